@@ -1,0 +1,35 @@
+"""Every error Tenuto raises on purpose.
+
+    TenutoError
+    ├── ConfigError       a setting is unknown, of the wrong type or out of range
+    ├── PolicyError       a policy cannot be loaded, or breaks the policy contract
+    ├── IntegrityError    an invariant of the block pool or of the leases does not hold (a bug)
+    ├── IncompatibleError this vLLM is not one Tenuto fits
+    └── DataError         an input file is malformed (file, line and field are named)
+"""
+
+from __future__ import annotations
+
+
+class TenutoError(Exception):
+    """Base of all errors raised on purpose; its message says what to do."""
+
+
+class ConfigError(TenutoError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+class PolicyError(TenutoError):
+    """A policy cannot be loaded, or breaks the policy contract."""
+
+
+class IntegrityError(TenutoError):
+    """An invariant does not hold; always a bug, never caused by input."""
+
+
+class IncompatibleError(TenutoError):
+    """This vLLM is not one Tenuto fits; the message lists what differs."""
+
+
+class DataError(TenutoError):
+    """An input file is malformed; the message names file, line and field."""
