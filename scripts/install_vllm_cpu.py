@@ -80,7 +80,7 @@ def install_torch(python: str) -> None:
     say(f"not on the configured index; trying PyTorch's CPU index {PYTORCH_CPU_INDEX}")
     if not pip(python, "install", "--quiet", TORCH, "--extra-index-url", PYTORCH_CPU_INDEX, check=False):
         raise InstallError(
-            f"{TORCH} could not be installed for {python}. It exists for Linux x86-64 and arm64, Python 3.11-3.14."
+            f"{TORCH} could not be installed for {python}; it exists for Linux, Python 3.11 to 3.14"
         )
 
 
@@ -112,7 +112,9 @@ def get_requirements(wheel: Path) -> list[str]:
 
 def get_site_packages(python: str) -> Path:
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    return Path(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip())
+    return Path(
+        subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    )
 
 
 def write_stub_distribution(python: str, version: str) -> None:
@@ -125,7 +127,9 @@ def write_stub_distribution(python: str, version: str) -> None:
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     (info / "INSTALLER").write_text("tenuto\n")
-    (info / "RECORD").write_text("".join(f"{info.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
+    (info / "RECORD").write_text(
+        "".join(f"{info.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD"))
+    )
 
 
 def overlay_python_tree(python: str, wheel: Path) -> None:
@@ -170,8 +174,12 @@ def get_installed(python: str) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=sys.executable, help="interpreter of the environment to install into")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, help="interpreter of the environment to install into"
+    )
     parser.add_argument("--version", default=NEWEST_CPU_BUILD, choices=SUPPORTED, help="vLLM release")
     args = parser.parse_args()
     if get_installed(args.python) == args.version:

@@ -1,11 +1,11 @@
 """Every error Tenuto raises on purpose.
 
-    TenutoError
-    ├── ConfigError       a setting is unknown, of the wrong type or out of range
-    ├── PolicyError       a policy cannot be loaded, or breaks the policy contract
-    ├── IntegrityError    an invariant of the block pool or of the leases does not hold (a bug)
-    ├── IncompatibleError this vLLM is not one Tenuto fits
-    └── DataError         an input file is malformed (file, line and field are named)
+TenutoError
+├── ConfigError       a setting is unknown, of the wrong type or out of range
+├── PolicyError       a policy cannot be loaded, or breaks the policy contract
+├── IntegrityError    an invariant of the block pool or of the leases does not hold (a bug)
+├── IncompatibleError this vLLM is not one Tenuto fits
+└── DataError         an input file is malformed (file, line and field are named)
 """
 
 from __future__ import annotations

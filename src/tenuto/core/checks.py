@@ -1,0 +1,159 @@
+"""Checkers: the invariants of a block pool, and the contract of a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+from tenuto.core.asking import to_json
+from tenuto.core.errors import IntegrityError, PolicyError
+from tenuto.core.leases import LeaseTable
+from tenuto.core.policy import Policy
+from tenuto.core.types import (
+    Decision,
+    EngineView,
+    Job,
+    Keep,
+    Lease,
+    Offload,
+    Release,
+    Strength,
+    ToolCall,
+    Turn,
+)
+
+
+def check_integrity(pool: Any, leases: LeaseTable | None = None, *, idle: bool = False) -> None:
+    """Check a block pool's invariants, ours or vLLM's; O(blocks), for tests and debugging.
+
+    Free + referenced = total; in the free queue exactly with ref count 0; no block twice; every kept block
+    in its part of the queue. With `idle` (no request anywhere) also: only leases hold anything.
+    Raises IntegrityError naming the first block that is wrong.
+    """
+    free = pool.free_block_queue.get_all_free_blocks()
+    free_ids = [block.block_id for block in free]
+    if len(set(free_ids)) != len(free_ids):
+        raise IntegrityError("a block is in the free queue twice")
+    if len(free) != pool.free_block_queue.num_free_blocks:
+        raise IntegrityError(f"{len(free)} free blocks, counted {pool.free_block_queue.num_free_blocks}")
+    in_queue = set(free_ids)
+    for block in pool.blocks:
+        if block.is_null:
+            if block.block_id in in_queue:
+                raise IntegrityError("the null block is in the free queue")
+            continue
+        if block.ref_cnt < 0:
+            raise IntegrityError(f"{block} has a negative ref count")
+        if (block.ref_cnt == 0) != (block.block_id in in_queue):
+            raise IntegrityError(f"{block} is free or in use, but not both counts say so")
+    num_kept = getattr(pool.free_block_queue, "num_kept_free_blocks", None)
+    if num_kept is not None:
+        _check_kept(pool.free_block_queue, free, num_kept)
+    if leases is not None:
+        _check_leases(pool, leases, idle)
+
+
+def _check_kept(queue: Any, free: list[Any], num_kept: int) -> None:
+    kept = [block.block_id in queue._num_keeps for block in free]
+    if sum(kept) != num_kept or kept != sorted(kept):
+        raise IntegrityError("a kept block stands before an ordinary one, or kept blocks are miscounted")
+
+
+def _check_leases(pool: Any, leases: LeaseTable, idle: bool) -> None:
+    held: dict[int, int] = {}
+    num_blocks = dict.fromkeys(Strength, 0)
+    for lease in leases:
+        num_blocks[lease.terms.strength] += len(lease.blocks)
+        if lease.terms.strength is Strength.HOLD:
+            for block in lease.blocks:
+                held[block.block_id] = held.get(block.block_id, 0) + 1
+    if num_blocks != leases.num_blocks:
+        raise IntegrityError(f"leases cover {num_blocks} blocks, counted {leases.num_blocks}")
+    for block in pool.blocks:
+        references = held.get(block.block_id, 0)
+        if block.is_null:
+            continue
+        if block.ref_cnt < references or (idle and block.ref_cnt != references):
+            raise IntegrityError(f"{block}: {references} leases hold it")
+
+
+def check_policy(policy: Policy) -> None:
+    """Check that a policy keeps its contract on a grid of views.
+
+    Asked hooks are pure and deterministic, answers have the right type, keys are of one shape and ordered,
+    parameters and answers are JSON. Raises PolicyError naming the hook.
+    """
+    for turn, view in itertools.product(_get_turns(), _get_views()):
+        lease = Lease(turn, view.now_s - 1, view.now_s, Strength.HOLD, 0.0, 3, next_turn_waiting=False)
+        _check_asked(policy, "queue_key", tuple, turn, view.now_s)
+        _check_asked(policy, "admit", bool, turn, view)
+        _check_asked(policy, "retain", Decision, turn, view)
+        _check_asked(policy, "reconsider", Decision, lease, view)
+        _check_asked(policy, "evict_key", tuple, lease, view)
+        _check_asked(policy, "preempt_key", tuple, turn, view)
+        _check_asked(policy, "step_budget", (int, type(None)), view)
+        if turn.job.num_turns > 1:
+            policy.on_tool_returned(turn, ToolCall("ls"), 0.5)
+        policy.on_turn_arrived(turn, view.now_s)
+        policy.on_turn_started(turn, view.now_s)
+        policy.on_turn_finished(turn, view.now_s)
+        policy.on_job_ended(turn.job, view.now_s)
+    for hook, key in (("queue_key", lambda t: policy.queue_key(t, 1.0)), ("preempt_key", _key_of(policy))):
+        try:
+            sorted(key(turn) for turn in _get_turns())
+        except TypeError as error:
+            raise PolicyError(f"{hook}: its keys cannot be ordered: {error}") from error
+    _check_json("parameters", {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init})
+
+
+def _key_of(policy: Policy) -> Any:
+    view = next(iter(_get_views()))
+    return lambda turn: policy.preempt_key(turn, view)
+
+
+def _check_asked(policy: Policy, hook: str, kind: Any, *inputs: Any) -> None:
+    before = repr(policy)
+    first = getattr(policy, hook)(*inputs)
+    if repr(policy) != before:
+        raise PolicyError(f"{hook} changed the policy's state; only told hooks may")
+    kind = (Keep, Offload, Release) if kind is Decision else kind
+    if not isinstance(first, kind):
+        raise PolicyError(f"{hook} answered {first!r}, which is not a {kind}")
+    if getattr(policy, hook)(*inputs) != first:
+        raise PolicyError(f"{hook} answered differently when asked the same again")
+    _check_json(hook, to_json(first))
+
+
+def _check_json(what: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise PolicyError(f"{what}: {value!r} is not JSON: {error}") from error
+
+
+def _get_turns() -> list[Turn]:
+    tools = (None, ToolCall("ls"), ToolCall("pytest", "pytest -x tests"))
+    return [
+        Turn(
+            turn_id=f"turn-{n}",
+            job=Job(f"job-{n % 3}", float(n % 3), 1 + n % 4, "tenant" if n % 2 else None),
+            arrival_s=float(n),
+            num_prompt_tokens=100 * (n + 1),
+            num_output_tokens=20,
+            num_preemptions=n % 2,
+            has_lease=n % 3 == 1,
+            is_last=(None, True, False)[n % 3],
+            tool=tools[n % 3],
+            expected_tool_s=None if n % 2 else 2.0,
+        )
+        for n in range(12)
+    ]
+
+
+def _get_views() -> list[EngineView]:
+    idle = EngineView(20.0, 16, 1000, 999, 0, 0, 2048)
+    busy = EngineView(21.0, 16, 1000, 10, 64, 30, 2048, num_leases=20, num_leased_blocks=400)
+    full = EngineView(22.0, 16, 1000, 0, 1, 1, 8192, num_leases=1, num_leased_blocks=990)
+    return [idle, busy, full]

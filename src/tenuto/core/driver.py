@@ -1,0 +1,457 @@
+"""The driver: the only caller of policies. It owns jobs, leases, deadlines and revocation.
+
+An engine reports what happens to its turns and asks what to do; the driver asks the policy, bounds the
+answer and carries it out. A lease is a request, not a right: `take_back` returns blocks *before* an
+allocation fails. Every call is O(log n) in jobs and leases.
+
+    arrive → (start → preempt)* → start → finish → [lease] → arrive (the job's next turn) → …
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from tenuto.core.asking import DecisionLog, LogRecord, PolicyCaller
+from tenuto.core.hints import Hints
+from tenuto.core.leases import Engine, LeaseState, LeaseTable
+from tenuto.core.lineage import Lineage
+from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.stats import DriverStats
+from tenuto.core.types import (
+    EngineView,
+    Job,
+    Keep,
+    LeaseEnd,
+    Offload,
+    Release,
+    Strength,
+    ToolCall,
+    Turn,
+    Yields,
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what any policy, hint or client can make the driver do."""
+
+    max_lease_s: float = setting(600.0, "longest lease, whatever the policy or a hint says", minimum=0)
+    max_leased_share: float = setting(
+        1.0,
+        "share of the KV cache that leases may cover; one that does not fit is not granted",
+        minimum=0,
+        maximum=1,
+    )
+    max_tenant_share: float = setting(
+        1.0, "share of the KV cache that leases of one tenant may cover", minimum=0, maximum=1
+    )
+    max_remembered_jobs: int = setting(
+        10_000, "jobs remembered between turns; beyond it the longest silent is forgotten", minimum=1
+    )
+    always_yield: bool = setting(
+        True, "leases yield before any allocation fails, even where the policy says only on a stall"
+    )
+    infer_jobs: bool = setting(True, "recognise turns without a job id by their content")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is known of a turn when it comes in."""
+
+    hints: Hints
+    num_prompt_tokens: int
+    prompt: Sequence[int] = ()
+    """Its prompt's token ids; needed, as are the hashes, only to recognise jobs by content."""
+    hashes: Sequence[Hashable] = ()
+    """Chained hashes of its full blocks; kept by reference, so they grow with the output."""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a turn ended."""
+
+    num_output_tokens: int
+    tool: ToolCall | None = None
+    is_last: bool | None = None
+    """Whether its job ends with it, as far as the output tells."""
+    aborted: bool = False
+    """The client went away or the request failed; nothing is retained."""
+
+
+@dataclass(slots=True)
+class _Job:
+    job_id: str
+    arrival_s: float
+    tenant: str | None
+    num_turns: int = 0
+    live_turn_ids: dict[str, None] = field(default_factory=dict)
+    last_finish_s: float | None = None
+    last_tool: ToolCall | None = None
+    last_num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Turn:
+    turn_id: str
+    job: _Job
+    arrival_s: float
+    what: Arrival
+    num_reusable_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_lost_tokens: int = 0
+    """Computed tokens that the last preemption gave away."""
+    started: bool = False
+
+
+class Driver:
+    """One policy at work on one engine."""
+
+    def __init__(
+        self, policy: Policy, engine: Engine, limits: Limits | None = None, *, log: DecisionLog | None = None
+    ) -> None:
+        self.policy = policy
+        self.limits = limits or Limits()
+        self.stats = DriverStats()
+        self._engine = engine
+        self._caller = PolicyCaller(policy, log)
+        self._log = log
+        self._jobs: dict[str, _Job] = {}
+        self._idle_jobs: OrderedDict[str, None] = OrderedDict()
+        self._turns: dict[str, _Turn] = {}
+        self.leases = LeaseTable(engine, self._on_lease_end)
+        block_size = engine.get_view(0.0).block_size
+        self._lineage = Lineage(block_size, self.limits.max_remembered_jobs)
+        self._now_s = 0.0
+
+    # What happens to turns.
+
+    def arrive(self, turn_id: str, now_s: float, what: Arrival) -> None:
+        """A turn came in. Finds its job; a lease that its prompt does not extend is cut to what it does."""
+        self._now_s = now_s
+        job = self._find_job(turn_id, what)
+        tool_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
+        turn = _Turn(turn_id, job, now_s, what)
+        turn.num_reusable_tokens = min(job.last_num_tokens, what.num_prompt_tokens - 1)
+        job.num_turns += 1
+        job.live_turn_ids[turn_id] = None
+        self._idle_jobs.pop(job.job_id, None)
+        self._turns[turn_id] = turn
+        lease = self.leases.get(job.job_id)
+        if lease is not None and lease.next_turn_id is None:
+            self._claim(lease, turn)
+        view = self._get_turn(turn)
+        if tool_s is not None:
+            self.stats.tool_s.observe(tool_s)
+            self._caller.tell("on_tool_returned", view, job.last_tool, tool_s)
+        self._caller.tell("on_turn_arrived", view, now_s)
+        self._record("arrived", turn, now_s, num_prompt_tokens=what.num_prompt_tokens, tool_s=tool_s)
+
+    def start(self, turn_id: str, now_s: float, num_hit_tokens: int) -> None:
+        """A turn got its first step, or its first after a preemption; its job's lease has served."""
+        turn = self._turns.get(turn_id)
+        if turn is None:
+            return
+        self._now_s = now_s
+        if turn.started:
+            self.stats.num_recomputed_tokens += max(0, turn.num_lost_tokens - num_hit_tokens)
+            self._record("resumed", turn, now_s, num_hit_tokens=num_hit_tokens)
+            return
+        turn.started = True
+        turn.num_hit_tokens = num_hit_tokens
+        self.stats.num_hit_tokens += num_hit_tokens
+        self.stats.num_recomputed_tokens += max(0, turn.num_reusable_tokens - num_hit_tokens)
+        self.stats.queue_s.observe(now_s - turn.arrival_s)
+        lease = self.leases.get(turn.job.job_id)
+        if lease is not None and lease.next_turn_id == turn_id:
+            self.leases.end(lease, LeaseEnd.HIT)
+        self._caller.tell("on_turn_started", self._get_turn(turn), now_s)
+        self._record("started", turn, now_s, num_hit_tokens=num_hit_tokens, queue_s=now_s - turn.arrival_s)
+
+    def preempt(self, turn_id: str, now_s: float, num_computed_tokens: int) -> None:
+        """A running turn lost its blocks and waits again."""
+        turn = self._turns.get(turn_id)
+        if turn is None:
+            return
+        turn.num_preemptions += 1
+        turn.num_lost_tokens = num_computed_tokens
+        self._record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
+
+    def finish(self, turn_id: str, now_s: float, how: Finish) -> None:
+        """A turn ended; call just before the engine frees its blocks, so that a lease can take them."""
+        turn = self._turns.pop(turn_id, None)
+        if turn is None:
+            return
+        self._now_s = now_s
+        job = turn.job
+        del job.live_turn_ids[turn_id]
+        own_lease = self.leases.get(job.job_id)
+        if own_lease is not None and own_lease.next_turn_id == turn_id:
+            # It never started (aborted while waiting); what was kept for it waits for a retry.
+            own_lease.next_turn_id = None
+        is_last = turn.what.hints.is_last if turn.what.hints.is_last is not None else how.is_last
+        view = dataclasses.replace(
+            self._get_turn(turn),
+            num_output_tokens=how.num_output_tokens,
+            is_last=is_last,
+            tool=ToolCall(turn.what.hints.tool, how.tool.command if how.tool else None)
+            if turn.what.hints.tool
+            else how.tool,
+        )
+        self._record("finished", turn, now_s, num_output_tokens=how.num_output_tokens, aborted=how.aborted)
+        if how.aborted:
+            self._leave(job)
+            return
+        job.last_finish_s, job.last_tool = now_s, view.tool
+        job.last_num_tokens = turn.what.num_prompt_tokens + how.num_output_tokens - 1
+        self._caller.tell("on_turn_finished", view, now_s)
+        if is_last and not job.live_turn_ids:
+            self._end_job(job, now_s)
+            return
+        if turn.what.hashes:
+            self._lineage.remember(job.job_id, turn.what.hashes, turn.what.prompt)
+        if not is_last:
+            self._retain(view, now_s)
+        self._leave(job)
+
+    # Leases.
+
+    def expire(self, now_s: float) -> int:
+        """End or renew every lease whose deadline has passed; returns how many ended."""
+        num_ended = 0
+        while (lease := self.leases.get_due(now_s)) is not None:
+            self._now_s = now_s
+            view = self.get_view(now_s)
+            answer = self._caller.ask("reconsider", (Keep, Offload, Release), lease.get_view(), view)
+            terms = self._bound(answer, now_s) if isinstance(answer, Keep) else None
+            if terms is not None and terms.until_s > now_s and terms.strength is lease.terms.strength:
+                asked = dataclasses.replace(lease.get_view(), until_s=terms.until_s, value=terms.value)
+                self.leases.renew(lease, terms, self._caller.ask("evict_key", tuple, asked, view))
+            else:
+                self.leases.end(lease, LeaseEnd.EXPIRED)
+                num_ended += 1
+        return num_ended
+
+    def get_next_deadline_s(self) -> float | None:
+        """When `expire` has something to do next; None without leases."""
+        return self.leases.get_next_deadline_s()
+
+    @property
+    def num_reclaimable_blocks(self) -> int:
+        """Held blocks, at most, that `take_back` could free."""
+        return self.leases.num_blocks[Strength.HOLD]
+
+    def take_back(
+        self, num_blocks: int, now_s: float, *, for_turn_id: str | None = None, stalled: bool = False
+    ) -> int:
+        """Free at least `num_blocks` held blocks if leases cover so many, tails first; returns how many.
+
+        The lease of the job that needs them is spared. `stalled` says that nothing can run otherwise.
+        """
+        self._now_s = now_s
+        turn = self._turns.get(for_turn_id) if for_turn_id is not None else None
+        spare = turn.job.job_id if turn is not None else None
+        kinds = list(Yields) if stalled or self.limits.always_yield else [Yields.ALWAYS]
+        num_free_before = self._engine.get_num_free_blocks()
+        num_freed = 0
+        for yields in kinds:
+            while num_freed < num_blocks:
+                lease = self.leases.get_first_to_yield(Strength.HOLD, yields, spare)
+                if lease is None:
+                    break
+                self._shrink(lease, num_blocks - num_freed)
+                num_freed = self._engine.get_num_free_blocks() - num_free_before
+        return num_freed
+
+    def make_room(self, num_blocks: int) -> None:
+        """Give up to `num_blocks` kept-last blocks of the lease that yields first (see `KeepLastMixin`)."""
+        for yields in Yields:
+            lease = self.leases.get_first_to_yield(Strength.KEEP_LAST, yields)
+            if lease is not None:
+                self._shrink(lease, num_blocks)
+                return
+
+    def drop_all(self, why: LeaseEnd = LeaseEnd.RESET) -> None:
+        """End every lease (a cache reset, a shutdown)."""
+        for lease in self.leases:
+            self.leases.end(lease, why)
+
+    # Questions an engine asks.
+
+    def get_view(self, now_s: float) -> EngineView:
+        """The engine's state with the leases filled in."""
+        return dataclasses.replace(
+            self._engine.get_view(now_s),
+            num_leases=len(self.leases),
+            num_leased_blocks=sum(self.leases.num_blocks.values()),
+        )
+
+    def get_queue_key(self, turn_id: str, now_s: float) -> Key:
+        """Where a waiting turn stands; smaller goes first."""
+        key: Key = self._caller.ask("queue_key", tuple, self._get_turn(self._turns[turn_id]), now_s)
+        return key
+
+    def get_victim(self, turn_ids: Sequence[str], now_s: float) -> str | None:
+        """Which of these running turns is preempted; None leaves it to the engine."""
+        if not self.policy.overrides("preempt_key"):
+            return None
+        view = self.get_view(now_s)
+        known = [turn_id for turn_id in turn_ids if turn_id in self._turns]
+        if not known:
+            return None
+        return min(
+            known,
+            key=lambda t: (self._caller.ask("preempt_key", tuple, self._get_turn(self._turns[t]), view), t),
+        )
+
+    def may_start(self, turn_id: str, now_s: float, *, idle: bool) -> bool:
+        """Whether a waiting turn may start: a job's later turns always, any when the engine is idle."""
+        turn = self._turns.get(turn_id)
+        if idle or turn is None or turn.job.num_turns > 1 or turn.num_preemptions:
+            return True
+        view = self.get_view(now_s)
+        if bool(self._caller.ask("admit", bool, self._get_turn(turn), view)):
+            return True
+        self.stats.num_admission_waits += 1
+        return False
+
+    def get_step_budget(self, now_s: float, max_step_tokens: int) -> int:
+        """Token budget of the next step, between 1 and the engine's own."""
+        answer = self._caller.ask("step_budget", (int, type(None)), self.get_view(now_s))
+        return max_step_tokens if answer is None else max(1, min(answer, max_step_tokens))
+
+    # Inside.
+
+    def _find_job(self, turn_id: str, what: Arrival) -> _Job:
+        job_id = what.hints.job_id
+        if job_id is None and self.limits.infer_jobs and what.hashes:
+            job_id = self._lineage.find(what.hashes, what.prompt)
+        # The prefix keeps ids we make apart from ids that clients choose.
+        job_id = job_id if job_id is not None else f"turn:{turn_id}"
+        job = self._jobs.get(job_id)
+        if job is None:
+            job = self._jobs[job_id] = _Job(job_id, self._now_s, what.hints.tenant)
+        return job
+
+    def _claim(self, lease: LeaseState, turn: _Turn) -> None:
+        num_common = self._engine.count_common_blocks(lease.blocks, turn.turn_id)
+        if num_common == 0:
+            self.leases.end(lease, LeaseEnd.SUPERSEDED)
+        else:
+            self.leases.cut(lease, num_common)
+            lease.next_turn_id = turn.turn_id
+
+    def _retain(self, turn: Turn, now_s: float) -> None:
+        view = self.get_view(now_s)
+        answer = self._caller.ask("retain", (Keep, Offload, Release), turn, view)
+        terms = self._bound(answer, now_s) if isinstance(answer, Keep) else None
+        old = self.leases.get(turn.job.job_id)
+        if old is not None:
+            # Its blocks stay referenced by the turn that just finished, or serve nobody any more.
+            self.leases.end(old, LeaseEnd.REPLACED)
+        if terms is None or terms.until_s <= now_s:
+            return
+        blocks = self._engine.get_cached_blocks(turn.turn_id)
+        if not blocks or not self._is_within_quota(turn.job.tenant, len(blocks), view.num_blocks):
+            return
+        lease = LeaseState(turn.job.job_id, turn, blocks, now_s, terms)
+        self.leases.grant(lease, self._caller.ask("evict_key", tuple, lease.get_view(), view))
+        self.stats.num_leases_granted += 1
+        job = self._jobs[turn.job.job_id]
+        self._record_lease(
+            "lease-granted", lease, now_s, until_s=terms.until_s, strength=terms.strength.value
+        )
+        self._reorder_waiting(job)
+
+    def _bound(self, terms: Keep, now_s: float) -> Keep:
+        return dataclasses.replace(terms, until_s=min(terms.until_s, now_s + self.limits.max_lease_s))
+
+    def _is_within_quota(self, tenant: str | None, num_blocks: int, total: int) -> bool:
+        leased = sum(self.leases.num_blocks.values()) + num_blocks
+        of_tenant = self.leases.num_blocks_by_tenant.get(tenant, 0) + num_blocks
+        return leased <= self.limits.max_leased_share * total and (
+            tenant is None or of_tenant <= self.limits.max_tenant_share * total
+        )
+
+    def _shrink(self, lease: LeaseState, num_blocks: int) -> None:
+        num_left = max(0, len(lease.blocks) - num_blocks)
+        self.stats.num_revoked_blocks += len(lease.blocks) - num_left
+        if num_left:
+            self.leases.cut(lease, num_left)
+        else:
+            self.leases.end(lease, LeaseEnd.REVOKED)
+
+    def _on_lease_end(self, lease: LeaseState, why: LeaseEnd) -> None:
+        self.stats.num_leases_ended[why] += 1
+        self._record_lease(
+            "lease-ended", lease, self._now_s, why=why.value, held_s=self._now_s - lease.granted_s
+        )
+        job = self._jobs.get(lease.job_id)
+        if job is not None:
+            self._reorder_waiting(job)
+
+    def _reorder_waiting(self, job: _Job) -> None:
+        for turn_id in job.live_turn_ids:
+            if not self._turns[turn_id].started or self._turns[turn_id].num_preemptions:
+                self._engine.reorder(turn_id)
+
+    def _end_job(self, job: _Job, now_s: float) -> None:
+        lease = self.leases.get(job.job_id)
+        if lease is not None:
+            self.leases.end(lease, LeaseEnd.JOB_ENDED)
+        self._forget(job, now_s)
+
+    def _leave(self, job: _Job) -> None:
+        """A job has no turn in the engine: remember it, and forget the one that was silent longest."""
+        if job.live_turn_ids:
+            return
+        self._idle_jobs[job.job_id] = None
+        self._idle_jobs.move_to_end(job.job_id)
+        if len(self._idle_jobs) > self.limits.max_remembered_jobs:
+            oldest = self._jobs[next(iter(self._idle_jobs))]
+            lease = self.leases.get(oldest.job_id)
+            if lease is not None:
+                self.leases.end(lease, LeaseEnd.EXPIRED)
+            self._forget(oldest, self._now_s)
+
+    def _forget(self, job: _Job, now_s: float) -> None:
+        self._caller.tell("on_job_ended", self._get_job(job), now_s)
+        del self._jobs[job.job_id]
+        self._idle_jobs.pop(job.job_id, None)
+        self._lineage.forget(job.job_id)
+
+    def _get_job(self, job: _Job) -> Job:
+        return Job(job.job_id, job.arrival_s, job.num_turns, job.tenant)
+
+    def _get_turn(self, turn: _Turn) -> Turn:
+        return Turn(
+            turn_id=turn.turn_id,
+            job=self._get_job(turn.job),
+            arrival_s=turn.arrival_s,
+            num_prompt_tokens=turn.what.num_prompt_tokens,
+            num_hit_tokens=turn.num_hit_tokens,
+            priority=turn.what.priority,
+            num_preemptions=turn.num_preemptions,
+            has_lease=self.leases.get(turn.job.job_id) is not None,
+            is_last=turn.what.hints.is_last,
+            expected_tool_s=turn.what.hints.expected_tool_s,
+        )
+
+    def _record(self, event: str, turn: _Turn, now_s: float, **facts: object) -> None:
+        if self._log is not None:
+            record: LogRecord = {"kind": "job", "event": event, "job": turn.job.job_id, "turn": turn.turn_id}
+            self._log({**record, "turn_number": turn.job.num_turns, "now_s": now_s, **facts})
+
+    def _record_lease(self, event: str, lease: LeaseState, now_s: float, **facts: object) -> None:
+        if self._log is not None:
+            record: LogRecord = {
+                "kind": "job",
+                "event": event,
+                "job": lease.job_id,
+                "turn": lease.turn.turn_id,
+            }
+            self._log({**record, "now_s": now_s, "num_blocks": len(lease.blocks), **facts})

@@ -1,0 +1,175 @@
+"""The lease table: who holds what until when, and who yields first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tenuto.core.order import WaitingOrder
+from tenuto.core.policy import Key
+from tenuto.core.types import EngineView, Keep, Lease, LeaseEnd, Strength, Turn, Yields
+
+
+class Engine(Protocol):
+    """What the driver needs of an engine: the simulator and the vLLM plugin each have one.
+
+    Blocks are opaque here. Lists of blocks run from the prompt's start to the end of the output.
+    """
+
+    def get_view(self, now_s: float) -> EngineView:
+        """The engine's state in numbers, without leases."""
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks an allocation could take now."""
+
+    def get_cached_blocks(self, turn_id: str) -> list[Any]:
+        """Cached blocks a prompt that extends this turn would hit; asked just before the turn's are freed."""
+
+    def count_common_blocks(self, blocks: list[Any], turn_id: str) -> int:
+        """How many leading blocks of the list a waiting turn's prompt runs through."""
+
+    def hold(self, blocks: list[Any]) -> None:
+        """Take one reference to each block."""
+
+    def release(self, blocks: list[Any]) -> None:
+        """Give one reference to each block up; the last is evicted first."""
+
+    def keep_last(self, blocks: list[Any]) -> None:
+        """Let these blocks, once free, be evicted after all others."""
+
+    def unkeep(self, blocks: list[Any]) -> None:
+        """Take `keep_last` back."""
+
+    def reorder(self, turn_id: str) -> None:
+        """A waiting turn's queue key may have changed."""
+
+
+@dataclass(slots=True)
+class LeaseState:
+    """One lease, as the driver changes it."""
+
+    job_id: str
+    turn: Turn
+    """The finished turn whose blocks these are."""
+    blocks: list[Any]
+    granted_s: float
+    terms: Keep
+    next_turn_id: str | None = None
+
+    def get_view(self) -> Lease:
+        """The frozen view a policy sees."""
+        return Lease(
+            turn=self.turn,
+            granted_s=self.granted_s,
+            until_s=self.terms.until_s,
+            strength=self.terms.strength,
+            value=self.terms.value,
+            num_blocks=len(self.blocks),
+            next_turn_waiting=self.next_turn_id is not None,
+        )
+
+
+class LeaseTable:
+    """All leases, one per job. O(log n) a change; nothing is ever scanned."""
+
+    def __init__(self, engine: Engine, on_end: Callable[[LeaseState, LeaseEnd], None]) -> None:
+        self._engine = engine
+        self._on_end = on_end
+        self._leases: dict[str, LeaseState] = {}
+        self._deadlines = WaitingOrder()
+        self._evict_order = {(strength, yields): WaitingOrder() for strength in Strength for yields in Yields}
+        self.num_blocks = dict.fromkeys(Strength, 0)
+        self.num_blocks_by_tenant: dict[str | None, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[LeaseState]:
+        return iter(list(self._leases.values()))
+
+    def get(self, job_id: str) -> LeaseState | None:
+        """The job's lease, or None."""
+        return self._leases.get(job_id)
+
+    def grant(self, lease: LeaseState, evict_key: Key) -> None:
+        """Enter a lease and take its blocks; the job must have none."""
+        assert lease.job_id not in self._leases
+        self._leases[lease.job_id] = lease
+        if lease.terms.strength is Strength.HOLD:
+            self._engine.hold(lease.blocks)
+        else:
+            self._engine.keep_last(lease.blocks)
+        self._count(lease, len(lease.blocks))
+        self._enter(lease, evict_key)
+
+    def renew(self, lease: LeaseState, terms: Keep, evict_key: Key) -> None:
+        """Change a lease's deadline, value or yielding; its strength stays."""
+        self._get_order(lease).discard(lease.job_id)
+        lease.terms = terms
+        self._enter(lease, evict_key)
+
+    def end(self, lease: LeaseState, why: LeaseEnd) -> None:
+        """Give all blocks up and forget the lease."""
+        self.cut(lease, 0)
+        del self._leases[lease.job_id]
+        self._deadlines.discard(lease.job_id)
+        self._get_order(lease).discard(lease.job_id)
+        self._on_end(lease, why)
+
+    def cut(self, lease: LeaseState, num_blocks: int) -> None:
+        """Give blocks up from the tail until `num_blocks` are left."""
+        tail = lease.blocks[num_blocks:]
+        if not tail:
+            return
+        del lease.blocks[num_blocks:]
+        self._count(lease, -len(tail))
+        if lease.terms.strength is Strength.HOLD:
+            self._engine.release(tail)
+        else:
+            self._engine.unkeep(tail)
+
+    def get_due(self, now_s: float) -> LeaseState | None:
+        """A lease whose deadline has passed, earliest first."""
+        key = self._deadlines.get_first_key()
+        if key is None or key[0] > now_s:  # type: ignore[operator]
+            return None
+        first = self._deadlines.get_first()
+        assert first is not None
+        return self._leases[first]
+
+    def get_next_deadline_s(self) -> float | None:
+        """The earliest deadline, or None without leases."""
+        key = self._deadlines.get_first_key()
+        return None if key is None else float(key[0])
+
+    def get_first_to_yield(
+        self, strength: Strength, yields: Yields, spare_job_id: str | None = None
+    ) -> LeaseState | None:
+        """The lease that yields first, other than the spared job's."""
+        order = self._evict_order[strength, yields]
+        first = order.get_first()
+        if first is None or first != spare_job_id:
+            return None if first is None else self._leases[first]
+        key = order.get_first_key()
+        assert key is not None
+        order.discard(first)
+        second = order.get_first()
+        order.push(first, key)
+        return None if second is None else self._leases[second]
+
+    def _enter(self, lease: LeaseState, evict_key: Key) -> None:
+        self._deadlines.push(lease.job_id, (lease.terms.until_s,))
+        self._get_order(lease).push(lease.job_id, evict_key)
+
+    def _get_order(self, lease: LeaseState) -> WaitingOrder:
+        return self._evict_order[lease.terms.strength, lease.terms.yields]
+
+    def _count(self, lease: LeaseState, change: int) -> None:
+        self.num_blocks[lease.terms.strength] += change
+        tenant = lease.turn.job.tenant
+        count = self.num_blocks_by_tenant.get(tenant, 0) + change
+        if count:
+            self.num_blocks_by_tenant[tenant] = count
+        else:
+            self.num_blocks_by_tenant.pop(tenant, None)

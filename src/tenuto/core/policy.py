@@ -1,0 +1,192 @@
+"""The policy interface, and how a policy is found by name.
+
+A policy is *asked* and *told*. Asked hooks return a decision and change nothing; told hooks update the
+policy's own estimates. Every default is what stock vLLM does, so a policy overrides what it decides and
+nothing else. The driver (`tenuto.core.driver`) is the only caller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from tenuto.core.errors import ConfigError, PolicyError
+from tenuto.core.types import Decision, EngineView, Job, Lease, Release, ToolCall, Turn
+
+POLICIES_PACKAGE = "tenuto.policies"
+
+Key = tuple[float | int | str, ...]
+"""What orders turns and leases: smaller first; all keys of one hook have the same shape."""
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """Declare one parameter of a policy: a dataclass field whose bounds `load_policy` checks."""
+    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass
+class Policy:
+    """Stock vLLM's behaviour; every policy is a subclass that overrides some hooks.
+
+    A subclass is a dataclass: its fields are its parameters (see `setting`), and state it learns goes
+    into fields with `init=False`.
+    """
+
+    engine_order: ClassVar[Literal["fcfs", "priority"]] = "fcfs"
+    """The engine's own scheduling mode, in force for every hook that is not overridden."""
+
+    # Asked: return a decision, change nothing.
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        """Order of waiting turns, smallest first; ties go by turn id.
+
+        Asked when a turn arrives or is preempted and when its job's lease is granted or ends.
+        """
+        return (turn.arrival_s,)
+
+    def admit(self, turn: Turn, view: EngineView) -> bool:
+        """Whether a job that has not started may start now; asked again at every step while False.
+
+        Not asked when nothing else could run: the driver never lets the engine idle over a waiting job.
+        """
+        return True
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        """What to do with the cached blocks of a turn that finished and is not its job's last."""
+        return Release()
+
+    def reconsider(self, lease: Lease, view: EngineView) -> Decision:
+        """What to do with a lease whose deadline has passed; `Keep` must name a later deadline."""
+        return Release()
+
+    def evict_key(self, lease: Lease, view: EngineView) -> Key:
+        """Which lease yields first under pressure, smallest first; asked when granted or renewed."""
+        return (lease.until_s,)
+
+    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
+        """Which running turn yields first, smallest first; asked only when no lease can yield."""
+        return (-turn.arrival_s,)
+
+    def step_budget(self, view: EngineView) -> int | None:
+        """Token budget of the next step, or None for the engine's own; never more than that."""
+        return None
+
+    # Told: update own estimates.
+
+    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
+        """A turn arrived and waits."""
+
+    def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
+        """The tool call before this new turn took `tool_s` seconds: its arrival − the last finish."""
+
+    def on_turn_started(self, turn: Turn, now_s: float) -> None:
+        """A turn got its first step; `num_hit_tokens` of its prompt came from cache."""
+
+    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
+        """A turn finished; told before `retain` is asked."""
+
+    def on_job_ended(self, job: Job, now_s: float) -> None:
+        """A job will not come back, or was silent for so long that it is forgotten."""
+
+    @classmethod
+    def overrides(cls, hook: str) -> bool:
+        """Whether this policy has its own version of a hook; engines skip the work of the others."""
+        return getattr(cls, hook) is not getattr(Policy, hook)
+
+
+def get_policy_names() -> list[str]:
+    """Names of the policies that ship with Tenuto: one file each, the file's name is the policy's."""
+    package = importlib.import_module(POLICIES_PACKAGE)
+    return sorted(_get_policy_name(module.name) for module in pkgutil.iter_modules(package.__path__))
+
+
+def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
+    """Make a policy from its name (`continuum-fixed`) or path (`my.module:Class`) and its options.
+
+    Raises PolicyError if it cannot be loaded, ConfigError for an unknown option or a bad value.
+    """
+    cls = _import_class(name) if ":" in name else _find_class(name)
+    return cls(**_check_options(cls, name, options or {}))
+
+
+def _get_policy_name(module: str) -> str:
+    return module.replace("_plus", "+").replace("_", "-")
+
+
+def _find_class(name: str) -> type[Policy]:
+    if name not in get_policy_names():
+        known = ", ".join(get_policy_names())
+        raise PolicyError(f"no policy {name!r}; choose one of: {known}; or name your own as my.module:Class")
+    module_name = f"{POLICIES_PACKAGE}.{name.replace('-', '_').replace('+', '_plus')}"
+    module = importlib.import_module(module_name)
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Policy) and value.__module__ == module_name
+    ]
+    if len(found) != 1:
+        raise PolicyError(f"{module_name} must define exactly one Policy subclass, found {len(found)}")
+    return found[0]
+
+
+def _import_class(path: str) -> type[Policy]:
+    module_name, _, class_name = path.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PolicyError(f"policy {path!r} cannot be imported: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        raise PolicyError(f"{path!r} is not a subclass of tenuto.core.policy.Policy")
+    if not dataclasses.is_dataclass(cls):
+        raise PolicyError(f"{path!r} must be a dataclass, so that its parameters can be checked")
+    return cls
+
+
+def _check_options(cls: type[Policy], name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    types = get_type_hints(cls)
+    checked: dict[str, Any] = {}
+    for key, value in options.items():
+        if key not in fields:
+            known = ", ".join(sorted(fields)) or "none"
+            raise ConfigError(f"policy {name!r} has no option {key!r}; its options: {known}")
+        try:
+            checked[key] = check_value(value, types[key], fields[key].metadata)
+        except ConfigError as error:
+            raise ConfigError(f"policy {name!r}, option {key!r}: {error}") from None
+    return checked
+
+
+def check_value(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
+    """Check one configured value against its declared type and bounds (see `setting`); returns it.
+
+    An int is taken for a float; a bool is never taken for a number. Raises ConfigError.
+    """
+    allowed = get_args(kind) if get_origin(kind) is not None else (kind,)
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not any(type(value) is one for one in allowed):
+        wanted = " or ".join(getattr(one, "__name__", str(one)) for one in allowed)
+        raise ConfigError(f"must be {wanted}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"must be finite, got {value}")
+    minimum, maximum, choices = (metadata.get(k) for k in ("minimum", "maximum", "choices"))
+    if minimum is not None and value is not None and value < minimum:
+        raise ConfigError(f"must be at least {minimum:g}, got {value!r}")
+    if maximum is not None and value is not None and value > maximum:
+        raise ConfigError(f"must be at most {maximum:g}, got {value!r}")
+    if choices is not None and value not in choices:
+        raise ConfigError(f"must be one of {', '.join(choices)}; got {value!r}")
+    return value

@@ -1,0 +1,51 @@
+"""Counts and distributions of what the driver did; an engine exports them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tenuto.core.types import LeaseEnd
+
+TOOL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+QUEUE_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+
+
+class Histogram:
+    """Counts per bucket, a sum; the last bucket has no upper bound."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value into the first bucket whose bound is not below it."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+def _histogram(bounds: Sequence[float]) -> Callable[[], Histogram]:
+    return lambda: Histogram(bounds)
+
+
+@dataclass
+class DriverStats:
+    """Totals since the start."""
+
+    num_leases_granted: int = 0
+    num_leases_ended: dict[LeaseEnd, int] = field(default_factory=lambda: dict.fromkeys(LeaseEnd, 0))
+    num_revoked_blocks: int = 0
+    num_hit_tokens: int = 0
+    """Prompt tokens that started turns found in cache."""
+    num_recomputed_tokens: int = 0
+    """Tokens computed again: the job's previous turn, or a preempted turn's own, minus what was hit."""
+    num_admission_waits: int = 0
+    tool_s: Histogram = field(default_factory=_histogram(TOOL_BUCKETS_S))
+    """A turn's finish to its job's next arrival."""
+    queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))
+    """A turn's arrival to its first step."""
+    decision_s: Histogram = field(default_factory=_histogram(DECISION_BUCKETS_S))
+    """Time an engine spent in the driver per turn event; the engine measures it, the driver has no clock."""

@@ -1,0 +1,151 @@
+"""What a policy sees (frozen views) and what it may answer (decisions).
+
+Times are seconds on the engine's own clock, `now_s` included; a view is a snapshot and never changes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Strength(Enum):
+    """How firmly a lease holds its blocks."""
+
+    HOLD = "hold"
+    """Real references: the blocks leave the free queue and show as used. The field's *pin*."""
+    KEEP_LAST = "keep-last"
+    """No references: the blocks stay free but are evicted after all other free blocks."""
+
+
+class Yields(Enum):
+    """When a lease gives way to an allocation that does not fit otherwise."""
+
+    ALWAYS = "always"
+    """Before any allocation fails."""
+    ON_STALL = "on-stall"
+    """Only when nothing could run otherwise, as the public Continuum prototype does."""
+
+
+class LeaseEnd(Enum):
+    """Why a lease ended."""
+
+    HIT = "hit"
+    """The job's next turn started and took the blocks over."""
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+    """All its blocks were taken back for an allocation."""
+    SUPERSEDED = "superseded"
+    """The job came back with a prompt that does not extend what was kept."""
+    REPLACED = "replaced"
+    """Another turn of the same job finished."""
+    JOB_ENDED = "job-ended"
+    RESET = "reset"
+    """The prefix cache was reset, or the engine shuts down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One agent task, as far as it is known now."""
+
+    job_id: str
+    arrival_s: float
+    """Arrival of its first turn."""
+    num_turns: int
+    """Turns that have arrived, the current one included."""
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """The tool call a turn ended with."""
+
+    name: str
+    """The tool, or the first word of a shell command."""
+    command: str | None = None
+    """The whole command or the call's arguments, where the output shows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a job."""
+
+    turn_id: str
+    job: Job
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    num_hit_tokens: int = 0
+    """Prompt tokens served from cache when it first started."""
+    priority: int = 0
+    """The request's own priority; smaller goes first."""
+    num_preemptions: int = 0
+    has_lease: bool = False
+    """Whether blocks of this job are leased right now."""
+    is_last: bool | None = None
+    """Whether the job ends with this turn; None while nobody can tell."""
+    tool: ToolCall | None = None
+    expected_tool_s: float | None = None
+    """The client's own estimate of the coming tool call; a hint, already bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A revocable hold on the cached blocks of a job's last finished turn."""
+
+    turn: Turn
+    granted_s: float
+    until_s: float
+    strength: Strength
+    value: float
+    num_blocks: int
+    next_turn_waiting: bool
+    """The job's next turn has arrived and waits for its first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """The engine's state in numbers; O(1) to make."""
+
+    now_s: float
+    block_size: int
+    num_blocks: int
+    num_free_blocks: int
+    """Free for an allocation right now; kept-last blocks count, held ones do not."""
+    num_running: int
+    num_waiting: int
+    """Turns waiting for a first or a resumed start, parked ones included."""
+    max_step_tokens: int
+    num_leases: int = 0
+    num_leased_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Lease the finished turn's cached blocks until a deadline."""
+
+    until_s: float
+    strength: Strength = Strength.HOLD
+    value: float = 0.0
+    yields: Yields = Yields.ALWAYS
+
+    def __post_init__(self) -> None:
+        """Refuse a deadline or a value that is not finite."""
+        if not (math.isfinite(self.until_s) and math.isfinite(self.value)):
+            raise ValueError(f"until_s and value must be finite, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Move the finished turn's cached blocks to a tier below the GPU; released where there is none."""
+
+    tier: str = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give the blocks up, as stock vLLM does: they stay cached until something evicts them."""
+
+
+Decision = Keep | Offload | Release
