@@ -18,7 +18,8 @@ from tenuto.core.asking import DecisionLog, LogRecord, PolicyCaller
 from tenuto.core.hints import Hints
 from tenuto.core.leases import Engine, LeaseState, LeaseTable
 from tenuto.core.lineage import Lineage
-from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.policy import Key, Policy
+from tenuto.core.settings import setting
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import (
     EngineView,
@@ -193,7 +194,7 @@ class Driver:
         if own_lease is not None and own_lease.next_turn_id == turn_id:
             # It never started (aborted while waiting); what was kept for it waits for a retry.
             own_lease.next_turn_id = None
-        is_last = turn.what.hints.is_last if turn.what.hints.is_last is not None else how.is_last
+        is_last = _tell_last(turn.what.hints, how)
         view = dataclasses.replace(
             self._get_turn(turn),
             num_output_tokens=how.num_output_tokens,
@@ -239,6 +240,11 @@ class Driver:
     def get_next_deadline_s(self) -> float | None:
         """When `expire` has something to do next; None without leases."""
         return self.leases.get_next_deadline_s()
+
+    @property
+    def num_policy_faults(self) -> int:
+        """Policy hooks that failed so far."""
+        return self._caller.num_faults
 
     @property
     def num_reclaimable_blocks(self) -> int:
@@ -310,14 +316,23 @@ class Driver:
 
     def may_start(self, turn_id: str, now_s: float, *, idle: bool) -> bool:
         """Whether a waiting turn may start: a job's later turns always, any when the engine is idle."""
-        turn = self._turns.get(turn_id)
-        if idle or turn is None or turn.job.num_turns > 1 or turn.num_preemptions:
+        if idle or not self.is_first_turn(turn_id):
             return True
-        view = self.get_view(now_s)
-        if bool(self._caller.ask("admit", bool, self._get_turn(turn), view)):
+        turn = self._get_turn(self._turns[turn_id])
+        if self._caller.ask("admit", bool, turn, self.get_view(now_s)):
             return True
         self.stats.num_admission_waits += 1
         return False
+
+    def is_known_last(self, turn_id: str) -> bool:
+        """Whether the job is known to end with this turn, so that its output need not be read."""
+        turn = self._turns.get(turn_id)
+        return turn is None or turn.what.hints.is_last is True
+
+    def is_first_turn(self, turn_id: str) -> bool:
+        """Whether starting this turn would start its job, so that admission has to be asked."""
+        turn = self._turns.get(turn_id)
+        return turn is not None and turn.job.num_turns == 1 and not turn.num_preemptions
 
     def get_step_budget(self, now_s: float, max_step_tokens: int) -> int:
         """Token budget of the next step, between 1 and the engine's own."""
@@ -338,7 +353,7 @@ class Driver:
         return job
 
     def _claim(self, lease: LeaseState, turn: _Turn) -> None:
-        num_common = self._engine.count_common_blocks(lease.blocks, turn.turn_id)
+        num_common = self._engine.count_common_blocks(lease.blocks, turn.what.hashes)
         if num_common == 0:
             self.leases.end(lease, LeaseEnd.SUPERSEDED)
         else:
@@ -378,7 +393,7 @@ class Driver:
         )
 
     def _shrink(self, lease: LeaseState, num_blocks: int) -> None:
-        num_left = max(0, len(lease.blocks) - num_blocks)
+        num_left = max(0, len(lease.blocks) - num_blocks) if self._engine.can_cut else 0
         self.stats.num_revoked_blocks += len(lease.blocks) - num_left
         if num_left:
             self.leases.cut(lease, num_left)
@@ -455,3 +470,10 @@ class Driver:
                 "turn": lease.turn.turn_id,
             }
             self._log({**record, "now_s": now_s, "num_blocks": len(lease.blocks), **facts})
+
+
+def _tell_last(hints: Hints, how: Finish) -> bool | None:
+    """The client's word counts first; one that names a tool says that the job goes on."""
+    if hints.is_last is not None:
+        return hints.is_last
+    return False if hints.tool is not None else how.is_last

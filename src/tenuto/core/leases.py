@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,9 @@ class Engine(Protocol):
     Blocks are opaque here. Lists of blocks run from the prompt's start to the end of the output.
     """
 
+    can_cut: bool
+    """Whether a lease is still worth something without its tail; if not it is taken back whole."""
+
     def get_view(self, now_s: float) -> EngineView:
         """The engine's state in numbers, without leases."""
 
@@ -26,8 +29,8 @@ class Engine(Protocol):
     def get_cached_blocks(self, turn_id: str) -> list[Any]:
         """Cached blocks a prompt that extends this turn would hit; asked just before the turn's are freed."""
 
-    def count_common_blocks(self, blocks: list[Any], turn_id: str) -> int:
-        """How many leading blocks of the list a waiting turn's prompt runs through."""
+    def count_common_blocks(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
+        """How many leading blocks of the list a prompt with these chained hashes runs through."""
 
     def hold(self, blocks: list[Any]) -> None:
         """Take one reference to each block."""

@@ -9,31 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal
 
-from tenuto.core.errors import ConfigError, PolicyError
+from tenuto.core.errors import PolicyError
+from tenuto.core.settings import check_settings, setting
 from tenuto.core.types import Decision, EngineView, Job, Lease, Release, ToolCall, Turn
 
 POLICIES_PACKAGE = "tenuto.policies"
 
+__all__ = ["Key", "Policy", "get_policy_names", "load_policy", "setting"]
+
 Key = tuple[float | int | str, ...]
 """What orders turns and leases: smaller first; all keys of one hook have the same shape."""
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    choices: tuple[str, ...] | None = None,
-) -> Any:
-    """Declare one parameter of a policy: a dataclass field whose bounds `load_policy` checks."""
-    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass
@@ -50,11 +39,11 @@ class Policy:
     # Asked: return a decision, change nothing.
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
-        """Order of waiting turns, smallest first; ties go by turn id.
+        """Order of waiting turns, smallest first; ties go by turn id. Stock: preempted first, then FCFS.
 
         Asked when a turn arrives or is preempted and when its job's lease is granted or ends.
         """
-        return (turn.arrival_s,)
+        return (0 if turn.num_preemptions else 1, turn.arrival_s)
 
     def admit(self, turn: Turn, view: EngineView) -> bool:
         """Whether a job that has not started may start now; asked again at every step while False.
@@ -118,7 +107,7 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     Raises PolicyError if it cannot be loaded, ConfigError for an unknown option or a bad value.
     """
     cls = _import_class(name) if ":" in name else _find_class(name)
-    return cls(**_check_options(cls, name, options or {}))
+    return cls(**check_settings(cls, options or {}, f"policy {name!r}"))
 
 
 def _get_policy_name(module: str) -> str:
@@ -152,41 +141,3 @@ def _import_class(path: str) -> type[Policy]:
     if not dataclasses.is_dataclass(cls):
         raise PolicyError(f"{path!r} must be a dataclass, so that its parameters can be checked")
     return cls
-
-
-def _check_options(cls: type[Policy], name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    types = get_type_hints(cls)
-    checked: dict[str, Any] = {}
-    for key, value in options.items():
-        if key not in fields:
-            known = ", ".join(sorted(fields)) or "none"
-            raise ConfigError(f"policy {name!r} has no option {key!r}; its options: {known}")
-        try:
-            checked[key] = check_value(value, types[key], fields[key].metadata)
-        except ConfigError as error:
-            raise ConfigError(f"policy {name!r}, option {key!r}: {error}") from None
-    return checked
-
-
-def check_value(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
-    """Check one configured value against its declared type and bounds (see `setting`); returns it.
-
-    An int is taken for a float; a bool is never taken for a number. Raises ConfigError.
-    """
-    allowed = get_args(kind) if get_origin(kind) is not None else (kind,)
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not any(type(value) is one for one in allowed):
-        wanted = " or ".join(getattr(one, "__name__", str(one)) for one in allowed)
-        raise ConfigError(f"must be {wanted}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"must be finite, got {value}")
-    minimum, maximum, choices = (metadata.get(k) for k in ("minimum", "maximum", "choices"))
-    if minimum is not None and value is not None and value < minimum:
-        raise ConfigError(f"must be at least {minimum:g}, got {value!r}")
-    if maximum is not None and value is not None and value > maximum:
-        raise ConfigError(f"must be at most {maximum:g}, got {value!r}")
-    if choices is not None and value not in choices:
-        raise ConfigError(f"must be one of {', '.join(choices)}; got {value!r}")
-    return value

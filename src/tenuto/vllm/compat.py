@@ -1,0 +1,273 @@
+"""Every private name of vLLM that Tenuto touches, and the check that they are as expected.
+
+Checked on vLLM 0.30.0, 0.31.0, 0.32.0 and 0.33.0. Nothing outside this file may use a vLLM name that
+starts with an underscore or is not part of its scheduler interface.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.request import RequestStatus
+
+from tenuto.core.errors import IncompatibleError
+from tenuto.core.keep_last import KeepLastMixin
+
+__all__ = ["AsyncScheduler", "KVCacheBlock", "RequestQueue", "RequestStatus", "SyncScheduler"]
+
+OLDEST, NEWEST = (0, 30), (0, 33)
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+_POOL = "vllm.v1.core.block_pool:BlockPool"
+_QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
+_WAITING = "vllm.v1.core.sched.request_queue:RequestQueue"
+
+NAMES: dict[str, tuple[str, ...]] = {
+    # callable: parameters we rely on
+    f"{_SCHEDULER}.schedule": (),
+    f"{_SCHEDULER}.add_request": ("request",),
+    f"{_SCHEDULER}.has_requests": (),
+    f"{_SCHEDULER}.reset_prefix_cache": (),
+    f"{_SCHEDULER}.shutdown": (),
+    f"{_SCHEDULER}._free_request": ("request",),
+    f"{_SCHEDULER}._preempt_request": ("request", "timestamp"),
+    f"{_MANAGER}.get_computed_blocks": ("request",),
+    f"{_MANAGER}.get_blocks": ("request_id",),
+    f"{_MANAGER}.allocate_slots": (
+        "request",
+        "num_new_tokens",
+        "new_computed_blocks",
+        "num_lookahead_tokens",
+        "full_sequence_must_fit",
+        "reserved_blocks",
+        "has_scheduled_reqs",
+    ),
+    f"{_POOL}.touch": ("blocks",),
+    f"{_POOL}.free_blocks": ("ordered_blocks",),
+    f"{_POOL}.get_num_free_blocks": (),
+    f"{_QUEUE}.append": ("block",),
+    f"{_QUEUE}.append_n": ("blocks",),
+    f"{_QUEUE}.prepend_n": ("blocks",),
+    f"{_QUEUE}.remove": ("block",),
+    f"{_QUEUE}.popleft": (),
+    f"{_QUEUE}.popleft_n": ("n",),
+    f"{_QUEUE}.get_all_free_blocks": (),
+    **{
+        f"{_WAITING}.{name}": ()
+        for name in (
+            "add_request",
+            "pop_request",
+            "peek_request",
+            "prepend_request",
+            "prepend_requests",
+            "remove_request",
+            "remove_requests",
+        )
+    },
+}
+
+ATTRIBUTES = (
+    "requests",
+    "running",
+    "waiting",
+    "kv_cache_manager",
+    "max_num_scheduled_tokens",
+    "max_model_len",
+)
+
+
+def find_problems(version: str, *, allow_untested: bool = False) -> list[str]:
+    """What of this vLLM does not fit, one line each; empty if it fits."""
+    problems = []
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if not allow_untested and not OLDEST <= release <= NEWEST:
+        problems.append(f"version {version} is not one of 0.{OLDEST[1]} to 0.{NEWEST[1]}")
+    for path, parameters in NAMES.items():
+        module_name, _, qualname = path.partition(":")
+        try:
+            found: Any = importlib.import_module(module_name)
+            for name in qualname.split("."):
+                found = getattr(found, name)
+        except (ImportError, AttributeError):
+            problems.append(f"{path} is missing")
+            continue
+        missing = [name for name in parameters if name not in inspect.signature(found).parameters]
+        if missing:
+            problems.append(f"{path} has no parameter {', '.join(missing)}")
+    return problems
+
+
+def check_attributes(scheduler: Any) -> None:
+    """Raise IncompatibleError if a started scheduler lacks an attribute we use."""
+    missing = [name for name in ATTRIBUTES if not hasattr(scheduler, name)]
+    if missing:
+        raise IncompatibleError(f"vLLM's scheduler has no {', '.join(missing)}")
+
+
+class PrivateHooks:
+    """Overrides of vLLM's private scheduler methods; each calls a public hook and then vLLM's own.
+
+    Mix in before a vLLM scheduler class.
+    """
+
+    def on_turn_finishing(self, request: Any) -> None:
+        """A request has its final status and still has its blocks."""
+
+    def on_turn_preempting(self, request: Any) -> None:
+        """A running request is about to lose its blocks."""
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.on_turn_finishing(request)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.on_turn_preempting(request)
+        return super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+
+def has_one_block_size(scheduler: Any) -> bool:
+    """Whether every layer uses one kind of block, so that block i holds tokens i·size to (i+1)·size."""
+    manager = scheduler.kv_cache_manager
+    return bool(manager.num_kv_cache_groups == 1 and scheduler.hash_block_size == get_block_size(scheduler))
+
+
+def get_block_size(scheduler: Any) -> int:
+    """Tokens per block of the first layer group."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    # With context parallelism a block spans the ranks; the scheduler's own size then counts.
+    return int(scheduler.block_size if len(groups) == 1 else groups[0].kv_cache_spec.block_size)
+
+
+def get_cached_blocks(scheduler: Any, request: Any) -> list[Any]:
+    """Blocks that a prompt extending this request would hit, every layer group, prompt start first."""
+    groups = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks
+    return [block for group in groups for block in group if not block.is_null]
+
+
+def has_content(block: Any, block_hash: Any) -> bool:
+    """Whether a block holds what this hash stands for."""
+    return block.block_hash is not None and get_block_hash(block.block_hash) == block_hash
+
+
+def wrap_allocate_slots(scheduler: Any, retry: Callable[..., Any]) -> None:
+    """Call `retry(allocate, request, num_new_tokens, kwargs)` whenever vLLM cannot allocate."""
+    manager = scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+
+    def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        blocks = allocate(request, num_new_tokens, *args, **kwargs)
+        if blocks is None and not args:
+            return retry(allocate, request, num_new_tokens, kwargs)
+        return blocks
+
+    manager.allocate_slots = allocate_slots
+
+
+def count_missing_blocks(
+    scheduler: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]
+) -> int | None:
+    """Free blocks this allocation is short of; None where layers differ and only vLLM can tell."""
+    manager = scheduler.kv_cache_manager
+    if not has_one_block_size(scheduler):
+        return None
+    hit = kwargs.get("new_computed_blocks")
+    hit_blocks = hit.blocks[0] if hit is not None else ()
+    num_computed = (
+        request.num_computed_tokens
+        + kwargs.get("num_new_computed_tokens", 0)
+        + kwargs.get("num_external_computed_tokens", 0)
+    )
+    num_tokens = num_computed + num_new_tokens + kwargs.get("num_lookahead_tokens", 0)
+    if kwargs.get("full_sequence_must_fit"):
+        num_tokens = max(num_tokens, request.num_tokens)
+    num_tokens = min(num_tokens, scheduler.max_model_len)
+    wanted = -(-num_tokens // get_block_size(scheduler)) - len(hit_blocks)
+    wanted -= len(manager.get_blocks(request.request_id).blocks[0])
+    wanted += sum(block.ref_cnt == 0 for block in hit_blocks)
+    wanted += kwargs.get("reserved_blocks", 0)
+    if kwargs.get("has_scheduled_reqs", True) and request.status != RequestStatus.RUNNING:
+        wanted += manager.watermark_blocks
+    return int(wanted - manager.block_pool.get_num_free_blocks())
+
+
+def install_keep_last(pool: Any, make_room: Callable[[int], None]) -> Any:
+    """Give vLLM's free queue a part that is evicted last; returns the queue."""
+
+    class KeepLastQueue(KeepLastMixin, FreeKVCacheBlockQueue):  # type: ignore[misc]
+        pass
+
+    queue = pool.free_block_queue
+    # Swapped in place: the pool and connectors hold references to this object.
+    queue.__class__ = KeepLastQueue
+    queue.install_fence(KVCacheBlock(block_id=-1), make_room)
+    return queue
+
+
+def count_cached_blocks(pool: Any) -> int:
+    """Number of distinct block contents in the prefix cache."""
+    return len(pool.cached_block_hash_to_block)
+
+
+def get_hit_tokens(request: Any) -> tuple[int, int]:
+    """Prompt tokens found in cache at the first start: (this engine's, a connector's)."""
+    stats = request.prefill_stats
+    return (stats.num_local_cached_tokens, stats.num_external_cached_tokens) if stats is not None else (0, 0)
+
+
+def get_started(output: Any) -> Iterable[tuple[str, int]]:
+    """(request id, tokens it starts from) of all requests that a step starts or resumes."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    if cached.resumed_req_ids:
+        for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if request_id in cached.resumed_req_ids:
+                yield request_id, num_computed
+
+
+def find_engine_core() -> Any | None:
+    """The EngineCore that is constructing the scheduler right now, found on the call stack.
+
+    vLLM hands the scheduler no way to wake a sleeping engine; this is how an idle engine learns that a
+    lease has run out. None outside an engine (worker-less tests).
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, EngineCore):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def wake(engine_core: Any) -> None:
+    """Make a sleeping engine look at `has_requests` again; nothing without an input queue (in-process)."""
+    queue = getattr(engine_core, "input_queue", None)
+    if queue is not None:
+        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def get_engine_index(engine_core: Any) -> int:
+    """The data-parallel rank that labels this engine's metrics."""
+    return int(getattr(engine_core, "engine_index", 0))
+
+
+def load_tokenizer(vllm_config: Any) -> Any | None:
+    """The model's tokenizer, or None where the server runs without one."""
+    if vllm_config.model_config.skip_tokenizer_init:
+        return None
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(vllm_config.model_config)

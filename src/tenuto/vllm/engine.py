@@ -1,0 +1,98 @@
+"""vLLM as the driver sees it: blocks, references, views."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from tenuto.core.keep_last import KeepLastMixin
+from tenuto.core.types import EngineView
+from tenuto.vllm import compat
+
+
+class CachedBlocks(list[Any]):
+    """Blocks of one lease, with the hash of all they hold (for models whose layers differ)."""
+
+    chain_hash: Hashable = None
+    num_chain_hashes: int = 0
+
+
+class VllmEngine:
+    """Implements `tenuto.core.leases.Engine` on a vLLM scheduler."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._block_size = compat.get_block_size(scheduler)
+        self._kept: KeepLastMixin | None = None
+        self.can_cut = compat.has_one_block_size(scheduler)
+
+    def get_view(self, now_s: float) -> EngineView:
+        """The engine's state in numbers, without leases."""
+        scheduler = self._scheduler
+        num_running, num_waiting = scheduler.get_request_counts()
+        return EngineView(
+            now_s=now_s,
+            block_size=self._block_size,
+            num_blocks=self._pool.num_gpu_blocks - 1,
+            num_free_blocks=self._pool.get_num_free_blocks(),
+            num_running=num_running,
+            num_waiting=num_waiting,
+            max_step_tokens=scheduler.max_num_scheduled_tokens,
+        )
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks an allocation could take now."""
+        return int(self._pool.get_num_free_blocks())
+
+    def get_cached_blocks(self, turn_id: str) -> list[Any]:
+        """Cached blocks of a finishing request."""
+        request = self._scheduler.requests[turn_id]
+        blocks = CachedBlocks(compat.get_cached_blocks(self._scheduler, request))
+        if not self.can_cut and blocks:
+            # The whole request or nothing: cut shorter, a sliding window's blocks would be the wrong ones.
+            blocks.num_chain_hashes = min(
+                (request.num_tokens - 1) // self._scheduler.hash_block_size, len(request.block_hashes)
+            )
+            blocks.chain_hash = request.block_hashes[blocks.num_chain_hashes - 1]
+        return blocks
+
+    def count_common_blocks(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
+        """How many leading blocks a prompt with these hashes runs through; O(log n), as hashes chain."""
+        if not self.can_cut:
+            assert isinstance(blocks, CachedBlocks)
+            position = blocks.num_chain_hashes
+            same = 0 < position <= len(hashes) and hashes[position - 1] == blocks.chain_hash
+            return len(blocks) if same else 0
+        low, high = 0, min(len(blocks), len(hashes))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if compat.has_content(blocks[middle - 1], hashes[middle - 1]):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def hold(self, blocks: list[Any]) -> None:
+        """Take one reference to each block."""
+        self._pool.touch(blocks)
+
+    def release(self, blocks: list[Any]) -> None:
+        """Give one reference to each block up, tails to be evicted first."""
+        self._pool.free_blocks(reversed(blocks))
+
+    def keep_last(self, blocks: list[Any]) -> None:
+        """Let these blocks be evicted last; the free queue learns how at the first use."""
+        if self._kept is None:
+            self._kept = compat.install_keep_last(self._pool, self._scheduler.make_room)
+        # Tails first, so that they stand nearest to the fence.
+        self._kept.keep(reversed(blocks))
+
+    def unkeep(self, blocks: list[Any]) -> None:
+        """Take `keep_last` back."""
+        assert self._kept is not None
+        self._kept.unkeep(reversed(blocks))
+
+    def reorder(self, turn_id: str) -> None:
+        """Ask for a waiting request's key again."""
+        self._scheduler.reorder_waiting(turn_id)

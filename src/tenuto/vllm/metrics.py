@@ -1,0 +1,155 @@
+"""Prometheus metrics of the driver, under `tenuto:` beside vLLM's own.
+
+The engine runs in a process of its own, and vLLM's statistics have no room for ours. Three ways lead to
+`/metrics`, and which one is open is known at start:
+
+- in-process (`LLM()`): the metrics are in the default registry already;
+- several API servers: vLLM sets PROMETHEUS_MULTIPROC_DIR and prometheus_client shares values by file;
+- one API server (the usual case): the engine writes its metrics as text into a folder the API server
+  made (`tenuto.vllm.plugin`), whose collector reads it at every scrape.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
+
+from tenuto.core.driver import Driver
+from tenuto.core.stats import DECISION_BUCKETS_S, QUEUE_BUCKETS_S, TOOL_BUCKETS_S
+from tenuto.core.types import LeaseEnd
+
+FOLDER_VARIABLE = "TENUTO_METRICS_DIR"
+OWNER_VARIABLE = "TENUTO_METRICS_OWNER"
+REFRESH_S = 1.0
+"""Gauges and counters are brought up to date at most this often, and whenever the engine goes idle."""
+
+LABELS = ("model_name", "engine")
+
+
+class Metrics:
+    """Exports one driver's state and statistics."""
+
+    def __init__(self, driver: Driver, vllm_config: Any, engine_index: int) -> None:
+        self._driver = driver
+        self._next_s = 0.0
+        self._file = _get_file(engine_index)
+        self._registry = CollectorRegistry()
+        names = vllm_config.model_config.served_model_name
+        model = names[0] if isinstance(names, list) else names
+        self._labels = (str(model), str(engine_index))
+        self._totals: dict[Any, float] = {}
+        self._make()
+        self._forward: _Forward | None = _Forward(self._registry)
+        if self._file is None:
+            REGISTRY.register(self._forward)
+        self._refresh_now()
+
+    def _make(self) -> None:
+        self._leases = self._gauge("tenuto:retained_jobs", "Jobs whose KV cache is leased now.")
+        self._blocks = self._gauge("tenuto:retained_blocks", "KV cache blocks under lease now.")
+        self._granted = self._counter("tenuto:leases_granted", "Leases granted.")
+        ended = Counter(
+            "tenuto:leases_ended",
+            "Leases ended, by reason (hit: the next turn took the blocks over).",
+            (*LABELS, "reason"),
+            registry=self._registry,
+        )
+        self._ended = {why: ended.labels(*self._labels, why.value) for why in LeaseEnd}
+        self._revoked = self._counter(
+            "tenuto:revoked_blocks", "Blocks taken back from leases under pressure."
+        )
+        self._hit = self._counter("tenuto:hit_tokens", "Prompt tokens that started turns found in cache.")
+        self._recomputed = self._counter(
+            "tenuto:recomputed_tokens",
+            "Tokens of a job's earlier turns, or of preempted turns, computed again.",
+        )
+        self._waits = self._counter("tenuto:admission_waits", "Times a new job was not admitted yet.")
+        self._faults = self._counter(
+            "tenuto:policy_faults", "Policy hooks that failed; stock's answer was used."
+        )
+        stats = self._driver.stats
+        # The driver observes into these directly: prometheus_client's histograms have the same `observe`.
+        stats.tool_s = self._histogram(
+            "tenuto:tool_time_seconds", "From a turn's finish to its job's next arrival.", TOOL_BUCKETS_S
+        )
+        stats.queue_s = self._histogram(
+            "tenuto:queue_delay_seconds", "From a turn's arrival to its first step.", QUEUE_BUCKETS_S
+        )
+        stats.decision_s = self._histogram(
+            "tenuto:decision_time_seconds", "Time in Tenuto per turn arrival or finish.", DECISION_BUCKETS_S
+        )
+
+    def refresh(self, now_s: float, *, idle: bool = False) -> None:
+        """Bring the exported values up to date, if it is time."""
+        if now_s >= self._next_s or idle:
+            self._next_s = now_s + REFRESH_S
+            self._refresh_now()
+
+    def close(self) -> None:
+        """Take the metrics away."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+        elif self._forward is not None:
+            REGISTRY.unregister(self._forward)
+            self._forward = None
+
+    def _refresh_now(self) -> None:
+        driver, stats = self._driver, self._driver.stats
+        self._leases.set(len(driver.leases))
+        self._blocks.set(sum(driver.leases.num_blocks.values()))
+        for counter, total in (
+            (self._granted, stats.num_leases_granted),
+            (self._revoked, stats.num_revoked_blocks),
+            (self._hit, stats.num_hit_tokens),
+            (self._recomputed, stats.num_recomputed_tokens),
+            (self._waits, stats.num_admission_waits),
+            (self._faults, driver.num_policy_faults),
+            *((self._ended[why], total) for why, total in stats.num_leases_ended.items()),
+        ):
+            counter.inc(total - self._totals.get(counter, 0))
+            self._totals[counter] = total
+        if self._file is not None:
+            temporary = self._file.with_suffix(".tmp")
+            temporary.write_bytes(generate_latest(self._registry))
+            temporary.replace(self._file)
+
+    def _gauge(self, name: str, text: str) -> Any:
+        gauge = Gauge(name, text, LABELS, registry=self._registry, multiprocess_mode="mostrecent")
+        return gauge.labels(*self._labels)
+
+    def _counter(self, name: str, text: str) -> Any:
+        return Counter(name, text, LABELS, registry=self._registry).labels(*self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
+        histogram = Histogram(name, text, LABELS, buckets=buckets, registry=self._registry)
+        return histogram.labels(*self._labels)
+
+
+class _Forward(Collector):
+    """Shows one engine's registry in the default one; engines in one process have the same names."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing: the default registry would refuse the second engine's names."""
+        return ()
+
+    def collect(self) -> Iterable[Any]:
+        """The engine's metrics."""
+        return self._registry.collect()
+
+
+def _get_file(engine_index: int) -> Path | None:
+    """Where this process writes its metrics; None where the default registry is scraped directly."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is None or os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        return None
+    if os.environ.get(OWNER_VARIABLE) == str(os.getpid()) or not Path(folder).is_dir():
+        return None
+    return Path(folder) / f"engine-{engine_index}.prom"

@@ -1,0 +1,65 @@
+"""vLLM runs `register` in each of its processes: it opens the way for our metrics to `/metrics`.
+
+Without Tenuto's scheduler nothing is ever written into the folder and nothing is exported. It needs no
+settings; `VLLM_PLUGINS`, where it is set, must include `tenuto`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from tenuto.vllm.metrics import FOLDER_VARIABLE, OWNER_VARIABLE
+
+logger = logging.getLogger("vllm.tenuto")
+
+
+def register() -> None:
+    """Make the metrics folder and its collector, once, in the first process that gets here."""
+    if FOLDER_VARIABLE in os.environ:
+        return
+    folder = tempfile.mkdtemp(prefix="tenuto-metrics-")
+    owner = os.getpid()
+    os.environ[FOLDER_VARIABLE] = folder
+    os.environ[OWNER_VARIABLE] = str(owner)
+    atexit.register(_remove, folder, owner)
+    REGISTRY.register(EngineMetrics(Path(folder)))
+
+
+def _remove(folder: str, owner: int) -> None:
+    # A forked child inherits the exit handler, not the folder.
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class EngineMetrics(Collector):
+    """Reads what the engine processes wrote last."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterable[Any]:
+        """All engines' metrics, families of one name merged."""
+        families: dict[str, Any] = {}
+        for file in sorted(self._folder.glob("engine-*.prom")):
+            try:
+                found = list(text_string_to_metric_families(file.read_text()))
+            except (OSError, ValueError) as error:
+                logger.warning("metrics of %s cannot be read: %s", file.name, error)
+                continue
+            for family in found:
+                if family.name in families:
+                    families[family.name].samples.extend(family.samples)
+                else:
+                    families[family.name] = family
+        return families.values()

@@ -1,0 +1,263 @@
+"""The scheduler class vLLM loads: its own scheduler, with the driver asked at the few places that matter.
+
+    vllm serve MODEL --scheduler-cls tenuto.vllm.Scheduler --additional-config '{"tenuto": {...}}'
+
+Nothing of vLLM's `schedule()` is copied. A hook that the policy does not override is not installed, so
+with policy `stock` vLLM's own code runs as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import vllm
+from tenuto.core.driver import Arrival, Driver
+from tenuto.core.errors import IncompatibleError
+from tenuto.core.hints import Hints, parse_hints
+from tenuto.core.policy import Key, Policy, load_policy
+from tenuto.trace import TraceWriter
+from tenuto.vllm import compat
+from tenuto.vllm.engine import VllmEngine
+from tenuto.vllm.idle import IdleTimer
+from tenuto.vllm.metrics import Metrics
+from tenuto.vllm.output import OutputReader
+from tenuto.vllm.settings import Settings, read_settings
+from tenuto.vllm.steps import StepTracer
+from tenuto.vllm.waiting import TurnQueue
+
+logger = logging.getLogger("vllm.tenuto")
+
+OUTSIDE = Hints(is_last=True)
+"""For requests that run as in stock vLLM: nothing of theirs is ever retained."""
+
+
+class _DrivenScheduler(compat.PrivateHooks):
+    """A vLLM scheduler with a driver; mixed into vLLM's synchronous and asynchronous scheduler below."""
+
+    # vLLM's own attributes that we use (see compat.ATTRIBUTES).
+    requests: dict[str, Any]
+    running: list[Any]
+    waiting: Any
+    policy: Any
+    max_num_scheduled_tokens: int
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        settings = read_settings(vllm_config.additional_config)
+        policy = load_policy(settings.policy, settings.options)
+        if policy.engine_order == "priority":
+            vllm_config.scheduler_config.policy = "priority"
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+        compat.check_attributes(self)
+        engine_core = compat.find_engine_core()
+        self._trace = TraceWriter(settings.trace) if settings.trace else None
+        self._engine = VllmEngine(self)
+        log = self._trace.write if self._trace else None
+        self.driver = Driver(policy, self._engine, settings.limits, log=log)
+        self._reads_output = policy.overrides("retain") or policy.overrides("on_tool_returned")
+        self._reader = OutputReader(compat.load_tokenizer(vllm_config) if self._reads_output else None)
+        self._metrics = Metrics(self.driver, vllm_config, compat.get_engine_index(engine_core))
+        self._steps = StepTracer(self._trace, self) if self._trace else None
+        self._idle_timer = IdleTimer(lambda: compat.wake(engine_core)) if engine_core is not None else None
+        self._install(policy)
+        logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, vllm.__version__)
+
+    def _install(self, policy: Policy) -> None:
+        """Install what the policy overrides, and nothing else."""
+        self._asks_admission = policy.overrides("admit")
+        self._asks_budget = policy.overrides("step_budget")
+        if self._asks_admission or policy.overrides("queue_key"):
+            self.waiting = TurnQueue(self._get_queue_key, self._is_gated)
+        if policy.overrides("retain"):
+            compat.wrap_allocate_slots(self, self._allocate_with_leases)
+
+    # vLLM calls these.
+
+    def add_request(self, request: Any) -> None:
+        """A request came in; a further piece of a streamed-in request is vLLM's business alone."""
+        if request.request_id not in self.requests:
+            started_s = time.perf_counter()
+            self.driver.arrive(request.request_id, time.monotonic(), _describe(request))
+            self.driver.stats.decision_s.observe(time.perf_counter() - started_s)
+        super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """One step: expire leases, admit, set the budget; then vLLM's own schedule."""
+        now_s = time.monotonic()
+        self.driver.expire(now_s)
+        if self._asks_admission:
+            self._admit_parked(now_s)
+        full_budget = self.max_num_scheduled_tokens
+        if self._asks_budget:
+            self.max_num_scheduled_tokens = self.driver.get_step_budget(now_s, full_budget)
+        try:
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.max_num_scheduled_tokens = full_budget
+        for request_id, num_hit_tokens in compat.get_started(output):
+            self.driver.start(request_id, now_s, num_hit_tokens)
+        if self._steps is not None:
+            self._steps.record(output, now_s)
+        self._metrics.refresh(now_s)
+        return output
+
+    def on_turn_finishing(self, request: Any) -> None:
+        """A request ended and still has its blocks: the driver may take a lease on them."""
+        started_s = time.perf_counter()
+        reads = self._reads_output and not self.driver.is_known_last(request.request_id)
+        how = self._reader.get_finish(request, reads_output=reads)
+        self.driver.finish(request.request_id, time.monotonic(), how)
+        self.driver.stats.decision_s.observe(time.perf_counter() - started_s)
+
+    def on_turn_preempting(self, request: Any) -> None:
+        """A running request is about to be preempted."""
+        self.driver.preempt(request.request_id, time.monotonic(), request.num_computed_tokens)
+
+    def has_requests(self) -> bool:
+        """Also true when a lease has run out, so that an idle engine takes one step and ends it."""
+        if super().has_requests():  # type: ignore[misc]
+            return True
+        now_s = time.monotonic()
+        deadline_s = self.driver.get_next_deadline_s()
+        if deadline_s is not None and deadline_s <= now_s:
+            return True
+        if deadline_s is not None and self._idle_timer is not None:
+            self._idle_timer.arm(deadline_s)
+        self._metrics.refresh(now_s, idle=True)
+        return False
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """A reset takes everything, leases included."""
+        self.driver.drop_all()
+        return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        """Let go of everything and complete the trace."""
+        if self._idle_timer is not None:
+            self._idle_timer.stop()
+        self.driver.drop_all()
+        self._metrics.close()
+        if self._trace is not None:
+            self._trace.close()
+        super().shutdown()  # type: ignore[misc]
+
+    # The engine adapter calls these.
+
+    def make_room(self, num_blocks: int) -> None:
+        """The free queue needs kept blocks."""
+        self.driver.make_room(num_blocks)
+
+    def reorder_waiting(self, request_id: str) -> None:
+        """A waiting request's key may have changed."""
+        if isinstance(self.waiting, TurnQueue):
+            self.waiting.reorder(request_id)
+
+    # Inside.
+
+    def _get_queue_key(self, request: Any) -> Key:
+        key = self.driver.get_queue_key(request.request_id, time.monotonic())
+        # vLLM's own priority mode stays in force above the policy's order.
+        return (request.priority, *key) if self.policy.value == "priority" else key
+
+    def _is_gated(self, request: Any) -> bool:
+        return self._asks_admission and self.driver.is_first_turn(request.request_id)
+
+    def _admit_parked(self, now_s: float) -> None:
+        while (first := self.waiting.get_first_parked()) is not None:
+            idle = not self.running and not self.waiting
+            if not self.driver.may_start(first, now_s, idle=idle):
+                return
+            self.waiting.unpark(first)
+
+    def _allocate_with_leases(
+        self, allocate: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]
+    ) -> Any:
+        """VLLM could not allocate: take leases back until it can, and only then let it fail."""
+        now_s = time.monotonic()
+        is_running = request.status == compat.RequestStatus.RUNNING
+        stalled = len(self.running) <= (1 if is_running else 0)
+        missing = compat.count_missing_blocks(self, request, num_new_tokens, kwargs)
+        # Taking back what cannot be enough would cost the leases and help nobody.
+        can_help = missing is None or missing <= self.driver.num_reclaimable_blocks
+        wanted = max(1, missing or 1)
+        while can_help:
+            num_freed = self.driver.take_back(wanted, now_s, for_turn_id=request.request_id, stalled=stalled)
+            if num_freed == 0:
+                break
+            blocks = allocate(request, num_new_tokens, **kwargs)
+            if blocks is not None:
+                return blocks
+            wanted *= 2
+        if is_running:
+            self._put_victim_last(request, now_s)
+        return None
+
+    def _put_victim_last(self, request: Any, now_s: float) -> None:
+        """VLLM preempts the tail of `running`: put the policy's choice there.
+
+        Only those not yet scheduled in this step may go; they stand from this request on.
+        """
+        running = self.running
+        candidates = running[running.index(request) :]
+        victim_id = self.driver.get_victim([each.request_id for each in candidates], now_s)
+        victim = next((each for each in candidates if each.request_id == victim_id), None)
+        if victim is not None and victim is not running[-1]:
+            running.remove(victim)
+            running.append(victim)
+
+
+class _SynchronousScheduler(_DrivenScheduler, compat.SyncScheduler):  # type: ignore[misc]
+    """Used where vLLM itself would not schedule asynchronously (the CPU, pipeline stages …)."""
+
+
+class Scheduler(_DrivenScheduler, compat.AsyncScheduler):  # type: ignore[misc]
+    """The class to name in `--scheduler-cls`.
+
+    Making one yields the scheduler that fits: asynchronous or not as vLLM's configuration says, and vLLM's
+    own for pooling models, or for a vLLM that does not fit when `on_mismatch` is "stock".
+
+    Raises IncompatibleError listing what does not fit, ConfigError for a bad setting.
+    """
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Choose the class; vLLM passes everything by keyword."""
+        settings = read_settings(vllm_config.additional_config)
+        is_async = vllm_config.scheduler_config.async_scheduling
+        stock = compat.AsyncScheduler if is_async else compat.SyncScheduler
+        reason = _get_reason_for_stock(vllm_config, settings)
+        if reason is not None:
+            logger.warning("Tenuto stands aside, stock vLLM schedules: %s", reason)
+            return stock(vllm_config, *args, **kwargs)
+        if not is_async:
+            return _SynchronousScheduler(vllm_config, *args, **kwargs)
+        return super().__new__(cls)
+
+
+def _get_reason_for_stock(vllm_config: Any, settings: Settings) -> str | None:
+    problems = compat.find_problems(vllm.__version__, allow_untested=settings.allow_untested)
+    if problems:
+        text = f"vLLM {vllm.__version__} does not fit: " + "; ".join(problems)
+        if settings.on_mismatch == "stop":
+            raise IncompatibleError(
+                f'{text}. Install a supported release, or set tenuto.on_mismatch to "stock"'
+            )
+        return text
+    if vllm_config.model_config.runner_type == "pooling":
+        return "a pooling model has no turns"
+    return None
+
+
+def _describe(request: Any) -> Arrival:
+    """What the driver needs to know of a request that came in."""
+    num_prompt_tokens = request.num_prompt_tokens
+    plain = request.sampling_params is not None and request.prompt_token_ids is not None
+    if not plain or request.has_encoder_inputs or request.resumable:
+        return Arrival(OUTSIDE, num_prompt_tokens, priority=request.priority)
+    return Arrival(
+        hints=parse_hints(request.sampling_params.extra_args, getattr(request, "session_id", None)),
+        num_prompt_tokens=num_prompt_tokens,
+        prompt=request.prompt_token_ids,
+        hashes=request.block_hashes,
+        priority=request.priority,
+    )

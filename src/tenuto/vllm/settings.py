@@ -1,0 +1,39 @@
+"""What an operator sets: `--additional-config '{"tenuto": {...}}'`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tenuto.core.driver import Limits
+from tenuto.core.errors import ConfigError
+from tenuto.core.settings import check_settings, setting
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything under `tenuto` in vLLM's additional config."""
+
+    policy: str = setting("continuum-fixed", "policy name, or my.module:Class")
+    options: dict[str, Any] = field(default_factory=dict)
+    """The policy's own parameters."""
+    limits: Limits = field(default_factory=Limits)
+    """Bounds on any policy, hint or client (see `tenuto.core.driver.Limits`)."""
+    trace: str | None = setting(None, "file for the JSONL trace of steps and decisions; none when unset")
+    on_mismatch: str = setting(
+        "stop", "what to do when this vLLM does not fit: stop, or run stock", choices=("stop", "stock")
+    )
+    allow_untested: bool = setting(False, "run on a vLLM release Tenuto was not checked on")
+
+
+def read_settings(additional_config: Any) -> Settings:
+    """Read the settings out of vLLM's additional config.
+
+    Raises ConfigError naming the key that is unknown, of the wrong type or out of range.
+    """
+    given = additional_config.get("tenuto", {}) if isinstance(additional_config, dict) else {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"tenuto: must be an object of settings, got {given!r}")
+    given = dict(given)
+    limits = check_settings(Limits, given.pop("limits", {}), "tenuto.limits")
+    return Settings(**check_settings(Settings, given, "tenuto"), limits=Limits(**limits))

@@ -1,0 +1,59 @@
+"""The step part of the trace: what the engine looked like, what it admitted and what it decided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tenuto.trace import TraceWriter
+from tenuto.vllm import compat
+
+
+class StepTracer:
+    """Writes one `step` record per step, and one `admission` record per turn it starts."""
+
+    def __init__(self, trace: TraceWriter, scheduler: Any) -> None:
+        self._trace = trace
+        self._scheduler = scheduler
+
+    def record(self, output: Any, now_s: float) -> None:
+        """Record one step, once the driver knows of it; the trace's step number moves on."""
+        scheduler = self._scheduler
+        new: list[str] = []
+        resumed: list[str] = []
+        for request_id, num_hit_tokens in compat.get_started(output):
+            request = scheduler.requests[request_id]
+            (resumed if request.num_preemptions else new).append(request_id)
+            local, external = compat.get_hit_tokens(request)
+            self._trace.write(
+                {
+                    "kind": "admission",
+                    "turn": request_id,
+                    "now_s": now_s,
+                    "num_prompt_tokens": request.num_prompt_tokens,
+                    "num_hit_tokens": num_hit_tokens,
+                    "num_local_hit_tokens": local,
+                    "num_external_hit_tokens": external,
+                }
+            )
+        started = {*new, *resumed}
+        pool = scheduler.kv_cache_manager.block_pool
+        num_running, num_waiting = scheduler.get_request_counts()
+        leases = scheduler.driver.leases
+        self._trace.write(
+            {
+                "kind": "step",
+                "now_s": now_s,
+                "num_running": num_running,
+                "num_waiting": num_waiting,
+                "num_free_blocks": pool.get_num_free_blocks(),
+                "num_cached_blocks": compat.count_cached_blocks(pool),
+                "num_retained_blocks": sum(leases.num_blocks.values()),
+                "num_retained_jobs": len(leases),
+                "new": new,
+                "resumed": resumed,
+                "running": [each for each in output.num_scheduled_tokens if each not in started],
+                "preempted": sorted(output.preempted_req_ids or ()),
+                "num_tokens": dict(output.num_scheduled_tokens),
+            }
+        )
+        self._trace.end_step()

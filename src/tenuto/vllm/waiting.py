@@ -1,0 +1,88 @@
+"""vLLM's waiting queue in the policy's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tenuto.core.order import WaitingOrder
+from tenuto.core.policy import Key
+from tenuto.vllm.compat import RequestQueue
+
+
+class TurnQueue(RequestQueue):  # type: ignore[misc]
+    """Waiting requests by policy key; those that admission holds back are *parked* and never go first.
+
+    Parked requests count in `len`, so that vLLM's own counts and metrics stay true.
+    """
+
+    def __init__(self, get_key: Callable[[Any], Key], is_gated: Callable[[Any], bool]) -> None:
+        self._get_key = get_key
+        self._is_gated = is_gated
+        self._requests: dict[str, Any] = {}
+        self._ready = WaitingOrder()
+        self._parked = WaitingOrder()
+
+    def add_request(self, request: Any) -> None:
+        """Add a request that came in; it is parked if admission has to be asked first."""
+        self._requests[request.request_id] = request
+        order = self._parked if self._is_gated(request) else self._ready
+        order.push(request.request_id, self._get_key(request))
+
+    def prepend_request(self, request: Any) -> None:
+        """Add a request that comes back (preempted, or skipped in this step)."""
+        self._requests[request.request_id] = request
+        self._ready.push(request.request_id, self._get_key(request))
+
+    def prepend_requests(self, requests: Iterable[Any]) -> None:
+        """Add requests that come back."""
+        for request in requests:
+            self.prepend_request(request)
+
+    def pop_request(self) -> Any:
+        """Remove and return the request that goes first."""
+        return self._requests.pop(self._ready.pop())
+
+    def peek_request(self) -> Any:
+        """The request that goes first."""
+        first = self._ready.get_first()
+        if first is None:
+            raise IndexError("peek from an empty queue")
+        return self._requests[first]
+
+    def remove_request(self, request: Any) -> None:
+        """Remove a request; nothing happens if it is not here."""
+        if self._requests.pop(request.request_id, None) is not None:
+            self._ready.discard(request.request_id)
+            self._parked.discard(request.request_id)
+
+    def remove_requests(self, requests: Iterable[Any]) -> None:
+        """Remove those of the requests that are here."""
+        for request in list(requests):
+            self.remove_request(request)
+
+    def reorder(self, request_id: str) -> None:
+        """Ask for a request's key again."""
+        for order in (self._ready, self._parked):
+            if request_id in order:
+                order.push(request_id, self._get_key(self._requests[request_id]))
+
+    def get_first_parked(self) -> str | None:
+        """The parked request that goes first, or None."""
+        return self._parked.get_first()
+
+    def unpark(self, request_id: str) -> None:
+        """Let a parked request start."""
+        self._parked.discard(request_id)
+        self._ready.push(request_id, self._get_key(self._requests[request_id]))
+
+    def __bool__(self) -> bool:
+        return len(self._ready) > 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Any]:
+        for order in (self._ready, self._parked):
+            for request_id in order:
+                yield self._requests[request_id]

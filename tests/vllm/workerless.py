@@ -1,0 +1,190 @@
+"""vLLM's real scheduler without workers or a model: requests go in, scripted tokens come out.
+
+A step is `schedule()`; its result is processed `depth` steps later, as asynchronous scheduling does on a
+GPU (depth 2) or synchronous scheduling anywhere (depth 1).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+EOS = 2
+MAX_MODEL_LEN = 8192
+
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+
+
+@cache
+def get_model_folder() -> str:
+    """A folder with a tiny model's config and nothing else."""
+    folder = tempfile.mkdtemp(prefix="tenuto-tiny-")
+    Path(folder, "config.json").write_text(json.dumps(TINY_LLAMA))
+    return folder
+
+
+def make_config(*, is_async: bool = False, tenuto: dict[str, Any] | None = None, **scheduler: Any) -> VllmConfig:
+    """A vLLM configuration for the tiny model; `scheduler` holds SchedulerConfig arguments."""
+    model_config = ModelConfig(
+        model=get_model_folder(), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN
+    )
+    arguments = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "enable_chunked_prefill": True, **scheduler}
+    config = VllmConfig(
+        model_config=model_config,
+        cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_model_len=MAX_MODEL_LEN, is_encoder_decoder=False, async_scheduling=is_async, **arguments
+        ),
+        additional_config={"tenuto": tenuto} if tenuto is not None else {},
+    )
+    config.scheduler_config.async_scheduling = is_async
+    config.cache_config.enable_prefix_caching = True
+    return config
+
+
+def make_scheduler(
+    cls: type,
+    config: VllmConfig,
+    *,
+    num_blocks: int = 100,
+    block_size: int = 16,
+    window: int | None = None,
+) -> Any:
+    """A scheduler of the given class with `num_blocks` blocks, the null block included.
+
+    With `window` the model is hybrid: one layer group with full attention, one with a sliding window.
+    """
+    init_none_hash(sha256)
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.block_size = block_size
+    common = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**common))]
+    if window is not None:
+        groups.append(KVCacheGroupSpec(["window"], SlidingWindowSpec(**common, sliding_window=window)))
+    return cls(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        log_stats=True,
+    )
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 8,
+    block_size: int = 16,
+    arrival_time: float = 0.0,
+    priority: int = 0,
+    xargs: dict[str, Any] | None = None,
+    **sampling: Any,
+) -> Request:
+    """A request; `xargs` are its `vllm_xargs`."""
+    params = SamplingParams(max_tokens=max_tokens, extra_args=xargs, **sampling)
+    params.update_from_generation_config({}, EOS)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=arrival_time,
+        priority=priority,
+        block_hasher=get_request_block_hasher(block_size, sha256),
+    )
+
+
+class Engine:
+    """Steps a scheduler; `sample(request_id, index)` gives each output token."""
+
+    def __init__(
+        self, scheduler: Any, sample: Callable[[str, int], int] | None = None, *, depth: int = 1
+    ) -> None:
+        self.scheduler = scheduler
+        self.outputs: dict[str, list[int]] = {}
+        self._sample = sample or (lambda request_id, index: 5 + index % 50)
+        self._depth = depth
+        self._in_flight: deque[Any] = deque()
+        self._num_sampled: dict[str, int] = {}
+
+    def step(self) -> Any:
+        """Schedule one step, and process the one whose turn it is; returns the scheduler's output."""
+        output = self.scheduler.schedule()
+        self._in_flight.append((output, self._run(output)))
+        keep = self._depth - 1 if output.total_num_scheduled_tokens else 0
+        while len(self._in_flight) > keep:
+            self._process()
+        return output
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Step until no request is left; returns the number of steps. Fails if that takes too many."""
+        for num_steps in range(max_steps):
+            if not self.scheduler.has_unfinished_requests() and not self._in_flight:
+                self.scheduler.schedule()
+                return num_steps
+            self.step()
+        raise AssertionError(f"the engine stalled: {self.scheduler.get_request_counts()} after {max_steps} steps")
+
+    def abort(self, request_id: str) -> None:
+        """The client went away."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def _process(self) -> None:
+        output, result = self._in_flight.popleft()
+        for group in self.scheduler.update_from_output(output, result).values():
+            for each in group.outputs:
+                self.outputs.setdefault(each.request_id, []).extend(each.new_token_ids)
+
+    def _run(self, output: Any) -> ModelRunnerOutput:
+        request_ids = list(output.num_scheduled_tokens)
+        sampled = []
+        for request_id in request_ids:
+            request = self.scheduler.requests[request_id]
+            # Without drafts a request samples once its step reaches all it has, placeholders included.
+            if request.is_prefill_chunk:
+                sampled.append([])
+                continue
+            index = self._num_sampled.get(request_id, 0)
+            self._num_sampled[request_id] = index + 1
+            sampled.append([self._sample(request_id, index)])
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: n for n, request_id in enumerate(request_ids)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
