@@ -29,7 +29,9 @@ def run(cls: type, seed: int, *, depth: int, tenuto: dict[str, Any] | None, poli
         long_prefill_token_threshold=rng.choice((0, 48)),
     )
     window = rng.choice((None, None, 64))
-    scheduler = make_scheduler(cls, config, num_blocks=rng.choice((44, 60, 300)), window=window)
+    # Two layer groups need twice the blocks; the smallest pool just holds the longest request.
+    num_blocks = rng.choice((44, 60, 300)) * (1 if window is None else 2)
+    scheduler = make_scheduler(cls, config, num_blocks=num_blocks, window=window)
     engine = Engine(scheduler, depth=depth)
     shared = [rng.randrange(10, 900) for _ in range(40)]
     talks = [shared + [rng.randrange(10, 900) for _ in range(rng.randrange(5, 120))] for _ in range(8)]

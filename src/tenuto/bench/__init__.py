@@ -1,0 +1,1 @@
+"""Clients of live servers: HTTP lives here."""

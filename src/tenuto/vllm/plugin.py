@@ -58,6 +58,9 @@ class EngineMetrics(Collector):
                 logger.warning("metrics of %s cannot be read: %s", file.name, error)
                 continue
             for family in found:
+                # prometheus_client writes its creation times as families of their own.
+                if family.name.endswith("_created"):
+                    continue
                 if family.name in families:
                     families[family.name].samples.extend(family.samples)
                 else:

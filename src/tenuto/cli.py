@@ -1,0 +1,176 @@
+"""The `tenuto` command: argument parsing only; each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tenuto import __version__
+from tenuto.core.errors import TenutoError
+
+DESCRIPTION = """\
+Hold an LLM agent's KV cache through its tool calls, inside stock vLLM.
+
+  tenuto serve MODEL              run vLLM with Tenuto's scheduler
+  tenuto verify --url URL         check that a server really holds a job's cache
+  tenuto policies                 what there is to choose from
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Errors made on purpose are one line on stderr."""
+    parser = build_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and parsed.command is not run_serve:
+        parser.error(f"unknown argument: {' '.join(rest)}")
+    try:
+        return int(parsed.command(parsed, rest))
+    except TenutoError as error:
+        print(f"tenuto: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = argparse.ArgumentParser(
+        prog="tenuto", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"tenuto {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_verify(commands)
+    _add_policies(commands)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="run vLLM with Tenuto's scheduler",
+        description="Prints the `vllm serve` line and becomes it. Options it does not know go to vLLM.",
+        epilog="example: tenuto serve Qwen/Qwen3-8B --policy continuum-fixed --option ttl_s=3 --port 8000",
+        allow_abbrev=False,
+    )
+    serve.add_argument("model", help="model name or folder, as for vllm serve")
+    serve.add_argument("--policy", help="policy name (see `tenuto policies`) or my.module:Class")
+    serve.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a policy's option; may be repeated",
+    )
+    serve.add_argument("--trace", metavar="FILE", help="write a JSONL trace of steps and decisions")
+    serve.add_argument("--dry-run", action="store_true", help="print the line and stop")
+    serve.set_defaults(command=run_serve)
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="check that a live server holds a job's KV cache",
+        description="Runs one job of five turns against an idle server: exit status 0 only if its KV cache was "
+        "held in every tool gap, hit on return, and released at the end.",
+        epilog="example: tenuto verify --url http://localhost:8000",
+    )
+    verify.add_argument("--url", required=True, help="the server, e.g. http://localhost:8000")
+    verify.add_argument(
+        "--gap", type=float, default=1.0, metavar="S", help="length of each gap (default 1 s)"
+    )
+    verify.add_argument(
+        "--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY"
+    )
+    verify.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    verify.set_defaults(command=run_verify)
+
+
+def _add_policies(commands: Any) -> None:
+    policies = commands.add_parser("policies", help="list the policies and their options")
+    policies.add_argument("--json", action="store_true", help="print JSON instead of text")
+    policies.set_defaults(command=run_policies)
+
+
+def run_serve(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """Become `vllm serve`."""
+    from tenuto.vllm.launch import build_command
+
+    settings: dict[str, Any] = {}
+    if parsed.policy:
+        settings["policy"] = parsed.policy
+    if parsed.option:
+        settings["options"] = dict(_parse_option(each) for each in parsed.option)
+    if parsed.trace:
+        settings["trace"] = parsed.trace
+    command = build_command(parsed.model, settings, rest)
+    print(shlex.join(command), flush=True)
+    if parsed.dry_run:
+        return 0
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        raise TenutoError(
+            "there is no `vllm` command here; install it with: pip install 'tenuto[vllm]'"
+        ) from None
+
+
+def _parse_option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise TenutoError(f"--option wants KEY=VALUE, got {text!r}")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def run_verify(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """Check a server; 0 if it holds, 1 if it does not, 2 if it could not be checked."""
+    import httpx
+
+    from tenuto.bench.verify import format_verdict, verify
+
+    def say(text: str) -> None:
+        print(f"[verify] {text}", file=sys.stderr, flush=True)
+
+    try:
+        verdict = verify(parsed.url, gap_s=parsed.gap, api_key=parsed.api_key, say=say)
+    except httpx.HTTPError as error:
+        raise TenutoError(f"{parsed.url}: {error or type(error).__name__}") from error
+    print(json.dumps(verdict.to_json(), indent=2) if parsed.json else format_verdict(verdict))
+    return 0 if verdict.ok else 1
+
+
+def run_policies(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """List the policies."""
+    import dataclasses
+
+    from tenuto.core.policy import get_policy_names, load_policy
+
+    listed = []
+    for name in get_policy_names():
+        policy = load_policy(name)
+        options = {
+            field.name: {"default": field.default, "help": field.metadata.get("help", "")}
+            for field in dataclasses.fields(policy)
+            if field.init
+        }
+        listed.append({"name": name, "help": (policy.__doc__ or "").splitlines()[0], "options": options})
+    if parsed.json:
+        print(json.dumps(listed, indent=2))
+        return 0
+    for each in listed:
+        print(f"{each['name']}\n    {each['help']}")
+        for key, option in each["options"].items():
+            print(f"    {key} = {option['default']}: {option['help']}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,59 @@
+"""The `vllm serve` line that `tenuto serve` runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.policy import load_policy
+
+SCHEDULER = "tenuto.vllm.Scheduler"
+MIDDLEWARE = "tenuto.vllm.Middleware"
+
+
+def build_command(model: str, settings: Mapping[str, Any], passed: Sequence[str]) -> list[str]:
+    """The command: Tenuto's scheduler and middleware, cached tokens in the usage, then what was passed on.
+
+    `settings` goes under `tenuto` in the additional config, over what an `--additional-config` among the
+    passed arguments says there. Raises ConfigError or PolicyError before anything starts.
+    """
+    given, rest = _take_option(list(passed), "--additional-config")
+    if _take_option(list(rest), "--scheduler-cls")[0] is not None:
+        raise ConfigError("tenuto serve sets --scheduler-cls itself; run `vllm serve` to choose another")
+    config = _parse_config(given)
+    tenuto = {**config.get("tenuto", {}), **settings}
+    if "policy" in tenuto:
+        load_policy(tenuto["policy"], tenuto.get("options"))
+    if tenuto:
+        config["tenuto"] = tenuto
+    command = ["vllm", "serve", model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
+    if not any(each.endswith("enable-prompt-tokens-details") for each in rest):
+        command.append("--enable-prompt-tokens-details")
+    if config:
+        command += ["--additional-config", json.dumps(config)]
+    return command + rest
+
+
+def _take_option(arguments: list[str], name: str) -> tuple[str | None, list[str]]:
+    for index, argument in enumerate(arguments):
+        key, equals, value = argument.partition("=")
+        if key.replace("_", "-") != name:
+            continue
+        if equals:
+            return value, arguments[:index] + arguments[index + 1 :]
+        if index + 1 == len(arguments):
+            raise ConfigError(f"{name} needs a value")
+        return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
+    return None, arguments
+
+
+def _parse_config(text: str | None) -> dict[str, Any]:
+    try:
+        config = json.loads(text) if text is not None else {}
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--additional-config is not JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("tenuto", {}), dict):
+        raise ConfigError("--additional-config must be a JSON object, and `tenuto` in it too")
+    return config
