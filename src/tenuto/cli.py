@@ -76,8 +76,8 @@ def _add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
         help="check that a live server holds a job's KV cache",
-        description="Runs one job of five turns against an idle server: exit status 0 only if its KV cache was "
-        "held in every tool gap, hit on return, and released at the end.",
+        description="Runs one job of five turns against an idle server: exit status 0 only if its KV cache "
+        "was held in every tool gap, hit on return, and released at the end.",
         epilog="example: tenuto verify --url http://localhost:8000",
     )
     verify.add_argument("--url", required=True, help="the server, e.g. http://localhost:8000")
@@ -153,7 +153,7 @@ def run_policies(parsed: argparse.Namespace, rest: list[str]) -> int:
 
     from tenuto.core.policy import get_policy_names, load_policy
 
-    listed = []
+    listed: list[dict[str, Any]] = []
     for name in get_policy_names():
         policy = load_policy(name)
         options = {

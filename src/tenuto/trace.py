@@ -30,7 +30,15 @@ class TraceWriter:
             self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"tenuto.trace: cannot write {path!r}: {error}") from error
-        self.write({"kind": "header", "schema": SCHEMA, "tenuto": __version__, "wall_s": time.time()})
+        self.write(
+            {
+                "kind": "header",
+                "schema": SCHEMA,
+                "tenuto": __version__,
+                "wall_s": time.time(),
+                "now_s": time.monotonic(),
+            }
+        )
         self._file.flush()
 
     def write(self, record: dict[str, Any]) -> None:

