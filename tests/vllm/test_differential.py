@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 import tenuto.vllm
 from tenuto.core.checks import check_integrity
+from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 
 
 def run(cls: type, seed: int, *, depth: int, tenuto: dict[str, Any] | None, policy: str) -> list[Any]:
@@ -67,7 +67,10 @@ def run(cls: type, seed: int, *, depth: int, tenuto: dict[str, Any] | None, poli
         )
     engine.run()
     check_integrity(scheduler.kv_cache_manager.block_pool)
-    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1
+    assert (
+        scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        == scheduler.kv_cache_config.num_blocks - 1
+    )
     return decided
 
 

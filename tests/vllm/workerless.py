@@ -55,12 +55,19 @@ def get_model_folder() -> str:
     return folder
 
 
-def make_config(*, is_async: bool = False, tenuto: dict[str, Any] | None = None, **scheduler: Any) -> VllmConfig:
+def make_config(
+    *, is_async: bool = False, tenuto: dict[str, Any] | None = None, **scheduler: Any
+) -> VllmConfig:
     """A vLLM configuration for the tiny model; `scheduler` holds SchedulerConfig arguments."""
     model_config = ModelConfig(
         model=get_model_folder(), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN
     )
-    arguments = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "enable_chunked_prefill": True, **scheduler}
+    arguments = {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 256,
+        "enable_chunked_prefill": True,
+        **scheduler,
+    }
     config = VllmConfig(
         model_config=model_config,
         cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
@@ -156,7 +163,9 @@ class Engine:
                 self.scheduler.schedule()
                 return num_steps
             self.step()
-        raise AssertionError(f"the engine stalled: {self.scheduler.get_request_counts()} after {max_steps} steps")
+        raise AssertionError(
+            f"the engine stalled: {self.scheduler.get_request_counts()} after {max_steps} steps"
+        )
 
     def abort(self, request_id: str) -> None:
         """The client went away."""

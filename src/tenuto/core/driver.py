@@ -228,7 +228,7 @@ class Driver:
             self._now_s = now_s
             view = self.get_view(now_s)
             answer = self._caller.ask("reconsider", (Keep, Offload, Release), lease.get_view(), view)
-            terms = self._bound(answer, now_s) if isinstance(answer, Keep) else None
+            terms = self._bound(answer, lease.granted_s) if isinstance(answer, Keep) else None
             if terms is not None and terms.until_s > now_s and terms.strength is lease.terms.strength:
                 asked = dataclasses.replace(lease.get_view(), until_s=terms.until_s, value=terms.value)
                 self.leases.renew(lease, terms, self._caller.ask("evict_key", tuple, asked, view))
@@ -256,11 +256,11 @@ class Driver:
     ) -> int:
         """Free at least `num_blocks` held blocks if leases cover so many, tails first; returns how many.
 
-        The lease of the job that needs them is spared. `stalled` says that nothing can run otherwise.
+        The lease kept for the turn that needs them is spared: its blocks are what the turn will hit.
+        `stalled` says that nothing can run otherwise; then no lease is spared.
         """
         self._now_s = now_s
-        turn = self._turns.get(for_turn_id) if for_turn_id is not None else None
-        spare = turn.job.job_id if turn is not None else None
+        spare = None if stalled else self._get_claimed_job_id(for_turn_id)
         kinds = list(Yields) if stalled or self.limits.always_yield else [Yields.ALWAYS]
         num_free_before = self._engine.get_num_free_blocks()
         num_freed = 0
@@ -352,6 +352,11 @@ class Driver:
             job = self._jobs[job_id] = _Job(job_id, self._now_s, what.hints.tenant)
         return job
 
+    def _get_claimed_job_id(self, turn_id: str | None) -> str | None:
+        turn = self._turns.get(turn_id) if turn_id is not None else None
+        lease = self.leases.get(turn.job.job_id) if turn is not None else None
+        return lease.job_id if lease is not None and lease.next_turn_id == turn_id else None
+
     def _claim(self, lease: LeaseState, turn: _Turn) -> None:
         num_common = self._engine.count_common_blocks(lease.blocks, turn.what.hashes)
         if num_common == 0:
@@ -382,8 +387,8 @@ class Driver:
         )
         self._reorder_waiting(job)
 
-    def _bound(self, terms: Keep, now_s: float) -> Keep:
-        return dataclasses.replace(terms, until_s=min(terms.until_s, now_s + self.limits.max_lease_s))
+    def _bound(self, terms: Keep, granted_s: float) -> Keep:
+        return dataclasses.replace(terms, until_s=min(terms.until_s, granted_s + self.limits.max_lease_s))
 
     def _is_within_quota(self, tenant: str | None, num_blocks: int, total: int) -> bool:
         leased = sum(self.leases.num_blocks.values()) + num_blocks

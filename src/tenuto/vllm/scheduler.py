@@ -179,7 +179,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         stalled = len(self.running) <= (1 if is_running else 0)
         missing = compat.count_missing_blocks(self, request, num_new_tokens, kwargs)
         # Taking back what cannot be enough would cost the leases and help nobody.
-        can_help = missing is None or missing <= self.driver.num_reclaimable_blocks
+        can_help = stalled or missing is None or missing <= self.driver.num_reclaimable_blocks
         wanted = max(1, missing or 1)
         while can_help:
             num_freed = self.driver.take_back(wanted, now_s, for_turn_id=request.request_id, stalled=stalled)

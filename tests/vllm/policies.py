@@ -1,0 +1,43 @@
+"""Policies that the tests load by path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tenuto.core.policy import Policy, setting
+from tenuto.core.types import Decision, EngineView, Keep, Strength, Turn
+
+
+@dataclass
+class KeepAll(Policy):
+    """Leases every turn's blocks, whatever tool follows."""
+
+    ttl_s: float = setting(100.0, "seconds", minimum=0)
+    strength: str = setting("hold", "of the leases", choices=("hold", "keep-last"))
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        return Keep(view.now_s + self.ttl_s, Strength(self.strength))
+
+
+@dataclass
+class OneJobAtATime(Policy):
+    """Admits a job only while nothing runs, and gives each step four tokens."""
+
+    step_tokens: int = setting(4, "tokens a step", minimum=1)
+
+    def admit(self, turn: Turn, view: EngineView) -> bool:
+        return view.num_running == 0
+
+    def step_budget(self, view: EngineView) -> int | None:
+        return self.step_tokens
+
+
+@dataclass
+class Faulty(Policy):
+    """Raises wherever it is asked."""
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        raise RuntimeError("retain")
+
+    def queue_key(self, turn: Turn, now_s: float) -> tuple[float, ...]:
+        raise RuntimeError("queue_key")

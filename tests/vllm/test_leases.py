@@ -1,0 +1,329 @@
+"""Leases in vLLM's real scheduler: held, hit, taken back, expired; nothing stalls and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+
+import tenuto.vllm
+from tenuto.core.checks import check_integrity
+from tenuto.core.types import LeaseEnd
+from tests.vllm.conftest import Clock
+from tests.vllm.workerless import EOS, Engine, make_config, make_request, make_scheduler
+
+KEEP_ALL = "tests.vllm.policies:KeepAll"
+BLOCK_SIZE = 16
+
+
+def start(
+    strength: str = "hold", *, depth: int = 1, num_blocks: int = 100, window: int | None = None, **config: Any
+) -> Engine:
+    tenuto_config = {"policy": KEEP_ALL, "options": {"strength": strength, "ttl_s": 100.0}}
+    vllm_config = make_config(is_async=depth > 1, tenuto=tenuto_config, **config)
+    scheduler = make_scheduler(tenuto.vllm.Scheduler, vllm_config, num_blocks=num_blocks, window=window)
+    return Engine(scheduler, depth=depth)
+
+
+def check(engine: Engine, *, idle: bool = False) -> None:
+    scheduler = engine.scheduler
+    check_integrity(scheduler.kv_cache_manager.block_pool, scheduler.driver.leases, idle=idle)
+
+
+def get_usage(engine: Engine) -> int:
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("window", [None, 64])
+def test_hold_shows_in_usage_and_is_hit_on_return(clock: Clock, depth: int, window: int | None) -> None:
+    engine = start(depth=depth, window=window)
+    prompt = list(range(100, 200))
+    engine.scheduler.add_request(
+        make_request("a1", prompt, max_tokens=8, xargs={"job_id": "a", "tool": "ls"})
+    )
+    engine.run()
+    # 100 + 8 tokens, of which the last is never computed: 107 // 16 = 6 full blocks. The sliding window
+    # keeps the blocks of its last 64 tokens before position 96: 4 more.
+    held = 6 + (4 if window else 0)
+    assert get_usage(engine) == held
+    check(engine, idle=True)
+    clock.now_s += 1
+    follow = prompt + engine.outputs["a1"] + list(range(300, 340))
+    engine.scheduler.add_request(make_request("a2", follow, xargs={"job_id": "a", "is_last_step": 1}))
+    engine.run()
+    stats = engine.scheduler.driver.stats
+    assert stats.num_hit_tokens == 6 * BLOCK_SIZE
+    assert stats.num_leases_ended[LeaseEnd.HIT] == 1
+    assert get_usage(engine) == 0
+    check(engine, idle=True)
+
+
+def test_keep_last_counts_as_free_and_outlives_other_content(clock: Clock) -> None:
+    engine = start("keep-last", num_blocks=31)
+    prompt = list(range(100, 196))
+    engine.scheduler.add_request(
+        make_request("a1", prompt, max_tokens=2, xargs={"job_id": "a", "tool": "ls"})
+    )
+    engine.run()
+    assert get_usage(engine) == 0
+    # Others churn through more than the whole pool, one after another, and never need the kept 6 blocks.
+    for n in range(6):
+        other = [500 + n] * 300
+        engine.scheduler.add_request(make_request(f"o{n}", other, max_tokens=1, xargs={"is_last_step": 1}))
+        engine.run()
+        check(engine, idle=True)
+    follow = prompt + engine.outputs["a1"] + [7] * 40
+    engine.scheduler.add_request(make_request("a2", follow, xargs={"job_id": "a", "is_last_step": 1}))
+    engine.run()
+    assert engine.scheduler.driver.stats.num_hit_tokens == 6 * BLOCK_SIZE
+    check(engine, idle=True)
+
+
+def test_stock_loses_what_keep_last_keeps() -> None:
+    scheduler = make_scheduler(SyncScheduler, make_config(), num_blocks=31)
+    engine = Engine(scheduler)
+    prompt = list(range(100, 196))
+    scheduler.add_request(make_request("a1", prompt, max_tokens=2))
+    engine.run()
+    for n in range(6):
+        scheduler.add_request(make_request(f"o{n}", [500 + n] * 300, max_tokens=1))
+        engine.run()
+    request = make_request("a2", prompt + engine.outputs["a1"] + [7] * 40)
+    assert scheduler.kv_cache_manager.get_computed_blocks(request)[1] == 0
+
+
+@pytest.mark.parametrize("strength", ["hold", "keep-last"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_leases_never_delay_or_preempt_others(clock: Clock, strength: str, depth: int) -> None:
+    """With the whole cache under lease, plain traffic runs in the same steps as with an empty cache."""
+
+    def run_plain(engine: Engine) -> list[Any]:
+        rng = random.Random(5)
+        decided = []
+        for step in range(60):
+            if step % 3 == 0:
+                prompt = [rng.randrange(10, 900) for _ in range(rng.randrange(20, 150))]
+                request = make_request(
+                    f"plain{step}", prompt, max_tokens=20, arrival_time=clock.now_s, xargs={"is_last_step": 1}
+                )
+                engine.scheduler.add_request(request)
+            output = engine.step()
+            decided.append(
+                (list(output.num_scheduled_tokens.items()), sorted(output.preempted_req_ids or ()))
+            )
+            if hasattr(engine.scheduler, "driver"):
+                check(engine)
+        engine.run()
+        return decided
+
+    cls = AsyncScheduler if depth > 1 else SyncScheduler
+    empty = Engine(make_scheduler(cls, make_config(is_async=depth > 1), num_blocks=60), depth=depth)
+    leased = start(strength, depth=depth, num_blocks=60)
+    for n in range(12):
+        prompt = [20 + n] * 79
+        leased.scheduler.add_request(make_request(f"j{n}", prompt, max_tokens=2, xargs={"job_id": f"j{n}"}))
+        leased.run()
+    assert sum(leased.scheduler.driver.leases.num_blocks.values()) >= 55
+    assert run_plain(leased) == run_plain(empty)
+    assert leased.scheduler.driver.stats.num_revoked_blocks > 0
+    check(leased, idle=True)
+
+
+def test_taking_back_what_cannot_help_costs_no_lease(clock: Clock) -> None:
+    """A request that does not fit beside the running ones even without leases leaves the leases alone."""
+    engine = start(num_blocks=41)
+    engine.scheduler.add_request(
+        make_request("a1", [5] * 90, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+    )
+    engine.run()
+    engine.scheduler.add_request(make_request("busy", [6] * 400, max_tokens=40, xargs={"is_last_step": 1}))
+    engine.step()
+    engine.step()
+    engine.scheduler.add_request(make_request("big", [7] * 500, max_tokens=2, xargs={"is_last_step": 1}))
+    for _ in range(5):
+        engine.step()
+    assert len(engine.scheduler.driver.leases) == 1
+    engine.run()
+    check(engine, idle=True)
+
+
+def test_expiry_while_idle_takes_one_step(clock: Clock) -> None:
+    engine = start()
+    engine.scheduler.add_request(
+        make_request("a1", [5] * 90, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+    )
+    engine.run()
+    assert not engine.scheduler.has_requests()
+    clock.now_s += 99
+    assert not engine.scheduler.has_requests()
+    clock.now_s += 1
+    assert engine.scheduler.has_requests()
+    engine.step()
+    assert not engine.scheduler.has_requests()
+    assert get_usage(engine) == 0
+    assert engine.scheduler.driver.stats.num_leases_ended[LeaseEnd.EXPIRED] == 1
+
+
+def test_reset_of_the_prefix_cache_drops_leases(clock: Clock) -> None:
+    engine = start()
+    engine.scheduler.add_request(
+        make_request("a1", [5] * 90, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+    )
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    assert len(engine.scheduler.driver.leases) == 0
+    check(engine, idle=True)
+
+
+@pytest.mark.parametrize("num_common_blocks", [0, 3])
+def test_a_rewritten_prompt_supersedes_the_lease(clock: Clock, num_common_blocks: int) -> None:
+    engine = start()
+    prompt = list(range(100, 196))
+    engine.scheduler.add_request(make_request("a1", prompt, max_tokens=2, xargs={"job_id": "a", "tool": "x"}))
+    engine.run()
+    compacted = prompt[: num_common_blocks * BLOCK_SIZE] + [9] * 60
+    engine.scheduler.add_request(make_request("a2", compacted, xargs={"job_id": "a", "is_last_step": 1}))
+    # At arrival already: blocks behind the common part serve nobody.
+    assert get_usage(engine) == num_common_blocks
+    engine.run()
+    assert engine.scheduler.driver.stats.num_hit_tokens == num_common_blocks * BLOCK_SIZE
+    check(engine, idle=True)
+
+
+def test_turns_without_an_id_are_recognised_by_content(clock: Clock) -> None:
+    """Also where the template dropped the answer's reasoning: the match then ends with the old prompt."""
+    engine = start()
+    prompt = list(range(100, 196))
+    engine.scheduler.add_request(make_request("r1", prompt, max_tokens=20, xargs={"tool": "x"}))
+    engine.run()
+    full = prompt + engine.outputs["r1"] + list(range(300, 350))
+    engine.scheduler.add_request(make_request("r2", full, max_tokens=20, xargs={"tool": "x"}))
+    engine.run()
+    # The first blocks of the answer are gone; the prompt before it stands.
+    without_reasoning = [*full, 8, 9, *list(range(400, 450))]
+    engine.scheduler.add_request(make_request("r3", without_reasoning, max_tokens=2, xargs={"tool": "x"}))
+    stats = engine.scheduler.driver.stats
+    assert len(engine.scheduler.driver.leases) == 1
+    engine.run()
+    assert stats.num_leases_ended[LeaseEnd.HIT] == 2
+    assert stats.num_leases_granted == 3
+    # A stranger with another prompt is another job.
+    engine.scheduler.add_request(make_request("s1", list(range(600, 700)), max_tokens=2, xargs={"tool": "x"}))
+    engine.run()
+    assert len(engine.scheduler.driver.leases) == 2
+
+
+def test_a_stop_string_is_not_a_disconnect(clock: Clock) -> None:
+    """The front end turns both into an abort; only the output tells."""
+    engine = start()
+    scheduler = engine.scheduler
+
+    class Words:
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            return "\n".join({7: "```bash\nls\n```", 9: "STOP"}.get(token, "word") for token in tokens)
+
+    scheduler._reader._tokenizer = Words()
+    for name, sixth in (("stopped", 9), ("gone", 8)):
+        engine._sample = lambda request_id, index, sixth=sixth: {3: 7, 5: sixth}.get(index, 6)
+        request = make_request(name, [len(name)] * 90, max_tokens=50, xargs={"job_id": name}, stop=["STOP"])
+        scheduler.add_request(request)
+        for _ in range(7):
+            engine.step()
+        engine.abort(name)
+    engine.run()
+    assert [lease.job_id for lease in scheduler.driver.leases] == ["stopped"]
+    assert next(iter(scheduler.driver.leases)).turn.tool.name == "ls"
+    check(engine, idle=True)
+
+
+def test_no_tool_call_and_a_stop_token_ends_the_job(clock: Clock) -> None:
+    engine = start()
+    scheduler = engine.scheduler
+
+    class Words:
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            return "all done"
+
+    scheduler._reader._tokenizer = Words()
+    engine._sample = lambda request_id, index: EOS if index == 3 else 6
+    scheduler.add_request(make_request("a1", [5] * 90, xargs={"job_id": "a"}))
+    engine.run()
+    assert len(scheduler.driver.leases) == 0
+    # Told otherwise, the client is believed.
+    scheduler.add_request(make_request("b1", [6] * 90, xargs={"job_id": "b", "is_last_step": 0}))
+    engine.run()
+    assert len(scheduler.driver.leases) == 1
+
+
+ABSURD: list[dict[str, Any]] = [
+    {"job_id": "x" * 10_000, "tool": "t" * 10_000},
+    {"job_id": ["a"], "tool": {"a": 1}, "is_last_step": "perhaps", "expected_tool_seconds": "soon"},
+    {"job_id": "", "tenant": "", "expected_tool_seconds": -5},
+    {"job_id": 2**63, "expected_tool_seconds": float("nan")},
+    {"job_id": "\x00\n", "tenant": "\ud800", "expected_tool_seconds": 1e300},
+    {"job_id": None, "is_last_step": None, "tool": None},
+    {"is_last_step": float("inf"), "tool": "\n"},
+    {"job_id": "a/b", "tenant": "a"},
+    {},
+]
+
+
+@pytest.mark.parametrize("strength", ["hold", "keep-last"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_chaos_ends_clean(clock: Clock, strength: str, depth: int, seed: int) -> None:
+    """Conversations that overflow the cache, one id used by several at once, aborts, absurd hints, resets."""
+    rng = random.Random(seed)
+    engine = start(strength, depth=depth, num_blocks=60, max_num_seqs=8)
+    scheduler = engine.scheduler
+    talks = [[rng.randrange(10, 900) for _ in range(rng.randrange(20, 90))] for _ in range(10)]
+    num_requests = 0
+    for step in range(500):
+        clock.now_s += rng.choice((0.01, 0.01, 5.0))
+        if rng.random() < 0.3:
+            index = rng.randrange(len(talks))
+            if len(talks[index]) > 500:
+                talks[index] = talks[index][:32] + [rng.randrange(10, 900) for _ in range(20)]
+            talks[index] += [rng.randrange(10, 900) for _ in range(rng.randrange(1, 60))]
+            hints = rng.choice(
+                (
+                    {"job_id": f"job{index}", "tool": "ls"},
+                    {"job_id": "everyone", "tool": "cat"},
+                    {"job_id": f"job{index}", "is_last_step": 1},
+                    {"tool": "grep"},
+                    rng.choice(ABSURD),
+                )
+            )
+            request = make_request(
+                f"r{num_requests}",
+                talks[index],
+                max_tokens=rng.randrange(1, 60),
+                xargs=hints,
+                arrival_time=step,
+            )
+            scheduler.add_request(request)
+            num_requests += 1
+        if rng.random() < 0.05 and scheduler.requests:
+            engine.abort(rng.choice(sorted(scheduler.requests)))
+        if rng.random() < 0.005:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.step()
+        check(engine)
+    engine.run()
+    assert num_requests > 100
+    assert scheduler.driver.stats.num_leases_granted > 20
+    assert scheduler.driver.stats.num_revoked_blocks > 0
+    clock.now_s += 1000
+    engine.step()
+    assert len(scheduler.driver.leases) == 0
+    assert not scheduler.driver._turns
+    assert get_usage(engine) == 0
+    check(engine, idle=True)
