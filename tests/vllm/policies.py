@@ -21,12 +21,12 @@ class KeepAll(Policy):
 
 @dataclass
 class OneJobAtATime(Policy):
-    """Admits a job only while nothing runs, and gives each step four tokens."""
+    """Admits a job only while no other is on, and gives each step a few tokens."""
 
     step_tokens: int = setting(4, "tokens a step", minimum=1)
 
     def admit(self, turn: Turn, view: EngineView) -> bool:
-        return view.num_running == 0
+        return view.num_running + view.num_waiting == 0
 
     def step_budget(self, view: EngineView) -> int | None:
         return self.step_tokens

@@ -115,8 +115,10 @@ class EngineView:
     """Free for an allocation right now; kept-last blocks count, held ones do not."""
     num_running: int
     num_waiting: int
-    """Turns waiting for a first or a resumed start, parked ones included."""
+    """Turns waiting for a first or a resumed start, without the parked ones."""
     max_step_tokens: int
+    num_parked: int = 0
+    """First turns of jobs that admission holds back."""
     num_leases: int = 0
     num_leased_blocks: int = 0
 

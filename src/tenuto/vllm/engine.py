@@ -31,14 +31,16 @@ class VllmEngine:
         """The engine's state in numbers, without leases."""
         scheduler = self._scheduler
         num_running, num_waiting = scheduler.get_request_counts()
+        num_parked = scheduler.get_num_parked()
         return EngineView(
             now_s=now_s,
             block_size=self._block_size,
             num_blocks=self._pool.num_gpu_blocks - 1,
             num_free_blocks=self._pool.get_num_free_blocks(),
             num_running=num_running,
-            num_waiting=num_waiting,
+            num_waiting=num_waiting - num_parked,
             max_step_tokens=scheduler.max_num_scheduled_tokens,
+            num_parked=num_parked,
         )
 
     def get_num_free_blocks(self) -> int:

@@ -148,6 +148,10 @@ class _DrivenScheduler(compat.PrivateHooks):
         """The free queue needs kept blocks."""
         self.driver.make_room(num_blocks)
 
+    def get_num_parked(self) -> int:
+        """Waiting requests that admission holds back."""
+        return self.waiting.num_parked if isinstance(self.waiting, TurnQueue) else 0
+
     def reorder_waiting(self, request_id: str) -> None:
         """A waiting request's key may have changed."""
         if isinstance(self.waiting, TurnQueue):

@@ -67,6 +67,11 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
             if request_id in order:
                 order.push(request_id, self._get_key(self._requests[request_id]))
 
+    @property
+    def num_parked(self) -> int:
+        """How many are parked."""
+        return len(self._parked)
+
     def get_first_parked(self) -> str | None:
         """The parked request that goes first, or None."""
         return self._parked.get_first()

@@ -1,0 +1,307 @@
+"""What the scheduler class does around leases: settings, fit, order, admission, budget, metrics, trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import REGISTRY
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+
+import tenuto.vllm
+from tenuto.core.checks import check_integrity
+from tenuto.core.errors import ConfigError, IncompatibleError, PolicyError
+from tenuto.vllm import compat, plugin
+from tests.vllm.conftest import Clock
+from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
+
+KEEP_ALL = "tests.vllm.policies:KeepAll"
+
+
+def start(tenuto_config: dict[str, Any], *, num_blocks: int = 100, **config: Any) -> Engine:
+    vllm_config = make_config(tenuto=tenuto_config, **config)
+    return Engine(make_scheduler(tenuto.vllm.Scheduler, vllm_config, num_blocks=num_blocks))
+
+
+# Settings: refused at start, with the key named.
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "named"),
+    [
+        ({"polcy": "stock"}, ConfigError, "'polcy'"),
+        ({"policy": 3}, ConfigError, "'policy'"),
+        ({"policy": "nope"}, PolicyError, "'nope'"),
+        ({"policy": "no.such.module:Class"}, PolicyError, "no.such.module:Class"),
+        ({"policy": "json:dumps"}, PolicyError, "json:dumps"),
+        ({"options": {"ttl": 2}}, ConfigError, "'ttl'"),
+        ({"options": {"ttl_s": -1}}, ConfigError, "'ttl_s'"),
+        ({"options": {"ttl_s": "2"}}, ConfigError, "'ttl_s'"),
+        ({"options": {"variant": "C"}}, ConfigError, "'variant'"),
+        ({"options": [1]}, ConfigError, "'options'"),
+        ({"limits": {"max_lease_s": -1}}, ConfigError, "'max_lease_s'"),
+        ({"limits": {"max_tenant_share": 2}}, ConfigError, "'max_tenant_share'"),
+        ({"limits": {"max_lease": 1}}, ConfigError, "'max_lease'"),
+        ({"limits": 5}, ConfigError, "limits"),
+        ({"trace": "/proc/none/trace.jsonl"}, ConfigError, "trace"),
+        ({"on_mismatch": "ignore"}, ConfigError, "'on_mismatch'"),
+        ([], ConfigError, "tenuto"),
+    ],
+)
+def test_bad_settings_are_refused_at_start(settings: Any, error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named.replace("'", ".")):
+        start(settings)
+
+
+# Fit.
+
+
+def test_this_vllm_fits() -> None:
+    import vllm
+
+    assert compat.find_problems(vllm.__version__) == []
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.34.0", "1.0.0"])
+def test_an_unknown_release_is_named(version: str) -> None:
+    assert compat.find_problems(version) == [f"version {version} is not one of 0.30 to 0.33"]
+    assert compat.find_problems(version, allow_untested=True) == []
+
+
+def test_a_missing_or_changed_name_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(SyncScheduler, "_free_request")
+    monkeypatch.setattr(SyncScheduler, "_preempt_request", lambda self, request: None)
+    with pytest.raises(IncompatibleError) as caught:
+        start({})
+    assert "Scheduler._free_request is missing" in str(caught.value)
+    assert "Scheduler._preempt_request has no parameter timestamp" in str(caught.value)
+
+
+def test_when_told_to_a_vllm_that_does_not_fit_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compat.NAMES, "vllm.v1.core.sched.scheduler:Scheduler.gone", ())
+    engine = start({"on_mismatch": "stock"})
+    assert type(engine.scheduler) is SyncScheduler
+    config = make_config(is_async=True, tenuto={"on_mismatch": "stock"})
+    assert type(make_scheduler(tenuto.vllm.Scheduler, config)) is AsyncScheduler
+
+
+def test_a_pooling_model_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tenuto={"policy": KEEP_ALL})
+    monkeypatch.setattr(config.model_config, "runner_type", "pooling")
+    assert type(make_scheduler(tenuto.vllm.Scheduler, config)) is SyncScheduler
+
+
+def test_every_private_name_stands_in_compat() -> None:
+    """No other file of the room uses an underscore name of an object that is vLLM's."""
+    room = Path(tenuto.vllm.__file__).parent
+    for file in room.glob("*.py"):
+        if file.name == "compat.py":
+            continue
+        text = file.read_text()
+        for name in ("scheduler._", "request._", "block._", "pool._", "manager._", "queue._", "super()._"):
+            assert name not in text, f"{file.name} uses {name}…"
+        if file.name not in ("scheduler.py",):
+            assert "from vllm" not in text, f"{file.name} imports vLLM"
+
+
+# Order, victims, admission, budget.
+
+
+def test_pinned_jobs_go_first_and_then_job_arrival(clock: Clock) -> None:
+    engine = start({"policy": "continuum-fixed"}, max_num_seqs=1)
+    scheduler = engine.scheduler
+    for name in ("old", "pinned"):
+        clock.now_s += 1
+        xargs = {"job_id": name, "tool": "ls"} if name == "pinned" else {"job_id": name, "is_last_step": 0}
+        scheduler.add_request(make_request(f"{name}1", [len(name)] * 50, max_tokens=2, xargs=xargs))
+        engine.run()
+    clock.now_s += 0.5
+    scheduler.add_request(make_request("busy", [1] * 20, max_tokens=3, xargs={"job_id": "busy"}))
+    engine.step()
+    for name in ("new", "old", "pinned"):
+        xargs = {"job_id": name, "is_last_step": 1}
+        scheduler.add_request(make_request(f"{name}2", [len(name)] * 70, max_tokens=1, xargs=xargs))
+    assert [request.request_id for request in scheduler.waiting] == ["pinned2", "old2", "new2"]
+    # The pin runs out while its job waits; variant B lets it go, and the order follows.
+    clock.now_s += 2
+    engine.step()
+    assert [request.request_id for request in scheduler.waiting] == ["old2", "pinned2", "new2"]
+    engine.run()
+    check_integrity(scheduler.kv_cache_manager.block_pool, scheduler.driver.leases)
+
+
+def test_the_newest_job_not_on_its_last_turn_is_preempted(clock: Clock) -> None:
+    engine = start({"policy": "continuum-fixed"}, num_blocks=26)
+    scheduler = engine.scheduler
+    # 3 × 8 blocks fill 24 of 25; the first to need two more makes one go. `c` is newer than `b`, but on
+    # its last turn.
+    for name in ("a", "b", "c"):
+        clock.now_s += 1
+        xargs = {"job_id": name, "is_last_step": int(name == "c")}
+        scheduler.add_request(make_request(name, [ord(name)] * 126, max_tokens=40, xargs=xargs))
+        engine.step()
+    preempted: list[str] = []
+    for _ in range(200):
+        preempted += engine.step().preempted_req_ids or ()
+    assert preempted[0] == "b"
+    engine.run()
+
+
+def test_admission_holds_new_jobs_back_and_never_idles(clock: Clock) -> None:
+    engine = start({"policy": "tests.vllm.policies:OneJobAtATime", "options": {"step_tokens": 16}})
+    scheduler = engine.scheduler
+    for n in range(5):
+        scheduler.add_request(make_request(f"r{n}", [n + 5] * 30, max_tokens=3))
+    most_running = 0
+    for _ in range(100):
+        output = engine.step()
+        most_running = max(most_running, len(scheduler.running))
+        assert output.total_num_scheduled_tokens <= 16
+    assert most_running == 1
+    assert len(engine.outputs) == 5
+    assert scheduler.driver.stats.num_admission_waits > 0
+    assert not scheduler.has_requests()
+    # A parked request can be aborted.
+    scheduler.add_request(make_request("x", [5] * 30, max_tokens=30))
+    engine.step()
+    scheduler.add_request(make_request("parked", [6] * 30))
+    assert scheduler.get_request_counts() == (1, 1)
+    engine.abort("parked")
+    assert scheduler.get_request_counts() == (1, 0)
+    engine.run()
+
+
+def test_a_faulty_policy_costs_only_itself(clock: Clock) -> None:
+    engine = start({"policy": "tests.vllm.policies:Faulty"})
+    for n in range(3):
+        engine.scheduler.add_request(make_request(f"r{n}", [n + 5] * 30, xargs={"job_id": "a", "tool": "x"}))
+    engine.run()
+    assert sorted(engine.outputs) == ["r0", "r1", "r2"]
+    assert engine.scheduler.driver.num_policy_faults >= 6
+    assert len(engine.scheduler.driver.leases) == 0
+
+
+def test_multimodal_and_streamed_in_requests_run_as_stock(clock: Clock) -> None:
+    start({"policy": KEEP_ALL})
+    request = make_request("a", [5] * 60, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+    request.resumable = False
+    request.mm_features = [object()]
+    # Only what decides is under test: a real multimodal request needs an encoder.
+    from tenuto.vllm.scheduler import OUTSIDE, _describe
+
+    assert _describe(request).hints is OUTSIDE
+    request.mm_features = []
+    assert _describe(request).hints is not OUTSIDE
+    request.resumable = True
+    assert _describe(request).hints is OUTSIDE
+
+
+# Metrics and trace.
+
+
+def get_metric(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"model_name": "tiny", "engine": "0", **labels})
+
+
+def test_metrics_follow_the_driver(clock: Clock) -> None:
+    config = make_config(tenuto={"policy": KEEP_ALL})
+    config.model_config.served_model_name = "tiny"
+    engine = Engine(make_scheduler(tenuto.vllm.Scheduler, config))
+    scheduler = engine.scheduler
+    scheduler.add_request(make_request("a1", [5] * 90, max_tokens=2, xargs={"job_id": "a", "tool": "x"}))
+    engine.run()
+    assert not scheduler.has_requests()
+    assert get_metric("tenuto:retained_jobs") == 1
+    assert get_metric("tenuto:retained_blocks") == 5
+    assert get_metric("tenuto:leases_granted_total") == 1
+    clock.now_s += 0.3
+    scheduler.add_request(
+        make_request("a2", [5] * 120, max_tokens=2, xargs={"job_id": "a", "is_last_step": 1})
+    )
+    engine.run()
+    assert not scheduler.has_requests()
+    assert get_metric("tenuto:leases_ended_total", reason="hit") == 1
+    assert get_metric("tenuto:hit_tokens_total") == 80
+    assert get_metric("tenuto:tool_time_seconds_bucket", le="0.5") == 1
+    assert get_metric("tenuto:tool_time_seconds_bucket", le="0.25") == 0
+    assert get_metric("tenuto:queue_delay_seconds_count") == 2
+    assert get_metric("tenuto:decision_time_seconds_count") == 4
+    assert get_metric("tenuto:retained_blocks") == 0
+    scheduler.shutdown()
+    assert get_metric("tenuto:retained_blocks") is None
+
+
+def test_metrics_of_engine_processes_reach_the_api_server(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENUTO_METRICS_DIR", str(tmp_path))
+    monkeypatch.setenv("TENUTO_METRICS_OWNER", "1")
+    engine = start({"policy": KEEP_ALL})
+    engine.scheduler.add_request(
+        make_request("a1", [5] * 90, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+    )
+    engine.run()
+    assert not engine.scheduler.has_requests()
+    (tmp_path / "engine-1.prom").write_text((tmp_path / "engine-0.prom").read_text().replace('"0"', '"1"'))
+    (tmp_path / "engine-2.prom").write_text("# TYPE broken {{{\nbroken{ 1\n")
+    families = {family.name: family for family in plugin.EngineMetrics(tmp_path).collect()}
+    assert sorted(s.labels["engine"] for s in families["tenuto:retained_blocks"].samples) == ["0", "1"]
+    assert all(s.value == 5 for s in families["tenuto:retained_blocks"].samples)
+    assert not any(name.endswith("_created") for name in families)
+    engine.scheduler.shutdown()
+    assert not (tmp_path / "engine-0.prom").exists()
+
+
+def test_trace_tells_each_step_and_every_job(clock: Clock, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    engine = start({"policy": KEEP_ALL, "trace": str(file)})
+    scheduler = engine.scheduler
+    scheduler.add_request(make_request("a1", [5] * 90, max_tokens=2, xargs={"job_id": "a", "tool": "x"}))
+    engine.run()
+    follow = make_request("a2", [5] * 120, max_tokens=2, xargs={"job_id": "a", "is_last_step": 1})
+    scheduler.add_request(follow)
+    engine.step()
+    # Not closed yet: what a finished step wrote can be read, as after kill -9.
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert records[0]["kind"] == "header"
+    steps = [r for r in records if r["kind"] == "step"]
+    assert [r["step"] for r in steps] == list(range(len(steps)))
+    assert steps[0]["new"] == ["a1"]
+    assert steps[0]["num_tokens"] == {"a1": 90}
+    assert steps[1]["running"] == ["a1"]
+    assert steps[2]["num_retained_blocks"] == 5
+    admissions = {r["turn"]: r for r in records if r["kind"] == "admission"}
+    assert (admissions["a2"]["num_local_hit_tokens"], admissions["a2"]["num_external_hit_tokens"]) == (80, 0)
+    # The admission, the lease's end and the step that did it have one number.
+    assert admissions["a2"]["step"] == steps[-1]["step"]
+    history = [(r["event"], r["step"]) for r in records if r["kind"] == "job" and r["job"] == "a"]
+    last = steps[-1]["step"]
+    assert [event for event, _ in history] == [
+        "arrived", "started", "finished", "lease-granted", "arrived", "lease-ended", "started",
+    ]  # fmt: skip
+    assert history[-1] == ("started", last)
+    assert history[-2] == ("lease-ended", last)
+    engine.run()
+    scheduler.shutdown()
+    assert json.loads(file.read_text().splitlines()[-1])["kind"] == "step"
+
+
+def test_without_a_trace_nothing_is_recorded(clock: Clock) -> None:
+    engine = start({"policy": KEEP_ALL})
+    assert engine.scheduler._trace is None
+    assert engine.scheduler._steps is None
+    assert engine.scheduler.driver._log is None
+
+
+def test_stock_installs_no_hook() -> None:
+    engine = start({"policy": "stock"})
+    scheduler = engine.scheduler
+    assert type(scheduler.waiting).__module__.startswith("vllm.")
+    assert scheduler.kv_cache_manager.allocate_slots.__qualname__ == "KVCacheManager.allocate_slots"
+    assert type(scheduler.kv_cache_manager.block_pool.free_block_queue).__name__ == "FreeKVCacheBlockQueue"
