@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import vllm
+
 from tenuto.core.driver import Arrival, Driver
 from tenuto.core.errors import IncompatibleError
 from tenuto.core.hints import Hints, parse_hints
