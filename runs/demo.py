@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
-import os
 import random
-import signal
+import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -25,13 +24,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from openai import AsyncOpenAI
+
+from tenuto.bench.local_server import ServerError, run_server
 
 BLOCK_SIZE = 32
 JOB_GAP_S = 0.6
 TOOLS = ("ls", "cat", "grep", "git", "find")
-START_LIMIT_S = 300
 
 
 @dataclass(frozen=True)
@@ -127,45 +126,19 @@ async def run_jobs(url: str, args: argparse.Namespace) -> tuple[list[TurnResult]
 
 @contextmanager
 def serve(arm: str, extra: list[str], args: argparse.Namespace) -> Iterator[str]:
-    """A vLLM server for one arm; its URL. Stopped when the block ends."""
-    log_path = args.out / f"{arm}.log"
+    """A vLLM server for one arm; its URL."""
     command = [
         args.vllm, "serve", args.model, "--served-model-name", "demo", "--port", str(args.port),
         "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE),
         "--num-gpu-blocks-override", str(args.blocks), "--max-model-len", "2048", "--max-num-seqs", "8",
         "--max-num-batched-tokens", "512", "--enable-prompt-tokens-details", *extra, *args.vllm_arg,
     ]  # fmt: skip
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **os.environ}
-    say(f"{arm}: starting {' '.join(command)}")
-    with open(log_path, "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
-    try:
-        wait_until_up(f"http://127.0.0.1:{args.port}", process, arm, log_path)
-        yield f"http://127.0.0.1:{args.port}"
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_until_up(url: str, process: subprocess.Popen[bytes], arm: str, log: Path) -> None:
-    started_s = time.monotonic()
-    while (waited_s := time.monotonic() - started_s) < START_LIMIT_S:
-        if process.poll() is not None:
-            tail = "\n".join(log.read_text().splitlines()[-15:])
-            raise SystemExit(f"[demo] {arm}: vLLM ended with status {process.returncode}; end of {log}:\n{tail}")
-        try:
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                say(f"{arm}: up after {waited_s:.0f} s")
-                return
-        except httpx.HTTPError:
-            pass
-        if int(waited_s) % 10 == 9:
-            say(f"{arm}: waiting for the server, {waited_s:.0f} s")
-        time.sleep(1)
-    raise SystemExit(f"[demo] {arm}: vLLM was not up after {START_LIMIT_S} s; see {log}")
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    say(f"{arm}: {shlex.join(command)}")
+    with run_server(
+        command, args.port, args.out / f"{arm}.log", env=env, say=lambda text: say(f"{arm}: {text}")
+    ) as server:
+        yield server.url
 
 
 # What is shown.
@@ -174,7 +147,7 @@ def wait_until_up(url: str, process: subprocess.Popen[bytes], arm: str, log: Pat
 def count_recomputed(turns: list[TurnResult]) -> int:
     """Tokens that an earlier turn of the job had computed and this one computed again (full blocks)."""
     total = 0
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in itertools.pairwise(turns):
         if after.job == before.job:
             reusable = (before.prompt_tokens + before.output_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
             total += max(0, reusable - after.cached_tokens)
@@ -262,13 +235,17 @@ def main() -> None:
     }
     arms = {}
     for arm, extra in extras.items():
-        with serve(arm, extra, args) as url:
-            say(f"{arm}: {args.jobs} jobs of {args.turns} turns, {args.tool_seconds:g} s of tool between them")
-            arms[arm] = asyncio.run(run_jobs(url, args))
+        try:
+            with serve(arm, extra, args) as url:
+                say(f"{arm}: {args.jobs} jobs of {args.turns} turns, tools of {args.tool_seconds:g} s")
+                arms[arm] = asyncio.run(run_jobs(url, args))
+        except ServerError as error:
+            raise SystemExit(f"[demo] {arm}: {error}") from None
     print_tables(arms, args.turns)
     print_timeline(trace, "demo-0")
     records = {
-        arm: {"job_durations_s": jcts, "turns": [asdict(t) for t in turns]} for arm, (turns, jcts) in arms.items()
+        arm: {"job_durations_s": jcts, "turns": [asdict(t) for t in turns]}
+        for arm, (turns, jcts) in arms.items()
     }
     (args.out / "records.json").write_text(json.dumps(records, indent=1))
     print(f"\nAll figures: {args.out / 'records.json'}; logs and the scheduler's trace are beside it.")

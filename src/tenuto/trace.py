@@ -45,9 +45,13 @@ class TraceWriter:
         """Write one record of the current step."""
         self._file.write(json.dumps({"step": self._step, **record}, separators=(",", ":")) + "\n")
 
+    def flush(self) -> None:
+        """Hand what was written to the operating system: the engine goes idle, or may be killed."""
+        self._file.flush()
+
     def end_step(self) -> None:
         """The step's records are complete."""
-        self._file.flush()
+        self.flush()
         self._step += 1
 
     def close(self) -> None:

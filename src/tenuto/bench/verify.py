@@ -97,8 +97,8 @@ class _Check:
         room = min(first.get("max_model_len") or needed, self._before.num_blocks * block_size)
         if needed > room:
             raise DataError(
-                f"the check needs {needed} tokens of context ({needed // block_size} blocks of {block_size}), "
-                f"this server has room for {room}"
+                f"the check needs {needed // block_size} blocks of {block_size} tokens for its context, "
+                f"this server has room for {room // block_size}"
             )
         self._tokens_per_word = self._measure_tokens_per_word()
 

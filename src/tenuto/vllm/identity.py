@@ -216,7 +216,7 @@ def _get_claude_session(user_id: Any) -> Any:
 def _append_member(body: bytes, name: str, value: Mapping[str, Any]) -> bytes:
     """A JSON object with a member added and its own bytes as they were; of equal names, the last counts."""
     start = body.rstrip()[:-1].rstrip()
-    comma = b"" if start == b"{" else b","
+    comma = b"" if start.endswith(b"{") else b","
     return start + comma + json.dumps({name: value}).encode()[1:]
 
 

@@ -126,6 +126,8 @@ class _DrivenScheduler(compat.PrivateHooks):
         if deadline_s is not None and self._idle_timer is not None:
             self._idle_timer.arm(deadline_s)
         self._metrics.refresh(now_s, idle=True)
+        if self._trace is not None:
+            self._trace.flush()
         return False
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:

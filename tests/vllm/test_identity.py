@@ -1,0 +1,153 @@
+"""What names a request's job, and that the middleware puts it where vLLM carries it."""
+
+import json
+
+import pytest
+
+from tenuto.core.hints import JOB_HEADERS
+from tenuto.vllm import identity
+from tests.vllm.asgi import REQUEST, get_xargs, post
+
+SESSION = "0f0a8d7e-3c5e-4b0e-9a55-1d6f5a6e2b11"
+
+
+@pytest.mark.parametrize("path", [*identity._PATHS, "/behind/a/proxy/v1/messages"])
+def test_a_top_level_id_goes_to_xargs(path):
+    app = post({**REQUEST, "job_id": "j"}, path=path)
+    assert json.loads(app.body) == {**REQUEST, "job_id": "j", "vllm_xargs": {"job_id": "j"}}
+    assert app.headers["content-length"] == str(len(app.body))
+
+
+def test_all_hints_go_to_xargs_as_types_that_vllm_takes():
+    said = {"job_id": 7, "is_last_step": True, "tool": "ls", "expected_tool_seconds": "2.5", "tenant": "t"}
+    xargs = get_xargs({**REQUEST, **said})
+    assert xargs == {
+        "job_id": "7",
+        "is_last_step": 1,
+        "tool": "ls",
+        "expected_tool_seconds": 2.5,
+        "tenant": "t",
+    }
+    assert type(xargs["is_last_step"]) is int
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}, True, 10**200])
+def test_an_unusable_hint_is_left_out(value):
+    body = {**REQUEST, "job_id": value, "expected_tool_seconds": value if value != 10**200 else None}
+    assert post(body).body == json.dumps(body).encode()
+
+
+def test_xargs_win_over_all_else():
+    body = {**REQUEST, "vllm_xargs": {"job_id": "a", "x": [1, "b"]}, "job_id": "c", "prompt_cache_key": "d"}
+    assert post(body, {"x-dynamo-session-id": "e"}).body == json.dumps(body).encode()
+    body["tool"] = "ls"
+    assert get_xargs(body) == {"job_id": "a", "x": [1, "b"], "tool": "ls"}
+
+
+def test_the_first_source_names_the_job():
+    sources = [
+        ("body", {"job_id": "1"}),
+        ("headers", {"x-dynamo-session-id": "2"}),
+        ("headers", {"x-claude-code-session-id": "3"}),
+        ("body", {"prompt_cache_key": "4"}),
+        ("body", {"metadata": {"session_id": "5", "user_id": "user_x_session_6"}}),
+        ("body", {"metadata": {"user_id": "user_x_account__session_6"}}),
+    ]
+    for number in range(len(sources)):
+        body, headers = dict(REQUEST), {}
+        for place, fields in reversed(sources[number:]):
+            (body if place == "body" else headers).update(fields)
+        assert get_xargs(body, headers) == {"job_id": str(number + 1)}
+
+
+@pytest.mark.parametrize("name", JOB_HEADERS[1:])
+def test_each_header_names_a_job(name):
+    assert get_xargs(REQUEST, {name: " j "}) == {"job_id": "j"}
+    assert get_xargs(REQUEST, {name: "\x7f\xe9" * 100})["job_id"].startswith("digest-")
+    assert get_xargs(REQUEST, {name: " "}) is None
+
+
+def test_each_claude_subagent_is_a_job_of_its_own():
+    headers = {"x-claude-code-session-id": "s"}
+    assert get_xargs(REQUEST, headers) == {"job_id": "s"}
+    assert get_xargs(REQUEST, {**headers, "x-claude-code-agent-id": "a"}) == {"job_id": "s/a"}
+
+
+def test_dynamo_tells_the_last_turn():
+    headers = {"x-dynamo-session-id": "s", "x-dynamo-session-final": "true"}
+    assert get_xargs(REQUEST, headers) == {"job_id": "s", "is_last_step": 1}
+    assert get_xargs({**REQUEST, "is_last_step": False}, headers) == {"job_id": "s", "is_last_step": 0}
+
+
+@pytest.mark.parametrize(
+    "user_id",
+    [
+        f"user_5f0c_account_77_session_{SESSION}",
+        f"user_5f0c_account__session_{SESSION}",
+        json.dumps({"device_id": "d", "account_uuid": "", "session_id": SESSION}),
+    ],
+)
+def test_claude_code_names_its_session_in_the_user(user_id):
+    assert get_xargs({**REQUEST, "metadata": {"user_id": user_id}}) == {"job_id": SESSION}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "ann"},
+        {"metadata": {"user_id": "ann"}},
+        {"metadata": {"user_id": '{"device_id": "d"}'}},
+        {"metadata": {"user_id": "[" * 100_000}},
+        {"metadata": {"user_id": 3, "session_id": None}},
+        {"metadata": "session_id"},
+        {"previous_response_id": "r"},
+    ],
+)
+def test_a_user_is_no_job(fields):
+    body = {**REQUEST, **fields}
+    assert post(body).body == json.dumps(body).encode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers"),
+    [
+        ({"session_id": "s"}, {}),
+        ({}, {"x-session-id": "s"}),
+        ({"vllm_xargs": {"session_id": "s"}}, {}),
+    ],
+)
+def test_vllms_own_session_id_is_left_to_vllm(fields, headers):
+    body = {**REQUEST, **fields, "prompt_cache_key": "k", "metadata": {"session_id": "m"}}
+    headers = {**headers, "x-dynamo-session-id": "d"}
+    assert post(body, headers).body == json.dumps(body).encode()
+    assert get_xargs({**body, "tool": "ls"}, headers) == {**fields.get("vllm_xargs", {}), "tool": "ls"}
+    assert get_xargs({**body, "job_id": "j"}, headers) == {**fields.get("vllm_xargs", {}), "job_id": "j"}
+
+
+def test_a_session_id_that_vllm_does_not_carry_is_a_job_id():
+    assert get_xargs({**REQUEST, "session_id": "s"}, path="/v1/messages") == {"job_id": "s"}
+    assert get_xargs({**REQUEST, "session_id": ""}, {"x-dynamo-session-id": "d"}) == {"job_id": "d"}
+
+
+def test_each_job_keeps_to_one_rank():
+    def get_rank(body, headers=(), **settings):
+        return post(body, headers, **settings).headers.get("x-data-parallel-rank")
+
+    assert get_rank({"job_id": "j"}) is None
+    assert get_rank({"job_id": "j"}, dp_size=1) is None
+    assert get_rank(REQUEST, dp_size=4) is None
+    assert get_rank({"job_id": "j"}, {"x-data-parallel-rank": "9"}, dp_size=4) == "9"
+    ranks = [get_rank({"job_id": f"j{number}"}, dp_size=4) for number in range(100)]
+    assert set(ranks) == {"0", "1", "2", "3"}
+    # Whoever named the job, and in whichever process.
+    named = [({"vllm_xargs": {"job_id": "j0"}}, {}), ({}, {"x-session-id": "j0"}), ({"session_id": "j0"}, {})]
+    assert {get_rank(body, headers, dp_size=4) for body, headers in named} == {ranks[0]} == {"2"}
+
+
+def test_the_number_of_ranks_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv(identity.DP_SIZE_VARIABLE, "4")
+    assert post({"job_id": "j0"}).headers["x-data-parallel-rank"] == "2"
+    for value in ("", "0", "-1", "two"):
+        monkeypatch.setenv(identity.DP_SIZE_VARIABLE, value)
+        with pytest.raises(ValueError, match=identity.DP_SIZE_VARIABLE):
+            post({})

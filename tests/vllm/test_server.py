@@ -1,0 +1,371 @@
+"""A real vLLM server with a real (small) model: what clients of every kind see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+from openai import AsyncOpenAI, OpenAI
+
+from tenuto import cli
+from tenuto.bench.local_server import LocalServer, ServerError, run_server
+from tenuto.bench.server_metrics import read_cache_state
+
+MODEL = os.environ.get("TENUTO_TEST_MODEL", "")
+BLOCK_SIZE = 32
+TTL_S = 3.0
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not MODEL, reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it"),
+]
+
+
+def get_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def get_command(port: int, *extra: str) -> list[str]:
+    return [
+        str(Path(sys.executable).parent / "vllm"), "serve", MODEL, "--served-model-name", "tiny",
+        "--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE),
+        "--num-gpu-blocks-override", "97", "--max-model-len", "2048", "--max-num-seqs", "8", "--enable-prompt-tokens-details", *extra,
+    ]  # fmt: skip
+
+
+ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[LocalServer]:
+    """Tenuto, with a cache of 96 blocks."""
+    config = {
+        "tenuto": {
+            "policy": "continuum-fixed",
+            "options": {"ttl_s": TTL_S},
+            "trace": str(folder / "trace.jsonl"),
+        }
+    }
+    port = get_free_port()
+    command = get_command(
+        port,
+        *("--scheduler-cls", "tenuto.vllm.Scheduler", "--middleware", "tenuto.vllm.Middleware"),
+        *("--additional-config", json.dumps(config)),
+    )
+    with run_server(command, port, folder / "tenuto.log", env=ENV) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stock_server(folder: Path) -> Iterator[LocalServer]:
+    """The same server without Tenuto."""
+    port = get_free_port()
+    with run_server(get_command(port), port, folder / "stock.log", env=ENV) as running:
+        yield running
+
+
+def get_client(server: LocalServer, **options: Any) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120, **options)
+
+
+def make_text(seed: str, num_words: int) -> str:
+    return " ".join(f"{seed}-{n * 7919 % 1000}" for n in range(num_words))
+
+
+def wait_until_empty(server: LocalServer, limit_s: float = 20.0) -> None:
+    """No job retained and no block in use; fails if that does not come about."""
+    end_s = time.monotonic() + limit_s
+    with httpx.Client(base_url=server.url) as client:
+        while True:
+            state = read_cache_state(client)
+            if state.num_used_blocks == 0 and not state.num_retained_blocks:
+                return
+            assert time.monotonic() < end_s, f"still held: {state}"
+            time.sleep(0.2)
+
+
+def read_history(folder: Path, job: str) -> list[dict[str, Any]]:
+    lines = (folder / "trace.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["kind"] == "job" and r["job"] == job]
+
+
+def test_verify_passes_and_leaves_nothing(server: LocalServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "--url", server.url, "--json"]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["ok"]
+    assert [turn["tool"] for turn in verdict["turns"]] == ["ls", "cat", "grep", "git", "pytest"]
+    assert all(turn["held_blocks"] == turn["expected_blocks"] for turn in verdict["turns"])
+    wait_until_empty(server)
+
+
+def test_verify_fails_against_stock(stock_server: LocalServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "--url", stock_server.url]) == 1
+    assert "NOT held" in capsys.readouterr().out
+
+
+def test_verify_says_what_is_wrong_with_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "--url", f"http://127.0.0.1:{get_free_port()}"]) == 2
+    assert "tenuto: http://127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_job_over_plain_headers_hits_what_it_left(server: LocalServer) -> None:
+    """Three jobs that fit the cache, at once: every later turn hits all full blocks of the turn before."""
+
+    async def run_job(client: AsyncOpenAI, name: str) -> tuple[int, int]:
+        messages: list[Any] = [{"role": "user", "content": make_text(name, 60)}]
+        reusable = hit = previous = 0
+        for turn in range(4):
+            answer = await client.chat.completions.create(
+                model="tiny",
+                messages=messages,
+                max_tokens=8,
+                temperature=0,
+                extra_headers={"X-Session-ID": name},
+                extra_body={"tool": "ls", "is_last_step": turn == 3},
+            )
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            hit += answer.usage.prompt_tokens_details.cached_tokens or 0
+            reusable += previous // BLOCK_SIZE * BLOCK_SIZE
+            previous = answer.usage.prompt_tokens
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            messages.append({"role": "user", "content": make_text(f"{name}{turn}", 15)})
+            await asyncio.sleep(0.5)
+        return hit, reusable
+
+    async def run_all() -> list[tuple[int, int]]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(run_job(client, f"plain{n}") for n in range(3)))
+
+    for hit, reusable in asyncio.run(run_all()):
+        assert reusable > 1000
+        assert hit >= 0.95 * reusable
+    wait_until_empty(server)
+
+
+def test_jobs_that_overflow_the_cache_all_finish(server: LocalServer, folder: Path) -> None:
+    """Ten jobs of more than twice the cache, duplicate ids, absurd hints, an aborted stream: all end clean."""
+
+    async def run_job(client: AsyncOpenAI, n: int) -> int:
+        hints: dict[str, Any] = [
+            {"job_id": f"over{n}", "tool": "ls"},
+            {"job_id": "same", "tool": "ls"},
+            {"job_id": "x" * 10_000, "tool": "t" * 10_000, "expected_tool_seconds": 1e300},
+            {"job_id": {"not": "an id"}, "tool": 5, "is_last_step": "perhaps", "tenant": ["t"]},
+            {},
+        ][n % 5]
+        messages: list[Any] = [{"role": "user", "content": make_text(f"o{n}", 60)}]
+        for turn in range(3):
+            stream = await client.chat.completions.create(
+                model="tiny", messages=messages, max_tokens=12, temperature=0, stream=True, extra_body=hints
+            )
+            text = ""
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+                if n == 7 and turn == 1 and text:
+                    await stream.close()
+                    break
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": make_text(f"o{n}t{turn}", 20)},
+            ]
+            await asyncio.sleep(0.2)
+        return n
+
+    async def run_all() -> list[int]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(run_job(client, n) for n in range(10)))
+
+    assert asyncio.run(run_all()) == list(range(10))
+    wait_until_empty(server)
+    events = {event["event"] for event in read_history(folder, "over0")}
+    assert {"arrived", "started", "finished", "lease-granted", "lease-ended"} <= events
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4}),
+        ("/v1/completions", {"prompt": "hello there", "max_tokens": 4}),
+        ("/v1/responses", {"input": "hello there", "max_output_tokens": 4}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({"x-claude-code-session-id": "J"}, {}),
+        ({"X-Session-ID": "J"}, {}),
+        ({}, {"job_id": "J", "is_last_step": True}),
+        ({}, {"vllm_xargs": {"job_id": "J"}}),
+        ({}, {"prompt_cache_key": "J"}),
+    ],
+)
+def test_every_endpoint_knows_its_job(
+    server: LocalServer,
+    folder: Path,
+    path: str,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    fields: dict[str, Any],
+) -> None:
+    job = f"job{path.replace('/', '-')}-{len(headers)}-{'-'.join(fields)}-{'-'.join(headers)}"
+
+    def name(value: Any) -> Any:
+        return json.loads(json.dumps(value).replace('"J"', f'"{job}"'))
+
+    response = httpx.post(
+        f"{server.url}{path}",
+        json={"model": "tiny", **body, **name(fields)},
+        headers=name(headers),
+        timeout=60,
+    )
+    assert response.status_code == 200, response.text
+    events = [event["event"] for event in read_history(folder, job)]
+    assert events[:3] == ["arrived", "started", "finished"]
+
+
+def test_features_keep_working(server: LocalServer) -> None:
+    """N answers, structured output, a stop string, log-probabilities and streaming with usage."""
+    client = get_client(server)
+    messages: list[Any] = [{"role": "user", "content": "Name a colour."}]
+    job = {"job_id": "features", "tool": "ls"}
+    chat: dict[str, Any] = {"model": "tiny", "messages": messages, "extra_body": job}
+    both = client.chat.completions.create(**chat, n=2, max_tokens=6)
+    assert len(both.choices) == 2
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    shaped = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_tokens=30,
+        extra_body=job,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )
+    assert json.loads(shaped.choices[0].message.content or "")["a"] in (1, 2)
+    text: dict[str, Any] = {"model": "tiny", "extra_body": job}
+    stopped = client.completions.create(
+        **text, prompt="1 2 3 4 5 6 7 8 9", max_tokens=20, temperature=0, stop=["\n", "1"]
+    )
+    assert stopped.choices[0].finish_reason in ("stop", "length")
+    scored = client.completions.create(**text, prompt="one two", max_tokens=2, logprobs=1)
+    assert scored.choices[0].logprobs is not None
+    usage = None
+    for chunk in client.chat.completions.create(
+        **chat, max_tokens=5, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage or usage
+    assert usage is not None
+    assert usage.completion_tokens >= 1
+    wait_until_empty(server)
+
+
+def test_a_killed_client_leaves_nothing(server: LocalServer) -> None:
+    """A connection that is cut without a word, with a long answer under way and a turn waiting."""
+    body = json.dumps(
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": make_text("killed", 40)}],
+            "max_tokens": 800,
+            "stream": True,
+            "job_id": "killed",
+            "ignore_eos": True,
+        }
+    )
+    port = int(server.url.rsplit(":", 1)[1])
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            assert connection.recv(1000)
+    wait_until_empty(server)
+
+
+def test_same_greedy_tokens_as_stock(server: LocalServer, stock_server: LocalServer) -> None:
+    """Held or not, preempted or not, in float32 the answer is the same."""
+    answers = []
+    for each in (server, stock_server):
+        client = get_client(each)
+        messages: list[Any] = [{"role": "user", "content": make_text("same", 50)}]
+        texts = []
+        for turn in range(3):
+            answer = client.chat.completions.create(
+                model="tiny",
+                messages=messages,
+                max_tokens=10,
+                temperature=0,
+                extra_body={"job_id": "tokens", "tool": "ls", "is_last_step": turn == 2},
+            )
+            texts.append(answer.choices[0].message.content)
+            messages += [
+                {"role": "assistant", "content": texts[-1]},
+                {"role": "user", "content": make_text(f"more{turn}", 10)},
+            ]
+        answers.append(texts)
+    assert answers[0] == answers[1]
+
+
+def test_metrics_are_on_the_servers_own_page(server: LocalServer) -> None:
+    text = httpx.get(f"{server.url}/metrics").text
+    for name in (
+        "tenuto:retained_jobs",
+        "tenuto:retained_blocks",
+        "tenuto:leases_granted_total",
+        'reason="hit"',
+        'reason="expired"',
+        'reason="revoked"',
+        "tenuto:hit_tokens_total",
+        "tenuto:recomputed_tokens_total",
+        "tenuto:tool_time_seconds_bucket",
+        "tenuto:queue_delay_seconds_bucket",
+        "tenuto:admission_waits_total",
+        "tenuto:decision_time_seconds_bucket",
+    ):
+        assert name in text
+    assert 'model_name="tiny"' in text
+
+
+def test_the_trace_is_complete_after_sigterm(server: LocalServer, folder: Path) -> None:
+    """Last of those that use the server: it is ended here."""
+    client = get_client(server)
+    hints = {"job_id": "bye", "tool": "x"}
+    client.completions.create(model="tiny", prompt="bye " * 40, max_tokens=3, extra_body=hints)
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(60)
+    # vLLM kills its engine at once: the lease has no end, and everything before it is on file.
+    events = [event["event"] for event in read_history(folder, "bye")]
+    assert events == ["arrived", "started", "finished", "lease-granted"]
+
+
+def test_a_bad_setting_stops_the_start(folder: Path) -> None:
+    """The server says which key, and does not wait for the first request to say it."""
+    port = get_free_port()
+    config = json.dumps({"tenuto": {"options": {"ttl": 3}}})
+    command = get_command(port, "--scheduler-cls", "tenuto.vllm.Scheduler", "--additional-config", config)
+    with pytest.raises(ServerError), run_server(command, port, folder / "bad.log", env=ENV):
+        pass
+    assert "unknown key 'ttl'; known keys: ttl_s, variant" in (folder / "bad.log").read_text()
