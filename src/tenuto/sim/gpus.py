@@ -1,0 +1,205 @@
+"""The GPUs the simulator knows: published sizes and rates, and how much of each rate kernels reach.
+
+`memory_bytes` is what CUDA reports to PyTorch (the "total capacity" of an out-of-memory message), not the
+number on the box: vLLM multiplies that one by `gpu_memory_utilization`.
+
+The efficiencies are what Llama-3.1-8B in bf16 reaches in aiconfigurator-core 0.12.0's measured operator
+tables: GEMMs and causal attention of one 8,192-token prefill against `flops`, the weight reads of a
+one-token step and the KV reads of 64 decodes at 8,192 tokens against `memory_bytes_per_s`. A card without
+tables takes them from the card with the same architecture, named beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tenuto.core.errors import ConfigError
+
+GIB = 1024**3
+MIB = 1024**2
+
+# Host to device copies of pinned memory over PCIe x16, as nvbandwidth measures them:
+PCIE_GEN4_BYTES_PER_S = 25.1e9  # A100, NVIDIA/nvbandwidth issue 42 (theoretical: 31.5e9)
+PCIE_GEN5_BYTES_PER_S = 52.8e9  # H100, NVIDIA/nvbandwidth issue 24 (theoretical: 63.0e9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU model, and the host memory of the machine it was published in.
+
+    Attributes:
+        memory_bytes: device memory as CUDA reports it.
+        flops: dense bf16 tensor-core rate with fp32 accumulation, per second (no sparsity).
+        fp8_flops: the same for fp8; None where the tensor cores have none.
+        memory_bytes_per_s: device memory bandwidth.
+        gemm_efficiency: share of `flops` that large GEMMs reach.
+        attention_efficiency: share of `flops` that causal prefill attention reaches.
+        weight_read_efficiency: share of the bandwidth that one-token GEMMs reach.
+        kv_read_efficiency: share of the bandwidth that decode attention reaches.
+        peer_bytes_per_s: one direction to another GPU of the machine (NVLink, else PCIe).
+        host_link_bytes_per_s: copies between this GPU and host memory, one direction.
+        host_memory_bytes: host memory for KV offload in the published machine; None where none was named.
+        table_system: the machine's name in aiconfigurator-core; None where it has no measured tables.
+    """
+
+    name: str
+    memory_bytes: int
+    flops: float
+    fp8_flops: float | None
+    memory_bytes_per_s: float
+    gemm_efficiency: float
+    attention_efficiency: float
+    weight_read_efficiency: float
+    kv_read_efficiency: float
+    peer_bytes_per_s: float
+    host_link_bytes_per_s: float
+    host_memory_bytes: int | None
+    table_system: str | None
+
+
+_GPUS = (
+    # Sizes and rates: NVIDIA RTX Blackwell architecture whitepaper. Efficiencies: RTX PRO 6000 (same die).
+    Gpu(
+        name="RTX5090",
+        memory_bytes=int(31.36 * GIB),
+        flops=209.5e12,
+        fp8_flops=419e12,
+        memory_bytes_per_s=1.792e12,
+        gemm_efficiency=0.79,
+        attention_efficiency=0.55,
+        weight_read_efficiency=0.80,
+        kv_read_efficiency=0.84,
+        peer_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
+        host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
+        host_memory_bytes=None,
+        table_system=None,
+    ),
+    # NVIDIA RTX Blackwell PRO whitepaper (Workstation Edition).
+    Gpu(
+        name="RTXPRO6000",
+        memory_bytes=97_250 * MIB,
+        flops=503.8e12,
+        fp8_flops=1007.6e12,
+        memory_bytes_per_s=1.792e12,
+        gemm_efficiency=0.79,
+        attention_efficiency=0.55,
+        weight_read_efficiency=0.80,
+        kv_read_efficiency=0.84,
+        peer_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
+        host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
+        host_memory_bytes=None,
+        table_system="rtx_pro_6000_server",
+    ),
+    # NVIDIA A100 datasheet, the PCIe card with 40 GB of HBM2. Efficiencies: A100-80 (same die).
+    Gpu(
+        name="A100-40",
+        memory_bytes=40_326 * MIB,
+        flops=312e12,
+        fp8_flops=None,
+        memory_bytes_per_s=1.555e12,
+        gemm_efficiency=0.85,
+        attention_efficiency=0.56,
+        weight_read_efficiency=0.67,
+        kv_read_efficiency=0.72,
+        peer_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
+        host_link_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
+        host_memory_bytes=200 * 10**9,
+        table_system=None,
+    ),
+    # NVIDIA A100 datasheet, the SXM module with 80 GB of HBM2e.
+    Gpu(
+        name="A100-80",
+        memory_bytes=int(79.15 * GIB),
+        flops=312e12,
+        fp8_flops=None,
+        memory_bytes_per_s=2.039e12,
+        gemm_efficiency=0.85,
+        attention_efficiency=0.56,
+        weight_read_efficiency=0.67,
+        kv_read_efficiency=0.72,
+        peer_bytes_per_s=300e9,
+        host_link_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
+        host_memory_bytes=None,
+        table_system="a100_sxm",
+    ),
+    # NVIDIA L40S datasheet.
+    Gpu(
+        name="L40S",
+        memory_bytes=int(44.40 * GIB),
+        flops=362.05e12,
+        fp8_flops=733e12,
+        memory_bytes_per_s=0.864e12,
+        gemm_efficiency=0.58,
+        attention_efficiency=0.51,
+        weight_read_efficiency=0.82,
+        kv_read_efficiency=0.84,
+        peer_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
+        host_link_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
+        host_memory_bytes=100 * 10**9,
+        table_system="l40s",
+    ),
+    # NVIDIA H100 datasheet, the SXM module.
+    Gpu(
+        name="H100",
+        memory_bytes=81_089 * MIB,
+        flops=989.4e12,
+        fp8_flops=1978.9e12,
+        memory_bytes_per_s=3.35e12,
+        gemm_efficiency=0.75,
+        attention_efficiency=0.60,
+        weight_read_efficiency=0.82,
+        kv_read_efficiency=0.93,
+        peer_bytes_per_s=450e9,
+        host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
+        host_memory_bytes=400 * 10**9,
+        table_system="h100_sxm",
+    ),
+    # NVIDIA H200 datasheet, the SXM module.
+    Gpu(
+        name="H200",
+        memory_bytes=143_156 * MIB,
+        flops=989.4e12,
+        fp8_flops=1978.9e12,
+        memory_bytes_per_s=4.8e12,
+        gemm_efficiency=0.73,
+        attention_efficiency=0.58,
+        weight_read_efficiency=0.75,
+        kv_read_efficiency=0.91,
+        peer_bytes_per_s=450e9,
+        host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
+        host_memory_bytes=400 * 10**9,
+        table_system="h200_sxm",
+    ),
+    # NVIDIA Blackwell datasheet, one GPU of an HGX B200. The host link is PCIe Gen6 capable; hosts are Gen5.
+    Gpu(
+        name="B200",
+        memory_bytes=182_631 * MIB,
+        flops=2250e12,
+        fp8_flops=4500e12,
+        memory_bytes_per_s=7.7e12,
+        gemm_efficiency=0.69,
+        attention_efficiency=0.46,
+        weight_read_efficiency=0.68,
+        kv_read_efficiency=0.90,
+        peer_bytes_per_s=900e9,
+        host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
+        host_memory_bytes=200 * 10**9,
+        table_system="b200_sxm",
+    ),
+)
+
+GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
+
+
+def get_gpu(name: str) -> Gpu:
+    """The GPU of that name, upper or lower case.
+
+    Raises:
+        ConfigError: the name is unknown; the message lists the known ones.
+    """
+    gpu = GPUS.get(name.upper())
+    if gpu is None:
+        raise ConfigError(f"unknown GPU {name!r}; choose one of {', '.join(GPUS)}")
+    return gpu

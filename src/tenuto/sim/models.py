@@ -1,0 +1,320 @@
+"""Models as the simulator needs them: the sizes in a Hugging Face `config.json`, and the bytes they imply.
+
+Bundled configs (`configs/*.json`) hold the published numbers and nothing else. Any other `config.json` of
+a known `model_type` works by path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tenuto.core.errors import ConfigError
+
+CONFIGS = Path(__file__).parent / "configs"
+
+DTYPE_BYTES: Mapping[str, float] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8": 1,
+    "mxfp4": 4.25 / 8,  # 4-bit values with one shared 8-bit exponent per 32 (OCP MX specification)
+}
+
+_BASE_DTYPES = ("float32", "bfloat16", "float16")
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3", "gemma3_text")
+
+# Gemma-3's published configs leave out what equals the defaults of transformers' Gemma3TextConfig.
+_GEMMA3_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class KvGroup:
+    """Layers that share one block table: `window` is their sliding window, None for full attention."""
+
+    num_layers: int
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One decoder-only transformer.
+
+    A dense model is the case `num_experts == num_active_experts == 1`: its feed-forward is the one expert.
+    `windows` has one entry per layer: the sliding window in tokens, None for full attention. `base_dtype` is
+    what embeddings, norms and activations use; `attention_dtype` and `expert_dtype` the attention
+    projections and the feed-forwards. Sizes are of the whole model unless a method takes `tp`.
+    """
+
+    name: str
+    config_path: Path
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    num_experts: int
+    num_active_experts: int
+    windows: tuple[int | None, ...]
+    tied_embeddings: bool
+    base_dtype: str
+    attention_dtype: str
+    expert_dtype: str
+    kv_cache_dtype: str
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.windows)
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of one layer's query, key, value and output projections."""
+        return 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one gated feed-forward (gate, up and down): an expert, or a dense layer's MLP."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def router_params(self) -> int:
+        """Parameters that choose the experts of one layer; a dense layer has none."""
+        return self.hidden_size * self.num_experts if self.num_experts > 1 else 0
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the token embedding, and as many again of the output head unless they are tied."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+
+    @property
+    def num_params(self) -> int:
+        """All parameters of the text model, but for biases and the norms inside attention (under 0.04 %)."""
+        per_layer = self.attention_params + self.num_experts * self.expert_params + self.router_params
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        return self.num_layers * per_layer + self.embedding_params + norms
+
+    def weights_bytes(self, tp: int = 1) -> int:
+        """Bytes of the weights on one of `tp` GPUs."""
+        attention = self.num_layers * self.attention_params
+        experts = self.num_layers * self.num_experts * self.expert_params
+        others = self.num_params - attention - experts
+        total = (
+            attention * DTYPE_BYTES[self.attention_dtype]
+            + experts * DTYPE_BYTES[self.expert_dtype]
+            + others * DTYPE_BYTES[self.base_dtype]
+        )
+        return round(total / self.check_tp(tp))
+
+    def kv_bytes_per_token_per_layer(self, tp: int = 1) -> int:
+        """Bytes of one token's key and value in one layer, on one of `tp` GPUs; heads are not split."""
+        heads = max(1, self.num_kv_heads // self.check_tp(tp))
+        return int(2 * heads * self.head_dim * DTYPE_BYTES[self.kv_cache_dtype])
+
+    def kv_groups(self) -> tuple[KvGroup, ...]:
+        """The layers as vLLM groups them into block tables, full attention first.
+
+        A model with one kind of layer has one group. A hybrid has groups of equal size: the size of its
+        smallest kind, or of its largest where they differ by less than half; the last group of a kind is
+        padded. Source: kv_cache_utils.py:_get_kv_cache_groups_uniform_page_size @ vLLM 0.32.
+        """
+        num_by_window: dict[int | None, int] = {}
+        for window in self.windows:
+            num_by_window[window] = num_by_window.get(window, 0) + 1
+        smallest, largest = min(num_by_window.values()), max(num_by_window.values())
+        size = largest if largest < 1.5 * smallest else smallest
+        kinds = sorted(num_by_window.items(), key=lambda kind: (kind[0] is not None, kind[0] or 0))
+        return tuple(KvGroup(size, window) for window, num in kinds for _ in range(-(-num // size)))
+
+    def check_tp(self, tp: int) -> int:
+        """`tp` itself.
+
+        Raises:
+            ConfigError: the attention heads do not divide by it.
+        """
+        if tp < 1 or self.num_heads % tp:
+            fits = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0)
+            raise ConfigError(
+                f"tensor parallel size {tp} does not divide {self.num_heads} heads; choose one of {fits}"
+            )
+        return tp
+
+
+def bundled_models() -> tuple[str, ...]:
+    """Names of the models whose config ships with Tenuto."""
+    return tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
+
+
+def load_model(source: str | Path, *, dtype: str | None = None, kv_cache_dtype: str | None = None) -> Model:
+    """The model of a bundled name or of a `config.json` (the file, or the folder that holds it).
+
+    Args:
+        source: one of `bundled_models()`, or a path.
+        dtype: what to load the weights as, if not what the config says ("fp8": linear layers only).
+        kv_cache_dtype: what the KV cache holds, if not the model's own activations' type.
+
+    Raises:
+        ConfigError: the name is unknown (the message lists the known ones), or a field is missing, of the
+            wrong type, or says something the simulator has no model of (the message names it).
+    """
+    path = _config_path(source)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    # A multimodal model nests the sizes of its language model; only those are read.
+    text = _Fields(path, config).mapping("text_config")
+    return _parse(_Fields(path, {**config, **text}), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+
+
+def _config_path(source: str | Path) -> Path:
+    bundled = CONFIGS / f"{str(source).lower()}.json"
+    if isinstance(source, str) and bundled.parent == CONFIGS and bundled.is_file():
+        return bundled
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        names = ", ".join(bundled_models())
+        raise ConfigError(
+            f"unknown model {str(source)!r}; choose one of {names}, or give the path of a config.json"
+        )
+    return path
+
+
+class _Fields:
+    """A config's fields, read with their type checked; every error names the file and the field."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.path = path
+        model_type = values.get("model_type")
+        defaults = _GEMMA3_DEFAULTS if model_type in ("gemma3", "gemma3_text") else {}
+        self._values = {**defaults, **{field: value for field, value in values.items() if value is not None}}
+
+    def __contains__(self, field: str) -> bool:
+        return field in self._values
+
+    def get(self, field: str, default: Any = None) -> Any:
+        return self._values.get(field, default)
+
+    def size(self, field: str) -> int:
+        """A positive integer."""
+        if field not in self._values:
+            raise self.error(field, "is missing")
+        value = self._values[field]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(field, f"must be a positive integer, not {value!r}")
+        return value
+
+    def mapping(self, field: str) -> Mapping[str, Any]:
+        """A nested object; empty where there is none."""
+        value = self._values.get(field, {})
+        if not isinstance(value, dict):
+            raise self.error(field, f"must be an object, not {value!r}")
+        return value
+
+    def choice(self, field: str, value: Any, choices: tuple[str, ...]) -> str:
+        """`value`, which must be one of `choices`."""
+        if value not in choices:
+            raise self.error(field, f"is {value!r}; known are {', '.join(choices)}")
+        return str(value)
+
+    def error(self, field: str, problem: str) -> ConfigError:
+        return ConfigError(f"{self.path}: field {field!r} {problem}")
+
+
+def _parse(fields: _Fields, *, dtype: str | None, kv_cache_dtype: str | None) -> Model:
+    model_type = fields.choice("model_type", fields.get("model_type"), MODEL_TYPES)
+    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    head_dim = fields.size("head_dim") if "head_dim" in fields else hidden_size // num_heads
+    num_experts, num_active, intermediate_size = _feed_forward(fields, model_type)
+    base, attention, expert = _dtypes(fields, dtype)
+    kv = fields.choice("kv_cache_dtype", kv_cache_dtype or base, (*_BASE_DTYPES, "fp8"))
+    path = fields.path
+    return Model(
+        name=path.parent.name if path.name == "config.json" else path.stem,
+        config_path=path,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=fields.size("num_key_value_heads"),
+        head_dim=head_dim,
+        vocab_size=fields.size("vocab_size"),
+        max_model_len=fields.size("max_position_embeddings"),
+        num_experts=num_experts,
+        num_active_experts=num_active,
+        windows=_windows(fields, model_type),
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        base_dtype=base,
+        attention_dtype=attention,
+        expert_dtype=expert,
+        kv_cache_dtype=kv,
+    )
+
+
+def _feed_forward(fields: _Fields, model_type: str) -> tuple[int, int, int]:
+    """Experts, experts that one token uses, and the intermediate size of one."""
+    if model_type == "qwen3_moe":
+        for field, dense_layers in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+            if fields.get(field, dense_layers) != dense_layers:
+                raise fields.error(
+                    field, f"must be {dense_layers!r}: layers without experts are not modelled"
+                )
+        sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    elif model_type == "gpt_oss":
+        sizes = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
+    else:
+        return 1, 1, fields.size("intermediate_size")
+    num_experts, num_active, intermediate_size = (fields.size(field) for field in sizes)
+    return num_experts, num_active, intermediate_size
+
+
+def _windows(fields: _Fields, model_type: str) -> tuple[int | None, ...]:
+    """Per layer, the sliding window; None for full attention."""
+    num_layers = fields.size("num_hidden_layers")
+    if fields.get("use_sliding_window"):
+        raise fields.error("use_sliding_window", "must be false: Qwen's windowed layers are not modelled")
+    if "layer_types" in fields:
+        kinds = fields.get("layer_types")
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise fields.error("layer_types", f"must have one entry per layer ({num_layers}): {kinds!r}")
+        known = ("full_attention", "sliding_attention")
+        kinds = [fields.choice("layer_types", kind, known) for kind in kinds]
+    elif model_type.startswith("gemma3"):
+        period = fields.size("sliding_window_pattern")
+        kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
+    else:
+        slides = model_type == "mistral" and "sliding_window" in fields
+        kinds = ["sliding_attention" if slides else "full_attention"] * num_layers
+    return tuple(fields.size("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _dtypes(fields: _Fields, dtype: str | None) -> tuple[str, str, str]:
+    """Types of the embeddings and activations, of the attention projections, and of the experts."""
+    base = fields.get("torch_dtype", fields.get("dtype", "bfloat16"))
+    base = fields.choice("torch_dtype", dtype if dtype in _BASE_DTYPES else base, _BASE_DTYPES)
+    if dtype is not None:
+        fields.choice("dtype", dtype, (*_BASE_DTYPES, "fp8"))
+        return base, dtype, dtype
+    quantization = fields.mapping("quantization_config")
+    if not quantization:
+        return base, base, base
+    field = "quantization_config.quant_method"
+    method = fields.choice(field, quantization.get("quant_method"), ("fp8", "mxfp4"))
+    return base, base if method == "mxfp4" else method, method

@@ -1,0 +1,92 @@
+import pytest
+
+from tenuto.core.errors import ConfigError
+from tenuto.sim.gpus import GPUS
+from tenuto.sim.models import load_model
+from tenuto.sim.step_cost import HostedStepCost, HostOverhead, StepBatch, default_backend, load_step_cost
+from tenuto.sim.step_cost import aiconfigurator as aiconfigurator_backend
+
+
+class TenMilliseconds:
+    """A GPU whose steps all take 10 ms."""
+
+    def seconds(self, batch: StepBatch) -> float:
+        return 0.010
+
+
+def test_the_sums_of_a_batch_by_hand() -> None:
+    batch = StepBatch.of(prefills=[(100, 0), (16, 300)], decodes=[7, 50])
+    # Pairs: 100 x (0 + 50) + 16 x (300 + 8) = 5,000 + 4,928.
+    assert batch == StepBatch(
+        num_prefills=2,
+        num_prefill_tokens=116,
+        num_prefill_context_tokens=300,
+        num_prefill_pairs=9928.0,
+        num_decodes=2,
+        num_decode_context_tokens=57,
+    )
+
+
+def test_chunks_of_one_sequence_visit_the_pairs_of_the_whole() -> None:
+    whole = StepBatch.of(prefills=[(1000, 0)]).num_prefill_pairs
+    assert sum(StepBatch.of(prefills=[(250, c)]).num_prefill_pairs for c in (0, 250, 500, 750)) == whole
+
+
+@pytest.mark.parametrize(("prefills", "decodes"), [([(0, 5)], []), ([(1, -1)], []), ([], [-1])])
+def test_negative_sizes_are_refused(prefills: list[tuple[int, int]], decodes: list[int]) -> None:
+    with pytest.raises(ConfigError, match="1 token or more"):
+        StepBatch.of(prefills, decodes)
+
+
+def test_a_synchronous_host_adds_its_time() -> None:
+    cost = HostedStepCost(TenMilliseconds(), HostOverhead(per_step_s=0.001, per_request_s=0.0001))
+    # 10 ms + 1 ms + (1 chunk + 2 decodes) x 0.1 ms.
+    assert cost.seconds(StepBatch.of([(8, 0)], [1, 1])) == pytest.approx(0.0113)
+
+
+def test_an_asynchronous_host_hides_behind_the_gpu_until_it_is_the_slower_one() -> None:
+    cost = HostedStepCost(
+        TenMilliseconds(), HostOverhead(per_step_s=0.001, per_request_s=0.0001, overlapped=True)
+    )
+    assert cost.seconds(StepBatch.of(decodes=[1] * 10)) == 0.010
+    # 1 ms + 120 x 0.1 ms = 13 ms of host work.
+    assert cost.seconds(StepBatch.of(decodes=[1] * 120)) == pytest.approx(0.013)
+
+
+def test_an_empty_step_takes_no_time() -> None:
+    assert HostedStepCost(TenMilliseconds(), HostOverhead()).seconds(StepBatch.of()) == 0.0
+
+
+def test_a_negative_host_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must not be negative"):
+        HostOverhead(per_step_s=-1)
+
+
+def test_the_backend_is_named_and_checked() -> None:
+    gpu, model = GPUS["RTX5090"], load_model("llama-3.1-8b")
+    with pytest.raises(ConfigError, match="'oracle'; choose one of tables, roofline"):
+        load_step_cost("oracle", gpu, model)
+    with pytest.raises(
+        ConfigError, match="no measured tables for RTX5090; choose one of RTXPRO6000, A100-80"
+    ):
+        load_step_cost("tables", gpu, model)
+    with pytest.raises(ConfigError, match=r"llama-3\.1-8b is float32; tensor-core rates are for bfloat16"):
+        load_step_cost("roofline", gpu, load_model("llama-3.1-8b", dtype="float32"))
+    batch = StepBatch.of(decodes=[100])
+    slow_host = HostOverhead(per_step_s=1.0)
+    added_s = load_step_cost("roofline", gpu, model, host=slow_host).seconds(batch)
+    added_s -= load_step_cost("roofline", gpu, model).seconds(batch)
+    assert added_s == pytest.approx(1.0 - HostOverhead().per_step_s)
+
+
+def test_tables_are_the_default_only_where_they_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    for installed, expected in (("0.12.0", "tables"), ("0.11.0", "roofline"), (None, "roofline")):
+        monkeypatch.setattr("tenuto.sim.step_cost.installed_version", lambda installed=installed: installed)
+        assert default_backend(GPUS["H200"]) == expected
+        assert default_backend(GPUS["RTX5090"]) == "roofline"
+
+
+def test_a_missing_or_other_package_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aiconfigurator_backend, "installed_version", lambda: None)
+    with pytest.raises(ConfigError, match=r"need aiconfigurator-core==0\.12\.0, not None"):
+        aiconfigurator_backend.AiconfiguratorTables(GPUS["H200"], load_model("llama-3.1-8b"), 1)
