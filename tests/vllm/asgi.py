@@ -10,16 +10,15 @@ REQUEST = {"model": "m", "messages": [{"role": "user", "content": "Grüße 😀"
 
 
 class App:
-    """Reads a request to its end and answers in two parts; remembers all it saw."""
+    """Reads a request to its end and remembers all it saw."""
 
     def __init__(self):
-        self.scope, self.received, self.receive = None, [], None
+        self.received = []
 
     async def __call__(self, scope, receive, send):
-        self.scope, self.send = scope, send
+        self.scope, self.receive, self.send = scope, receive, send
         while not self.received or self.received[-1].get("more_body"):
             self.received.append(await receive())
-        self.receive = receive
 
     @property
     def body(self):
@@ -47,7 +46,6 @@ def run(messages, scope=None, **settings):
         raise AssertionError(message)
 
     asyncio.run(Middleware(app, **settings)(scope or make_scope(), receive, send))
-    app.num_left = len(left)
     return app
 
 

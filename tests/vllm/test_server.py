@@ -44,7 +44,8 @@ def get_command(port: int, *extra: str) -> list[str]:
     return [
         str(Path(sys.executable).parent / "vllm"), "serve", MODEL, "--served-model-name", "tiny",
         "--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE),
-        "--num-gpu-blocks-override", "97", "--max-model-len", "2048", "--max-num-seqs", "8", "--enable-prompt-tokens-details", *extra,
+        "--num-gpu-blocks-override", "97", "--max-model-len", "2048", "--max-num-seqs", "8",
+        "--enable-prompt-tokens-details", *extra,
     ]  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def test_a_job_over_plain_headers_hits_what_it_left(server: LocalServer) -> None
 
 
 def test_jobs_that_overflow_the_cache_all_finish(server: LocalServer, folder: Path) -> None:
-    """Ten jobs of more than twice the cache, duplicate ids, absurd hints, an aborted stream: all end clean."""
+    """Ten jobs of twice the cache, duplicate ids, absurd hints, an aborted stream: all end clean."""
 
     async def run_job(client: AsyncOpenAI, n: int) -> int:
         hints: dict[str, Any] = [

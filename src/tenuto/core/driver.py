@@ -18,6 +18,7 @@ from tenuto.core.asking import DecisionLog, LogRecord, PolicyCaller
 from tenuto.core.hints import Hints
 from tenuto.core.leases import Engine, LeaseState, LeaseTable
 from tenuto.core.lineage import Lineage
+from tenuto.core.order import WaitingOrder
 from tenuto.core.policy import Key, Policy
 from tenuto.core.settings import setting
 from tenuto.core.stats import DriverStats
@@ -65,9 +66,10 @@ class Arrival:
     hints: Hints
     num_prompt_tokens: int
     prompt: Sequence[int] = ()
-    """Its prompt's token ids; needed, as are the hashes, only to recognise jobs by content."""
+    """Its prompt's token ids; needed only to recognise jobs by content."""
     hashes: Sequence[Hashable] = ()
-    """Chained hashes of its full blocks; kept by reference, so they grow with the output."""
+    """Chained hashes of its full blocks; kept by reference, so they grow with the output. Without them a
+    turn extends nothing: its job's lease ends when it arrives."""
     priority: int = 0
 
 
@@ -89,6 +91,7 @@ class _Job:
     arrival_s: float
     tenant: str | None
     num_turns: int = 0
+    has_started: bool = False
     live_turn_ids: dict[str, None] = field(default_factory=dict)
     last_finish_s: float | None = None
     last_tool: ToolCall | None = None
@@ -125,8 +128,8 @@ class Driver:
         self._idle_jobs: OrderedDict[str, None] = OrderedDict()
         self._turns: dict[str, _Turn] = {}
         self.leases = LeaseTable(engine, self._on_lease_end)
-        block_size = engine.get_view(0.0).block_size
-        self._lineage = Lineage(block_size, self.limits.max_remembered_jobs)
+        self._block_size = engine.get_view(0.0).block_size
+        self._lineage = Lineage(self._block_size, self.limits.max_remembered_jobs)
         self._now_s = 0.0
 
     # What happens to turns.
@@ -162,7 +165,7 @@ class Driver:
             self.stats.num_recomputed_tokens += max(0, turn.num_lost_tokens - num_hit_tokens)
             self._record("resumed", turn, now_s, num_hit_tokens=num_hit_tokens)
             return
-        turn.started = True
+        turn.started = turn.job.has_started = True
         turn.num_hit_tokens = num_hit_tokens
         self.stats.num_hit_tokens += num_hit_tokens
         self.stats.num_recomputed_tokens += max(0, turn.num_reusable_tokens - num_hit_tokens)
@@ -309,10 +312,11 @@ class Driver:
         known = [turn_id for turn_id in turn_ids if turn_id in self._turns]
         if not known:
             return None
-        return min(
-            known,
-            key=lambda t: (self._caller.ask("preempt_key", tuple, self._get_turn(self._turns[t]), view), t),
-        )
+        order = WaitingOrder()
+        for turn_id in known:
+            turn = self._get_turn(self._turns[turn_id])
+            order.push(turn_id, self._caller.ask("preempt_key", tuple, turn, view))
+        return order.get_first()
 
     def may_start(self, turn_id: str, now_s: float, *, idle: bool) -> bool:
         """Whether a waiting turn may start: a job's later turns always, any when the engine is idle."""
@@ -332,7 +336,7 @@ class Driver:
     def is_first_turn(self, turn_id: str) -> bool:
         """Whether starting this turn would start its job, so that admission has to be asked."""
         turn = self._turns.get(turn_id)
-        return turn is not None and turn.job.num_turns == 1 and not turn.num_preemptions
+        return turn is not None and not turn.job.has_started
 
     def get_step_budget(self, now_s: float, max_step_tokens: int) -> int:
         """Token budget of the next step, between 1 and the engine's own."""
@@ -345,8 +349,8 @@ class Driver:
         job_id = what.hints.job_id
         if job_id is None and self.limits.infer_jobs and what.hashes:
             job_id = self._lineage.find(what.hashes, what.prompt)
-        # The prefix keeps ids we make apart from ids that clients choose.
-        job_id = job_id if job_id is not None else f"turn:{turn_id}"
+        # The tab keeps ids we make apart from ids that clients choose, which are printable.
+        job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
         job = self._jobs.get(job_id)
         if job is None:
             job = self._jobs[job_id] = _Job(job_id, self._now_s, what.hints.tenant)
@@ -359,6 +363,9 @@ class Driver:
 
     def _claim(self, lease: LeaseState, turn: _Turn) -> None:
         num_common = self._engine.count_common_blocks(lease.blocks, turn.what.hashes)
+        if self._engine.can_cut:
+            # A hit ends before the prompt does; a block beyond it would only be in this turn's own way.
+            num_common = min(num_common, (turn.what.num_prompt_tokens - 1) // self._block_size)
         if num_common == 0:
             self.leases.end(lease, LeaseEnd.SUPERSEDED)
         else:

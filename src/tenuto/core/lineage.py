@@ -88,5 +88,5 @@ class Lineage:
             return False
         if mark == turn.output_mark:
             return True
-        certain = len(turn.remainder) - GENERATION_PROMPT_SLACK
-        return list(prompt[turn.boundary : turn.boundary + certain]) == turn.remainder[: max(0, certain)]
+        certain = max(0, len(turn.remainder) - GENERATION_PROMPT_SLACK)
+        return list(prompt[turn.boundary : turn.boundary + certain]) == turn.remainder[:certain]

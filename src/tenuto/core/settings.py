@@ -50,7 +50,10 @@ def _check_value(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
     allowed = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     allowed = tuple(get_origin(one) or one for one in allowed)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise ConfigError("is too large a number") from None
     if not any(type(value) is one for one in allowed):
         wanted = " or ".join(getattr(one, "__name__", str(one)) for one in allowed)
         raise ConfigError(f"must be {wanted}, got {value!r}")

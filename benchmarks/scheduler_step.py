@@ -1,0 +1,141 @@
+"""What Tenuto's hook costs: scheduler time per step and per request, as ratios against stock vLLM.
+
+    make bench
+
+vLLM's real scheduler, without workers or a model, so that nothing hides the scheduler's own time. Two
+schedulers in one process take turns step by step; each round prints one ratio. Absolute times depend on the
+machine, the ratios much less.
+
+Step: 256 requests decode, and with Tenuto 1,000 further jobs are retained. Asynchronous scheduling, two steps
+in flight, as on a GPU. Request: plain traffic (no job ids, nothing retained) from arrival to finish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+import tenuto.vllm
+from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
+
+NUM_RUNNING = 256
+NUM_RETAINED = 1000
+NUM_BLOCKS = 40_000
+KEEP = {"policy": "continuum-fixed", "options": {"ttl_s": 500.0}}
+
+
+def start(cls: type, settings: dict[str, Any] | None) -> Engine:
+    config = make_config(
+        is_async=True, tenuto=settings, max_num_seqs=NUM_RUNNING + 8, max_num_batched_tokens=8192
+    )
+    return Engine(make_scheduler(cls, config, num_blocks=NUM_BLOCKS), depth=2)
+
+
+def retain(engine: Engine, num_jobs: int) -> None:
+    """Let jobs finish a turn with a tool call, so that each leaves a lease."""
+    for n in range(num_jobs):
+        prompt = [(n * 31 + i * 7) % 1000 for i in range(200)]
+        hints = {"job_id": f"retained{n}", "tool": "ls"}
+        engine.scheduler.add_request(make_request(f"retained{n}", prompt, max_tokens=2, xargs=hints))
+        if n % 100 == 99:
+            engine.run()
+    engine.run()
+
+
+def fill(engine: Engine, num_requests: int, num_steps: int) -> None:
+    """Let requests decode for longer than will be measured."""
+    for n in range(num_requests):
+        prompt = [(n * 17 + i * 3) % 1000 for i in range(64)]
+        engine.scheduler.add_request(make_request(f"running{n}", prompt, max_tokens=num_steps + 50))
+    for _ in range(20):
+        engine.step()
+
+
+def measure_steps(engines: dict[str, Engine], num_steps: int) -> dict[str, float]:
+    """Seconds that each arm's scheduler took for the steps, taken in turns."""
+    total = dict.fromkeys(engines, 0.0)
+    for step in range(num_steps):
+        # The first of a pair is now one arm, now the other.
+        for name in sorted(engines, reverse=step % 2 == 0):
+            started_s = time.perf_counter()
+            engines[name].step()
+            total[name] += time.perf_counter() - started_s
+    return total
+
+
+def measure_requests(engines: dict[str, Engine], num_requests: int, round_number: int) -> dict[str, float]:
+    """Seconds that each arm's scheduler took for plain requests of 256 prompt and 64 output tokens."""
+    total = dict.fromkeys(engines, 0.0)
+    for batch in range(num_requests // 32):
+        for name in sorted(engines, reverse=batch % 2 == 0):
+            engine = engines[name]
+            requests = []
+            for n in range(32):
+                name_ = f"plain{round_number}-{batch}-{n}"
+                prompt = [(n * 13 + batch * 29 + i * 5) % 1000 for i in range(256)]
+                requests.append(make_request(name_, prompt, max_tokens=64))
+            started_s = time.perf_counter()
+            for request in requests:
+                engine.scheduler.add_request(request)
+            engine.run()
+            total[name] += time.perf_counter() - started_s
+    return total
+
+
+def report(what: str, rounds: list[dict[str, float]], per: int) -> dict[str, Any]:
+    ratios = sorted(each["tenuto"] / each["stock"] for each in rounds)
+    stock_us = statistics.median(each["stock"] for each in rounds) / per * 1e6
+    print(
+        f"{what}: tenuto / stock = {statistics.median(ratios):.3f} (min {ratios[0]:.3f}, max {ratios[-1]:.3f}, "
+        f"{len(ratios)} rounds); stock {stock_us:.0f} us each"
+    )
+    return {"what": what, "ratios": ratios, "stock_us": stock_us}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=150, help="steps per round")
+    parser.add_argument("--requests", type=int, default=256, help="plain requests per round")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    args = parser.parse_args()
+    logging.disable(logging.INFO)
+    print(f"filling: {NUM_RUNNING} running, {NUM_RETAINED} retained jobs", flush=True)
+    engines = {"stock": start(AsyncScheduler, None), "tenuto": start(tenuto.vllm.Scheduler, KEEP)}
+    retain(engines["tenuto"], NUM_RETAINED)
+    assert len(engines["tenuto"].scheduler.driver.leases) == NUM_RETAINED
+    for engine in engines.values():
+        fill(engine, NUM_RUNNING, args.rounds * args.steps)
+    gc.collect()
+    gc.freeze()
+    steps = [measure_steps(engines, args.steps) for _ in range(args.rounds)]
+    assert len(engines["tenuto"].scheduler.driver.leases) == NUM_RETAINED
+    assert all(len(engine.scheduler.running) == NUM_RUNNING for engine in engines.values())
+    figures = [report("scheduler time per step, 256 running, 1,000 retained", steps, args.steps)]
+    plain = {"stock": start(AsyncScheduler, None), "tenuto": start(tenuto.vllm.Scheduler, {})}
+    measure_requests(plain, 64, -1)
+    requests = [measure_requests(plain, args.requests, n) for n in range(args.rounds)]
+    figures.append(report("scheduler time per plain request", requests, args.requests))
+    decisions = engines["tenuto"].scheduler.driver.stats.decision_s
+    print(
+        f"driver time per turn event: mean {decisions._sum.get() / (2 * NUM_RETAINED + NUM_RUNNING) * 1e6:.0f} us"
+    )
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

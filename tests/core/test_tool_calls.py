@@ -1,0 +1,318 @@
+"""Tool calls as models write them, whole and cut, and text that means harm."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.core.hints import MAX_TOOL_CHARS
+from tenuto.core.tool_calls import MAX_COMMAND_CHARS, find_tool_call, is_cut
+from tenuto.core.tool_calls.forms import FORMS
+from tenuto.core.types import ToolCall
+
+LS = ToolCall("ls", "ls -la /src")
+WEATHER = ToolCall("get_weather", '{"city": "Oslo"}')
+
+
+def write_invoke(prefix, end=""):
+    """A shell call in the XML that Anthropic began and others prefix."""
+    return (
+        f'<{prefix}invoke name="bash">\n<{prefix}parameter name="command"{end}>ls -la /src'
+        f"</{prefix}parameter>\n</{prefix}invoke>"
+    )
+
+
+SHELL_CALLS = {
+    "bash block": "I look around.\n\n```bash\nls -la /src\n```",
+    "bash block, Qwen's end": "```bash\nls -la /src\n```<|im_end|>",
+    "bash block, Mistral's end": "```sh\nls -la /src\n```</s>",
+    "bash block, MiniMax's end": "```sh\nls -la /src\n```[e~[\n",
+    "mini-swe-agent": "THOUGHT: look around\n\n```mswea_bash_command\nls -la /src\n```\n<|eot_id|>",
+    "Hermes": '<tool_call>\n{"name": "bash", "arguments": {"command": "ls -la /src"}}\n</tool_call>',
+    "Codex": '<tool_call>{"name": "shell", "arguments": {"cmd": ["bash", "-lc", "ls -la /src"]}}</tool_call>',
+    "words": '<tool_call>{"name": "shell", "arguments": {"command": ["ls", "-la", "/src"]}}</tool_call>',
+    "OpenAI": (
+        '{"tool_calls": [{"id": "1", "type": "function", "function": {"name": "run_command", '
+        '"arguments": "{\\"cmd\\": \\"ls -la /src\\"}"}}]}'
+    ),
+    "Qwen3-Coder": (
+        "<tool_call>\n<function=execute_bash>\n<parameter=command>\nls -la /src\n</parameter>\n"
+        "<parameter=timeout>\n10\n</parameter>\n</function>\n</tool_call><|im_end|>"
+    ),
+    "OpenHands": "<function=execute_bash>\n<parameter=command>ls -la /src</parameter>\n</function>",
+    "GLM 4.5": (
+        "<tool_call>bash\n<arg_key>why</arg_key>\n<arg_value>the command comes next</arg_value>\n"
+        "<arg_key>command</arg_key>\n<arg_value>ls -la /src</arg_value>\n</tool_call><|observation|>"
+    ),
+    "Anthropic": "<function_calls>\n" + write_invoke("") + "\n</function_calls>",
+    "Anthropic, with a name space": "<x:function_calls>\n" + write_invoke("x:") + "\n</x:function_calls>",
+    "DeepSeek V3.2": (
+        "<｜DSML｜function_calls>\n"
+        + write_invoke("｜DSML｜", ' string="true"')
+        + "\n</｜DSML｜function_calls>"
+    ),
+    "DeepSeek V4.1": "<｜DSML｜ calls>\n"
+    + write_invoke("｜DSML｜ ", ' string="true"')
+    + "\n</｜DSML｜ calls>",
+    "MiniMax M2": "<minimax:tool_call>\n" + write_invoke("") + "\n</minimax:tool_call>",
+    "Step 3": "<｜tool_call_begin｜>function<｜tool_sep｜>"
+    + write_invoke("steptml:")
+    + "<｜tool_call_end｜>",
+    "Kimi K2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>"
+        '{"command": "ls -la /src"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+    ),
+    "Kimi K3": (
+        '<|open|>tools<|sep|><|open|>call tool="bash" index="1"<|sep|>'
+        '<|open|>argument key="command" type="string"<|sep|>ls -la /src<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>"
+    ),
+    "gpt-oss": (
+        "<|channel|>analysis<|message|>Need ```bash\nrm -rf /\n```?<|end|><|start|>assistant"
+        "<|channel|>commentary to=functions.exec_command <|constrain|>json"
+        '<|message|>{"cmd": "ls -la /src"}<|call|>'
+    ),
+    "gpt-oss, block": "<|channel|>final<|message|>Look:\n```bash\nls -la /src\n```<|return|>",
+    "Mistral": '[TOOL_CALLS]bash[ARGS]{"command": "ls -la /src"}</s>',
+    "Gemma 4": '<|tool_call>call:bash{command:<|"|>ls -la /src<|"|>,timeout:3}<tool_call|><turn|>',
+    "FunctionGemma": "<start_function_call>call:bash{command:<escape>ls -la /src<escape>}<end_function_call>",
+    "Llama 4": '[think(), bash(why="x", command="ls -la /src")]<|eot|>',
+}
+
+OTHER_CALLS = {
+    "Hermes": 'I see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "Hermes, two": (
+        '<tool_call>{"name": "a", "arguments": {}}</tool_call>\n'
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    ),
+    "Hermes, quoting itself": (
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}, "x": "<tool_call>{"}</tool_call>'
+    ),
+    "Llama 3": '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Oslo"}}<|eom_id|>',
+    "two": '{"name": "a", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Oslo"}}',
+    "bare": '{"name": "get_weather", "parameters": {"city": "Oslo"}}<|eot_id|>',
+    "bare list": '[{"name": "a", "parameters": {}}, {"name": "get_weather", "parameters": {"city": "Oslo"}}]',
+    "JSON block": '```json\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n```',
+    "Mistral 7B": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}}]</s>',
+    "Mistral, two": '[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]get_weather[CALL_ID]x1[ARGS]{"city": "Oslo"}</s>',
+    "DeepSeek R1": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        '```json\n{"city": "Oslo"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>'
+    ),
+    "DeepSeek V3.1": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>'
+    ),
+    "gpt-oss": (
+        "<|start|>assistant to=functions.get_weather<|channel|>commentary json"
+        '<|message|>{"city": "Oslo"}<|call|>'
+    ),
+    "Granite 3": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]<|end_of_text|>',
+    "Jamba": '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]</tool_calls>',
+    "Cohere": '<|START_ACTION|>[{"tool_name": "get_weather", "parameters": {"city": "Oslo"}}]<|END_ACTION|>',
+    "Phi-4 mini": 'functools[{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
+    "Inkling": '<|content_invoke_tool_json|>{"name": "get_weather", "args": {"city": "Oslo"}}<|end_message|>',
+    "InternLM 2": (
+        '<|action_start|><|plugin|>{"name": "get_weather", "parameters": {"city": "Oslo"}}<|action_end|>'
+    ),
+}
+
+
+@pytest.mark.parametrize("text", SHELL_CALLS.values(), ids=SHELL_CALLS)
+def test_a_shell_call_is_named_by_its_command(text):
+    assert find_tool_call(text) == LS
+    assert not is_cut(text)
+
+
+@pytest.mark.parametrize("text", OTHER_CALLS.values(), ids=OTHER_CALLS)
+def test_any_other_call_is_named_by_its_tool(text):
+    assert find_tool_call(text) == WEATHER
+    assert not is_cut(text)
+
+
+@pytest.mark.parametrize("text", [*SHELL_CALLS.values(), *OTHER_CALLS.values()])
+def test_a_tail_that_misses_the_call_says_so(text):
+    """Whatever the tail, it shows the same call as the whole or asks for more."""
+    call = find_tool_call(text)
+    end = max(text.find(mark) for mark in ("ls -la /src", '"city"'))
+    for start in range(end):
+        tail = text[start:]
+        assert is_cut(tail) or find_tool_call(tail) == call, tail
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "command"),
+    [
+        ('[get_weather(city="Oslo")]', "get_weather", 'city="Oslo"'),
+        ('<|python_start|>[a(), b.c(x=[1, (2)], y="(]")]<|python_end|>', "b.c", 'x=[1, (2)], y="(]"'),
+        ("<function_calls>a(x=1)\nb(x='it\\'s')</function_calls>", "b", "x='it\\'s'"),
+        ("<|tool_call_start|>[a()]<|tool_call_end|>", "a", None),
+        ("<tool_call>get_time</tool_call>", "get_time", None),
+        ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "now", "null"),
+        (
+            '<tool_call>{"name": "edit", "arguments": {"command": "view"}}</tool_call>',
+            "edit",
+            '{"command": "view"}',
+        ),
+        ("Now:\n```bash\nls -la /src\n", "ls", "ls -la /src"),  # its end was a stop string
+        ("```bash\ncd /src && FOO=1 make\n```", "cd", "cd /src && FOO=1 make"),
+        ("```bash\na\n```\nor\n```bash\nb 1\n```\nDone.", "b", "b 1"),
+        ("```bash\ncat > x.md <<END\n```python\n1\n```\nEND\n```", "cat", "cat > x.md <<END\n```python\n1"),
+        ('<tool_call>{"name": "w", "arguments": {"x": "```bash\\nls\\n```"}}</tool_call>', "w", None),
+    ],
+)
+def test_other_spellings(text, name, command):
+    call = find_tool_call(text)
+    assert call is not None and call.name == name
+    assert command is None or call.command == command
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "All tests pass now.",
+        "Call get_weather(city) with `ls` or [a](b).",
+        "```python\nprint(1)\n```",
+        "```\nls\n```",
+        '{"name": "Oslo", "population": 700000}',
+        "[1, 2, 3]",
+        '["a", {"b": 1}]',
+        "Use <tool_call> tags, please: they <function=> are [TOOL_CALLS] fine.",
+        "functools and itertools are [modules].",
+        "<tool_call>{not json}</tool_call>",
+        "```bash\n\n```",
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        "<|channel|>final<|message|>Done.<|return|>",
+        "<|channel|>analysis<|message|>I could run ```bash\nls\n```",
+    ],
+)
+def test_no_call(text):
+    assert find_tool_call(text) is None
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [
+        ("<think>", "</think>"),
+        ("<seed:think>", "</seed:think>"),
+        ("[THINK]", "[/THINK]"),
+        ("<|channel>thought\n", "<channel|>"),
+    ],
+)
+def test_thinking_is_not_calling(opening, closing):
+    thought, block = "```bash\nrm -rf /\n```\n", SHELL_CALLS["bash block"]
+    assert find_tool_call(f"{opening}{thought}{closing}{block}") == LS
+    assert find_tool_call(f"{thought}{closing}{block}") == LS
+    assert find_tool_call(f"{opening}{thought}{closing}Done.") is None
+    assert find_tool_call(f"{thought}{closing}Done.") is None
+    assert find_tool_call(f"{opening}{thought}") is None
+    assert find_tool_call(f"{opening}x{closing}{block}\n{opening}{thought}{closing}") == LS
+
+
+def test_an_argument_may_quote_the_end_of_thinking():
+    text = '<think>x</think><tool_call>{"name": "grep", "arguments": {"for": "</think>"}}</tool_call>'
+    assert find_tool_call(text) == ToolCall("grep", '{"for": "</think>"}')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "la /src</parameter>\n</function>\n</tool_call>",
+        'la /src"}<|call|>',
+        "END\n```",
+        "```\nDone, and this is what I would run next.",
+        '-la /src"}</s>',
+        "```bash\nls\n```\nEND\n</parameter>\n</function>",
+    ],
+)
+def test_cut(text):
+    assert is_cut(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "All tests pass.",
+        "ends thinking</think>All tests pass.",
+        "```\nls\n```",
+        "Some `code` here.",
+        "```py\n1\n```",
+    ],
+)
+def test_not_cut(text):
+    assert not is_cut(text)
+
+
+def test_size_is_bounded():
+    name, command = "x" * 100_000, "echo " + "y" * 100_000
+    call = find_tool_call(f'<tool_call>{{"name": "{name}", "arguments": {{"a": "{command}"}}}}</tool_call>')
+    assert call is not None and call.command is not None
+    assert (len(call.name), len(call.command)) == (MAX_TOOL_CHARS, MAX_COMMAND_CHARS)
+    call = find_tool_call(f"```bash\n{name}\n```")
+    assert call is not None and len(call.name) == MAX_TOOL_CHARS
+
+
+def test_what_is_found_can_be_printed():
+    call = find_tool_call('<tool_call>{"name": "a\\ud800\\u0000", "arguments": {"x": "\\ud800"}}</tool_call>')
+    assert call == ToolCall("a??", '{"x": "?"}')
+
+
+MARKS = [
+    *sorted({mark for form in FORMS for mark in (form.opening, form.closing) if mark}),
+    *("<think>", "</think>", "<|message|>", "to=functions.x", "<|call|>", "```bash\n", "\n```", "\n", " "),
+    *('{"name": "bash", "arguments": {"command": "', '"}}', "name=", "command", *"[]{}()\"'\\,;:=<>a1|`"),
+]
+
+
+@given(st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=5)), max_size=60))
+def test_any_text_is_read(parts):
+    text = "".join(parts)
+    is_cut(text)
+    call = find_tool_call(text)
+    assert call is None or (0 < len(call.name) <= MAX_TOOL_CHARS and call.name.isprintable())
+    assert call is None or call.command is None or call.command.encode()
+
+
+HOSTILE = {
+    **{f"again and again {mark!r}": mark for mark in MARKS},
+    "nested lists": '<tool_call>["',
+    "lists, deep": "[TOOL_CALLS][[[[[[[[",
+    "objects, deep": '<tool_call>{"a":',
+    "JSON in a row": "<|python_tag|>{};",
+    "escaped quotes": '<|python_start|>[a("\\"',
+    "spaces": "<tool_call>" + " " * 50,
+    "names": "<tool_call>aaaaaaaaaa",
+    "parameters": "<function=bash><parameter=command ",
+    "fences": "```bash\n```\n",
+    "end tokens": "<|im_end|>",
+    "half tokens": "<|a",
+    "headers": "<|start|>to=",
+}
+
+
+def measure_s(text):
+    # The fastest of several, as other work on the machine only ever adds.
+    times = []
+    for _ in range(3):
+        start_s = time.process_time()
+        find_tool_call(text)
+        is_cut(text)
+        times.append(time.process_time() - start_s)
+    return min(times)
+
+
+@pytest.mark.parametrize("pattern", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_text_takes_linear_time(pattern):
+    """Eight times the text takes nowhere near 64 times as long."""
+    for text in (pattern, "<tool_call>" + pattern, '[TOOL_CALLS]["' + pattern, "[a(" + pattern):
+        short, long = ((text * (size // len(text) + 1))[:size] for size in (2**14, 2**17))
+        assert measure_s(long) < 24 * measure_s(short) + 0.01
+
+
+def test_a_megabyte_of_each_mark_is_read_soon():
+    for pattern in ("[", '{"a":', "<tool_call>", "```\n", "<think>", '"\\', "<function=a>"):
+        assert measure_s(pattern * (2**20 // len(pattern))) < 5

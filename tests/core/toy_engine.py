@@ -1,0 +1,233 @@
+"""The smallest engine a driver can run on: whole turns, no steps, no clock.
+
+A turn that starts gets all the blocks of its prompt and output at once. Everything else follows the rules of
+the real engines: the hit ends before the prompt does, leases yield before an allocation fails, full blocks
+are cached, a turn's blocks are freed last block first, just after the driver saw it finish.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from tenuto.core.blocks import Block, BlockPool, KeepLastQueue
+from tenuto.core.driver import Arrival, Driver, Finish, Limits
+from tenuto.core.hints import Hints
+from tenuto.core.order import WaitingOrder
+from tenuto.core.policy import Policy
+from tenuto.core.prefix import get_hit_blocks, hash_blocks
+from tenuto.core.types import EngineView, Strength, ToolCall
+
+
+@dataclass
+class ToyTurn:
+    """A turn in the engine; it holds blocks exactly while it runs."""
+
+    turn_id: str
+    prompt: list[int]
+    output: list[int]
+    hashes: list[Hashable]
+    blocks: list[Block] = field(default_factory=list)
+    num_hit_blocks: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+
+class ToyEngine:
+    """Implements `tenuto.core.leases.Engine`."""
+
+    can_cut = True
+
+    def __init__(
+        self,
+        policy: Policy,
+        num_blocks: int,
+        block_size: int = 4,
+        limits: Limits | None = None,
+        *,
+        log=None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks + 1)  # and the null block
+        self.block_size = block_size
+        self.waiting = WaitingOrder()
+        self.running: dict[str, ToyTurn] = {}
+        self.turns: dict[str, ToyTurn] = {}
+        self.driver = Driver(policy, self, limits, log=log)
+        self._kept: KeepLastQueue | None = None
+
+    # What clients and time do.
+
+    def arrive(
+        self,
+        turn_id: str,
+        now_s: float,
+        prompt: Sequence[int],
+        output: Sequence[int] = (),
+        hints: Hints | None = None,
+        priority: int = 0,
+    ) -> None:
+        """A request comes in; `output` is what it will generate."""
+        hashes: list[Hashable] = list(hash_blocks(prompt, self.block_size))
+        turn = ToyTurn(turn_id, list(prompt), list(output), hashes)
+        self.turns[turn_id] = turn
+        self.driver.arrive(
+            turn_id, now_s, Arrival(hints or Hints(), len(prompt), turn.prompt, turn.hashes, priority)
+        )
+        self.waiting.push(turn_id, self.driver.get_queue_key(turn_id, now_s))
+
+    def start_first(self, now_s: float) -> str | None:
+        """Start the waiting turn that goes first; None if none waits or it does not fit."""
+        turn_id = self.waiting.get_first()
+        if turn_id is None:
+            return None
+        turn = self.turns[turn_id]
+        hit = self.get_hit(turn)
+        num_new = self.count_blocks(turn) - len(hit)
+        # Free blocks of the hit leave the free queue too.
+        num_wanted = num_new + sum(block.ref_cnt == 0 for block in hit)
+        if not self.find_room(num_wanted, now_s, turn_id):
+            return None
+        # Leases that yielded may have changed the order: it need not be the first any more.
+        self.waiting.discard(turn_id)
+        self.pool.touch(hit)
+        turn.blocks = hit + self.pool.allocate(num_new)
+        turn.num_hit_blocks = len(hit)
+        self._cache(turn, len(turn.prompt))
+        self.running[turn_id] = turn
+        self.driver.start(turn_id, now_s, len(hit) * self.block_size)
+        return turn_id
+
+    def preempt(self, turn_id: str, now_s: float) -> None:
+        """A running turn loses its blocks and waits again."""
+        turn = self.running.pop(turn_id)
+        self.driver.preempt(turn_id, now_s, len(turn.prompt))
+        self.pool.free(reversed(turn.blocks))
+        turn.blocks = []
+        self.waiting.push(turn_id, self.driver.get_queue_key(turn_id, now_s))
+
+    def finish(
+        self, turn_id: str, now_s: float, *, tool: ToolCall | None = None, is_last: bool | None = None
+    ) -> None:
+        """A running turn has its output."""
+        turn = self.running.pop(turn_id)
+        full = hash_blocks(turn.tokens, self.block_size)
+        turn.hashes.extend(full[len(turn.hashes) :])
+        # The last token was sampled but never computed.
+        self._cache(turn, len(turn.tokens) - 1)
+        self._leave(turn, now_s, Finish(len(turn.output), tool, is_last))
+
+    def abort(self, turn_id: str, now_s: float) -> None:
+        """The client of a waiting or running turn went away; it has no output."""
+        self.running.pop(turn_id, None)
+        self.waiting.discard(turn_id)
+        self._leave(self.turns[turn_id], now_s, Finish(0, aborted=True))
+
+    def grab(self, num_blocks: int, now_s: float) -> bool:
+        """Somebody without a job takes blocks for a moment; whether there were enough."""
+        if not self.find_room(num_blocks, now_s):
+            return False
+        self.pool.free(self.pool.allocate(num_blocks))
+        return True
+
+    def reset(self) -> bool:
+        """Forget the prefix cache, as vLLM's `reset_prefix_cache` does: leases first."""
+        self.driver.drop_all()
+        return self.pool.reset()
+
+    # Sums.
+
+    def count_blocks(self, turn: ToyTurn) -> int:
+        """Blocks of a turn; its last token is never computed."""
+        num_computed = len(turn.prompt) + max(0, len(turn.output) - 1)
+        return -(-num_computed // self.block_size)
+
+    def get_hit(self, turn: ToyTurn) -> list[Block]:
+        """The turn's longest cached prefix; its last prompt token is always computed."""
+        max_blocks = (len(turn.prompt) - 1) // self.block_size
+        return get_hit_blocks(turn.hashes, self.pool.get_cached_block, max_blocks)
+
+    def find_room(self, num_blocks: int, now_s: float, turn_id: str | None = None) -> bool:
+        """Take leases back until so many blocks are free, or none yields."""
+        while (missing := num_blocks - self.pool.num_free_blocks) > 0:
+            stalled = not self.running
+            if not self.driver.take_back(missing, now_s, for_turn_id=turn_id, stalled=stalled):
+                return False
+        return True
+
+    def count_held(self) -> Counter[int]:
+        """References that leases hold, by block id."""
+        return Counter(
+            block.block_id
+            for lease in self.driver.leases
+            if lease.terms.strength is Strength.HOLD
+            for block in lease.blocks
+        )
+
+    # What the driver needs.
+
+    def get_view(self, now_s: float) -> EngineView:
+        return EngineView(
+            now_s=now_s,
+            block_size=self.block_size,
+            num_blocks=self.pool.num_gpu_blocks - 1,
+            num_free_blocks=self.pool.num_free_blocks,
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            max_step_tokens=2048,
+        )
+
+    def get_num_free_blocks(self) -> int:
+        return self.pool.num_free_blocks
+
+    def get_cached_blocks(self, turn_id: str) -> list[Block]:
+        turn = self.turns[turn_id]
+        max_blocks = (len(turn.tokens) - 1) // self.block_size
+        return get_hit_blocks(turn.hashes, self.pool.get_cached_block, max_blocks)
+
+    def count_common_blocks(self, blocks: list[Block], hashes: Sequence[Hashable]) -> int:
+        num_common = 0
+        for block, block_hash in zip(blocks, hashes, strict=False):
+            if block.block_hash != block_hash:
+                break
+            num_common += 1
+        return num_common
+
+    def hold(self, blocks: list[Block]) -> None:
+        self.pool.touch(blocks)
+
+    def release(self, blocks: list[Block]) -> None:
+        self.pool.free(reversed(blocks))
+
+    def keep_last(self, blocks: list[Block]) -> None:
+        if self._kept is None:
+            self._kept = self.pool.enable_keep_last(self.driver.make_room)
+        self._kept.keep(reversed(blocks))
+
+    def unkeep(self, blocks: list[Block]) -> None:
+        assert self._kept is not None
+        self._kept.unkeep(reversed(blocks))
+
+    def reorder(self, turn_id: str) -> None:
+        if turn_id in self.waiting:
+            self.waiting.push(turn_id, self.driver.get_queue_key(turn_id, self.driver._now_s))
+
+    # Inside.
+
+    def _cache(self, turn: ToyTurn, num_computed_tokens: int) -> None:
+        num_full = num_computed_tokens // self.block_size
+        for block, block_hash in zip(turn.blocks[:num_full], turn.hashes[:num_full], strict=True):
+            if block.block_hash is None:
+                self.pool.cache(block, block_hash)
+
+    def _leave(self, turn: ToyTurn, now_s: float, how: Finish) -> None:
+        self.driver.finish(turn.turn_id, now_s, how)
+        self.pool.free(reversed(turn.blocks))
+        del self.turns[turn.turn_id]
+
+
+def make_tokens(first: int, count: int) -> list[int]:
+    """Distinct tokens `first`, `first` + 1, …"""
+    return list(range(first, first + count))
