@@ -8,7 +8,7 @@ are cached, a turn's blocks are freed last block first, just after the driver sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.core.blocks import Block, BlockPool, KeepLastQueue
@@ -86,9 +86,10 @@ class ToyEngine:
         turn = self.turns[turn_id]
         hit = self.get_hit(turn)
         num_new = self.count_blocks(turn) - len(hit)
-        # Free blocks of the hit leave the free queue too.
-        num_wanted = num_new + sum(block.ref_cnt == 0 for block in hit)
-        if not self.find_room(num_wanted, now_s, turn_id):
+        # Free blocks of the hit leave the free queue too; leases that yield may make more of them free.
+        if not self._find_room(
+            lambda: num_new + sum(block.ref_cnt == 0 for block in hit), now_s, for_turn_id=turn_id
+        ):
             return None
         # Leases that yielded may have changed the order: it need not be the first any more.
         self.waiting.discard(turn_id)
@@ -127,7 +128,7 @@ class ToyEngine:
 
     def grab(self, num_blocks: int, now_s: float) -> bool:
         """Somebody without a job takes blocks for a moment; whether there were enough."""
-        if not self.find_room(num_blocks, now_s):
+        if not self._find_room(lambda: num_blocks, now_s):
             return False
         self.pool.free(self.pool.allocate(num_blocks))
         return True
@@ -148,14 +149,6 @@ class ToyEngine:
         """The turn's longest cached prefix; its last prompt token is always computed."""
         max_blocks = (len(turn.prompt) - 1) // self.block_size
         return get_hit_blocks(turn.hashes, self.pool.get_cached_block, max_blocks)
-
-    def find_room(self, num_blocks: int, now_s: float, turn_id: str | None = None) -> bool:
-        """Take leases back until so many blocks are free, or none yields."""
-        while (missing := num_blocks - self.pool.num_free_blocks) > 0:
-            stalled = not self.running
-            if not self.driver.take_back(missing, now_s, for_turn_id=turn_id, stalled=stalled):
-                return False
-        return True
 
     def count_held(self) -> Counter[int]:
         """References that leases hold, by block id."""
@@ -215,6 +208,16 @@ class ToyEngine:
             self.waiting.push(turn_id, self.driver.get_queue_key(turn_id, self.driver._now_s))
 
     # Inside.
+
+    def _find_room(
+        self, count_wanted: Callable[[], int], now_s: float, *, for_turn_id: str | None = None
+    ) -> bool:
+        """Take leases back until enough blocks are free; False once none yields any more."""
+        stalled = not self.running
+        while (missing := count_wanted() - self.pool.num_free_blocks) > 0:
+            if not self.driver.take_back(missing, now_s, for_turn_id=for_turn_id, stalled=stalled):
+                return False
+        return True
 
     def _cache(self, turn: ToyTurn, num_computed_tokens: int) -> None:
         num_full = num_computed_tokens // self.block_size

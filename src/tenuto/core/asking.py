@@ -30,6 +30,12 @@ class PolicyCaller:
         self._strict = strict
         self._reported: set[str] = set()
         self._stock = Policy()
+        told = [hook for hook in vars(Policy) if hook.startswith("on_")]
+        self._heard = {hook for hook in told if log is not None or policy.overrides(hook)}
+
+    def hears(self, hook: str) -> bool:
+        """Whether telling this hook reaches anyone; its inputs need not be made otherwise."""
+        return hook in self._heard
 
     def ask(self, hook: str, kind: type | tuple[type, ...], *inputs: Any) -> Any:
         """The policy's answer to an asked hook, or stock's if it faults."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from typing import Any
 
-from tenuto.core.asking import to_json
+from tenuto.core.asking import is_key, to_json
 from tenuto.core.errors import IntegrityError, PolicyError
 from tenuto.core.leases import LeaseTable
 from tenuto.core.policy import Policy
@@ -29,8 +30,8 @@ def check_integrity(pool: Any, leases: LeaseTable | None = None, *, idle: bool =
     """Check a block pool's invariants, ours or vLLM's; O(blocks), for tests and debugging.
 
     Free + referenced = total; in the free queue exactly with ref count 0; no block twice; every kept block
-    in its part of the queue. With `idle` (no request anywhere) also: only leases hold anything.
-    Raises IntegrityError naming the first block that is wrong.
+    in its part of the queue, and some lease's. With `idle` (no request anywhere) also: only leases hold
+    anything. Raises IntegrityError naming the first block that is wrong.
     """
     free = pool.free_block_queue.get_all_free_blocks()
     free_ids = [block.block_id for block in free]
@@ -62,17 +63,18 @@ def _check_kept(queue: Any, free: list[Any], num_kept: int) -> None:
 
 
 def _check_leases(pool: Any, leases: LeaseTable, idle: bool) -> None:
-    held: dict[int, int] = {}
+    counts: dict[Strength, Counter[int]] = {strength: Counter() for strength in Strength}
     num_blocks = dict.fromkeys(Strength, 0)
     for lease in leases:
         num_blocks[lease.terms.strength] += len(lease.blocks)
-        if lease.terms.strength is Strength.HOLD:
-            for block in lease.blocks:
-                held[block.block_id] = held.get(block.block_id, 0) + 1
+        counts[lease.terms.strength].update(block.block_id for block in lease.blocks)
+    held = counts[Strength.HOLD]
+    if getattr(pool.free_block_queue, "_num_keeps", {}) != counts[Strength.KEEP_LAST]:
+        raise IntegrityError("the kept blocks are not those that leases keep")
     if num_blocks != leases.num_blocks:
         raise IntegrityError(f"leases cover {num_blocks} blocks, counted {leases.num_blocks}")
     for block in pool.blocks:
-        references = held.get(block.block_id, 0)
+        references = held[block.block_id]
         if block.is_null:
             continue
         if block.ref_cnt < references or (idle and block.ref_cnt != references):
@@ -82,9 +84,11 @@ def _check_leases(pool: Any, leases: LeaseTable, idle: bool) -> None:
 def check_policy(policy: Policy) -> None:
     """Check that a policy keeps its contract on a grid of views.
 
-    Asked hooks are pure and deterministic, answers have the right type, keys are of one shape and ordered,
-    parameters and answers are JSON. Raises PolicyError naming the hook.
+    Asked hooks are pure (as far as `repr` shows the policy's state) and deterministic, no hook raises,
+    answers have the right type, a hook's keys are of one shape, parameters and answers are JSON. Raises
+    PolicyError naming the hook.
     """
+    shapes: dict[str, tuple[bool, ...]] = {}
     for turn, view in itertools.product(_get_turns(), _get_views()):
         lease = Lease(turn, view.now_s - 1, view.now_s, Strength.HOLD, 0.0, 3, next_turn_waiting=False)
         _check_asked(policy, "queue_key", tuple, turn, view.now_s)
@@ -95,33 +99,42 @@ def check_policy(policy: Policy) -> None:
         _check_asked(policy, "preempt_key", tuple, turn, view)
         _check_asked(policy, "step_budget", (int, type(None)), view)
         if turn.job.num_turns > 1:
-            policy.on_tool_returned(turn, ToolCall("ls"), 0.5)
-        policy.on_turn_arrived(turn, view.now_s)
-        policy.on_turn_started(turn, view.now_s)
-        policy.on_turn_finished(turn, view.now_s)
-        policy.on_job_ended(turn.job, view.now_s)
-    for hook, key in (("queue_key", lambda t: policy.queue_key(t, 1.0)), ("preempt_key", _key_of(policy))):
-        try:
-            sorted(key(turn) for turn in _get_turns())
-        except TypeError as error:
-            raise PolicyError(f"{hook}: its keys cannot be ordered: {error}") from error
+            _call(policy, "on_tool_returned", turn, ToolCall("ls"), 0.5)
+        _call(policy, "on_turn_arrived", turn, view.now_s)
+        _call(policy, "on_turn_started", turn, view.now_s)
+        _call(policy, "on_turn_finished", turn, view.now_s)
+        _call(policy, "on_job_ended", turn.job, view.now_s)
+        for hook, key in (
+            ("queue_key", policy.queue_key(turn, view.now_s)),
+            ("evict_key", policy.evict_key(lease, view)),
+            ("preempt_key", policy.preempt_key(turn, view)),
+        ):
+            _check_key(hook, key, shapes)
     _check_json("parameters", {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init})
 
 
-def _key_of(policy: Policy) -> Any:
-    view = next(iter(_get_views()))
-    return lambda turn: policy.preempt_key(turn, view)
+def _call(policy: Policy, hook: str, *inputs: Any) -> Any:
+    try:
+        return getattr(policy, hook)(*inputs)
+    except Exception as error:
+        raise PolicyError(f"{hook} raised {error!r}") from error
+
+
+def _check_key(hook: str, key: Any, shapes: dict[str, tuple[bool, ...]]) -> None:
+    shape = tuple(isinstance(part, str) for part in key)
+    if not is_key(key) or shapes.setdefault(hook, shape) != shape:
+        raise PolicyError(f"{hook}: its keys cannot be ordered, among them {key!r}")
 
 
 def _check_asked(policy: Policy, hook: str, kind: Any, *inputs: Any) -> None:
-    before = repr(policy)
-    first = getattr(policy, hook)(*inputs)
-    if repr(policy) != before:
+    before = repr(vars(policy))
+    first = _call(policy, hook, *inputs)
+    if repr(vars(policy)) != before:
         raise PolicyError(f"{hook} changed the policy's state; only told hooks may")
     kind = (Keep, Offload, Release) if kind is Decision else kind
     if not isinstance(first, kind):
         raise PolicyError(f"{hook} answered {first!r}, which is not a {kind}")
-    if getattr(policy, hook)(*inputs) != first:
+    if _call(policy, hook, *inputs) != first:
         raise PolicyError(f"{hook} answered differently when asked the same again")
     _check_json(hook, to_json(first))
 

@@ -148,11 +148,12 @@ class Driver:
         lease = self.leases.get(job.job_id)
         if lease is not None and lease.next_turn_id is None:
             self._claim(lease, turn)
-        view = self._get_turn(turn)
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
-            self._caller.tell("on_tool_returned", view, job.last_tool, tool_s)
-        self._caller.tell("on_turn_arrived", view, now_s)
+            if self._caller.hears("on_tool_returned"):
+                self._caller.tell("on_tool_returned", self._get_turn(turn), job.last_tool, tool_s)
+        if self._caller.hears("on_turn_arrived"):
+            self._caller.tell("on_turn_arrived", self._get_turn(turn), now_s)
         self._record("arrived", turn, now_s, num_prompt_tokens=what.num_prompt_tokens, tool_s=tool_s)
 
     def start(self, turn_id: str, now_s: float, num_hit_tokens: int) -> None:
@@ -173,7 +174,8 @@ class Driver:
         lease = self.leases.get(turn.job.job_id)
         if lease is not None and lease.next_turn_id == turn_id:
             self.leases.end(lease, LeaseEnd.HIT)
-        self._caller.tell("on_turn_started", self._get_turn(turn), now_s)
+        if self._caller.hears("on_turn_started"):
+            self._caller.tell("on_turn_started", self._get_turn(turn), now_s)
         self._record("started", turn, now_s, num_hit_tokens=num_hit_tokens, queue_s=now_s - turn.arrival_s)
 
     def preempt(self, turn_id: str, now_s: float, num_computed_tokens: int) -> None:
@@ -197,30 +199,11 @@ class Driver:
         if own_lease is not None and own_lease.next_turn_id == turn_id:
             # It never started (aborted while waiting); what was kept for it waits for a retry.
             own_lease.next_turn_id = None
-        is_last = _tell_last(turn.what.hints, how)
-        view = dataclasses.replace(
-            self._get_turn(turn),
-            num_output_tokens=how.num_output_tokens,
-            is_last=is_last,
-            tool=ToolCall(turn.what.hints.tool, how.tool.command if how.tool else None)
-            if turn.what.hints.tool
-            else how.tool,
-        )
         self._record("finished", turn, now_s, num_output_tokens=how.num_output_tokens, aborted=how.aborted)
-        if how.aborted:
+        if not how.aborted:
+            self._complete(turn, now_s, how)
+        if job.job_id in self._jobs:
             self._leave(job)
-            return
-        job.last_finish_s, job.last_tool = now_s, view.tool
-        job.last_num_tokens = turn.what.num_prompt_tokens + how.num_output_tokens - 1
-        self._caller.tell("on_turn_finished", view, now_s)
-        if is_last and not job.live_turn_ids:
-            self._end_job(job, now_s)
-            return
-        if turn.what.hashes:
-            self._lineage.remember(job.job_id, turn.what.hashes, turn.what.prompt)
-        if not is_last:
-            self._retain(view, now_s)
-        self._leave(job)
 
     # Leases.
 
@@ -293,8 +276,11 @@ class Driver:
 
     def get_view(self, now_s: float) -> EngineView:
         """The engine's state with the leases filled in."""
+        view = self._engine.get_view(now_s)
+        if not len(self.leases):
+            return view
         return dataclasses.replace(
-            self._engine.get_view(now_s),
+            view,
             num_leases=len(self.leases),
             num_leased_blocks=sum(self.leases.num_blocks.values()),
         )
@@ -372,6 +358,22 @@ class Driver:
             self.leases.cut(lease, num_common)
             lease.next_turn_id = turn.turn_id
 
+    def _complete(self, turn: _Turn, now_s: float, how: Finish) -> None:
+        job, hints = turn.job, turn.what.hints
+        tool, is_last = _get_tool(hints, how), _tell_last(hints, how)
+        job.last_finish_s, job.last_tool = now_s, tool
+        job.last_num_tokens = turn.what.num_prompt_tokens + how.num_output_tokens - 1
+        view = self._get_turn(turn, how.num_output_tokens, is_last, tool)
+        if self._caller.hears("on_turn_finished"):
+            self._caller.tell("on_turn_finished", view, now_s)
+        if is_last and not job.live_turn_ids:
+            self._end_job(job, now_s)
+            return
+        if turn.what.hashes:
+            self._lineage.remember(job.job_id, turn.what.hashes, turn.what.prompt)
+        if not is_last and self.policy.overrides("retain"):
+            self._retain(view, now_s)
+
     def _retain(self, turn: Turn, now_s: float) -> None:
         view = self.get_view(now_s)
         answer = self._caller.ask("retain", (Keep, Offload, Release), turn, view)
@@ -446,7 +448,8 @@ class Driver:
             self._forget(oldest, self._now_s)
 
     def _forget(self, job: _Job, now_s: float) -> None:
-        self._caller.tell("on_job_ended", self._get_job(job), now_s)
+        if self._caller.hears("on_job_ended"):
+            self._caller.tell("on_job_ended", self._get_job(job), now_s)
         del self._jobs[job.job_id]
         self._idle_jobs.pop(job.job_id, None)
         self._lineage.forget(job.job_id)
@@ -454,18 +457,27 @@ class Driver:
     def _get_job(self, job: _Job) -> Job:
         return Job(job.job_id, job.arrival_s, job.num_turns, job.tenant)
 
-    def _get_turn(self, turn: _Turn) -> Turn:
+    def _get_turn(
+        self,
+        turn: _Turn,
+        num_output_tokens: int = 0,
+        is_last: bool | None = None,
+        tool: ToolCall | None = None,
+    ) -> Turn:
+        hints = turn.what.hints
         return Turn(
             turn_id=turn.turn_id,
             job=self._get_job(turn.job),
             arrival_s=turn.arrival_s,
             num_prompt_tokens=turn.what.num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
             num_hit_tokens=turn.num_hit_tokens,
             priority=turn.what.priority,
             num_preemptions=turn.num_preemptions,
             has_lease=self.leases.get(turn.job.job_id) is not None,
-            is_last=turn.what.hints.is_last,
-            expected_tool_s=turn.what.hints.expected_tool_s,
+            is_last=hints.is_last if is_last is None else is_last,
+            tool=tool,
+            expected_tool_s=hints.expected_tool_s,
         )
 
     def _record(self, event: str, turn: _Turn, now_s: float, **facts: object) -> None:
@@ -482,6 +494,13 @@ class Driver:
                 "turn": lease.turn.turn_id,
             }
             self._log({**record, "now_s": now_s, "num_blocks": len(lease.blocks), **facts})
+
+
+def _get_tool(hints: Hints, how: Finish) -> ToolCall | None:
+    """The client's name for the tool counts before the output's."""
+    if hints.tool is None:
+        return how.tool
+    return ToolCall(hints.tool, how.tool.command if how.tool is not None else None)
 
 
 def _tell_last(hints: Hints, how: Finish) -> bool | None:

@@ -159,18 +159,40 @@ def has_content(block: Any, block_hash: Any) -> bool:
     return block.block_hash is not None and get_block_hash(block.block_hash) == block_hash
 
 
-def wrap_allocate_slots(scheduler: Any, retry: Callable[..., Any]) -> None:
-    """Call `retry(allocate, request, num_new_tokens, kwargs)` whenever vLLM cannot allocate."""
-    manager = scheduler.kv_cache_manager
-    allocate = manager.allocate_slots
+class AllocationGuard:
+    """Calls `retry(allocate, request, num_new_tokens, kwargs)` whenever vLLM cannot allocate.
 
-    def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        blocks = allocate(request, num_new_tokens, *args, **kwargs)
-        if blocks is None and not args:
-            return retry(allocate, request, num_new_tokens, kwargs)
-        return blocks
+    vLLM allocates once per running request and step, so the guard stands aside while nothing can fail.
+    """
 
-    manager.allocate_slots = allocate_slots
+    def __init__(self, scheduler: Any, retry: Callable[..., Any]) -> None:
+        self._manager = scheduler.kv_cache_manager
+        self._scheduler = scheduler
+        # A step's tokens, the longest prompt that may ask to fit as a whole, and the watermark.
+        num_tokens = scheduler.max_num_scheduled_tokens + scheduler.max_model_len
+        self._num_step_blocks = num_tokens // get_block_size(scheduler) + self._manager.watermark_blocks + 1
+        allocate = self._manager.allocate_slots
+
+        def allocate_slots(request: Any, num_new_tokens: int, **kwargs: Any) -> Any:
+            blocks = allocate(request, num_new_tokens, **kwargs)
+            return blocks if blocks is not None else retry(allocate, request, num_new_tokens, kwargs)
+
+        self._guarded = allocate_slots
+        self._is_on = False
+
+    def set_for_step(self) -> None:
+        """Stand in vLLM's way exactly if this step could run out of blocks. O(1)."""
+        manager = self._manager
+        # Each running request may need a block for its next token, per layer group.
+        bound = (self._num_step_blocks + len(self._scheduler.running)) * manager.num_kv_cache_groups
+        is_tight = manager.block_pool.get_num_free_blocks() < bound
+        if is_tight == self._is_on:
+            return
+        self._is_on = is_tight
+        if is_tight:
+            manager.allocate_slots = self._guarded
+        else:
+            del manager.allocate_slots
 
 
 def count_missing_blocks(

@@ -70,8 +70,8 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._asks_budget = policy.overrides("step_budget")
         if self._asks_admission or policy.overrides("queue_key"):
             self.waiting = TurnQueue(self._get_queue_key, self._is_gated)
-        if policy.overrides("retain"):
-            compat.wrap_allocate_slots(self, self._allocate_with_leases)
+        retains = policy.overrides("retain") or policy.overrides("preempt_key")
+        self._guard = compat.AllocationGuard(self, self._allocate_with_leases) if retains else None
 
     # vLLM calls these.
 
@@ -89,6 +89,8 @@ class _DrivenScheduler(compat.PrivateHooks):
         self.driver.expire(now_s)
         if self._asks_admission:
             self._admit_parked(now_s)
+        if self._guard is not None:
+            self._guard.set_for_step()
         full_budget = self.max_num_scheduled_tokens
         if self._asks_budget:
             self.max_num_scheduled_tokens = self.driver.get_step_budget(now_s, full_budget)

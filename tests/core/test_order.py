@@ -1,0 +1,95 @@
+"""The order of waiting ids, against a sorted list."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tenuto.core.order import WaitingOrder
+
+names = st.sampled_from(["a", "b", "c", "d", "e"])
+keys = st.tuples(st.integers(0, 2), st.sampled_from([0.0, 1.5]))
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("push"), names, keys),
+        st.tuples(st.just("discard"), names),
+        st.tuples(st.just("pop")),
+        st.tuples(st.just("look")),
+    ),
+    max_size=80,
+)
+
+
+@settings(deadline=None)
+@given(operations)
+def test_it_behaves_as_a_sorted_list(operations: list[tuple]) -> None:
+    order, model = WaitingOrder(), {}
+    for operation, *arguments in operations:
+        expected = sorted((key, item) for item, key in model.items())
+        first = expected[0] if expected else (None, None)
+        if operation == "push":
+            order.push(*arguments)
+            model[arguments[0]] = arguments[1]
+        elif operation == "discard":
+            order.discard(*arguments)
+            model.pop(arguments[0], None)
+        elif operation == "pop" and expected:
+            assert order.pop() == first[1]
+            del model[first[1]]
+        else:
+            assert (order.get_first_key(), order.get_first()) == first
+        assert list(order) == [item for _, item in sorted((key, item) for item, key in model.items())]
+        assert len(order) == len(model)
+        assert all((item in order) == (item in model) for item in "abcde")
+        assert len(order._heap) <= 2 * len(order) + 16
+
+
+def test_popping_from_nothing() -> None:
+    order = WaitingOrder()
+    order.push("a", (1,))
+    order.discard("a")
+    assert order.get_first() is None
+    assert order.get_first_key() is None
+    with pytest.raises(IndexError):
+        order.pop()
+
+
+def test_ties_go_by_id() -> None:
+    order = WaitingOrder()
+    for item in ("c", "a", "b"):
+        order.push(item, (1, 2.0))
+    assert [order.pop() for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_memory_stays_linear_when_keys_change_all_the_time() -> None:
+    order = WaitingOrder()
+    for number in range(1000):
+        order.push(f"id-{number % 10}", (number,))
+    assert len(order._heap) <= 2 * 10 + 16
+
+
+def test_memory_is_given_back_when_ids_leave() -> None:
+    order = WaitingOrder()
+    for number in range(1000):
+        order.push(f"id-{number}", (number,))
+    for number in range(1000):
+        order.discard(f"id-{number}")
+    assert len(order._heap) <= 16
+
+
+def test_keys_of_different_shape_have_an_order_too() -> None:
+    # After a fault stock's key stands in for a policy's, whatever the policy's own keys look like.
+    order = WaitingOrder()
+    order.push("policy's", ("low", 3))
+    order.push("stock's", (1, 2.0))
+    order.push("another's", (1, "x"))
+    assert list(order) == ["stock's", "another's", "policy's"]
+    assert [order.pop() for _ in range(3)] == ["stock's", "another's", "policy's"]
+
+
+def test_iterating_while_the_order_changes() -> None:
+    order = WaitingOrder()
+    for item in "abc":
+        order.push(item, (0,))
+    assert [order.pop() for _ in order] == ["a", "b", "c"]
