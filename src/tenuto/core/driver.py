@@ -137,6 +137,7 @@ class Driver:
     def arrive(self, turn_id: str, now_s: float, what: Arrival) -> None:
         """A turn came in. Finds its job; a lease that its prompt does not extend is cut to what it does."""
         self._now_s = now_s
+        self.stats.num_events += 1
         job = self._find_job(turn_id, what)
         tool_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
         turn = _Turn(turn_id, job, now_s, what)
@@ -162,6 +163,7 @@ class Driver:
         if turn is None:
             return
         self._now_s = now_s
+        self.stats.num_events += 1
         if turn.started:
             self.stats.num_recomputed_tokens += max(0, turn.num_lost_tokens - num_hit_tokens)
             self._record("resumed", turn, now_s, num_hit_tokens=num_hit_tokens)
@@ -183,6 +185,7 @@ class Driver:
         turn = self._turns.get(turn_id)
         if turn is None:
             return
+        self.stats.num_events += 1
         turn.num_preemptions += 1
         turn.num_lost_tokens = num_computed_tokens
         self._record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
@@ -193,6 +196,7 @@ class Driver:
         if turn is None:
             return
         self._now_s = now_s
+        self.stats.num_events += 1
         job = turn.job
         del job.live_turn_ids[turn_id]
         own_lease = self.leases.get(job.job_id)

@@ -35,6 +35,8 @@ def _histogram(bounds: Sequence[float]) -> Callable[[], Histogram]:
 class DriverStats:
     """Totals since the start."""
 
+    num_events: int = 0
+    """Turn events: arrivals, starts, preemptions and finishes."""
     num_leases_granted: int = 0
     num_leases_ended: dict[LeaseEnd, int] = field(default_factory=lambda: dict.fromkeys(LeaseEnd, 0))
     num_revoked_blocks: int = 0

@@ -37,6 +37,7 @@ class Metrics:
     def __init__(self, driver: Driver, vllm_config: Any, engine_index: int) -> None:
         self._driver = driver
         self._next_s = 0.0
+        self._last_state: tuple[int, int] | None = None
         self._file = _get_file(engine_index)
         self._registry = CollectorRegistry()
         names = vllm_config.model_config.served_model_name
@@ -86,8 +87,13 @@ class Metrics:
 
     def refresh(self, now_s: float, *, idle: bool = False) -> None:
         """Bring the exported values up to date, if it is time."""
-        if now_s >= self._next_s or idle:
-            self._next_s = now_s + REFRESH_S
+        if now_s < self._next_s and not idle:
+            return
+        self._next_s = now_s + REFRESH_S
+        # An idle engine asks often, and mostly nothing has happened.
+        state = (len(self._driver.leases), self._driver.stats.num_events)
+        if state != self._last_state:
+            self._last_state = state
             self._refresh_now()
 
     def close(self) -> None:

@@ -1,0 +1,126 @@
+"""Random agent jobs that meet published means and deviations; the benchmark families fill in the numbers.
+
+A job draws its number of turns and its total of tokens, which rise together; the total is then dealt out to
+the task, the outputs and the tool outputs. Tool times are two-part: most calls are fast, a tenth is slow, as
+measured for shell commands, where one `cd repo && …` may hide a test run.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
+
+SLOW_SHARE = 0.1
+"""Share of slow calls: the published figures are about each tool's slowest tenth."""
+PART_CV = 0.5
+"""Coefficient of variation within the fast and within the slow calls of one tool: wide, yet apart."""
+TEXT_CV = 1.0
+"""Coefficient of variation of single texts; 0.5 to 1.7 within 8 recorded agent tasks
+(agentperf-local 0.3.4)."""
+TURNS_TOKENS_CORRELATION = 0.8
+"""Between a job's turns and its tokens. Nobody published it; longer jobs read more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """How often a tool is called, and the mean seconds of its fast and of its slow calls."""
+
+    name: str
+    share: float
+    fast_s: float
+    slow_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The numbers of one benchmark.
+
+    `tokens_mean` and `tokens_sd` are about a job's prompt and output tokens, added up over its turns.
+    `system_tokens` is exact and shared by all jobs; the other three lengths only set proportions.
+    """
+
+    name: str
+    turns_mean: float
+    turns_sd: float
+    tokens_mean: float
+    tokens_sd: float
+    system_tokens: int
+    task_tokens: int
+    output_tokens: int
+    tool_output_tokens: int
+    tools: tuple[Tool, ...]
+
+
+def agent_jobs(family: Family, arrivals: Iterable[float], seed: int) -> list[Job]:
+    """One job per arrival time in seconds; job n depends on the seed and n alone."""
+    return [
+        # A text seeds the generator through SHA-512, the same in every process.
+        _make_job(family, f"{family.name}-{n}", arrival_s, random.Random(f"{family.name}/{seed}/{n}"))
+        for n, arrival_s in enumerate(arrivals)
+    ]
+
+
+def _make_job(family: Family, job_id: str, arrival_s: float, rng: random.Random) -> Job:
+    num_turns, num_tokens = _draw_size(family, rng)
+    task, outputs, tool_outputs = _draw_lengths(family, num_turns, num_tokens, rng)
+    prompt: Prompt = (Span(f"{family.name}/system", family.system_tokens), Span(f"{job_id}/task", task))
+    turns: list[TurnSpec] = []
+    for index in range(num_turns):
+        if turns:
+            prompt = turns[-1].followed_by(Span(f"{job_id}/tool{index}", tool_outputs[index - 1]))
+        output = Span(f"{job_id}/out{index}", outputs[index])
+        if index < num_turns - 1:
+            tool = rng.choices(family.tools, [tool.share for tool in family.tools])[0]
+            turns.append(TurnSpec(prompt, output, tool=tool.name, tool_s=_draw_tool_s(tool, rng)))
+        else:
+            turns.append(TurnSpec(prompt, output))
+    return Job(job_id, arrival_s, tuple(turns))
+
+
+def _draw_size(family: Family, rng: random.Random) -> tuple[int, float]:
+    # Turns are a rounded normal, tokens a log-normal, for they have a long right tail.
+    z_turns, z_own = rng.gauss(0, 1), rng.gauss(0, 1)
+    num_turns = max(1, round(family.turns_mean + family.turns_sd * z_turns))
+    rho = TURNS_TOKENS_CORRELATION
+    mu, sigma = _lognormal(family.tokens_mean, family.tokens_sd / family.tokens_mean)
+    num_tokens = math.exp(mu + sigma * (rho * z_turns + math.sqrt(1 - rho**2) * z_own))
+    return num_turns, num_tokens
+
+
+def _draw_lengths(
+    family: Family, num_turns: int, num_tokens: float, rng: random.Random
+) -> tuple[int, list[int], list[int]]:
+    # A text that enters at turn k is counted again by every later turn; the lengths drawn are stretched
+    # so that the counts add up to num_tokens.
+    task = _draw_length(family.task_tokens, rng)
+    outputs = [_draw_length(family.output_tokens, rng) for _ in range(num_turns)]
+    tool_outputs = [_draw_length(family.tool_output_tokens, rng) for _ in range(num_turns - 1)]
+    drawn = num_turns * task
+    drawn += sum(length * (num_turns - index) for index, length in enumerate(outputs))
+    drawn += sum(length * (num_turns - index) for index, length in enumerate(tool_outputs, 1))
+    # A rare short job would not even hold its system prompts: it gets texts of about a token.
+    stretch = max(0.0, num_tokens - num_turns * family.system_tokens) / drawn
+
+    def fit(length: float) -> int:
+        return max(1, round(length * stretch))
+
+    return fit(task), [fit(length) for length in outputs], [fit(length) for length in tool_outputs]
+
+
+def _draw_length(mean: float, rng: random.Random) -> float:
+    return rng.lognormvariate(*_lognormal(mean, TEXT_CV))
+
+
+def _draw_tool_s(tool: Tool, rng: random.Random) -> float:
+    mean_s = tool.slow_s if rng.random() < SLOW_SHARE else tool.fast_s
+    return rng.lognormvariate(*_lognormal(mean_s, PART_CV))
+
+
+def _lognormal(mean: float, cv: float) -> tuple[float, float]:
+    """Parameters (mu, sigma) of the log-normal with this mean and coefficient of variation."""
+    variance = math.log(1 + cv**2)
+    return math.log(mean) - variance / 2, math.sqrt(variance)

@@ -1,0 +1,54 @@
+"""From a trace's block ids to spans.
+
+Traces without text give each prompt as a list of ids, one per block of tokens; equal ids are equal tokens:
+
+    prompt A   1  2  3  4             →  [run 1 ×3][run 4 ×1]
+    prompt B   1  2  3  4  5  6       →  [run 1 ×3][run 4 ×1][run 5 ×2]
+    prompt C   1  2  3  7             →  [run 1 ×3][run 7 ×1]
+
+Ids that always follow each other become one span, so that a prompt of thousands of blocks is a few spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from tenuto.workload.schema import Prompt, Span
+
+
+class HashedPrompt(NamedTuple):
+    """A prompt as a trace gives it: the id of every block, the last of which may not be full."""
+
+    ids: Sequence[int]
+    num_tokens: int
+
+
+def make_prompts(hashed: Sequence[HashedPrompt], block_size: int, scope: str) -> list[Prompt]:
+    """The prompts as spans; an id means the same in all of them, and `scope` starts every content id."""
+    followers = _find_followers(hashed)
+    return [_join_runs(prompt, block_size, scope, followers) for prompt in hashed]
+
+
+def _find_followers(hashed: Sequence[HashedPrompt]) -> dict[int, int | None]:
+    """For each id the one that always comes next; None if ids differ, or a prompt ends with it."""
+    followers: dict[int, int | None] = {}
+    for ids, _ in hashed:
+        for one, following in pairwise(ids):
+            if followers.setdefault(one, following) != following:
+                followers[one] = None
+        if ids:
+            followers[ids[-1]] = None
+    return followers
+
+
+def _join_runs(prompt: HashedPrompt, block_size: int, scope: str, followers: dict[int, int | None]) -> Prompt:
+    # Prompts that begin alike are cut alike, up to where they part; a run's first id tells all of it.
+    ids, num_tokens = prompt
+    starts = [n for n, one in enumerate(ids) if n == 0 or followers[ids[n - 1]] != one]
+    ends = [*starts[1:], len(ids)]
+    return tuple(
+        Span(f"{scope}{ids[start]}", min(end * block_size, num_tokens) - start * block_size)
+        for start, end in zip(starts, ends, strict=True)
+    )

@@ -1,0 +1,91 @@
+"""One call from a name or a path to a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tenuto.core.errors import ConfigError, DataError
+from tenuto.workload.ab8 import WINDOW_S, ab8_jobs
+from tenuto.workload.agentic_mooncake import read_agentic_mooncake
+from tenuto.workload.arrivals import arrival_times, reassign_arrivals, within
+from tenuto.workload.bfcl import bfcl_jobs
+from tenuto.workload.mooncake import read_mooncake
+from tenuto.workload.records import Record, read_records
+from tenuto.workload.schema import Job, Loop, Workload
+from tenuto.workload.swe_bench import swe_bench_jobs
+from tenuto.workload.tenuto_jsonl import read_tenuto_jsonl
+from tenuto.workload.weka import read_weka
+
+MAX_JOBS = 10**6
+"""Most jobs to generate; more are a typing error that would fill the memory."""
+
+GENERATORS: dict[str, Callable[[Iterable[float], int], list[Job]]] = {
+    "ab8": lambda arrivals, seed: ab8_jobs(arrivals),
+    "swe-bench": swe_bench_jobs,
+    "bfcl": bfcl_jobs,
+}
+
+
+def load_workload(
+    source: str | Path,
+    *,
+    jps: float | None = None,
+    seed: int = 42,
+    window_s: float | None = None,
+    arrival: str = "poisson",
+    loop: Loop = "closed",
+) -> Workload:
+    """Generate a workload by name, or read a trace: a file, or a directory of Weka sessions.
+
+    With `jps` (jobs per second) jobs arrive by the process `arrival` ("poisson", "gamma:CV" or "fixed") for
+    `window_s` seconds; generators need it, and take 45 s unless told. A trace without `jps` keeps its
+    recorded arrivals; with `jps` its jobs arrive in their order, each once, all of them unless `window_s`
+    ends sooner. Raises ConfigError for settings, DataError for files.
+    """
+    if isinstance(source, str) and source in GENERATORS:
+        if jps is None:
+            raise ConfigError(f"{source}: jps, the jobs per second, must be given")
+        window_s = WINDOW_S if window_s is None else window_s
+        if jps * window_s > MAX_JOBS:
+            raise ConfigError(
+                f"{source}: {jps} jobs per second for {window_s} s are more than {MAX_JOBS} jobs"
+            )
+        times = within(arrival_times(arrival, jps, seed), window_s)
+        return Workload(source, tuple(GENERATORS[source](times, seed)), loop)
+    workload = Workload(str(source), tuple(_read_trace(Path(source))), loop)
+    if jps is None:
+        if window_s is not None:
+            raise ConfigError(f"{source}: window_s cuts the arrivals that jps makes; give jps too")
+        return workload
+    times = arrival_times(arrival, jps, seed)
+    return reassign_arrivals(workload, times if window_s is None else within(times, window_s))
+
+
+def _read_trace(path: Path) -> list[Job]:
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.name.endswith((".json", ".json.gz")))
+        if not files:
+            raise DataError(f"{path}: no .json or .json.gz in this directory")
+        return read_weka(record for file in files for record in read_records(file))
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file, nor a generator ({', '.join(GENERATORS)})")
+    records = read_records(path)
+    return _find_reader(records[0])(records)
+
+
+def _find_reader(first: Record) -> Callable[[Sequence[Record]], list[Job]]:
+    if "requests" in first:
+        return read_weka
+    if "schema" in first:
+        return read_agentic_mooncake
+    if "session" in first or "session_id" in first:
+        return read_tenuto_jsonl
+    if "hash_ids" in first:
+        return read_mooncake
+    keys = ", ".join(map(repr, first.values)) or "none"
+    raise DataError(
+        f"{first.place}: unknown format: the keys of the first record are {keys};"
+        " expected 'requests' (Weka), 'schema' (dynamo.agentic_mooncake), 'session' (Tenuto)"
+        " or 'hash_ids' (Mooncake)"
+    )
