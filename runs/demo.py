@@ -214,7 +214,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-arg", action="append", default=[], help="one more argument for vLLM")
     parser.add_argument("--policy", default="continuum-fixed", help="Tenuto's policy")
     parser.add_argument("--port", type=int, default=8077)
-    parser.add_argument("--jobs", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--words", type=int, default=150, help="length of each tool output")
     parser.add_argument("--output-tokens", type=int, default=16)

@@ -10,6 +10,7 @@ allocation fails. Every call is O(log n) in jobs and leases.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -247,14 +248,15 @@ class Driver:
         """Free at least `num_blocks` held blocks if leases cover so many, tails first; returns how many.
 
         The lease kept for the turn that needs them is spared: its blocks are what the turn will hit.
-        `stalled` says that nothing can run otherwise; then no lease is spared.
+        `stalled` says that nothing can run otherwise; then it goes too, after all others.
         """
         self._now_s = now_s
-        spare = None if stalled else self._get_claimed_job_id(for_turn_id)
+        own = self._get_claimed_job_id(for_turn_id)
         kinds = list(Yields) if stalled or self.limits.always_yield else [Yields.ALWAYS]
+        spares = [own] if own is None or not stalled else [own, None]
         num_free_before = self._engine.get_num_free_blocks()
         num_freed = 0
-        for yields in kinds:
+        for spare, yields in itertools.product(spares, kinds):
             while num_freed < num_blocks:
                 lease = self.leases.get_first_to_yield(Strength.HOLD, yields, spare)
                 if lease is None:
