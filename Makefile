@@ -64,8 +64,9 @@ test-all-vllm:
 	  .envs/vllm-$$release/bin/python -m pytest tests/vllm -m "not server" || exit 1; \
 	done
 
-bench: $(VENV)/.tenuto-$(VLLM)
-	$(BIN)/python benchmarks/scheduler_step.py
+bench: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
+	$(BIN)/python -W ignore benchmarks/scheduler_step.py
+	$(BIN)/python benchmarks/server_throughput.py --model $(MODEL)
 
 constraints: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	{ echo "# Every package of the environment that 'make test' and 'make demo' build, pinned (vLLM $(VLLM) for the CPU)."; \

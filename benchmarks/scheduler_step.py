@@ -7,7 +7,8 @@ schedulers in one process take turns step by step; each round prints one ratio. 
 machine, the ratios much less.
 
 Step: 256 requests decode, and with Tenuto 1,000 further jobs are retained. Asynchronous scheduling, two steps
-in flight, as on a GPU. Processor time, so that other processes do not count. Request: plain traffic (no job ids, nothing retained) from arrival to finish.
+in flight, as on a GPU. Request: plain traffic (no job ids, nothing retained) from arrival to finish. Counted
+is the scheduler's own processor time, so that other processes and the harness do not count.
 """
 
 from __future__ import annotations

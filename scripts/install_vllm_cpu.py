@@ -32,27 +32,10 @@ TORCH = "torch==2.13.0+cpu"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NEWEST_CPU_BUILD = "0.32.0"
 SUPPORTED = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
-# Never wanted here: CUDA-only packages, and the three that break a CPU torch.
-SKIP = {
-    "torch",
-    "torchvision",
-    "torchaudio",
-    "torchcodec",
-    "pynvvideocodec",
-    "flashinfer-python",
-    "flashinfer-cubin",
-    "apache-tvm-ffi",
-    "tilelang",
-    "nvidia-cudnn-frontend",
-    "nvidia-cutlass-dsl",
-    "nvtx",
-    "fastsafetensors",
-    "instanttensor",
-    "quack-kernels",
-    "tokenspeed-mla",
-    "humming-kernels",
-    "triton",
-}
+# The three that break a CPU torch; torch itself is installed before.
+SKIP = {"torch", "torchvision", "torchaudio", "torchcodec"}
+# What 0.33's Python imports that 0.32 did not. Its other bounds are only a little higher than 0.32's.
+OVERLAY_NEEDS = ["orjson>=3.11.6"]
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints"
 
 
@@ -154,7 +137,7 @@ def install(python: str, version: str) -> None:
         source = wheel
         if version != cpu_version:
             source = download(python, f"vllm=={version}", folder)
-            requirements = get_requirements(source)
+            requirements += OVERLAY_NEEDS
         say(f"3/4 its {len(requirements)} requirements")
         constraints = CONSTRAINTS / f"vllm-{version}.txt"
         pinned = ["--constraint", str(constraints)] if constraints.exists() else []

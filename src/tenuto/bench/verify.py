@@ -91,6 +91,8 @@ class _Check:
         models.raise_for_status()
         first = models.json()["data"][0]
         self._model: str = first["id"]
+        # Asked first: some of vLLM's metrics appear with its first request.
+        self._tokens_per_word = self._measure_tokens_per_word()
         self._before = read_cache_state(client)
         block_size = self._before.block_size
         needed = (PROMPT_BLOCKS[-1] + SPARE_BLOCKS) * block_size
@@ -100,7 +102,6 @@ class _Check:
                 f"the check needs {needed // block_size} blocks of {block_size} tokens for its context, "
                 f"this server has room for {room // block_size}"
             )
-        self._tokens_per_word = self._measure_tokens_per_word()
 
     def run(self) -> Verdict:
         turns: list[TurnCheck] = []
