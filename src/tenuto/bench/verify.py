@@ -174,6 +174,10 @@ class _Check:
         if response.is_error:
             raise DataError(f"the server answered {response.status_code}: {response.text[:500]}")
         answer: dict[str, Any] = response.json()
+        try:
+            _ = answer["usage"]["prompt_tokens"], answer["choices"][0]["message"]
+        except (KeyError, IndexError, TypeError):
+            raise DataError(f"not what an OpenAI server answers: {response.text[:500]}") from None
         return answer
 
     def _watch_gap(self, expected: int) -> int:

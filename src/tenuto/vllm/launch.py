@@ -8,6 +8,7 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import load_policy
+from tenuto.vllm.settings import read_settings
 
 SCHEDULER = "tenuto.vllm.Scheduler"
 MIDDLEWARE = "tenuto.vllm.Middleware"
@@ -24,8 +25,8 @@ def build_command(model: str, settings: Mapping[str, Any], passed: Sequence[str]
         raise ConfigError("tenuto serve sets --scheduler-cls itself; run `vllm serve` to choose another")
     config = _parse_config(given)
     tenuto = {**config.get("tenuto", {}), **settings}
-    if "policy" in tenuto:
-        load_policy(tenuto["policy"], tenuto.get("options"))
+    checked = read_settings({"tenuto": tenuto})
+    load_policy(checked.policy, checked.options)
     if tenuto:
         config["tenuto"] = tenuto
     command = ["vllm", "serve", model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]

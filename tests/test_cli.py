@@ -1,0 +1,191 @@
+"""The `tenuto` command, without a server."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shlex
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tenuto import __version__, cli
+from tenuto.core.errors import ConfigError, PolicyError
+from tenuto.core.policy import get_policy_names
+from tenuto.vllm.launch import build_command
+
+START = [
+    "vllm",
+    "serve",
+    "M",
+    "--scheduler-cls",
+    "tenuto.vllm.Scheduler",
+    "--middleware",
+    "tenuto.vllm.Middleware",
+]
+DETAILS = "--enable-prompt-tokens-details"
+
+
+def test_the_line_passes_everything_else_on() -> None:
+    assert build_command("M", {}, ["--port", "1", "--dtype=float32"]) == [
+        *START, DETAILS, "--port", "1", "--dtype=float32",
+    ]  # fmt: skip
+
+
+def test_settings_join_an_additional_config_that_was_passed() -> None:
+    given = '{"other": 1, "tenuto": {"trace": "t", "policy": "priority"}}'
+    for passed in (
+        ["--additional-config", given],
+        [f"--additional-config={given}"],
+        [f"--additional_config={given}"],
+    ):
+        command = build_command("M", {"policy": "stock"}, [*passed, "--port", "1"])
+        assert command[: len(START) + 2] == [*START, DETAILS, "--additional-config"]
+        assert json.loads(command[len(START) + 2]) == {
+            "other": 1,
+            "tenuto": {"trace": "t", "policy": "stock"},
+        }
+        assert command[len(START) + 3 :] == ["--port", "1"]
+
+
+@pytest.mark.parametrize("flag", ["--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"])
+def test_a_choice_of_the_user_stands(flag: str) -> None:
+    assert build_command("M", {}, [flag]) == [*START, flag]
+
+
+@pytest.mark.parametrize(
+    ("settings", "passed", "error", "named"),
+    [
+        ({}, ["--scheduler-cls", "x.Y"], ConfigError, "--scheduler-cls"),
+        ({}, ["--additional-config", "{"], ConfigError, "not JSON"),
+        ({}, ["--additional-config", "[]"], ConfigError, "JSON object"),
+        ({}, ["--additional-config"], ConfigError, "needs a value"),
+        ({}, ["--additional-config", '{"tenuto": 1}'], ConfigError, "tenuto"),
+        ({"policy": "nope"}, [], PolicyError, "nope"),
+        ({"policy": "stock", "options": {"x": 1}}, [], ConfigError, "'x'"),
+        ({"options": {"ttl": 1}}, [], ConfigError, "'ttl'"),
+        ({}, ["--additional-config", '{"tenuto": {"polcy": "stock"}}'], ConfigError, "'polcy'"),
+    ],
+)
+def test_mistakes_are_found_before_vllm_starts(
+    settings: dict[str, object], passed: list[str], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        build_command("M", settings, passed)
+
+
+def test_serve_prints_the_line_it_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "serve",
+        "M",
+        "--dry-run",
+        "--policy",
+        "continuum-fixed",
+        "--option",
+        "ttl_s=3",
+        "--port",
+        "1",
+    ]
+    assert cli.main(arguments) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert command[-2:] == ["--port", "1"]
+    config = json.loads(command[command.index("--additional-config") + 1])
+    assert config == {"tenuto": {"policy": "continuum-fixed", "options": {"ttl_s": 3}}}
+
+
+def test_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "M", "--dry-run", "--policy", "nope"]) == 2
+    assert capsys.readouterr().err.startswith("tenuto: no policy 'nope'; choose one of: continuum-fixed")
+    assert cli.main(["serve", "M", "--dry-run", "--option", "ttl_s"]) == 2
+    assert "KEY=VALUE" in capsys.readouterr().err
+
+
+def test_without_vllm_serve_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert cli.main(["serve", "M"]) == 2
+    assert "pip install 'tenuto[vllm]'" in capsys.readouterr().err
+
+
+def test_an_unknown_argument_is_refused_where_nothing_is_passed_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["policies", "--frob"])
+    assert "--frob" in capsys.readouterr().err
+
+
+def test_policies_are_listed_with_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["policies", "--json"]) == 0
+    listed = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert sorted(listed) == get_policy_names()
+    assert listed["continuum-fixed"]["options"]["ttl_s"]["default"] == 2.0
+    assert cli.main(["policies"]) == 0
+    assert "ttl_s = 2.0" in capsys.readouterr().out
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["serve", "--help"], ["verify", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 0
+        assert "tenuto" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"tenuto {__version__}\n"
+
+
+class Liar(http.server.BaseHTTPRequestHandler):
+    """Answers like an OpenAI server that is not vLLM."""
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        models = {"/v1/models": b'{"data": [{"id": "m"}]}', "/metrics": b"up 1\n"}
+        self._answer(200, models.get(self.path, b"{}"))
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Authorization") == "Bearer full":
+            self._answer(429, b"too many")
+        elif self.headers.get("Authorization") == "Bearer odd":
+            self._answer(200, b'{"choices": []}')
+        else:
+            usage = {"prompt_tokens": 60, "completion_tokens": 7}
+            message = {"choices": [{"message": {"content": "x"}}], "usage": usage}
+            self._answer(200, json.dumps(message).encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def liar() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Liar)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("none", "is this a vLLM server"),
+        ("full", "429: too many"),
+        ("odd", "not what an OpenAI server answers"),
+    ],
+)
+def test_verify_says_what_it_cannot_check(
+    liar: str, key: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["verify", "--url", liar, "--api-key", key]) == 2
+    assert said in capsys.readouterr().err
