@@ -201,7 +201,7 @@ class KeepLastMachine(RuleBasedStateMachine):
         return self.keeper.pool.blocks[1 + number]
 
     def _give_up(self, block: Block) -> None:
-        if block not in self.keeper.kept and block in self.behind:
+        if block in self.behind:
             self.behind.remove(block)
             self.ordinary.append(block)
 
@@ -218,7 +218,8 @@ class KeepLastMachine(RuleBasedStateMachine):
         block = self._pick(number)
         if block in self.keeper.kept:
             self.keeper.unkeep(block)
-            self._give_up(block)
+            if block not in self.keeper.kept:
+                self._give_up(block)
 
     @rule(number=st.integers(0, 7))
     def touch(self, number: int) -> None:
@@ -251,8 +252,9 @@ class KeepLastMachine(RuleBasedStateMachine):
             return
         kept = list(self.keeper.kept)
         blocks = self.keeper.pool.allocate(num_blocks)
-        for block in kept[: len(kept) - len(self.keeper.kept)]:
-            self._give_up(block)
+        for number in range(len(kept) - len(self.keeper.kept)):
+            if kept[number] not in kept[number + 1 :]:
+                self._give_up(kept[number])
         assert blocks == self.ordinary[:num_blocks]
         del self.ordinary[:num_blocks]
 

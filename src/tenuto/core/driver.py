@@ -406,10 +406,13 @@ class Driver:
         return dataclasses.replace(terms, until_s=min(terms.until_s, granted_s + self.limits.max_lease_s))
 
     def _is_within_quota(self, tenant: str | None, num_blocks: int, total: int) -> bool:
+        # A block that several leases share counts for each of them, so the sums may exceed the total:
+        # a share of 1 is no bound.
         leased = sum(self.leases.num_blocks.values()) + num_blocks
         of_tenant = self.leases.num_blocks_by_tenant.get(tenant, 0) + num_blocks
-        return leased <= self.limits.max_leased_share * total and (
-            tenant is None or of_tenant <= self.limits.max_tenant_share * total
+        share, tenant_share = self.limits.max_leased_share, self.limits.max_tenant_share
+        return (share >= 1 or leased <= share * total) and (
+            tenant is None or tenant_share >= 1 or of_tenant <= tenant_share * total
         )
 
     def _shrink(self, lease: LeaseState, num_blocks: int) -> None:

@@ -7,9 +7,9 @@ that drop earlier reasoning: their next prompt matches up to the previous prompt
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 GENERATION_PROMPT_SLACK = 4
 """Tokens at a prompt's end that the next prompt may lack: templates that switch reasoning off close an
@@ -17,15 +17,19 @@ empty reasoning span there (`<think>`, blank, `</think>`, blank) and drop it fro
 than the end-of-message markers before them, so that it never hides what the user wrote."""
 
 
+_Span = tuple[int, int]
+"""(end of a prompt's last but one full block, the prompt's length): the tokens in between are compared."""
+_OUTPUT: _Span = (0, 0)
+"""Nothing is left to compare: the output's mark covers the whole prompt."""
+_Key = tuple[Hashable, _Span, tuple[int, ...]]
+"""A mark, a span, and the prompt's tokens there."""
+
+
 @dataclass(slots=True)
 class _Finished:
-    num_prompt_tokens: int
-    boundary: int
-    """Token position of the last but one full block's end in the prompt."""
-    remainder: list[int]
-    """The prompt's tokens from there to its end."""
-    marks: list[Hashable] = field(default_factory=list)
-    output_mark: Hashable | None = None
+    number: int
+    """Larger for a turn remembered later."""
+    keys: list[_Key]
 
 
 class Lineage:
@@ -34,8 +38,11 @@ class Lineage:
     def __init__(self, block_size: int, max_jobs: int) -> None:
         self._block_size = block_size
         self._max_jobs = max_jobs
+        self._num_remembered = 0
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
-        self._jobs_by_mark: dict[Hashable, dict[str, None]] = {}
+        self._jobs_by_key: dict[_Key, dict[str, None]] = {}
+        # Many jobs may share a mark (a system prompt), but a mark has two blocks' worth of spans at most.
+        self._spans_by_mark: dict[Hashable, Counter[_Span]] = {}
 
     def __len__(self) -> int:
         return len(self._finished)
@@ -46,47 +53,49 @@ class Lineage:
         if not hashes:
             return
         num_prompt_blocks = min(len(prompt) // self._block_size, len(hashes))
-        boundary = max(0, num_prompt_blocks - 1) * self._block_size
-        turn = _Finished(len(prompt), boundary, list(prompt[boundary:]))
-        turn.marks = [hashes[n - 1] for n in (num_prompt_blocks, num_prompt_blocks - 1) if n > 0]
+        span = (max(0, num_prompt_blocks - 1) * self._block_size, len(prompt))
+        marks = [(hashes[n - 1], span) for n in (num_prompt_blocks, num_prompt_blocks - 1) if n > 0]
         if len(hashes) > num_prompt_blocks:
-            turn.output_mark = hashes[-1]
-            turn.marks.append(hashes[-1])
+            marks.append((hashes[-1], _OUTPUT))
+        self._num_remembered += 1
+        turn = _Finished(self._num_remembered, [_get_key(mark, span, prompt) for mark, span in marks])
         self._finished[job_id] = turn
-        for mark in turn.marks:
-            self._jobs_by_mark.setdefault(mark, {})[job_id] = None
+        for key in turn.keys:
+            self._jobs_by_key.setdefault(key, {})[job_id] = None
+            self._spans_by_mark.setdefault(key[0], Counter())[key[1]] += 1
         if len(self._finished) > self._max_jobs:
             self.forget(next(iter(self._finished)))
 
     def forget(self, job_id: str) -> None:
         """Forget a job, if it is there."""
         turn = self._finished.pop(job_id, None)
-        if turn is None:
-            return
-        for mark in turn.marks:
-            jobs = self._jobs_by_mark.get(mark)
-            if jobs is not None:
-                jobs.pop(job_id, None)
-                if not jobs:
-                    del self._jobs_by_mark[mark]
+        for key in turn.keys if turn is not None else ():
+            mark, span, _ = key
+            del self._jobs_by_key[key][job_id]
+            if not self._jobs_by_key[key]:
+                del self._jobs_by_key[key]
+            spans = self._spans_by_mark[mark]
+            spans[span] -= 1
+            if not spans[span]:
+                del spans[span]
+            if not spans:
+                del self._spans_by_mark[mark]
 
     def find(self, hashes: Sequence[Hashable], prompt: Sequence[int]) -> str | None:
         """The job whose last turn this prompt extends, the most recent one if several; else None.
 
         One set look-up per block of the prompt, in C, from its end: far less than hashing it was.
         """
-        marks = self._jobs_by_mark
-        for mark in filter(marks.__contains__, reversed(hashes)):
-            for job_id in reversed(marks[mark]):
-                if self._extends(self._finished[job_id], mark, prompt):
-                    return job_id
+        spans_by_mark = self._spans_by_mark
+        for mark in filter(spans_by_mark.__contains__, reversed(hashes)):
+            keys = [_get_key(mark, span, prompt) for span in spans_by_mark[mark] if len(prompt) > span[1]]
+            found = [next(reversed(self._jobs_by_key[key])) for key in keys if key in self._jobs_by_key]
+            if found:
+                return max(found, key=lambda job_id: self._finished[job_id].number)
         return None
 
-    @staticmethod
-    def _extends(turn: _Finished, mark: Hashable, prompt: Sequence[int]) -> bool:
-        if len(prompt) <= turn.num_prompt_tokens:
-            return False
-        if mark == turn.output_mark:
-            return True
-        certain = max(0, len(turn.remainder) - GENERATION_PROMPT_SLACK)
-        return list(prompt[turn.boundary : turn.boundary + certain]) == turn.remainder[:certain]
+
+def _get_key(mark: Hashable, span: _Span, prompt: Sequence[int]) -> _Key:
+    boundary, num_prompt_tokens = span
+    certain = max(boundary, num_prompt_tokens - GENERATION_PROMPT_SLACK)
+    return mark, span, tuple(prompt[boundary:certain])

@@ -1,0 +1,317 @@
+"""The driver's bookkeeping of jobs and turns: who is who, what is told, what is counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tenuto.core.driver import Finish, Limits
+from tenuto.core.hints import Hints
+from tenuto.core.policy import Policy
+from tenuto.core.types import Job, ToolCall, Turn
+from tests.core.small_policies import KeepFor
+from tests.core.toy_engine import ToyEngine, make_tokens
+
+LS = ToolCall("ls", "ls -l")
+PROMPT = make_tokens(0, 18)
+OUTPUT = make_tokens(500, 3)
+RESULT = make_tokens(600, 7)
+
+
+def get_job(engine: ToyEngine, turn_id: str) -> Job:
+    return engine.driver._get_turn(engine.driver._turns[turn_id]).job
+
+
+def run(engine: ToyEngine, turn_id: str, now_s: float, prompt, output=OUTPUT, hints=None, **finish) -> None:
+    """A turn arrives, runs for a second and finishes."""
+    engine.arrive(turn_id, now_s, prompt, output, hints)
+    assert engine.start_first(now_s) == turn_id
+    engine.finish(turn_id, now_s + 1, **finish)
+
+
+def test_the_policy_hears_a_job_s_whole_life() -> None:
+    engine = ToyEngine(KeepFor(), 20)
+    run(engine, "t1", 0, PROMPT, hints=Hints(job_id="job"), tool=LS)
+    run(engine, "t2", 4, PROMPT + OUTPUT + RESULT, hints=Hints(job_id="job"), is_last=True)
+    assert engine.driver.policy.heard == [
+        ("arrived", "t1"),
+        ("started", "t1", 0),
+        ("finished", "t1", LS, None),
+        # Arrival at 4 s − finish at 1 s.
+        ("tool returned", "t2", LS, 3.0),
+        ("arrived", "t2"),
+        # Turn 1 computed 18 + 3 − 1 = 20 tokens: 5 whole blocks of 4.
+        ("started", "t2", 20),
+        ("finished", "t2", None, True),
+        ("job ended", "job", 2),
+    ]
+
+
+def test_the_tool_s_time_is_not_known_while_another_turn_of_the_job_lives() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    engine.arrive("parallel", 0, PROMPT, OUTPUT, Hints(job_id="job"))
+    run_hints = Hints(job_id="job")
+    engine.start_first(0)
+    engine.arrive("t1", 1, make_tokens(100, 10), OUTPUT, run_hints)
+    engine.start_first(1)
+    engine.finish("t1", 2, tool=LS)
+    engine.arrive("t2", 5, make_tokens(100, 30), OUTPUT, run_hints)
+    assert not [heard for heard in engine.driver.policy.heard if heard[0] == "tool returned"]
+    assert sum(engine.driver.stats.tool_s.counts) == 0
+
+
+def test_a_job_without_an_id_is_recognised_turn_after_turn() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    prompt = PROMPT
+    for number in range(4):
+        run(engine, f"t{number}", number * 2, prompt, tool=LS)
+        prompt = prompt + OUTPUT + make_tokens(1000 * (number + 1), 7)
+    engine.arrive("t4", 10, prompt)
+    assert get_job(engine, "t4").num_turns == 5
+    assert len(engine.driver._jobs) == 1
+
+
+def test_jobs_are_not_inferred_when_that_is_switched_off() -> None:
+    engine = ToyEngine(KeepFor(), 40, limits=Limits(infer_jobs=False))
+    run(engine, "t1", 0, PROMPT, tool=LS)
+    engine.arrive("t2", 2, PROMPT + OUTPUT + RESULT)
+    assert get_job(engine, "t2").num_turns == 1
+
+
+def test_an_explicit_id_counts_more_than_the_content() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    run(engine, "t1", 0, PROMPT, hints=Hints(job_id="one"), tool=LS)
+    engine.arrive("t2", 2, PROMPT + OUTPUT + RESULT, hints=Hints(job_id="two"))
+    assert get_job(engine, "t2") == Job("two", 2, 1)
+
+
+def test_a_client_cannot_name_a_job_that_was_inferred() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    run(engine, "t1", 0, PROMPT, tool=LS)
+    [inferred] = engine.driver._jobs
+    assert not inferred.isprintable()  # ids from clients are (see test_hints)
+    engine.arrive("t2", 2, PROMPT, hints=Hints(job_id="turn:t1"))
+    assert get_job(engine, "t2").num_turns == 1
+
+
+def test_a_job_s_arrival_and_tenant_are_those_of_its_first_turn() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    run(engine, "t1", 3, PROMPT, hints=Hints(job_id="job", tenant="a"), tool=LS)
+    engine.arrive("t2", 9, PROMPT, hints=Hints(job_id="job", tenant="b"))
+    assert get_job(engine, "t2") == Job("job", 3, 2, "a")
+
+
+@pytest.mark.parametrize(
+    ("hints", "tool", "is_last", "expected"),
+    [
+        (Hints(), LS, None, (LS, None)),
+        (Hints(tool="cat"), LS, None, (ToolCall("cat", "ls -l"), False)),
+        (Hints(tool="cat"), None, True, (ToolCall("cat"), False)),
+        (Hints(is_last=True), LS, False, (LS, True)),
+        (Hints(is_last=False), None, True, (None, False)),
+        (Hints(), None, True, (None, True)),
+    ],
+)
+def test_the_client_s_word_counts_before_the_output_s(hints, tool, is_last, expected) -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    run(engine, "t1", 0, PROMPT, hints=hints, tool=tool, is_last=is_last)
+    [finished] = [heard for heard in engine.driver.policy.heard if heard[0] == "finished"]
+    assert finished[2:] == expected
+
+
+def test_a_job_with_another_live_turn_does_not_end() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    hints = Hints(job_id="job")
+    engine.arrive("other", 0, make_tokens(300, 10), OUTPUT, hints)
+    engine.start_first(0)
+    run(engine, "last", 1, PROMPT, hints=hints, is_last=True)
+    assert "job" in engine.driver._jobs
+    engine.finish("other", 3, is_last=True)
+    assert engine.driver._jobs == {}
+    assert engine.driver.policy.heard[-1] == ("job ended", "job", 2)
+
+
+def test_an_ended_job_is_forgotten_and_may_begin_anew() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    for now_s in (0, 5):
+        run(engine, f"t{now_s}", now_s, PROMPT, hints=Hints(job_id="job"), is_last=True)
+    assert engine.driver.policy.heard.count(("job ended", "job", 1)) == 2
+    assert engine.driver._jobs == {}
+    assert len(engine.driver._lineage) == 0
+
+
+def test_events_of_unknown_turns_are_ignored() -> None:
+    engine = ToyEngine(KeepFor(), 20)
+    run(engine, "t1", 0, PROMPT, is_last=True)
+    heard = list(engine.driver.policy.heard)
+    engine.driver.start("t1", 2, 0)
+    engine.driver.preempt("nobody", 2, 0)
+    engine.driver.finish("t1", 2, Finish(3))
+    assert engine.driver.policy.heard == heard
+
+
+def test_the_longest_silent_job_is_forgotten_first_and_its_lease_ends() -> None:
+    engine = ToyEngine(KeepFor(ttl_s=100), 60, limits=Limits(max_remembered_jobs=2))
+    for number, job_id in enumerate("abca"):
+        prompt = make_tokens(ord(job_id) * 1000, 8)
+        run(engine, f"t{number}", number * 2, prompt, hints=Hints(job_id=job_id), tool=LS)
+    # Two may be silent: a is forgotten when c falls silent, b when the new a does.
+    assert [heard[1] for heard in engine.driver.policy.heard if heard[0] == "job ended"] == ["a", "b"]
+    assert set(engine.driver._jobs) == {"c", "a"}
+    assert len(engine.driver._lineage) == 2
+
+
+def test_a_forgotten_job_leaves_no_lease() -> None:
+    engine = ToyEngine(KeepFor(ttl_s=100), 60, limits=Limits(max_remembered_jobs=1))
+    run(engine, "t1", 0, PROMPT, hints=Hints(job_id="a"), tool=LS)
+    run(engine, "t2", 2, make_tokens(900, 18), hints=Hints(job_id="b"), tool=LS)
+    assert [lease.job_id for lease in engine.driver.leases] == ["b"]
+
+
+def test_tokens_computed_again_are_counted() -> None:
+    engine = ToyEngine(Policy(), 7)
+    run(engine, "t1", 0, PROMPT, hints=Hints(job_id="job"), tool=LS)
+    # 7 blocks: all 28 tokens of somebody else evict the job's.
+    run(engine, "t2", 2, make_tokens(900, 26), hints=Hints(job_id="other"), tool=LS)
+    engine.arrive("t3", 4, PROMPT + OUTPUT + make_tokens(600, 3), OUTPUT, Hints(job_id="job"))
+    engine.start_first(4)
+    # Turn 1 had computed 18 + 3 − 1 = 20 tokens; none was hit.
+    assert engine.driver.stats.num_recomputed_tokens == 20
+    engine.preempt("t3", 5)
+    engine.start_first(6)
+    # The preemption gave 24 prompt tokens away; 5 blocks = 20 were still cached ((24 − 1) // 4 = 5).
+    assert engine.driver.stats.num_recomputed_tokens == 20 + 4
+
+
+def test_waiting_time_runs_from_arrival_to_the_first_start_only() -> None:
+    engine = ToyEngine(Policy(), 20)
+    engine.arrive("t1", 0, PROMPT, OUTPUT)
+    engine.start_first(3)
+    engine.preempt("t1", 5)
+    engine.start_first(50)
+    assert engine.driver.stats.queue_s.total == 3
+    assert sum(engine.driver.stats.queue_s.counts) == 1
+
+
+# Admission, budget, victims.
+
+
+@dataclass
+class AtMostOneJob(Policy):
+    """Lets a job start only when nothing runs."""
+
+    def admit(self, turn: Turn, view):
+        return view.num_running == 0
+
+
+def test_admission_is_asked_for_jobs_that_have_not_started() -> None:
+    engine = ToyEngine(AtMostOneJob(), 60)
+    hints = Hints(job_id="job")
+    run(engine, "t1", 0, PROMPT, hints=hints, tool=LS)
+    engine.arrive("busy", 2, make_tokens(900, 8))
+    engine.start_first(2)
+    engine.arrive("new", 3, make_tokens(800, 8))
+    engine.arrive("later", 3, PROMPT + OUTPUT + RESULT, hints=hints)
+    assert not engine.driver.may_start("new", 3, idle=False)
+    assert engine.driver.may_start("later", 3, idle=False)
+    assert engine.driver.may_start("new", 3, idle=True)
+    assert engine.driver.stats.num_admission_waits == 1
+
+
+def test_two_turns_at_once_do_not_let_a_job_past_admission() -> None:
+    engine = ToyEngine(AtMostOneJob(), 60)
+    engine.arrive("busy", 0, PROMPT)
+    engine.start_first(0)
+    for turn_id in ("one", "two"):
+        engine.arrive(turn_id, 1, make_tokens(900, 8), hints=Hints(job_id="job"))
+    assert not engine.driver.may_start("one", 1, idle=False)
+    assert not engine.driver.may_start("two", 1, idle=False)
+
+
+def test_a_job_whose_first_turn_was_aborted_while_waiting_has_not_started() -> None:
+    engine = ToyEngine(AtMostOneJob(), 60)
+    engine.arrive("busy", 0, PROMPT)
+    engine.start_first(0)
+    engine.arrive("one", 1, make_tokens(900, 8), hints=Hints(job_id="job"))
+    engine.abort("one", 2)
+    engine.arrive("two", 3, make_tokens(900, 8), hints=Hints(job_id="job"))
+    assert not engine.driver.may_start("two", 3, idle=False)
+
+
+def test_a_preempted_turn_needs_no_second_admission() -> None:
+    engine = ToyEngine(AtMostOneJob(), 60)
+    for number in range(2):
+        engine.arrive(f"t{number}", number, make_tokens(900 * number, 8))
+        engine.start_first(number)
+    engine.preempt("t1", 3)
+    assert engine.driver.may_start("t1", 4, idle=False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"), [(None, 2048), (100, 100), (5000, 2048), (0, 1), (-3, 1), ("x", 2048)]
+)
+def test_the_step_budget_is_bounded(answer, expected) -> None:
+    @dataclass
+    class Budget(Policy):
+        def step_budget(self, view):
+            return answer
+
+    assert ToyEngine(Budget(), 20).driver.get_step_budget(0, 2048) == expected
+
+
+@dataclass
+class LongestFirst(Policy):
+    """Preempts the turn with the longest prompt; has no opinion on those of 8 tokens."""
+
+    def preempt_key(self, turn: Turn, view):
+        if turn.num_prompt_tokens == 8:
+            raise ValueError("no opinion")
+        return ("by length", -turn.num_prompt_tokens)
+
+
+def start_all(engine: ToyEngine, *lengths: int) -> list[str]:
+    for number, length in enumerate(lengths):
+        engine.arrive(f"t{number}", number, make_tokens(100 * number, length))
+        engine.start_first(number)
+    return list(engine.running)
+
+
+def test_the_victim_is_the_policy_s_choice() -> None:
+    engine = ToyEngine(LongestFirst(), 60)
+    turn_ids = start_all(engine, 10, 30, 20)
+    assert engine.driver.get_victim(turn_ids, 5) == "t1"
+    assert engine.driver.get_victim(["t0", "t2", "unknown"], 5) == "t2"
+    assert engine.driver.get_victim(["unknown"], 5) is None
+
+
+def test_of_equal_victims_the_id_decides() -> None:
+    engine = ToyEngine(LongestFirst(), 60)
+    turn_ids = start_all(engine, 10, 10)
+    assert engine.driver.get_victim(turn_ids[::-1], 5) == "t0"
+
+
+def test_without_the_hook_the_engine_chooses_the_victim() -> None:
+    engine = ToyEngine(Policy(), 60)
+    assert engine.driver.get_victim(start_all(engine, 10, 30), 5) is None
+
+
+def test_a_hook_that_fails_now_and_then_still_yields_an_order() -> None:
+    # Stock's key stands in for t1's: (−arrival,) = (−1,) against ("by length", −10).
+    engine = ToyEngine(LongestFirst(), 60)
+    turn_ids = start_all(engine, 10, 8)
+    assert engine.driver.get_victim(turn_ids, 5) == "t1"
+    assert engine.driver.num_policy_faults == 1
+
+
+def test_the_queue_survives_a_key_hook_that_fails_now_and_then() -> None:
+    @dataclass
+    class Moody(Policy):
+        def queue_key(self, turn: Turn, now_s: float):
+            return ("policy", turn.turn_id) if turn.turn_id != "t1" else 1 / 0
+
+    engine = ToyEngine(Moody(), 60)
+    for number in range(3):
+        engine.arrive(f"t{number}", number, make_tokens(100 * number, 8))
+    # Numbers (stock's key) go before strings (the policy's).
+    assert [engine.start_first(5) for _ in range(3)] == ["t1", "t0", "t2"]

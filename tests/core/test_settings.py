@@ -1,0 +1,93 @@
+"""Settings: types, bounds, and messages that name the key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.settings import check_settings, setting
+
+
+@dataclass
+class Example:
+    """One setting of each kind."""
+
+    ttl_s: float = setting(2.0, "seconds", minimum=0, maximum=10)
+    count: int = setting(1, "how many", minimum=1)
+    name: str | None = setting(None, "a name, if any")
+    mode: str = setting("slow", "fast or slow", choices=("fast", "slow"))
+    flag: bool = setting(False, "yes or no")
+    options: dict[str, Any] = field(default_factory=dict)
+    share: float | None = setting(None, "share, if any", minimum=0)
+    learned: int = field(init=False, default=0)
+
+
+def check(**given: Any) -> dict[str, Any]:
+    return check_settings(Example, given, "example")
+
+
+def test_good_values_come_back_as_keyword_arguments() -> None:
+    given = {"ttl_s": 1.5, "count": 3, "name": "x", "mode": "fast", "flag": True, "options": {"a": 1}}
+    assert check(**given) == given
+    assert Example(**check(**given)).ttl_s == 1.5
+    assert check() == {}
+
+
+def test_an_int_is_taken_for_a_float() -> None:
+    [value] = check(ttl_s=2).values()
+    assert (value, type(value)) == (2.0, float)
+
+
+def test_none_where_none_is_allowed() -> None:
+    assert check(name=None, share=None) == {"name": None, "share": None}
+    with pytest.raises(ConfigError, match="'mode'"):
+        check(mode=None)
+
+
+def test_the_bounds_themselves_are_allowed() -> None:
+    assert check(ttl_s=0, count=1) == {"ttl_s": 0.0, "count": 1}
+    assert check(ttl_s=10) == {"ttl_s": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("ttl", 1, "unknown key"),
+        ("learned", 1, "unknown key"),
+        ("ttl_s", "2", "must be float"),
+        ("ttl_s", True, "must be float"),
+        ("ttl_s", -0.1, "at least 0"),
+        ("ttl_s", 10.1, "at most 10"),
+        ("ttl_s", float("nan"), "finite"),
+        ("ttl_s", float("inf"), "finite"),
+        ("ttl_s", 10**400, "too large"),
+        ("count", 2.0, "must be int"),
+        ("count", True, "must be int"),
+        ("count", 0, "at least 1"),
+        ("name", 3, "must be str or None"),
+        ("mode", "medium", "must be one of fast, slow"),
+        ("flag", 1, "must be bool"),
+        ("flag", "true", "must be bool"),
+        ("options", [], "must be dict"),
+        ("share", "x", "must be float or None"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(key: str, value: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=r"^example: ") as caught:
+        check(**{key: value})
+    assert repr(key) in str(caught.value)
+    assert problem in str(caught.value)
+
+
+def test_an_unknown_key_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="known keys: count, flag, mode, name, options, share, ttl_s"):
+        check(ttl=1)
+
+
+@pytest.mark.parametrize("given", [[], "ttl_s", 3, None])
+def test_settings_are_an_object(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^example: must be an object"):
+        check_settings(Example, given, "example")
