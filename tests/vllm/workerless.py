@@ -179,7 +179,7 @@ class Engine:
 
     def _run(self, output: Any) -> ModelRunnerOutput:
         request_ids = list(output.num_scheduled_tokens)
-        sampled = []
+        sampled: list[list[int]] = []
         for request_id in request_ids:
             request = self.scheduler.requests[request_id]
             # Without drafts a request samples once its step reaches all it has, placeholders included.
