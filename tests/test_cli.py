@@ -13,10 +13,11 @@ import pytest
 from tenuto import __version__, cli
 from tenuto.core.errors import ConfigError, PolicyError
 from tenuto.core.policy import get_policy_names
-from tenuto.vllm.launch import build_command
+from tenuto.vllm import launch
+from tenuto.vllm.launch import build_command, find_vllm, get_environment, redact
 
 START = [
-    "vllm",
+    find_vllm(),
     "serve",
     "M",
     "--scheduler-cls",
@@ -94,6 +95,21 @@ def test_serve_prints_the_line_it_would_run(capsys: pytest.CaptureFixture[str]) 
     assert config == {"tenuto": {"policy": "continuum-fixed", "options": {"ttl_s": 3}}}
 
 
+def test_the_model_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """Or `--port 8000 MODEL` would serve the model 8000."""
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--port", "8000", "M", "--dry-run"])
+    assert "name the model first" in capsys.readouterr().err
+
+
+def test_keys_are_not_printed_and_ranks_are_known() -> None:
+    assert redact(["vllm", "serve", "M", "--api-key", "secret"])[-1] == "***"
+    assert redact(["vllm", "serve", "M", "--api-key=secret"])[-1] == "--api-key=***"
+    assert get_environment(["-dp", "4"]) == {"TENUTO_DP_SIZE": "4"}
+    assert get_environment(["--data-parallel-size=2"]) == {"TENUTO_DP_SIZE": "2"}
+    assert get_environment(["--data-parallel-size", "1"]) == {}
+
+
 def test_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "M", "--dry-run", "--policy", "nope"]) == 2
     assert capsys.readouterr().err.startswith("tenuto: no policy 'nope'; choose one of: continuum-fixed")
@@ -105,6 +121,7 @@ def test_without_vllm_serve_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(launch, "find_vllm", lambda: "vllm")
     assert cli.main(["serve", "M"]) == 2
     assert "pip install 'tenuto[vllm]'" in capsys.readouterr().err
 

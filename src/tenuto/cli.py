@@ -25,6 +25,11 @@ Hold an LLM agent's KV cache through its tool calls, inside stock vLLM.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors made on purpose are one line on stderr."""
     parser = build_parser()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    first = arguments[1] if arguments[:1] == ["serve"] and len(arguments) > 1 else ""
+    if first.startswith("-") and first not in ("-h", "--help"):
+        # Options of vLLM's take values that cannot be told from a model that comes later.
+        parser.error("name the model first: tenuto serve MODEL [options]")
     parsed, rest = parser.parse_known_args(arguments)
     if rest and parsed.command is not run_serve:
         parser.error(f"unknown argument: {' '.join(rest)}")
@@ -99,7 +104,7 @@ def _add_policies(commands: Any) -> None:
 
 def run_serve(parsed: argparse.Namespace, rest: list[str]) -> int:
     """Become `vllm serve`."""
-    from tenuto.vllm.launch import build_command
+    from tenuto.vllm.launch import build_command, get_environment, redact
 
     settings: dict[str, Any] = {}
     if parsed.policy:
@@ -109,11 +114,11 @@ def run_serve(parsed: argparse.Namespace, rest: list[str]) -> int:
     if parsed.trace:
         settings["trace"] = parsed.trace
     command = build_command(parsed.model, settings, rest)
-    print(shlex.join(command), flush=True)
+    print(shlex.join(redact(command)), flush=True)
     if parsed.dry_run:
         return 0
     try:
-        os.execvp(command[0], command)
+        os.execvpe(command[0], command, {**os.environ, **get_environment(rest)})
     except FileNotFoundError:
         raise TenutoError(
             "there is no `vllm` command here; install it with: pip install 'tenuto[vllm]'"

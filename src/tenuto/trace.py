@@ -8,26 +8,35 @@ their inputs and answers, enough to ask a policy again).
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tenuto import __version__
 from tenuto.core.errors import ConfigError
 
 SCHEMA = 1
 
+logger = logging.getLogger("vllm.tenuto")
+
 
 class TraceWriter:
-    """Appends records to a file; a finished step's records survive kill -9."""
+    """Appends records to a file; a finished step's records survive kill -9.
+
+    A file that was there goes on, with a header of its own and steps from 0. If the disk fails while
+    running, the trace ends there with a message: it must not take the engine with it.
+    """
 
     def __init__(self, path: str) -> None:
         self._step = 0
+        self._path = path
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             # A line buffer would cost a system call a record; a step is flushed as one.
-            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+            self._file: TextIO | None = open(path, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"tenuto.trace: cannot write {path!r}: {error}") from error
         self.write(
@@ -39,15 +48,26 @@ class TraceWriter:
                 "now_s": time.monotonic(),
             }
         )
-        self._file.flush()
+        self.flush()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record of the current step."""
-        self._file.write(json.dumps({"step": self._step, **record}, separators=(",", ":")) + "\n")
+        """Write one record of the current step; what JSON does not know is written as text."""
+        if self._file is None:
+            return
+        try:
+            line = json.dumps({"step": self._step, **record}, separators=(",", ":"), default=str)
+            self._file.write(line + "\n")
+        except (OSError, ValueError) as error:
+            self._give_up(error)
 
     def flush(self) -> None:
         """Hand what was written to the operating system: the engine goes idle, or may be killed."""
-        self._file.flush()
+        if self._file is None:
+            return
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._give_up(error)
 
     def end_step(self) -> None:
         """The step's records are complete."""
@@ -55,5 +75,15 @@ class TraceWriter:
         self._step += 1
 
     def close(self) -> None:
-        """Write what is left; further records are an error."""
-        self._file.close()
+        """Write what is left; further records are dropped."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _give_up(self, error: Exception) -> None:
+        logger.error("the trace ends here, %s cannot be written: %s", self._path, error)
+        file, self._file = self._file, None
+        with contextlib.suppress(OSError):
+            if file is not None:
+                file.close()

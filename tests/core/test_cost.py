@@ -17,7 +17,7 @@ import pytest
 from tenuto.core.hints import Hints
 from tenuto.core.lineage import Lineage
 from tenuto.core.order import WaitingOrder
-from tenuto.core.prefix import hash_blocks
+from tenuto.core.prefix import count_common, hash_blocks
 from tenuto.core.types import Keep, Strength, ToolCall
 from tests.core.small_policies import KeepFor
 from tests.core.toy_engine import ToyEngine, make_tokens
@@ -254,6 +254,15 @@ def test_rebuilding_the_order_is_rare() -> None:
         return count_calls(change) / (5 * size)
 
     assert count_per_change(MANY) <= ALLOWED_GROWTH * count_per_change(FEW)
+
+
+@pytest.mark.parametrize("num_common", [0, 1, 50, 99, 100])
+def test_chained_hashes_are_compared_by_halves(num_common: int) -> None:
+    # log2(10_000) = 13.3: 14 comparisons, of a call or two each, and a handful of other calls.
+    ours = [Counted(number) for number in range(10_000)]
+    theirs = [Counted(number if number < num_common * 100 else -1 - number) for number in range(10_000)]
+    assert count_calls(lambda: count_common(ours, theirs)) <= 2 * 14 + 10
+    assert count_common(ours, theirs) == num_common * 100
 
 
 @pytest.mark.parametrize("is_next_turn", [False, True])

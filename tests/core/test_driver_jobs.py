@@ -135,8 +135,9 @@ def test_a_job_with_another_live_turn_does_not_end() -> None:
 def test_an_ended_job_is_forgotten_and_may_begin_anew() -> None:
     engine = ToyEngine(KeepFor(), 40)
     for now_s in (0, 5):
-        run(engine, f"t{now_s}", now_s, PROMPT, hints=Hints(job_id="job"), is_last=True)
-    assert engine.driver.policy.heard.count(("job ended", "job", 1)) == 2
+        run(engine, f"t{now_s}", now_s, PROMPT, hints=Hints(job_id="job"), tool=LS)
+        run(engine, f"t{now_s + 2}", now_s + 2, PROMPT + OUTPUT, hints=Hints(job_id="job"), is_last=True)
+    assert engine.driver.policy.heard.count(("job ended", "job", 2)) == 2
     assert engine.driver._jobs == {}
     assert len(engine.driver._lineage) == 0
 
@@ -182,6 +183,16 @@ def test_tokens_computed_again_are_counted() -> None:
     engine.start_first(6)
     # The preemption gave 24 prompt tokens away; 5 blocks = 20 were still cached ((24 − 1) // 4 = 5).
     assert engine.driver.stats.num_recomputed_tokens == 20 + 4
+
+
+def test_tokens_that_a_shorter_prompt_has_no_use_for_are_not_counted() -> None:
+    engine = ToyEngine(Policy(), 7)
+    run(engine, "t1", 0, PROMPT, hints=Hints(job_id="job"), tool=LS)
+    run(engine, "t2", 2, make_tokens(900, 26), hints=Hints(job_id="other"), tool=LS)
+    engine.arrive("t3", 4, PROMPT[:10], OUTPUT, Hints(job_id="job"))
+    engine.start_first(4)
+    # 20 had been computed, all are evicted; of 10 prompt tokens 9 could have been hit.
+    assert engine.driver.stats.num_recomputed_tokens == 9
 
 
 def test_waiting_time_runs_from_arrival_to_the_first_start_only() -> None:
@@ -268,6 +279,24 @@ class LongestFirst(Policy):
         if turn.num_prompt_tokens == 8:
             raise ValueError("no opinion")
         return ("by length", -turn.num_prompt_tokens)
+
+
+def test_a_running_turn_shows_what_its_client_said_of_it() -> None:
+    engine = ToyEngine(Policy(), 20)
+    engine.arrive("t1", 0, PROMPT, hints=Hints(is_last=True, expected_tool_s=2.5, tenant="a"), priority=3)
+    view = engine.driver._get_turn(engine.driver._turns["t1"])
+    assert (view.is_last, view.expected_tool_s, view.job.tenant, view.priority) == (True, 2.5, "a", 3)
+
+
+def test_a_live_job_is_not_forgotten_however_long_it_takes() -> None:
+    engine = ToyEngine(Policy(), 60, limits=Limits(max_remembered_jobs=1))
+    run(engine, "t1", 0, PROMPT, hints=Hints(job_id="live"), tool=LS)
+    engine.arrive("t2", 2, PROMPT, OUTPUT, Hints(job_id="live"))
+    engine.start_first(2)
+    for number in range(3):
+        run(engine, f"o{number}", 3 + number, PROMPT, hints=Hints(job_id=f"other-{number}"), tool=LS)
+    engine.arrive("t3", 9, PROMPT, OUTPUT, Hints(job_id="live"))
+    assert get_job(engine, "t3").num_turns == 3
 
 
 def start_all(engine: ToyEngine, *lengths: int) -> list[str]:

@@ -107,6 +107,15 @@ def test_a_turn_that_finishes_replaces_its_job_s_lease() -> None:
     assert ended(engine) == {LeaseEnd.HIT: 1, LeaseEnd.REPLACED: 1}
 
 
+def test_a_last_turn_leaves_no_lease_even_while_another_turn_of_the_job_lives() -> None:
+    engine = ToyEngine(KeepFor(), 30)
+    for turn_id, number in (("other", 9), ("last", 0)):
+        engine.arrive(turn_id, 0, prompt_of(number), OUTPUT, Hints(job_id="job"))
+        engine.start_first(0)
+    engine.finish("last", 1, is_last=True)
+    assert sizes(engine) == {}
+
+
 def test_the_job_s_end_ends_its_lease() -> None:
     engine = ToyEngine(KeepFor(), 30)
     engine.arrive("other", 0, prompt_of(7), OUTPUT, Hints(job_id="j0"))
@@ -230,7 +239,8 @@ def test_a_lease_puts_its_job_s_next_turn_first_until_it_ends() -> None:
     assert list(engine.waiting) == ["stranger", "t0b"]
 
 
-def test_a_lease_granted_while_another_turn_of_the_job_waits_moves_that_turn() -> None:
+def test_a_lease_puts_first_only_the_turn_it_is_kept_for() -> None:
+    """Jobs that share one id must not jump the queue with every turn they have."""
     engine = ToyEngine(KeepFor(), 40)
     engine.arrive("t0", 0, prompt_of(0), OUTPUT, Hints(job_id="j0"))
     engine.start_first(0)
@@ -238,7 +248,7 @@ def test_a_lease_granted_while_another_turn_of_the_job_waits_moves_that_turn() -
     engine.arrive("parallel", 2, prompt_of(6), (), Hints(job_id="j0"))
     assert list(engine.waiting) == ["stranger", "parallel"]
     engine.finish("t0", 3, tool=LS)
-    assert list(engine.waiting) == ["parallel", "stranger"]
+    assert list(engine.waiting) == ["stranger", "parallel"]
 
 
 # Deadlines.
@@ -392,13 +402,16 @@ def test_a_spared_lease_is_the_last_to_go_on_a_stall() -> None:
 
 def test_a_lease_of_the_own_job_that_waits_for_nobody_is_not_spared() -> None:
     # The parallel turn arrived before the lease was granted and has nothing in common with it.
-    engine = ToyEngine(KeepFor(ttl_s=100), 6)
-    engine.arrive("t0", 0, prompt_of(0), OUTPUT, Hints(job_id="j0"))
-    engine.start_first(0)
+    # Of 11 blocks 5 are leased and 5 in use by somebody else, so this is no stall.
+    engine = ToyEngine(KeepFor(ttl_s=100), 11)
+    for turn_id, number in (("other", 9), ("t0", 0)):
+        engine.arrive(turn_id, 0, prompt_of(number), OUTPUT, Hints(job_id=f"j{number}"))
+        engine.start_first(0)
     engine.arrive("parallel", 1, prompt_of(6), (), Hints(job_id="j0"))
     engine.finish("t0", 2, tool=LS)
     assert sizes(engine) == {"j0": 5}
     assert engine.start_first(3) == "parallel"
+    assert "other" in engine.running
 
 
 @pytest.mark.parametrize(

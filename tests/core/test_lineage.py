@@ -115,6 +115,15 @@ def test_of_jobs_with_identical_prompts_the_most_recent_is_found() -> None:
     assert memory.recognise(SYSTEM + TASK + RESULT) == "first"
 
 
+def test_of_prompts_of_which_one_begins_the_other_the_most_recent_is_found() -> None:
+    # Both run through the system prompt's last block and differ only in length.
+    for order in (["short", "long"], ["long", "short"]):
+        memory = Memory()
+        for job_id in order:
+            memory.finish(job_id, SYSTEM + TASK[: {"short": 6, "long": 10}[job_id]], [1])
+        assert memory.recognise(SYSTEM + TASK[:10] + RESULT) == order[-1]
+
+
 def test_identical_prompts_with_different_outputs_are_told_apart_by_the_output() -> None:
     memory = Memory()
     other_answer = tokens(6000, 50)

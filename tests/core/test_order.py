@@ -65,8 +65,11 @@ def test_ties_go_by_id() -> None:
 def test_memory_stays_linear_when_keys_change_all_the_time() -> None:
     order = WaitingOrder()
     for number in range(1000):
-        order.push(f"id-{number % 10}", (number,))
+        order.push(f"id-{number % 10}", (-number,))
+        # Pushed last, it goes first: also just after old entries were thrown out.
+        assert order.get_first() == f"id-{number % 10}"
     assert len(order._heap) <= 2 * 10 + 16
+    assert [order.pop() for _ in range(10)] == [f"id-{number}" for number in range(9, -1, -1)]
 
 
 def test_memory_is_given_back_when_ids_leave() -> None:

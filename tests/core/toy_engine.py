@@ -41,6 +41,10 @@ class ToyEngine:
 
     can_cut = True
 
+    def get_num_held_blocks(self) -> int:
+        held = (block.block_id for lease in self.driver.leases for block in lease.blocks)
+        return len(set(held))
+
     def __init__(
         self,
         policy: Policy,

@@ -20,6 +20,17 @@ class KeepAll(Policy):
 
 
 @dataclass
+class LeasedLast(KeepAll):
+    """Orders turns with a lease behind the others: the opposite of what any policy would want."""
+
+    def queue_key(self, turn: Turn, now_s: float) -> tuple[float, ...]:
+        return (1 if turn.has_lease else 0, turn.arrival_s)
+
+    def preempt_key(self, turn: Turn, view: EngineView) -> tuple[float, ...]:
+        return (turn.arrival_s,)
+
+
+@dataclass
 class OneJobAtATime(Policy):
     """Admits a job only while no other is on, and gives each step a few tokens."""
 

@@ -19,6 +19,7 @@ from tests.vllm.conftest import Clock
 from tests.vllm.workerless import EOS, Engine, make_config, make_request, make_scheduler
 
 KEEP_ALL = "tests.vllm.policies:KeepAll"
+PINS = {"policy": "continuum-fixed", "options": {"ttl_s": 50.0}}
 BLOCK_SIZE = 16
 
 
@@ -261,6 +262,103 @@ def test_no_tool_call_and_a_stop_token_ends_the_job(clock: Clock) -> None:
     scheduler.add_request(make_request("b1", [6] * 90, xargs={"job_id": "b", "is_last_step": 0}))
     engine.run()
     assert len(scheduler.driver.leases) == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode", "window"),
+    [
+        (PINS, "fcfs", None),
+        (PINS, "priority", None),
+        (PINS, "fcfs", 64),
+        ({"policy": "tests.vllm.policies:LeasedLast", "options": {"strength": "keep-last"}}, "fcfs", None),
+        ({"policy": "tests.vllm.policies:LeasedLast"}, "priority", None),
+    ],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_order_and_leases_together(
+    clock: Clock, policy: dict[str, Any], mode: str, window: int | None, depth: int, seed: int
+) -> None:
+    """Allocating may end a lease, and with it change the order, between vLLM's peek and its pop."""
+    rng = random.Random(seed)
+    config = make_config(is_async=depth > 1, tenuto=policy, max_num_seqs=8, policy=mode)
+    num_blocks = 60 if window is None else 120
+    scheduler = make_scheduler(tenuto.vllm.Scheduler, config, num_blocks=num_blocks, window=window)
+    engine = Engine(scheduler, depth=depth)
+    talks = [[rng.randrange(10, 900) for _ in range(rng.randrange(20, 90))] for _ in range(10)]
+    for step in range(300):
+        clock.now_s += rng.choice((0.01, 0.01, 0.5))
+        if rng.random() < 0.35:
+            index = rng.randrange(10)
+            if len(talks[index]) > 500:
+                talks[index] = talks[index][:32] + [rng.randrange(10, 900) for _ in range(20)]
+            talks[index] += [rng.randrange(10, 900) for _ in range(rng.randrange(1, 60))]
+            hints: dict[str, Any] = rng.choice(
+                (
+                    {"job_id": f"job{index}", "tool": "ls"},
+                    {"job_id": "everyone", "tool": "cat"},
+                    {"job_id": f"job{index}", "is_last_step": 1},
+                    {"tool": "grep"},
+                )
+            )
+            name = f"r{rng.randrange(10**6)}-{step}"
+            options = {"max_tokens": rng.randrange(1, 60), "priority": rng.randrange(3)}
+            request = make_request(name, talks[index], xargs=hints, arrival_time=step, **options)
+            # A request that may not read the prefix cache does not use what was kept for it.
+            request.skip_reading_prefix_cache = rng.random() < 0.1
+            scheduler.add_request(request)
+        if rng.random() < 0.05 and scheduler.requests:
+            engine.abort(rng.choice(sorted(scheduler.requests)))
+        output = engine.step()
+        ids = [*output.scheduled_cached_reqs.req_ids, *(new.req_id for new in output.scheduled_new_reqs)]
+        assert len(ids) == len(set(ids)), "a request was scheduled twice in one step"
+        check(engine)
+    engine.run()
+    assert scheduler.driver.stats.num_leases_granted > 10
+    clock.now_s += 1000
+    engine.step()
+    assert get_usage(engine) == 0
+
+
+def test_a_window_in_the_only_layer_group(clock: Clock) -> None:
+    """A model of sliding windows alone: its leases are whole or nothing, and hit on return."""
+    config = make_config(tenuto={"policy": KEEP_ALL})
+    engine = Engine(make_scheduler(tenuto.vllm.Scheduler, config, window=64, full=False))
+    prompt = list(range(100, 296))
+    engine.scheduler.add_request(make_request("a1", prompt, max_tokens=2, xargs={"job_id": "a", "tool": "x"}))
+    engine.run()
+    assert len(engine.scheduler.driver.leases) == 1
+    follow = prompt + engine.outputs["a1"] + [7] * 40
+    engine.scheduler.add_request(make_request("a2", follow, xargs={"job_id": "a", "is_last_step": 1}))
+    engine.run()
+    assert engine.scheduler.driver.stats.num_leases_ended[LeaseEnd.HIT] == 1
+    assert engine.scheduler.driver.stats.num_hit_tokens == 12 * BLOCK_SIZE
+    check(engine, idle=True)
+
+
+def test_shared_prefixes_do_not_make_leases_look_larger(clock: Clock) -> None:
+    """Three leases on one long prompt: a request that would not fit anyway takes none of them."""
+    engine = start(num_blocks=131)
+    shared = [*range(100, 900), *([7] * 16)]
+    for name in "abc":
+        xargs = {"job_id": name, "tool": "x"}
+        prompt = [*shared, *([ord(name)] * 30)]
+        engine.scheduler.add_request(make_request(name, prompt, max_tokens=2, xargs=xargs))
+        engine.run()
+    leases = engine.scheduler.driver.leases
+    # 846 tokens each are 52 full blocks, of which 51 are the same.
+    assert sum(leases.num_blocks.values()) == 156
+    assert get_usage(engine) == 54
+    engine.scheduler.add_request(make_request("busy", [3] * 600, max_tokens=90, xargs={"is_last_step": 1}))
+    for _ in range(5):
+        engine.step()
+    # 1,600 tokens want 100 blocks; 130 less 38 for the busy one leave 92, all leases included.
+    engine.scheduler.add_request(make_request("big", [4] * 1600, max_tokens=2, xargs={"is_last_step": 1}))
+    for _ in range(5):
+        engine.step()
+    assert len(leases) == 3
+    engine.run()
+    check(engine, idle=True)
 
 
 ABSURD: list[dict[str, Any]] = [

@@ -88,16 +88,17 @@ def make_scheduler(
     num_blocks: int = 100,
     block_size: int = 16,
     window: int | None = None,
+    full: bool = True,
 ) -> Any:
     """A scheduler of the given class with `num_blocks` blocks, the null block included.
 
-    With `window` the model is hybrid: one layer group with full attention, one with a sliding window.
+    With `window` the model has a layer group with a sliding window, beside the one with full attention.
     """
     init_none_hash(sha256)
     config.cache_config.num_gpu_blocks = num_blocks
     config.cache_config.block_size = block_size
     common = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**common))]
+    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**common))] if full else []
     if window is not None:
         groups.append(KVCacheGroupSpec(["window"], SlidingWindowSpec(**common, sliding_window=window)))
     return cls(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from tenuto.core.policy import Policy
+from tenuto.core.policy import TOLD_HOOKS, Policy
 
 logger = logging.getLogger("tenuto")
 
@@ -30,8 +30,7 @@ class PolicyCaller:
         self._strict = strict
         self._reported: set[str] = set()
         self._stock = Policy()
-        told = [hook for hook in vars(Policy) if hook.startswith("on_")]
-        self._heard = {hook for hook in told if log is not None or policy.overrides(hook)}
+        self._heard = {hook for hook in TOLD_HOOKS if log is not None or policy.overrides(hook)}
 
     def hears(self, hook: str) -> bool:
         """Whether telling this hook reaches anyone; its inputs need not be made otherwise."""

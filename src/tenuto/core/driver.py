@@ -20,7 +20,7 @@ from tenuto.core.hints import Hints
 from tenuto.core.leases import Engine, LeaseState, LeaseTable
 from tenuto.core.lineage import Lineage
 from tenuto.core.order import WaitingOrder
-from tenuto.core.policy import Key, Policy
+from tenuto.core.policy import TOLD_HOOKS, Key, Policy
 from tenuto.core.settings import setting
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import (
@@ -117,8 +117,15 @@ class Driver:
     """One policy at work on one engine."""
 
     def __init__(
-        self, policy: Policy, engine: Engine, limits: Limits | None = None, *, log: DecisionLog | None = None
+        self,
+        policy: Policy,
+        engine: Engine,
+        limits: Limits | None = None,
+        *,
+        hash_block_size: int | None = None,
+        log: DecisionLog | None = None,
     ) -> None:
+        """`hash_block_size`: tokens per hash of an `Arrival`, where that is not the engine's block size."""
         self.policy = policy
         self.limits = limits or Limits()
         self.stats = DriverStats()
@@ -130,7 +137,11 @@ class Driver:
         self._turns: dict[str, _Turn] = {}
         self.leases = LeaseTable(engine, self._on_lease_end)
         self._block_size = engine.get_view(0.0).block_size
-        self._lineage = Lineage(self._block_size, self.limits.max_remembered_jobs)
+        self._lineage = Lineage(hash_block_size or self._block_size, self.limits.max_remembered_jobs)
+        # A policy that never tells jobs apart needs none recognised.
+        self._infers = self.limits.infer_jobs and any(
+            policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
+        )
         self._now_s = 0.0
 
     # What happens to turns.
@@ -237,10 +248,12 @@ class Driver:
         """Policy hooks that failed so far."""
         return self._caller.num_faults
 
-    @property
-    def num_reclaimable_blocks(self) -> int:
-        """Held blocks, at most, that `take_back` could free."""
-        return self.leases.num_blocks[Strength.HOLD]
+    def get_num_reclaimable_blocks(self, for_turn_id: str) -> int:
+        """Held blocks, at most, that `take_back` could free while other turns run."""
+        own = self._get_claimed_job_id(for_turn_id)
+        lease = self.leases.get(own) if own is not None else None
+        spared = len(lease.blocks) if lease is not None and lease.terms.strength is Strength.HOLD else 0
+        return self._engine.get_num_held_blocks() - spared
 
     def take_back(
         self, num_blocks: int, now_s: float, *, for_turn_id: str | None = None, stalled: bool = False
@@ -330,6 +343,11 @@ class Driver:
         turn = self._turns.get(turn_id)
         return turn is not None and not turn.job.has_started
 
+    def get_live_turn_ids(self, turn_id: str) -> list[str]:
+        """All turns of this turn's job that wait or run, itself included."""
+        turn = self._turns.get(turn_id)
+        return [] if turn is None else list(turn.job.live_turn_ids)
+
     def get_step_budget(self, now_s: float, max_step_tokens: int) -> int:
         """Token budget of the next step, between 1 and the engine's own."""
         answer = self._caller.ask("step_budget", (int, type(None)), self.get_view(now_s))
@@ -339,7 +357,7 @@ class Driver:
 
     def _find_job(self, turn_id: str, what: Arrival) -> _Job:
         job_id = what.hints.job_id
-        if job_id is None and self.limits.infer_jobs and what.hashes:
+        if job_id is None and self._infers and what.hashes:
             job_id = self._lineage.find(what.hashes, what.prompt)
         # The tab keeps ids we make apart from ids that clients choose, which are printable.
         job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
@@ -375,7 +393,7 @@ class Driver:
         if is_last and not job.live_turn_ids:
             self._end_job(job, now_s)
             return
-        if turn.what.hashes:
+        if turn.what.hashes and self._infers:
             self._lineage.remember(job.job_id, turn.what.hashes, turn.what.prompt)
         if not is_last and self.policy.overrides("retain"):
             self._retain(view, now_s)
@@ -396,11 +414,9 @@ class Driver:
         lease = LeaseState(turn.job.job_id, turn, blocks, now_s, terms)
         self.leases.grant(lease, self._caller.ask("evict_key", tuple, lease.get_view(), view))
         self.stats.num_leases_granted += 1
-        job = self._jobs[turn.job.job_id]
         self._record_lease(
             "lease-granted", lease, now_s, until_s=terms.until_s, strength=terms.strength.value
         )
-        self._reorder_waiting(job)
 
     def _bound(self, terms: Keep, granted_s: float) -> Keep:
         return dataclasses.replace(terms, until_s=min(terms.until_s, granted_s + self.limits.max_lease_s))
@@ -428,14 +444,8 @@ class Driver:
         self._record_lease(
             "lease-ended", lease, self._now_s, why=why.value, held_s=self._now_s - lease.granted_s
         )
-        job = self._jobs.get(lease.job_id)
-        if job is not None:
-            self._reorder_waiting(job)
-
-    def _reorder_waiting(self, job: _Job) -> None:
-        for turn_id in job.live_turn_ids:
-            if not self._turns[turn_id].started or self._turns[turn_id].num_preemptions:
-                self._engine.reorder(turn_id)
+        if lease.next_turn_id is not None and why is not LeaseEnd.HIT:
+            self._engine.reorder(lease.next_turn_id)
 
     def _end_job(self, job: _Job, now_s: float) -> None:
         lease = self.leases.get(job.job_id)
@@ -446,6 +456,10 @@ class Driver:
     def _leave(self, job: _Job) -> None:
         """A job has no turn in the engine: remember it, and forget the one that was silent longest."""
         if job.live_turn_ids:
+            return
+        if job.last_finish_s is None:
+            # Nothing of it was ever finished: there is nothing to come back to.
+            self._forget(job, self._now_s)
             return
         self._idle_jobs[job.job_id] = None
         self._idle_jobs.move_to_end(job.job_id)
@@ -483,7 +497,7 @@ class Driver:
             num_hit_tokens=turn.num_hit_tokens,
             priority=turn.what.priority,
             num_preemptions=turn.num_preemptions,
-            has_lease=self.leases.get(turn.job.job_id) is not None,
+            has_lease=self._get_claimed_job_id(turn.turn_id) is not None,
             is_last=hints.is_last if is_last is None else is_last,
             tool=tool,
             expected_tool_s=hints.expected_tool_s,

@@ -32,6 +32,9 @@ class Engine(Protocol):
     def count_common_blocks(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
         """How many leading blocks of the list a prompt with these chained hashes runs through."""
 
+    def get_num_held_blocks(self) -> int:
+        """Distinct blocks that `hold` has references to now; several leases may hold one block."""
+
     def hold(self, blocks: list[Any]) -> None:
         """Take one reference to each block."""
 

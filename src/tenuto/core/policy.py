@@ -19,7 +19,7 @@ from tenuto.core.types import Decision, EngineView, Job, Lease, Release, ToolCal
 
 POLICIES_PACKAGE = "tenuto.policies"
 
-__all__ = ["Key", "Policy", "get_policy_names", "load_policy", "setting"]
+__all__ = ["TOLD_HOOKS", "Key", "Policy", "get_policy_names", "load_policy", "setting"]
 
 Key = tuple[float | int | str, ...]
 """What orders turns and leases: smaller first; all keys of one hook have the same shape."""
@@ -93,6 +93,9 @@ class Policy:
     def overrides(cls, hook: str) -> bool:
         """Whether this policy has its own version of a hook; engines skip the work of the others."""
         return getattr(cls, hook) is not getattr(Policy, hook)
+
+
+TOLD_HOOKS = tuple(hook for hook in vars(Policy) if hook.startswith("on_"))
 
 
 def get_policy_names() -> list[str]:

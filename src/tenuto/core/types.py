@@ -82,7 +82,7 @@ class Turn:
     """The request's own priority; smaller goes first."""
     num_preemptions: int = 0
     has_lease: bool = False
-    """Whether blocks of this job are leased right now."""
+    """Whether a lease on the job's earlier blocks waits for this turn."""
     is_last: bool | None = None
     """Whether the job ends with this turn; None while nobody can tell."""
     tool: ToolCall | None = None
@@ -133,7 +133,9 @@ class Keep:
     yields: Yields = Yields.ALWAYS
 
     def __post_init__(self) -> None:
-        """Refuse a deadline or a value that is not finite."""
+        """Refuse what the lease table could not work with: a policy's mistake, found where it is made."""
+        if not isinstance(self.strength, Strength) or not isinstance(self.yields, Yields):
+            raise TypeError(f"strength and yields must be of their enums, got {self}")
         if not (math.isfinite(self.until_s) and math.isfinite(self.value)):
             raise ValueError(f"until_s and value must be finite, got {self}")
 

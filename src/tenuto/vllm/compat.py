@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from tenuto.core.errors import IncompatibleError
@@ -28,6 +30,7 @@ OLDEST, NEWEST = (0, 30), (0, 33)
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+_COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
 _WAITING = "vllm.v1.core.sched.request_queue:RequestQueue"
@@ -52,6 +55,16 @@ NAMES: dict[str, tuple[str, ...]] = {
         "reserved_blocks",
         "has_scheduled_reqs",
     ),
+    f"{_COORDINATOR}.get_num_blocks_to_allocate": (
+        "request_id",
+        "num_tokens",
+        "new_computed_blocks",
+        "num_encoder_tokens",
+        "total_computed_tokens",
+        "num_local_computed_tokens",
+        "num_tokens_main_model",
+        "apply_admission_cap",
+    ),
     f"{_POOL}.touch": ("blocks",),
     f"{_POOL}.free_blocks": ("ordered_blocks",),
     f"{_POOL}.get_num_free_blocks": (),
@@ -75,6 +88,11 @@ NAMES: dict[str, tuple[str, ...]] = {
         )
     },
 }
+
+# Since 0.31.
+_TAKES_PREFILL_END = (
+    "prefill_end" in inspect.signature(KVCacheCoordinator.get_num_blocks_to_allocate).parameters
+)
 
 ATTRIBUTES = (
     "requests",
@@ -135,10 +153,15 @@ class PrivateHooks:
         return super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
 
-def has_one_block_size(scheduler: Any) -> bool:
-    """Whether every layer uses one kind of block, so that block i holds tokens i·size to (i+1)·size."""
-    manager = scheduler.kv_cache_manager
-    return bool(manager.num_kv_cache_groups == 1 and scheduler.hash_block_size == get_block_size(scheduler))
+def can_cut_leases(scheduler: Any) -> bool:
+    """Whether block i of a request always holds tokens i·size to (i+1)·size: one group, full attention."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or scheduler.hash_block_size != get_block_size(scheduler):
+        return False
+    spec = groups[0].kv_cache_spec
+    # Some windowed layers are described by a full-attention spec that names a window.
+    is_windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    return isinstance(spec, FullAttentionSpec) and not is_windowed
 
 
 def get_block_size(scheduler: Any) -> int:
@@ -179,13 +202,15 @@ class AllocationGuard:
 
         self._guarded = allocate_slots
         self._is_on = False
+        # A connector's loads set blocks aside that this bound does not know.
+        self._always = scheduler.connector is not None
 
     def set_for_step(self) -> None:
         """Stand in vLLM's way exactly if this step could run out of blocks. O(1)."""
         manager = self._manager
         # Each running request may need a block for its next token, per layer group.
         bound = (self._num_step_blocks + len(self._scheduler.running)) * manager.num_kv_cache_groups
-        is_tight = manager.block_pool.get_num_free_blocks() < bound
+        is_tight = self._always or manager.block_pool.get_num_free_blocks() < bound
         if is_tight == self._is_on:
             return
         self._is_on = is_tight
@@ -195,28 +220,39 @@ class AllocationGuard:
             del manager.allocate_slots
 
 
-def count_missing_blocks(
-    scheduler: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]
-) -> int | None:
-    """Free blocks this allocation is short of; None where layers differ and only vLLM can tell."""
+def count_missing_blocks(scheduler: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
+    """Free blocks that this failed allocation was short of, all layer groups together.
+
+    Asks vLLM's own arithmetic with the arguments of `KVCacheManager.allocate_slots`.
+    """
     manager = scheduler.kv_cache_manager
-    if not has_one_block_size(scheduler):
-        return None
     hit = kwargs.get("new_computed_blocks")
-    hit_blocks = hit.blocks[0] if hit is not None else ()
-    num_computed = (
-        request.num_computed_tokens
-        + kwargs.get("num_new_computed_tokens", 0)
-        + kwargs.get("num_external_computed_tokens", 0)
+    num_local = request.num_computed_tokens + kwargs.get("num_new_computed_tokens", 0)
+    num_computed = num_local + kwargs.get("num_external_computed_tokens", 0)
+    common = {
+        "request_id": request.request_id,
+        "new_computed_blocks": (hit if hit is not None else manager.empty_kv_cache_blocks).blocks,
+        "num_encoder_tokens": kwargs.get("num_encoder_tokens", 0),
+        "num_local_computed_tokens": num_local,
+    }
+    if _TAKES_PREFILL_END:
+        common["prefill_end"] = max(request.num_prompt_tokens, request.num_tokens - 1)
+    count = manager.coordinator.get_num_blocks_to_allocate
+    num_main = num_computed + num_new_tokens
+    num_slots = min(num_main + kwargs.get("num_lookahead_tokens", 0), scheduler.max_model_len)
+    wanted = kwargs.get("reserved_blocks", 0) + count(
+        num_tokens=num_slots, total_computed_tokens=num_computed, num_tokens_main_model=num_main, **common
     )
-    num_tokens = num_computed + num_new_tokens + kwargs.get("num_lookahead_tokens", 0)
     if kwargs.get("full_sequence_must_fit"):
-        num_tokens = max(num_tokens, request.num_tokens)
-    num_tokens = min(num_tokens, scheduler.max_model_len)
-    wanted = -(-num_tokens // get_block_size(scheduler)) - len(hit_blocks)
-    wanted -= len(manager.get_blocks(request.request_id).blocks[0])
-    wanted += sum(block.ref_cnt == 0 for block in hit_blocks)
-    wanted += kwargs.get("reserved_blocks", 0)
+        num_full = min(request.num_tokens, scheduler.max_model_len)
+        full = count(
+            num_tokens=num_full,
+            total_computed_tokens=min(num_computed, scheduler.max_model_len),
+            num_tokens_main_model=num_full,
+            apply_admission_cap=True,
+            **common,
+        )
+        wanted = max(wanted, full)
     if kwargs.get("has_scheduled_reqs", True) and request.status != RequestStatus.RUNNING:
         wanted += manager.watermark_blocks
     return int(wanted - manager.block_pool.get_num_free_blocks())
@@ -293,3 +329,19 @@ def load_tokenizer(vllm_config: Any) -> Any | None:
     from vllm.tokenizers import cached_tokenizer_from_config
 
     return cached_tokenizer_from_config(vllm_config.model_config)
+
+
+def is_diffusion(vllm_config: Any) -> bool:
+    """Whether vLLM would schedule this model with a scheduler of its own kind."""
+    return bool(getattr(vllm_config.model_config, "is_diffusion", False))
+
+
+def get_stock_class(vllm_config: Any) -> Any:
+    """The scheduler class vLLM would have used without `--scheduler-cls`."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    if is_diffusion(vllm_config):
+        from vllm.v1.core.sched import diffusion_scheduler
+
+        name = "DiffusionAsyncScheduler" if is_async else "DiffusionScheduler"
+        return getattr(diffusion_scheduler, name, diffusion_scheduler.DiffusionAsyncScheduler)
+    return AsyncScheduler if is_async else SyncScheduler

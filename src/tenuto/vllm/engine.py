@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ class VllmEngine:
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         self._block_size = compat.get_block_size(scheduler)
+        self._num_holds: Counter[int] = Counter()
         self._kept: KeepLastMixin | None = None
-        self.can_cut = compat.has_one_block_size(scheduler)
+        self.can_cut = compat.can_cut_leases(scheduler)
 
     def get_view(self, now_s: float) -> EngineView:
         """The engine's state in numbers, without leases."""
@@ -75,20 +77,29 @@ class VllmEngine:
                 high = middle - 1
         return low
 
+    def get_num_held_blocks(self) -> int:
+        """Distinct blocks that leases hold now."""
+        return len(self._num_holds)
+
     def hold(self, blocks: list[Any]) -> None:
         """Take one reference to each block."""
         self._pool.touch(blocks)
+        self._num_holds.update(block.block_id for block in blocks)
 
     def release(self, blocks: list[Any]) -> None:
         """Give one reference to each block up, tails to be evicted first."""
         self._pool.free_blocks(reversed(blocks))
+        holds = self._num_holds
+        for block in blocks:
+            holds[block.block_id] -= 1
+            if not holds[block.block_id]:
+                del holds[block.block_id]
 
     def keep_last(self, blocks: list[Any]) -> None:
         """Let these blocks be evicted last; the free queue learns how at the first use."""
         if self._kept is None:
             self._kept = compat.install_keep_last(self._pool, self._scheduler.make_room)
-        # Tails first, so that they stand nearest to the fence.
-        self._kept.keep(reversed(blocks))
+        self._kept.keep(blocks)
 
     def unkeep(self, blocks: list[Any]) -> None:
         """Take `keep_last` back."""

@@ -34,8 +34,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-MAX_BODY_BYTES = 64 * 2**20
-"""Larger bodies are streamed through unread."""
+MAX_BODY_BYTES = 8 * 2**20
+"""Larger bodies are streamed through unread: a million tokens of text are about half of it."""
 
 DP_SIZE_VARIABLE = "TENUTO_DP_SIZE"
 """Environment variable: the server's `--data-parallel-size`; set, each job keeps to one rank."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import load_policy
+from tenuto.vllm.identity import DP_SIZE_VARIABLE
 from tenuto.vllm.settings import read_settings
 
 SCHEDULER = "tenuto.vllm.Scheduler"
@@ -29,12 +32,33 @@ def build_command(model: str, settings: Mapping[str, Any], passed: Sequence[str]
     load_policy(checked.policy, checked.options)
     if tenuto:
         config["tenuto"] = tenuto
-    command = ["vllm", "serve", model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
+    command = [find_vllm(), "serve", model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
     if not any(each.endswith("enable-prompt-tokens-details") for each in rest):
         command.append("--enable-prompt-tokens-details")
     if config:
         command += ["--additional-config", json.dumps(config)]
     return command + rest
+
+
+def find_vllm() -> str:
+    """The `vllm` of this environment; else whichever the shell finds."""
+    beside = Path(sys.executable).parent / "vllm"
+    return str(beside) if beside.exists() else "vllm"
+
+
+def get_environment(passed: Sequence[str]) -> dict[str, str]:
+    """What the server's environment needs beside: data parallelism, so that jobs keep to a rank."""
+    for name in ("--data-parallel-size", "-dp"):
+        size = _take_option(list(passed), name)[0]
+        if size is not None and size.isdecimal() and int(size) > 1:
+            return {DP_SIZE_VARIABLE: size}
+    return {}
+
+
+def redact(command: Sequence[str]) -> list[str]:
+    """The command as it may be printed: API keys are not."""
+    key = _take_option(list(command), "--api-key")[0]
+    return [part.replace(key, "***") if key and part != "serve" else part for part in command]
 
 
 def _take_option(arguments: list[str], name: str) -> tuple[str | None, list[str]]:

@@ -11,6 +11,8 @@ The engine runs in a process of its own, and vLLM's statistics have no room for 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,6 +32,8 @@ REFRESH_S = 1.0
 
 LABELS = ("model_name", "engine")
 
+logger = logging.getLogger("vllm.tenuto")
+
 
 class Metrics:
     """Exports one driver's state and statistics."""
@@ -45,8 +49,8 @@ class Metrics:
         self._labels = (str(model), str(engine_index))
         self._totals: dict[Any, float] = {}
         self._make()
-        self._forward: _Forward | None = _Forward(self._registry)
-        if self._file is None:
+        self._forward = _Forward(self._registry) if self._file is None else None
+        if self._forward is not None:
             REGISTRY.register(self._forward)
         self._refresh_now()
 
@@ -99,8 +103,9 @@ class Metrics:
     def close(self) -> None:
         """Take the metrics away."""
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
-        elif self._forward is not None:
+            with contextlib.suppress(OSError):
+                self._file.unlink()
+        if self._forward is not None:
             REGISTRY.unregister(self._forward)
             self._forward = None
 
@@ -120,9 +125,17 @@ class Metrics:
             counter.inc(total - self._totals.get(counter, 0))
             self._totals[counter] = total
         if self._file is not None:
-            temporary = self._file.with_suffix(".tmp")
+            self._write(self._file)
+
+    def _write(self, file: Path) -> None:
+        temporary = file.with_suffix(".tmp")
+        try:
             temporary.write_bytes(generate_latest(self._registry))
-            temporary.replace(self._file)
+            temporary.replace(file)
+        except OSError as error:
+            # Figures must not take the engine with them.
+            logger.error("tenuto: metrics end here, %s cannot be written: %s", file, error)
+            self._file = None
 
     def _gauge(self, name: str, text: str) -> Any:
         gauge = Gauge(name, text, LABELS, registry=self._registry, multiprocess_mode="mostrecent")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from tenuto.core.driver import Finish
 from tenuto.core.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
 from tenuto.vllm.compat import RequestStatus
+
+logger = logging.getLogger("vllm.tenuto")
 
 TAIL_TOKENS = 96
 """Decoded at first: tool calls stand at the end, and most outputs have none."""
@@ -21,9 +24,20 @@ class OutputReader:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
+        self.num_faults = 0
 
     def get_finish(self, request: Any, *, reads_output: bool) -> Finish:
         """How a request ended, from its final status and, if it matters, from its output."""
+        try:
+            return self._get_finish(request, reads_output)
+        except Exception as error:
+            # Tokenizers can be code of the model's repository; what they raise must not end the engine.
+            self.num_faults += 1
+            if self.num_faults == 1:
+                logger.error("an output could not be read (%r); further failures are only counted", error)
+            return Finish(request.num_output_tokens)
+
+    def _get_finish(self, request: Any, reads_output: bool) -> Finish:
         num_output_tokens = request.num_output_tokens
         stop_strings = (request.sampling_params.stop or ()) if request.sampling_params else ()
         if request.status == RequestStatus.FINISHED_ABORTED and self._ends_with_stop(request, stop_strings):

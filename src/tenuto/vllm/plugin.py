@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -25,10 +26,18 @@ logger = logging.getLogger("vllm.tenuto")
 
 
 def register() -> None:
-    """Make the metrics folder and its collector, once, in the first process that gets here."""
-    if FOLDER_VARIABLE in os.environ:
+    """Make the metrics folder and its collector, in a server's first process."""
+    # Engine and worker processes inherit the folder; a server that another program starts makes its own.
+    if FOLDER_VARIABLE in os.environ and multiprocessing.parent_process() is not None:
         return
-    folder = tempfile.mkdtemp(prefix="tenuto-metrics-")
+    if os.environ.get(OWNER_VARIABLE) == str(os.getpid()):
+        return
+    try:
+        folder = tempfile.mkdtemp(prefix="tenuto-metrics-")
+    except OSError as error:
+        # vLLM runs this in every process, with or without Tenuto's scheduler.
+        logger.warning("no folder for Tenuto's metrics: %s", error)
+        return
     owner = os.getpid()
     os.environ[FOLDER_VARIABLE] = folder
     os.environ[OWNER_VARIABLE] = str(owner)

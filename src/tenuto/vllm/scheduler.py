@@ -43,6 +43,8 @@ class _DrivenScheduler(compat.PrivateHooks):
     waiting: Any
     policy: Any
     max_num_scheduled_tokens: int
+    scheduler_config: Any
+    hash_block_size: int
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = read_settings(vllm_config.additional_config)
@@ -52,13 +54,16 @@ class _DrivenScheduler(compat.PrivateHooks):
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         compat.check_attributes(self)
         engine_core = compat.find_engine_core()
-        self._trace = TraceWriter(settings.trace) if settings.trace else None
+        engine_index = compat.get_engine_index(engine_core)
+        self._trace = TraceWriter(_get_trace_path(settings.trace, engine_index)) if settings.trace else None
         self._engine = VllmEngine(self)
         log = self._trace.write if self._trace else None
-        self.driver = Driver(policy, self._engine, settings.limits, log=log)
+        self.driver = Driver(
+            policy, self._engine, settings.limits, hash_block_size=self.hash_block_size, log=log
+        )
         self._reads_output = policy.overrides("retain") or policy.overrides("on_tool_returned")
         self._reader = OutputReader(compat.load_tokenizer(vllm_config) if self._reads_output else None)
-        self._metrics = Metrics(self.driver, vllm_config, compat.get_engine_index(engine_core))
+        self._metrics = Metrics(self.driver, vllm_config, engine_index)
         self._steps = StepTracer(self._trace, self) if self._trace else None
         self._idle_timer = IdleTimer(lambda: compat.wake(engine_core)) if engine_core is not None else None
         self._install(policy)
@@ -67,7 +72,8 @@ class _DrivenScheduler(compat.PrivateHooks):
     def _install(self, policy: Policy) -> None:
         """Install what the policy overrides, and nothing else."""
         self._asks_admission = policy.overrides("admit")
-        self._asks_budget = policy.overrides("step_budget")
+        # Unchunked, a prompt longer than the budget would wait for ever.
+        self._asks_budget = policy.overrides("step_budget") and self.scheduler_config.enable_chunked_prefill
         if self._asks_admission or policy.overrides("queue_key"):
             self.waiting = TurnQueue(self._get_queue_key, self._is_gated)
         retains = policy.overrides("retain") or policy.overrides("preempt_key")
@@ -177,7 +183,9 @@ class _DrivenScheduler(compat.PrivateHooks):
             idle = not self.running and not self.waiting
             if not self.driver.may_start(first, now_s, idle=idle):
                 return
-            self.waiting.unpark(first)
+            # Turns of the same job that came while it was parked start with it.
+            for request_id in self.driver.get_live_turn_ids(first):
+                self.waiting.unpark(request_id)
 
     def _allocate_with_leases(
         self, allocate: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]
@@ -188,8 +196,8 @@ class _DrivenScheduler(compat.PrivateHooks):
         stalled = len(self.running) <= (1 if is_running else 0)
         missing = compat.count_missing_blocks(self, request, num_new_tokens, kwargs)
         # Taking back what cannot be enough would cost the leases and help nobody.
-        can_help = stalled or missing is None or missing <= self.driver.num_reclaimable_blocks
-        wanted = max(1, missing or 1)
+        can_help = stalled or missing <= self.driver.get_num_reclaimable_blocks(request.request_id)
+        wanted = max(1, missing)
         while can_help:
             num_freed = self.driver.take_back(wanted, now_s, for_turn_id=request.request_id, stalled=stalled)
             if num_freed == 0:
@@ -205,8 +213,11 @@ class _DrivenScheduler(compat.PrivateHooks):
     def _put_victim_last(self, request: Any, now_s: float) -> None:
         """VLLM preempts the tail of `running`: put the policy's choice there.
 
-        Only those not yet scheduled in this step may go; they stand from this request on.
+        Only those not yet scheduled in this step may go; they stand from this request on. In its priority
+        mode vLLM chooses for itself, and moving anything would make it meet a request twice.
         """
+        if self.policy.value == "priority":
+            return
         running = self.running
         candidates = running[running.index(request) :]
         victim_id = self.driver.get_victim([each.request_id for each in candidates], now_s)
@@ -232,13 +243,13 @@ class Scheduler(_DrivenScheduler, compat.AsyncScheduler):  # type: ignore[misc]
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Choose the class; vLLM passes everything by keyword."""
         settings = read_settings(vllm_config.additional_config)
-        is_async = vllm_config.scheduler_config.async_scheduling
-        stock = compat.AsyncScheduler if is_async else compat.SyncScheduler
         reason = _get_reason_for_stock(vllm_config, settings)
         if reason is not None:
             logger.warning("Tenuto stands aside, stock vLLM schedules: %s", reason)
-            return stock(vllm_config, *args, **kwargs)
-        if not is_async:
+            return compat.get_stock_class(vllm_config)(vllm_config, *args, **kwargs)
+        if not vllm_config.cache_config.enable_prefix_caching:
+            logger.warning("prefix caching is off: nothing can be retained between turns")
+        if not vllm_config.scheduler_config.async_scheduling:
             return _SynchronousScheduler(vllm_config, *args, **kwargs)
         return super().__new__(cls)
 
@@ -254,7 +265,16 @@ def _get_reason_for_stock(vllm_config: Any, settings: Settings) -> str | None:
         return text
     if vllm_config.model_config.runner_type == "pooling":
         return "a pooling model has no turns"
+    if compat.is_diffusion(vllm_config):
+        return "a diffusion model has its own scheduler"
+    if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
+        return "with the external launcher every rank schedules, and our clocks could differ"
     return None
+
+
+def _get_trace_path(path: str, engine_index: int) -> str:
+    """One file per data-parallel engine: the first has the name as given."""
+    return path if engine_index == 0 else f"{path}.engine{engine_index}"
 
 
 def _describe(request: Any) -> Arrival:

@@ -22,6 +22,7 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         self._requests: dict[str, Any] = {}
         self._ready = WaitingOrder()
         self._parked = WaitingOrder()
+        self._peeked: Any = None
 
     def add_request(self, request: Any) -> None:
         """Add a request that came in; it is parked if admission has to be asked first."""
@@ -40,19 +41,28 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
             self.prepend_request(request)
 
     def pop_request(self) -> Any:
-        """Remove and return the request that goes first."""
-        return self._requests.pop(self._ready.pop())
+        """Remove and return the request that was peeked last, or else the one that goes first.
+
+        vLLM peeks, allocates for what it saw, then pops. Allocating may end a lease, and with it change
+        the order in between.
+        """
+        request = self._peeked if self._peeked is not None else self.peek_request()
+        self.remove_request(request)
+        return request
 
     def peek_request(self) -> Any:
         """The request that goes first."""
         first = self._ready.get_first()
         if first is None:
             raise IndexError("peek from an empty queue")
-        return self._requests[first]
+        self._peeked = self._requests[first]
+        return self._peeked
 
     def remove_request(self, request: Any) -> None:
         """Remove a request; nothing happens if it is not here."""
         if self._requests.pop(request.request_id, None) is not None:
+            if self._peeked is request:
+                self._peeked = None
             self._ready.discard(request.request_id)
             self._parked.discard(request.request_id)
 
@@ -77,9 +87,10 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         return self._parked.get_first()
 
     def unpark(self, request_id: str) -> None:
-        """Let a parked request start."""
-        self._parked.discard(request_id)
-        self._ready.push(request_id, self._get_key(self._requests[request_id]))
+        """Let a request start, if it is parked."""
+        if request_id in self._parked:
+            self._parked.discard(request_id)
+            self._ready.push(request_id, self._get_key(self._requests[request_id]))
 
     def __bool__(self) -> bool:
         return len(self._ready) > 0
