@@ -52,3 +52,11 @@ class Faulty(Policy):
 
     def queue_key(self, turn: Turn, now_s: float) -> tuple[float, ...]:
         raise RuntimeError("queue_key")
+
+
+@dataclass
+class WrongTerms(Policy):
+    """Names a strength as a word, as a configuration file would."""
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        return Keep(view.now_s + 1, strength="hold")  # type: ignore[arg-type]

@@ -313,3 +313,78 @@ def test_stock_installs_no_hook() -> None:
     assert type(scheduler.waiting).__module__.startswith("vllm.")
     assert scheduler.kv_cache_manager.allocate_slots.__qualname__ == "KVCacheManager.allocate_slots"
     assert type(scheduler.kv_cache_manager.block_pool.free_block_queue).__name__ == "FreeKVCacheBlockQueue"
+
+
+# Faults of others: reported, counted, survived.
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_engine(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start({"policy": KEEP_ALL, "trace": "/dev/full"})
+    engine.scheduler.add_request(
+        make_request("a1", [5] * 90, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+    )
+    engine.run()
+    assert len(engine.outputs["a1"]) == 2
+    engine.scheduler.shutdown()
+
+
+def test_metrics_that_cannot_be_written_do_not_end_the_engine(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    monkeypatch.setenv("TENUTO_METRICS_DIR", str(folder))
+    monkeypatch.setenv("TENUTO_METRICS_OWNER", "1")
+    engine = start({"policy": KEEP_ALL})
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    engine.scheduler.add_request(
+        make_request("a1", [5] * 90, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+    )
+    engine.run()
+    assert not engine.scheduler.has_requests()
+    engine.scheduler.shutdown()
+
+
+def test_an_output_that_cannot_be_read_does_not_end_the_engine(clock: Clock) -> None:
+    engine = start({"policy": KEEP_ALL})
+
+    class Broken:
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            raise IndexError("piece id is out of range")
+
+    engine.scheduler._reader._tokenizer = Broken()
+    engine.scheduler.add_request(make_request("a1", [5] * 90, max_tokens=2, xargs={"job_id": "a"}))
+    engine.run()
+    assert engine.scheduler._reader.num_faults == 1
+    # Nobody can tell whether the job goes on; this policy keeps what it does not know.
+    assert len(engine.scheduler.driver.leases) == 1
+
+
+def test_terms_of_the_wrong_type_are_the_policys_fault(clock: Clock) -> None:
+    engine = start({"policy": "tests.vllm.policies:WrongTerms"})
+    engine.scheduler.add_request(
+        make_request("a1", [5] * 90, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+    )
+    engine.run()
+    assert engine.scheduler.driver.num_policy_faults == 1
+    assert len(engine.scheduler.driver.leases) == 0
+
+
+def test_turns_of_one_parked_job_start_together(clock: Clock) -> None:
+    engine = start({"policy": "tests.vllm.policies:OneJobAtATime", "options": {"step_tokens": 64}})
+    scheduler = engine.scheduler
+    scheduler.add_request(make_request("busy", [5] * 30, max_tokens=10))
+    engine.step()
+    for name in ("a1", "a2"):
+        scheduler.add_request(make_request(name, [6] * 30, max_tokens=3, xargs={"job_id": "a"}))
+    scheduler.add_request(make_request("b1", [7] * 30, max_tokens=3, xargs={"job_id": "b"}))
+    engine.step()
+    assert scheduler.get_num_parked() == 3
+    for _ in range(12):
+        engine.step()
+    assert {"a1", "a2"} <= set(engine.outputs)
+    engine.run()
