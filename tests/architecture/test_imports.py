@@ -25,7 +25,7 @@ PLANTED = {
         "import tenuto.policies.stock",
     ),
     "sim never imports vllm's room": ("sim", "import tenuto.vllm.settings"),
-    "workload and report know core only": ("report", "import tenuto.learn.tool_times"),
+    "workload knows core only": ("workload", "import tenuto.learn.tool_times"),
     "torch and vLLM only in tenuto.vllm": ("core", "import torch"),
 }
 """For each contract: a room, and a line in it that breaks the contract."""

@@ -1,0 +1,68 @@
+"""The checker of the simulated engine: does every reference have a holder, and every block a place?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from tenuto.core.errors import IntegrityError
+from tenuto.core.types import Strength
+from tenuto.sim.extents import Extent, Row
+from tenuto.sim.pool import ExtentPool
+from tenuto.sim.scheduler import Scheduler
+
+
+def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
+    """Check the invariants of the KV cache, its block tables and leases; O(extents), for tests and debugging.
+
+    Free + referenced = total; references = tables and leases that hold a block; in the free queue exactly
+    without references, kept blocks behind all others. With `idle` also: no request is left.
+    Raises IntegrityError naming what is wrong.
+    """
+    pool = scheduler.kv.pool
+    if idle and (scheduler.requests or scheduler.running or len(scheduler.waiting)):
+        raise IntegrityError(f"requests are left: {sorted(scheduler.requests)}")
+    leases = list(scheduler.driver.leases)
+    tables = [table for request in scheduler.requests.values() for table in request.tables]
+    held: list[Any] = [lease.blocks for lease in leases if lease.terms.strength is Strength.HOLD]
+    kept: list[Any] = [lease.blocks for lease in leases if lease.terms.strength is Strength.KEEP_LAST]
+    rows = [table.row for table in tables]
+    num_blocks = sum(len(row) for row in (*held, *kept))
+    if num_blocks != sum(scheduler.driver.leases.num_blocks.values()):
+        raise IntegrityError(
+            f"leases cover {num_blocks} blocks, counted {scheduler.driver.leases.num_blocks}"
+        )
+    check_pool(pool, [*rows, *held], kept, num_blanks=sum(table.num_blanks for table in tables))
+
+
+def check_pool(
+    pool: ExtentPool, held: Iterable[Row], kept: Iterable[Row] = (), *, num_blanks: int = 0
+) -> None:
+    """Check a pool against all rows that are held and kept, and the blank blocks in use."""
+    references, keeps = _count(held), _count(kept)
+    num_free_blanks, ordinary, behind = pool.get_queue()
+    free = [*ordinary, *behind]
+    if len(set(free)) != len(free):
+        raise IntegrityError("an extent is in the free queue twice")
+    for extent in {*free, *references, *keeps}:
+        if extent.ref_cnt != references[extent] or extent.num_keeps != keeps[extent]:
+            raise IntegrityError(f"{extent} has {references[extent]} holders and {keeps[extent]} keepers")
+        if extent.first >= extent.end or extent not in extent.home:
+            raise IntegrityError(f"{extent} is empty, or no look-up finds it")
+        if (extent.ref_cnt == 0) != (extent in free):
+            raise IntegrityError(f"{extent} is free or in use, but not both say so")
+    if any(extent.num_keeps for extent in ordinary) or not all(extent.num_keeps for extent in behind):
+        raise IntegrityError("a kept extent stands before an ordinary one")
+    num_free = num_free_blanks + _count_blocks(free)
+    num_used = num_blanks + _count_blocks(references)
+    if num_free != pool.num_free_blocks or num_free + num_used != pool.num_blocks:
+        raise IntegrityError(f"{num_free} free + {num_used} used blocks, counted {pool.num_free_blocks} free")
+
+
+def _count(rows: Iterable[Row]) -> Counter[Extent]:
+    return Counter(extent for row in rows for extent in row.get_extents())
+
+
+def _count_blocks(extents: Iterable[Extent]) -> int:
+    return sum(extent.end - extent.first for extent in extents)

@@ -1,0 +1,332 @@
+"""The scheduler of the simulated engine: vLLM V1's, with the driver asked at the same few places.
+
+One loop without a prefill or a decode phase: every step gives each request tokens until its computed tokens
+catch up with all it has, out of one token budget; running requests first, then waiting ones. Decisions equal
+vLLM's step by step (`tests/differential`). Source: vllm/v1/core/sched/scheduler.py:schedule and
+update_from_output, async_scheduler.py@0.32; the hooks stand where `tenuto.vllm.scheduler` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tenuto.core.asking import DecisionLog
+from tenuto.core.driver import Arrival, Driver, Finish, Limits
+from tenuto.core.policy import Key, Policy
+from tenuto.sim.allocator import Allocator
+from tenuto.sim.config import EngineConfig
+from tenuto.sim.engine import SimEngine
+from tenuto.sim.kv_cache import Hit, KvCache
+from tenuto.sim.request import BlockHashes, Request, Status
+from tenuto.sim.step import Step
+from tenuto.sim.step_cost.batch import StepBatch
+from tenuto.sim.waiting import GetKey, WaitingQueue
+
+PUBLISHED = Limits(always_yield=False)
+"""Policies run as published: a lease that says it yields on a stall is not taken back before."""
+
+
+class Scheduler:
+    """Decides what each step computes; whoever steps it calls `schedule` and `finish_step` in turn."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        policy: Policy,
+        limits: Limits = PUBLISHED,
+        *,
+        log: DecisionLog | None = None,
+    ) -> None:
+        self.config = config
+        self.kv = KvCache(config.kv, config.max_steps_in_flight * config.max_step_tokens)
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self._by_priority = "priority" in (config.order, policy.engine_order)
+        self._asks_admission = policy.overrides("admit")
+        self._asks_order = self._asks_admission or policy.overrides("queue_key")
+        self._asks_budget = policy.overrides("step_budget")
+        self.waiting = WaitingQueue(self._choose_key())
+        self._now_s = 0.0
+        self.driver = Driver(policy, SimEngine(self), limits, log=log)
+        self.kv.pool.make_room = self.driver.make_room
+        self._allocator = Allocator(self.kv, self.driver, self.running)
+
+    # What an engine calls.
+
+    def add_request(self, request: Request, now_s: float) -> None:
+        """A turn came in. Raises ConfigError if it can never run here."""
+        self.kv.enter(request)
+        self._now_s = now_s
+        self.requests[request.turn_id] = request
+        what = Arrival(
+            hints=request.hints,
+            num_prompt_tokens=request.num_prompt_tokens,
+            hashes=BlockHashes(request, self.config.kv.block_size),
+            priority=request.priority,
+        )
+        self.driver.arrive(request.turn_id, now_s, what)
+        is_parked = self._asks_admission and self.driver.is_first_turn(request.turn_id)
+        self.waiting.add(request, is_parked=is_parked)
+
+    def schedule(self, now_s: float) -> Step:
+        """Decide the next step; without tokens in it, nothing can run now."""
+        self._now_s = now_s
+        self.driver.expire(now_s)
+        if self._asks_admission:
+            self._admit_parked()
+        budget = self.config.max_step_tokens
+        if self._asks_budget:
+            budget = self.driver.get_step_budget(now_s, budget)
+        # A request that is alone has nobody to starve.
+        alone = len(self.running) + len(self.waiting) <= 1
+        step = Step(budget, 0 if alone else self.config.long_prefill_token_threshold)
+        self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_waiting(step)
+        self._advance(step)
+        for turn_id, num_hit_tokens in (*step.new.items(), *step.resumed.items()):
+            self.driver.start(turn_id, now_s, num_hit_tokens)
+        return step
+
+    def finish_step(
+        self, step: Step, now_s: float, num_accepted: Mapping[str, int] | None = None
+    ) -> list[tuple[Request, int]]:
+        """A scheduled step was computed; steps are finished in the order they were scheduled in.
+
+        `num_accepted` says how many of a request's drafts were right (none, unless told). Returns the
+        requests that got output, with the number of new tokens; those that are done have `Status.FINISHED`.
+        """
+        self._now_s = now_s
+        outputs = []
+        for turn_id, num_tokens in step.num_tokens.items():
+            request = self.requests.get(turn_id)
+            if request is None:
+                continue  # aborted meanwhile
+            request.num_in_flight_tokens -= num_tokens
+            is_stale = request.num_stale_tokens > 0
+            if is_stale:
+                request.num_stale_tokens -= num_tokens
+                if request.drops_stale:
+                    continue
+            if turn_id in step.chunks:
+                continue
+            num_right = num_accepted.get(turn_id, 0) if num_accepted else 0
+            if turn_id in step.num_drafts and not is_stale:
+                self._reject(request, step.num_drafts[turn_id] - num_right)
+            outputs.append((request, self._append(request, 1 + num_right, is_stale=is_stale)))
+        self._remove_finished(outputs)
+        if self.config.num_draft_tokens and self.config.max_steps_in_flight == 1:
+            for request, _ in outputs:
+                request.num_drafts = self.config.num_draft_tokens
+        return outputs
+
+    def abort(self, turn_id: str, now_s: float) -> None:
+        """The client of a turn went away; nothing happens if the turn is done."""
+        request = self.requests.get(turn_id)
+        if request is None:
+            return
+        self._now_s = now_s
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._finish(request, Finish(request.num_output_tokens, aborted=True))
+
+    def reset_prefix_cache(self, now_s: float, *, preempt_running: bool = False) -> bool:
+        """Forget all cached content, leases included; False, and content stays, while requests run.
+
+        With `preempt_running` these start over instead; output of theirs that is in flight is lost.
+        """
+        self._now_s = now_s
+        self.driver.drop_all()
+        while preempt_running and self.running:
+            self._preempt(self.running.pop(), drop_stale=True)
+        return self.kv.pool.reset()
+
+    # One step.
+
+    def _schedule_running(self, step: Step) -> None:
+        index = 0
+        while index < len(self.running) and step.budget > 0:
+            request = self.running[index]
+            num_new_tokens = self._count_new_tokens(request, step)
+            if num_new_tokens == 0:
+                index += 1
+                continue
+            while not self._allocator.try_allocate(request, num_new_tokens, None, self._now_s):
+                victim = self._preempt_for(request, step)
+                if victim is request:
+                    return
+                index = self.running.index(request)
+            step.give(request, num_new_tokens)
+            step.has_prefill |= request.is_prefill_chunk
+            if request.num_drafts:
+                num_certain = request.num_tokens + request.num_placeholders - request.num_computed_tokens
+                if num_new_tokens > num_certain:
+                    step.num_drafts[request.turn_id] = num_new_tokens - num_certain
+                request.num_drafts = 0
+            index += 1
+
+    def _count_new_tokens(self, request: Request, step: Step) -> int:
+        num_computed_tokens, num_placeholders = request.num_computed_tokens, request.num_placeholders
+        if (
+            num_placeholders > 0
+            and num_computed_tokens + 2 - num_placeholders >= request.num_prompt_tokens + request.max_tokens
+        ):
+            # The steps in flight bring its last token, even if they reject all drafts.
+            return 0
+        num_tokens = request.num_tokens + request.num_drafts + num_placeholders
+        # One slot stays for the token that is sampled.
+        most = self.config.kv.max_model_len - num_computed_tokens - 1
+        return min(step.bound(num_tokens - num_computed_tokens), most)
+
+    def _schedule_waiting(self, step: Step) -> None:
+        has_running = bool(step.num_tokens)
+        while step.budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting.get_first()
+            if request is None:
+                break
+            if request.num_stale_tokens and not request.drops_stale:
+                # Output in flight would arrive behind what it computes anew.
+                self.waiting.skip_first()
+                continue
+            hit = self.kv.get_hit(request)
+            num_tokens = request.num_tokens - hit.num_tokens
+            num_drafts = self._count_padding(request, hit, step, has_running) if num_tokens == 1 else 0
+            if 1 + num_drafts > step.budget:
+                break
+            num_new_tokens = step.bound(num_tokens + num_drafts)
+            if not self._allocator.try_allocate(request, num_new_tokens, hit, self._now_s):
+                break
+            self._start(request, hit, step)
+            step.give(request, num_new_tokens)
+            if num_drafts:
+                step.num_drafts[request.turn_id] = num_drafts
+        self.waiting.restore_skipped()
+
+    def _count_padding(self, request: Request, hit: Hit, step: Step, has_running: bool) -> int:
+        """Draft slots added to a request that starts with one token, so that all decodes are alike."""
+        num_drafts = self.config.num_draft_tokens
+        fits = hit.num_tokens + 1 + num_drafts + 1 <= self.config.kv.max_model_len
+        joins_decodes = not step.has_prefill and (has_running or hit.num_tokens > 0)
+        return num_drafts if fits and joins_decodes else 0
+
+    def _start(self, request: Request, hit: Hit, step: Step) -> None:
+        started = step.new if request.status is Status.WAITING else step.resumed
+        started[request.turn_id] = hit.num_tokens
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.status = Status.RUNNING
+        request.num_computed_tokens = hit.num_tokens
+
+    def _advance(self, step: Step) -> None:
+        """Count a step's tokens as computed, so that the next one can be scheduled at once."""
+        is_async = self.config.max_steps_in_flight > 1
+        chunk_tokens = chunk_context = num_decodes = decode_context = 0
+        num_pairs = 0.0
+        for turn_id, num_tokens in step.num_tokens.items():
+            request = self.requests[turn_id]
+            context = request.num_computed_tokens
+            if num_tokens == 1:
+                num_decodes += 1
+                decode_context += context
+            else:
+                chunk_tokens += num_tokens
+                chunk_context += context
+                num_pairs += num_tokens * (context + num_tokens / 2)
+            request.num_computed_tokens = context + num_tokens
+            request.num_in_flight_tokens += num_tokens
+            request.is_prefill_chunk = context + num_tokens < request.num_tokens + request.num_placeholders
+            if request.is_prefill_chunk:
+                step.chunks.add(turn_id)
+            elif is_async:
+                request.num_placeholders += 1 + step.num_drafts.get(turn_id, 0)
+                request.num_drafts = self.config.num_draft_tokens
+        num_chunks = len(step.num_tokens) - num_decodes
+        step.batch = StepBatch(
+            num_chunks, chunk_tokens, chunk_context, num_pairs, num_decodes, decode_context
+        )
+
+    # Preemption.
+
+    def _preempt_for(self, request: Request, step: Step) -> Request:
+        """Preempt the running request that yields first; it may be the one that needs the room."""
+        if self._by_priority:
+            victim = max(self.running, key=lambda request: (request.priority, request.arrival_s))
+            self.running.remove(victim)
+            step.take_out(victim)
+        else:
+            self._allocator.put_victim_last(request, self._now_s)
+            victim = self.running.pop()
+        step.preempted[victim.turn_id] = victim.num_computed_tokens
+        self._preempt(victim)
+        return victim
+
+    def _preempt(self, request: Request, *, drop_stale: bool = False) -> None:
+        """Take all blocks of a request that left `running`; it will be computed again."""
+        self.driver.preempt(request.turn_id, self._now_s, request.num_computed_tokens)
+        self.kv.free(request)
+        request.status = Status.PREEMPTED
+        request.num_computed_tokens = request.num_drafts = request.num_placeholders = 0
+        request.drops_stale = drop_stale or (request.drops_stale and request.num_stale_tokens > 0)
+        request.num_stale_tokens = request.num_in_flight_tokens
+        request.num_preemptions += 1
+        self.waiting.add_back(request)
+
+    # Outputs.
+
+    def _reject(self, request: Request, num_drafts: int) -> None:
+        """Drafts were wrong: what was computed for them does not count."""
+        if request.num_computed_tokens > 0:
+            request.num_computed_tokens -= num_drafts
+        if request.num_placeholders > 0:
+            request.num_placeholders -= num_drafts
+
+    def _append(self, request: Request, num_new_tokens: int, *, is_stale: bool) -> int:
+        """Add output tokens, up to the request's end; returns how many."""
+        num_left = min(
+            request.max_tokens - request.num_output_tokens,
+            self.config.kv.max_model_len - request.num_tokens,
+        )
+        num_new_tokens = min(num_new_tokens, num_left)
+        request.num_tokens += num_new_tokens
+        if self.config.max_steps_in_flight > 1 and not is_stale:
+            request.num_placeholders -= num_new_tokens
+            self.kv.cache(request, request.num_computed_tokens - request.num_placeholders)
+        if num_new_tokens == num_left:
+            self._finish(request, Finish(request.num_output_tokens, request.tool, request.is_last))
+        return num_new_tokens
+
+    def _finish(self, request: Request, how: Finish) -> None:
+        """End a request; a lease may take its blocks over just before they are freed."""
+        self.driver.finish(request.turn_id, self._now_s, how)
+        self.kv.free(request)
+        request.status = Status.FINISHED
+        del self.requests[request.turn_id]
+
+    def _remove_finished(self, outputs: list[tuple[Request, int]]) -> None:
+        finished = [request for request, _ in outputs if request.status is Status.FINISHED]
+        if finished:
+            self.running[:] = [each for each in self.running if each.status is not Status.FINISHED]
+        for request in finished:
+            # One that was preempted while its last token was in flight.
+            self.waiting.remove(request)
+
+    # Inside.
+
+    def _admit_parked(self) -> None:
+        while (first := self.waiting.get_first_parked()) is not None:
+            idle = not self.running and self.waiting.get_first() is None
+            if not self.driver.may_start(first, self._now_s, idle=idle):
+                return
+            self.waiting.unpark(first)
+
+    def _choose_key(self) -> GetKey | None:
+        if self._asks_order:
+            return self._get_policy_key
+        return (lambda request: (request.priority, request.arrival_s)) if self._by_priority else None
+
+    def _get_policy_key(self, request: Request) -> Key:
+        key = self.driver.get_queue_key(request.turn_id, self._now_s)
+        # The engine's own priority mode stays in force above the policy's order.
+        return (request.priority, *key) if self._by_priority else key
