@@ -216,10 +216,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8077)
     parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--words", type=int, default=150, help="length of each tool output")
-    parser.add_argument("--output-tokens", type=int, default=16)
+    parser.add_argument("--words", type=int, default=130, help="length of each tool output")
+    parser.add_argument("--output-tokens", type=int, default=12)
     parser.add_argument("--tool-seconds", type=float, default=1.0)
-    parser.add_argument("--blocks", type=int, default=96, help=f"KV cache blocks of {BLOCK_SIZE} tokens")
+    parser.add_argument("--blocks", type=int, default=86, help=f"KV cache blocks of {BLOCK_SIZE} tokens")
     parser.add_argument("--out", type=Path, default=Path(".demo/out"), help="folder for logs and records")
     return parser.parse_args()
 
@@ -228,6 +228,7 @@ def main() -> None:
     args = parse_arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     trace = (args.out / "tenuto-trace.jsonl").resolve()
+    trace.unlink(missing_ok=True)
     config = json.dumps({"tenuto": {"policy": args.policy, "trace": str(trace)}})
     extras: dict[str, list[str]] = {
         "stock": [],

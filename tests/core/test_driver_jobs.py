@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from tenuto.core.driver import Finish, Limits
+from tenuto.core.driver import Arrival, Driver, Finish, Limits
 from tenuto.core.hints import Hints
 from tenuto.core.policy import Policy
+from tenuto.core.prefix import hash_blocks
 from tenuto.core.types import Job, ToolCall, Turn
 from tests.core.small_policies import KeepFor
 from tests.core.toy_engine import ToyEngine, make_tokens
@@ -150,6 +151,58 @@ def test_events_of_unknown_turns_are_ignored() -> None:
     engine.driver.preempt("nobody", 2, 0)
     engine.driver.finish("t1", 2, Finish(3))
     assert engine.driver.policy.heard == heard
+
+
+def test_a_job_of_which_nothing_was_finished_is_not_remembered() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    engine.arrive("t1", 0, PROMPT, OUTPUT, Hints(job_id="job"))
+    engine.start_first(0)
+    engine.arrive("t2", 1, PROMPT, OUTPUT, Hints(job_id="job"))
+    engine.abort("t1", 2)
+    assert "job" in engine.driver._jobs
+    engine.abort("t2", 3)
+    assert engine.driver._jobs == {}
+    assert engine.driver.policy.heard[-1] == ("job ended", "job", 2)
+
+
+def test_a_policy_that_tells_no_jobs_apart_needs_none_recognised() -> None:
+    for policy, is_recognised in ((Policy(), False), (KeepFor(), True)):
+        engine = ToyEngine(policy, 40)
+        run(engine, "t1", 0, PROMPT, tool=LS)
+        assert len(engine.driver._lineage) == is_recognised
+        engine.arrive("t2", 2, PROMPT + OUTPUT + RESULT)
+        assert get_job(engine, "t2").num_turns == 1 + is_recognised
+
+
+def test_jobs_are_recognised_by_hashes_finer_than_the_engine_s_blocks() -> None:
+    @dataclass
+    class Listening(Policy):
+        def on_turn_started(self, turn: Turn, now_s: float):
+            pass
+
+    engine = ToyEngine(Listening(), 40, block_size=16)
+    driver = Driver(Listening(), engine, hash_block_size=4)
+    # 40 tokens are two blocks of 16, but ten hashes of 4: the prompt's marks are the ninth and the tenth.
+    # Taken for those of two blocks, they would be the first and the second, and end at 8 tokens.
+    prompt = make_tokens(0, 40)
+    driver.arrive("t1", 0, Arrival(Hints(), 40, prompt, hash_blocks(prompt, 4)))
+    driver.finish("t1", 1, Finish(3, LS))
+    others = [prompt[:8] + make_tokens(700, 8) + prompt[16:] + RESULT, prompt + RESULT]
+    for number, prompt in enumerate(others):
+        turn_id = f"other-{number}"
+        driver.arrive(turn_id, 2, Arrival(Hints(), len(prompt), prompt, hash_blocks(prompt, 4)))
+    assert [driver._turns[f"other-{number}"].job.num_turns for number in range(2)] == [1, 2]
+
+
+def test_the_live_turns_of_a_job() -> None:
+    engine = ToyEngine(Policy(), 40)
+    for number in range(3):
+        hints = Hints(job_id="job" if number else "other")
+        engine.arrive(f"t{number}", 0, PROMPT, OUTPUT, hints)
+    assert engine.driver.get_live_turn_ids("t1") == ["t1", "t2"]
+    engine.abort("t1", 1)
+    assert engine.driver.get_live_turn_ids("t2") == ["t2"]
+    assert engine.driver.get_live_turn_ids("t1") == []
 
 
 def test_the_longest_silent_job_is_forgotten_first_and_its_lease_ends() -> None:

@@ -510,7 +510,21 @@ def test_the_view_counts_leases_and_their_blocks() -> None:
     run(engine, 1)
     view = engine.driver.get_view(7)
     assert (view.num_leases, view.num_leased_blocks, view.num_free_blocks) == (2, 10, 10)
-    assert engine.driver.num_reclaimable_blocks == 10
+
+
+def test_what_could_be_taken_back_at_most() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    run(engine, 0)
+    run(engine, 1)
+    # A third job leases the same 5 blocks as j1: held twice, but 5 blocks all the same.
+    engine.arrive("same", 0, prompt_of(1), OUTPUT, Hints(job_id="x"))
+    engine.start_first(0)
+    engine.finish("same", 0, tool=LS)
+    come_back(engine, 0, 1)
+    engine.arrive("stranger", 1, prompt_of(5))
+    assert engine.driver.get_num_reclaimable_blocks("stranger") == 10
+    assert engine.driver.get_num_reclaimable_blocks("t0b") == 5  # not those that wait for it
+    assert engine.driver.take_back(100, 2, for_turn_id="t0b") == 5
 
 
 def test_the_log_tells_a_job_s_history() -> None:

@@ -123,7 +123,11 @@ class DriverMachine(RuleBasedStateMachine):
         turn = self.engine.turns[self.engine.waiting.get_first()]
         stalled = not self.engine.running
         free_for_it, wanted = self._count_without_leases(turn)
+        num_free = self.engine.pool.num_free_blocks
+        num_reclaimable = self.driver.get_num_reclaimable_blocks(turn.turn_id)
         started = self.engine.start_first(self.now_s)
+        if started is None and not stalled:
+            assert self.engine.pool.num_free_blocks - num_free <= num_reclaimable
         if started is not None:
             assert started == turn.turn_id
             assert turn.num_hit_blocks * BLOCK_SIZE <= len(turn.prompt) - 1

@@ -19,6 +19,12 @@ def test_a_deadline_and_a_value_are_finite(until_s: float, value: float) -> None
         Keep(until_s, value=value)
 
 
+@pytest.mark.parametrize("terms", [{"strength": "hold"}, {"strength": None}, {"yields": "always"}])
+def test_strength_and_yields_are_of_their_enums(terms: dict) -> None:
+    with pytest.raises(TypeError, match="enums"):
+        Keep(1.0, **terms)
+
+
 @pytest.mark.parametrize(
     "view",
     [

@@ -41,10 +41,6 @@ class ToyEngine:
 
     can_cut = True
 
-    def get_num_held_blocks(self) -> int:
-        held = (block.block_id for lease in self.driver.leases for block in lease.blocks)
-        return len(set(held))
-
     def __init__(
         self,
         policy: Policy,
@@ -191,6 +187,9 @@ class ToyEngine:
                 break
             num_common += 1
         return num_common
+
+    def get_num_held_blocks(self) -> int:
+        return len(self.count_held())
 
     def hold(self, blocks: list[Block]) -> None:
         self.pool.touch(blocks)

@@ -284,7 +284,7 @@ def _get_copy(copies: list[Extent], block: int) -> Extent | None:
     """The copy of a block that was cached first, or None."""
     found = None
     for extent in copies:
-        if extent.first <= block < extent.end and (found is None or extent.order > found.order):
+        if extent.first <= block < extent.end and (found is None or extent.order < found.order):
             found = extent
     return found
 
