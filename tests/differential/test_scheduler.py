@@ -15,6 +15,8 @@ import torch
 from vllm.config import SpeculativeConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -22,15 +24,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 from tenuto.core.policy import Policy, load_policy
 from tenuto.sim.checks import check_integrity
 from tenuto.sim.config import EngineConfig, KvConfig
 from tenuto.sim.scheduler import Scheduler
 from tests.differential.sides import Decision, Names, SimSide, Turn, VllmSide
-from tests.vllm.workerless import MAX_MODEL_LEN, make_config, make_scheduler
+from tests.vllm.workerless import MAX_MODEL_LEN, make_config
 
 NUM_STEPS = 220
 BLOCK_SIZE = 16
@@ -72,9 +72,7 @@ def make_sides(setup: Setup, policy: Policy | None = None) -> tuple[VllmSide, Si
             target_model_config=vllm_config.model_config,
             target_parallel_config=vllm_config.parallel_config,
         )
-    theirs = make_hybrid_scheduler(
-        AsyncScheduler if setup.depth > 1 else SyncScheduler, vllm_config, setup
-    )
+    theirs = make_hybrid_scheduler(AsyncScheduler if setup.depth > 1 else SyncScheduler, vllm_config, setup)
     if setup.has_draft_model:
         # What EAGLE changes in the scheduler, without a draft model to configure.
         theirs.num_lookahead_tokens = setup.num_draft_tokens
@@ -118,7 +116,9 @@ def make_hybrid_scheduler(cls: type, vllm_config: Any, setup: Setup) -> Any:
     groups = [
         KVCacheGroupSpec(
             [f"layer{n}"],
-            FullAttentionSpec(**common) if window is None else SlidingWindowSpec(**common, sliding_window=window),
+            FullAttentionSpec(**common)
+            if window is None
+            else SlidingWindowSpec(**common, sliding_window=window),
         )
         for n, window in enumerate(setup.windows)
     ]

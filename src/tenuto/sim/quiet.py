@@ -72,9 +72,7 @@ def _may_start_one(scheduler: Scheduler) -> bool:
         return True  # Its hit may grow. Else it only shrinks, and free blocks only get fewer.
     num_tokens = min(budget, request.num_tokens - hit.num_tokens)
     num_missing = scheduler.kv.count_missing(request, num_tokens, hit, is_busy=True)
-    return num_missing <= (
-        driver.get_num_reclaimable_blocks(request.turn_id) if _may_yield(driver) else 0
-    )
+    return num_missing <= (driver.get_num_reclaimable_blocks(request.turn_id) if _may_yield(driver) else 0)
 
 
 def _may_yield(driver: Driver) -> bool:
