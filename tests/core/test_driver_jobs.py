@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from tenuto.core.driver import Arrival, Driver, Finish, Limits
+from tenuto.core.driver import Driver
 from tenuto.core.hints import Hints
+from tenuto.core.jobs import Arrival, Finish
+from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.prefix import hash_blocks
 from tenuto.core.types import Job, ToolCall, Turn
@@ -21,7 +23,7 @@ RESULT = make_tokens(600, 7)
 
 
 def get_job(engine: ToyEngine, turn_id: str) -> Job:
-    return engine.driver._get_turn(engine.driver._turns[turn_id]).job
+    return engine.driver._view(engine.driver._turns[turn_id]).job
 
 
 def run(engine: ToyEngine, turn_id: str, now_s: float, prompt, output=OUTPUT, hints=None, **finish) -> None:
@@ -337,7 +339,7 @@ class LongestFirst(Policy):
 def test_a_running_turn_shows_what_its_client_said_of_it() -> None:
     engine = ToyEngine(Policy(), 20)
     engine.arrive("t1", 0, PROMPT, hints=Hints(is_last=True, expected_tool_s=2.5, tenant="a"), priority=3)
-    view = engine.driver._get_turn(engine.driver._turns["t1"])
+    view = engine.driver._view(engine.driver._turns["t1"])
     assert (view.is_last, view.expected_tool_s, view.job.tenant, view.priority) == (True, 2.5, "a", 3)
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from tenuto.core.checks import check_integrity
-from tenuto.core.driver import Limits
 from tenuto.core.hints import Hints
+from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.types import Keep, LeaseEnd, Offload, Release, Strength, ToolCall, Turn, Yields
 from tests.core.small_policies import KeepFor

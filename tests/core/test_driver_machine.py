@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tenuto.core.checks import check_integrity
-from tenuto.core.driver import Limits
 from tenuto.core.hints import Hints
+from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, Strength, ToolCall, Turn, Yields
 from tests.core.toy_engine import ToyEngine, ToyTurn

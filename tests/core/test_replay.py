@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tenuto.core.asking import to_json
-from tenuto.core.driver import Limits
 from tenuto.core.hints import Hints
+from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy, get_policy_names, load_policy
 from tenuto.core.types import EngineView, Job, Keep, Lease, Strength, ToolCall, Turn, Yields
 from tests.core.replay import from_json, replay

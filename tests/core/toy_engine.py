@@ -12,8 +12,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.core.blocks import Block, BlockPool, KeepLastQueue
-from tenuto.core.driver import Arrival, Driver, Finish, Limits
+from tenuto.core.driver import Driver
 from tenuto.core.hints import Hints
+from tenuto.core.jobs import Arrival, Finish
+from tenuto.core.limits import Limits
 from tenuto.core.order import WaitingOrder
 from tenuto.core.policy import Policy
 from tenuto.core.prefix import get_hit_blocks, hash_blocks

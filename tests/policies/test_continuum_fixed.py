@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.core.driver import Limits
 from tenuto.core.hints import Hints
+from tenuto.core.limits import Limits
 from tenuto.core.types import EngineView, Job, Keep, Lease, Release, Strength, ToolCall, Turn, Yields
 from tenuto.policies.continuum_fixed import ContinuumFixed
 from tests.core.toy_engine import ToyEngine, make_tokens

@@ -12,105 +12,26 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from tenuto.core.asking import DecisionLog, LogRecord, PolicyCaller
-from tenuto.core.hints import Hints
+from tenuto.core.jobs import Arrival, Finish, JobState, TurnState
 from tenuto.core.leases import Engine, LeaseState, LeaseTable
+from tenuto.core.limits import Limits
 from tenuto.core.lineage import Lineage
 from tenuto.core.order import WaitingOrder
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
-from tenuto.core.settings import setting
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import (
     EngineView,
-    Job,
     Keep,
     LeaseEnd,
     Offload,
     Release,
     Strength,
-    ToolCall,
     Turn,
     Yields,
 )
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds on what any policy, hint or client can make the driver do."""
-
-    max_lease_s: float = setting(600.0, "longest lease, whatever the policy or a hint says", minimum=0)
-    max_leased_share: float = setting(
-        1.0,
-        "share of the KV cache that leases may cover; one that does not fit is not granted",
-        minimum=0,
-        maximum=1,
-    )
-    max_tenant_share: float = setting(
-        1.0, "share of the KV cache that leases of one tenant may cover", minimum=0, maximum=1
-    )
-    max_remembered_jobs: int = setting(
-        10_000, "jobs remembered between turns; beyond it the longest silent is forgotten", minimum=1
-    )
-    always_yield: bool = setting(
-        True, "leases yield before any allocation fails, even where the policy says only on a stall"
-    )
-    infer_jobs: bool = setting(True, "recognise turns without a job id by their content")
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What is known of a turn when it comes in."""
-
-    hints: Hints
-    num_prompt_tokens: int
-    prompt: Sequence[int] = ()
-    """Its prompt's token ids; needed only to recognise jobs by content."""
-    hashes: Sequence[Hashable] = ()
-    """Chained hashes of its full blocks; kept by reference, so they grow with the output. Without them a
-    turn extends nothing: its job's lease ends when it arrives."""
-    priority: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """How a turn ended."""
-
-    num_output_tokens: int
-    tool: ToolCall | None = None
-    is_last: bool | None = None
-    """Whether its job ends with it, as far as the output tells."""
-    aborted: bool = False
-    """The client went away or the request failed; nothing is retained."""
-
-
-@dataclass(slots=True)
-class _Job:
-    job_id: str
-    arrival_s: float
-    tenant: str | None
-    num_turns: int = 0
-    has_started: bool = False
-    live_turn_ids: dict[str, None] = field(default_factory=dict)
-    last_finish_s: float | None = None
-    last_tool: ToolCall | None = None
-    last_num_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Turn:
-    turn_id: str
-    job: _Job
-    arrival_s: float
-    what: Arrival
-    num_reusable_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_preemptions: int = 0
-    num_lost_tokens: int = 0
-    """Computed tokens that the last preemption gave away."""
-    started: bool = False
 
 
 class Driver:
@@ -132,9 +53,9 @@ class Driver:
         self._engine = engine
         self._caller = PolicyCaller(policy, log)
         self._log = log
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, JobState] = {}
         self._idle_jobs: OrderedDict[str, None] = OrderedDict()
-        self._turns: dict[str, _Turn] = {}
+        self._turns: dict[str, TurnState] = {}
         self.leases = LeaseTable(engine, self._on_lease_end)
         self._block_size = engine.get_view(0.0).block_size
         self._lineage = Lineage(hash_block_size or self._block_size, self.limits.max_remembered_jobs)
@@ -152,7 +73,7 @@ class Driver:
         self.stats.num_events += 1
         job = self._find_job(turn_id, what)
         tool_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
-        turn = _Turn(turn_id, job, now_s, what)
+        turn = TurnState(turn_id, job, now_s, what)
         turn.num_reusable_tokens = min(job.last_num_tokens, what.num_prompt_tokens - 1)
         job.num_turns += 1
         job.live_turn_ids[turn_id] = None
@@ -164,9 +85,9 @@ class Driver:
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
             if self._caller.hears("on_tool_returned"):
-                self._caller.tell("on_tool_returned", self._get_turn(turn), job.last_tool, tool_s)
+                self._caller.tell("on_tool_returned", self._view(turn), job.last_tool, tool_s)
         if self._caller.hears("on_turn_arrived"):
-            self._caller.tell("on_turn_arrived", self._get_turn(turn), now_s)
+            self._caller.tell("on_turn_arrived", self._view(turn), now_s)
         self._record("arrived", turn, now_s, num_prompt_tokens=what.num_prompt_tokens, tool_s=tool_s)
 
     def start(self, turn_id: str, now_s: float, num_hit_tokens: int) -> None:
@@ -189,7 +110,7 @@ class Driver:
         if lease is not None and lease.next_turn_id == turn_id:
             self.leases.end(lease, LeaseEnd.HIT)
         if self._caller.hears("on_turn_started"):
-            self._caller.tell("on_turn_started", self._get_turn(turn), now_s)
+            self._caller.tell("on_turn_started", self._view(turn), now_s)
         self._record("started", turn, now_s, num_hit_tokens=num_hit_tokens, queue_s=now_s - turn.arrival_s)
 
     def preempt(self, turn_id: str, now_s: float, num_computed_tokens: int) -> None:
@@ -306,7 +227,7 @@ class Driver:
 
     def get_queue_key(self, turn_id: str, now_s: float) -> Key:
         """Where a waiting turn stands; smaller goes first."""
-        key: Key = self._caller.ask("queue_key", tuple, self._get_turn(self._turns[turn_id]), now_s)
+        key: Key = self._caller.ask("queue_key", tuple, self._view(self._turns[turn_id]), now_s)
         return key
 
     def get_victim(self, turn_ids: Sequence[str], now_s: float) -> str | None:
@@ -319,7 +240,7 @@ class Driver:
             return None
         order = WaitingOrder()
         for turn_id in known:
-            turn = self._get_turn(self._turns[turn_id])
+            turn = self._view(self._turns[turn_id])
             order.push(turn_id, self._caller.ask("preempt_key", tuple, turn, view))
         return order.get_first()
 
@@ -327,7 +248,7 @@ class Driver:
         """Whether a waiting turn may start: a job's later turns always, any when the engine is idle."""
         if idle or not self.is_first_turn(turn_id):
             return True
-        turn = self._get_turn(self._turns[turn_id])
+        turn = self._view(self._turns[turn_id])
         if self._caller.ask("admit", bool, turn, self.get_view(now_s)):
             return True
         self.stats.num_admission_waits += 1
@@ -355,7 +276,7 @@ class Driver:
 
     # Inside.
 
-    def _find_job(self, turn_id: str, what: Arrival) -> _Job:
+    def _find_job(self, turn_id: str, what: Arrival) -> JobState:
         job_id = what.hints.job_id
         if job_id is None and self._infers and what.hashes:
             job_id = self._lineage.find(what.hashes, what.prompt)
@@ -363,7 +284,7 @@ class Driver:
         job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
         job = self._jobs.get(job_id)
         if job is None:
-            job = self._jobs[job_id] = _Job(job_id, self._now_s, what.hints.tenant)
+            job = self._jobs[job_id] = JobState(job_id, self._now_s, what.hints.tenant)
         return job
 
     def _get_claimed_job_id(self, turn_id: str | None) -> str | None:
@@ -371,7 +292,7 @@ class Driver:
         lease = self.leases.get(turn.job.job_id) if turn is not None else None
         return lease.job_id if lease is not None and lease.next_turn_id == turn_id else None
 
-    def _claim(self, lease: LeaseState, turn: _Turn) -> None:
+    def _claim(self, lease: LeaseState, turn: TurnState) -> None:
         num_common = self._engine.count_common_blocks(lease.blocks, turn.what.hashes)
         if self._engine.can_cut:
             # A hit ends before the prompt does; a block beyond it would only be in this turn's own way.
@@ -382,20 +303,18 @@ class Driver:
             self.leases.cut(lease, num_common)
             lease.next_turn_id = turn.turn_id
 
-    def _complete(self, turn: _Turn, now_s: float, how: Finish) -> None:
-        job, hints = turn.job, turn.what.hints
-        tool, is_last = _get_tool(hints, how), _tell_last(hints, how)
-        job.last_finish_s, job.last_tool = now_s, tool
+    def _complete(self, turn: TurnState, now_s: float, how: Finish) -> None:
+        job, view = turn.job, turn.get_finished_view(how)
+        job.last_finish_s, job.last_tool = now_s, view.tool
         job.last_num_tokens = turn.what.num_prompt_tokens + how.num_output_tokens - 1
-        view = self._get_turn(turn, how.num_output_tokens, is_last, tool)
         if self._caller.hears("on_turn_finished"):
             self._caller.tell("on_turn_finished", view, now_s)
-        if is_last and not job.live_turn_ids:
+        if view.is_last and not job.live_turn_ids:
             self._end_job(job, now_s)
             return
         if turn.what.hashes and self._infers:
             self._lineage.remember(job.job_id, turn.what.hashes, turn.what.prompt)
-        if not is_last and self.policy.overrides("retain"):
+        if not view.is_last and self.policy.overrides("retain"):
             self._retain(view, now_s)
 
     def _retain(self, turn: Turn, now_s: float) -> None:
@@ -447,13 +366,13 @@ class Driver:
         if lease.next_turn_id is not None and why is not LeaseEnd.HIT:
             self._engine.reorder(lease.next_turn_id)
 
-    def _end_job(self, job: _Job, now_s: float) -> None:
+    def _end_job(self, job: JobState, now_s: float) -> None:
         lease = self.leases.get(job.job_id)
         if lease is not None:
             self.leases.end(lease, LeaseEnd.JOB_ENDED)
         self._forget(job, now_s)
 
-    def _leave(self, job: _Job) -> None:
+    def _leave(self, job: JobState) -> None:
         """A job has no turn in the engine: remember it, and forget the one that was silent longest."""
         if job.live_turn_ids:
             return
@@ -470,40 +389,17 @@ class Driver:
                 self.leases.end(lease, LeaseEnd.EXPIRED)
             self._forget(oldest, self._now_s)
 
-    def _forget(self, job: _Job, now_s: float) -> None:
+    def _forget(self, job: JobState, now_s: float) -> None:
         if self._caller.hears("on_job_ended"):
-            self._caller.tell("on_job_ended", self._get_job(job), now_s)
+            self._caller.tell("on_job_ended", job.get_view(), now_s)
         del self._jobs[job.job_id]
         self._idle_jobs.pop(job.job_id, None)
         self._lineage.forget(job.job_id)
 
-    def _get_job(self, job: _Job) -> Job:
-        return Job(job.job_id, job.arrival_s, job.num_turns, job.tenant)
+    def _view(self, turn: TurnState) -> Turn:
+        return turn.get_view(has_lease=self._get_claimed_job_id(turn.turn_id) is not None)
 
-    def _get_turn(
-        self,
-        turn: _Turn,
-        num_output_tokens: int = 0,
-        is_last: bool | None = None,
-        tool: ToolCall | None = None,
-    ) -> Turn:
-        hints = turn.what.hints
-        return Turn(
-            turn_id=turn.turn_id,
-            job=self._get_job(turn.job),
-            arrival_s=turn.arrival_s,
-            num_prompt_tokens=turn.what.num_prompt_tokens,
-            num_output_tokens=num_output_tokens,
-            num_hit_tokens=turn.num_hit_tokens,
-            priority=turn.what.priority,
-            num_preemptions=turn.num_preemptions,
-            has_lease=self._get_claimed_job_id(turn.turn_id) is not None,
-            is_last=hints.is_last if is_last is None else is_last,
-            tool=tool,
-            expected_tool_s=hints.expected_tool_s,
-        )
-
-    def _record(self, event: str, turn: _Turn, now_s: float, **facts: object) -> None:
+    def _record(self, event: str, turn: TurnState, now_s: float, **facts: object) -> None:
         if self._log is not None:
             record: LogRecord = {"kind": "job", "event": event, "job": turn.job.job_id, "turn": turn.turn_id}
             self._log({**record, "turn_number": turn.job.num_turns, "now_s": now_s, **facts})
@@ -517,17 +413,3 @@ class Driver:
                 "turn": lease.turn.turn_id,
             }
             self._log({**record, "now_s": now_s, "num_blocks": len(lease.blocks), **facts})
-
-
-def _get_tool(hints: Hints, how: Finish) -> ToolCall | None:
-    """The client's name for the tool counts before the output's."""
-    if hints.tool is None:
-        return how.tool
-    return ToolCall(hints.tool, how.tool.command if how.tool is not None else None)
-
-
-def _tell_last(hints: Hints, how: Finish) -> bool | None:
-    """The client's word counts first; one that names a tool says that the job goes on."""
-    if hints.is_last is not None:
-        return hints.is_last
-    return False if hints.tool is not None else how.is_last

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tenuto.core.asking import DecisionLog
-from tenuto.core.driver import Arrival, Driver, Finish, Limits
+from tenuto.core.driver import Driver
+from tenuto.core.jobs import Arrival, Finish
+from tenuto.core.limits import Limits
 from tenuto.core.policy import Key, Policy
 from tenuto.sim.allocator import Allocator
 from tenuto.sim.config import EngineConfig

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from tenuto.core.driver import Finish
+from tenuto.core.jobs import Finish
 from tenuto.core.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
 from tenuto.vllm.compat import RequestStatus

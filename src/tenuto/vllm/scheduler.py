@@ -14,9 +14,10 @@ from typing import Any
 
 import vllm
 
-from tenuto.core.driver import Arrival, Driver
+from tenuto.core.driver import Driver
 from tenuto.core.errors import IncompatibleError
 from tenuto.core.hints import Hints, parse_hints
+from tenuto.core.jobs import Arrival
 from tenuto.core.policy import Key, Policy, load_policy
 from tenuto.trace import TraceWriter
 from tenuto.vllm import compat

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.core.driver import Limits
 from tenuto.core.errors import ConfigError
+from tenuto.core.limits import Limits
 from tenuto.core.settings import check_settings, setting
 
 
@@ -18,7 +18,7 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
     """The policy's own parameters."""
     limits: Limits = field(default_factory=Limits)
-    """Bounds on any policy, hint or client (see `tenuto.core.driver.Limits`)."""
+    """Bounds on any policy, hint or client (see `tenuto.core.limits.Limits`)."""
     trace: str | None = setting(None, "file for the JSONL trace of steps and decisions; none when unset")
     on_mismatch: str = setting(
         "stop", "what to do when this vLLM does not fit: stop, or run stock", choices=("stop", "stock")

@@ -1,0 +1,109 @@
+"""Jobs and their turns: what an engine tells of them, and what the driver remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from tenuto.core.hints import Hints
+from tenuto.core.types import Job, ToolCall, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is known of a turn when it comes in."""
+
+    hints: Hints
+    num_prompt_tokens: int
+    prompt: Sequence[int] = ()
+    """Its prompt's token ids; needed only to recognise jobs by content."""
+    hashes: Sequence[Hashable] = ()
+    """Chained hashes of its full blocks; kept by reference, so they grow with the output. Without them a
+    turn extends nothing: its job's lease ends when it arrives."""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a turn ended."""
+
+    num_output_tokens: int
+    tool: ToolCall | None = None
+    is_last: bool | None = None
+    """Whether its job ends with it, as far as the output tells."""
+    aborted: bool = False
+    """The client went away or the request failed; nothing is retained."""
+
+
+@dataclass(slots=True)
+class JobState:
+    """One job, as the driver changes it."""
+
+    job_id: str
+    arrival_s: float
+    tenant: str | None
+    num_turns: int = 0
+    has_started: bool = False
+    live_turn_ids: dict[str, None] = field(default_factory=dict)
+    last_finish_s: float | None = None
+    last_tool: ToolCall | None = None
+    last_num_tokens: int = 0
+
+    def get_view(self) -> Job:
+        """The frozen view a policy sees."""
+        return Job(self.job_id, self.arrival_s, self.num_turns, self.tenant)
+
+
+@dataclass(slots=True)
+class TurnState:
+    """One turn between its arrival and its finish, as the driver changes it."""
+
+    turn_id: str
+    job: JobState
+    arrival_s: float
+    what: Arrival
+    num_reusable_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_lost_tokens: int = 0
+    """Computed tokens that the last preemption gave away."""
+    started: bool = False
+
+    def get_view(self, *, has_lease: bool) -> Turn:
+        """The frozen view a policy sees while the turn waits or runs."""
+        return self._make_view(has_lease, 0, self.what.hints.is_last, None)
+
+    def get_finished_view(self, how: Finish) -> Turn:
+        """The frozen view a policy sees of the finished turn; the client's words go before the output's."""
+        return self._make_view(False, how.num_output_tokens, self._tell_last(how), self._get_tool(how))
+
+    def _make_view(
+        self, has_lease: bool, num_output_tokens: int, is_last: bool | None, tool: ToolCall | None
+    ) -> Turn:
+        return Turn(
+            turn_id=self.turn_id,
+            job=self.job.get_view(),
+            arrival_s=self.arrival_s,
+            num_prompt_tokens=self.what.num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+            num_hit_tokens=self.num_hit_tokens,
+            priority=self.what.priority,
+            num_preemptions=self.num_preemptions,
+            has_lease=has_lease,
+            is_last=is_last,
+            tool=tool,
+            expected_tool_s=self.what.hints.expected_tool_s,
+        )
+
+    def _get_tool(self, how: Finish) -> ToolCall | None:
+        name = self.what.hints.tool
+        if name is None:
+            return how.tool
+        return ToolCall(name, how.tool.command if how.tool is not None else None)
+
+    def _tell_last(self, how: Finish) -> bool | None:
+        hints = self.what.hints
+        if hints.is_last is not None:
+            return hints.is_last
+        # A client that names a tool says that the job goes on.
+        return False if hints.tool is not None else how.is_last
