@@ -1,0 +1,147 @@
+"""The event loop: a run by hand, the laws it keeps, and the same result whatever the hash seed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tenuto.core.policy import load_policy
+from tenuto.sim.config import EngineConfig, KvConfig
+from tenuto.sim.loop import Simulation, TurnRecord
+from tenuto.sim.result import RunInfo, make_record
+from tenuto.sim.scheduler import Scheduler
+from tenuto.sim.step_cost.batch import StepBatch
+from tenuto.workload import load_workload
+from tenuto.workload.schema import Job, Span, TurnSpec
+
+
+class OneSecondSteps:
+    """Every step takes one second, whatever is in it."""
+
+    def seconds(self, batch: StepBatch) -> float:
+        return 1.0
+
+
+class LinearSteps:
+    """Steps that grow with their tokens and requests."""
+
+    def seconds(self, batch: StepBatch) -> float:
+        return 0.01 + 2e-5 * batch.num_prefill_tokens + 1e-4 * batch.num_decodes
+
+
+def simulate(
+    jobs: tuple[Job, ...], cost: object, *, policy: str = "stock", num_blocks: int = 2000, skips: bool = True
+) -> list[TurnRecord]:
+    config = EngineConfig(kv=KvConfig(num_blocks=num_blocks), max_step_tokens=2048, max_num_seqs=256)
+    simulation = Simulation(Scheduler(config, load_policy(policy)), cost, jobs)  # type: ignore[arg-type]
+    simulation.skips_quiet_steps = skips
+    return simulation.run()
+
+
+def test_one_job_by_hand() -> None:
+    first = (Span("task", 40),)
+    second = (*first, Span("answer", 3), Span("tool output", 30))
+    job = Job(
+        "j",
+        10.0,
+        (
+            TurnSpec(first, Span("answer", 3), tool="ls", tool_s=0.5),
+            TurnSpec(second, Span("answer 2", 2)),
+        ),
+    )
+    one, two = simulate((job,), OneSecondSteps())
+    # 40 prompt tokens in one step, which also samples the first token; two decode steps for the others.
+    assert (one.arrival_s, one.start_s, one.first_token_s, one.finish_s) == (10.0, 10.0, 11.0, 13.0)
+    # The tool takes 0.5 s. 42 tokens were computed: two full blocks of 16 are hit, 41 of 73 computed anew.
+    assert (two.arrival_s, two.first_token_s, two.finish_s) == (13.5, 14.5, 15.5)
+    assert (two.num_prompt_tokens, two.num_hit_tokens, two.num_preemptions) == (73, 32, 0)
+
+
+@pytest.mark.parametrize("policy", ["stock", "priority", "continuum-fixed"])
+@pytest.mark.parametrize("num_blocks", [900, 3000])
+def test_skipping_quiet_stretches_changes_nothing(policy: str, num_blocks: int) -> None:
+    jobs = load_workload("ab8", jps=1, window_s=4).jobs
+    stepped = simulate(jobs, LinearSteps(), policy=policy, num_blocks=num_blocks, skips=False)
+    skipped = simulate(jobs, LinearSteps(), policy=policy, num_blocks=num_blocks)
+    assert skipped == stepped
+
+
+def test_every_turn_is_served_in_order() -> None:
+    jobs = load_workload("ab8", jps=2, window_s=10).jobs
+    records = simulate(jobs, LinearSteps(), policy="continuum-fixed", num_blocks=3000)
+    assert len(records) == 8 * len(jobs)
+    by_job: dict[str, list[TurnRecord]] = {}
+    for record in sorted(records, key=lambda r: r.turn):
+        by_job.setdefault(record.job_id, []).append(record)
+    for turns in by_job.values():
+        assert [turn.turn for turn in turns] == list(range(8))
+        for turn, after in itertools.pairwise(turns):
+            assert turn.arrival_s <= turn.start_s < turn.first_token_s <= turn.finish_s
+            assert after.arrival_s == pytest.approx(turn.finish_s + 0.5)
+            assert after.num_hit_tokens < after.num_prompt_tokens
+
+
+def test_less_memory_never_recomputes_less() -> None:
+    jobs = load_workload("ab8", jps=2, window_s=10).jobs
+    recomputed = [
+        sum(record.num_recomputed_tokens for record in simulate(jobs, LinearSteps(), num_blocks=num_blocks))
+        for num_blocks in (900, 2000, 20_000)
+    ]
+    assert recomputed[0] > recomputed[1] > recomputed[2]
+
+
+SCRIPT = """
+import json
+from dataclasses import asdict
+from tests.sim.test_loop import LinearSteps, simulate
+from tenuto.workload import load_workload
+jobs = load_workload("swe-bench", jps=2, window_s=5).jobs
+print(json.dumps([asdict(r) for r in simulate(jobs, LinearSteps(), policy="continuum-fixed")]))
+"""
+
+
+def test_the_same_under_every_hash_seed() -> None:
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[2],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("0", "1", "4242")
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len(json.loads(outputs[0])) > 20
+    here = simulate(
+        load_workload("swe-bench", jps=2, window_s=5).jobs, LinearSteps(), policy="continuum-fixed"
+    )
+    assert json.loads(outputs[0]) == [asdict(record) for record in here]
+
+
+def test_the_record_of_a_run() -> None:
+    def turn(job: str, number: int, arrival_s: float, first_s: float, finish_s: float) -> TurnRecord:
+        counts = {"num_prompt_tokens": 100, "num_output_tokens": 5, "num_hit_tokens": 32}
+        times = {"start_s": arrival_s, "first_token_s": first_s, "finish_s": finish_s}
+        return TurnRecord(
+            job, number, arrival_s, **times, **counts, num_recomputed_tokens=16, num_preemptions=1
+        )
+
+    turns = [turn("a", 0, 0.0, 1.0, 2.0), turn("b", 0, 1.0, 2.0, 3.0), turn("a", 1, 2.5, 3.0, 6.0)]
+    run = RunInfo(policy="p", gpu="g", model="m", workload="w", jps=1.0, seed=7, wall_s=0.1)
+    record = make_record(turns, run)
+    # Job a lasts 0 to 6 s, job b 1 to 3 s: mean 4. First tokens came after 1, 1 and 0.5 s.
+    assert (record["jobs"], record["avg_duration_s"], record["job_durations"]) == (2, 4.0, [6.0, 2.0])
+    assert record["per_turn_avg_latency_ms"] == {"1": 2000.0, "2": 3500.0}
+    assert record["ttft_s"]["mean"] == pytest.approx(2.5 / 3)
+    assert (record["prompt_tokens"], record["hit_tokens"], record["recomputed_tokens"]) == (300, 96, 48)
+    assert (record["preemptions"], record["makespan_s"], record["simulated"]) == (3, 6.0, True)
+    assert json.loads(json.dumps(record)) == record
