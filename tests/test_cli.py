@@ -144,7 +144,7 @@ def test_policies_are_listed_with_their_options(capsys: pytest.CaptureFixture[st
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], ["serve", "--help"], ["verify", "--help"]):
+    for arguments in (["--help"], ["serve", "--help"], ["verify", "--help"], ["bench", "--help"]):
         with pytest.raises(SystemExit) as ended:
             cli.main(arguments)
         assert ended.value.code == 0

@@ -18,6 +18,7 @@ Hold an LLM agent's KV cache through its tool calls, inside stock vLLM.
 
   tenuto serve MODEL              run vLLM with Tenuto's scheduler
   tenuto verify --url URL         check that a server really holds a job's cache
+  tenuto bench --url URL          run agent jobs against any OpenAI-compatible server
   tenuto policies                 what there is to choose from
 """
 
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_verify(commands)
+    _add_bench(commands)
     _add_policies(commands)
     return parser
 
@@ -94,6 +96,21 @@ def _add_verify(commands: Any) -> None:
     )
     verify.add_argument("--json", action="store_true", help="print JSON instead of a table")
     verify.set_defaults(command=run_verify)
+
+
+def _add_bench(commands: Any) -> None:
+    from tenuto.bench.options import DESCRIPTION as BENCH_DESCRIPTION
+    from tenuto.bench.options import EPILOG, add_options
+
+    bench = commands.add_parser(
+        "bench",
+        help="run agent jobs against any OpenAI-compatible server",
+        description=BENCH_DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(bench)
+    bench.set_defaults(command=run_bench)
 
 
 def _add_policies(commands: Any) -> None:
@@ -150,6 +167,18 @@ def run_verify(parsed: argparse.Namespace, rest: list[str]) -> int:
         raise TenutoError(f"{parsed.url}: {error or type(error).__name__}") from error
     print(json.dumps(verdict.to_json(), indent=2) if parsed.json else format_verdict(verdict))
     return 0 if verdict.ok else 1
+
+
+def run_bench(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """Measure a server."""
+    from tenuto.bench.options import read_options
+
+    options = read_options(parsed)
+    try:
+        from tenuto.bench import run
+    except ImportError as error:
+        raise TenutoError(f"{error}; install it with: pip install 'tenuto[bench]'") from error
+    return run.run_bench(options)
 
 
 def run_policies(parsed: argparse.Namespace, rest: list[str]) -> int:

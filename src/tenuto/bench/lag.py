@@ -1,0 +1,20 @@
+"""How late the client itself is: what its event loop adds to every time it measures."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+SAMPLE_S = 0.01
+
+
+async def sample_lag(lags_s: array[float]) -> None:
+    """For every 10 ms, append how late the event loop came round to that moment; until cancelled."""
+    loop = asyncio.get_running_loop()
+    due_s = loop.time() + SAMPLE_S
+    while True:
+        await asyncio.sleep(due_s - loop.time())
+        # All moments that passed meanwhile count: one long stall must not look like one late moment.
+        while (late_s := loop.time() - due_s) >= 0:
+            lags_s.append(late_s)
+            due_s += SAMPLE_S

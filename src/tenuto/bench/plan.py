@@ -1,0 +1,217 @@
+"""What to send, and when: the workload to run, and the agenda that says when each turn is due.
+
+An agenda is told what happened and when, and answers with the turns that now have a time:
+
+    start() ──► first turns      on_sent / on_finished(turn, now) ──► the turns that waited for it
+                                 on_failed(turn, now)             ──► drops them instead
+
+A turn's time follows from the plan and the events alone, never from when the client got round to it: what the
+client is late is seen in its records, and not made up for. No I/O and no clock here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tenuto.core.errors import ConfigError
+from tenuto.workload.load import GENERATORS, load_workload
+from tenuto.workload.scaling import scale_lengths, scale_rate
+from tenuto.workload.schema import After, Event, Job, Loop, Workload, find_roots
+
+DEFAULT_ARRIVAL = "poisson"
+USER_GAP_S = 0.01
+"""Between the beginnings of two users: all at one moment, the client would measure its own crowd."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """Which workload, and how it is driven; the command line's options of the same names."""
+
+    workload: str = "ab8"
+    jps: float | None = None
+    users: int | None = None
+    window_s: float | None = None
+    seed: int = 42
+    arrival: str = DEFAULT_ARRIVAL
+    loop: Loop = "closed"
+    scale: float = 1.0
+    speed: float = 1.0
+    max_jobs: int | None = None
+
+
+def make_workload(options: LoadOptions) -> Workload:
+    """Load, shorten and scale a workload. Raises ConfigError for settings, DataError for files."""
+    if options.max_jobs is not None and options.max_jobs < 1:
+        raise ConfigError(f"--max-jobs must be 1 or more, got {options.max_jobs}")
+    workload = _load(options)
+    if options.max_jobs is not None:
+        workload = _take_first(workload, options.max_jobs)
+    if not workload.jobs:
+        raise ConfigError(f"{options.workload}: no job arrives within the window")
+    if options.speed != 1.0:
+        workload = scale_rate(workload, options.speed)
+    return workload if options.scale == 1.0 else scale_lengths(workload, options.scale)
+
+
+def _load(options: LoadOptions) -> Workload:
+    if options.users is None:
+        return load_workload(
+            options.workload,
+            jps=options.jps,
+            window_s=options.window_s,
+            arrival=options.arrival,
+            seed=options.seed,
+            loop=options.loop,
+        )
+    if options.users < 1:
+        raise ConfigError(f"--users must be 1 or more, got {options.users}")
+    if options.jps is not None or options.window_s is not None or options.loop == "open":
+        raise ConfigError("with --users, jobs start as others end: leave --jps, --window and --loop open out")
+    if options.workload not in GENERATORS:
+        return load_workload(options.workload, seed=options.seed)
+    if options.max_jobs is None:
+        raise ConfigError(f"{options.workload} makes any number of jobs: with --users say --max-jobs")
+    return load_workload(
+        options.workload, jps=1.0, window_s=float(options.max_jobs), arrival="fixed", seed=options.seed
+    )
+
+
+def _take_first(workload: Workload, num_jobs: int) -> Workload:
+    """The first jobs that no other one started, with all that they started."""
+    roots = find_roots(workload.name, workload.jobs)
+    kept = frozenset([job.job_id for job in workload.jobs if job.parent is None][:num_jobs])
+    return replace(workload, jobs=tuple(job for job in workload.jobs if roots[job.job_id] in kept))
+
+
+class Due(NamedTuple):
+    """A turn, and the time at which it is to be sent."""
+
+    job: Job
+    turn: int
+    """Index of the turn in its job, from 0."""
+    at_s: float
+
+
+class _Turn(NamedTuple):
+    job_id: str
+    number: int
+
+
+class Agenda:
+    """When each turn of a workload is due. Times are the workload's own, in seconds.
+
+    With `users`, that many users each work on one job at a time; whoever's job has ended, with all the jobs
+    it started, begins the next one in the workload's order at that moment. Raises ConfigError if jobs of
+    different users would wait for each other.
+    """
+
+    def __init__(self, workload: Workload, users: int | None = None) -> None:
+        self._loop = workload.loop
+        self._jobs = {job.job_id: job for job in workload.jobs}
+        self._roots = find_roots(workload.name, workload.jobs)
+        self._users = users
+        self._families: dict[str, list[Job]] = {}
+        for job in workload.jobs:
+            self._families.setdefault(self._roots[job.job_id], []).append(job)
+        self._num_open = {
+            root: sum(len(job.turns) for job in family) for root, family in self._families.items()
+        }
+        self._next_families = iter(self._families)
+        self._ready_s: dict[_Turn, float] = {}
+        self._num_awaited: dict[_Turn, int] = {}
+        self._waiting: dict[tuple[_Turn, Event], list[tuple[_Turn, float]]] = {}
+        if self._loop == "closed":
+            for job in workload.jobs:
+                self._add_events(job)
+
+    def start(self) -> list[Due]:
+        """The turns whose time is known from the start; called once."""
+        if self._loop == "open":
+            return [
+                Due(job, index, job.arrival_s if turn.at_s is None else turn.at_s)
+                for job in self._jobs.values()
+                for index, turn in enumerate(job.turns)
+            ]
+        if self._users is None:
+            return [due for root in self._families for due in self._begin(root, shift_s=0.0)]
+        return [due for user in range(self._users) for due in self._begin_next(user * USER_GAP_S)]
+
+    def on_sent(self, job_id: str, turn: int, now_s: float) -> list[Due]:
+        """A turn was sent for the first time."""
+        return list(self._fire(_Turn(job_id, turn), "sent", now_s))
+
+    def on_finished(self, job_id: str, turn: int, now_s: float) -> list[Due]:
+        """A turn's last token came."""
+        due = list(self._fire(_Turn(job_id, turn), "finished", now_s))
+        return due + self._close(job_id, now_s)
+
+    def on_failed(self, job_id: str, turn: int, now_s: float) -> list[Due]:
+        """A turn was given up: all turns that wait for it, however indirectly, are dropped."""
+        due: list[Due] = []
+        lost = deque([_Turn(job_id, turn)])
+        while lost:
+            one = lost.popleft()
+            due += self._close(one.job_id, now_s)
+            events: tuple[Event, ...] = ("sent", "finished")
+            for event in events:
+                for waiting, _ in self._waiting.pop((one, event), []):
+                    if self._num_awaited.pop(waiting, None) is not None:
+                        lost.append(waiting)
+        return due
+
+    def get_root(self, job_id: str) -> str:
+        """The job that this job's chain of parents begins with."""
+        return self._roots[job_id]
+
+    def has_ended(self, root: str) -> bool:
+        """Whether that job's turns, and those of all it started, are finished, failed or dropped."""
+        return root not in self._num_open
+
+    def is_over(self) -> bool:
+        """Whether this holds of all jobs."""
+        return not self._num_open
+
+    def _add_events(self, job: Job) -> None:
+        for index, turn in enumerate(job.turns):
+            events = list(turn.after)
+            if index:
+                events.append(After(job.job_id, index - 1, "finished", job.turns[index - 1].tool_s))
+            for event in events:
+                if self._users is not None and self._roots[event.job_id] != self._roots[job.job_id]:
+                    raise ConfigError(
+                        f"no --users: job {job.job_id!r} waits for {event.job_id!r}, which it may never meet"
+                    )
+                key = (_Turn(event.job_id, event.turn), event.event)
+                self._waiting.setdefault(key, []).append((_Turn(job.job_id, index), event.delay_s))
+            if events:
+                self._num_awaited[_Turn(job.job_id, index)] = len(events)
+
+    def _begin(self, root: str, shift_s: float) -> Iterator[Due]:
+        for job in self._families[root]:
+            if not job.turns[0].after:
+                yield Due(job, 0, job.arrival_s + shift_s)
+
+    def _begin_next(self, now_s: float) -> list[Due]:
+        root = next(self._next_families, None)
+        return [] if root is None else list(self._begin(root, now_s - self._jobs[root].arrival_s))
+
+    def _fire(self, turn: _Turn, event: Event, now_s: float) -> Iterator[Due]:
+        for waiting, delay_s in self._waiting.pop((turn, event), []):
+            if waiting not in self._num_awaited:  # dropped meanwhile
+                continue
+            self._ready_s[waiting] = max(self._ready_s.get(waiting, 0.0), now_s + delay_s)
+            self._num_awaited[waiting] -= 1
+            if self._num_awaited[waiting] == 0:
+                del self._num_awaited[waiting]
+                yield Due(self._jobs[waiting.job_id], waiting.number, self._ready_s.pop(waiting))
+
+    def _close(self, job_id: str, now_s: float) -> list[Due]:
+        root = self._roots[job_id]
+        self._num_open[root] -= 1
+        if self._num_open[root]:
+            return []
+        del self._num_open[root]
+        return self._begin_next(now_s) if self._users is not None else []

@@ -1,0 +1,196 @@
+"""`tenuto bench`: from options to a result."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import secrets
+import signal
+import sys
+import time
+from array import array
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto.bench import live, scrape
+from tenuto.bench.client import Client, RequestFailed
+from tenuto.bench.files import RunFiles
+from tenuto.bench.lag import sample_lag
+from tenuto.bench.load import Load
+from tenuto.bench.metrics import Outcome
+from tenuto.bench.options import BenchOptions
+from tenuto.bench.plan import Agenda, make_workload
+from tenuto.bench.probe import Server, check_lengths, probe_server
+from tenuto.bench.records import TurnRecord
+from tenuto.bench.request import RequestWriter
+from tenuto.bench.result import Labels, format_result, make_result
+from tenuto.bench.text import FORMS
+from tenuto.workload.schema import Workload
+
+SETTLE_S = 1.0
+"""Servers bring their metrics up to date some time after the last token."""
+
+
+def run_bench(options: BenchOptions) -> int:
+    """Run the load, print the result, write the files; returns the command's exit status.
+
+    Raises ConfigError for options, DataError for traces, ServerError for a server that cannot be measured.
+    """
+    workload = make_workload(options.load)
+    with RunFiles(options.out) as files:
+        result = asyncio.run(measure(options, workload, files))
+        files.write_result(result)
+    print(json.dumps(result) if options.as_json else format_result(result))
+    if files.problem:
+        say(f"not all was written: {files.problem}")
+    if result["client"]["interrupted"]:
+        return 130
+    turns = result["client"]["turns"]
+    return 0 if turns["ok"] == turns["planned"] and not files.problem else 1
+
+
+def say(text: str) -> None:
+    """Tell the user, beside the result."""
+    print(f"[bench] {text}", file=sys.stderr, flush=True)
+
+
+async def measure(options: BenchOptions, workload: Workload, files: RunFiles) -> dict[str, Any]:
+    """Run a workload against a server; the result's record. SIGINT and SIGTERM end it early."""
+    started_s = time.monotonic()
+    agenda = Agenda(workload, options.load.users)
+    async with Client(options.url, api_key=options.api_key, timeout_s=options.timeout_s) as client:
+        setup = await _prepare(client, options, workload)
+        say(f"{len(workload.jobs)} jobs of {workload.name} on {setup.server.model} at {client.url}")
+        outcome = await _run_load(client, setup, agenda, files)
+    labels = Labels(
+        model=setup.server.model,
+        policy=options.policy,
+        gpu=options.gpu,
+        jps=options.load.jps,
+        seed=options.load.seed,
+        server_version=setup.server.version,
+        settings=_get_settings(setup),
+        wall_s=time.monotonic() - started_s,
+    )
+    return make_result(outcome, labels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What is settled before the load begins."""
+
+    options: BenchOptions
+    workload: Workload
+    server: Server
+    writer: RequestWriter
+    quotes_answers: bool
+
+
+async def _prepare(client: Client, options: BenchOptions, workload: Workload) -> _Setup:
+    form = FORMS[options.prompts]()
+    run_id = options.run_id or f"run-{secrets.token_hex(4)}"
+    server = await probe_server(client, form, options.model, run_id)
+    check_lengths(workload, server)
+    quotes_answers = options.answers == "server"
+    if quotes_answers and form.is_exact and not server.sends_ids:
+        say("the server does not send its answers' token ids: prompts quote the workload's own text")
+        quotes_answers = False
+    writer = RequestWriter(server.model, form, run_id, options.hints, asks_for_ids=quotes_answers)
+    return _Setup(options, workload, server, writer, quotes_answers)
+
+
+async def _run_load(client: Client, setup: _Setup, agenda: Agenda, files: RunFiles) -> Outcome:
+    records: list[TurnRecord] = []
+    progress = live.Progress(setup.workload)
+    lags_s = array("d")
+
+    def on_record(record: TurnRecord) -> None:
+        records.append(record)
+        progress.add(record)
+        files.add_turn(record)
+
+    retries, quotes_answers = setup.options.retries, setup.quotes_answers
+    load = Load(agenda, client, setup.writer, on_record, retries=retries, quotes_answers=quotes_answers)
+    companions = [sample_lag(lags_s), live.show(progress, load, sys.stderr)]
+    if setup.server.totals is not None:
+        companions.append(scrape.follow(client, load.get_now_s, files.add_sample))
+    is_interrupted = await _drive(load, companions)
+    return Outcome(
+        workload=setup.workload,
+        records=records,
+        growth=await _get_growth(client, setup.server),
+        block_size=setup.server.block_size,
+        is_exact=setup.writer.form.is_exact,
+        quotes_answers=setup.quotes_answers,
+        is_interrupted=is_interrupted,
+        loop_lags_s=lags_s,
+    )
+
+
+async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) -> bool:
+    """Run the load, and the companions beside it; whether it was interrupted."""
+    loop = asyncio.get_running_loop()
+    is_interrupted = False
+
+    def interrupt() -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+        release()
+        load.stop()
+
+    def release() -> None:
+        # The next signal does what it always does: it ends the process.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    tasks = [asyncio.create_task(companion) for companion in companions]
+    # Looking for garbage takes up to a tenth of a second, in which nothing is sent and nothing read. A run
+    # leaves almost none behind that reference counts do not free.
+    gc.collect()
+    gc.disable()
+    try:
+        await load.run()
+    finally:
+        gc.enable()
+        release()
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end
+    return is_interrupted
+
+
+async def _get_growth(client: Client, server: Server) -> scrape.Totals | None:
+    if server.totals is None:
+        return None
+    await asyncio.sleep(SETTLE_S)
+    try:
+        return scrape.get_growth(server.totals, scrape.parse_totals(await client.get_text("/metrics")))
+    except RequestFailed:
+        return None
+
+
+def _get_settings(setup: _Setup) -> dict[str, object]:
+    options, load = setup.options, setup.options.load
+    recorded = "recorded" if load.users is None else "users"
+    return {
+        "url": options.url,
+        "run_id": setup.writer.run_id,
+        "arrival": recorded if load.jps is None else load.arrival,
+        "users": load.users,
+        "window_s": load.window_s,
+        "loop": load.loop,
+        "scale": load.scale,
+        "speed": load.speed,
+        "prompts": options.prompts,
+        "answers": "server" if setup.quotes_answers else "workload",
+        "hints": options.hints,
+        "timeout_s": options.timeout_s,
+        "retries": options.retries,
+    }

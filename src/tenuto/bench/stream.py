@@ -1,0 +1,180 @@
+"""Putting a streamed answer together from the bytes of a server's event stream. No I/O.
+
+    data: {"choices": [{"text": "ls", "token_ids": [4741]}]}
+    data: {"choices": [], "usage": {"prompt_tokens": 92, "completion_tokens": 20, …}}
+    data: [DONE]
+
+Completions and chat completions alike. An answer may come in any pieces; its times are those of the pieces
+that brought its first and its last token.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tenuto.core.errors import TenutoError
+
+_SHOWN_CHARS = 200
+_TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
+_DONE = b"[DONE]"
+_OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
+"""Lines an event stream may hold besides data: comments, and fields that no OpenAI server needs."""
+
+
+class StreamError(TenutoError):
+    """The stream is no whole answer; `kind` is `malformed`, `cut off`, `empty` or `server error`."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the server says it counted; None where it says nothing, or no number of tokens."""
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer. Times are of the clock that `AnswerStream.feed` was given."""
+
+    first_token_s: float
+    last_token_s: float
+    token_ids: tuple[int, ...] | None
+    """None if the server did not send them, or not for every piece of text."""
+    text: str
+    usage: Usage
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens counted here if their ids were sent, else what the server says."""
+        return self.usage.output_tokens if self.token_ids is None else len(self.token_ids)
+
+    def since(self, start_s: float) -> Answer:
+        """The same answer on a clock that began at `start_s`."""
+        first_s, last_s = self.first_token_s - start_s, self.last_token_s - start_s
+        return replace(self, first_token_s=first_s, last_token_s=last_s)
+
+
+class AnswerStream:
+    """One answer in the making. `feed` and `finish` raise StreamError."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        """The server said that nothing follows."""
+        self._line = b""
+        self._is_finished = False
+        self._first_token_s: float | None = None
+        self._last_token_s = 0.0
+        self._token_ids: list[int] | None = []
+        self._texts: list[str] = []
+        self._usage = Usage()
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Take the next bytes, which came at `now_s`."""
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            self._read_line(line.rstrip(b"\r"), now_s)
+
+    def finish(self) -> Answer:
+        """The answer, once there are no more bytes."""
+        if self._line:
+            self._read_line(self._line, self._last_token_s)
+        if not (self.is_done or self._is_finished):
+            raise StreamError("cut off", f"the stream ended after {len(self._texts)} pieces of the answer")
+        if self._first_token_s is None:
+            raise StreamError("empty", "the answer holds no token")
+        return Answer(
+            first_token_s=self._first_token_s,
+            last_token_s=self._last_token_s,
+            token_ids=None if self._token_ids is None else tuple(self._token_ids),
+            text="".join(self._texts),
+            usage=self._usage,
+        )
+
+    def _read_line(self, line: bytes, now_s: float) -> None:
+        if not line or line.startswith(_OTHER_FIELDS):
+            return
+        if not line.startswith(b"data:"):
+            raise StreamError("malformed", f"not an event stream: {_show(line)}")
+        data = line[5:].strip()
+        if data == _DONE:
+            self.is_done = True
+            return
+        try:
+            event = json.loads(data.decode())  # of bytes, json would first guess the encoding
+        except ValueError:
+            raise StreamError("malformed", f"an event is not JSON: {_show(data)}") from None
+        if not isinstance(event, dict):
+            raise StreamError("malformed", f"an event is not an object: {_show(data)}")
+        if event.get("error"):
+            raise StreamError("server error", get_error_message(event) or _show(data))
+        self._read_event(event, data, now_s)
+
+    def _read_event(self, event: dict[str, Any], data: bytes, now_s: float) -> None:
+        if event.get("usage") is not None:
+            self._usage = _read_usage(event["usage"])
+        choices = event.get("choices")
+        if not choices:
+            return
+        if not isinstance(choices, list) or not isinstance(choices[0], dict):
+            raise StreamError("malformed", f"an event's choices are not a list of objects: {_show(data)}")
+        choice = choices[0]
+        text, token_ids = _get_text(choice), choice.get("token_ids")
+        if text or token_ids:
+            if self._first_token_s is None:
+                self._first_token_s = now_s
+            self._last_token_s = now_s
+            self._texts.append(text)
+            self._keep_ids(token_ids)
+        self._is_finished = self._is_finished or choice.get("finish_reason") is not None
+
+    def _keep_ids(self, token_ids: object) -> None:
+        if self._token_ids is None:
+            return
+        if isinstance(token_ids, list) and all(type(each) is int for each in token_ids):
+            self._token_ids += token_ids
+        else:
+            self._token_ids = None
+
+
+def get_error_message(body: object) -> str | None:
+    """The message of an OpenAI error object, `{"error": {"message": …}}`; None if it is none."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) and message else None
+
+
+def _get_text(choice: dict[str, Any]) -> str:
+    if isinstance(choice.get("text"), str):
+        return str(choice["text"])
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return ""
+    pieces = (delta.get(field) for field in _TEXT_FIELDS)
+    return "".join(each if isinstance(each, str) else json.dumps(each) for each in pieces if each)
+
+
+def _read_usage(usage: object) -> Usage:
+    if not isinstance(usage, dict):
+        return Usage()
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return Usage(
+        _get_count(usage.get("prompt_tokens")), _get_count(usage.get("completion_tokens")), _get_count(cached)
+    )
+
+
+def _get_count(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
+def _show(data: bytes) -> str:
+    text = data.decode(errors="replace")
+    return repr(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…")
