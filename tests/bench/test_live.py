@@ -62,15 +62,17 @@ def test_only_counters_grow() -> None:
 def test_progress_counts() -> None:
     progress = Progress(make_outcome().workload)
     assert progress.format(0.5, 1, 1) == (
-        "0:00 | jobs: 0 of 2 done, 1 running, 0 failed | turns: 1 in flight, 0.0/s | 0 tok/s"
+        "0:00 | jobs: 0 of 2 done, 1 running, 0 failed | turns: 1 in flight"
     )
     for record in WHOLE[:3]:
         progress.add(record)
     progress.add(make_record("b", 2, 5.0, None))
-    assert progress.format(75.0, 2, 0) == (
-        "1:15 | jobs: 1 of 2 done, 0 running, 1 failed | turns: 0 in flight, 0.0/s | 0 tok/s"
-        " | ttft p50 0.50 p95 0.50 s | turn p50 2.00 p95 2.90 s"
+    # Three turns of 11 tokens since the first of them ended, 1.5 s ago.
+    assert progress.format(61.5, 2, 0).startswith("1:01 | jobs: 1 of 2 done, 0 running, 1 failed")
+    assert progress.format(3.5, 2, 0).endswith(
+        "turns: 0 in flight | 2.0 turns/s, 22 tok/s | ttft p50 0.50 p95 0.50 s | turn p50 2.00 p95 2.90 s"
     )
+    assert "3.0 turns/s" in progress.format(2.1, 2, 0)
 
 
 class FixedLoad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
@@ -12,6 +12,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tenuto.core.hints import parse_hints
+from tenuto.sim.extents import Extent
 from tenuto.sim.request import BlockHashes, Request
 from tenuto.sim.scheduler import Scheduler
 from tenuto.sim.step import Step
@@ -46,7 +47,9 @@ class Decision:
     running: list[str]
     waiting: list[str]
     free_queue: list[Any]
-    """What every free block holds, in eviction order; None for nothing."""
+    """What every free block that is not kept last holds, in eviction order; None for nothing."""
+    kept: set[Any]
+    """What the free blocks hold that are: their order means nothing until they are given up."""
 
 
 def accept_none(turn_id: str, num_tokens: int, num_drafts: int) -> int:
@@ -111,8 +114,10 @@ class VllmSide:
             for turn_id, num_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
             if turn_id in cached.resumed_req_ids
         ]
-        free = scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
-        hashes = [block.block_hash for block in free]
+        queue = scheduler.kv_cache_manager.block_pool.free_block_queue
+        num_ordinary = queue.num_free_blocks - getattr(queue, "num_kept_free_blocks", 0)
+        hashes = [block.block_hash for block in queue.get_all_free_blocks()]
+        contents = [h if h is None else (get_group_id(h), get_block_hash(h)) for h in hashes]
         return Decision(
             num_tokens=list(output.num_scheduled_tokens.items()),
             preempted=sorted(output.preempted_req_ids or ()),
@@ -120,7 +125,8 @@ class VllmSide:
             num_drafts={t: len(ids) for t, ids in output.scheduled_spec_decode_tokens.items()},
             running=[request.request_id for request in scheduler.running],
             waiting=[request.request_id for request in scheduler.waiting],
-            free_queue=[h if h is None else (get_group_id(h), get_block_hash(h)) for h in hashes],
+            free_queue=contents[:num_ordinary],
+            kept=set(contents[num_ordinary:]),
         )
 
     def _process(self, output: Any, samples: list[str]) -> None:
@@ -191,12 +197,6 @@ class SimSide:
     def _describe(self, step: Step) -> Decision:
         scheduler = self.scheduler
         num_blanks, ordinary, kept = scheduler.kv.pool.get_queue()
-        free_queue: list[Any] = [None] * num_blanks
-        for extent in (*ordinary, *kept):
-            group = next(n for n, copies in enumerate(extent.segment.copies) if copies is extent.home)
-            free_queue += [
-                (group, (extent.segment, block)) for block in reversed(range(extent.first, extent.end))
-            ]
         preempted, self._reset_ids = sorted([*step.preempted, *self._reset_ids]), []
         return Decision(
             num_tokens=list(step.num_tokens.items()),
@@ -205,8 +205,18 @@ class SimSide:
             num_drafts=step.num_drafts,
             running=[request.turn_id for request in scheduler.running],
             waiting=[request.turn_id for request in scheduler.waiting],
-            free_queue=free_queue,
+            free_queue=[None] * num_blanks + self._list_blocks(ordinary),
+            kept=set(self._list_blocks(kept)),
         )
+
+    def _list_blocks(self, extents: list[Extent]) -> list[Any]:
+        blocks: list[Any] = []
+        for extent in extents:
+            copies = extent.segment.copies
+            group = next(n for n in range(len(copies)) if copies[n] is extent.home)
+            # In the free queue an extent reads from its last block to its first.
+            blocks += [(group, (extent.segment, n)) for n in reversed(range(extent.first, extent.end))]
+        return blocks
 
     def _process(self, step: Step) -> None:
         num_accepted = {
@@ -230,8 +240,8 @@ class Names:
     def pair(self, theirs: Any, ours: Request) -> None:
         self._pairs.append((theirs, BlockHashes(ours, self._block_size)))
 
-    def translate(self, free_queue: list[Any]) -> list[Any]:
-        """Vllm's free queue in our hashes."""
+    def translate(self, decision: Decision) -> Decision:
+        """What vLLM decided, in our hashes."""
         for theirs, ours in self._pairs:
             assert len(theirs.block_hashes) == len(ours)
             for n in range(self._num_named.get(theirs.request_id, 0), len(ours)):
@@ -239,4 +249,8 @@ class Names:
                 assert self._theirs.setdefault(ours[n], theirs.block_hashes[n]) == theirs.block_hashes[n]
             self._num_named[theirs.request_id] = len(ours)
         self._pairs = [(theirs, ours) for theirs, ours in self._pairs if not theirs.is_finished()]
-        return [held and (held[0], self._ours[held[1]]) for held in free_queue]
+        return replace(
+            decision,
+            free_queue=[held and (held[0], self._ours[held[1]]) for held in decision.free_queue],
+            kept={(group, self._ours[block_hash]) for group, block_hash in decision.kept},
+        )

@@ -21,15 +21,13 @@ _CLEAR_LINE = "\r\x1b[2K"
 
 
 class Progress:
-    """Counts of what has ended so far, and the latest latencies."""
+    """Counts of what has ended so far; rates and latencies of the latest 1,000 turns."""
 
     def __init__(self, workload: Workload) -> None:
         self._num_jobs = len(workload.jobs)
         self._num_turns_left = {job.job_id: len(job.turns) for job in workload.jobs}
         self._num_done_jobs = 0
         self._failed_jobs: set[str] = set()
-        self._num_turns = 0
-        self._num_output_tokens = 0
         self._recent: deque[TurnRecord] = deque(maxlen=_NUM_RECENT)
 
     def add(self, record: TurnRecord) -> None:
@@ -37,8 +35,6 @@ class Progress:
         if record.status != "ok":
             self._failed_jobs.add(record.job)
             return
-        self._num_turns += 1
-        self._num_output_tokens += record.output_tokens or 0
         self._num_turns_left[record.job] -= 1
         self._num_done_jobs += self._num_turns_left[record.job] == 0
         self._recent.append(record)
@@ -50,12 +46,18 @@ class Progress:
             f"{int(now_s) // 60}:{int(now_s) % 60:02}",
             f"jobs: {self._num_done_jobs} of {self._num_jobs} done, {num_running} running, "
             f"{len(self._failed_jobs)} failed",
-            f"turns: {num_in_flight} in flight, {self._num_turns / now_s:.1f}/s",
-            f"{self._num_output_tokens / now_s:.0f} tok/s",
+            f"turns: {num_in_flight} in flight",
         ]
         if self._recent:
+            parts += [self._format_rates(now_s)]
             parts += [self._format_times("ttft", "ttft_s"), self._format_times("turn", "latency_s")]
         return " | ".join(parts)
+
+    def _format_rates(self, now_s: float) -> str:
+        # The first of the latest turns ended where the counting begins; a second at least, lest it mislead.
+        span_s = max(now_s - (self._recent[0].last_token_s or 0.0), 1.0)
+        num_output_tokens = sum(record.output_tokens or 0 for record in self._recent)
+        return f"{len(self._recent) / span_s:.1f} turns/s, {num_output_tokens / span_s:.0f} tok/s"
 
     def _format_times(self, label: str, name: str) -> str:
         values = [value for record in self._recent if (value := getattr(record, name)) is not None]

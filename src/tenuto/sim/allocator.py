@@ -28,12 +28,10 @@ class Allocator:
     ) -> bool:
         is_busy = bool(self._running)
         stalled = len(self._running) <= (1 if hit is None else 0)
-        num_wanted = 1
-        if self._kv.has_one_group:
-            num_wanted = self._kv.count_missing(request, num_new_tokens, hit, is_busy=is_busy)
-            if not stalled and num_wanted > self._driver.get_num_reclaimable_blocks(request.turn_id):
-                # Taking back what cannot be enough would cost the leases and help nobody.
-                return False
+        num_wanted = self._kv.count_missing(request, num_new_tokens, hit, is_busy=is_busy)
+        if not stalled and num_wanted > self._driver.get_num_reclaimable_blocks(request.turn_id):
+            # Taking back what cannot be enough would cost the leases and help nobody.
+            return False
         while self._driver.take_back(num_wanted, now_s, for_turn_id=request.turn_id, stalled=stalled):
             if self._kv.try_allocate(request, num_new_tokens, hit, is_busy=is_busy):
                 return True

@@ -33,6 +33,11 @@ def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
         raise IntegrityError(
             f"leases cover {num_blocks} blocks, counted {scheduler.driver.leases.num_blocks}"
         )
+    leased = _count(held)
+    if _count_blocks(leased) != pool.num_leased_blocks or any(
+        extent.num_holds != num_holds for extent, num_holds in leased.items()
+    ):
+        raise IntegrityError(f"leases hold {_count_blocks(leased)} blocks, counted {pool.num_leased_blocks}")
     check_pool(pool, [*rows, *held], kept, num_blanks=sum(table.num_blanks for table in tables))
 
 

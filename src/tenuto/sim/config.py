@@ -55,15 +55,13 @@ class EngineConfig:
     order: Literal["fcfs", "priority"] = "fcfs"
     """Who goes first (`scheduling_policy`); a policy that wants "priority" gets it."""
     max_steps_in_flight: int = 1
-    """2 for asynchronous scheduling: a step is scheduled while the one before it runs."""
+    """2 for asynchronous scheduling: the next step is scheduled while one runs; a pipeline has more."""
     num_draft_tokens: int = 0
     """Tokens a drafter proposes per request and step (`num_speculative_tokens`)."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.max_step_tokens < 1 or self.max_num_seqs < 1:
-            raise ConfigError(f"max_step_tokens and max_num_seqs must be 1 or more: {self}")
-        if self.max_steps_in_flight not in (1, 2):
-            raise ConfigError(f"max_steps_in_flight must be 1 or 2: {self}")
+        if min(self.max_step_tokens, self.max_num_seqs, self.max_steps_in_flight) < 1:
+            raise ConfigError(f"a step needs tokens, and requests and steps must be 1 or more: {self}")
         if self.long_prefill_token_threshold < 0 or self.num_draft_tokens < 0:
             raise ConfigError(f"thresholds and numbers of drafts must not be negative: {self}")

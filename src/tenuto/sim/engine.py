@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tenuto.core.types import EngineView, Strength
+from tenuto.core.types import EngineView
 from tenuto.sim.extents import Row
 from tenuto.sim.request import BlockHashes
 
@@ -27,7 +27,7 @@ class SimEngine:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.kv.pool
-        self.can_cut = scheduler.kv.has_one_group
+        self.can_cut = scheduler.kv.can_cut
 
     def get_view(self, now_s: float) -> EngineView:
         """The engine's state in numbers, without leases."""
@@ -38,8 +38,9 @@ class SimEngine:
             num_blocks=self._pool.num_blocks,
             num_free_blocks=self._pool.num_free_blocks,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) - scheduler.waiting.num_parked,
             max_step_tokens=scheduler.config.max_step_tokens,
+            num_parked=scheduler.waiting.num_parked,
         )
 
     def get_num_free_blocks(self) -> int:
@@ -47,8 +48,8 @@ class SimEngine:
         return self._pool.num_free_blocks
 
     def get_num_held_blocks(self) -> int:
-        """Blocks that leases hold now, at most: those that several leases share count for each."""
-        return self._scheduler.driver.leases.num_blocks[Strength.HOLD]
+        """Distinct blocks that leases hold now."""
+        return self._pool.num_leased_blocks
 
     def get_cached_blocks(self, turn_id: str) -> Any:
         """Cached blocks of a finishing request, every layer group, as a row."""
@@ -77,9 +78,11 @@ class SimEngine:
     def hold(self, blocks: Any) -> None:
         """Take one reference to each block."""
         self._pool.hold(blocks)
+        self._pool.mark_leased(blocks, 1)
 
     def release(self, blocks: Any) -> None:
         """Give one reference to each block up, tails to be evicted first."""
+        self._pool.mark_leased(blocks, -1)
         self._pool.release(blocks)
 
     def keep_last(self, blocks: Any) -> None:

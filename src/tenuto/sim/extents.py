@@ -17,6 +17,7 @@ class Extent:
         "first",
         "home",
         "next",
+        "num_holds",
         "num_keeps",
         "order",
         "previous",
@@ -33,6 +34,8 @@ class Extent:
         self.order = order
         """When it was cached; the smallest number is hit."""
         self.ref_cnt = 1
+        self.num_holds = 0
+        """References among them that leases have."""
         self.num_keeps = 0
         self.after: Extent | None = None
         """What was split off behind it, so that ranges made before still find all their blocks."""

@@ -47,9 +47,9 @@ class KvCache:
         ]
 
     @property
-    def has_one_group(self) -> bool:
-        """Whether block i of a request's only table holds tokens i·size to (i+1)·size."""
-        return len(self.config.windows) == 1
+    def can_cut(self) -> bool:
+        """Whether block i of a request always holds tokens i·size to (i+1)·size: full attention only."""
+        return self.config.windows == (None,)
 
     def enter(self, request: Request) -> None:
         """A new request: find its place among all content, and give it empty tables.
@@ -73,7 +73,7 @@ class KvCache:
         """The longest cached prefix; at least its last token is left to compute. Changes nothing."""
         end = (request.num_tokens - 1) // self._block_size
         path, find = request.path, self.pool.find
-        if self.config.windows == (None,):
+        if self.can_cut:
             row = find(path, 0, 0, end)
             if self.config.drops_last_hit_block:
                 del row[max(0, len(row) - 1) :]

@@ -60,6 +60,8 @@ class ExtentPool:
             raise ValueError(f"a pool needs a block, got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks
+        self.num_leased_blocks = 0
+        """Distinct blocks that leases hold references to."""
         self.make_room: Callable[[int], None] | None = None
         """Called with a number until enough blocks are not kept any more; it must give some up each time."""
         self._num_groups = num_groups
@@ -206,6 +208,13 @@ class ExtentPool:
             extent, first, end = row.ranges[0]
             row.ranges[0] = Range(skip_to(extent, first), first, end)
 
+    def mark_leased(self, row: Row, change: int) -> None:
+        """Count a lease's references to each block (1), or stop to (-1), as `num_leased_blocks` needs it."""
+        for extent in self._get_extents(row):
+            was_leased = extent.num_holds > 0
+            extent.num_holds += change
+            self.num_leased_blocks += (extent.end - extent.first) * ((extent.num_holds > 0) - was_leased)
+
     def count_free(self, row: Row) -> int:
         """How many blocks of a row are in the free queue."""
         num_free = 0
@@ -271,7 +280,7 @@ class ExtentPool:
     def _split(self, extent: Extent, at: int) -> Extent:
         """Part an extent before block `at`; returns the new one behind it."""
         tail = Extent(extent.segment, extent.home, at, extent.end, extent.order)
-        tail.ref_cnt, tail.num_keeps = extent.ref_cnt, extent.num_keeps
+        tail.ref_cnt, tail.num_holds, tail.num_keeps = extent.ref_cnt, extent.num_holds, extent.num_keeps
         tail.after, extent.after = extent.after, tail
         extent.end = at
         extent.home.append(tail)

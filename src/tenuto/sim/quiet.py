@@ -20,7 +20,7 @@ def count_quiet_steps(scheduler: Scheduler) -> int:
         not running
         or len(running) > config.max_step_tokens
         or config.num_draft_tokens
-        or config.kv.windows != (None,)
+        or not scheduler.kv.can_cut
         or policy.overrides("step_budget")
     ):
         return 0

@@ -321,7 +321,9 @@ class Scheduler:
             idle = not self.running and self.waiting.get_first() is None
             if not self.driver.may_start(first, self._now_s, idle=idle):
                 return
-            self.waiting.unpark(first)
+            # Turns of the same job that came while it was parked start with it.
+            for turn_id in self.driver.get_live_turn_ids(first):
+                self.waiting.unpark(turn_id)
 
     def _choose_key(self) -> GetKey | None:
         if self._asks_order:

@@ -79,14 +79,20 @@ class WaitingQueue:
                 if turn_id in order:
                     order.push(turn_id, self._get_key(self._requests[turn_id]))
 
+    @property
+    def num_parked(self) -> int:
+        """How many are parked."""
+        return len(self._parked)
+
     def get_first_parked(self) -> str | None:
         """The parked request that goes first, or None."""
         return self._parked.get_first()
 
     def unpark(self, turn_id: str) -> None:
-        """Let a parked request start."""
-        self._parked.discard(turn_id)
-        self._push(self._ready, self._requests[turn_id], 1)
+        """Let a request start, if it is parked."""
+        if turn_id in self._parked:
+            self._parked.discard(turn_id)
+            self._push(self._ready, self._requests[turn_id], 1)
 
     def _push(self, order: WaitingOrder, request: Request, direction: int) -> None:
         self._num_pushed += 1

@@ -1,0 +1,149 @@
+"""Configurations of both engines, and the random workloads that both get."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tenuto.sim.config import EngineConfig, KvConfig
+from tests.differential.sides import Turn
+from tests.vllm.workerless import MAX_MODEL_LEN, make_config
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One configuration of both engines; the smallest caches just hold the longest request."""
+
+    num_blocks: int = 44
+    max_num_seqs: int = 16
+    max_step_tokens: int = 64
+    long_prefill_token_threshold: int = 0
+    reserve_full_sequence: bool = True
+    watermark: float = 0.0
+    windows: tuple[int | None, ...] = (None,)
+    order: Literal["fcfs", "priority"] = "fcfs"
+    depth: int = 1
+    num_draft_tokens: int = 0
+    has_draft_model: bool = False
+
+    @property
+    def total_blocks(self) -> int:
+        """Every layer group needs as many blocks as one alone."""
+        return self.num_blocks * len(self.windows)
+
+    def make_engine_config(self) -> EngineConfig:
+        kv = KvConfig(
+            num_blocks=self.total_blocks,
+            block_size=BLOCK_SIZE,
+            windows=self.windows,
+            max_model_len=MAX_MODEL_LEN,
+            reserve_full_sequence=self.reserve_full_sequence,
+            watermark=self.watermark,
+            num_lookahead_tokens=self.num_draft_tokens if self.has_draft_model else 0,
+            drops_last_hit_block=self.has_draft_model,
+        )
+        return EngineConfig(
+            kv=kv,
+            max_step_tokens=self.max_step_tokens,
+            max_num_seqs=self.max_num_seqs,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            order=self.order,
+            max_steps_in_flight=self.depth,
+            num_draft_tokens=self.num_draft_tokens,
+        )
+
+    def make_vllm_scheduler(self, cls: type, tenuto: dict[str, Any] | None = None) -> Any:
+        config = make_config(
+            is_async=self.depth > 1,
+            tenuto=tenuto,
+            policy=self.order,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_step_tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            scheduler_reserve_full_isl=self.reserve_full_sequence,
+            watermark=self.watermark,
+        )
+        if self.num_draft_tokens:
+            config.speculative_config = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=self.num_draft_tokens,
+                prompt_lookup_max=4,
+                prompt_lookup_min=2,
+                target_model_config=config.model_config,
+                target_parallel_config=config.parallel_config,
+            )
+        scheduler = make_vllm_scheduler(cls, config, self.windows, self.total_blocks)
+        if self.has_draft_model:
+            # What EAGLE changes in the scheduler, without a draft model to configure.
+            scheduler.num_lookahead_tokens = self.num_draft_tokens
+            scheduler.kv_cache_manager.coordinator.eagle_group_ids = {0}
+        return scheduler
+
+
+def make_vllm_scheduler(
+    cls: type, config: VllmConfig, windows: tuple[int | None, ...], num_blocks: int
+) -> Any:
+    """A vLLM scheduler for a model with these layer groups."""
+    init_none_hash(sha256)
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.block_size = BLOCK_SIZE
+    common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    specs = [
+        FullAttentionSpec(**common) if window is None else SlidingWindowSpec(**common, sliding_window=window)
+        for window in windows
+    ]
+    groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
+    return cls(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_SIZE,
+        log_stats=True,
+    )
+
+
+class Conversations:
+    """Random turns of eight conversations: they share a system prompt, go on, fork, repeat and start over."""
+
+    MAX_PROMPT = 400
+
+    def __init__(self, rng: random.Random, *, max_output: int) -> None:
+        self._rng = rng
+        self._max_output = max_output
+        self._talks = [[("system", 40), (f"task{n}", rng.randrange(5, 120))] for n in range(8)]
+        self._num_turns = 0
+
+    def get_turn(self, arrival_s: float, busy: Collection[int] = ()) -> Turn:
+        """The next turn, of a conversation that is not busy if there is one."""
+        rng = self._rng
+        idle = [n for n in range(len(self._talks)) if n not in busy]
+        number = rng.choice(idle or range(len(self._talks)))
+        talk = self._talks[number]
+        self._num_turns += 1
+        if sum(num_tokens for _, num_tokens in talk) > self.MAX_PROMPT:
+            del talk[rng.randrange(1, 3) :]
+        if rng.random() < 0.9:
+            talk.append((f"new{self._num_turns}", rng.randrange(1, 60)))
+        prompt = tuple(talk)
+        output = (f"out{self._num_turns}", rng.randrange(1, self._max_output))
+        if rng.random() < 0.7:
+            talk.append((output[0], rng.randrange(1, output[1] + 1)))
+        return Turn(
+            f"r{self._num_turns}", prompt, output, arrival_s, rng.randrange(3), {"job_id": f"job{number}"}
+        )
