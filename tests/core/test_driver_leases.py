@@ -66,7 +66,7 @@ def test_a_lease_covers_what_the_turn_cached_until_the_next_one_hits_it(strength
     check_integrity(engine.pool, engine.driver.leases)
 
 
-@pytest.mark.parametrize("answer", [Release(), Offload("host"), Keep(-1.0), Keep(0.0)])
+@pytest.mark.parametrize("answer", [Release(), Offload(), Keep(-1.0), Keep(0.0)])
 def test_other_answers_leave_the_blocks_as_stock_does(answer) -> None:
     @dataclass
     class Answer(Policy):

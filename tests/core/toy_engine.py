@@ -57,6 +57,7 @@ class ToyEngine:
         self.waiting = WaitingOrder()
         self.running: dict[str, ToyTurn] = {}
         self.turns: dict[str, ToyTurn] = {}
+        self.stored: list[list[int]] = []
         self.driver = Driver(policy, self, limits, log=log)
         self._kept: KeepLastQueue | None = None
 
@@ -207,6 +208,14 @@ class ToyEngine:
     def unkeep(self, blocks: list[Block]) -> None:
         assert self._kept is not None
         self._kept.unkeep(reversed(blocks))
+
+    def store(self, blocks) -> None:
+        self.stored.append([block.block_id for block in blocks])
+
+    def get_num_cached_tokens(self, turn_id: str) -> int:
+        turn = self.turns[turn_id]
+        max_blocks = (len(turn.prompt) - 1) // self.block_size
+        return len(get_hit_blocks(turn.hashes, self.pool.get_cached_block, max_blocks)) * self.block_size
 
     def reorder(self, turn_id: str) -> None:
         if turn_id in self.waiting:

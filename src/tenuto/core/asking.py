@@ -30,7 +30,10 @@ class PolicyCaller:
         self._strict = strict
         self._reported: set[str] = set()
         self._stock = Policy()
-        self._heard = {hook for hook in TOLD_HOOKS if log is not None or policy.overrides(hook)}
+        # A log tells all that happens to turns, but steps only to a policy that learns from them.
+        self._heard = {
+            hook for hook in TOLD_HOOKS if policy.overrides(hook) or (log is not None and hook != "on_step")
+        }
 
     def hears(self, hook: str) -> bool:
         """Whether telling this hook reaches anyone; its inputs need not be made otherwise."""

@@ -18,9 +18,12 @@ from tenuto.core.types import (
     Job,
     Keep,
     Lease,
+    LoadOffer,
     Offload,
     Release,
+    StepView,
     Strength,
+    TierView,
     ToolCall,
     Turn,
 )
@@ -98,12 +101,15 @@ def check_policy(policy: Policy) -> None:
         _check_asked(policy, "evict_key", tuple, lease, view)
         _check_asked(policy, "preempt_key", tuple, turn, view)
         _check_asked(policy, "step_budget", (int, type(None)), view)
+        _check_asked(policy, "displaces", bool, turn, turn, view)
+        _check_asked(policy, "load", bool, turn, LoadOffer(64, 0.5), view)
         if turn.job.num_turns > 1:
             _call(policy, "on_tool_returned", turn, ToolCall("ls"), 0.5)
         _call(policy, "on_turn_arrived", turn, view.now_s)
         _call(policy, "on_turn_started", turn, view.now_s)
         _call(policy, "on_turn_finished", turn, view.now_s)
         _call(policy, "on_job_ended", turn.job, view.now_s)
+        _call(policy, "on_step", StepView(view.now_s, 0.05, 300, 4))
         for hook, key in (
             ("queue_key", policy.queue_key(turn, view.now_s)),
             ("evict_key", policy.evict_key(lease, view)),
@@ -169,4 +175,6 @@ def _get_views() -> list[EngineView]:
     idle = EngineView(20.0, 16, 1000, 999, 0, 0, 2048)
     busy = EngineView(21.0, 16, 1000, 10, 64, 30, 2048, num_leases=20, num_leased_blocks=400)
     full = EngineView(22.0, 16, 1000, 0, 1, 1, 8192, num_leases=1, num_leased_blocks=990)
-    return [idle, busy, full]
+    tiers = (TierView("host", 5000, 4000, 4e-5, 0.2),)
+    offloading = EngineView(23.0, 16, 1000, 50, 8, 3, 8192, num_leases=2, num_leased_blocks=90, tiers=tiers)
+    return [idle, busy, full, offloading]

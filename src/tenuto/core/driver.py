@@ -26,8 +26,10 @@ from tenuto.core.types import (
     EngineView,
     Keep,
     LeaseEnd,
+    LoadOffer,
     Offload,
     Release,
+    StepView,
     Strength,
     Turn,
     Yields,
@@ -156,6 +158,8 @@ class Driver:
                 asked = dataclasses.replace(lease.get_view(), until_s=terms.until_s, value=terms.value)
                 self.leases.renew(lease, terms, self._caller.ask("evict_key", tuple, asked, view))
             else:
+                if isinstance(answer, Offload):
+                    self._engine.store(lease.blocks)
                 self.leases.end(lease, LeaseEnd.EXPIRED)
                 num_ended += 1
         return num_ended
@@ -227,7 +231,10 @@ class Driver:
 
     def get_queue_key(self, turn_id: str, now_s: float) -> Key:
         """Where a waiting turn stands; smaller goes first."""
-        key: Key = self._caller.ask("queue_key", tuple, self._view(self._turns[turn_id]), now_s)
+        turn = self._view(self._turns[turn_id])
+        if self.policy.sees_hits:
+            turn = dataclasses.replace(turn, num_cached_tokens=self._engine.get_num_cached_tokens(turn_id))
+        key: Key = self._caller.ask("queue_key", tuple, turn, now_s)
         return key
 
     def get_victim(self, turn_ids: Sequence[str], now_s: float) -> str | None:
@@ -244,9 +251,29 @@ class Driver:
             order.push(turn_id, self._caller.ask("preempt_key", tuple, turn, view))
         return order.get_first()
 
+    def get_displaced(self, turn_id: str, running_ids: Sequence[str], now_s: float) -> str | None:
+        """Which of these running turns is preempted so that a waiting turn fits; None if none may be."""
+        victim_id = self.get_victim(running_ids, now_s)
+        if victim_id is None or turn_id not in self._turns:
+            return None
+        turn, victim = (self._view(self._turns[each]) for each in (turn_id, victim_id))
+        answer = self._caller.ask("displaces", bool, turn, victim, self.get_view(now_s))
+        return victim_id if answer else None
+
+    def may_load(self, turn_id: str, offer: LoadOffer, now_s: float) -> bool:
+        """Whether a turn about to start loads what the tiers have of it."""
+        if turn_id not in self._turns or not self.policy.overrides("load"):
+            return True
+        turn = self._view(self._turns[turn_id])
+        return bool(self._caller.ask("load", bool, turn, offer, self.get_view(now_s)))
+
+    def step(self, step: StepView) -> None:
+        """The engine computed a step; call only for a policy that overrides `on_step`."""
+        self._caller.tell("on_step", step)
+
     def may_start(self, turn_id: str, now_s: float, *, idle: bool) -> bool:
-        """Whether a waiting turn may start: a job's later turns always, any when the engine is idle."""
-        if idle or not self.is_first_turn(turn_id):
+        """Whether a waiting turn may start; any may when the engine is idle."""
+        if idle or not self.needs_admission(turn_id):
             return True
         turn = self._view(self._turns[turn_id])
         if self._caller.ask("admit", bool, turn, self.get_view(now_s)):
@@ -259,10 +286,12 @@ class Driver:
         turn = self._turns.get(turn_id)
         return turn is None or turn.what.hints.is_last is True
 
-    def is_first_turn(self, turn_id: str) -> bool:
-        """Whether starting this turn would start its job, so that admission has to be asked."""
+    def needs_admission(self, turn_id: str) -> bool:
+        """Whether the policy has to be asked before this turn starts."""
         turn = self._turns.get(turn_id)
-        return turn is not None and not turn.job.has_started
+        if turn is None or turn.started:
+            return False
+        return self.policy.admits == "turns" or not turn.job.has_started
 
     def get_live_turn_ids(self, turn_id: str) -> list[str]:
         """All turns of this turn's job that wait or run, itself included."""
@@ -325,6 +354,8 @@ class Driver:
         if old is not None:
             # Its blocks stay referenced by the turn that just finished, or serve nobody any more.
             self.leases.end(old, LeaseEnd.REPLACED)
+        if isinstance(answer, Offload):
+            self._engine.store(self._engine.get_cached_blocks(turn.turn_id))
         if terms is None or terms.until_s <= now_s:
             return
         blocks = self._engine.get_cached_blocks(turn.turn_id)

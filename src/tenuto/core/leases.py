@@ -47,6 +47,12 @@ class Engine(Protocol):
     def unkeep(self, blocks: list[Any]) -> None:
         """Take `keep_last` back."""
 
+    def store(self, blocks: list[Any]) -> None:
+        """Copy blocks to the tiers below the GPU, before they are freed; nothing where there are none."""
+
+    def get_num_cached_tokens(self, turn_id: str) -> int:
+        """Prompt tokens of a waiting turn that are in the GPU's cache now."""
+
     def reorder(self, turn_id: str) -> None:
         """A waiting turn's queue key may have changed."""
 

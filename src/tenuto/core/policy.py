@@ -15,9 +15,28 @@ from typing import Any, ClassVar, Literal
 
 from tenuto.core.errors import PolicyError
 from tenuto.core.settings import check_settings, setting
-from tenuto.core.types import Decision, EngineView, Job, Lease, Release, ToolCall, Turn
+from tenuto.core.types import (
+    Decision,
+    EngineView,
+    Job,
+    Lease,
+    LoadOffer,
+    Release,
+    StepView,
+    ToolCall,
+    Turn,
+)
 
 POLICIES_PACKAGE = "tenuto.policies"
+
+WANTS = {
+    "offload": "sync or async: the engine copies KV below the GPU as it is computed, and loads it back; "
+    "asked: it copies what `retain` and `reconsider` say",
+    "long_prefill_token_threshold": "most tokens of one prompt in a step while others run",
+    "watermark": "share of the blocks that starting a request leaves free",
+    "unbounded_kv": "a KV cache without end (yardsticks in the simulator)",
+}
+"""Engine settings that a policy may want, and what they mean."""
 
 __all__ = ["TOLD_HOOKS", "Key", "Policy", "get_policy_names", "load_policy", "setting"]
 
@@ -35,6 +54,14 @@ class Policy:
 
     engine_order: ClassVar[Literal["fcfs", "priority"]] = "fcfs"
     """The engine's own scheduling mode, in force for every hook that is not overridden."""
+    admits: ClassVar[Literal["jobs", "turns"]] = "jobs"
+    """What `admit` is asked for: the turns of jobs that have not started, or every turn."""
+    sees_hits: ClassVar[bool] = False
+    """Whether the turns that `queue_key` is asked for come with `num_cached_tokens`; a look-up each."""
+    rekey_s: ClassVar[float | None] = None
+    """How often all waiting turns are asked for their `queue_key` again; None where a key stays right."""
+    wants: ClassVar[Mapping[str, Any]] = {}
+    """Engine settings it is meant to run with, by the names of `tenuto.core.policy.WANTS`."""
 
     # Asked: return a decision, change nothing.
 
@@ -46,10 +73,14 @@ class Policy:
         return (0 if turn.num_preemptions else 1, turn.arrival_s)
 
     def admit(self, turn: Turn, view: EngineView) -> bool:
-        """Whether a job that has not started may start now; asked again at every step while False.
+        """Whether a job that has not started (see `admits`) may start now; asked again while False.
 
         Not asked when nothing else could run: the driver never lets the engine idle over a waiting job.
         """
+        return True
+
+    def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
+        """Whether a turn about to start waits for what a tier has of it, or computes that again."""
         return True
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
@@ -67,6 +98,10 @@ class Policy:
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
         """Which running turn yields first, smallest first; asked only when no lease can yield."""
         return (-turn.arrival_s,)
+
+    def displaces(self, turn: Turn, running: Turn, view: EngineView) -> bool:
+        """Whether a waiting turn that does not fit preempts this running one, the first by `preempt_key`."""
+        return False
 
     def step_budget(self, view: EngineView) -> int | None:
         """Token budget of the next step, or None for the engine's own; never more than that."""
@@ -88,6 +123,9 @@ class Policy:
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
         """A job will not come back, or was silent for so long that it is forgotten."""
+
+    def on_step(self, step: StepView) -> None:
+        """The engine computed a step; told only to policies that override it."""
 
     @classmethod
     def overrides(cls, hook: str) -> bool:

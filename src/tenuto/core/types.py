@@ -83,6 +83,8 @@ class Turn:
     num_preemptions: int = 0
     has_lease: bool = False
     """Whether a lease on the job's earlier blocks waits for this turn."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens in the GPU's cache now; only for policies that say `sees_hits`."""
     is_last: bool | None = None
     """Whether the job ends with this turn; None while nobody can tell."""
     tool: ToolCall | None = None
@@ -105,6 +107,41 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class TierView:
+    """A tier below the GPU, in the GPU's blocks."""
+
+    name: str
+    num_blocks: int
+    num_used_blocks: int
+    s_per_block: float
+    """Seconds to copy one block over its link, in either direction."""
+    wait_s: float
+    """Seconds until a copy queued now would begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOffer:
+    """What a waiting turn could load from the tiers instead of computing it."""
+
+    num_tokens: int
+    """Behind what the GPU's own cache has."""
+    load_s: float
+    """Until all of it would be there, the link's queue included."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """One engine step that was computed."""
+
+    now_s: float
+    duration_s: float
+    """Since the step before it ended, or since it was scheduled if nothing ran."""
+    num_tokens: int
+    num_requests: int
+    """Requests in it; those in their decode have one token each."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineView:
     """The engine's state in numbers; O(1) to make."""
 
@@ -121,6 +158,8 @@ class EngineView:
     """First turns of jobs that admission holds back."""
     num_leases: int = 0
     num_leased_blocks: int = 0
+    tiers: tuple[TierView, ...] = ()
+    """Tiers below the GPU, nearest first; none where the engine has none, or cannot be told what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +181,10 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Move the finished turn's cached blocks to a tier below the GPU; released where there is none."""
+    """Copy the turn's cached blocks to the tiers below the GPU, then release them.
 
-    tier: str = "host"
+    Where the engine has no tier, or copies everything by itself, it is `Release`.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from tenuto.core.driver import Driver
-from tenuto.sim.kv_cache import Hit, KvCache
+from typing import TYPE_CHECKING
+
+from tenuto.sim.kv_cache import Hit
 from tenuto.sim.request import Request
+
+if TYPE_CHECKING:
+    from tenuto.sim.scheduler import Scheduler
 
 
 class Allocator:
     """Allocates for the scheduler, with the same hooks in the same order as `tenuto.vllm.scheduler`."""
 
-    def __init__(self, kv: KvCache, driver: Driver, running: list[Request]) -> None:
-        self._kv = kv
-        self._driver = driver
+    def __init__(self, scheduler: Scheduler, running: list[Request]) -> None:
+        self._scheduler = scheduler
+        self._kv = scheduler.kv
+        self._driver = scheduler.driver
         self._running = running
-        self._has_leases = driver.policy.overrides("retain")
+        self._has_leases = self._driver.policy.overrides("retain")
 
     def try_allocate(self, request: Request, num_new_tokens: int, hit: Hit | None, now_s: float) -> bool:
         """Slots for a request's next tokens; a request that starts brings its hit, a running one None."""
@@ -27,7 +32,9 @@ class Allocator:
         self, request: Request, num_new_tokens: int, hit: Hit | None, now_s: float
     ) -> bool:
         is_busy = bool(self._running)
-        stalled = len(self._running) <= (1 if hit is None else 0)
+        # Loads on their way will run without anyone's help.
+        num_others = len(self._running) + self._scheduler.num_loading - (1 if hit is None else 0)
+        stalled = num_others <= 0
         num_wanted = self._kv.count_missing(request, num_new_tokens, hit, is_busy=is_busy)
         if not stalled and num_wanted > self._driver.get_num_reclaimable_blocks(request.turn_id):
             # Taking back what cannot be enough would cost the leases and help nobody.

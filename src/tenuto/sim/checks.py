@@ -38,7 +38,8 @@ def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
         extent.num_holds != num_holds for extent, num_holds in leased.items()
     ):
         raise IntegrityError(f"leases hold {_count_blocks(leased)} blocks, counted {pool.num_leased_blocks}")
-    check_pool(pool, [*rows, *held], kept, num_blanks=sum(table.num_blanks for table in tables))
+    storing = [] if scheduler.offloader is None else scheduler.offloader.get_held_rows()
+    check_pool(pool, [*rows, *held, *storing], kept, num_blanks=sum(table.num_blanks for table in tables))
 
 
 def check_pool(

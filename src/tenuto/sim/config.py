@@ -8,6 +8,10 @@ from typing import Literal
 from tenuto.core.errors import ConfigError
 
 
+Offload = Literal["sync", "async", "asked"]
+"""When KV is copied to the tiers below the GPU (see `tenuto.sim.offload`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KvConfig:
     """Size and shape of the KV cache. Raises ConfigError for what makes no sense."""
@@ -58,10 +62,16 @@ class EngineConfig:
     """2 for asynchronous scheduling: the next step is scheduled while one runs; a pipeline has more."""
     num_draft_tokens: int = 0
     """Tokens a drafter proposes per request and step (`num_speculative_tokens`)."""
+    offload: Offload | None = None
+    """Whether and when KV is copied below the GPU, where there are tiers."""
+    offload_chunk_tokens: int = 256
+    """Tokens per chunk of the tiers, whole blocks; LMCache's default."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         if min(self.max_step_tokens, self.max_num_seqs, self.max_steps_in_flight) < 1:
             raise ConfigError(f"a step needs tokens, and requests and steps must be 1 or more: {self}")
+        if self.offload_chunk_tokens < 1 or self.offload_chunk_tokens % self.kv.block_size:
+            raise ConfigError(f"offload_chunk_tokens must be whole blocks of {self.kv.block_size}: {self}")
         if self.long_prefill_token_threshold < 0 or self.num_draft_tokens < 0:
             raise ConfigError(f"thresholds and numbers of drafts must not be negative: {self}")

@@ -38,9 +38,10 @@ class SimEngine:
             num_blocks=self._pool.num_blocks,
             num_free_blocks=self._pool.num_free_blocks,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) - scheduler.waiting.num_parked,
+            num_waiting=len(scheduler.waiting) - scheduler.waiting.num_parked + scheduler.num_loading,
             max_step_tokens=scheduler.config.max_step_tokens,
             num_parked=scheduler.waiting.num_parked,
+            tiers=() if scheduler.offloader is None else scheduler.offloader.get_views(now_s),
         )
 
     def get_num_free_blocks(self) -> int:
@@ -92,6 +93,15 @@ class SimEngine:
     def unkeep(self, blocks: Any) -> None:
         """Take `keep_last` back."""
         self._pool.unkeep(blocks)
+
+    def store(self, blocks: Any) -> None:
+        """Copy blocks to the tiers."""
+        if self._scheduler.offloader is not None and blocks:
+            self._scheduler.offloader.store_asked(blocks, self._scheduler.now_s)
+
+    def get_num_cached_tokens(self, turn_id: str) -> int:
+        """Prompt tokens of a waiting turn that are cached."""
+        return self._scheduler.kv.get_hit(self._scheduler.requests[turn_id]).num_tokens
 
     def reorder(self, turn_id: str) -> None:
         """Ask for a waiting request's key again."""

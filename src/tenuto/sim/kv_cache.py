@@ -24,6 +24,15 @@ class Hit(NamedTuple):
     num_tokens: int
     rows: tuple[Row, ...]
     """Of a sliding window only the blocks it still sees."""
+    num_loaded_tokens: int = 0
+    """Tokens behind it that come from a tier below the GPU."""
+    waits: bool = False
+    """Whether the request waits for these: its blocks are cached once they are there."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """All that need not be computed."""
+        return self.num_tokens + self.num_loaded_tokens
 
 
 class KvCache:
@@ -105,7 +114,7 @@ class KvCache:
             return False
         num_computed_tokens = request.num_computed_tokens
         if hit is not None:
-            num_computed_tokens = hit.num_tokens
+            num_computed_tokens = hit.num_computed_tokens
             for table, row, window in zip(request.tables, hit.rows, self.config.windows, strict=True):
                 self.pool.hold(row)
                 table.row = row
@@ -117,8 +126,9 @@ class KvCache:
             if num_new_blocks > 0:
                 self.pool.take(num_new_blocks)
                 table.num_blanks += num_new_blocks
-        # Drafts may be rejected: only what is certain is cached.
-        self.cache(request, min(num_tokens, request.num_tokens))
+        if hit is None or not hit.waits:
+            # Drafts may be rejected: only what is certain is cached.
+            self.cache(request, min(num_tokens, request.num_tokens))
         return True
 
     def count_missing(self, request: Request, num_new_tokens: int, hit: Hit | None, *, is_busy: bool) -> int:
@@ -126,7 +136,7 @@ class KvCache:
 
         `is_busy` says that other requests run, so that a starting one must leave the watermark free.
         """
-        num_computed_tokens = request.num_computed_tokens if hit is None else hit.num_tokens
+        num_computed_tokens = request.num_computed_tokens if hit is None else hit.num_computed_tokens
         num_tokens = num_computed_tokens + num_new_tokens + self.config.num_lookahead_tokens
         num_blocks = self._count_blocks(num_tokens)
         if hit is None:

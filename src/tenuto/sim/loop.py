@@ -126,7 +126,7 @@ class Simulation:
         self._last_step = step
         if step.num_tokens:
             self.num_steps += 1
-            self._last_end_s = self._get_end_s(self.now_s, step.batch)
+            self._last_end_s = self._get_end_s(self.now_s, step.batch) + step.transfer_s
             self._in_flight.append((step, self._last_end_s))
         return step
 
@@ -181,11 +181,11 @@ class Simulation:
         heapq.heappush(self._sends, (send.at_s, self._num_sends, send))
 
     def _get_next_event_s(self) -> float | None:
-        """When something happens that is not a step's end: a turn is sent, a lease runs out."""
+        """When something happens that is not a step's end: a turn is sent, a lease runs out, a copy ends."""
         times_s = [self._sends[0][0]] if self._sends else []
-        deadline_s = self.scheduler.driver.get_next_deadline_s()
-        if deadline_s is not None:
-            times_s.append(deadline_s)
+        event_s = self.scheduler.get_next_event_s()
+        if event_s is not None:
+            times_s.append(event_s)
         return min(times_s, default=None)
 
     def _send_until(self, now_s: float, *, inclusive: bool = True) -> None:

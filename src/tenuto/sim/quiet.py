@@ -22,6 +22,8 @@ def count_quiet_steps(scheduler: Scheduler) -> int:
         or config.num_draft_tokens
         or not scheduler.kv.can_cut
         or policy.overrides("step_budget")
+        or policy.overrides("on_step")
+        or scheduler.has_loaded
     ):
         return 0
     num_steps = min(_count_steps_to_end(scheduler, request) for request in running)
@@ -61,7 +63,7 @@ def _may_start_one(scheduler: Scheduler) -> bool:
     """Whether a waiting request could start in one of the next steps, as far as is easily told."""
     config, running, waiting = scheduler.config, scheduler.running, scheduler.waiting
     driver = scheduler.driver
-    if waiting.get_first_parked() is not None:
+    if waiting.get_first_parked() is not None or (waiting.get_first() and scheduler.may_displace):
         return True
     request = waiting.get_first()
     budget = config.max_step_tokens - len(running)
@@ -70,7 +72,9 @@ def _may_start_one(scheduler: Scheduler) -> bool:
     hit = scheduler.kv.get_hit(request)
     if not {each.path.segments[-1] for each in running}.isdisjoint(request.path.segments):
         return True  # Its hit may grow. Else it only shrinks, and free blocks only get fewer.
-    num_tokens = min(budget, request.num_tokens - hit.num_tokens)
+    num_tokens = request.num_tokens - hit.num_tokens
+    if scheduler.offloader is None:
+        num_tokens = min(budget, num_tokens)
     num_missing = scheduler.kv.count_missing(request, num_tokens, hit, is_busy=True)
     return num_missing <= (driver.get_num_reclaimable_blocks(request.turn_id) if _may_yield(driver) else 0)
 

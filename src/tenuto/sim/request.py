@@ -21,6 +21,8 @@ class Status(Enum):
     """Where a request stands."""
 
     WAITING = auto()
+    LOADING = auto()
+    """Its blocks are taken, and being filled from a tier."""
     RUNNING = auto()
     PREEMPTED = auto()
     FINISHED = auto()
@@ -90,6 +92,10 @@ class Request:
     is_prefill_chunk: bool = field(init=False, default=False)
     """Its latest step ends before its prompt (or what a preemption took) does."""
     num_preemptions: int = field(init=False, default=0)
+    num_stored_chunks: int = field(init=False, default=0)
+    """Chunks of its prompt that were stored below the GPU, or came from there."""
+    chunks: list[BlockHash] = field(init=False, default_factory=list)
+    """The chained hashes of its chunks (see `tenuto.sim.offload`), as far as they were asked for."""
 
     def __post_init__(self) -> None:
         """Add the prompt up."""

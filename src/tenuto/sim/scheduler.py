@@ -8,6 +8,7 @@ update_from_output, async_scheduler.py@0.32; the hooks stand where `tenuto.vllm.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 from tenuto.core.asking import DecisionLog
@@ -19,9 +20,11 @@ from tenuto.sim.allocator import Allocator
 from tenuto.sim.config import EngineConfig
 from tenuto.sim.engine import SimEngine
 from tenuto.sim.kv_cache import Hit, KvCache
+from tenuto.sim.offload import make_offloader
 from tenuto.sim.request import BlockHashes, Request, Status
 from tenuto.sim.step import Step
 from tenuto.sim.step_cost.batch import StepBatch
+from tenuto.sim.tiers import OffloadTiers
 from tenuto.sim.waiting import GetKey, WaitingQueue
 
 PUBLISHED = Limits(always_yield=False)
@@ -37,8 +40,10 @@ class Scheduler:
         policy: Policy,
         limits: Limits = PUBLISHED,
         *,
+        tiers: OffloadTiers | None = None,
         log: DecisionLog | None = None,
     ) -> None:
+        """`tiers` belong to the engine that `config.offload` describes."""
         self.config = config
         self.kv = KvCache(config.kv, config.max_steps_in_flight * config.max_step_tokens)
         self.requests: dict[str, Request] = {}
@@ -47,18 +52,24 @@ class Scheduler:
         self._asks_admission = policy.overrides("admit")
         self._asks_order = self._asks_admission or policy.overrides("queue_key")
         self._asks_budget = policy.overrides("step_budget")
+        self.may_displace = policy.overrides("displaces")
+        self._rekey_s = policy.rekey_s if self._asks_order else None
+        self._rekeyed_s = 0.0
+        self.offloader = make_offloader(config, tiers, self.kv)
+        self._loaded: deque[Request] = deque()
         self.waiting = WaitingQueue(self._choose_key())
-        self._now_s = 0.0
+        self.now_s = 0.0
+        """When it was called last."""
         self.driver = Driver(policy, SimEngine(self), limits, log=log)
         self.kv.pool.make_room = self.driver.make_room
-        self._allocator = Allocator(self.kv, self.driver, self.running)
+        self._allocator = Allocator(self, self.running)
 
     # What an engine calls.
 
     def add_request(self, request: Request, now_s: float) -> None:
         """A turn came in. Raises ConfigError if it can never run here."""
         self.kv.enter(request)
-        self._now_s = now_s
+        self.now_s = now_s
         self.requests[request.turn_id] = request
         what = Arrival(
             hints=request.hints,
@@ -67,13 +78,20 @@ class Scheduler:
             priority=request.priority,
         )
         self.driver.arrive(request.turn_id, now_s, what)
-        is_parked = self._asks_admission and self.driver.is_first_turn(request.turn_id)
+        is_parked = self._asks_admission and self.driver.needs_admission(request.turn_id)
         self.waiting.add(request, is_parked=is_parked)
 
     def schedule(self, now_s: float) -> Step:
         """Decide the next step; without tokens in it, nothing can run now."""
-        self._now_s = now_s
+        self.now_s = now_s
         self.driver.expire(now_s)
+        if self.offloader is not None:
+            for request in self.offloader.pop_loaded(now_s):
+                self.kv.cache(request, request.num_computed_tokens)
+                self._loaded.append(request)
+        if self._rekey_s is not None and now_s >= self._rekeyed_s + self._rekey_s:
+            self._rekeyed_s = now_s
+            self.waiting.reorder_all()
         if self._asks_admission:
             self._admit_parked()
         budget = self.config.max_step_tokens
@@ -98,7 +116,7 @@ class Scheduler:
         `num_accepted` says how many of a request's drafts were right (none, unless told). Returns the
         requests that got output, with the number of new tokens; those that are done have `Status.FINISHED`.
         """
-        self._now_s = now_s
+        self.now_s = now_s
         outputs = []
         for turn_id, num_tokens in step.num_tokens.items():
             request = self.requests.get(turn_id)
@@ -127,9 +145,11 @@ class Scheduler:
         request = self.requests.get(turn_id)
         if request is None:
             return
-        self._now_s = now_s
+        self.now_s = now_s
         if request.status is Status.RUNNING:
             self.running.remove(request)
+        elif request.status is Status.LOADING:
+            self._forget_load(request)
         else:
             self.waiting.remove(request)
         self._finish(request, Finish(request.num_output_tokens, aborted=True))
@@ -139,11 +159,28 @@ class Scheduler:
 
         With `preempt_running` these start over instead; output of theirs that is in flight is lost.
         """
-        self._now_s = now_s
+        self.now_s = now_s
         self.driver.drop_all()
         while preempt_running and self.running:
             self._preempt(self.running.pop(), drop_stale=True)
         return self.kv.pool.reset()
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether a request is about to start whose load is there."""
+        return bool(self._loaded)
+
+    @property
+    def num_loading(self) -> int:
+        """Requests that wait for KV from a tier, or have it and did not start yet."""
+        return len(self._loaded) + (self.offloader.num_loading if self.offloader is not None else 0)
+
+    def get_next_event_s(self) -> float | None:
+        """When something happens by itself: a lease runs out, a copy is complete."""
+        times_s = [self.driver.get_next_deadline_s()]
+        if self.offloader is not None:
+            times_s.append(self.offloader.get_next_event_s())
+        return min((each for each in times_s if each is not None), default=None)
 
     # One step.
 
@@ -155,7 +192,7 @@ class Scheduler:
             if num_new_tokens == 0:
                 index += 1
                 continue
-            while not self._allocator.try_allocate(request, num_new_tokens, None, self._now_s):
+            while not self._allocator.try_allocate(request, num_new_tokens, None, self.now_s):
                 victim = self._preempt_for(request, step)
                 if victim is request:
                     return
@@ -184,6 +221,8 @@ class Scheduler:
 
     def _schedule_waiting(self, step: Step) -> None:
         has_running = bool(step.num_tokens)
+        while self._loaded and step.budget > 0 and len(self.running) < self.config.max_num_seqs:
+            self._start_loaded(self._loaded.popleft(), step)
         while step.budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.get_first()
             if request is None:
@@ -193,13 +232,24 @@ class Scheduler:
                 self.waiting.skip_first()
                 continue
             hit = self.kv.get_hit(request)
-            num_tokens = request.num_tokens - hit.num_tokens
+            if self.offloader is not None:
+                hit = self._add_load(request, hit)
+                if hit.waits:
+                    if not self._begin_load(request, hit):
+                        break
+                    continue
+            num_tokens = request.num_tokens - hit.num_computed_tokens
             num_drafts = self._count_padding(request, hit, step, has_running) if num_tokens == 1 else 0
             if 1 + num_drafts > step.budget:
                 break
             num_new_tokens = step.bound(num_tokens + num_drafts)
-            if not self._allocator.try_allocate(request, num_new_tokens, hit, self._now_s):
+            while not (fits := self._allocator.try_allocate(request, num_new_tokens, hit, self.now_s)):
+                if not self._displace_for(request, step):
+                    break
+            if not fits:
                 break
+            if hit.num_loaded_tokens:
+                step.transfer_s += self._load_at_once(request, hit)
             self._start(request, hit, step)
             step.give(request, num_new_tokens)
             if num_drafts:
@@ -214,12 +264,12 @@ class Scheduler:
         return num_drafts if fits and joins_decodes else 0
 
     def _start(self, request: Request, hit: Hit, step: Step) -> None:
-        started = step.new if request.status is Status.WAITING else step.resumed
-        started[request.turn_id] = hit.num_tokens
+        started = step.resumed if request.num_preemptions else step.new
+        started[request.turn_id] = hit.num_computed_tokens
         self.waiting.remove(request)
         self.running.append(request)
         request.status = Status.RUNNING
-        request.num_computed_tokens = hit.num_tokens
+        request.num_computed_tokens = hit.num_computed_tokens
 
     def _advance(self, step: Step) -> None:
         """Count a step's tokens as computed, so that the next one can be scheduled at once."""
@@ -237,6 +287,9 @@ class Scheduler:
                 chunk_context += context
                 num_pairs += num_tokens * (context + num_tokens / 2)
             request.num_computed_tokens = context + num_tokens
+            if self.offloader is not None:
+                link_s = self.offloader.store_computed(request, self.now_s)
+                step.transfer_s += link_s if self.offloader.is_sync else 0.0
             request.num_in_flight_tokens += num_tokens
             request.is_prefill_chunk = context + num_tokens < request.num_tokens + request.num_placeholders
             if request.is_prefill_chunk:
@@ -249,7 +302,69 @@ class Scheduler:
             num_chunks, chunk_tokens, chunk_context, num_pairs, num_decodes, decode_context
         )
 
+    # Loads from the tiers below the GPU.
+
+    def _add_load(self, request: Request, hit: Hit) -> Hit:
+        """The hit with what the tiers have behind it, if the policy wants to load that."""
+        assert self.offloader is not None
+        offer = self.offloader.get_offer(request, hit.num_tokens, self.now_s)
+        if offer is None or not self.driver.may_load(request.turn_id, offer, self.now_s):
+            return hit
+        return hit._replace(num_loaded_tokens=offer.num_tokens, waits=not self.offloader.is_sync)
+
+    def _load_at_once(self, request: Request, hit: Hit) -> float:
+        """Load before the step computes; returns the seconds it waits."""
+        assert self.offloader is not None
+        return self.offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self.now_s) - self.now_s
+
+    def _begin_load(self, request: Request, hit: Hit) -> bool:
+        """Take the blocks of a whole request and begin to load; False if they are short.
+
+        On purpose not vLLM's, which takes the loaded tokens' blocks alone: requests that hold these and wait
+        for the rest could then keep each other from starting for ever.
+        """
+        assert self.offloader is not None
+        num_tokens = request.num_tokens - hit.num_computed_tokens
+        if not self._allocator.try_allocate(request, num_tokens, hit, self.now_s):
+            return False
+        self.waiting.remove(request)
+        request.status = Status.LOADING
+        request.num_computed_tokens = hit.num_computed_tokens
+        done_s = self.offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self.now_s)
+        self.offloader.wait_for(request, done_s)
+        return True
+
+    def _start_loaded(self, request: Request, step: Step) -> None:
+        """A request whose load is there starts; its blocks are taken already."""
+        num_new_tokens = step.bound(request.num_tokens - request.num_computed_tokens)
+        fits = self.kv.try_allocate(request, num_new_tokens, None, is_busy=True)
+        assert fits, f"{request.turn_id} has loaded, but not its blocks"
+        self._start(request, Hit(request.num_computed_tokens, ()), step)
+        step.give(request, num_new_tokens)
+
+    def _forget_load(self, request: Request) -> None:
+        assert self.offloader is not None
+        if request in self._loaded:
+            self._loaded.remove(request)
+        else:
+            self.offloader.drop_load(request)
+
     # Preemption.
+
+    def _displace_for(self, request: Request, step: Step) -> bool:
+        """Preempt a running request for a waiting one that does not fit, if the policy says so."""
+        if not self.may_displace:
+            return False
+        # Those that this step has tokens for stay.
+        candidates = [each.turn_id for each in self.running if each.turn_id not in step.num_tokens]
+        victim_id = self.driver.get_displaced(request.turn_id, candidates, self.now_s)
+        if victim_id is None:
+            return False
+        victim = self.requests[victim_id]
+        self.running.remove(victim)
+        step.preempted[victim_id] = victim.num_computed_tokens
+        self._preempt(victim)
+        return True
 
     def _preempt_for(self, request: Request, step: Step) -> Request:
         """Preempt the running request that yields first; it may be the one that needs the room."""
@@ -258,7 +373,7 @@ class Scheduler:
             self.running.remove(victim)
             step.take_out(victim)
         else:
-            self._allocator.put_victim_last(request, self._now_s)
+            self._allocator.put_victim_last(request, self.now_s)
             victim = self.running.pop()
         step.preempted[victim.turn_id] = victim.num_computed_tokens
         self._preempt(victim)
@@ -266,10 +381,11 @@ class Scheduler:
 
     def _preempt(self, request: Request, *, drop_stale: bool = False) -> None:
         """Take all blocks of a request that left `running`; it will be computed again."""
-        self.driver.preempt(request.turn_id, self._now_s, request.num_computed_tokens)
+        self.driver.preempt(request.turn_id, self.now_s, request.num_computed_tokens)
         self.kv.free(request)
         request.status = Status.PREEMPTED
         request.num_computed_tokens = request.num_drafts = request.num_placeholders = 0
+        request.num_stored_chunks = 0
         request.drops_stale = drop_stale or (request.drops_stale and request.num_stale_tokens > 0)
         request.num_stale_tokens = request.num_in_flight_tokens
         request.num_preemptions += 1
@@ -301,7 +417,9 @@ class Scheduler:
 
     def _finish(self, request: Request, how: Finish) -> None:
         """End a request; a lease may take its blocks over just before they are freed."""
-        self.driver.finish(request.turn_id, self._now_s, how)
+        self.driver.finish(request.turn_id, self.now_s, how)
+        if self.offloader is not None and not how.aborted:
+            self.offloader.store_finished(self.kv.get_hit(request).rows[0], self.now_s)
         self.kv.free(request)
         request.status = Status.FINISHED
         del self.requests[request.turn_id]
@@ -318,8 +436,8 @@ class Scheduler:
 
     def _admit_parked(self) -> None:
         while (first := self.waiting.get_first_parked()) is not None:
-            idle = not self.running and self.waiting.get_first() is None
-            if not self.driver.may_start(first, self._now_s, idle=idle):
+            idle = not self.running and not self.num_loading and self.waiting.get_first() is None
+            if not self.driver.may_start(first, self.now_s, idle=idle):
                 return
             # Turns of the same job that came while it was parked start with it.
             for turn_id in self.driver.get_live_turn_ids(first):
@@ -331,6 +449,6 @@ class Scheduler:
         return (lambda request: (request.priority, request.arrival_s)) if self._by_priority else None
 
     def _get_policy_key(self, request: Request) -> Key:
-        key = self.driver.get_queue_key(request.turn_id, self._now_s)
+        key = self.driver.get_queue_key(request.turn_id, self.now_s)
         # The engine's own priority mode stays in force above the policy's order.
         return (request.priority, *key) if self._by_priority else key

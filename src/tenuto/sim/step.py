@@ -33,7 +33,9 @@ class Step:
     has_prefill: bool = False
     """Whether a request that was running already is in its prefill."""
     batch: StepBatch = EMPTY_BATCH
-    """What the step's duration depends on."""
+    """What the time it computes depends on."""
+    transfer_s: float = 0.0
+    """Seconds that it waits for loads and stores."""
 
     @property
     def is_decode_only(self) -> bool:

@@ -79,6 +79,11 @@ class WaitingQueue:
                 if turn_id in order:
                     order.push(turn_id, self._get_key(self._requests[turn_id]))
 
+    def reorder_all(self) -> None:
+        """Ask for every request's key again."""
+        for turn_id in self._requests:
+            self.reorder(turn_id)
+
     @property
     def num_parked(self) -> int:
         """How many are parked."""

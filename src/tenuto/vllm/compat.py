@@ -177,6 +177,11 @@ def get_cached_blocks(scheduler: Any, request: Any) -> list[Any]:
     return [block for group in groups for block in group if not block.is_null]
 
 
+def get_num_cached_tokens(scheduler: Any, request: Any) -> int:
+    """Tokens of a waiting request that are in the prefix cache now."""
+    return int(scheduler.kv_cache_manager.get_computed_blocks(request)[1])
+
+
 def has_content(block: Any, block_hash: Any) -> bool:
     """Whether a block holds what this hash stands for."""
     return block.block_hash is not None and get_block_hash(block.block_hash) == block_hash

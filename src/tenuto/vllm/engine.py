@@ -106,6 +106,13 @@ class VllmEngine:
         assert self._kept is not None
         self._kept.unkeep(reversed(blocks))
 
+    def store(self, blocks: list[Any]) -> None:
+        """Nothing: vLLM's own connectors copy everything, and cannot be told what."""
+
+    def get_num_cached_tokens(self, turn_id: str) -> int:
+        """Prompt tokens of a waiting request that are cached."""
+        return compat.get_num_cached_tokens(self._scheduler, self._scheduler.requests[turn_id])
+
     def reorder(self, turn_id: str) -> None:
         """Ask for a waiting request's key again."""
         self._scheduler.reorder_waiting(turn_id)

@@ -177,7 +177,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         return (request.priority, *key) if self.policy.value == "priority" else key
 
     def _is_gated(self, request: Any) -> bool:
-        return self._asks_admission and self.driver.is_first_turn(request.request_id)
+        return self._asks_admission and self.driver.needs_admission(request.request_id)
 
     def _admit_parked(self, now_s: float) -> None:
         while (first := self.waiting.get_first_parked()) is not None:
