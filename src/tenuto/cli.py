@@ -19,6 +19,8 @@ Hold an LLM agent's KV cache through its tool calls, inside stock vLLM.
   tenuto serve MODEL              run vLLM with Tenuto's scheduler
   tenuto verify --url URL         check that a server really holds a job's cache
   tenuto bench --url URL          run agent jobs against any OpenAI-compatible server
+  tenuto simulate                 one workload on a simulated GPU
+  tenuto compare                  GPUs x policies x loads x seeds, simulated
   tenuto policies                 what there is to choose from
 """
 
@@ -53,6 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_verify(commands)
     _add_bench(commands)
+    _add_simulate(commands)
+    _add_compare(commands)
     _add_policies(commands)
     return parser
 
@@ -111,6 +115,34 @@ def _add_bench(commands: Any) -> None:
     )
     add_options(bench)
     bench.set_defaults(command=run_bench)
+
+
+def _add_simulate(commands: Any) -> None:
+    from tenuto.sweep import options
+
+    simulate = commands.add_parser(
+        "simulate",
+        help="run a workload on a simulated GPU",
+        description=options.SIMULATE,
+        epilog=options.SIMULATE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_simulate_options(simulate)
+    simulate.set_defaults(command=run_simulate)
+
+
+def _add_compare(commands: Any) -> None:
+    from tenuto.sweep import options
+
+    compare = commands.add_parser(
+        "compare",
+        help="simulate GPUs x policies x loads x seeds",
+        description=options.COMPARE,
+        epilog=options.COMPARE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_compare_options(compare)
+    compare.set_defaults(command=run_compare)
 
 
 def _add_policies(commands: Any) -> None:
@@ -179,6 +211,20 @@ def run_bench(parsed: argparse.Namespace, rest: list[str]) -> int:
     except ImportError as error:
         raise TenutoError(f"{error}; install it with: pip install 'tenuto[bench]'") from error
     return run.run_bench(options)
+
+
+def run_simulate(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """Simulate one run."""
+    from tenuto.sweep import commands
+
+    return commands.run_simulate(parsed)
+
+
+def run_compare(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """Simulate a sweep."""
+    from tenuto.sweep import commands
+
+    return commands.run_compare(parsed)
 
 
 def run_policies(parsed: argparse.Namespace, rest: list[str]) -> int:

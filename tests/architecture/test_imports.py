@@ -26,6 +26,8 @@ PLANTED = {
     ),
     "sim never imports vllm's room": ("sim", "import tenuto.vllm.settings"),
     "workload knows core only": ("workload", "import tenuto.learn.tool_times"),
+    "analyze knows core and workload only": ("analyze", "import tenuto.bench.records"),
+    "sweep knows core, sim and workload only": ("sweep", "import tenuto.policies.stock"),
     "torch and vLLM only in tenuto.vllm": ("core", "import torch"),
 }
 """For each contract: a room, and a line in it that breaks the contract."""

@@ -40,15 +40,17 @@ def test_negative_sizes_are_refused(prefills: list[tuple[int, int]], decodes: li
 
 def test_a_synchronous_host_adds_its_time() -> None:
     cost = HostedStepCost(TenMilliseconds(), HostOverhead(per_step_s=0.001, per_request_s=0.0001))
-    # 10 ms + 1 ms + (1 chunk + 2 decodes) x 0.1 ms.
-    assert cost.seconds(StepBatch.of([(8, 0)], [1, 1])) == pytest.approx(0.0113)
+    # 10 ms of operators make 11 ms of a prefill step, + 1 ms + (1 chunk + 2 decodes) x 0.1 ms of the host.
+    assert cost.seconds(StepBatch.of([(8, 0)], [1, 1])) == pytest.approx(0.0123)
+    # And 10.8 ms of a decode step, + 1 ms + 2 x 0.1 ms.
+    assert cost.seconds(StepBatch.of(decodes=[1, 1])) == pytest.approx(0.012)
 
 
 def test_an_asynchronous_host_hides_behind_the_gpu_until_it_is_the_slower_one() -> None:
     cost = HostedStepCost(
         TenMilliseconds(), HostOverhead(per_step_s=0.001, per_request_s=0.0001, overlapped=True)
     )
-    assert cost.seconds(StepBatch.of(decodes=[1] * 10)) == 0.010
+    assert cost.seconds(StepBatch.of(decodes=[1] * 10)) == pytest.approx(0.0108)
     # 1 ms + 120 x 0.1 ms = 13 ms of host work.
     assert cost.seconds(StepBatch.of(decodes=[1] * 120)) == pytest.approx(0.013)
 

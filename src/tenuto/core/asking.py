@@ -30,10 +30,9 @@ class PolicyCaller:
         self._strict = strict
         self._reported: set[str] = set()
         self._stock = Policy()
-        # A log tells all that happens to turns, but steps only to a policy that learns from them.
-        self._heard = {
-            hook for hook in TOLD_HOOKS if policy.overrides(hook) or (log is not None and hook != "on_step")
-        }
+        # A log tells all that happens to turns, but time's passing only to a policy that learns from it.
+        told_of_turns = set(TOLD_HOOKS) - {"on_step", "on_tick"} if log is not None else set()
+        self._heard = {hook for hook in TOLD_HOOKS if policy.overrides(hook) or hook in told_of_turns}
 
     def hears(self, hook: str) -> bool:
         """Whether telling this hook reaches anyone; its inputs need not be made otherwise."""

@@ -106,10 +106,12 @@ def check_policy(policy: Policy) -> None:
         if turn.job.num_turns > 1:
             _call(policy, "on_tool_returned", turn, ToolCall("ls"), 0.5)
         _call(policy, "on_turn_arrived", turn, view.now_s)
-        _call(policy, "on_turn_started", turn, view.now_s)
-        _call(policy, "on_turn_finished", turn, view.now_s)
-        _call(policy, "on_job_ended", turn.job, view.now_s)
+        for hook in ("admitted", "started", "preempted", "resumed"):
+            _call(policy, f"on_turn_{hook}", turn, view.now_s)
+        _call(policy, "on_tick", view)
         _call(policy, "on_step", StepView(view.now_s, 0.05, 300, 4))
+        _call(policy, "on_turn_aborted" if view.num_running else "on_turn_finished", turn, view.now_s)
+        _call(policy, "on_job_ended", turn.job, view.now_s)
         for hook, key in (
             ("queue_key", policy.queue_key(turn, view.now_s)),
             ("evict_key", policy.evict_key(lease, view)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -66,6 +67,7 @@ class Driver:
             policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
         )
         self._now_s = 0.0
+        self._ticked_s = -math.inf
 
     # What happens to turns.
 
@@ -101,6 +103,8 @@ class Driver:
         self.stats.num_events += 1
         if turn.started:
             self.stats.num_recomputed_tokens += max(0, turn.num_lost_tokens - num_hit_tokens)
+            if self._caller.hears("on_turn_resumed"):
+                self._caller.tell("on_turn_resumed", self._view(turn), now_s)
             self._record("resumed", turn, now_s, num_hit_tokens=num_hit_tokens)
             return
         turn.started = turn.job.has_started = True
@@ -123,6 +127,8 @@ class Driver:
         self.stats.num_events += 1
         turn.num_preemptions += 1
         turn.num_lost_tokens = num_computed_tokens
+        if self._caller.hears("on_turn_preempted"):
+            self._caller.tell("on_turn_preempted", self._view(turn), now_s)
         self._record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
 
     def finish(self, turn_id: str, now_s: float, how: Finish) -> None:
@@ -141,6 +147,8 @@ class Driver:
         self._record("finished", turn, now_s, num_output_tokens=how.num_output_tokens, aborted=how.aborted)
         if not how.aborted:
             self._complete(turn, now_s, how)
+        elif self._caller.hears("on_turn_aborted"):
+            self._caller.tell("on_turn_aborted", turn.get_finished_view(how), now_s)
         if job.job_id in self._jobs:
             self._leave(job)
 
@@ -232,7 +240,7 @@ class Driver:
     def get_queue_key(self, turn_id: str, now_s: float) -> Key:
         """Where a waiting turn stands; smaller goes first."""
         turn = self._view(self._turns[turn_id])
-        if self.policy.sees_hits:
+        if self.policy.sees_hits and self._affords_look_up(now_s):
             turn = dataclasses.replace(turn, num_cached_tokens=self._engine.get_num_cached_tokens(turn_id))
         key: Key = self._caller.ask("queue_key", tuple, turn, now_s)
         return key
@@ -267,19 +275,34 @@ class Driver:
         turn = self._view(self._turns[turn_id])
         return bool(self._caller.ask("load", bool, turn, offer, self.get_view(now_s)))
 
+    def tick(self, now_s: float) -> bool:
+        """Call before each step: whether all waiting turns are to be asked for their keys again now."""
+        if now_s < self.get_next_tick_s():
+            return False
+        self._ticked_s = now_s
+        if self._caller.hears("on_tick"):
+            self._caller.tell("on_tick", self.get_view(now_s))
+        return True
+
+    def get_next_tick_s(self) -> float:
+        """When `tick` has something to do next; infinity for a policy whose keys stay right."""
+        return math.inf if self.policy.rekey_s is None else self._ticked_s + self.policy.rekey_s
+
     def step(self, step: StepView) -> None:
         """The engine computed a step; call only for a policy that overrides `on_step`."""
         self._caller.tell("on_step", step)
 
     def may_start(self, turn_id: str, now_s: float, *, idle: bool) -> bool:
         """Whether a waiting turn may start; any may when the engine is idle."""
-        if idle or not self.needs_admission(turn_id):
+        if not self.needs_admission(turn_id):
             return True
         turn = self._view(self._turns[turn_id])
-        if self._caller.ask("admit", bool, turn, self.get_view(now_s)):
-            return True
-        self.stats.num_admission_waits += 1
-        return False
+        if not idle and not self._caller.ask("admit", bool, turn, self.get_view(now_s)):
+            self.stats.num_admission_waits += 1
+            return False
+        if self._caller.hears("on_turn_admitted"):
+            self._caller.tell("on_turn_admitted", turn, now_s)
+        return True
 
     def is_known_last(self, turn_id: str) -> bool:
         """Whether the job is known to end with this turn, so that its output need not be read."""
@@ -304,6 +327,10 @@ class Driver:
         return max_step_tokens if answer is None else max(1, min(answer, max_step_tokens))
 
     # Inside.
+
+    def _affords_look_up(self, now_s: float) -> bool:
+        most = self.policy.max_waiting_for_hits
+        return most is None or self._engine.get_view(now_s).num_waiting <= most
 
     def _find_job(self, turn_id: str, what: Arrival) -> JobState:
         job_id = what.hints.job_id

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from tenuto.core.errors import PolicyError
@@ -58,8 +58,11 @@ class Policy:
     """What `admit` is asked for: the turns of jobs that have not started, or every turn."""
     sees_hits: ClassVar[bool] = False
     """Whether the turns that `queue_key` is asked for come with `num_cached_tokens`; a look-up each."""
+    max_waiting_for_hits: ClassVar[int | None] = None
+    """While more turns than this wait, they come without: look-ups would cost more than they bring."""
     rekey_s: ClassVar[float | None] = None
-    """How often all waiting turns are asked for their `queue_key` again; None where a key stays right."""
+    """How often `on_tick` is told and all waiting turns are asked for their `queue_key` again, in seconds of
+    an engine at work; None where a key stays right."""
     wants: ClassVar[Mapping[str, Any]] = {}
     """Engine settings it is meant to run with, by the names of `tenuto.core.policy.WANTS`."""
 
@@ -115,17 +118,35 @@ class Policy:
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """The tool call before this new turn took `tool_s` seconds: its arrival − the last finish."""
 
+    def on_turn_admitted(self, turn: Turn, now_s: float) -> None:
+        """A turn that `admit` was to be asked for may start: it said so, or the engine was idle."""
+
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
         """A turn got its first step; `num_hit_tokens` of its prompt came from cache."""
+
+    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
+        """A running turn lost its blocks and waits again."""
+
+    def on_turn_resumed(self, turn: Turn, now_s: float) -> None:
+        """A preempted turn got its first step since."""
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """A turn finished; told before `retain` is asked."""
 
+    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
+        """A turn went away unfinished, from the queue or while it ran: its client left, or it failed."""
+
     def on_job_ended(self, job: Job, now_s: float) -> None:
         """A job will not come back, or was silent for so long that it is forgotten."""
 
+    def on_tick(self, view: EngineView) -> None:
+        """The engine's state every `rekey_s` seconds, before the waiting turns are asked for their keys."""
+
     def on_step(self, step: StepView) -> None:
         """The engine computed a step; told only to policies that override it."""
+
+    def know(self, jobs: Sequence[Any]) -> None:
+        """For yardsticks alone: all jobs of a simulation (`tenuto.sim.clients.Job`), before it starts."""
 
     @classmethod
     def overrides(cls, hook: str) -> bool:

@@ -7,7 +7,6 @@ from typing import Literal
 
 from tenuto.core.errors import ConfigError
 
-
 Offload = Literal["sync", "async", "asked"]
 """When KV is copied to the tiers below the GPU (see `tenuto.sim.offload`)."""
 

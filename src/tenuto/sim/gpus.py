@@ -40,8 +40,10 @@ class Gpu:
         kv_read_efficiency: share of the bandwidth that decode attention reaches.
         peer_bytes_per_s: one direction to another GPU of the machine (NVLink, else PCIe).
         host_link_bytes_per_s: copies between this GPU and host memory, one direction.
-        host_memory_bytes: host memory for KV offload in the published machine; None where none was named.
+        host_memory_bytes: host memory for KV offload in the published machine, in the GiB that LMCache's
+            `max_local_cpu_size` counts; None where none was named.
         table_system: the machine's name in aiconfigurator-core; None where it has no measured tables.
+        measured_kv_tokens: KV cache that vLLM made in the published sweeps, by model name (one GPU, bf16).
     """
 
     name: str
@@ -57,6 +59,7 @@ class Gpu:
     host_link_bytes_per_s: float
     host_memory_bytes: int | None
     table_system: str | None
+    measured_kv_tokens: tuple[tuple[str, int], ...] = ()
 
 
 _GPUS = (
@@ -75,6 +78,7 @@ _GPUS = (
         host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
         host_memory_bytes=None,
         table_system=None,
+        measured_kv_tokens=(("llama-3.1-8b", 5402 * 16),),
     ),
     # NVIDIA RTX Blackwell PRO whitepaper (Workstation Edition).
     Gpu(
@@ -105,8 +109,9 @@ _GPUS = (
         kv_read_efficiency=0.72,
         peer_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
         host_link_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
-        host_memory_bytes=200 * 10**9,
+        host_memory_bytes=200 * GIB,
         table_system=None,
+        measured_kv_tokens=(("llama-3.1-8b", 139_000),),
     ),
     # NVIDIA A100 datasheet, the SXM module with 80 GB of HBM2e.
     Gpu(
@@ -137,8 +142,9 @@ _GPUS = (
         kv_read_efficiency=0.84,
         peer_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
         host_link_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
-        host_memory_bytes=100 * 10**9,
+        host_memory_bytes=100 * GIB,
         table_system="l40s",
+        measured_kv_tokens=(("llama-3.1-8b", 208_000),),
     ),
     # NVIDIA H100 datasheet, the SXM module.
     Gpu(
@@ -153,8 +159,9 @@ _GPUS = (
         kv_read_efficiency=0.93,
         peer_bytes_per_s=450e9,
         host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
-        host_memory_bytes=400 * 10**9,
+        host_memory_bytes=400 * GIB,
         table_system="h100_sxm",
+        measured_kv_tokens=(("llama-3.1-8b", 434_000),),
     ),
     # NVIDIA H200 datasheet, the SXM module.
     Gpu(
@@ -169,8 +176,9 @@ _GPUS = (
         kv_read_efficiency=0.91,
         peer_bytes_per_s=450e9,
         host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
-        host_memory_bytes=400 * 10**9,
+        host_memory_bytes=400 * GIB,
         table_system="h200_sxm",
+        measured_kv_tokens=(("llama-3.1-8b", 868_000),),
     ),
     # NVIDIA Blackwell datasheet, one GPU of an HGX B200. The host link is PCIe Gen6 capable; hosts are Gen5.
     Gpu(
@@ -185,7 +193,7 @@ _GPUS = (
         kv_read_efficiency=0.90,
         peer_bytes_per_s=900e9,
         host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
-        host_memory_bytes=200 * 10**9,
+        host_memory_bytes=200 * GIB,
         table_system="b200_sxm",
     ),
 )

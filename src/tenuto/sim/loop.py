@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tenuto.core.errors import IntegrityError
@@ -22,6 +22,9 @@ from tenuto.sim.scheduler import Scheduler
 from tenuto.sim.segments import count_shared_tokens
 from tenuto.sim.step import Step, get_decode_batch
 from tenuto.sim.step_cost.batch import StepBatch, StepCost
+
+Watch = Callable[[float, Scheduler], None]
+"""Looks at the engine at a time and changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,9 @@ class Simulation:
         *,
         loop: Loop = "closed",
         say_hints: SayHints = say_job_and_last,
+        watch: Watch | None = None,
     ) -> None:
+        """`watch` is called after every step, or stretch of quiet ones."""
         self.scheduler = scheduler
         self.now_s = 0.0
         self.num_steps = 0
@@ -76,6 +81,7 @@ class Simulation:
         """Whether stretches without events are advanced in one piece; the result is the same."""
         self._step_cost = step_cost
         self._say_hints = say_hints
+        self._watch = watch
         self._clients = Clients(jobs, loop)
         self._sends: list[tuple[float, int, Send]] = []
         self._num_sends = 0
@@ -93,6 +99,8 @@ class Simulation:
         Raises ConfigError for a turn that can never run, IntegrityError if the engine stalls.
         """
         while True:
+            if self._watch is not None:
+                self._watch(self.now_s, self.scheduler)
             self._send_until(self.now_s)
             if self.skips_quiet_steps and self._skip_quiet_stretch():
                 continue
@@ -126,7 +134,7 @@ class Simulation:
         self._last_step = step
         if step.num_tokens:
             self.num_steps += 1
-            self._last_end_s = self._get_end_s(self.now_s, step.batch) + step.transfer_s
+            self._last_end_s = max(self._get_end_s(self.now_s, step.batch), step.copies_done_s)
             self._in_flight.append((step, self._last_end_s))
         return step
 

@@ -2,8 +2,10 @@
 
     computed → store → tier … next turn: GPU hit | loaded from the tier | computed
 
-- *sync*: prompts are stored as they are computed, and the step waits for its loads and stores. LMCache 0.3.7
-  in vLLM does so: `start_load_kv` and `wait_for_save` stand around the forward pass, outputs are not saved.
+- *sync*: prompts are stored as they are computed, and a step ends only when its loads and stores are there
+  too (LMCache 0.3.7 in vLLM: `start_load_kv` and `wait_for_save`; outputs are not saved). They share the link
+  and run beside the computation: one after the other they would make the published sweep 1.7 times as slow
+  as it was at 6 jobs/s (see docs/fidelity.md).
 - *async*: the same beside the steps, outputs too. A turn waits, with its blocks, until its load is there;
   blocks that are freed while they are copied stay taken that long (vLLM's native offloading).
 - *asked*: asynchronous, and only what the policy answers `Offload` for.
@@ -93,18 +95,17 @@ class Offloader:
     # Stores.
 
     def store_computed(self, request: Request, now_s: float) -> float:
-        """Store what of a request's prompt is computed; returns the seconds that this takes the link."""
+        """Store what of a request's prompt is computed; returns when it is there."""
         if not self._stores_all:
-            return 0.0
+            return now_s
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         num_chunks = num_tokens // self._chunk_tokens
         if num_chunks <= request.num_stored_chunks:
-            return 0.0
+            return now_s
         request.num_stored_chunks = num_chunks
         copy = self._tiers.store(self._get_chunks(request, num_chunks), now_s)
         self.num_stored_tokens += copy.num_chunks * self._chunk_tokens
-        link = self._tiers.tiers[0].link
-        return copy.num_bytes / link.bytes_per_s + (link.latency_s if copy.num_bytes else 0.0)
+        return copy.done_s
 
     def store_finished(self, row: Row, now_s: float) -> None:
         """A turn is done and its blocks are about to be freed: store its output too."""

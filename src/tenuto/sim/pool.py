@@ -49,6 +49,8 @@ def _link_before(behind: Extent, extent: Extent) -> None:
 
 def _unlink(extent: Extent) -> None:
     extent.previous.next, extent.next.previous = extent.next, extent.previous
+    # What is evicted must not hold on to its neighbours, and through them to all that is evicted later.
+    extent.previous = extent.next = extent
 
 
 class ExtentPool:

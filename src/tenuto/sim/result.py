@@ -29,15 +29,18 @@ class RunInfo:
     tokens_stored: int = 0
 
 
-def make_record(turns: Sequence[TurnRecord], run: RunInfo) -> dict[str, Any]:
+def make_record(
+    turns: Sequence[TurnRecord], run: RunInfo, parents: Mapping[str, str | None] | None = None
+) -> dict[str, Any]:
     """The record of a run whose turns all finished, in JSON types.
 
-    A job lasts from its first turn's arrival to its last turn's last token, tool calls included. Jobs are in
-    the order of their arrival. Raises ValueError without turns.
+    A job lasts from its first turn's arrival to its last turn's last token, tool calls included; one that
+    another started (`parents`, by job id) is part of that one's time and not counted. Jobs are in the order
+    of their arrival. Raises ValueError without turns.
     """
     if not turns:
         raise ValueError("a record needs a turn")
-    durations = _get_durations(turns)
+    durations = list(get_durations(turns, parents or {}).values())
     ttfts = sorted(turn.first_token_s - turn.arrival_s for turn in turns)
     return {
         "policy": run.policy,
@@ -84,14 +87,16 @@ def get_percentile(values: Iterable[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def _get_durations(turns: Sequence[TurnRecord]) -> list[float]:
+def get_durations(turns: Sequence[TurnRecord], parents: Mapping[str, str | None]) -> dict[str, float]:
+    """Seconds that each job took which no other started, by job id, in the order of their arrival."""
     arrivals: dict[str, float] = {}
     finishes: dict[str, float] = {}
     for turn in turns:
-        arrivals[turn.job_id] = min(turn.arrival_s, arrivals.get(turn.job_id, turn.arrival_s))
-        finishes[turn.job_id] = max(turn.finish_s, finishes.get(turn.job_id, turn.finish_s))
+        if parents.get(turn.job_id) is None:
+            arrivals[turn.job_id] = min(turn.arrival_s, arrivals.get(turn.job_id, turn.arrival_s))
+            finishes[turn.job_id] = max(turn.finish_s, finishes.get(turn.job_id, turn.finish_s))
     in_order = sorted(arrivals, key=lambda job_id: (arrivals[job_id], job_id))
-    return [finishes[job_id] - arrivals[job_id] for job_id in in_order]
+    return {job_id: finishes[job_id] - arrivals[job_id] for job_id in in_order}
 
 
 def _average_per_turn(turns: Sequence[TurnRecord], values: Iterable[float]) -> dict[str, float]:

@@ -249,7 +249,7 @@ class Scheduler:
             if not fits:
                 break
             if hit.num_loaded_tokens:
-                step.transfer_s += self._load_at_once(request, hit)
+                self._load(request, hit, step)
             self._start(request, hit, step)
             step.give(request, num_new_tokens)
             if num_drafts:
@@ -288,8 +288,9 @@ class Scheduler:
                 num_pairs += num_tokens * (context + num_tokens / 2)
             request.num_computed_tokens = context + num_tokens
             if self.offloader is not None:
-                link_s = self.offloader.store_computed(request, self.now_s)
-                step.transfer_s += link_s if self.offloader.is_sync else 0.0
+                done_s = self.offloader.store_computed(request, self.now_s)
+                if self.offloader.is_sync:
+                    step.copies_done_s = max(step.copies_done_s, done_s)
             request.num_in_flight_tokens += num_tokens
             request.is_prefill_chunk = context + num_tokens < request.num_tokens + request.num_placeholders
             if request.is_prefill_chunk:
@@ -312,10 +313,11 @@ class Scheduler:
             return hit
         return hit._replace(num_loaded_tokens=offer.num_tokens, waits=not self.offloader.is_sync)
 
-    def _load_at_once(self, request: Request, hit: Hit) -> float:
-        """Load before the step computes; returns the seconds it waits."""
+    def _load(self, request: Request, hit: Hit, step: Step) -> None:
+        """Load while the step computes."""
         assert self.offloader is not None
-        return self.offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self.now_s) - self.now_s
+        done_s = self.offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self.now_s)
+        step.copies_done_s = max(step.copies_done_s, done_s)
 
     def _begin_load(self, request: Request, hit: Hit) -> bool:
         """Take the blocks of a whole request and begin to load; False if they are short.

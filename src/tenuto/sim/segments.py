@@ -8,6 +8,9 @@ node at its place behind all spans before it:
 
 Two sequences that run through one segment are equal up to where both end in it. So (segment, block index) is
 what vLLM's chained block hash is, exact and without hashing a token.
+
+A segment lives as long as somebody knows of it: a request, a cached block, a tier's chunk, a job's memory.
+The tree itself holds none, so that an engine that runs for weeks forgets what it has evicted.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
     from tenuto.sim.extents import Extent
@@ -28,10 +32,12 @@ BlockHash = tuple["Segment", int]
 class Segment:
     """One span at its place behind everything before it."""
 
-    __slots__ = ("_following", "copies")
+    __slots__ = ("__weakref__", "_before", "_following", "copies")
 
-    def __init__(self, num_groups: int) -> None:
-        self._following: dict[tuple[Hashable, int], Segment] = {}
+    def __init__(self, num_groups: int, before: Segment | None = None) -> None:
+        # What is cached behind a segment is found through it.
+        self._before = before
+        self._following: WeakValueDictionary[tuple[Hashable, int], Segment] = WeakValueDictionary()
         self.copies: tuple[list[Extent], ...] = tuple([] for _ in range(num_groups))
         """Per layer group, the cached extents that hold blocks of this segment (see `tenuto.sim.pool`)."""
 
@@ -40,7 +46,7 @@ class Segment:
         key = (content_id, start)
         segment = self._following.get(key)
         if segment is None:
-            segment = self._following[key] = Segment(len(self.copies))
+            segment = self._following[key] = Segment(len(self.copies), self)
         return segment
 
 

@@ -34,8 +34,8 @@ class Step:
     """Whether a request that was running already is in its prefill."""
     batch: StepBatch = EMPTY_BATCH
     """What the time it computes depends on."""
-    transfer_s: float = 0.0
-    """Seconds that it waits for loads and stores."""
+    copies_done_s: float = 0.0
+    """When the copies are complete that it waits for."""
 
     @property
     def is_decode_only(self) -> bool:

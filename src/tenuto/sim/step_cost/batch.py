@@ -86,8 +86,15 @@ class HostOverhead:
             raise ConfigError(f"host times must not be negative: {self.per_step_s} s, {self.per_request_s} s")
 
 
+# What a model's step takes on the GPU, over the sum of its operators timed one by one: clocks under sustained
+# load, gaps between kernels, small kernels that nobody timed. aiconfigurator's own correction of these sums
+# to measured end-to-end times (`prefill_latency_correction_scale`, `decode_latency_correction_scale`).
+PREFILL_SCALE = 1.1
+DECODE_SCALE = 1.08
+
+
 class HostedStepCost:
-    """A step cost with the host's time added: what a client of the engine sees."""
+    """A sum of operators as a client of the engine sees it: the whole model's step, host time included."""
 
     def __init__(self, gpu_cost: StepCost, host: HostOverhead) -> None:
         self.gpu_cost = gpu_cost
@@ -98,6 +105,6 @@ class HostedStepCost:
         num_requests = batch.num_prefills + batch.num_decodes
         if num_requests == 0:
             return 0.0
-        gpu_s = self.gpu_cost.seconds(batch)
+        gpu_s = self.gpu_cost.seconds(batch) * (PREFILL_SCALE if batch.num_prefills else DECODE_SCALE)
         host_s = self.host.per_step_s + self.host.per_request_s * num_requests
         return max(gpu_s, host_s) if self.host.overlapped else gpu_s + host_s

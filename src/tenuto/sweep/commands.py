@@ -1,0 +1,112 @@
+"""What `tenuto simulate` and `tenuto compare` do, from options to output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from tenuto.core.errors import ConfigError
+from tenuto.sweep.compare import Cell, check_cells, make_cells, read_results, run_cells
+from tenuto.sweep.files import Occupancy, write_run
+from tenuto.sweep.options import read_list, read_load, read_setup
+from tenuto.sweep.run import run
+from tenuto.sweep.table import format_rows, make_rows
+from tenuto.trace import TraceWriter
+
+
+def run_simulate(parsed: argparse.Namespace) -> int:
+    """One run."""
+    setup = read_setup(parsed, parsed.gpu, parsed.policy)
+    load = read_load(parsed, parsed.jps, parsed.seed)
+    occupancy = Occupancy() if parsed.out else None
+    trace = TraceWriter(str(parsed.trace)) if parsed.trace else None
+    try:
+        outcome = run(setup, load, watch=occupancy, log=trace.write if trace else None)
+    finally:
+        if trace:
+            trace.close()
+    if parsed.out and occupancy:
+        write_run(parsed.out, outcome, occupancy)
+    print(json.dumps(outcome.record) if parsed.json else format_record(outcome.record))
+    return 0
+
+
+def run_compare(parsed: argparse.Namespace) -> int:
+    """A sweep."""
+    gpus = read_list(parsed.gpu, str, "--gpu")
+    policies = read_list(parsed.policies, str, "--policies")
+    rates = read_list(parsed.jps, float, "--jps") or [None]
+    seeds = read_list(parsed.seeds, int, "--seeds")
+    if not (gpus and policies and seeds):
+        raise ConfigError("--gpu, --policies and --seeds need at least one name each")
+    setups = [read_setup(parsed, gpu, policy) for gpu in gpus for policy in policies]
+    cells = make_cells(setups, [read_load(parsed, jps, seed) for jps in rates for seed in seeds])
+    check_cells(cells)
+    try:
+        parsed.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write to {parsed.out}: {error}") from error
+    progress = Progress(cells, len({cell.key for cell in cells} & set(read_results(parsed.out))))
+    records = []
+    for cell, record in run_cells(cells, parsed.out, workers=parsed.workers, ray=parsed.ray):
+        records.append(record)
+        progress.say(cell, record["avg_duration_s"], len(records))
+    rows = make_rows(records)
+    print(json.dumps(rows) if parsed.json else format_rows(rows))
+    return 0
+
+
+class Progress:
+    """A line per finished run on stderr, with the time that is left."""
+
+    def __init__(self, cells: list[Cell], num_done_before: int) -> None:
+        self._num_cells = len(cells)
+        self._num_done_before = num_done_before
+        self._started_s = time.monotonic()
+        if num_done_before:
+            print(f"{num_done_before} of {len(cells)} runs are there already", file=sys.stderr)
+
+    def say(self, cell: Cell, mean_s: float, num_done: int) -> None:
+        """One more is there."""
+        num_new = num_done - self._num_done_before
+        if num_new <= 0:
+            return
+        spent_s = time.monotonic() - self._started_s
+        left_s = spent_s / num_new * (self._num_cells - num_done)
+        print(
+            f"{num_done} of {self._num_cells}, {format_time(left_s)} left: {cell.title}: mean {mean_s:.2f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def format_time(seconds: float) -> str:
+    """Minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def format_record(record: dict[str, object]) -> str:
+    """A record as a few lines of text."""
+    ttft, slowdown = record["ttft_s"], record["slowdown"]
+    assert isinstance(ttft, dict) and isinstance(slowdown, dict)
+    load = "" if record["jps"] is None else f" at {record['jps']:g} jobs/s"
+    return "\n".join(
+        (
+            f"{record['workload']}{load}, {record['policy']} on {record['gpu']}, {record['model']}, simulated",
+            f"jobs         {record['jobs']} finished in {record['makespan_s']:.1f} s",
+            f"job time     mean {record['avg_duration_s']:.2f} s, p50 {record['median_duration_s']:.2f} s, "
+            f"p90 {record['p90_duration_s']:.2f} s, p95 {record['p95_duration_s']:.2f} s, "
+            f"p99 {record['p99_duration_s']:.2f} s",
+            f"slowdown     p50 {slowdown['p50']:.2f}, p95 {slowdown['p95']:.2f}, max {slowdown['max']:.2f} "
+            "times a job alone",
+            f"ttft         mean {ttft['mean']:.3f} s, p50 {ttft['p50']:.3f} s, p95 {ttft['p95']:.3f} s",
+            f"tokens       prompt {record['prompt_tokens']:,}, hit {record['hit_tokens']:,}, "
+            f"recomputed {record['recomputed_tokens']:,}, loaded {record['tokens_loaded']:,}, "
+            f"stored {record['tokens_stored']:,}",
+            f"preemptions  {record['preemptions']}",
+            f"turns        {record['turns_refused']} too long for this machine, left out",
+            f"simulated in {record['wall_s']:.2f} s",
+        )
+    )

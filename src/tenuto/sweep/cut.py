@@ -1,0 +1,43 @@
+"""Turns that a machine can never run: a server refuses them, and their job ends there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tenuto.sim.config import KvConfig
+from tenuto.workload import Job, Workload
+
+
+def cut_to_fit(workload: Workload, kv: KvConfig) -> tuple[Workload, int]:
+    """The workload without the turns that are too long, and how many were left out.
+
+    A job ends before its first turn that is longer than the model's context or the whole KV cache. Turns of
+    other jobs do not wait for what was left out.
+    """
+    most = kv.max_model_len - 1
+    if kv.windows == (None,):
+        most = min(most, (kv.num_blocks - 1) * kv.block_size)
+    lengths = {job.job_id: _count_fitting(job, most) for job in workload.jobs}
+    num_cut = sum(len(job.turns) - lengths[job.job_id] for job in workload.jobs)
+    if num_cut == 0:
+        return workload, 0
+    jobs = tuple(_cut(job, lengths) for job in workload.jobs if lengths[job.job_id])
+    return replace(workload, jobs=jobs), num_cut
+
+
+def _count_fitting(job: Job, most: int) -> int:
+    for index, turn in enumerate(job.turns):
+        if turn.num_prompt_tokens + turn.num_output_tokens > most:
+            return index
+    return len(job.turns)
+
+
+def _cut(job: Job, lengths: dict[str, int]) -> Job:
+    turns = [
+        replace(turn, after=tuple(each for each in turn.after if each.turn < lengths[each.job_id]))
+        for turn in job.turns[: lengths[job.job_id]]
+    ]
+    if len(turns) < len(job.turns):
+        turns[-1] = replace(turns[-1], tool=None, command=None, tool_s=0.0)
+    parent = job.parent if job.parent is None or lengths.get(job.parent) else None
+    return replace(job, turns=tuple(turns), parent=parent)

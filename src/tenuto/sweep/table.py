@@ -1,0 +1,74 @@
+"""A sweep as a table: mean and P95 job time of each cell, the winner marked."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+TIE = 1.02
+"""Policies within 2 % of the best share the cell."""
+
+Row = dict[str, Any]
+
+
+def make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
+    """One row per GPU, load and policy: geometric means over seeds, and who wins."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        key = (record["gpu"], record["model"], record["workload"], record["jps"], record["policy"])
+        groups.setdefault(key, []).append(record)
+    rows = [
+        {
+            **dict(zip(("gpu", "model", "workload", "jps", "policy"), key, strict=True)),
+            "seeds": len(group),
+            "avg_duration_s": _mean([each["avg_duration_s"] for each in group]),
+            "lowest_s": min(each["avg_duration_s"] for each in group),
+            "highest_s": max(each["avg_duration_s"] for each in group),
+            "p95_duration_s": _mean([each["p95_duration_s"] for each in group]),
+            "recomputed_share": sum(each["recomputed_tokens"] for each in group)
+            / sum(each["prompt_tokens"] for each in group),
+        }
+        for key, group in groups.items()
+    ]
+    for row in rows:
+        rivals = [each for each in rows if _get_cell(each) == _get_cell(row)]
+        best_s = min(each["avg_duration_s"] for each in rivals)
+        stock = [each["avg_duration_s"] for each in rivals if each["policy"] == "stock"]
+        row["wins"] = row["avg_duration_s"] <= TIE * best_s
+        row["over_stock"] = row["avg_duration_s"] / stock[0] if stock else None
+    return sorted(rows, key=lambda row: (row["gpu"], row["workload"], row["jps"] or 0.0))
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """The table as text; a star marks the winner of a cell, and whoever is within 2 % of it."""
+    lines = [
+        f"{'gpu':11} {'jobs/s':>6}  {'policy':18} {'mean':>9}  {'spread':>15} {'P95':>9} "
+        f"{'/stock':>7} {'redone':>7}"
+    ]
+    cell = None
+    for row in rows:
+        same = _get_cell(row) == cell
+        cell = _get_cell(row)
+        if not same and len(lines) > 1:
+            lines.append("")
+        spread = f"{row['lowest_s']:.1f}-{row['highest_s']:.1f}" if row["seeds"] > 1 else ""
+        over = "" if row["over_stock"] is None else f"{row['over_stock']:.2f}"
+        load = "" if row["jps"] is None else f"{row['jps']:g}"
+        place = ("", "") if same else (row["gpu"], load)
+        lines.append(
+            f"{place[0]:11} {place[1]:>6}  {row['policy']:18} {row['avg_duration_s']:8.2f}s"
+            f"{'*' if row['wins'] else ' '} {spread:>15} {row['p95_duration_s']:8.1f}s {over:>7} "
+            f"{row['recomputed_share']:6.1%}"
+        )
+    return "\n".join(lines)
+
+
+def _get_cell(row: Row) -> tuple[Any, ...]:
+    return (row["gpu"], row["model"], row["workload"], row["jps"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The geometric mean, as ratios are what is compared."""
+    return math.exp(statistics.fmean(math.log(value) for value in values))
