@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from tenuto import __version__
@@ -19,8 +21,16 @@ Hold an LLM agent's KV cache through its tool calls, inside stock vLLM.
   tenuto serve MODEL              run vLLM with Tenuto's scheduler
   tenuto verify --url URL         check that a server really holds a job's cache
   tenuto bench --url URL          run agent jobs against any OpenAI-compatible server
+  tenuto ab --arm A=… --arm B=…   compare servers or policies under the same load
+  tenuto top --url URL            watch a server: leases, countdowns, cache, hits
+  tenuto analyze FILE             what happened in a run, what was lost and why
   tenuto simulate                 one workload on a simulated GPU
   tenuto compare                  GPUs x policies x loads x seeds, simulated
+  tenuto report RECORDS           one HTML page of what came out, with figures and a timeline
+  tenuto record --url URL         write down what agents ask of a server, without their text
+  tenuto replay TRACE --url URL   run a recording again, or a scheduler's decisions
+  tenuto convert IN OUT           change a trace's format, or import agents' logs
+  tenuto plan                     the fewest GPUs for a load
   tenuto policies                 what there is to choose from
 """
 
@@ -29,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors made on purpose are one line on stderr."""
     parser = build_parser()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["serve"] and "sim" in _get_engines(arguments):
+        # A command of its own: it names no model first, and passes nothing on.
+        parser, arguments = _make_sim_serve_parser(), arguments[1:]
     first = arguments[1] if arguments[:1] == ["serve"] and len(arguments) > 1 else ""
     if first.startswith("-") and first not in ("-h", "--help"):
         # Options of vLLM's take values that cannot be told from a model that comes later.
@@ -55,8 +68,16 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_verify(commands)
     _add_bench(commands)
+    _add_ab(commands)
+    _add_top(commands)
+    _add_analyze(commands)
     _add_simulate(commands)
     _add_compare(commands)
+    _add_plan(commands)
+    _add_report(commands)
+    _add_record(commands)
+    _add_replay(commands)
+    _add_convert(commands)
     _add_policies(commands)
     return parser
 
@@ -66,7 +87,8 @@ def _add_serve(commands: Any) -> None:
         "serve",
         help="run vLLM with Tenuto's scheduler",
         description="Prints the `vllm serve` line and becomes it. Options it does not know go to vLLM.",
-        epilog="example: tenuto serve Qwen/Qwen3-8B --policy continuum-fixed --option ttl_s=3 --port 8000",
+        epilog="example: tenuto serve Qwen/Qwen3-8B --policy continuum-fixed --option ttl_s=3 --port 8000; "
+        "a simulated GPU instead, without vLLM: tenuto serve --engine sim --help",
         allow_abbrev=False,
     )
     serve.add_argument("model", help="model name or folder, as for vllm serve")
@@ -81,6 +103,29 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--trace", metavar="FILE", help="write a JSONL trace of steps and decisions")
     serve.add_argument("--dry-run", action="store_true", help="print the line and stop")
     serve.set_defaults(command=run_serve)
+
+
+def _get_engines(arguments: Sequence[str]) -> list[str]:
+    """What `--engine` is given, as NAME or =NAME."""
+    after = [value for option, value in pairwise(arguments) if option == "--engine"]
+    return after + [each.partition("=")[2] for each in arguments if each.startswith("--engine=")]
+
+
+def _make_sim_serve_parser() -> argparse.ArgumentParser:
+    from tenuto.sim.server import options
+    from tenuto.sweep.options import add_machine_options
+
+    serve = argparse.ArgumentParser(
+        prog="tenuto serve",
+        description=options.DESCRIPTION,
+        epilog=options.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    serve.add_argument("--engine", choices=["sim"], required=True, help="the simulated engine")
+    options.add_options(serve)
+    add_machine_options(serve)
+    serve.set_defaults(command=run_sim_serve)
+    return serve
 
 
 def _add_verify(commands: Any) -> None:
@@ -145,6 +190,122 @@ def _add_compare(commands: Any) -> None:
     compare.set_defaults(command=run_compare)
 
 
+def _add_ab(commands: Any) -> None:
+    from tenuto.bench.ab.options import DESCRIPTION as AB_DESCRIPTION
+    from tenuto.bench.ab.options import EPILOG, add_options, run
+
+    ab = commands.add_parser(
+        "ab",
+        help="compare servers or policies under the same load",
+        description=AB_DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(ab)
+    ab.set_defaults(command=lambda parsed, rest: run(parsed))
+
+
+def _add_top(commands: Any) -> None:
+    from tenuto.bench.top.options import DESCRIPTION as TOP_DESCRIPTION
+    from tenuto.bench.top.options import EPILOG, add_options, run
+
+    top = commands.add_parser(
+        "top",
+        help="watch a live server",
+        description=TOP_DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(top)
+    top.set_defaults(command=lambda parsed, rest: run(parsed))
+
+
+def _add_analyze(commands: Any) -> None:
+    from tenuto.analyze.options import DESCRIPTION as ANALYZE_DESCRIPTION
+    from tenuto.analyze.options import EPILOG, add_options, run
+
+    analyze = commands.add_parser(
+        "analyze",
+        help="say what happened in a run, what was lost and why",
+        description=ANALYZE_DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(analyze)
+    analyze.set_defaults(command=lambda parsed, rest: run(parsed))
+
+
+def _add_report(commands: Any) -> None:
+    from tenuto.report.options import DESCRIPTION as REPORT_DESCRIPTION
+    from tenuto.report.options import EPILOG, add_options
+
+    report = commands.add_parser(
+        "report",
+        help="one HTML page from the records of runs",
+        description=REPORT_DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(report)
+    report.set_defaults(command=run_report)
+
+
+def _add_record(commands: Any) -> None:
+    from tenuto.bench.record import options
+
+    record = commands.add_parser(
+        "record",
+        help="write down what agents ask of a server, without their text",
+        description=options.DESCRIPTION,
+        epilog=options.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_options(record)
+    record.set_defaults(command=run_record)
+
+
+def _add_replay(commands: Any) -> None:
+    from tenuto import replay
+
+    command = commands.add_parser(
+        "replay",
+        help="run a recording again, or a scheduler's decisions",
+        description=replay.DESCRIPTION,
+        epilog=replay.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    replay.add_options(command)
+    command.set_defaults(command=lambda parsed, rest: replay.run(parsed))
+
+
+def _add_convert(commands: Any) -> None:
+    from tenuto.workload.convert import options
+
+    convert = commands.add_parser(
+        "convert",
+        help="change a trace's format, or import agents' logs",
+        description=options.DESCRIPTION,
+        epilog=options.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_options(convert)
+    convert.set_defaults(command=lambda parsed, rest: options.run(parsed))
+
+
+def _add_plan(commands: Any) -> None:
+    from tenuto.sweep import options
+
+    plan = commands.add_parser(
+        "plan",
+        help="the fewest GPUs for a load, simulated",
+        description=options.PLAN,
+        epilog=options.PLAN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_plan_options(plan)
+    plan.set_defaults(command=run_plan)
+
+
 def _add_policies(commands: Any) -> None:
     policies = commands.add_parser("policies", help="list the policies and their options")
     policies.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -153,17 +314,20 @@ def _add_policies(commands: Any) -> None:
 
 def run_serve(parsed: argparse.Namespace, rest: list[str]) -> int:
     """Become `vllm serve`."""
-    from tenuto.vllm.launch import build_command, get_environment, redact
+    from tenuto.core.settings import parse_option
+    from tenuto.vllm.launch import build_command, get_environment, get_hints, redact
 
     settings: dict[str, Any] = {}
     if parsed.policy:
         settings["policy"] = parsed.policy
     if parsed.option:
-        settings["options"] = dict(_parse_option(each) for each in parsed.option)
+        settings["options"] = dict(map(parse_option, parsed.option))
     if parsed.trace:
         settings["trace"] = parsed.trace
     command = build_command(parsed.model, settings, rest)
     print(shlex.join(redact(command)), flush=True)
+    for hint in get_hints(command):
+        print(f"[serve] {hint}", file=sys.stderr, flush=True)
     if parsed.dry_run:
         return 0
     try:
@@ -174,14 +338,22 @@ def run_serve(parsed: argparse.Namespace, rest: list[str]) -> int:
         ) from None
 
 
-def _parse_option(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise TenutoError(f"--option wants KEY=VALUE, got {text!r}")
+def run_sim_serve(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """Serve a simulated engine."""
+    from tenuto.sim.server.options import read_options
+    from tenuto.sweep.options import read_setup
+    from tenuto.sweep.setup import build
+
+    options = read_options(parsed)
     try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+        from tenuto.sim.server.serve import run_server
+    except ImportError as error:
+        raise TenutoError(f"{error}; install it with: pip install 'tenuto[sim]'") from error
+    if parsed.step_cost == "auto":
+        parsed.step_cost = None
+    setup = read_setup(parsed, parsed.gpu, parsed.policy)
+    setup = dataclasses.replace(setup, block_size=parsed.block_size)
+    return run_server(build(setup), options)
 
 
 def run_verify(parsed: argparse.Namespace, rest: list[str]) -> int:
@@ -227,10 +399,39 @@ def run_compare(parsed: argparse.Namespace, rest: list[str]) -> int:
     return commands.run_compare(parsed)
 
 
+def run_report(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """Draw what came out of runs."""
+    from tenuto.report.options import read_options
+
+    options = read_options(parsed)
+    try:
+        from tenuto.report import run
+    except ImportError as error:
+        raise TenutoError(f"{error}; install it with: pip install 'tenuto[report]'") from error
+    return run.run_report(options)
+
+
+def run_record(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """Record a server's traffic."""
+    from tenuto.bench.record.options import read_options
+
+    options = read_options(parsed)
+    try:
+        from tenuto.bench.record.run import run_recording
+    except ImportError as error:
+        raise TenutoError(f"{error}; install it with: pip install 'tenuto[bench]'") from error
+    return run_recording(options)
+
+
+def run_plan(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """Find the fewest GPUs for a load."""
+    from tenuto.sweep import commands
+
+    return commands.run_plan(parsed)
+
+
 def run_policies(parsed: argparse.Namespace, rest: list[str]) -> int:
     """List the policies."""
-    import dataclasses
-
     from tenuto.core.policy import get_policy_names, load_policy
 
     listed: list[dict[str, Any]] = []

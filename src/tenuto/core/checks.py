@@ -101,6 +101,7 @@ def check_policy(policy: Policy) -> None:
         _check_asked(policy, "evict_key", tuple, lease, view)
         _check_asked(policy, "preempt_key", tuple, turn, view)
         _check_asked(policy, "step_budget", (int, type(None)), view)
+        _check_asked(policy, "gives_way", bool, lease, turn, view)
         _check_asked(policy, "displaces", bool, turn, turn, view)
         _check_asked(policy, "load", bool, turn, LoadOffer(64, 0.5), view)
         if turn.job.num_turns > 1:

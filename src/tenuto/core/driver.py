@@ -205,7 +205,7 @@ class Driver:
         for spare, yields in itertools.product(spares, kinds):
             while num_freed < num_blocks:
                 lease = self.leases.get_first_to_yield(Strength.HOLD, yields, spare)
-                if lease is None:
+                if lease is None or not (stalled or self._gives_way(lease, for_turn_id)):
                     break
                 self._shrink(lease, num_blocks - num_freed)
                 num_freed = self._engine.get_num_free_blocks() - num_free_before
@@ -322,9 +322,10 @@ class Driver:
         return [] if turn is None else list(turn.job.live_turn_ids)
 
     def get_step_budget(self, now_s: float, max_step_tokens: int) -> int:
-        """Token budget of the next step, between 1 and the engine's own."""
-        answer = self._caller.ask("step_budget", (int, type(None)), self.get_view(now_s))
-        return max_step_tokens if answer is None else max(1, min(answer, max_step_tokens))
+        """Token budget of the next step: a token for each running turn at least, the engine's own at most."""
+        view = self.get_view(now_s)
+        answer = self._caller.ask("step_budget", (int, type(None)), view)
+        return max_step_tokens if answer is None else max(1, min(max(answer, view.num_running), max_step_tokens))
 
     # Inside.
 
@@ -342,6 +343,14 @@ class Driver:
         if job is None:
             job = self._jobs[job_id] = JobState(job_id, self._now_s, what.hints.tenant)
         return job
+
+    def _gives_way(self, lease: LeaseState, turn_id: str | None) -> bool:
+        """Whether a lease yields to a turn: always to one that runs, or if the policy does not mind."""
+        turn = self._turns.get(turn_id) if turn_id is not None else None
+        if turn is None or turn.started or not self.policy.overrides("gives_way"):
+            return True
+        view = self.get_view(self._now_s)
+        return bool(self._caller.ask("gives_way", bool, lease.get_view(), self._view(turn), view))
 
     def _get_claimed_job_id(self, turn_id: str | None) -> str | None:
         turn = self._turns.get(turn_id) if turn_id is not None else None

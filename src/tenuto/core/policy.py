@@ -38,7 +38,7 @@ WANTS = {
 }
 """Engine settings that a policy may want, and what they mean."""
 
-__all__ = ["TOLD_HOOKS", "Key", "Policy", "get_policy_names", "load_policy", "setting"]
+__all__ = ["TOLD_HOOKS", "Key", "Policy", "describe_policy", "get_policy_names", "load_policy", "setting"]
 
 Key = tuple[float | int | str, ...]
 """What orders turns and leases: smaller first; all keys of one hook have the same shape."""
@@ -98,6 +98,13 @@ class Policy:
         """Which lease yields first under pressure, smallest first; asked when granted or renewed."""
         return (lease.until_s,)
 
+    def gives_way(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
+        """Whether the lease that yields first does so for a turn that waits for its first start.
+
+        If not, the turn waits. Not asked for running turns, nor when nothing could run otherwise.
+        """
+        return True
+
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
         """Which running turn yields first, smallest first; asked only when no lease can yield."""
         return (-turn.arrival_s,)
@@ -148,6 +155,15 @@ class Policy:
     def know(self, jobs: Sequence[Any]) -> None:
         """For yardsticks alone: all jobs of a simulation (`tenuto.sim.clients.Job`), before it starts."""
 
+    # Kept across restarts, by engines that have a file for it (see `tenuto.state`).
+
+    def get_state(self) -> dict[str, Any] | None:
+        """What it learned, as JSON can hold it; None if there is nothing to keep. The caller may keep it."""
+        return None
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take up what `get_state` gave in an earlier run; whatever it raises, nothing has changed then."""
+
     @classmethod
     def overrides(cls, hook: str) -> bool:
         """Whether this policy has its own version of a hook; engines skip the work of the others."""
@@ -170,6 +186,13 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """
     cls = _import_class(name) if ":" in name else _find_class(name)
     return cls(**check_settings(cls, options or {}, f"policy {name!r}"))
+
+
+def describe_policy(policy: Policy) -> dict[str, Any]:
+    """A policy's path and options, from which `load_policy` makes one like it."""
+    cls = type(policy)
+    options = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
+    return {"policy": f"{cls.__module__}:{cls.__qualname__}", "options": options}
 
 
 def _get_policy_name(module: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from types import UnionType
@@ -22,6 +23,17 @@ def setting(
     """Declare one setting: a dataclass field whose type and bounds `check_settings` checks."""
     metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """A command line's `KEY=VALUE`, the value JSON or else the text itself. Raises ConfigError."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--option wants KEY=VALUE, got {text!r}")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
 
 def check_settings(cls: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:

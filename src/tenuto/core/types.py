@@ -139,6 +139,8 @@ class StepView:
     num_tokens: int
     num_requests: int
     """Requests in it; those in their decode have one token each."""
+    is_full: bool = False
+    """Whether it used all of its token budget: there was more to compute."""
 
 
 @dataclass(frozen=True, slots=True)

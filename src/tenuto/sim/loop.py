@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tenuto.core.errors import IntegrityError
-from tenuto.core.types import ToolCall
+from tenuto.core.types import StepView, ToolCall
 from tenuto.sim.clients import Clients, Job, Loop, SayHints, Send, say_job_and_last
 from tenuto.sim.quiet import count_quiet_steps, skip_quiet_steps
 from tenuto.sim.request import Request, Status
@@ -87,9 +87,12 @@ class Simulation:
         self._num_sends = 0
         self._turns: dict[str, _LiveTurn] = {}
         self._records: list[TurnRecord] = []
-        self._in_flight: deque[tuple[Step, float]] = deque()
+        self._in_flight: deque[tuple[Step, float, float]] = deque()
+        """Each step, and when it was scheduled and will end."""
         self._last_step: Step | None = None
         self._last_end_s = 0.0
+        self._tells_steps = scheduler.driver.policy.overrides("on_step")
+        self._told_end_s = 0.0
         for send in self._clients.first_sends:
             self._plan(send)
 
@@ -109,7 +112,8 @@ class Simulation:
                 self._in_flight and not step.num_tokens
             ):
                 self._finish_oldest()
-            elif not step.num_tokens:
+            elif not step.num_tokens and not step.preempted:
+                # After a preemption others can have their turn at once, as in vLLM's next step.
                 next_s = self._get_next_event_s()
                 if next_s is None:
                     break
@@ -135,7 +139,7 @@ class Simulation:
         if step.num_tokens:
             self.num_steps += 1
             self._last_end_s = max(self._get_end_s(self.now_s, step.batch), step.copies_done_s)
-            self._in_flight.append((step, self._last_end_s))
+            self._in_flight.append((step, self.now_s, self._last_end_s))
         return step
 
     def _get_end_s(self, scheduled_s: float, batch: StepBatch) -> float:
@@ -143,9 +147,11 @@ class Simulation:
         return max(scheduled_s, self._last_end_s) + self._step_cost.seconds(batch)
 
     def _finish_oldest(self) -> None:
-        step, end_s = self._in_flight.popleft()
+        step, scheduled_s, end_s = self._in_flight.popleft()
         self._send_until(end_s, inclusive=False)
         self.now_s = end_s
+        if self._tells_steps:
+            self._tell_step(step, scheduled_s, end_s)
         for request, num_new_tokens in self.scheduler.finish_step(step, end_s):
             if request.num_output_tokens == num_new_tokens:
                 self._turns[request.turn_id].first_token_s = end_s
@@ -159,28 +165,41 @@ class Simulation:
         num_quiet_steps = count_quiet_steps(self.scheduler)
         if num_quiet_steps < 2:
             return False
-        next_s = self._get_next_event_s()
+        event_s = self._get_next_event_s()
+        tick_s = self.scheduler.driver.get_next_tick_s()
+        next_s = tick_s if event_s is None else min(event_s, tick_s)
         depth = self.scheduler.config.max_steps_in_flight
         running = self.scheduler.running
         num_context_tokens = sum(request.num_computed_tokens for request in running)
-        ends_s = deque(end_s for _, end_s in self._in_flight)
+        quiet_step = Step(0, 0, {request.turn_id: 1 for request in running})
+        in_flight = self._in_flight
         num_steps = 0
-        while num_steps < num_quiet_steps and (next_s is None or self.now_s < next_s):
+        while num_steps < num_quiet_steps and self.now_s < next_s:
             self._last_end_s = self._get_end_s(self.now_s, get_decode_batch(len(running), num_context_tokens))
-            ends_s.append(self._last_end_s)
-            if len(ends_s) == depth:
-                self.now_s = ends_s.popleft()
+            in_flight.append((quiet_step, self.now_s, self._last_end_s))
+            if len(in_flight) == depth:
+                step, scheduled_s, self.now_s = in_flight.popleft()
+                if self._tells_steps:
+                    self._tell_step(step, scheduled_s, self.now_s)
             num_context_tokens += len(running)
             num_steps += 1
         if num_steps == 0:
             return False
         skip_quiet_steps(self.scheduler, num_steps)
         self.num_steps += num_steps
-        # The step in flight, if there is one, is like those that were skipped: its end is all that differs.
-        self._in_flight = deque(
-            (step, end_s) for (step, _), end_s in zip(self._in_flight, ends_s, strict=True)
-        )
         return True
+
+    def _tell_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
+        """Tell the policy of a step, just before what the step brings."""
+        view = StepView(
+            now_s=end_s,
+            duration_s=end_s - max(self._told_end_s, scheduled_s),
+            num_tokens=sum(step.num_tokens.values()),
+            num_requests=len(step.num_tokens),
+            is_full=step.budget == 0,
+        )
+        self._told_end_s = end_s
+        self.scheduler.driver.step(view)
 
     # Turns.
 

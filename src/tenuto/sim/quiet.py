@@ -21,8 +21,6 @@ def count_quiet_steps(scheduler: Scheduler) -> int:
         or len(running) > config.max_step_tokens
         or config.num_draft_tokens
         or not scheduler.kv.can_cut
-        or policy.overrides("step_budget")
-        or policy.overrides("on_step")
         or scheduler.has_loaded
     ):
         return 0

@@ -53,8 +53,6 @@ class Scheduler:
         self._asks_order = self._asks_admission or policy.overrides("queue_key")
         self._asks_budget = policy.overrides("step_budget")
         self.may_displace = policy.overrides("displaces")
-        self._rekey_s = policy.rekey_s if self._asks_order else None
-        self._rekeyed_s = 0.0
         self.offloader = make_offloader(config, tiers, self.kv)
         self._loaded: deque[Request] = deque()
         self.waiting = WaitingQueue(self._choose_key())
@@ -89,8 +87,7 @@ class Scheduler:
             for request in self.offloader.pop_loaded(now_s):
                 self.kv.cache(request, request.num_computed_tokens)
                 self._loaded.append(request)
-        if self._rekey_s is not None and now_s >= self._rekeyed_s + self._rekey_s:
-            self._rekeyed_s = now_s
+        if self.driver.tick(now_s):
             self.waiting.reorder_all()
         if self._asks_admission:
             self._admit_parked()
@@ -223,9 +220,11 @@ class Scheduler:
         has_running = bool(step.num_tokens)
         while self._loaded and step.budget > 0 and len(self.running) < self.config.max_num_seqs:
             self._start_loaded(self._loaded.popleft(), step)
-        while step.budget > 0 and len(self.running) < self.config.max_num_seqs:
+        while step.budget > 0:
             request = self.waiting.get_first()
             if request is None:
+                break
+            if len(self.running) >= self.config.max_num_seqs and not self._displace_for(request, step):
                 break
             if request.num_stale_tokens and not request.drops_stale:
                 # Output in flight would arrive behind what it computes anew.
@@ -235,7 +234,10 @@ class Scheduler:
             if self.offloader is not None:
                 hit = self._add_load(request, hit)
                 if hit.waits:
-                    if not self._begin_load(request, hit):
+                    while not (fits := self._begin_load(request, hit)):
+                        if not self._displace_for(request, step):
+                            break
+                    if not fits:
                         break
                     continue
             num_tokens = request.num_tokens - hit.num_computed_tokens
@@ -357,13 +359,15 @@ class Scheduler:
         """Preempt a running request for a waiting one that does not fit, if the policy says so."""
         if not self.may_displace:
             return False
-        # Those that this step has tokens for stay.
-        candidates = [each.turn_id for each in self.running if each.turn_id not in step.num_tokens]
+        # Those that started in this step stay: nobody is displaced twice in it, so it ends.
+        started = step.new.keys() | step.resumed.keys()
+        candidates = [each.turn_id for each in self.running if each.turn_id not in started]
         victim_id = self.driver.get_displaced(request.turn_id, candidates, self.now_s)
         if victim_id is None:
             return False
         victim = self.requests[victim_id]
         self.running.remove(victim)
+        step.take_out(victim)
         step.preempted[victim_id] = victim.num_computed_tokens
         self._preempt(victim)
         return True

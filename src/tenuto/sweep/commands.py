@@ -6,11 +6,14 @@ import argparse
 import json
 import sys
 import time
+from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.sweep.compare import Cell, check_cells, make_cells, read_results, run_cells
+from tenuto.core.policy import load_policy
+from tenuto.sweep.compare import Cell, check_cells, make_cells, read_results, run_cell, run_cells
 from tenuto.sweep.files import Occupancy, write_run
 from tenuto.sweep.options import read_list, read_load, read_setup
+from tenuto.sweep.plan import format_plans, get_best, make_plans
 from tenuto.sweep.run import run
 from tenuto.sweep.table import format_rows, make_rows
 from tenuto.trace import TraceWriter
@@ -21,7 +24,7 @@ def run_simulate(parsed: argparse.Namespace) -> int:
     setup = read_setup(parsed, parsed.gpu, parsed.policy)
     load = read_load(parsed, parsed.jps, parsed.seed)
     occupancy = Occupancy() if parsed.out else None
-    trace = TraceWriter(str(parsed.trace)) if parsed.trace else None
+    trace = TraceWriter(str(parsed.trace), load_policy(setup.policy, setup.options)) if parsed.trace else None
     try:
         outcome = run(setup, load, watch=occupancy, log=trace.write if trace else None)
     finally:
@@ -56,6 +59,27 @@ def run_compare(parsed: argparse.Namespace) -> int:
     rows = make_rows(records)
     print(json.dumps(rows) if parsed.json else format_rows(rows))
     return 0
+
+
+def run_plan(parsed: argparse.Namespace) -> int:
+    """The fewest GPUs; 0 if some suffice, 1 if none do."""
+    gpus = read_list(parsed.gpu, str, "--gpu")
+    policies = read_list(parsed.policies, str, "--policies")
+    setups = [read_setup(parsed, gpu, policy) for gpu in gpus for policy in policies]
+    load = read_load(parsed, parsed.jps, parsed.seed)
+    check_cells(make_cells(setups, [load]))
+
+    def run_and_say(cell: Cell) -> dict[str, Any]:
+        record = run_cell(cell)
+        print(f"{cell.title}: P95 {record['p95_duration_s']:.1f} s", file=sys.stderr, flush=True)
+        return record
+
+    plans = list(make_plans(setups, load, parsed.p95, max_machines=parsed.max_machines, run=run_and_say))
+    if parsed.json:
+        print(json.dumps([plan.to_json() for plan in plans]))
+    else:
+        print(format_plans(plans, parsed.p95))
+    return 0 if get_best(plans) else 1
 
 
 class Progress:

@@ -39,6 +39,17 @@ examples:
 """
 
 
+PLAN = """\
+Find the fewest GPUs, of which kind and with which policy, that keep the P95 job time within a target. Searches
+over the simulator: machines are independent behind a router with session affinity.
+"""
+
+PLAN_EXAMPLES = """\
+examples:
+  tenuto plan --gpu H100,H200,L40S --workload swe-bench --window 300 --jps 4 --p95 60 --policies stock,tenuto
+"""
+
+
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
     """What is simulated; the same names and meanings in every command."""
     machine = parser.add_argument_group("machine")
@@ -139,6 +150,22 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
         "--ray", metavar="ADDRESS", help="run on a Ray cluster instead (auto: the one around)"
     )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """All of `tenuto plan`."""
+    parser.add_argument("--gpu", required=True, metavar="A,B,…", help=f"of {', '.join(GPUS)}")
+    parser.add_argument("--policies", default="stock,tenuto", metavar="A,B,…", help="(default stock,tenuto)")
+    _add_policy_option(parser)
+    parser.add_argument(
+        "--jps", type=float, required=True, metavar="X", help="jobs arriving per second, in all"
+    )
+    parser.add_argument("--p95", type=float, required=True, metavar="S", help="P95 job time to keep, seconds")
+    parser.add_argument("--max-machines", type=int, default=64, metavar="N", help="(default 64)")
+    parser.add_argument("--seed", type=int, default=42)
+    add_load_options(parser)
+    add_machine_options(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def _add_policy_option(parser: argparse.ArgumentParser) -> None:

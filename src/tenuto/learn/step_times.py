@@ -1,0 +1,90 @@
+"""How long engine steps take, learned from the steps themselves.
+
+    step without prefill:    fixed + decode_s · requests
+    step with prefill:       fixed + token_s · prefill tokens + decode_s · requests
+
+Memory-bound decoding and compute-bound prefill share a step, so the two kinds have their own fits.
+"""
+
+from __future__ import annotations
+
+DECAY = 0.998
+"""What a step's weight falls to with each later one: a memory of about 500 steps."""
+DEFAULT_KNEE_TOKENS = 256.0
+"""On GPUs from the A100 to the B200 an 8B or a 70B model has its knee between 200 and 310 tokens."""
+MIN_PREFILL_TOKENS = 64
+"""Steps with fewer prefill tokens hide them behind the decoding."""
+
+
+class _Moments:
+    """Decaying sums for a least-squares line through (tokens, seconds)."""
+
+    def __init__(self) -> None:
+        self.weight = self.x = self.y = self.xx = self.xy = 0.0
+
+    def observe(self, x: float, y: float) -> None:
+        self.weight = self.weight * DECAY + 1.0
+        self.x = self.x * DECAY + x
+        self.y = self.y * DECAY + y
+        self.xx = self.xx * DECAY + x * x
+        self.xy = self.xy * DECAY + x * y
+
+    def get_line(self) -> tuple[float, float]:
+        """Intercept and slope, neither negative; a line through the origin where all x are alike."""
+        spread = self.weight * self.xx - self.x * self.x
+        if spread <= 1e-6 * self.weight * self.xx:
+            return 0.0, self.y / self.x if self.x else 0.0
+        slope = max(0.0, (self.weight * self.xy - self.x * self.y) / spread)
+        intercept = (self.y - slope * self.x) / self.weight
+        if intercept < 0:
+            return 0.0, self.xy / self.xx
+        return intercept, slope
+
+    def __repr__(self) -> str:
+        return f"({self.weight!r}, {self.x!r}, {self.y!r}, {self.xx!r}, {self.xy!r})"
+
+
+class StepTimes:
+    """Fits over the latest steps; O(1) each."""
+
+    def __init__(self) -> None:
+        self._decode = _Moments()
+        self._prefill = _Moments()
+
+    def observe(self, num_tokens: int, num_requests: int, duration_s: float) -> None:
+        """Count one step: its tokens, and its requests (each counts as one that decodes)."""
+        if duration_s <= 0 or num_requests < 1:
+            return
+        num_prefill_tokens = num_tokens - num_requests
+        if num_prefill_tokens < MIN_PREFILL_TOKENS:
+            self._decode.observe(num_requests, duration_s)
+        else:
+            self._prefill.observe(num_tokens, duration_s)
+
+    def get_token_s(self) -> float:
+        """Seconds that one more prefill token takes; 0 before any was seen."""
+        return self._prefill.get_line()[1]
+
+    def get_decode_s(self, num_requests: int) -> float:
+        """Seconds of a step that decodes for so many requests; 0 before any was seen."""
+        fixed, slope = self._decode.get_line()
+        return fixed + slope * num_requests
+
+    def get_pass_s(self) -> float:
+        """Seconds of a step that do not depend on who is in it: one pass over the weights, and the host."""
+        return self._decode.get_line()[0]
+
+    def get_knee_tokens(self) -> float:
+        """Prefill tokens that take as long as one pass over the weights: below, they ride along for free."""
+        token_s, pass_s = self.get_token_s(), self.get_pass_s()
+        if token_s <= 0 or pass_s <= 0:
+            return DEFAULT_KNEE_TOKENS
+        return min(4 * DEFAULT_KNEE_TOKENS, max(DEFAULT_KNEE_TOKENS / 4, pass_s / token_s))
+
+    def get_tokens_per_decode(self) -> float:
+        """Prefill tokens that cost what one more decoding request adds to a step; 1 to 50."""
+        token_s, decode_s = self.get_token_s(), self._decode.get_line()[1]
+        return min(50.0, max(1.0, decode_s / token_s)) if token_s > 0 else 10.0
+
+    def __repr__(self) -> str:
+        return f"StepTimes({self._decode!r}, {self._prefill!r})"

@@ -1,0 +1,191 @@
+"""tenuto: the default. One order of jobs says who runs first, whose KV stays and who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.types import (
+    Decision,
+    EngineView,
+    Job,
+    Keep,
+    Lease,
+    LoadOffer,
+    Offload,
+    StepView,
+    ToolCall,
+    Turn,
+)
+from tenuto.learn.remaining_work import RemainingWork, get_mean_left_s
+from tenuto.learn.samples import ToolSamples
+from tenuto.learn.step_times import StepTimes
+
+MULTIPLES = (2, 3, 4, 6, 8, 12, 16)
+"""Step budgets to choose from, in tokens that ride along with one pass over the weights."""
+MIN_LOOK_S = 0.25
+"""A lease is looked at again no sooner than this."""
+FIRST = -1e12
+"""The value of a lease that is not worth its memory: it gives way to any turn, before all others."""
+FULL_DECAY = 0.02
+"""Weight of the latest step in the share of steps that were full."""
+
+
+@dataclass
+class Tenuto(Policy):
+    """Least remaining work first, and everything follows from that order.
+
+    - *Who goes next*: by arrival, put back by `stretch` seconds for each second of work that the job is
+      expected to need still, as far as such expectations have proved right; else the first job first.
+    - *Whose KV stays*: every job's, through every tool call, while nobody needs the room. A turn that does
+      takes it from jobs behind it in the order, from the last one on, and waits rather than take it from
+      one before it. So those before it are never computed twice, and nobody is held back by idle memory.
+    - *At what price*: where turns wait for memory while steps have room for more, memory has a price: what
+      another decoding turn would add. A job whose tool is expected to take longer than its KV is worth
+      then gives it up; its host copy, where there is one, makes that sooner.
+    - *How long a step*: prefill shares a step with decoding, in pieces small enough that those who
+      decode are not held up, and large enough that those who wait are not.
+
+    Nothing here is tuned to a GPU or a workload: times come from the engine's steps, lengths and tool
+    times from the jobs before. Not in stock vLLM: `load`.
+    """
+
+    admits: ClassVar = "jobs"
+    rekey_s: ClassVar[float | None] = 2.0
+    wants: ClassVar[Mapping[str, Any]] = {"offload": "async"}
+
+    stretch: float = setting(
+        200.0, "seconds by which a job is put back for each second of work it still needs", minimum=0
+    )
+    max_idle_s: float = setting(600.0, "seconds after which the KV of a silent job is given up", minimum=0)
+    patience: float = setting(
+        4.0, "wait for a load this many times as long as computing would take", minimum=0
+    )
+    _steps: StepTimes = field(init=False, default_factory=StepTimes)
+    _work: RemainingWork = field(init=False, default_factory=RemainingWork)
+    _tools: ToolSamples = field(init=False, default_factory=ToolSamples)
+    _contexts: dict[str, int] = field(init=False, default_factory=dict)
+    _full_share: float = field(init=False, default=0.0)
+
+    # The order.
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        """The job's place in the order; turns of one job as they came."""
+        return (self._get_place(turn), turn.job.job_id, turn.arrival_s)
+
+    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
+        """The last in the order."""
+        return (-self._get_place(turn),)
+
+    def _get_place(self, turn: Turn) -> float:
+        new_tokens = turn.num_prompt_tokens - self._contexts.get(turn.job.job_id, 0)
+        return self._get_place_of(turn.job, float(max(1, new_tokens)))
+
+    def _get_place_of(self, job: Job, next_turn: float | None = None) -> float:
+        left_s = self._steps.get_token_s() * self._work.get_work_left(job.job_id, next_turn)
+        return job.arrival_s + self.stretch * self._work.get_trust() * left_s
+
+    # Memory.
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        """Keep the KV until it has to be looked at again."""
+        return self._keep(turn, 0.0, view)
+
+    def reconsider(self, lease: Lease, view: EngineView) -> Decision:
+        """The same question with the tool still running."""
+        idle_s = view.now_s - lease.granted_s
+        if idle_s >= self.max_idle_s and not lease.next_turn_waiting:
+            return Offload()
+        if lease.next_turn_waiting:
+            return Keep(view.now_s + self.max_idle_s, value=lease.value)
+        return self._keep(lease.turn, idle_s, view)
+
+    def _keep(self, turn: Turn, idle_s: float, view: EngineView) -> Keep:
+        left_s = self._get_tool_left_s(turn, idle_s)
+        is_worth_it = left_s <= self._get_worth_s(view)
+        value = -self._get_place_of(turn.job) if is_worth_it else FIRST
+        # Its worth changes with the load, so it is looked at again before the tool is expected back.
+        return Keep(view.now_s + min(max(MIN_LOOK_S, left_s / 2), self.max_idle_s), value=value)
+
+    def evict_key(self, lease: Lease, view: EngineView) -> Key:
+        """What is not worth its memory, then the last in the order."""
+        return (lease.value,)
+
+    def gives_way(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
+        """To turns before it in the order; to anyone where it is not worth its memory."""
+        return -lease.value > self._get_place(turn)
+
+    def _get_tool_left_s(self, turn: Turn, idle_s: float) -> float:
+        """Expected time until the tool returns: of its calls that took as long, else as the client says."""
+        times = self._tools.try_get(turn.tool.name) if turn.tool is not None else None
+        left_s = get_mean_left_s(times.get_sorted(), idle_s) if times is not None else None
+        if left_s is not None:
+            return left_s
+        # Nothing took as long yet: as long again is a fair guess for times without a scale.
+        return max(idle_s, turn.expected_tool_s or 0.0, 1.0)
+
+    def _get_worth_s(self, view: EngineView) -> float:
+        """For how long KV is worth the memory that it takes from others; ever, while nobody wants it."""
+        num_running_blocks = view.num_blocks - view.num_free_blocks - view.num_leased_blocks
+        step_s = self._steps.get_decode_s(view.num_running)
+        if not (view.num_waiting + view.num_parked and num_running_blocks > 0 and step_s > 0):
+            return self.max_idle_s
+        # One more turn decodes along and saves its share of the pass over the weights; where steps are
+        # full of prefill it saves nothing.
+        gain = (1 - self._full_share) * self._steps.get_pass_s() / step_s / num_running_blocks
+        token_s = self._steps.get_token_s() * view.block_size
+        reload_s = min([token_s, *(tier.s_per_block for tier in view.tiers)])
+        return reload_s / gain if gain > 0 else self.max_idle_s
+
+    # Steps and loads.
+
+    def step_budget(self, view: EngineView) -> int | None:
+        """Room for all that decode, and prefill in pieces of some multiple of a free ride.
+
+        With n times the tokens that ride along free, a step is √(1 + n²) passes long: those who wait lose
+        1 − n/√(1 + n²) of the engine, those who decode 1 − 1/√(1 + n²) of their speed.
+        """
+        num_others = view.num_running - 1
+        if num_others < 1:
+            return None
+        # Those who wait for memory are not helped by larger pieces.
+        num_waiting = 1 + self._full_share * (view.num_waiting + view.num_parked)
+
+        def get_loss(multiple: float) -> float:
+            step = (1 + multiple * multiple) ** 0.5
+            return num_waiting * (1 - multiple / step) + num_others * (1 - 1 / step)
+
+        return view.num_running + int(min(MULTIPLES, key=get_loss) * self._steps.get_knee_tokens())
+
+    def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
+        """Unless the link is so busy that computing is there much sooner."""
+        compute_s = self._steps.get_token_s() * offer.num_tokens
+        return compute_s == 0 or offer.load_s <= self.patience * compute_s
+
+    # Told.
+
+    def on_step(self, step: StepView) -> None:
+        """Learn how long steps take, and whether they are full."""
+        self._steps.observe(step.num_tokens, step.num_requests, step.duration_s)
+        self._full_share += FULL_DECAY * (step.is_full - self._full_share)
+
+    def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
+        """Learn how long tools take."""
+        if tool is not None:
+            self._tools.observe(tool.name, tool_s)
+
+    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
+        """Learn how much work turns are, a generated token counted as the prefill tokens it costs."""
+        job_id = turn.job.job_id
+        new_tokens = max(1, turn.num_prompt_tokens - self._contexts.get(job_id, 0))
+        self._contexts[job_id] = turn.num_prompt_tokens + turn.num_output_tokens
+        self._work.observe_turn(
+            job_id, new_tokens + self._steps.get_tokens_per_decode() * turn.num_output_tokens
+        )
+
+    def on_job_ended(self, job: Job, now_s: float) -> None:
+        """Learn how long jobs are."""
+        self._contexts.pop(job.job_id, None)
+        self._work.end_job(job.job_id)
