@@ -86,7 +86,7 @@ def test_what_is_held_is_always_a_prefix_and_within_capacity(capacity: int, path
 
 
 def test_a_load_moves_what_the_gpu_lacks() -> None:
-    tiers = OffloadTiers([tier(10)], wait_for_save=True)
+    tiers = OffloadTiers([tier(10)])
     assert tiers.store(chain("abcd"), now_s=0.0) == Copy(4, 40, 0.4)  # 40 bytes at 100 per second
     assert tiers.store(chain("abcdef"), now_s=1.0) == Copy(2, 20, 1.2)  # only what is new
     assert tiers.load(chain("abcdxy"), now_s=2.0, skip=1) == Copy(3, 30, 2.3)
@@ -96,7 +96,7 @@ def test_a_load_moves_what_the_gpu_lacks() -> None:
 
 
 def test_loads_and_stores_share_a_link() -> None:
-    tiers = OffloadTiers([tier(10)], wait_for_save=False)
+    tiers = OffloadTiers([tier(10)])
     tiers.store(chain("abcd"), now_s=0.0)
     # The load waits for the store: 0.4 s, then 40 bytes at 100 per second.
     assert tiers.load(chain("abcd"), now_s=0.1).done_s == pytest.approx(0.8)
@@ -104,7 +104,7 @@ def test_loads_and_stores_share_a_link() -> None:
 
 def test_a_far_tier_serves_what_the_near_one_lost() -> None:
     host, disk = tier(2), tier(10, bytes_per_s=20.0, name="disk")
-    tiers = OffloadTiers([host, disk], wait_for_save=False)
+    tiers = OffloadTiers([host, disk])
     # 4 chunks to the disk, at 20 bytes per second, and the first 2 to the host.
     assert tiers.store(chain("abcd"), now_s=0.0) == Copy(4, 40, 2.0)
     assert (host.hit_length(chain("abcd")), disk.hit_length(chain("abcd"))) == (2, 4)
@@ -114,20 +114,13 @@ def test_a_far_tier_serves_what_the_near_one_lost() -> None:
 
 def test_a_load_from_afar_stays_near() -> None:
     host, disk = tier(4), tier(10, bytes_per_s=20.0, name="disk")
-    tiers = OffloadTiers([host, disk], wait_for_save=False)
+    tiers = OffloadTiers([host, disk])
     tiers.store(chain("abcd"), now_s=0.0)
     tiers.store(chain("wxyz"), now_s=0.0)  # pushes the first sequence out of the host
     assert host.hit_length(chain("abcd")) == 0
     assert tiers.load(chain("abcd"), now_s=10.0).done_s == 12.0  # 40 bytes at 20 per second
     assert host.hit_length(chain("abcd")) == 4
     assert tiers.load(chain("abcd"), now_s=20.0).done_s == pytest.approx(20.4)  # the host's link alone
-
-
-def test_only_a_synchronous_step_waits_for_its_stores() -> None:
-    stores = [Copy(1, 10, 5.0), Copy(1, 10, 7.0)]
-    assert OffloadTiers([tier(1)], wait_for_save=True).step_end_s(6.0, stores) == 7.0
-    assert OffloadTiers([tier(1)], wait_for_save=True).step_end_s(6.0, []) == 6.0
-    assert OffloadTiers([tier(1)], wait_for_save=False).step_end_s(6.0, stores) == 6.0
 
 
 def test_bad_sizes_are_refused() -> None:
@@ -138,6 +131,6 @@ def test_bad_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="tier 'host': chunks of 10 bytes do not fit 5 bytes"):
         Tier("host", capacity_bytes=5, chunk_bytes=10, link=Link(1.0))
     with pytest.raises(ConfigError, match=r"one chunk size, got \[\('host', 10\), \('disk', 20\)\]"):
-        OffloadTiers([tier(1), Tier("disk", 20, 20, Link(1.0))], wait_for_save=False)
+        OffloadTiers([tier(1), Tier("disk", 20, 20, Link(1.0))])
     with pytest.raises(ConfigError, match=r"one chunk size, got \[\]"):
-        OffloadTiers([], wait_for_save=False)
+        OffloadTiers([])

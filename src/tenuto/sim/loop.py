@@ -171,7 +171,8 @@ class Simulation:
         depth = self.scheduler.config.max_steps_in_flight
         running = self.scheduler.running
         num_context_tokens = sum(request.num_computed_tokens for request in running)
-        quiet_step = Step(0, 0, {request.turn_id: 1 for request in running})
+        budget_left = self.scheduler.config.max_step_tokens - len(running)
+        quiet_step = Step(budget_left, 0, {request.turn_id: 1 for request in running})
         in_flight = self._in_flight
         num_steps = 0
         while num_steps < num_quiet_steps and self.now_s < next_s:

@@ -112,13 +112,8 @@ class OffloadTiers:
     tier pass all nearer links as they come, so the busiest link decides, and stay in the nearer tiers.
     """
 
-    def __init__(self, tiers: Sequence[Tier], *, wait_for_save: bool) -> None:
-        """Tiers in front of each other.
-
-        Args:
-            tiers: nearest first (host, then disk).
-            wait_for_save: whether a step ends only when its stores are complete (LMCache 0.3.7), instead of
-                overlapping them with later steps.
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        """Tiers in front of each other, nearest first (host, then disk).
 
         Raises:
             ConfigError: there is no tier, or their chunks differ in size.
@@ -128,7 +123,6 @@ class OffloadTiers:
                 f"tiers need one chunk size, got {[(tier.name, tier.chunk_bytes) for tier in tiers]}"
             )
         self.tiers = tuple(tiers)
-        self.wait_for_save = wait_for_save
 
     def hit_length(self, chunks: Sequence[Hashable]) -> int:
         """How many chunks of a sequence, from its start, some tier has. Changes nothing."""
@@ -158,9 +152,3 @@ class OffloadTiers:
             num_stored = max(num_stored, num_new)
             done_s = max(done_s, tier.link.transfer(num_new * chunk_bytes, now_s))
         return Copy(num_stored, num_stored * chunk_bytes, done_s)
-
-    def step_end_s(self, computed_s: float, stores: Sequence[Copy]) -> float:
-        """When a step that finished computing at `computed_s` may end, given the stores it issued."""
-        if not self.wait_for_save:
-            return computed_s
-        return max([computed_s, *(copy.done_s for copy in stores)])

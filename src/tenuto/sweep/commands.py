@@ -118,7 +118,7 @@ def format_record(record: dict[str, object]) -> str:
     load = "" if record["jps"] is None else f" at {record['jps']:g} jobs/s"
     return "\n".join(
         (
-            f"{record['workload']}{load}, {record['policy']} on {record['gpu']}, {record['model']}, simulated",
+            f"{record['workload']}{load}, {record['policy']}: {record['gpu']}, {record['model']} (simulated)",
             f"jobs         {record['jobs']} finished in {record['makespan_s']:.1f} s",
             f"job time     mean {record['avg_duration_s']:.2f} s, p50 {record['median_duration_s']:.2f} s, "
             f"p90 {record['p90_duration_s']:.2f} s, p95 {record['p95_duration_s']:.2f} s, "

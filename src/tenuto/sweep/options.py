@@ -40,8 +40,8 @@ examples:
 
 
 PLAN = """\
-Find the fewest GPUs, of which kind and with which policy, that keep the P95 job time within a target. Searches
-over the simulator: machines are independent behind a router with session affinity.
+Find the fewest GPUs, of which kind and with which policy, that keep the P95 job time within a target. It
+searches over the simulator: machines are independent behind a router with session affinity.
 """
 
 PLAN_EXAMPLES = """\

@@ -147,7 +147,7 @@ def _make_tiers(setup: Setup, gpu: Gpu, model: Model, config: EngineConfig) -> O
     if setup.disk_gb:
         link = Link(DISK_BYTES_PER_S / setup.tp)
         tiers.append(Tier("disk", int(setup.disk_gb * GIB) // setup.tp, chunk_bytes, link))
-    return OffloadTiers(tiers, wait_for_save=config.offload == "sync")
+    return OffloadTiers(tiers)
 
 
 DISK_BYTES_PER_S = 6.5e9

@@ -1,0 +1,63 @@
+"""stock-tuned: settings and nothing else; what they bring, and what they cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.core.policy import WANTS, Policy, get_policy_names, load_policy
+from tenuto.sweep.setup import Setup, build
+from tenuto.workload.schema import Job
+from tests.policies.simulated import PrefillSteps, get_ends_s, make_job, simulate
+
+
+def test_it_decides_what_stock_decides() -> None:
+    hooks = [name for name in vars(Policy) if not name.startswith("_") and name != "overrides"]
+    overridden = [hook for hook in hooks if type(load_policy("stock-tuned")).overrides(hook)]
+    assert overridden == ["wants"]
+
+
+def test_its_settings_reach_the_engine_and_yield_to_the_user_s() -> None:
+    config = build(Setup(gpu="H200", policy="stock-tuned")).config
+    assert (config.long_prefill_token_threshold, config.kv.watermark, config.offload) == (512, 0.01, "async")
+    given = Setup(
+        gpu="H200", policy="stock-tuned", long_prefill_token_threshold=64, watermark=0.1, offload="none"
+    )
+    config = build(given).config
+    assert (config.long_prefill_token_threshold, config.kv.watermark, config.offload) == (64, 0.1, None)
+
+
+@pytest.mark.parametrize("name", get_policy_names())
+def test_what_policies_want_is_known(name: str) -> None:
+    assert set(load_policy(name).wants) <= set(WANTS)
+
+
+@pytest.mark.parametrize("name", get_policy_names())
+def test_offloading_goes_with_any_policy(name: str) -> None:
+    jobs = [make_job(f"job-{number}", [4] * 3, prompt=40) for number in range(6)]
+    records = simulate(name, jobs, num_blocks=60, host_blocks=400, cost=PrefillSteps())
+    assert len(records) == 18
+
+
+def get_ends_with_cap(jobs: list[Job], threshold: int) -> list[float]:
+    records = simulate("stock", jobs, threshold=threshold, num_blocks=3000, cost=PrefillSteps())
+    return list(get_ends_s(records).values())
+
+
+def test_the_cap_lets_a_short_prompt_pass_a_long_one() -> None:
+    jobs = [make_job("long", [2], prompt=3000), make_job("short", [1], arrival_s=0.5, prompt=100)]
+    # The first step has 2,048 tokens of the long prompt, alone: 21.48 s. Without a cap the second has its other
+    # 952 and all of the short one: 11.52 s, then a second to decode. With the cap it has 512 + 100 tokens,
+    # 7.12 s, and a third the other 440, 5.4 s.
+    assert get_ends_with_cap(jobs, 0) == pytest.approx([21.48 + 11.52 + 1, 21.48 + 11.52])
+    assert get_ends_with_cap(jobs, 512) == pytest.approx([21.48 + 7.12 + 5.4 + 1, 21.48 + 7.12])
+
+
+def test_weakness_the_cap_is_a_prompt_s_and_not_the_step_s() -> None:
+    """Four long prompts fill each step as before, but now none of them is done early."""
+    jobs = [make_job(f"job-{number}", [2], prompt=2000) for number in range(4)]
+    uncapped, capped = get_ends_with_cap(jobs, 0), get_ends_with_cap(jobs, 512)
+    # Three steps of 4 x 512 tokens, one of 4 x 464, and one to decode.
+    assert capped == pytest.approx([3 * 21.48 + 19.56 + 1] * 4)
+    assert max(uncapped) == pytest.approx(max(capped), abs=2)
+    assert uncapped[0] < 43
+    assert sum(capped) > 1.2 * sum(uncapped)

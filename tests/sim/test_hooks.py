@@ -1,0 +1,274 @@
+"""The scheduler and the loop ask and tell as the policy interface says: displacement, ticks, hits, steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+
+from tenuto.core.policy import Key, Policy
+from tenuto.core.types import EngineView, StepView, Turn
+from tenuto.sim.config import EngineConfig, KvConfig
+from tenuto.sim.loop import Simulation
+from tenuto.sim.request import Request
+from tenuto.sim.scheduler import Scheduler
+from tenuto.sim.step_cost.batch import StepBatch
+from tenuto.sim.tiers import Link, OffloadTiers, Tier
+from tenuto.workload import load_workload
+from tenuto.workload.schema import Job, Span, TurnSpec
+from tests.sim.test_loop import LinearSteps, OneSecondSteps
+from tests.sim.test_scheduler import make_request, make_scheduler, run, step
+
+
+@dataclass
+class ByPriority(Policy):
+    """The request's own priority decides who goes first, who yields and who is displaced."""
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        return (turn.priority, turn.arrival_s)
+
+    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
+        return (-turn.priority, -turn.arrival_s)
+
+    def displaces(self, turn: Turn, running: Turn, view: EngineView) -> bool:
+        return turn.priority < running.priority
+
+
+# Displacement.
+
+
+def test_a_turn_without_memory_takes_that_of_a_running_one() -> None:
+    scheduler = make_scheduler(ByPriority(), num_blocks=6)
+    scheduler.add_request(make_request("low", 16, 4, priority=2), 0.0)
+    assert step(scheduler) == {"low": 16}  # 4 of 6 blocks
+    scheduler.add_request(make_request("high", 12, 3, priority=1), 0.0)
+    each = scheduler.schedule(0.0)
+    # low had a token in this step already; it is taken out again.
+    assert (each.num_tokens, each.preempted) == ({"high": 12}, {"low": 16})
+    scheduler.finish_step(each, 0.0)
+    # Two decode steps. high's 14 tokens took the 2 blank blocks and 2 of low's 4: 8 of its 17 tokens are left.
+    assert run(scheduler) == [{"high": 1}, {"high": 1}, {"low": 9}, {"low": 1}, {"low": 1}]
+
+
+def test_a_turn_without_a_seat_takes_that_of_a_running_one() -> None:
+    scheduler = make_scheduler(ByPriority(), max_num_seqs=2)
+    scheduler.add_request(make_request("low", 8, 9, priority=3), 0.0)
+    scheduler.add_request(make_request("middle", 8, 9, priority=2), 0.0)
+    step(scheduler)
+    scheduler.add_request(make_request("high", 8, 2, priority=1), 0.0)
+    scheduler.add_request(make_request("lowest", 8, 2, priority=4), 0.0)
+    each = scheduler.schedule(0.0)
+    assert (each.num_tokens, list(each.preempted)) == ({"middle": 1, "high": 8}, ["low"])
+    scheduler.finish_step(each, 0.0)
+    assert [request.turn_id for request in scheduler.waiting] == ["low", "lowest"]
+
+
+def test_nobody_displaces_an_equal_and_each_goes_once_a_step() -> None:
+    scheduler = make_scheduler(ByPriority(), max_num_seqs=1)
+    scheduler.add_request(make_request("first", 8, 3, priority=1), 0.0)
+    step(scheduler)
+    scheduler.add_request(make_request("equal", 8, 3, priority=1), 0.0)
+    assert step(scheduler) == {"first": 1}
+    # Those that start in a step are not displaced in it, whoever waits.
+    scheduler.add_request(make_request("higher", 8, 3, priority=-1), 0.0)
+    scheduler.add_request(make_request("high", 8, 3, priority=0), 0.0)
+    assert step(scheduler) == {"higher": 8}
+
+
+def test_a_load_from_the_host_displaces_too() -> None:
+    config = EngineConfig(
+        kv=KvConfig(num_blocks=13, block_size=4), offload="async", offload_chunk_tokens=4, max_num_seqs=8
+    )
+    tiers = OffloadTiers([Tier("host", 1000, 1, Link(1000.0))], wait_for_save=False)
+    scheduler = Scheduler(config, ByPriority(), tiers=tiers)
+    scheduler.add_request(make_request("high", 24, 1, priority=1), 0.0)
+    step(scheduler)
+    scheduler.add_request(make_request("low", 40, 4, priority=2), 1.0)
+    step(scheduler, 1.0)  # 10 of 12 blocks: it evicts most of what is in the host tier now
+    again = make_request("high", 24, 1, priority=1)
+    scheduler.add_request(again, 2.0)
+    each = scheduler.schedule(2.0)
+    assert list(each.preempted) == ["low"]
+    assert scheduler.num_loading == 1
+
+
+@pytest.mark.parametrize("num_blocks", [40, 120])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_with_displacement_every_turn_is_served(depth: int, num_blocks: int) -> None:
+    @dataclass
+    class ByJobsEnd(ByPriority):
+        """Later turns of a job first; and they displace earlier ones."""
+
+        def queue_key(self, turn: Turn, now_s: float) -> Key:
+            return (-turn.job.num_turns, turn.arrival_s)
+
+        def preempt_key(self, turn: Turn, view: EngineView) -> Key:
+            return (turn.job.num_turns, -turn.arrival_s)
+
+        def displaces(self, turn: Turn, running: Turn, view: EngineView) -> bool:
+            return turn.job.num_turns > running.job.num_turns
+
+    def make_job(number: int) -> Job:
+        spans: tuple[Span, ...] = (Span(f"task-{number}", 100 + 10 * number),)
+        turns = []
+        for turn in range(4):
+            output = Span(f"output-{number}-{turn}", 20)
+            tool = {"tool": "ls", "tool_s": 0.3} if turn < 3 else {}
+            turns.append(TurnSpec(spans, output, **tool))
+            spans = (*spans, output, Span(f"tool-{number}-{turn}", 30))
+        return Job(f"job-{number}", 0.1 * number, tuple(turns))
+
+    config = EngineConfig(
+        kv=KvConfig(num_blocks=num_blocks), max_step_tokens=256, max_num_seqs=4, max_steps_in_flight=depth
+    )
+    simulation = Simulation(Scheduler(config, ByJobsEnd()), LinearSteps(), [make_job(n) for n in range(12)])
+    records = simulation.run()
+    assert len(records) == 48
+    assert sum(record.num_preemptions for record in records) > 0
+
+
+def test_a_step_that_only_preempts_is_followed_by_another() -> None:
+    """A lone running request gives up its blocks while others hold theirs for loads that are there."""
+
+    class Steps:
+        def seconds(self, batch: StepBatch) -> float:
+            return 1.0 + batch.num_prefill_tokens / 100
+
+    def make_job(number: int) -> Job:
+        spans: tuple[Span, ...] = (Span(f"task-{number}", 40),)
+        turns = []
+        for turn in range(4):
+            output = Span(f"output-{number}-{turn}", 4)
+            turns.append(TurnSpec(spans, output, **({"tool": "ls", "tool_s": 0.0} if turn < 3 else {})))
+            spans = (*spans, output, Span(f"tool-{number}-{turn}", 4))
+        return Job(f"job-{number}", 0.0, tuple(turns))
+
+    config = EngineConfig(
+        kv=KvConfig(num_blocks=61, block_size=4), max_num_seqs=2, offload="async", offload_chunk_tokens=4
+    )
+    tiers = OffloadTiers([Tier("host", 400, 1, Link(1e6))], wait_for_save=False)
+    scheduler = Scheduler(config, Policy(), tiers=tiers)
+    assert len(Simulation(scheduler, Steps(), [make_job(n) for n in range(6)]).run()) == 24
+
+
+# Ticks and keys.
+
+
+def test_waiting_turns_are_asked_for_their_keys_again() -> None:
+    @dataclass
+    class Turning(Policy):
+        """First come first served until 10 s, then the other way round."""
+
+        rekey_s: ClassVar[float | None] = 5.0
+
+        def queue_key(self, turn: Turn, now_s: float) -> Key:
+            return (turn.arrival_s if now_s < 10 else -turn.arrival_s,)
+
+    def get_order(times_s: list[float]) -> list[str]:
+        scheduler = make_scheduler(Turning(), max_num_seqs=1)
+        for number in range(4):
+            scheduler.add_request(make_request(f"t{number}", 8, 100, arrival_s=float(number)), float(number))
+        for now_s in times_s:
+            step(scheduler, now_s)
+        return [request.turn_id for request in scheduler.waiting]
+
+    assert get_order([4.0]) == ["t1", "t2", "t3"]
+    assert get_order([4.0, 8.9]) == ["t1", "t2", "t3"]
+    assert get_order([4.0, 9.0]) == ["t1", "t2", "t3"]  # asked again at 9 s, answered the same
+    assert get_order([4.0, 9.0, 13.9]) == ["t1", "t2", "t3"]
+    assert get_order([4.0, 9.0, 14.0]) == ["t3", "t2", "t1"]
+
+
+def test_keys_see_what_is_cached_now() -> None:
+    @dataclass
+    class CachedFirst(Policy):
+        sees_hits: ClassVar[bool] = True
+        rekey_s: ClassVar[float | None] = 0.0
+
+        def queue_key(self, turn: Turn, now_s: float) -> Key:
+            return (-turn.num_cached_tokens, turn.arrival_s)
+
+    scheduler = make_scheduler(CachedFirst(), max_num_seqs=1)
+    scheduler.add_request(make_request("running", 40, 2), 0.0)
+    scheduler.add_request(make_request("other", 40, 2, arrival_s=1.0), 1.0)
+    same = Request("same", [("running-prompt", 40)], ("same-output", 2), 2.0)
+    scheduler.add_request(same, 2.0)
+    step(scheduler, 3.0)
+    assert scheduler.waiting.get_first().turn_id == "other"  # nothing was cached when they came
+    step(scheduler, 4.0)
+    assert scheduler.waiting.get_first().turn_id == "same"
+
+
+# Steps.
+
+
+@dataclass
+class Watching(Policy):
+    """Writes down steps and ticks, and changes its order as time goes on."""
+
+    rekey_s: ClassVar[float | None] = 0.7
+    steps: list[StepView] = field(init=False, default_factory=list)
+    ticks: list[EngineView] = field(init=False, default_factory=list)
+
+    def on_step(self, step: StepView) -> None:
+        self.steps.append(step)
+
+    def on_tick(self, view: EngineView) -> None:
+        self.ticks.append(view)
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        sign = 1 if int(now_s / 3) % 2 else -1
+        return (sign * turn.num_prompt_tokens, turn.arrival_s)
+
+
+def simulate(policy: Policy, jobs: Any, *, depth: int, num_blocks: int = 2000, skips: bool = True) -> Any:
+    config = EngineConfig(
+        kv=KvConfig(num_blocks=num_blocks), max_step_tokens=2048, max_num_seqs=256, max_steps_in_flight=depth
+    )
+    simulation = Simulation(Scheduler(config, policy), LinearSteps(), jobs)
+    simulation.skips_quiet_steps = skips
+    return simulation.run(), simulation
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_each_step_is_told_with_its_time_and_its_tokens(depth: int) -> None:
+    policy = Watching()
+    first = (Span("task", 40),)
+    jobs = (Job("j", 10.0, (TurnSpec(first, Span("answer", 4)),)),)
+    config = EngineConfig(kv=KvConfig(num_blocks=100), max_steps_in_flight=depth)
+    Simulation(Scheduler(config, policy), OneSecondSteps(), jobs).run()  # type: ignore[arg-type]
+    # 40 prompt tokens, then three decode steps. The first did not wait for a step before it: it was scheduled
+    # at 10 s; with two in flight, the second is scheduled then too but begins when the first ends.
+    assert policy.steps == [
+        StepView(11.0, 1.0, 40, 1, is_full=False),
+        StepView(12.0, 1.0, 1, 1),
+        StepView(13.0, 1.0, 1, 1),
+        StepView(14.0, 1.0, 1, 1),
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("num_blocks", [900, 3000])
+def test_skipping_quiet_stretches_tells_the_same(depth: int, num_blocks: int) -> None:
+    jobs = load_workload("ab8", jps=1, window_s=4).jobs
+    stepped, skipped = Watching(), Watching()
+    records, _ = simulate(stepped, jobs, depth=depth, num_blocks=num_blocks, skips=False)
+    again, simulation = simulate(skipped, jobs, depth=depth, num_blocks=num_blocks)
+    assert again == records
+    assert skipped.steps == stepped.steps
+    assert skipped.ticks == stepped.ticks
+    assert len(skipped.steps) == simulation.num_steps
+    # No time is lost or counted twice between the steps of a busy stretch.
+    assert all(
+        after.now_s - after.duration_s >= before.now_s - 1e-9
+        for before, after in zip(skipped.steps, skipped.steps[1:], strict=False)
+    )
+
+
+def test_a_policy_that_does_not_listen_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = load_workload("ab8", jps=1, window_s=2).jobs
+    config = EngineConfig(kv=KvConfig(num_blocks=2000))
+    scheduler = Scheduler(config, Policy())
+    monkeypatch.setattr(scheduler.driver, "step", lambda view: pytest.fail("told of a step"))
+    Simulation(scheduler, LinearSteps(), jobs).run()

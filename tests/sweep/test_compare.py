@@ -1,0 +1,181 @@
+"""A sweep: resumable, on several processes, with a winner in each cell."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.cli import main
+from tenuto.core.errors import DataError
+from tenuto.sweep.compare import RESULTS, read_results
+from tenuto.sweep.plan import make_plans
+from tenuto.sweep.run import Load
+from tenuto.sweep.setup import Setup
+from tenuto.sweep.table import format_rows, make_rows
+
+COMPARE = [
+    *("compare", "--gpu", "L40S", "--policies", "stock,continuum-fixed", "--jps", "0.5,1", "--window", "6"),
+    *("--step-cost", "roofline", "--kv-tokens", "50000", "--workers", "1"),
+]
+
+
+def test_a_sweep_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMPARE, "--out", str(tmp_path), "--json"]) == 0
+    output = capsys.readouterr()
+    rows = json.loads(output.out)
+    assert [(row["jps"], row["policy"]) for row in rows] == [
+        (0.5, "stock"),
+        (0.5, "continuum-fixed"),
+        (1.0, "stock"),
+        (1.0, "continuum-fixed"),
+    ]
+    assert "4 of 4, 0:00 left" in output.err
+    before = (tmp_path / RESULTS).read_text()
+    assert len(before.splitlines()) == 4
+
+    # What is there is not run again; what was cut off while it was written is.
+    (tmp_path / RESULTS).write_text(before[: before.rindex("{") + 40])
+    assert main([*COMPARE, "--out", str(tmp_path)]) == 0
+    output = capsys.readouterr()
+    assert "3 of 4 runs are there already" in output.err
+    assert len(read_results(tmp_path)) == 4
+    assert output.out.count("*") >= 2
+
+
+def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
+    main([*COMPARE, "--out", str(tmp_path / "one")])
+    main([*COMPARE[:-1], "2", "--out", str(tmp_path / "two")])
+    one, two = (strip(read_results(tmp_path / name)) for name in ("one", "two"))
+    assert one == two
+
+
+def test_a_foreign_results_file_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / RESULTS).write_text('{"a": 1}\n{"b": 2}\n')
+    with pytest.raises(DataError, match=r"results\.jsonl:1: not a record of a run"):
+        read_results(tmp_path)
+    assert (tmp_path / RESULTS).read_text() == '{"a": 1}\n{"b": 2}\n'
+
+
+def test_ray_runs_the_same_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stand-in: whoever has a cluster has Ray, the tests need not."""
+    calls: list[str] = []
+    stub = types.SimpleNamespace(
+        is_initialized=lambda: False,
+        init=lambda address: calls.append(address),
+        remote=lambda function: types.SimpleNamespace(remote=lambda cell: _Future(function(cell))),
+        wait=lambda waiting, num_returns: (waiting[:1], waiting[1:]),
+        get=lambda future: future.value,
+    )
+    monkeypatch.setitem(sys.modules, "ray", stub)
+    assert main([*COMPARE, "--out", str(tmp_path), "--ray", "auto"]) == 0
+    assert calls == ["auto"]
+    assert len(read_results(tmp_path)) == 4
+
+
+class _Future:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def test_without_ray_the_message_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main([*COMPARE, "--out", str(tmp_path), "--ray", "auto"]) == 2
+    assert "pip install ray" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--jps", "fast"], "--jps: could not convert"),
+        (["--jps", ""], "jps, the jobs per second, must be given"),
+        (["--gpu", "H3000"], "unknown GPU"),
+        (["--policies", "stock,best"], "no policy 'best'"),
+        (["--workload", "nowhere.jsonl"], "no such file"),
+        (["--option", "ttl_s=-1"], "ttl_s"),
+    ],
+)
+def test_nothing_runs_where_something_is_wrong(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMPARE, *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_option_for_one_policy_alone(tmp_path: Path) -> None:
+    assert main([*COMPARE, "--option", "continuum-fixed:ttl_s=1.5", "--out", str(tmp_path)]) == 0
+    options = {
+        record["policy"]: record["config"].get("options") for record in read_results(tmp_path).values()
+    }
+    assert options == {"stock": None, "continuum-fixed": {"ttl_s": 1.5}}
+
+
+def make_record(policy: str, mean_s: float, seed: int = 1) -> dict[str, Any]:
+    return {
+        "gpu": "H100", "model": "m", "workload": "ab8", "jps": 1.0, "policy": policy, "seed": seed,
+        "avg_duration_s": mean_s, "p95_duration_s": 2 * mean_s,
+        "recomputed_tokens": 10, "prompt_tokens": 100,
+    }
+
+
+def test_the_winner_is_marked_and_so_is_a_tie() -> None:
+    records = [make_record("stock", 20.0), make_record("a", 10.0), make_record("b", 10.1)]
+    rows = make_rows(records)
+    assert {row["policy"]: row["wins"] for row in rows} == {"stock": False, "a": True, "b": True}
+    over_stock = {row["policy"]: row["over_stock"] for row in rows}
+    assert over_stock == pytest.approx({"stock": 1.0, "a": 0.5, "b": 0.505})
+    text = format_rows(rows)
+    assert "10.00s*" in text
+    assert "20.00s " in text
+
+
+def test_seeds_are_averaged_as_ratios_are() -> None:
+    [row] = make_rows([make_record("a", 4.0, seed=1), make_record("a", 9.0, seed=2)])
+    assert row["avg_duration_s"] == pytest.approx(6.0)  # √(4 · 9)
+    assert (row["seeds"], row["lowest_s"], row["highest_s"]) == (2, 4.0, 9.0)
+
+
+def test_the_plan_is_the_fewest_that_meet_the_target() -> None:
+    asked = []
+
+    def run(cell: Any) -> dict[str, float]:
+        asked.append(cell.load.jps)
+        return {"p95_duration_s": 10 * cell.load.jps}
+
+    # 12 jobs/s on N machines have a P95 of 120/N s: 20 s takes 6 machines, and 5 give 24 s.
+    [plan] = make_plans([Setup(gpu="H100", tp=2)], Load(jps=12.0), 20.0, run=run)
+    assert (plan.num_machines, plan.num_gpus) == (6, 12)
+    assert (plan.p95_s, plan.p95_with_fewer_s) == (20.0, 24.0)
+    assert len(asked) == len(set(asked)) <= 6
+    [plan] = make_plans([Setup(gpu="H100")], Load(jps=12.0), 20.0, max_machines=4, run=run)
+    assert (plan.num_machines, plan.p95_s) == (None, 30.0)
+
+
+def test_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "plan",
+        "--gpu",
+        "L40S",
+        "--policies",
+        "stock",
+        "--jps",
+        "1",
+        "--window",
+        "10",
+        "--p95",
+        "30",
+    ]
+    assert main([*arguments, "--step-cost", "roofline"]) == 0
+    assert "Fewest:" in capsys.readouterr().out
+    assert main([*arguments, "--step-cost", "roofline", "--p95", "0.1", "--max-machines", "2"]) == 1
+
+
+def strip(records: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {key: {k: v for k, v in record.items() if k != "wall_s"} for key, record in records.items()}

@@ -1,0 +1,117 @@
+"""One run, its record and its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.sim.config import KvConfig
+from tenuto.sweep.cut import cut_to_fit
+from tenuto.sweep.files import Occupancy, write_run
+from tenuto.sweep.run import Load, run
+from tenuto.sweep.setup import Setup
+from tenuto.workload import Job, Workload
+from tenuto.workload.schema import After, Span, TurnSpec
+
+SMALL = Setup(gpu="L40S", policy="stock", step_cost="roofline", kv_tokens=60_000)
+LOAD = Load(jps=2, window_s=8)
+
+KEYS = ["policy", "gpu", "model", "workload", "jps", "seed", "jobs", "avg_duration_s", "median_duration_s", "p90_duration_s", "p95_duration_s", "p99_duration_s", "per_turn_avg_latency_ms", "per_turn_avg_prompt_tokens", "ttft_s", "prompt_tokens", "hit_tokens", "recomputed_tokens", "preemptions", "tokens_loaded", "tokens_stored", "makespan_s", "job_durations", "simulated", "versions", "wall_s"]
+
+
+def test_the_record_has_all_that_the_schema_names() -> None:
+    record = run(SMALL, LOAD).record
+    assert set(KEYS) <= set(record)
+    assert record["jobs"] == len(record["job_durations"]) == len(LOAD.make().jobs)
+    assert list(record["per_turn_avg_latency_ms"]) == [str(turn) for turn in range(1, 9)]
+    assert record["prompt_tokens"] == record["jobs"] * (
+        92 + 1840 + 3449 + 6025 + 7454 + 10299 + 12333 + 13193
+    )
+    # A job alone takes 3.5 s of tool calls and its steps; nobody is faster than that.
+    assert 1 <= record["slowdown"]["p50"] <= record["slowdown"]["max"]
+    assert min(record["job_durations"]) > 3.5
+    json.dumps(record, allow_nan=False)
+
+
+def test_a_job_alone_has_a_slowdown_of_one() -> None:
+    record = run(SMALL, Load(jps=0.05, window_s=20, arrival="fixed")).record
+    assert record["jobs"] == 1
+    assert record["slowdown"]["max"] == pytest.approx(1, abs=0.01)
+
+
+def test_the_same_under_every_hash_seed() -> None:
+    code = (
+        "import json; from tests.sweep.test_run import SMALL, LOAD; from tenuto.sweep.run import run\n"
+        "import dataclasses\n"
+        "for policy in ('stock', 'continuum-fixed', 'offload-async', 'tenuto'):\n"
+        "    record = run(dataclasses.replace(SMALL, policy=policy), LOAD).record; del record['wall_s']\n"
+        "    print(json.dumps(record))"
+    )
+    outputs = set()
+    for seed in ("0", "1", "12345"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        outputs.add(result.stdout)
+    assert len(outputs) == 1
+    assert len(outputs.pop().splitlines()) == 4
+
+
+def test_turns_that_cannot_fit_end_their_job() -> None:
+    # 13,193 prompt tokens do not fit 12,500; the job ends before its last turn, so has 7.
+    setup = Setup(gpu="L40S", policy="stock", step_cost="roofline", kv_tokens=12_500)
+    outcome = run(setup, Load(jps=0.5, window_s=8))
+    num_jobs = len(outcome.workload.jobs)
+    assert outcome.record["turns_refused"] == num_jobs
+    assert {len(job.turns) for job in outcome.workload.jobs} == {7}
+    assert all(job.turns[-1].tool is None for job in outcome.workload.jobs)
+
+
+def test_jobs_do_not_wait_for_what_was_left_out() -> None:
+    kv = KvConfig(num_blocks=11, block_size=16)  # 160 tokens
+
+    def make_turn(name: str, num_tokens: int, *after: After) -> TurnSpec:
+        return TurnSpec((Span(name, num_tokens),), Span(f"{name}-out", 8), after=after)
+
+    short, long = make_turn("a", 100), make_turn("b", 200)
+    child = Job("child", 0.0, (make_turn("c", 50, After("job", 1, "sent"), After("job", 0, "finished")),), parent="job")
+    jobs = (Job("job", 0.0, (short, long, make_turn("d", 100))), child, Job("huge", 0.0, (long,)))
+    workload, num_cut = cut_to_fit(Workload("w", jobs), kv)
+    assert num_cut == 3
+    assert [(job.job_id, len(job.turns)) for job in workload.jobs] == [("job", 1), ("child", 1)]
+    assert workload.jobs[1].turns[0].after == (After("job", 0, "finished"),)
+
+
+def test_files_of_a_run(tmp_path: Path) -> None:
+    occupancy = Occupancy()
+    outcome = run(SMALL, LOAD, watch=occupancy)
+    write_run(tmp_path / "out", outcome, occupancy)
+    turns = read_lines(tmp_path / "out" / "turns.jsonl")
+    assert len(turns) == 8 * outcome.record["jobs"]
+    for turn in turns:
+        assert turn["intended_s"] <= turn["start_s"] < turn["first_token_s"] < turn["last_token_s"]
+        assert turn["cached_tokens"] < turn["prompt_tokens"]
+    samples = read_lines(tmp_path / "out" / "occupancy.jsonl")
+    assert len(samples) > 20
+    for sample in samples:
+        parts = sample["running"] + sample["retained"] + sample["cached"] + sample["free"]
+        assert parts == sample["num_blocks"]
+        assert min(sample["running"], sample["retained"], sample["cached"], sample["free"]) >= 0
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == outcome.record
+
+
+def test_watching_changes_nothing() -> None:
+    watched, plain = run(SMALL, LOAD, watch=Occupancy()).record, run(SMALL, LOAD).record
+    del watched["wall_s"], plain["wall_s"]
+    assert watched == plain
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
