@@ -25,9 +25,12 @@ PLANTED = {
         "import tenuto.policies.stock",
     ),
     "sim never imports vllm's room": ("sim", "import tenuto.vllm.settings"),
+    "only the command line knows the simulated server": ("sim", "import tenuto.sim.server.clock"),
     "workload knows core only": ("workload", "import tenuto.learn.tool_times"),
     "analyze knows core and workload only": ("analyze", "import tenuto.bench.records"),
     "sweep knows core, sim and workload only": ("sweep", "import tenuto.policies.stock"),
+    "report knows core only": ("report", "import tenuto.workload"),
+    "plotting only in tenuto.report": ("workload", "import matplotlib"),
     "torch and vLLM only in tenuto.vllm": ("core", "import torch"),
 }
 """For each contract: a room, and a line in it that breaks the contract."""

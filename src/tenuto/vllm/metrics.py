@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
+from tenuto import __version__
 from tenuto.core.driver import Driver
 from tenuto.core.stats import DECISION_BUCKETS_S, QUEUE_BUCKETS_S, TOOL_BUCKETS_S
 from tenuto.core.types import LeaseEnd
+from tenuto.vllm.settings import read_settings
 
 FOLDER_VARIABLE = "TENUTO_METRICS_DIR"
 OWNER_VARIABLE = "TENUTO_METRICS_OWNER"
@@ -41,7 +44,7 @@ class Metrics:
     def __init__(self, driver: Driver, vllm_config: Any, engine_index: int) -> None:
         self._driver = driver
         self._next_s = 0.0
-        self._last_state: tuple[int, int] | None = None
+        self._last_state: tuple[int, int, float | None] | None = None
         self._file = _get_file(engine_index)
         self._registry = CollectorRegistry()
         names = vllm_config.model_config.served_model_name
@@ -52,11 +55,27 @@ class Metrics:
         self._forward = _Forward(self._registry) if self._file is None else None
         if self._forward is not None:
             REGISTRY.register(self._forward)
-        self._refresh_now()
+        self._info.labels(
+            *self._labels, read_settings(vllm_config.additional_config).policy, __version__
+        ).set(1)
+        self._refresh_now(0.0)
 
     def _make(self) -> None:
+        self._info = Gauge(
+            "tenuto:info",
+            "Always 1; the labels say what runs.",
+            (*LABELS, "policy", "version"),
+            registry=self._registry,
+            multiprocess_mode="mostrecent",
+        )
         self._leases = self._gauge("tenuto:retained_jobs", "Jobs whose KV cache is leased now.")
         self._blocks = self._gauge("tenuto:retained_blocks", "KV cache blocks under lease now.")
+        self._size = self._gauge("tenuto:kv_blocks", "KV cache blocks there are.")
+        self._deadline = self._gauge(
+            "tenuto:next_lease_deadline_timestamp_seconds",
+            "Unix time at which the next lease ends; 0 without leases.",
+        )
+        self._parked = self._gauge("tenuto:parked_jobs", "Jobs that wait because the policy admits none now.")
         self._granted = self._counter("tenuto:leases_granted", "Leases granted.")
         ended = Counter(
             "tenuto:leases_ended",
@@ -95,10 +114,11 @@ class Metrics:
             return
         self._next_s = now_s + REFRESH_S
         # An idle engine asks often, and mostly nothing has happened.
-        state = (len(self._driver.leases), self._driver.stats.num_events)
+        deadline_s = self._driver.get_next_deadline_s()
+        state = (len(self._driver.leases), self._driver.stats.num_events, deadline_s)
         if state != self._last_state:
             self._last_state = state
-            self._refresh_now()
+            self._refresh_now(now_s)
 
     def close(self) -> None:
         """Take the metrics away."""
@@ -109,8 +129,14 @@ class Metrics:
             REGISTRY.unregister(self._forward)
             self._forward = None
 
-    def _refresh_now(self) -> None:
+    def _refresh_now(self, now_s: float) -> None:
         driver, stats = self._driver, self._driver.stats
+        deadline_s = driver.get_next_deadline_s()
+        # A moment, not a countdown: it stays right while the engine sleeps.
+        self._deadline.set(0.0 if deadline_s is None else time.time() + deadline_s - now_s)
+        view = driver.get_view(now_s)
+        self._parked.set(view.num_parked)
+        self._size.set(view.num_blocks)
         self._leases.set(len(driver.leases))
         self._blocks.set(sum(driver.leases.num_blocks.values()))
         for counter, total in (

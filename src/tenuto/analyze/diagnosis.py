@@ -1,0 +1,299 @@
+"""Naming what is wrong with a run, from the shape of its figures: what was seen, what it means, what to do.
+
+The shapes are those of the published sweeps (8-turn agent jobs, Llama-3.1-8B on one H200): mean turn latency
+in seconds at 6 and 15 jobs per second
+
+    stock             T1  6.8 → T8  30.8        T1 21.3             → T8 133.5     grows with every turn
+    continuum-fixed   T1 17.9 → T8   4.9        T1 27.9, T2 110.6   → T8   5.2     explodes, then is flat
+    offload-sync      T1  3.7 → T8   7.5        T1 13.9             → T8 144.1     all slow, ten times slower
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+
+GROWS = 3.0
+"""Linear growth: T8/T1 from here on. The published healthy cells have 2.1 to 2.5, as prompts grow and the
+first turn's is short; overloaded stock has 4.5 and 6.3."""
+GROWS_FROM_SECOND = 1.5
+"""And T8/T2: the short first prompt alone makes T8/T1 large on an idle server, but not T8/T2."""
+EXPLODES = 2.0
+"""Turn-2 explosion: turn 1 or 2 takes this many times the mean of the turns after. Early prompts are the
+shortest, so 1 is slow already; overloaded continuum-fixed has 3.7 and over 10 (2.3 in our simulation)."""
+WAITS_OUTSIDE = 2.0
+"""Waiting at the door instead: turn 1 takes this many times turn 2. In the explosion turn 2 waits no less
+(published: it takes 4 times turn 1; 0.9 to 4 in our simulation); policies that admit have 4 to 9."""
+COLLAPSES = 7.0
+"""Link collapse: T8/T1 where tokens move over a link. Overloaded stock stays below (6.3); offload-sync has
+10.4."""
+SLOWS_DOWN = 5.0
+"""Or, with T8/T1 of `GROWS`: turn 1 takes this many times what it takes at the sweep's lightest load. 3.1 is
+published where offloading is still the best of the three, 11.6 where it has collapsed."""
+TIER_LOSES = 0.3
+"""Share of prompt tokens that could have been hit and that no tier had any more; rounding to a tier's chunks
+stays below a tenth."""
+STORM = 0.25
+"""Preemption storm: preemptions per turn. Each computes a prompt again; from here on a quarter of all prefill
+is for the second time."""
+MANY_LEASES = 0.3
+"""Share of leases that end without a hit for one reason, from which on it is worth a word."""
+MANY_TOKENS = 0.2
+"""The same for the share of the gap's tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What a run's records tell about it; None or nothing where they do not."""
+
+    latency_s: Mapping[int, float]
+    """Mean over all turns of that number."""
+    last_turn: int | None
+    """The turn that is compared with the first."""
+    num_turns: int
+    num_preemptions: int | None = None
+    hit_share: float | None = None
+    """Of prompt tokens."""
+    best_share: float | None = None
+    queue_share: float | None = None
+    """Of the turns' latencies, the part before the first step."""
+    num_moved_tokens: int | None = None
+    """Loaded from and stored to tiers below the GPU."""
+    light_first_s: float | None = None
+    """Latency of turn 1 at the lightest load the same policy was measured at."""
+    lease_ends: Mapping[str, int] = field(default_factory=dict)
+    lease_p50_s: float | None = None
+    tool_p50_s: float | None = None
+    gap_tokens_by_cause: Mapping[str, int] = field(default_factory=dict)
+    policy: str | None = None
+    job_s: float | None = None
+    """Mean job completion time."""
+    stock_job_s: float | None = None
+    """The same of stock vLLM under the same load."""
+
+    @property
+    def growth(self) -> float | None:
+        """T8/T1, or of the last turn that counts."""
+        first = self.latency_s.get(1)
+        return self.latency_s[self.last_turn] / first if self.last_turn and first else None
+
+    @property
+    def uses_link(self) -> bool:
+        """Whether KV cache moves over a link."""
+        return bool(self.num_moved_tokens) or (self.policy or "").startswith("offload")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One diagnosis in words."""
+
+    mode: str
+    seen: str
+    means: str
+    do: str
+
+    def to_json(self) -> dict[str, str]:
+        """As JSON values."""
+        return asdict(self)
+
+
+def diagnose(evidence: Evidence) -> list[Finding]:
+    """What is wrong, the gravest first; nothing if no known shape is seen."""
+    finders: tuple[Callable[[Evidence], Finding | None], ...] = (
+        _find_shape,
+        _find_storm,
+        _find_short_leases,
+        _find_revoked_leases,
+        _find_changed_prompts,
+    )
+    return [finding for find in finders if (finding := find(evidence)) is not None]
+
+
+def _find_shape(evidence: Evidence) -> Finding | None:
+    """The shape over the turns; there is only one."""
+    return _find_explosion(evidence) or _find_collapse(evidence) or _find_growth(evidence)
+
+
+def _find_explosion(evidence: Evidence) -> Finding | None:
+    early = {number: evidence.latency_s[number] for number in (1, 2) if number in evidence.latency_s}
+    later = [value for number, value in evidence.latency_s.items() if 2 < number <= (evidence.last_turn or 0)]
+    if not early or not later:
+        return None
+    later_s = statistics.fmean(later)
+    worst = max(early, key=lambda number: early[number])
+    if early[worst] < EXPLODES * later_s:
+        return None
+    seen = (
+        ", ".join(f"turn {number} takes {_s(value)}" for number, value in early.items())
+        + f", a turn from 3 to {evidence.last_turn} takes {_s(later_s)} on average: "
+        + f"{early[worst] / later_s:.1f} times less"
+    )
+    if evidence.job_s and evidence.stock_job_s:
+        seen += f"; jobs take {_s(evidence.job_s)}, with stock {_s(evidence.stock_job_s)} at this load"
+    if 2 in early and early[1] >= WAITS_OUTSIDE * early[2]:
+        return Finding(
+            "waiting at the door",
+            seen,
+            "Jobs wait before their first turn and run fast once inside, as admission makes them do under "
+            "overload. No turn of a job that began is starved.",
+            "Judge by job completion time, which counts the wait, against stock under the same load. If it "
+            "is worse, admit more jobs at a time; if the wait itself is too long, add servers.",
+        )
+    return Finding(
+        "turn-2 explosion",
+        seen,
+        "Jobs that are under way come back to their cache at once, and those that have just begun wait for "
+        "them: held blocks that do not yield starve them, or the order puts jobs near their end first.",
+        "Judge by job completion time against stock under the same load. If it is worse, let leases yield "
+        "before an allocation fails (limits.always_yield, the default in vLLM), shorten them, bound "
+        "limits.max_leased_share, or admit fewer jobs at a time. If it is better, the wait is its price: "
+        "look at the slowest jobs.",
+    )
+
+
+def _find_collapse(evidence: Evidence) -> Finding | None:
+    growth, first_s, light_s = evidence.growth, evidence.latency_s.get(1), evidence.light_first_s
+    if not evidence.uses_link or growth is None or first_s is None:
+        return None
+    slowdown = first_s / light_s if light_s else None
+    if growth < COLLAPSES and not (growth >= GROWS and (slowdown or 0.0) >= SLOWS_DOWN):
+        return None
+    seen = _show_growth(evidence)
+    if slowdown is not None and slowdown > 1:
+        seen += f"; turn 1 itself takes {slowdown:.1f} times as long as at the lightest load"
+    if evidence.num_moved_tokens:
+        seen += f"; {evidence.num_moved_tokens:,} tokens moved over the link"
+    hit, best = evidence.hit_share, evidence.best_share
+    if hit is not None and best is not None and best - hit > TIER_LOSES:
+        return Finding(
+            "link collapse",
+            f"{seen}; {hit:.0%} of prompt tokens were hit, {best:.0%} could be",
+            "The tier below the GPU is smaller than what the jobs come back for: it stores what it loses "
+            "again before it is wanted, the link is busy with that, and all is computed again.",
+            "Let fewer jobs in at a time, give the tier more memory, or store only what will be wanted "
+            "again.",
+        )
+    return Finding(
+        "link collapse",
+        seen,
+        "The link to the host is full: every step waits for its stores, loads queue behind them, and the "
+        "more context a job has, the more it has to move.",
+        "Store less and wait for less: store asynchronously, store only what will be wanted again, keep "
+        "short tool calls on the GPU, and recompute where the link's queue is longer than the prefill.",
+    )
+
+
+def _find_growth(evidence: Evidence) -> Finding | None:
+    growth, second_s = evidence.growth, evidence.latency_s.get(2)
+    if growth is None or growth < GROWS or evidence.last_turn is None:
+        return None
+    if (
+        second_s
+        and evidence.last_turn > 2
+        and (evidence.latency_s[evidence.last_turn] < GROWS_FROM_SECOND * second_s)
+    ):
+        return None
+    seen = _show_growth(evidence)
+    if evidence.queue_share is not None:
+        seen += f"; {evidence.queue_share:.0%} of a turn is waiting for its first step"
+    hit, best = evidence.hit_share, evidence.best_share
+    if hit is not None:
+        seen += f"; {hit:.0%} of prompt tokens were hit" + (
+            f", {best:.0%} could be" if best is not None else ""
+        )
+    if hit is not None and best is not None and best - hit < 0.1:
+        return Finding(
+            "linear growth",
+            seen,
+            "The cache is not the reason: what could be hit was hit. There is more work than this engine "
+            "does, or the tools' output makes prompts grow as fast as the latencies do.",
+            "Let fewer jobs in at a time, or add engines.",
+        )
+    return Finding(
+        "linear growth",
+        seen,
+        "Jobs lose their KV cache between turns and compute it again, a longer prompt each time; the work "
+        "that makes fills the queue, which lets still more be evicted.",
+        "Hold the cache through tool calls (a policy with leases) and bound the jobs that run at a time, so "
+        "that they fit the cache.",
+    )
+
+
+def _show_growth(evidence: Evidence) -> str:
+    last, first_s = evidence.last_turn or 1, evidence.latency_s[1]
+    text = f"turn 1 takes {_s(first_s)}, turn {last} {_s(evidence.latency_s[last])}: "
+    text += f"T{last}/T1 = {evidence.growth or 0:.1f}"
+    numbers = sorted(number for number in evidence.latency_s if number <= last)
+    if len(numbers) > 2:
+        times = [evidence.latency_s[number] for number in numbers]
+        slope = statistics.linear_regression(numbers, times).slope
+        text += f", {_s(slope)} more with every turn"
+    return text
+
+
+def _find_storm(evidence: Evidence) -> Finding | None:
+    count = evidence.num_preemptions
+    if not count or not evidence.num_turns or count < STORM * evidence.num_turns:
+        return None
+    return Finding(
+        "preemption storm",
+        f"{count:,} preemptions in {evidence.num_turns:,} turns, {count / evidence.num_turns:.2f} a turn",
+        "More turns run than their KV cache has room for: turns that have begun lose their blocks and "
+        "compute them again, again and again.",
+        "Start fewer turns at a time (--max-num-seqs, an admission policy), leave blocks free when one "
+        "starts (--watermark), or give the cache more memory.",
+    )
+
+
+def _find_short_leases(evidence: Evidence) -> Finding | None:
+    return _find_lease_ends(
+        evidence,
+        "expired",
+        "leases too short",
+        "Tools return after the deadline: memory was held and nothing came of it.",
+        "Longer leases for these tools, or none at all for those that are always slow.",
+    )
+
+
+def _find_revoked_leases(evidence: Evidence) -> Finding | None:
+    return _find_lease_ends(
+        evidence,
+        "revoked",
+        "leases taken back",
+        "There is less memory than what is leased: running turns need the blocks before the jobs return.",
+        "Fewer jobs at a time, or a tier below the GPU for what is taken back.",
+    )
+
+
+def _find_lease_ends(evidence: Evidence, why: str, mode: str, means: str, do: str) -> Finding | None:
+    total, count = sum(evidence.lease_ends.values()), evidence.lease_ends.get(why, 0)
+    if not total or count < MANY_LEASES * total:
+        return None
+    seen = f"{count:,} of {total:,} leases ended {why} ({count / total:.0%})"
+    if evidence.lease_p50_s is not None and evidence.tool_p50_s is not None:
+        seen += (
+            f"; leases held {_s(evidence.lease_p50_s)}, tool calls took {_s(evidence.tool_p50_s)} (medians)"
+        )
+    return Finding(mode, seen, means, do)
+
+
+def _find_changed_prompts(evidence: Evidence) -> Finding | None:
+    total, count = (
+        sum(evidence.gap_tokens_by_cause.values()),
+        evidence.gap_tokens_by_cause.get("prompt changed", 0),
+    )
+    if not total or count < MANY_TOKENS * total:
+        return None
+    return Finding(
+        "prompts that change",
+        f"{count:,} tokens ({count / total:.0%} of those computed again) belong to prompts that do not "
+        "extend the turn before",
+        "The agent compacts its conversation, or the chat template drops the reasoning of earlier answers: "
+        "no cache can hit what is no longer there.",
+        "Append to the conversation instead of rewriting it; keep what changes (times, counters) at its end.",
+    )
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.1f} s" if abs(seconds) >= 1 else f"{seconds * 1000:.0f} ms"

@@ -1,0 +1,1 @@
+"""`tenuto top`: a live view of a server, from its `/metrics` alone."""

@@ -1,0 +1,266 @@
+"""The view on a terminal, eighty columns wide, and the line that stands for it elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 80
+_LABEL_WIDTH = 10
+_BAR_WIDTH = 40
+_SPARK_WIDTH = 30
+_SPARKS = "▁▂▃▄▅▆▇█"
+_MAX_ENGINES = 8
+RUNNING, LEASED, FREE = "green", "yellow", "bright_black"
+
+
+def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float | None]]) -> RenderableType:
+    """The whole picture of one state."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=_LABEL_WIDTH, style="bold")
+    grid.add_column(overflow="fold")
+    has_tenuto = state["server"]["has_tenuto"]
+    rows: list[tuple[str, RenderableType]] = [
+        ("requests", _show_requests(state)),
+        ("", _show_rates(state["requests"])),
+        ("", _show_spark("running", history["running"])),
+        ("KV cache", _show_bar(state["cache"])),
+        ("", _show_split(state["cache"])),
+        ("hits", _show_hits(state["hits"])),
+        ("", _show_hit_spark(state["hits"], history["hit_ratio"])),
+        ("latency", _show_latencies(state["latency"])),
+    ]
+    if has_tenuto:
+        rows += [
+            ("leases", _show_leases(state["leases"])),
+            ("", _show_ends(state["leases"])),
+            ("", _show_spark("leased", history["leased"])),
+            ("tools", _show_tools(state["tools"])),
+            ("policy", _show_policy(state["policy"])),
+        ]
+    rows += [("tier", _show_tier(tier)) for tier in state["tiers"]]
+    for label, content in rows:
+        grid.add_row(label, content)
+    parts: list[RenderableType] = [_show_head(state), Text(), grid]
+    if len(state["engines"]) > 1:
+        parts += [Text(), _show_engines(state["engines"])]
+    return Group(*parts)
+
+
+def make_line(state: Mapping[str, Any]) -> str:
+    """The same in one line, for a log."""
+    requests, cache, leases, hits = (state[name] for name in ("requests", "cache", "leases", "hits"))
+    parts = [
+        time.strftime("%H:%M:%S", time.localtime(state["at_s"])),
+        f"running {_n(requests['running'])} waiting {_n(requests['waiting'])}",
+        f"kv {_p(cache['used_share'])}",
+        f"hit {_p(hits['ratio'])}",
+        f"ttft p95 {_s(state['latency']['ttft_p95_s'])}",
+    ]
+    if state["server"]["has_tenuto"]:
+        ends = " ".join(f"{why} {_r(rate)}" for why, rate in leases["ended_per_s"].items() if rate)
+        parts.insert(
+            3,
+            f"leases {_n(leases['jobs'])} blocks {_n(leases['blocks'])} "
+            f"next {_s(leases['next_deadline_in_s'])} {ends}".rstrip(),
+        )
+        parts.append(f"faults {_n(state['policy']['faults'])}")
+    return " | ".join(parts)
+
+
+def make_trouble(problem: str, url: str, since_s: float | None) -> Text:
+    """What stands there while the server does not answer."""
+    seen = "not seen yet" if since_s is None else f"last seen {_s(since_s)} ago"
+    return Text.assemble(
+        ("tenuto top ", "bold"), f"{url}\n\n", (f"{problem}\n", "red"), f"{seen}; trying again"
+    )
+
+
+def make_spark(values: Sequence[float | None], highest: float | None = None) -> str:
+    """The last values as bars of eight heights; a blank where one is unknown."""
+    shown = list(values)[-_SPARK_WIDTH:]
+    top = highest or max((value for value in shown if value is not None), default=0.0) or 1.0
+    return "".join(
+        " " if value is None else _SPARKS[min(7, max(0, int(value / top * 7.999)))] for value in shown
+    )
+
+
+def _show_head(state: Mapping[str, Any]) -> Text:
+    server = state["server"]
+    named = [f"vLLM {server['vllm']}" if server["vllm"] else "vLLM"]
+    if server["has_tenuto"]:
+        named.append(f"Tenuto {server['tenuto'] or ''}".strip())
+        named.append(f"policy {server['policy'] or '(not told)'}")
+    else:
+        named.append("without Tenuto's scheduler")
+    named += [", ".join(server["models"])] if server["models"] else []
+    head = Text.assemble(("tenuto top ", "bold"), server["url"], "\n", " · ".join(named))
+    head.append(f" · last {state['window_s']:.0f} s", style="dim")
+    return head
+
+
+def _show_requests(state: Mapping[str, Any]) -> Text:
+    requests = state["requests"]
+    text = Text.assemble(
+        (f"{_n(requests['running'])} running", RUNNING), f", {_n(requests['waiting'])} waiting"
+    )
+    if requests["parked"] is not None:
+        text.append(f" ({_n(requests['parked'])} of them held at the door)")
+    return text
+
+
+def _show_rates(requests: Mapping[str, Any]) -> str:
+    done, preempted = _r(requests["finished_per_s"]), _r(requests["preemptions_per_s"])
+    tokens = [requests[name] for name in ("prompt_tokens_per_s", "output_tokens_per_s")]
+    read, written = ("–" if rate is None else f"{rate:,.0f}" for rate in tokens)
+    return f"{done} done, {preempted} preempted; {read} prompt and {written} output tok/s"
+
+
+def _show_spark(label: str, values: Sequence[float | None], highest: float | None = None) -> Text:
+    return Text.assemble((f"{label:<10}", "dim"), (make_spark(values, highest), "cyan"))
+
+
+def _show_bar(cache: Mapping[str, Any]) -> Text:
+    if not cache["blocks"]:
+        return Text("the server does not tell its size", style="dim")
+    text, end = Text(), 0.0
+    shown = 0
+    for count, sign, style in (
+        (cache["running"], "█", RUNNING),
+        (cache["leased"] or 0, "▓", LEASED),
+        (cache["free"], "░", FREE),
+    ):
+        end += count / cache["blocks"] * _BAR_WIDTH
+        width = max(0, round(end) - shown)
+        text.append(sign * width, style=style)
+        shown += width
+    text.append(f" of {cache['blocks']:,} blocks")
+    return text
+
+
+def _show_split(cache: Mapping[str, Any]) -> Text:
+    if not cache["blocks"]:
+        return Text()
+    parts = [
+        ("running", cache["running"], RUNNING),
+        ("leased", cache["leased"], LEASED),
+        ("free", cache["free"], FREE),
+    ]
+    text = Text()
+    for name, count, style in parts:
+        if count is not None:
+            text.append(f"{name} {_p(count / cache['blocks'])}  ", style=style)
+    return text
+
+
+def _show_hits(hits: Mapping[str, Any]) -> str:
+    text = f"{_p(hits['ratio'])} of prompt tokens (since start {_p(hits['ratio_since_start'])})"
+    if hits["from_tiers_ratio"] is not None:
+        text += f"; {_p(hits['from_tiers_ratio'])} of the rest from tiers"
+    return text
+
+
+def _show_hit_spark(hits: Mapping[str, Any], values: Sequence[float | None]) -> Text:
+    text = _show_spark("hit ratio", values, highest=1.0)
+    if hits["recomputed_tokens_per_s"] is not None:
+        text.append(f"  {hits['recomputed_tokens_per_s']:,.0f} tok/s computed again")
+    return text
+
+
+def _show_latencies(latency: Mapping[str, float | None]) -> str:
+    return "p50/p95: " + "  ".join(
+        f"{name} {_s(latency[f'{name}_p50_s'])}/{_s(latency[f'{name}_p95_s'])}"
+        for name in ("queue", "ttft", "turn")
+    )
+
+
+def _show_leases(leases: Mapping[str, Any]) -> Text:
+    text = Text.assemble(
+        (f"{_n(leases['jobs'])} job{'' if leases['jobs'] == 1 else 's'}", LEASED),
+        f", {_n(leases['blocks'])} blocks; ",
+    )
+    text.append(f"{_r(leases['granted_per_s'])} granted; ")
+    deadline_s = leases["next_deadline_in_s"]
+    if deadline_s is None:
+        text.append("no deadline ahead")
+    else:
+        text.append(f"next ends in {_s(deadline_s)}", style="bold")
+    return text
+
+
+def _show_ends(leases: Mapping[str, Any]) -> str:
+    ends = {why: rate for why, rate in leases["ended_per_s"].items() if rate}
+    shown = ", ".join(f"{why} {_r(rate)}" for why, rate in ends.items())
+    taken = leases["revoked_blocks_per_s"]
+    return f"ended: {shown or 'none'}" + (f"; {taken:,.1f} blocks/s taken back" if taken else "")
+
+
+def _show_tools(tools: Mapping[str, Any]) -> Text:
+    counts = [bucket["count"] for bucket in tools["buckets"]]
+    if not any(counts):
+        return Text("no tool call returned", style="dim")
+    first, last = tools["buckets"][0]["up_to_s"], tools["buckets"][-2]["up_to_s"]
+    return Text.assemble(
+        f"p50 {_s(tools['p50_s'])} p95 {_s(tools['p95_s'])}  ",
+        (f"≤{first:g} s ", "dim"),
+        (make_spark(counts), "cyan"),
+        (f" >{last:g} s", "dim"),
+    )
+
+
+def _show_policy(policy: Mapping[str, Any]) -> Text:
+    text = Text(f"{_n(policy['faults'])} faults", style="red" if policy["faults"] else "")
+    text.append(
+        f", {_r(policy['admission_waits_per_s'])} waits at the door, "
+        f"decisions p95 {_s(policy['decision_p95_s'])}",
+        style="default",
+    )
+    return text
+
+
+def _show_tier(tier: Mapping[str, Any]) -> str:
+    used = _p(tier["used_share"]) if tier["used_share"] is not None else f"{_n(tier['used_blocks'])} blocks"
+    return f"{tier['name']}: {used} used"
+
+
+def _show_engines(engines: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for column in ("engine", "running", "waiting", "leases", "used", "leased"):
+        table.add_column(column, justify="right")
+    for engine in engines[:_MAX_ENGINES]:
+        cache = engine["cache"]
+        share = cache["leased"] / cache["blocks"] if cache["blocks"] and cache["leased"] is not None else None
+        table.add_row(
+            engine["engine"],
+            *(_n(engine[name]) for name in ("running", "waiting", "leases")),
+            _p(cache["used_share"]),
+            _p(share),
+        )
+    if len(engines) > _MAX_ENGINES:
+        table.caption = f"and {len(engines) - _MAX_ENGINES} more (--json has all)"
+    return table
+
+
+def _s(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.0f} µs"
+
+
+def _n(number: float | None) -> str:
+    return "–" if number is None else f"{round(number):,}"
+
+
+def _p(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}"
+
+
+def _r(rate: float | None) -> str:
+    return "–" if rate is None else f"{rate:.1f}/s"

@@ -1,0 +1,53 @@
+"""The metrics that a server with Tenuto exports, with their labels, taken from the code that does it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tenuto.core.policy import load_policy
+from tests.core.toy_engine import ToyEngine
+
+ADDED_BY_PROMETHEUS = frozenset({"instance", "job"})
+SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+
+Exported = dict[str, frozenset[str] | None]
+"""By sample name its labels; None where they are not known."""
+
+
+def get_tenuto_metrics() -> Exported:
+    """From the registry of the plugin's exporter."""
+    from tenuto.vllm.metrics import Metrics
+
+    engine = ToyEngine(load_policy("stock"), 100)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="tiny"), additional_config={"tenuto": {}}
+    )
+    metrics = Metrics(engine.driver, config, 0)
+    found: Exported = {}
+    for family in metrics._registry.collect():
+        for sample in family.samples:
+            found[sample.name] = frozenset(sample.labels)
+    metrics.close()
+    return found
+
+
+def get_vllm_metrics() -> Exported:
+    """From the source of the installed vLLM, which need not be imported for it; skips where there is none."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("vLLM is not installed")
+    source = Path(spec.submodule_search_locations[0], "v1", "metrics", "loggers.py")
+    if not source.exists():
+        pytest.skip("this vLLM keeps its metrics elsewhere")
+    pattern = re.compile(r'_(gauge|counter|histogram)_cls\(\s*name="(vllm:\w+)"')
+    found: Exported = {}
+    for kind, name in pattern.findall(source.read_text(encoding="utf-8")):
+        for suffix in SUFFIXES[kind]:
+            found[name.removesuffix("_total") + suffix if kind == "counter" else name + suffix] = None
+    assert len(found) > 30, "vLLM's metrics are written in another way now"
+    return found

@@ -1,0 +1,80 @@
+"""The metrics that say what runs, what waits at the door and when the next lease ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import REGISTRY
+
+import tenuto.vllm
+import tenuto.vllm.metrics
+from tenuto import __version__
+from tests.vllm.conftest import Clock
+from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
+
+KEEP_ALL = "tests.vllm.policies:KeepAll"
+DEADLINE = "tenuto:next_lease_deadline_timestamp_seconds"
+
+
+def get_metric(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"model_name": "tiny", "engine": "0", **labels})
+
+
+def start(policy: str) -> Engine:
+    config = make_config(tenuto={"policy": policy})
+    config.model_config.served_model_name = "tiny"
+    return Engine(make_scheduler(tenuto.vllm.Scheduler, config))
+
+
+@pytest.fixture
+def unix_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Unix time, as the metrics see it; the engine's own clock stands at 1000 s."""
+    fake = SimpleNamespace(now_s=5000.0)
+    monkeypatch.setattr(tenuto.vllm.metrics, "time", SimpleNamespace(time=lambda: fake.now_s))
+    return fake
+
+
+def test_the_next_deadline_is_a_moment_in_unix_time(clock: Clock, unix_time: SimpleNamespace) -> None:
+    engine = start(KEEP_ALL)
+    assert get_metric(DEADLINE) == 0
+    engine.scheduler.add_request(
+        make_request("a1", [5] * 90, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+    )
+    engine.run()
+    assert not engine.scheduler.has_requests()
+    assert get_metric(DEADLINE) == 5100  # the policy keeps for 100 s
+    clock.now_s += 40
+    unix_time.now_s += 40
+    assert not engine.scheduler.has_requests()
+    assert get_metric(DEADLINE) == 5100
+    clock.now_s += 60
+    unix_time.now_s += 60
+    assert engine.scheduler.has_requests()  # it is overdue: one step ends it
+    engine.run()
+    assert not engine.scheduler.has_requests()
+    assert get_metric(DEADLINE) == 0
+    engine.scheduler.shutdown()
+
+
+def test_the_policy_and_the_version_are_labels(clock: Clock) -> None:
+    engine = start(KEEP_ALL)
+    assert get_metric("tenuto:info", policy=KEEP_ALL, version=__version__) == 1
+    assert get_metric("tenuto:kv_blocks") == 99  # of 100; block 0 holds no tokens
+    engine.scheduler.shutdown()
+
+
+def test_jobs_at_the_door_are_counted(clock: Clock) -> None:
+    engine = start("tests.vllm.policies:OneJobAtATime")
+    for name in ("a", "b", "c"):
+        engine.scheduler.add_request(
+            make_request(name, [ord(name)] * 30, max_tokens=2, xargs={"job_id": name})
+        )
+    engine.scheduler.schedule()
+    assert engine.scheduler.get_num_parked() == 2
+    assert get_metric("tenuto:parked_jobs") == 2
+    engine.scheduler.shutdown()
