@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.types import Job, ToolCall, Turn
-from tenuto.learn.command_times import load_command_times
 from tenuto.learn.commands import read_command
 from tenuto.policies.contextserve import ContextServe, Speed
 
@@ -86,7 +85,7 @@ def read_agentperf(path: Path) -> list[Call]:
 
 
 def make_command(call: dict[str, Any]) -> str:
-    """Programs joined by && and, towards the end, by pipes; a comment brings it to its length."""
+    """Programs joined by && and, towards the end, by pipes; one long word brings it to its length."""
     # Lines of a here-document were counted among the programs where it has one.
     programs = [name for name in call["programs"] if name][: 2 if call["heredoc"] else None] or ["true"]
     num_pipes = min(call["pipes"], len(programs) - 1)
@@ -95,7 +94,7 @@ def make_command(call: dict[str, Any]) -> str:
     if call["heredoc"]:
         body = "x" * max(0, call["command_chars"] - len(text) - 12)
         return f"{text} << 'END'\n{body}\nEND"
-    return text.ljust(call["command_chars"], "x") if text.endswith(" ") else text
+    return f"{text} ".ljust(call["command_chars"], "x").rstrip()
 
 
 # Predictors: from the training commands alone, and learning as they go.
@@ -132,41 +131,19 @@ class ToolMeans:
 
 
 class OfPolicy:
-    """The policy's own judgement; with `explore` by its draws."""
+    """The policy's own judgement."""
 
-    def __init__(self, *, explore: bool, uses_rules: bool = True) -> None:
-        self.policy = ContextServe(explore=explore, trusted_calls=20 if uses_rules else 1)
-        self._uses_rules = uses_rules
+    def __init__(self, **options: Any) -> None:
+        self._policy = ContextServe(**options)
         self._num_asked = 0
 
     def guess(self, call: Call) -> Guess:
         self._num_asked += 1
-        speed, _ = self.policy.predict(make_tool(call), str(self._num_asked))
-        text = self.policy._commands.predict(call.command)
-        belief = self.policy._beliefs.get(text.program)
-        log_s = (text.log_s or 0.0) + (belief.mean if belief else 0.0)
-        return Guess(speed, math.exp(log_s) if belief or text.log_s is not None else None)
+        prediction = self._policy.predict(make_tool(call), str(self._num_asked))
+        return Guess(prediction.speed, prediction.expected_s)
 
     def learn(self, call: Call) -> None:
-        turn = Turn("t", Job("j", 0.0, 2), 0.0, 100)
-        self.policy.on_tool_returned(turn, make_tool(call), call.seconds)
-
-
-class Trees:
-    """The shipped model alone, with the policy's margins and no rules."""
-
-    def __init__(self) -> None:
-        self._model = load_command_times()
-        self._policy = ContextServe(explore=False)
-
-    def guess(self, call: Call) -> Guess:
-        text = self._model.predict(call.command)
-        if text.log_s is None:
-            return Guess(Speed.UNCERTAIN)
-        return Guess(self._policy.judge(text)[0], math.exp(text.log_s))
-
-    def learn(self, call: Call) -> None:
-        """Nothing: it is as it was trained."""
+        self._policy.on_tool_returned(Turn("t", Job("j", 0.0, 2), 0.0, 100), make_tool(call), call.seconds)
 
 
 def make_tool(call: Call) -> ToolCall:
@@ -209,10 +186,15 @@ def score_all(calls: list[Call], train: list[Call]) -> dict[str, list[Score]]:
     geometric: Mean = statistics.geometric_mean
     return {
         "As trained": [
-            score("mean of the first word", ToolMeans(statistics.fmean, train, first_word=True), calls, learns=False),
+            score(
+                "mean of the first word",
+                ToolMeans(statistics.fmean, train, first_word=True),
+                calls,
+                learns=False,
+            ),
             score("mean of the main program", ToolMeans(statistics.fmean, train), calls, learns=False),
             score("geometric mean of the main program", ToolMeans(geometric, train), calls, learns=False),
-            score("trees", Trees(), calls, learns=False),
+            score("trees", OfPolicy(explore=False, trusted_calls=0), calls, learns=False),
             score("contextserve (rules, then trees)", OfPolicy(explore=False), calls, learns=False),
         ],
         "Learning as they go": [
@@ -256,10 +238,15 @@ def show(title: str, tables: dict[str, list[Score]]) -> str:
 
 def show_confusion(one: Score) -> list[str]:
     names = [speed.value for speed in Speed]
-    lines = [f"| {one.predictor}, as trained | " + " | ".join(f"called {name}" for name in names) + " |", "|---|---|---|---|"]
+    lines = [
+        f"| {one.predictor}, as trained | " + " | ".join(f"called {name}" for name in names) + " |",
+        "|---|---|---|---|",
+    ]
     for truth in names:
         label = "between" if truth == "uncertain" else truth
-        lines.append(f"| {label} | " + " | ".join(str(one.confusion.get(f"{truth} as {n}", 0)) for n in names) + " |")
+        lines.append(
+            f"| {label} | " + " | ".join(str(one.confusion.get(f"{truth} as {n}", 0)) for n in names) + " |"
+        )
     return lines
 
 
@@ -267,7 +254,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--agentperf", type=Path, default=AGENTPERF, help="the recorded tasks; left out if missing")
+    parser.add_argument(
+        "--agentperf", type=Path, default=AGENTPERF, help="the recorded tasks; left out if missing"
+    )
     parser.add_argument("--json", type=Path, help="also write all numbers, confusions included, to this file")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/tool_times.md")
     options = parser.parse_args()
@@ -279,7 +268,9 @@ def main() -> None:
     text = "\n\n".join(show(title, tables) for title, tables in results.items())
     print(text)
     if options.json:
-        numbers = {title: {k: [asdict(s) for s in v] for k, v in each.items()} for title, each in results.items()}
+        numbers = {
+            title: {k: [asdict(s) for s in v] for k, v in each.items()} for title, each in results.items()
+        }
         options.json.write_text(json.dumps(numbers, indent=1) + "\n")
     if options.write:
         page = PAGE.read_text(encoding="utf-8")

@@ -55,6 +55,41 @@ def test_a_choice_of_the_user_stands(flag: str) -> None:
     assert build_command("M", {}, [flag]) == [*START, flag]
 
 
+def test_engine_settings_that_the_policy_wants_are_on_the_line() -> None:
+    tuned = ["--long-prefill-token-threshold", "512", "--watermark", "0.01"]
+    command = build_command("M", {"policy": "stock-tuned"}, ["--port", "1"])
+    assert command[len(START) + 1 : len(START) + 5] == tuned
+    assert command[-2:] == ["--port", "1"]
+    from_config = ["--additional-config", '{"tenuto": {"policy": "stock-tuned"}}']
+    assert build_command("M", {}, from_config)[len(START) + 1 : len(START) + 5] == tuned
+
+
+@pytest.mark.parametrize("flag", ["--watermark=0.1", "--long_prefill_token_threshold=64"])
+def test_an_engine_setting_of_the_user_stands(flag: str) -> None:
+    command = build_command("M", {"policy": "stock-tuned"}, [flag])
+    name = flag.partition("=")[0].replace("_", "-")
+    assert [part for part in command if part.replace("_", "-").startswith(name)] == [flag]
+    assert sum(part in ("--watermark", "--long-prefill-token-threshold") for part in command) == 1
+
+
+def test_vllm_knows_the_flags_of_engine_settings() -> None:
+    config = pytest.importorskip("vllm.config.scheduler").SchedulerConfig
+    assert set(launch.WANTED_FLAGS) <= set(config.__dataclass_fields__)
+    assert all(flag == f"--{name.replace('_', '-')}" for name, flag in launch.WANTED_FLAGS.items())
+
+
+def test_a_host_tier_is_left_to_the_operator_and_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    def get_words(*arguments: str) -> str:
+        assert cli.main(["serve", "M", "--dry-run", *arguments]) == 0
+        return capsys.readouterr().err
+
+    assert "--kv-offloading-size" in get_words("--policy", "stock-tuned")
+    assert "--kv-offloading-size" in get_words("--policy", "autellix+")
+    assert get_words("--policy", "stock") == ""
+    assert get_words("--policy", "stock-tuned", "--kv-offloading-size", "100") == ""
+    assert get_words("--policy", "stock-tuned", "--kv-transfer-config={}") == ""
+
+
 @pytest.mark.parametrize(
     ("settings", "passed", "error", "named"),
     [

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from tenuto import __version__
 from tenuto.core.errors import ConfigError
+from tenuto.core.policy import Policy, describe_policy
 
 SCHEMA = 1
 
@@ -30,7 +31,8 @@ class TraceWriter:
     running, the trace ends there with a message: it must not take the engine with it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, policy: Policy | None = None) -> None:
+        """With `policy`, the header names it and its options: `tenuto replay` needs no telling."""
         self._step = 0
         self._path = path
         try:
@@ -46,6 +48,7 @@ class TraceWriter:
                 "tenuto": __version__,
                 "wall_s": time.time(),
                 "now_s": time.monotonic(),
+                **({} if policy is None else describe_policy(policy)),
             }
         )
         self.flush()

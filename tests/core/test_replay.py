@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from tenuto.core.asking import to_json
+from tenuto.core.errors import DataError
 from tenuto.core.hints import Hints
 from tenuto.core.limits import Limits
-from tenuto.core.policy import Policy, get_policy_names, load_policy
+from tenuto.core.policy import TOLD_HOOKS, Policy, get_policy_names, load_policy
+from tenuto.core.replay import ANSWERS, Replay, from_json
 from tenuto.core.types import EngineView, Job, Keep, Lease, Strength, ToolCall, Turn, Yields
-from tests.core.replay import from_json, replay
 from tests.core.toy_engine import ToyEngine, make_tokens
 
 TOOLS = [ToolCall("ls", "ls"), ToolCall("pytest", "pytest -x"), None]
@@ -36,7 +37,9 @@ def run_random(policy: Policy, seed: int) -> list[dict[str, Any]]:
         if rng.random() < 0.5 and len(histories[job]) < 80:
             hints = Hints(job_id=f"job-{job}" if job % 2 else None, expected_tool_s=rng.choice((None, 1.5)))
             engine.arrive(f"turn-{number}", now_s, histories[job], make_tokens(number, 5), hints)
-        if engine.waiting and engine.driver.may_start(engine.waiting.get_first(), now_s, idle=False):
+        if engine.waiting and engine.driver.may_start(
+            engine.waiting.get_first(), now_s, idle=not engine.running
+        ):
             engine.start_first(now_s)
         if engine.running and rng.random() < 0.6:
             turn_id = rng.choice(list(engine.running))
@@ -51,6 +54,17 @@ def run_random(policy: Policy, seed: int) -> list[dict[str, Any]]:
         engine.driver.get_step_budget(now_s, 2048)
     assert len(lines) > 500
     return [json.loads(line) for line in lines]
+
+
+def replay(records: list[dict[str, Any]], policy: Policy) -> list[str]:
+    """The answers of a fresh policy that differ from a log's, in words."""
+    again = Replay(policy)
+    differences = [again.feed(record) for record in records]
+    return [
+        f"record {number}: {each.hook} was {each.was}, is {each.answer}"
+        for number, each in enumerate(differences)
+        if each is not None
+    ]
 
 
 def get_hooks(records: list[dict[str, Any]]) -> set[str]:
@@ -116,3 +130,28 @@ def test_a_policy_that_fails_is_replayed_with_stock_s_answers() -> None:
 )
 def test_views_survive_json(view: Any) -> None:
     assert from_json(json.loads(json.dumps(to_json(view)))) == view
+
+
+def test_every_asked_hook_has_its_answer() -> None:
+    hooks = {name for name, value in vars(Policy).items() if callable(value) and not name.startswith("_")}
+    assert set(ANSWERS) | set(TOLD_HOOKS) | {"know", "overrides"} >= hooks
+    assert set(ANSWERS) <= hooks
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hook": "retain_all"}, "asked 'retain_all'"),
+        ({"hook": ["admit"]}, "asked"),
+        ({"inputs": None}, "asked 'queue_key' with None"),
+        ({"inputs": [{"type": "Trun"}, 1.0]}, "not this version's.*Trun"),
+        ({"inputs": [{"type": "Turn", "turn_id": "x"}, 1.0]}, "not this version's.*job"),
+        ({"answer": ...}, "answer is missing"),
+    ],
+)
+def test_a_record_of_another_version_is_refused(change: dict[str, Any], words: str) -> None:
+    records = run_random(load_policy("stock"), 0)
+    asked = next(record for record in records if record.get("hook") == "queue_key")
+    changed = {key: value for key, value in {**asked, **change}.items() if value is not ...}
+    with pytest.raises(DataError, match=words):
+        Replay(load_policy("stock")).feed(changed)

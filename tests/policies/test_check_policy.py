@@ -108,3 +108,19 @@ def test_a_sound_policy_passes_and_may_learn_in_told_hooks() -> None:
     check_policy(policy)
     assert policy._num_finished > 0
     check_policy(Faulty())
+
+
+@pytest.mark.parametrize(
+    ("given", "taken", "message"),
+    [
+        ({"seen": {1}}, None, "get_state: .*is not JSON"),
+        ([1], lambda policy, state: 1 / 0, "set_state raised ZeroDivisionError"),
+        ({"seen": 3}, lambda policy, state: setattr(policy, "state", {}), "set_state did not take up"),
+    ],
+)
+def test_a_state_that_does_not_survive_a_restart_is_caught(given: Any, taken: Any, message: str) -> None:
+    policy = with_hook("get_state", lambda policy: getattr(policy, "state", given))
+    if taken is not None:
+        type(policy).set_state = taken
+    with pytest.raises(PolicyError, match=message):
+        check_policy(policy)

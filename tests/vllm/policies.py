@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from tenuto.core.policy import Policy, setting
-from tenuto.core.types import Decision, EngineView, Keep, Strength, Turn
+from tenuto.core.types import Decision, EngineView, Keep, StepView, Strength, Turn
 
 
 @dataclass
@@ -60,3 +61,32 @@ class WrongTerms(Policy):
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         return Keep(view.now_s + 1, strength="hold")  # type: ignore[arg-type]
+
+
+@dataclass
+class Watching(Policy):
+    """Writes down the steps and ticks it is told of, and orders by arrival until 1,010 s, then backwards."""
+
+    rekey_s: ClassVar[float | None] = 5.0
+    steps: list[StepView] = field(init=False, default_factory=list)
+    ticks_s: list[float] = field(init=False, default_factory=list)
+
+    def on_step(self, step: StepView) -> None:
+        self.steps.append(step)
+
+    def on_tick(self, view: EngineView) -> None:
+        self.ticks_s.append(view.now_s)
+
+    def queue_key(self, turn: Turn, now_s: float) -> tuple[float, ...]:
+        return (turn.arrival_s if now_s < 1010 else -turn.arrival_s,)
+
+
+@dataclass
+class CachedFirst(Policy):
+    """The most cached tokens first."""
+
+    sees_hits: ClassVar[bool] = True
+
+    def queue_key(self, turn: Turn, now_s: float) -> tuple[float, ...]:
+        assert turn.num_cached_tokens is not None
+        return (-turn.num_cached_tokens, turn.arrival_s)

@@ -119,6 +119,7 @@ def check_policy(policy: Policy) -> None:
             ("preempt_key", policy.preempt_key(turn, view)),
         ):
             _check_key(hook, key, shapes)
+    _check_state(policy)
     _check_json("parameters", {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init})
 
 
@@ -146,6 +147,17 @@ def _check_asked(policy: Policy, hook: str, kind: Any, *inputs: Any) -> None:
     if _call(policy, hook, *inputs) != first:
         raise PolicyError(f"{hook} answered differently when asked the same again")
     _check_json(hook, to_json(first))
+
+
+def _check_state(policy: Policy) -> None:
+    state = _call(policy, "get_state")
+    if state is None:
+        return
+    _check_json("get_state", state)
+    again = json.loads(json.dumps(state))
+    _call(policy, "set_state", again)
+    if json.loads(json.dumps(_call(policy, "get_state"))) != again:
+        raise PolicyError("set_state did not take up what get_state gave")
 
 
 def _check_json(what: str, value: Any) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tenuto.learn.remaining_turns import RemainingTurns
 
-PRIOR_TURNS = 2.0
+PRIOR_TURNS = 1.0
 """Turns of its own after which a job's mean work counts as much as that of all jobs."""
 DECAY = 0.999
 """What a turn's weight in the mean of all falls to with each later one."""

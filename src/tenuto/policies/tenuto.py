@@ -57,7 +57,7 @@ class Tenuto(Policy):
     wants: ClassVar[Mapping[str, Any]] = {"offload": "async"}
 
     stretch: float = setting(
-        200.0, "seconds by which a job is put back for each second of work it still needs", minimum=0
+        500.0, "seconds by which a job is put back for each second of work it still needs", minimum=0
     )
     max_idle_s: float = setting(600.0, "seconds after which the KV of a silent job is given up", minimum=0)
     patience: float = setting(

@@ -39,6 +39,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     # callable: parameters we rely on
     f"{_SCHEDULER}.schedule": (),
     f"{_SCHEDULER}.add_request": ("request",),
+    f"{_SCHEDULER}.update_from_output": ("scheduler_output",),
     f"{_SCHEDULER}.has_requests": (),
     f"{_SCHEDULER}.reset_prefix_cache": (),
     f"{_SCHEDULER}.shutdown": (),

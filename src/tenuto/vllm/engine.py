@@ -111,7 +111,8 @@ class VllmEngine:
 
     def get_num_cached_tokens(self, turn_id: str) -> int:
         """Prompt tokens of a waiting request that are cached."""
-        return compat.get_num_cached_tokens(self._scheduler, self._scheduler.requests[turn_id])
+        # vLLM queues a request before it lists it in `requests`.
+        return compat.get_num_cached_tokens(self._scheduler, self._scheduler.waiting.get_request(turn_id))
 
     def reorder(self, turn_id: str) -> None:
         """Ask for a waiting request's key again."""

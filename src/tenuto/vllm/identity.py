@@ -3,15 +3,8 @@
     vllm serve MODEL --scheduler-cls tenuto.vllm.Scheduler --middleware tenuto.vllm.Middleware
 
 vLLM carries `vllm_xargs` and its own session id to the scheduler, and nothing else. Clients name their jobs
-in many other ways; this puts what they say into `vllm_xargs`. First found names the job:
-
-1. `job_id` in `vllm_xargs`, then at the top level of the body (where Continuum's clients put it)
-2. vLLM's own session id: left alone, as vLLM carries it itself
-3. the headers of `tenuto.core.hints.JOB_HEADERS`
-4. `prompt_cache_key`: OpenAI's, and what agents such as Codex send to any server
-5. `metadata`: `session_id`, or the session inside Claude Code's `user_id`
-
-`user` names no job: one user runs many. The other hints are read from `vllm_xargs`, then from the top level.
+in many other ways; this puts what they say into `vllm_xargs`, by the rules of `tenuto.core.identity`. vLLM's
+own session id is left alone, as vLLM carries it itself.
 
 Everything else passes through as it came: other paths, bodies that are no JSON object in UTF-8, and requests
 that say nothing new. vLLM runs middleware before it checks an API key, so what is read here is bounded.
@@ -22,11 +15,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from tenuto.core.hints import get_bounded_id, get_header_fields, get_usable_fields, parse_hints
+from tenuto.core.hints import parse_hints
+from tenuto.core.identity import are_xargs, get_new_fields, get_own_session_id
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -42,7 +35,6 @@ DP_SIZE_VARIABLE = "TENUTO_DP_SIZE"
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _RANK_HEADER = "x-data-parallel-rank"
-_CLAUDE_USER_ID = re.compile(r"_session_([0-9A-Za-z-]+)\Z")
 
 
 class Middleware:
@@ -71,13 +63,13 @@ class Middleware:
             return scope, body
         xargs = request.get("vllm_xargs")
         xargs = {} if xargs is None else xargs
-        if not _is_acceptable(xargs):
+        if not are_xargs(xargs):
             # vLLM will refuse the request, in its own words.
             return scope, body
         headers = _get_headers(scope)
-        own_session_id = _get_own_session_id(request, headers, scope["path"])
+        own_session_id = get_own_session_id(request, headers, scope["path"])
         new_headers = {}
-        fields = _get_new_fields(request, headers, xargs, own_session_id)
+        fields = get_new_fields(request, headers, xargs, own_session_id)
         if fields:
             xargs = {**xargs, **fields}
             body = _append_member(body, "vllm_xargs", xargs)
@@ -143,74 +135,11 @@ def _parse(body: bytes) -> dict[str, Any] | None:
     return request if isinstance(request, dict) else None
 
 
-def _is_acceptable(xargs: Any) -> bool:
-    """Whether vLLM takes these `vllm_xargs`: strings and numbers, and lists of them."""
-    if not isinstance(xargs, dict):
-        return False
-    values = [item for value in xargs.values() for item in (value if isinstance(value, list) else [value])]
-    return all(isinstance(value, str | int | float) for value in values)
-
-
 def _get_headers(scope: Scope) -> dict[str, str]:
     """Headers by name in lower case; the first of several counts, as in vLLM."""
     return {
         name.decode("latin-1").lower(): value.decode("latin-1") for name, value in reversed(scope["headers"])
     }
-
-
-def _get_own_session_id(request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> str | None:
-    """The session id that vLLM carries itself: `_get_session_id` in entrypoints/generate/base/serving.py."""
-    # The Anthropic protocol has no such field.
-    in_body = None if path.endswith("/v1/messages") else request.get("session_id")
-    xargs = request.get("vllm_xargs")
-    in_xargs = xargs.get("session_id") if isinstance(xargs, dict) else None
-    for session_id in (in_body, headers.get("x-session-id"), in_xargs):
-        if isinstance(session_id, str) and session_id:
-            return session_id
-    return None
-
-
-def _get_new_fields(
-    request: Mapping[str, Any],
-    headers: Mapping[str, str],
-    xargs: Mapping[str, Any],
-    own_session_id: str | None,
-) -> dict[str, Any]:
-    """Hint fields to add to `vllm_xargs`; what is there already stays, usable or not."""
-    fields = {**get_header_fields(headers), **get_usable_fields(request)}
-    if get_bounded_id(own_session_id) is not None and get_bounded_id(request.get("job_id")) is None:
-        fields.pop("job_id", None)
-    elif "job_id" not in fields:
-        fields["job_id"] = _get_other_job_id(request)
-    # vLLM takes strings and numbers; True would do, but 1 is what it makes of it.
-    return {
-        name: int(value) if isinstance(value, bool) else value
-        for name, value in fields.items()
-        if value is not None and name not in xargs
-    }
-
-
-def _get_other_job_id(request: Mapping[str, Any]) -> str | None:
-    metadata = request.get("metadata")
-    metadata = metadata if isinstance(metadata, dict) else {}
-    candidates = (
-        request.get("session_id"),  # to be found here only where vLLM does not carry it
-        request.get("prompt_cache_key"),
-        metadata.get("session_id"),
-        _get_claude_session(metadata.get("user_id")),
-    )
-    return next(filter(None, map(get_bounded_id, candidates)), None)
-
-
-def _get_claude_session(user_id: Any) -> Any:
-    """The session in Claude Code's user id: `user_…_session_ID`, or since 2.1.78 JSON with a `session_id`."""
-    if not isinstance(user_id, str):
-        return None
-    match = _CLAUDE_USER_ID.search(user_id)
-    if match is not None:
-        return match[1]
-    decoded = _parse(user_id.encode(errors="replace"))
-    return decoded and decoded.get("session_id")
 
 
 def _append_member(body: bytes, name: str, value: Mapping[str, Any]) -> bytes:

@@ -19,6 +19,7 @@ from tenuto.core.errors import IncompatibleError
 from tenuto.core.hints import Hints, parse_hints
 from tenuto.core.jobs import Arrival
 from tenuto.core.policy import Key, Policy, load_policy
+from tenuto.state import StateFile
 from tenuto.trace import TraceWriter
 from tenuto.vllm import compat
 from tenuto.vllm.engine import VllmEngine
@@ -26,7 +27,7 @@ from tenuto.vllm.idle import IdleTimer
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.output import OutputReader
 from tenuto.vllm.settings import Settings, read_settings
-from tenuto.vllm.steps import StepTracer
+from tenuto.vllm.steps import StepClock, StepTracer
 from tenuto.vllm.waiting import TurnQueue
 
 logger = logging.getLogger("vllm.tenuto")
@@ -56,7 +57,9 @@ class _DrivenScheduler(compat.PrivateHooks):
         compat.check_attributes(self)
         engine_core = compat.find_engine_core()
         engine_index = compat.get_engine_index(engine_core)
-        self._trace = TraceWriter(_get_trace_path(settings.trace, engine_index)) if settings.trace else None
+        trace_path = _get_file(settings.trace, engine_index) if settings.trace else None
+        self._trace = TraceWriter(trace_path, policy) if trace_path else None
+        self._state = _open_state(policy, settings, engine_index)
         self._engine = VllmEngine(self)
         log = self._trace.write if self._trace else None
         self.driver = Driver(
@@ -77,6 +80,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._asks_budget = policy.overrides("step_budget") and self.scheduler_config.enable_chunked_prefill
         if self._asks_admission or policy.overrides("queue_key"):
             self.waiting = TurnQueue(self._get_queue_key, self._is_gated)
+        self._step_clock = StepClock(self.driver) if policy.overrides("on_step") else None
         retains = policy.overrides("retain") or policy.overrides("preempt_key")
         self._guard = compat.AllocationGuard(self, self._allocate_with_leases) if retains else None
 
@@ -94,6 +98,8 @@ class _DrivenScheduler(compat.PrivateHooks):
         """One step: expire leases, admit, set the budget; then vLLM's own schedule."""
         now_s = time.monotonic()
         self.driver.expire(now_s)
+        if self.driver.tick(now_s) and isinstance(self.waiting, TurnQueue):
+            self.waiting.reorder_all()
         if self._asks_admission:
             self._admit_parked(now_s)
         if self._guard is not None:
@@ -103,14 +109,24 @@ class _DrivenScheduler(compat.PrivateHooks):
             self.max_num_scheduled_tokens = self.driver.get_step_budget(now_s, full_budget)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            if self._step_clock is not None:
+                self._step_clock.schedule(output, now_s, self.max_num_scheduled_tokens)
         finally:
             self.max_num_scheduled_tokens = full_budget
         for request_id, num_hit_tokens in compat.get_started(output):
             self.driver.start(request_id, now_s, num_hit_tokens)
         if self._steps is not None:
             self._steps.record(output, now_s)
+        if self._state is not None:
+            self._state.save_if_due(now_s)
         self._metrics.refresh(now_s)
         return output
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step was computed: a policy that learns from steps hears of it before what it brings."""
+        if self._step_clock is not None:
+            self._step_clock.finish(scheduler_output, time.monotonic())
+        return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def on_turn_finishing(self, request: Any) -> None:
         """A request ended and still has its blocks: the driver may take a lease on them."""
@@ -137,6 +153,8 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._metrics.refresh(now_s, idle=True)
         if self._trace is not None:
             self._trace.flush()
+        if self._state is not None:
+            self._state.save_if_due(now_s, idle=True)
         return False
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,11 +163,13 @@ class _DrivenScheduler(compat.PrivateHooks):
         return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self) -> None:
-        """Let go of everything and complete the trace."""
+        """Let go of everything, save what was learned and complete the trace."""
         if self._idle_timer is not None:
             self._idle_timer.stop()
         self.driver.drop_all()
         self._metrics.close()
+        if self._state is not None:
+            self._state.close()
         if self._trace is not None:
             self._trace.close()
         super().shutdown()  # type: ignore[misc]
@@ -273,7 +293,14 @@ def _get_reason_for_stock(vllm_config: Any, settings: Settings) -> str | None:
     return None
 
 
-def _get_trace_path(path: str, engine_index: int) -> str:
+def _open_state(policy: Policy, settings: Settings, engine_index: int) -> StateFile | None:
+    if settings.state is None:
+        return None
+    path = _get_file(settings.state, engine_index)
+    return StateFile(policy, settings.policy, path, settings.save_every_s)
+
+
+def _get_file(path: str, engine_index: int) -> str:
     """One file per data-parallel engine: the first has the name as given."""
     return path if engine_index == 0 else f"{path}.engine{engine_index}"
 

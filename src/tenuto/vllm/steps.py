@@ -1,11 +1,45 @@
-"""The step part of the trace: what the engine looked like, what it admitted and what it decided."""
+"""Steps as the policy is told of them, and as the trace shows them."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from typing import Any
 
+from tenuto.core.driver import Driver
+from tenuto.core.types import StepView
 from tenuto.trace import TraceWriter
 from tenuto.vllm import compat
+
+
+class StepClock:
+    """Tells the policy of each computed step; vLLM finishes steps in the order it scheduled them in."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._scheduled: deque[tuple[float, bool]] = deque()
+        """When, and whether all of the token budget was given out."""
+        self._ended_s = -math.inf
+
+    def schedule(self, output: Any, now_s: float, budget: int) -> None:
+        """A step was scheduled; one without tokens is never computed."""
+        if output.total_num_scheduled_tokens:
+            self._scheduled.append((now_s, output.total_num_scheduled_tokens >= budget))
+
+    def finish(self, output: Any, now_s: float) -> None:
+        """A step's results are here."""
+        if not output.total_num_scheduled_tokens:
+            return
+        scheduled_s, is_full = self._scheduled.popleft()
+        step = StepView(
+            now_s=now_s,
+            duration_s=now_s - max(self._ended_s, scheduled_s),
+            num_tokens=output.total_num_scheduled_tokens,
+            num_requests=len(output.num_scheduled_tokens),
+            is_full=is_full,
+        )
+        self._ended_s = now_s
+        self._driver.step(step)
 
 
 class StepTracer:

@@ -77,6 +77,15 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
             if request_id in order:
                 order.push(request_id, self._get_key(self._requests[request_id]))
 
+    def reorder_all(self) -> None:
+        """Ask for every request's key again."""
+        for request_id in self._requests:
+            self.reorder(request_id)
+
+    def get_request(self, request_id: str) -> Any:
+        """A request that is here; raises KeyError for another."""
+        return self._requests[request_id]
+
     @property
     def num_parked(self) -> int:
         """How many are parked."""

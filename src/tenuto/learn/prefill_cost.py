@@ -1,0 +1,246 @@
+"""What it takes to compute a prompt, or to have its KV back: learned from the engine's own steps.
+
+    a step with prefill = fixed + token_s · tokens + token_pair_s · pairs + request_s · requests
+
+The pairs of n tokens behind c others are (c + n)² − c²: those of a whole prompt are n², so a measured curve
+of prefill time over prompt length has the same coefficients (arXiv 2511.02230 profiles 1k, 2k, 4k, … tokens).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.policy import Policy, setting
+from tenuto.core.types import EngineView, StepView, Turn
+
+DECAY = 0.995
+"""What a step's weight falls to with each later one with prefill: a memory of about 200 of them."""
+MIN_STEPS = 8
+"""With fewer, what was assumed stays in force."""
+MIN_PREFILL_TOKENS = 256
+"""Steps with fewer are as long as a pass over the weights, whatever the tokens."""
+PRIOR_WEIGHT = 0.5
+"""Steps that what is assumed counts for, where the steps cannot tell: prompts of one length, say."""
+
+_UNITS = (1.0, 1e3, 1e7, 1e1)
+"""Of the features in the fit, so that they are of like size: step, tokens, pairs, requests."""
+_NUM_FEATURES = len(_UNITS)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProfile:
+    """Seconds to compute n tokens from nothing: `fixed_s` + `token_s` · n + `token_pair_s` · n².
+
+    The defaults are those of an 8B model on one H100 at half its peak of 989 TFLOP/s: 2 · 8e9 FLOP a token,
+    and 2 · 32 layers · 4096 dimensions FLOP a pair.
+    """
+
+    fixed_s: float = 0.0
+    token_s: float = 3.2e-5
+    token_pair_s: float = 5.3e-10
+
+    def get_s(self, num_tokens: float, num_context_tokens: float = 0) -> float:
+        """Seconds to compute tokens that stand behind `num_context_tokens` with KV."""
+        end = num_context_tokens + num_tokens
+        pairs = end * end - num_context_tokens * num_context_tokens
+        return self.fixed_s + self.token_s * num_tokens + self.token_pair_s * pairs
+
+
+class PrefillCost:
+    """A profile, given or learned; O(1) a step. Tell it of turns that start and stop, and of steps."""
+
+    def __init__(self, profile: PrefillProfile | None = None) -> None:
+        """With a profile nothing is learned; without, the default one holds until steps were seen."""
+        self.profile = profile or PrefillProfile()
+        self._learns = profile is None
+        self._pending: dict[str, tuple[int, int]] = {}
+        """Tokens each turn still computes, and its tokens with KV; in the order in which steps take them."""
+        self._weight = 0.0
+        self._moments = [[0.0] * (_NUM_FEATURES + 1) for _ in range(_NUM_FEATURES)]
+        """Decayed sums of feature · feature, and of feature · seconds in the last column."""
+
+    def on_started(self, turn: Turn) -> None:
+        """A turn started: what it did not hit will be computed. What a resumed one hits is not known."""
+        if self._learns:
+            self._pending[turn.turn_id] = (turn.num_prompt_tokens - turn.num_hit_tokens, turn.num_hit_tokens)
+
+    def on_stopped(self, turn: Turn) -> None:
+        """A turn finished, was preempted or aborted."""
+        self._pending.pop(turn.turn_id, None)
+
+    def observe(self, step: StepView) -> None:
+        """Learn from a step, if its prefill is large enough and known to be whose."""
+        if not self._learns or step.duration_s <= 0:
+            return
+        num_tokens, pairs, num_unknown = self._take(step.num_tokens - step.num_requests)
+        if num_tokens < MIN_PREFILL_TOKENS or num_unknown > num_tokens / 20:
+            return
+        features = [
+            value / unit
+            for value, unit in zip((1, num_tokens, pairs, step.num_requests), _UNITS, strict=True)
+        ]
+        for row, feature in zip(self._moments, features, strict=True):
+            for column, other in enumerate((*features, step.duration_s)):
+                row[column] = row[column] * DECAY + feature * other
+        self._weight = self._weight * DECAY + 1
+        if self._weight >= MIN_STEPS:
+            self.profile = _fit(self._moments, self._weight)
+
+    def get_s(self, num_tokens: float, num_context_tokens: float = 0) -> float:
+        """Seconds to compute tokens that stand behind `num_context_tokens` with KV."""
+        return self.profile.get_s(num_tokens, num_context_tokens)
+
+    def get_state(self) -> dict[str, Any]:
+        """What was learned, as JSON can hold it."""
+        return {"weight": self._weight, "moments": [list(row) for row in self._moments]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take up what an earlier run learned; raises if it is not a state, and then changes nothing."""
+        weight, moments = float(state["weight"]), [[float(each) for each in row] for row in state["moments"]]
+        is_finite = all(math.isfinite(each) for row in moments for each in (weight, *row))
+        if not is_finite or [len(row) for row in moments] != [len(row) for row in self._moments]:
+            raise ValueError("the moments are not those of a prefill cost")
+        if self._learns and weight >= MIN_STEPS:
+            self.profile = _fit(moments, weight)
+            self._weight, self._moments = weight, moments
+
+    def __repr__(self) -> str:
+        return f"PrefillCost({self.profile}, {self._pending}, {self._weight}, {self._moments})"
+
+    def _take(self, num_left: int) -> tuple[int, float, int]:
+        """Tokens and pairs of a step's prefill, and how many of its tokens are of no turn that is known.
+
+        `num_left` has one token less for each request, as if all of them decoded.
+        """
+        num_tokens, pairs = 0, 0.0
+        if num_left <= 0:
+            return num_tokens, pairs, 0
+        for turn_id, (num_pending, context) in list(self._pending.items()):
+            if num_left <= 0:
+                break
+            taken = min(num_pending, num_left + 1)
+            num_left -= taken - 1
+            num_tokens += taken
+            pairs += (context + taken) ** 2 - context**2
+            if taken == num_pending:
+                del self._pending[turn_id]
+            else:
+                self._pending[turn_id] = (num_pending - taken, context + taken)
+        return num_tokens, pairs, num_left
+
+
+@dataclass
+class TakesPrefillProfile(Policy):
+    """A policy whose settings may have a measured profile."""
+
+    prefill_token_s: float = setting(
+        0.0, "measured prefill time, seconds per token; 0 learns it from the engine's steps", minimum=0
+    )
+    prefill_token_pair_s: float = setting(
+        0.0, "measured prefill time, seconds per token squared; only with prefill_token_s", minimum=0
+    )
+    prefill_fixed_s: float = setting(
+        0.0, "measured prefill time, seconds whatever the tokens; only with prefill_token_s", minimum=0
+    )
+
+    def try_get_profile(self) -> PrefillProfile | None:
+        """The measured profile, None if there is none; raises ConfigError for one without its main part."""
+        if self.prefill_token_s:
+            return PrefillProfile(self.prefill_fixed_s, self.prefill_token_s, self.prefill_token_pair_s)
+        if self.prefill_fixed_s or self.prefill_token_pair_s:
+            raise ConfigError("prefill_fixed_s and prefill_token_pair_s need prefill_token_s beside them")
+        return None
+
+
+@dataclass
+class LearnsPrefill(TakesPrefillProfile):
+    """A policy that knows what prefill costs: told by its settings or, without these, by the steps."""
+
+    _prefill: PrefillCost = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Take the profile, if there is one."""
+        self._prefill = PrefillCost(self.try_get_profile())
+
+    def on_turn_started(self, turn: Turn, now_s: float) -> None:
+        """Its prefill begins."""
+        self._prefill.on_started(turn)
+
+    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
+        """Its prefill is cut off."""
+        self._prefill.on_stopped(turn)
+
+    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
+        """Its prefill is over."""
+        self._prefill.on_stopped(turn)
+
+    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
+        """Its prefill is over."""
+        self._prefill.on_stopped(turn)
+
+    def on_step(self, step: StepView) -> None:
+        """Learn what prefill costs."""
+        self._prefill.observe(step)
+
+    def get_state(self) -> dict[str, Any] | None:
+        """The learned cost."""
+        return {"prefill": self._prefill.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take up what an earlier run learned."""
+        self._prefill.set_state(state["prefill"])
+
+
+def get_reload_s(num_tokens: int, cost: PrefillCost, view: EngineView) -> float:
+    """Seconds to have KV back: to compute it or, where a tier would have it sooner, to load it."""
+    prefill_s = cost.get_s(num_tokens)
+    return min(prefill_s, get_load_s(num_tokens, view)) if view.tiers else prefill_s
+
+
+def get_load_s(num_tokens: int, view: EngineView) -> float:
+    """Seconds to load tokens from the nearest tier, the link's queue included; the engine must have one."""
+    tier = view.tiers[0]
+    return tier.wait_s + num_tokens / view.block_size * tier.s_per_block
+
+
+def _fit(moments: Sequence[Sequence[float]], weight: float) -> PrefillProfile:
+    """The least-squares coefficients, none of them negative: more work never takes less time."""
+    prior = PrefillProfile()
+    ratio = prior.token_pair_s / prior.token_s * _UNITS[2] / _UNITS[1]
+    matrix = [list(row) for row in moments]
+    # Assumed: neither steps nor requests take time by themselves, and pair_s − ratio · token_s is 0.
+    matrix[0][0] += PRIOR_WEIGHT
+    matrix[3][3] += PRIOR_WEIGHT
+    pull = PRIOR_WEIGHT * matrix[2][2] / weight
+    matrix[1][1] += pull * ratio * ratio
+    matrix[1][2] -= pull * ratio
+    matrix[2][1] -= pull * ratio
+    matrix[2][2] += pull
+    kept = list(range(_NUM_FEATURES))
+    while min(found := _solve([[matrix[row][column] for column in (*kept, -1)] for row in kept])) < 0:
+        del kept[found.index(min(found))]
+    by_feature = dict(zip(kept, found, strict=True))
+    fixed, token, pair, request = (by_feature.get(n, 0.0) / unit for n, unit in enumerate(_UNITS))
+    # Alone, a turn is the step's one request.
+    return PrefillProfile(fixed + request, token, pair)
+
+
+def _solve(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Solve linear equations, each a row with its right side last; 0 for what they do not determine."""
+    rows = [list(row) for row in rows]
+    num = len(rows)
+    scales = [rows[n][n] for n in range(num)]
+    for pivot in range(num):
+        head = rows[pivot][pivot]
+        if head <= 1e-9 * scales[pivot] or head <= 0:
+            rows[pivot] = [0.0] * (num + 1)
+            continue
+        rows[pivot] = [value / head for value in rows[pivot]]
+        for other in range(num):
+            if other != pivot and (factor := rows[other][pivot]):
+                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[pivot], strict=True)]
+    return [row[-1] for row in rows]

@@ -1,0 +1,128 @@
+"""thunderagent: the contexts of active jobs fit the KV cache; other jobs are paused between their turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.types import EngineView, Job, Turn
+
+
+@dataclass(slots=True)
+class _Program:
+    """A job as far as pausing goes."""
+
+    num_tokens: int = 0
+    """Of its context: the longest prompt that came since, or the last turn's prompt and output."""
+    is_active: bool = False
+    """Its context is counted, and its turns start."""
+    is_new: bool = True
+    """It was never active."""
+    is_marked: bool = False
+    """It is paused when its turn ends."""
+    num_live_turns: int = 0
+    idle_since_s: float = 0.0
+
+
+@dataclass
+class Thunderagent(Policy):
+    """Start jobs while all contexts fit; when they outgrow the cache, pause the smallest, tool calls first.
+
+    Source: arXiv 2602.13692 and its router (ThunderAgent/scheduler/router.py, backend/state.py): contexts
+    plus 256 tokens per job are at most the KV cache; every 5 s, while they are more, jobs in a tool call
+    are paused, smallest context first, then running ones when their turn ends. Paused jobs resume as soon as
+    they fit, jobs with a waiting turn before new ones, smallest first, after 30 minutes in any case: on one
+    engine nothing else is left of its best-fit placement. Its poll resumes every 5 s only, for it stands
+    outside the engine; and no context shrinks here with the time of its tool call (off by default there).
+
+    The same inside vLLM. Known weakness: contexts are counted, not held. What a job in a tool call left in
+    the cache is evicted by age, before the newer remains of jobs that ended; and contexts that grow make it
+    pause jobs it started a moment ago, whose KV is then lost.
+    """
+
+    admits: ClassVar[Literal["jobs", "turns"]] = "turns"
+    rekey_s: ClassVar[float | None] = 5.0
+
+    reserve_tokens: int = setting(256, "tokens set aside for each active job's next output", minimum=0)
+    max_wait_s: float = setting(1800.0, "seconds after which a waiting turn starts in any case", minimum=0)
+    forget_s: float = setting(600.0, "seconds in a tool call after which a job counts as gone", minimum=0)
+    _programs: dict[str, _Program] = field(init=False, default_factory=dict)
+    _num_tokens: int = field(init=False, default=0)
+    """Of all active jobs; those that are about to be paused have their blocks until they are."""
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        """Turns of active jobs by arrival; then those of paused jobs, then new jobs, the smallest first."""
+        program = self._programs.get(turn.job.job_id, _Program())
+        if self._starts(program, turn, now_s):
+            return (0, 0 if turn.num_preemptions else 1, turn.arrival_s)
+        return (2 if program.is_new else 1, program.num_tokens, turn.arrival_s)
+
+    def admit(self, turn: Turn, view: EngineView) -> bool:
+        """A turn of an active job, one that fits beside all of these, or one that has waited too long."""
+        program = self._programs.get(turn.job.job_id, _Program())
+        if self._starts(program, turn, view.now_s):
+            return True
+        return self._num_tokens + self._count(program) <= view.num_blocks * view.block_size
+
+    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
+        """Its prompt is the job's context now."""
+        program = self._programs.setdefault(turn.job.job_id, _Program())
+        num_tokens = max(program.num_tokens, turn.num_prompt_tokens)
+        self._change(program, is_active=program.is_active, num_tokens=num_tokens)
+        program.num_live_turns += 1
+
+    def on_turn_admitted(self, turn: Turn, now_s: float) -> None:
+        """Its job is active."""
+        program = self._programs[turn.job.job_id]
+        self._change(program, is_active=True)
+        program.is_new = False
+
+    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
+        """Its job is in a tool call, or paused if it was to be."""
+        self._leave(turn, now_s)
+
+    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
+        """Its job is idle as after any turn."""
+        self._leave(turn, now_s)
+
+    def on_job_ended(self, job: Job, now_s: float) -> None:
+        """Its context counts no more."""
+        self._change(self._programs.pop(job.job_id, _Program()), is_active=False)
+
+    def on_tick(self, view: EngineView) -> None:
+        """While the contexts are more than the cache: pause jobs in tool calls, then mark running ones."""
+        for program in self._programs.values():
+            if program.num_live_turns == 0 and view.now_s - program.idle_since_s >= self.forget_s:
+                self._change(program, is_active=False)
+        active = [each for each in self._programs.values() if each.is_active and not each.is_marked]
+        num_over = sum(map(self._count, active)) - view.num_blocks * view.block_size
+        for program in sorted(active, key=lambda each: (each.num_live_turns > 0, each.num_tokens)):
+            if num_over <= 0:
+                return
+            num_over -= self._count(program)
+            if program.num_live_turns:
+                program.is_marked = True
+            else:
+                self._change(program, is_active=False)
+
+    def _leave(self, turn: Turn, now_s: float) -> None:
+        program = self._programs[turn.job.job_id]
+        num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
+        program.num_live_turns -= 1
+        program.idle_since_s = now_s
+        is_paused = program.is_marked and program.num_live_turns == 0
+        self._change(program, is_active=program.is_active and not is_paused, num_tokens=num_tokens)
+
+    def _change(self, program: _Program, *, is_active: bool, num_tokens: int | None = None) -> None:
+        before = self._count(program) if program.is_active else 0
+        program.is_active = is_active
+        program.is_marked &= is_active
+        program.num_tokens = program.num_tokens if num_tokens is None else num_tokens
+        self._num_tokens += (self._count(program) if is_active else 0) - before
+
+    def _starts(self, program: _Program, turn: Turn, now_s: float) -> bool:
+        return program.is_active or now_s - turn.arrival_s >= self.max_wait_s
+
+    def _count(self, program: _Program) -> int:
+        return program.num_tokens + self.reserve_tokens
