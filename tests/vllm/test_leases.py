@@ -272,6 +272,9 @@ def test_no_tool_call_and_a_stop_token_ends_the_job(clock: Clock) -> None:
         (PINS, "fcfs", 64),
         ({"policy": "tests.vllm.policies:LeasedLast", "options": {"strength": "keep-last"}}, "fcfs", None),
         ({"policy": "tests.vllm.policies:LeasedLast"}, "priority", None),
+        ({"policy": "tenuto"}, "fcfs", None),
+        ({"policy": "tenuto"}, "priority", None),
+        ({"policy": "tenuto"}, "fcfs", 64),
     ],
 )
 @pytest.mark.parametrize("depth", [1, 2])

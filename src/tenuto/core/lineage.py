@@ -88,7 +88,8 @@ class Lineage:
         """
         spans_by_mark = self._spans_by_mark
         for mark in filter(spans_by_mark.__contains__, reversed(hashes)):
-            keys = [_get_key(mark, span, prompt) for span in spans_by_mark[mark] if len(prompt) > span[1]]
+            spans = (each for each in spans_by_mark[mark] if each == _OUTPUT or len(prompt) > each[1])
+            keys = [_get_key(mark, span, prompt) for span in spans]
             found = [next(reversed(self._jobs_by_key[key])) for key in keys if key in self._jobs_by_key]
             if found:
                 return max(found, key=lambda job_id: self._finished[job_id].number)

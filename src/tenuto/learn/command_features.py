@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from tenuto.learn.commands import CommandShape
 
 FEATURES = {
-    "main_program": "ln of the geometric mean seconds of the first program other than `cd`, from a table",
-    "slowest_program": "the same of the slowest program in the command",
+    "main_program": "mean ln seconds of the first program other than `cd`, from the model's table",
+    "slowest_program": "the same of the slowest program or imported module in the command",
     "num_chars": "characters",
     "num_words": "words",
     "num_pipes": "pipes",
@@ -19,7 +19,7 @@ FEATURES = {
     "num_substitutions": "$( ) and backticks",
     "num_loops": "for, while and until",
     "num_repeaters": "programs run for many inputs: xargs, find -exec, timeit",
-    "in_background": "1 if something is started with &",
+    "num_imports": "modules that code in the command imports",
     "num_options": "words that begin with -",
     "num_operands": "other words behind a program",
     "num_paths": "operands with a slash or a dot",
@@ -29,7 +29,7 @@ FEATURES = {
     "num_globs": "operands with * or ?",
     "limits_output": "1 with head, -m, -maxdepth, --max-count, ...",
     "largest_number": "ln of 1 + the largest whole number in the command",
-    "wait_s": "seconds that sleep is called with",
+    "wait_s": "seconds that sleep is called with, in the shell or in code",
     "runs_tests": "1 with pytest, unittest, npm test, cargo test, ...",
     "builds_or_installs": "1 with make, gcc, pip install, cargo build, mypy, ...",
     "only_asks": "1 with --version, --help, --dry-run, --collect-only, make -n, ...",
@@ -56,7 +56,7 @@ def get_features(
         shape.num_substitutions,
         shape.num_loops,
         shape.num_repeaters,
-        shape.in_background,
+        shape.num_imports,
         shape.num_options,
         shape.num_operands,
         shape.num_paths,

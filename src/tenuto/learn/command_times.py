@@ -21,8 +21,11 @@ from tenuto.learn.commands import CommandShape, read_command
 
 FORMAT = "tenuto-command-times-1"
 SHIPPED = "command_times.json"
+MIN_TIME_S = 0.1
+"""Shorter times count as this long, in training and in use: below it no decision depends on them."""
 _MAX_REMEMBERED = 1024
 _MAX_DEPTH = 20
+_MAX_LOG_S = 50.0
 
 Tree = float | tuple[int, float, Any, Any]
 
@@ -36,6 +39,8 @@ class CommandText:
     shape: CommandShape
     log_s: float | None
     """ln of the expected seconds on a machine like the training's; None if the program is not known."""
+    sd: float = 0.0
+    """Standard deviation of ln(seconds) around that."""
 
 
 class CommandTimes:
@@ -50,11 +55,12 @@ class CommandTimes:
             self._default_log_s = _read_number(model["default_program"])
             self._base_log_s = _read_number(model["base"])
             self._trees = tuple(_read_tree(tree, _MAX_DEPTH) for tree in model["trees"])
-            self.residual_sd = _read_number(model["residual_sd"])
-            """Standard deviation of ln(time) − prediction on commands held out of the training."""
+            # Spread of ln(time) − prediction on templates held out of the training, for the shortest time
+            # and how it grows with ln(time).
+            self._least_sd, self._sd_slope = map(_read_number, model["residual_sd"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{where}: not a model of command times: {error!r}") from error
-        if self.residual_sd <= 0:
+        if self._least_sd <= 0 or self._sd_slope < 0:
             raise ConfigError(f"{where}: not a model of command times: residual_sd must be above 0")
         self.read = lru_cache(_MAX_REMEMBERED)(self._read)
         """Reads one shell command; remembers the last ones."""
@@ -72,7 +78,10 @@ class CommandTimes:
                 feature, threshold, low, high = node
                 node = low if features[feature] <= threshold else high
             total += node
-        return CommandText(program, shape, total)
+        above = max(0.0, total - math.log(MIN_TIME_S))
+        # What a command says it waits is taken at its word; the trees know of the rest.
+        log_s = math.log(math.exp(min(total, _MAX_LOG_S)) + shape.wait_s)
+        return CommandText(program, shape, log_s, self._least_sd + self._sd_slope * above)
 
     def __repr__(self) -> str:
         return f"CommandTimes({len(self._trees)} trees)"

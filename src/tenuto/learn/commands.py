@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 MAX_CHARS = 2000
 """Read of a command; what a longer one does shows in its beginning."""
+_MAX_IMPORTS = 8
 
 _HEREDOC = re.compile(r"(<<-?[ \t]*(['\"]?)(\w{1,40})\2[^\n]*)\n(.*?)(?:\n[ \t]*\3(?!\w)|\Z)", re.DOTALL)
 _TOKEN = re.compile(
@@ -20,6 +21,8 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_IMPORT = re.compile(r"(?:^|[\n;'\"])[ \t]*(?:import|from)[ \t]+([A-Za-z_]\w{0,39})")
+_SLEEP_CALL = re.compile(r"\bsleep\((\d{1,6}(?:\.\d{0,3})?)\)")
 _NUMBER = re.compile(r"(?<![\w.])\d{1,12}(?![\w.])")
 _VERSION = re.compile(r"(?<=[a-z])\d(?:\.\d+)?$")
 
@@ -109,7 +112,11 @@ _ASKING = frozenset(
 
 @dataclass(slots=True)
 class CommandShape:
-    """Counts over a whole command line. Programs carry their subcommand: `git log`; `python -m x` is `x`."""
+    """Counts over a whole command line.
+
+    Programs carry their subcommand (`git log`), `python -m x` is `x`, and a module that code in the command
+    imports counts as one (`import x`).
+    """
 
     programs: list[str] = field(default_factory=list)
     num_chars: int = 0
@@ -123,7 +130,8 @@ class CommandShape:
     num_loops: int = 0
     num_repeaters: int = 0
     """What runs a program for many inputs: `xargs`, `find -exec`, ..."""
-    in_background: int = 0
+    num_imports: int = 0
+    """Modules that code in the command imports."""
     num_options: int = 0
     num_operands: int = 0
     num_paths: int = 0
@@ -134,13 +142,15 @@ class CommandShape:
     limits_output: int = 0
     largest_number: int = 0
     wait_s: float = 0.0
+    """Seconds that `sleep` is called with, in the shell or in code."""
     only_asks: int = 0
     takes_code: bool = False
     """While reading: the word before was `-c` or `-e`."""
 
     def get_main_program(self) -> str:
         """The first program that is not merely `cd`; `cd` if there is no other, empty if there is none."""
-        return next((p for p in self.programs if p != "cd"), self.programs[0] if self.programs else "")
+        named = [program for program in self.programs if not program.startswith("import ")]
+        return next((program for program in named if program != "cd"), named[0] if named else "")
 
     def runs_tests(self) -> bool:
         """Whether a test runner is among the programs."""
@@ -156,7 +166,8 @@ def read_command(command: str) -> CommandShape:
     shape = CommandShape(num_chars=len(command))
     command = command[:MAX_CHARS]
     if "<<" in command:
-        shape.code_chars += sum(len(match[4]) for match in _HEREDOC.finditer(command))
+        for match in _HEREDOC.finditer(command):
+            _read_code(shape, match[4])
         command = _HEREDOC.sub(r"\1", command)
     shape.largest_number = max(map(int, _NUMBER.findall(command)), default=0)
     words: list[str] = []
@@ -187,8 +198,6 @@ def _count_operator(shape: CommandShape, token: str) -> None:
         shape.num_sequential += 1
     elif token in ("$(", "`"):
         shape.num_substitutions += 1
-    elif token == "&":
-        shape.in_background = 1
 
 
 def _read_simple(shape: CommandShape, words: list[str]) -> None:
@@ -213,7 +222,7 @@ def _read_simple(shape: CommandShape, words: list[str]) -> None:
         elif word[0] not in "\"'":
             _count_operand(shape, word)
         elif shape.takes_code:
-            shape.code_chars += len(word)
+            _read_code(shape, word)
         shape.takes_code = word in ("-c", "-e")
     shape.num_operands += len(rest)
     if program in _REPEATERS:
@@ -280,6 +289,14 @@ def _count_operand(shape: CommandShape, word: str) -> None:
         shape.max_path_depth = max(shape.max_path_depth, word.strip("/").count("/") + 1)
         if word[-1] in "/." or "**" in word:
             shape.names_whole_tree = 1
+
+
+def _read_code(shape: CommandShape, code: str) -> None:
+    shape.code_chars += len(code)
+    modules = _IMPORT.findall(code)[:_MAX_IMPORTS]
+    shape.num_imports += len(modules)
+    shape.programs.extend(f"import {name}" for name in modules)
+    shape.wait_s += sum(map(float, _SLEEP_CALL.findall(code)))
 
 
 def _to_seconds(words: list[str]) -> float:

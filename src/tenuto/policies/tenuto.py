@@ -31,6 +31,28 @@ FIRST = -1e12
 """The value of a lease that is not worth its memory: it gives way to any turn, before all others."""
 FULL_DECAY = 0.02
 """Weight of the latest step in the share of steps that were full."""
+RETURN_DECAY = 0.998
+"""What a turn's weight falls to with each later one, in the share of jobs that come back."""
+RETURN_PRIOR = 20.0
+"""Turns whose jobs are taken to have come back before any was seen."""
+MIN_RETURNS = 0.3
+"""Where a smaller share of jobs comes back, nothing is held for them: least recently used goes first."""
+
+
+@dataclass(slots=True)
+class _Returns:
+    """How many turns of a kind ended without ending their job, and how many of these jobs came back."""
+
+    num_left: float = RETURN_PRIOR
+    num_back: float = RETURN_PRIOR
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self.num_back / self.num_left)
+
+    def leave(self) -> None:
+        self.num_left = RETURN_DECAY * self.num_left + 1
+        self.num_back *= RETURN_DECAY
 
 
 @dataclass
@@ -57,7 +79,7 @@ class Tenuto(Policy):
     wants: ClassVar[Mapping[str, Any]] = {"offload": "async"}
 
     stretch: float = setting(
-        500.0, "seconds by which a job is put back for each second of work it still needs", minimum=0
+        200.0, "seconds by which a job is put back for each second of work it still needs", minimum=0
     )
     max_idle_s: float = setting(600.0, "seconds after which the KV of a silent job is given up", minimum=0)
     patience: float = setting(
@@ -68,6 +90,9 @@ class Tenuto(Policy):
     _tools: ToolSamples = field(init=False, default_factory=ToolSamples)
     _contexts: dict[str, int] = field(init=False, default_factory=dict)
     _full_share: float = field(init=False, default=0.0)
+    _returns: dict[bool, _Returns] = field(
+        init=False, default_factory=lambda: {True: _Returns(), False: _Returns()}
+    )
 
     # The order.
 
@@ -90,7 +115,9 @@ class Tenuto(Policy):
     # Memory.
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
-        """Keep the KV until it has to be looked at again."""
+        """Keep the KV until it has to be looked at again, if such jobs come back at all."""
+        if self._returns[turn.tool is not None].share < MIN_RETURNS:
+            return Offload()
         return self._keep(turn, 0.0, view)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
@@ -110,8 +137,8 @@ class Tenuto(Policy):
         return Keep(view.now_s + min(max(MIN_LOOK_S, left_s / 2), self.max_idle_s), value=value)
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
-        """What is not worth its memory, then the last in the order."""
-        return (lease.value,)
+        """What is not worth its memory, oldest first, then the last in the order."""
+        return (lease.value, lease.granted_s)
 
     def gives_way(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
         """To turns before it in the order; to anyone where it is not worth its memory."""
@@ -137,7 +164,7 @@ class Tenuto(Policy):
         gain = (1 - self._full_share) * self._steps.get_pass_s() / step_s / num_running_blocks
         token_s = self._steps.get_token_s() * view.block_size
         reload_s = min([token_s, *(tier.s_per_block for tier in view.tiers)])
-        return reload_s / gain if gain > 0 else self.max_idle_s
+        return min(self.max_idle_s, reload_s / gain) if gain > 0 else self.max_idle_s
 
     # Steps and loads.
 
@@ -173,12 +200,15 @@ class Tenuto(Policy):
 
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """Learn how long tools take."""
+        self._returns[tool is not None].num_back += 1
         if tool is not None:
             self._tools.observe(tool.name, tool_s)
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Learn how much work turns are, a generated token counted as the prefill tokens it costs."""
         job_id = turn.job.job_id
+        if not turn.is_last:
+            self._returns[turn.tool is not None].leave()
         new_tokens = max(1, turn.num_prompt_tokens - self._contexts.get(job_id, 0))
         self._contexts[job_id] = turn.num_prompt_tokens + turn.num_output_tokens
         self._work.observe_turn(

@@ -10,6 +10,7 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.gpus import GPUS
+from tenuto.sweep.hints import HINTS
 from tenuto.sweep.run import Load
 from tenuto.sweep.setup import Setup
 
@@ -112,6 +113,13 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "--loop", choices=("closed", "open"), default="closed", help="tool times, or recorded times"
     )
     load.add_argument(
+        "--hints",
+        default="last",
+        choices=tuple(HINTS),
+        help="what clients say: the job's id and its last turn (default), its id alone, nothing, the coming "
+        "tool call's time too, or that time ten times wrong",
+    )
+    load.add_argument(
         "--scale-lengths", type=float, default=1.0, metavar="X", help="multiply all text lengths"
     )
     load.add_argument(
@@ -212,6 +220,7 @@ def read_load(parsed: argparse.Namespace, jps: float | None, seed: int) -> Load:
         loop=parsed.loop,
         scale_lengths=parsed.scale_lengths,
         scale_rate=parsed.scale_rate,
+        hints=parsed.hints,
     )
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 from tenuto import __version__
 from tenuto.core.asking import DecisionLog
+from tenuto.core.errors import ConfigError
 from tenuto.sim.loop import Simulation, TurnRecord, Watch
 from tenuto.sim.result import RunInfo, get_durations, get_percentile, make_record
 from tenuto.sim.step_cost.aiconfigurator import installed_version
 from tenuto.sweep.cut import cut_to_fit
+from tenuto.sweep.hints import HINTS
 from tenuto.sweep.ideal import get_ideal_s
 from tenuto.sweep.setup import Machine, Setup, build
 from tenuto.workload import Job, Workload, load_workload, scale_lengths, scale_rate
@@ -34,9 +36,13 @@ class Load:
     loop: str = "closed"
     scale_lengths: float = 1.0
     scale_rate: float = 1.0
+    hints: str = "last"
+    """What clients say of their jobs: a name in `tenuto.sweep.hints.HINTS`."""
 
     def make(self) -> Workload:
         """Generate or read it. Raises ConfigError or DataError."""
+        if self.hints not in HINTS:
+            raise ConfigError(f"hints must be one of {', '.join(HINTS)}; got {self.hints!r}")
         workload = load_workload(
             self.workload,
             jps=self.jps,
@@ -72,7 +78,14 @@ def run(
     workload, num_cut = cut_to_fit(load.make(), machine.config.kv)
     machine.policy.know(workload.jobs)
     scheduler = machine.make_scheduler(log)
-    simulation = Simulation(scheduler, machine.step_cost, workload.jobs, loop=workload.loop, watch=watch)
+    simulation = Simulation(
+        scheduler,
+        machine.step_cost,
+        workload.jobs,
+        loop=workload.loop,
+        say_hints=HINTS[load.hints],
+        watch=watch,
+    )
     started_s = time.perf_counter()
     turns = simulation.run()
     wall_s = time.perf_counter() - started_s
