@@ -116,20 +116,18 @@ class Tenuto(Policy):
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         """Keep the KV until it has to be looked at again, if such jobs come back at all."""
-        if self._returns[turn.tool is not None].share < MIN_RETURNS:
-            return Offload()
         return self._keep(turn, 0.0, view)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
         """The same question with the tool still running."""
         idle_s = view.now_s - lease.granted_s
-        if idle_s >= self.max_idle_s and not lease.next_turn_waiting:
-            return Offload()
         if lease.next_turn_waiting:
             return Keep(view.now_s + self.max_idle_s, value=lease.value)
-        return self._keep(lease.turn, idle_s, view)
+        return self._keep(lease.turn, idle_s, view) if idle_s < self.max_idle_s else Offload()
 
-    def _keep(self, turn: Turn, idle_s: float, view: EngineView) -> Keep:
+    def _keep(self, turn: Turn, idle_s: float, view: EngineView) -> Decision:
+        if self._returns[turn.tool is not None].share < MIN_RETURNS:
+            return Offload()
         left_s = self._get_tool_left_s(turn, idle_s)
         is_worth_it = left_s <= self._get_worth_s(view)
         value = -self._get_place_of(turn.job) if is_worth_it else FIRST

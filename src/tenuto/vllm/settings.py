@@ -14,7 +14,7 @@ from tenuto.core.settings import check_settings, setting
 class Settings:
     """Everything under `tenuto` in vLLM's additional config."""
 
-    policy: str = setting("continuum-fixed", "policy name, or my.module:Class")
+    policy: str = setting("tenuto", "policy name, or my.module:Class")
     options: dict[str, Any] = field(default_factory=dict)
     """The policy's own parameters."""
     limits: Limits = field(default_factory=Limits)
