@@ -55,7 +55,16 @@ check: $(VENV)/.tenuto-$(VLLM)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check $(MODEL)/config.json
+# The report's tests look at its pages in a real browser; they are skipped where none can be had.
+.PHONY: browser
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1 || \
+	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1; }; } || \
+	  echo "No Chromium here: the tests that look at the report's pages will be skipped."
+
+test: check browser $(MODEL)/config.json
 	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-all-vllm:

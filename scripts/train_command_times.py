@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sklearn
 from sklearn.ensemble import GradientBoostingRegressor
 from sklearn.model_selection import GroupKFold
 
 from tenuto.learn.command_features import FEATURES, get_features
-from tenuto.learn.command_times import FORMAT, SHIPPED, CommandTimes
+from tenuto.learn.command_times import FORMAT, MIN_TIME_S, SHIPPED, CommandTimes
 from tenuto.learn.commands import CommandShape, read_command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,11 +35,12 @@ SEED = 0
 NUM_FOLDS = 5
 PARAMETERS = {
     "loss": "huber",
-    "n_estimators": 80,
+    "n_estimators": 60,
     "max_leaf_nodes": 8,
     "max_depth": 6,
     "learning_rate": 0.08,
     "subsample": 0.7,
+    "max_features": 0.5,
     "min_samples_leaf": 8,
     "random_state": SEED,
 }
@@ -47,23 +49,22 @@ SHRINKAGE = 4
 
 
 def read_samples(path: Path) -> tuple[list[CommandShape], np.ndarray, np.ndarray]:
-    """Shapes, ln seconds and templates of the commands to train on."""
+    """Shapes, ln seconds without what they wait, and templates of the commands to train on."""
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["split"] == "train"]
-    log_s = [math.log(max(float(row["duration_s"]), 1e-4)) for row in rows]
-    return (
-        [read_command(row["command"]) for row in rows],
-        np.array(log_s),
-        np.array([r["template"] for r in rows]),
-    )
+    shapes = [read_command(row["command"]) for row in rows]
+    working_s = [float(row["duration_s"]) - shape.wait_s for row, shape in zip(rows, shapes, strict=True)]
+    log_s = [math.log(max(seconds, MIN_TIME_S)) for seconds in working_s]
+    return shapes, np.array(log_s), np.array([row["template"] for row in rows])
 
 
 def make_program_table(shapes: list[CommandShape], log_s: np.ndarray) -> tuple[dict[str, float], float]:
-    """Mean ln seconds per main program, and per family of programs; and the overall mean."""
+    """Mean ln seconds per main program, family of programs and imported module; and the overall mean."""
     times: dict[str, list[float]] = defaultdict(list)
     for shape, value in zip(shapes, log_s, strict=True):
         program = shape.get_main_program()
-        for name in {program, program.partition(" ")[0]}:
+        modules = {name for name in shape.programs if name.startswith("import ")}
+        for name in {program, program.partition(" ")[0], *modules}:
             times[name].append(float(value))
     mean = statistics.fmean(float(value) for value in log_s)
     shrunk = {
@@ -83,13 +84,29 @@ def make_features(shapes: list[CommandShape], log_s: np.ndarray, groups: np.ndar
     return features
 
 
-def get_residual_sd(features: np.ndarray, log_s: np.ndarray, groups: np.ndarray) -> float:
-    """What the trees leave unexplained on templates they were not trained on."""
-    residuals = np.zeros(len(log_s))
+def cross_validate(features: np.ndarray, log_s: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """What trees say of the templates that they were not trained on."""
+    predicted = np.zeros(len(log_s))
     for known, asked in GroupKFold(NUM_FOLDS).split(features, groups=groups):
         trees = GradientBoostingRegressor(**PARAMETERS).fit(features[known], log_s[known])
-        residuals[asked] = log_s[asked] - trees.predict(features[asked])
-    return float(residuals.std())
+        predicted[asked] = trees.predict(features[asked])
+    return predicted
+
+
+def get_residual_sd(predicted: np.ndarray, log_s: np.ndarray) -> tuple[float, float]:
+    """What is left unexplained, as a standard deviation.
+
+    How much where the shortest time is predicted, and how much more for each unit of ln seconds above it.
+    """
+    above = np.maximum(0.0, predicted - math.log(MIN_TIME_S))
+    # A normal distribution's mean deviation is √(2/π) of its standard deviation.
+    spread = np.abs(log_s - predicted) * math.sqrt(math.pi / 2)
+    slope, least = np.polyfit(above, spread, 1)
+    return max(0.1, float(least)), max(0.0, float(slope))
+
+
+def get_log10_error(predicted: np.ndarray, log_s: np.ndarray) -> float:
+    return round(float(np.abs(predicted - log_s).mean()) / math.log(10), 3)
 
 
 def to_json(tree: Any, node: int, rate: float) -> Any:
@@ -105,12 +122,19 @@ def train(path: Path) -> dict[str, Any]:
     features = make_features(shapes, log_s, groups)
     trees = GradientBoostingRegressor(**PARAMETERS).fit(features, log_s)
     programs, default = make_program_table(shapes, log_s)
+    predicted = cross_validate(features, log_s, groups)
+    main_program = features[:, list(FEATURES).index("main_program")]
     return {
         "format": FORMAT,
         "licence": "CC0-1.0",
+        "trained_with": sklearn.__version__,
         "num_commands": len(shapes),
         "features": list(FEATURES),
-        "residual_sd": round(get_residual_sd(features, log_s, groups), 6),
+        "residual_sd": [round(value, 6) for value in get_residual_sd(predicted, log_s)],
+        "cross_validated_log10_error": {
+            "trees": get_log10_error(predicted, log_s),
+            "mean of the main program": get_log10_error(main_program, log_s),
+        },
         "default_program": round(default, 6),
         "programs": {name: round(value, 6) for name, value in programs.items()},
         "base": round(float(trees.init_.constant_.ravel()[0]), 6),
@@ -133,8 +157,9 @@ def main() -> None:
     CommandTimes(model)
     options.out.write_text(json.dumps(model, separators=(",", ":")).replace('"trees":', '\n"trees":') + "\n")
     print(
-        f"{len(model['trees'])} trees from {model['num_commands']} commands: {options.out}, "
-        f"{options.out.stat().st_size} bytes; residual sd {model['residual_sd']:.2f} of ln seconds",
+        f"{options.out}: {len(model['trees'])} trees from {model['num_commands']} commands, "
+        f"{options.out.stat().st_size} bytes. Error of log10 seconds on templates left out in turn: "
+        f"{model['cross_validated_log10_error']}",
         file=sys.stderr,
     )
 

@@ -19,6 +19,7 @@ DESCRIPTION = """\
 Hold an LLM agent's KV cache through its tool calls, inside stock vLLM.
 
   tenuto serve MODEL              run vLLM with Tenuto's scheduler
+  tenuto serve --engine sim       the same server on a simulated GPU
   tenuto verify --url URL         check that a server really holds a job's cache
   tenuto bench --url URL          run agent jobs against any OpenAI-compatible server
   tenuto ab --arm A=… --arm B=…   compare servers or policies under the same load
@@ -101,6 +102,7 @@ def _add_serve(commands: Any) -> None:
         help="a policy's option; may be repeated",
     )
     serve.add_argument("--trace", metavar="FILE", help="write a JSONL trace of steps and decisions")
+    serve.add_argument("--state", metavar="FILE", help="keep what the policy learned across restarts")
     serve.add_argument("--dry-run", action="store_true", help="print the line and stop")
     serve.set_defaults(command=run_serve)
 
@@ -322,8 +324,9 @@ def run_serve(parsed: argparse.Namespace, rest: list[str]) -> int:
         settings["policy"] = parsed.policy
     if parsed.option:
         settings["options"] = dict(map(parse_option, parsed.option))
-    if parsed.trace:
-        settings["trace"] = parsed.trace
+    for name in ("trace", "state"):
+        if getattr(parsed, name):
+            settings[name] = getattr(parsed, name)
     command = build_command(parsed.model, settings, rest)
     print(shlex.join(redact(command)), flush=True)
     for hint in get_hints(command):

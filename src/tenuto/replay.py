@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.core.policy import load_policy
+from tenuto.core.policy import Policy, load_policy
 from tenuto.core.replay import Difference, Replay
 from tenuto.core.settings import parse_option
 from tenuto.trace import SCHEMA
@@ -178,9 +178,20 @@ def _start_run(record: Record, verdict: Verdict, policy: str | None, options: Ma
     made = load_policy(name, options)
     if made.overrides("know"):
         raise ConfigError(f"policy {name} is told the whole workload beforehand, which no trace holds")
+    state = record.values.get("state")
+    if policy is None and state is not None:
+        _restore(made, state, record)
     verdict.num_runs += 1
     verdict.policies.append(name)
     return Replay(made)
+
+
+def _restore(policy: Policy, state: Any, record: Record) -> None:
+    """Let the policy go on with what it had learned when the trace began."""
+    try:
+        policy.set_state(state)
+    except Exception as error:  # policies are code from outside, and the trace may hold anything
+        raise record.error("state", f"is none that this policy goes on with: {error!r}") from None
 
 
 def _read(path: Path, verdict: Verdict) -> Iterator[Record]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import socket
 import struct
+import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -22,7 +25,7 @@ from typing import Any, Literal, Self
 BLOCK_SIZE = 16
 FIRST_ANSWER_ID = 30_000
 """Ids of answers: none that the client makes up itself."""
-MAX_TOKENS = re.compile(rb'"max_tokens": (\d+)')
+MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
 
 Fault = Literal[
     "hang", "reset", "no event stream", "empty", "hang after done", "no done", "reset midway", "hang midway",
@@ -96,6 +99,8 @@ class FakeServer:
         """In the order they came; the client's probe is the first."""
         self.num_preemptions = 0
         self.has_metrics = True
+        self.num_resets: int | None = 0
+        """How often the prefix cache was emptied; None: this cannot be asked for."""
         self._behave = behave
         self._counts_hits = counts_hits
         self._max_model_len = max_model_len
@@ -138,15 +143,28 @@ class FakeServer:
         headers = {name.lower(): value.strip() for name, _, value in pairs}
         if method == "GET":
             page = self._get_page(path)
-            write_response(writer, 404 if page is None else 200, page or "no such page")
+            write_response(writer, 404 if page is None else 200, "no such page" if page is None else page)
             return True
         raw = await reader.readexactly(int(headers["content-length"]))
+        if path == "/reset_prefix_cache":
+            self._reset_cache(writer)
+            return True
         request = Request(path, headers, raw, asyncio.get_running_loop().time())
         if self._counts_hits:
             self.requests.append(request)
         return await self._answer(request, self._behave(request), writer)
 
+    def _reset_cache(self, writer: asyncio.StreamWriter) -> None:
+        if self.num_resets is None:
+            write_response(writer, 404, "no such page")
+            return
+        self.num_resets += 1
+        self._contexts.clear()
+        write_response(writer, 200, json.dumps({"success": True}))
+
     def _get_page(self, path: str) -> str | None:
+        if path == "/health":
+            return ""
         if path == "/v1/models":
             return json.dumps({"data": [{"id": "fake", "max_model_len": self._max_model_len}]})
         if path == "/version":
@@ -224,6 +242,28 @@ class FakeServer:
         }
 
 
+@contextmanager
+def serving(server: FakeServer) -> Iterator[str]:
+    """A fake server in a thread of its own; its URL."""
+    loop = asyncio.new_event_loop()
+    ready, ended = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async with server:
+            ready.set()
+            await ended.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield server.url
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(10)
+        loop.close()
+
+
 def make_event(*, is_chat: bool, has_ids: bool) -> bytes:
     """The event of token 1234, its finish reason left open."""
     text: dict[str, Any] = {"delta": {"content": " w1234"}} if is_chat else {"text": " w1234"}
@@ -284,8 +324,18 @@ async def main() -> None:
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--ttft", type=float, default=0.0, help="seconds to the first token")
     parser.add_argument("--tpot", type=float, default=0.0, help="seconds per token after it")
+    parser.add_argument("--num-answers", type=int, help="die at the request after so many answers")
     args = parser.parse_args()
-    server = FakeServer(lambda request: Reply(ttft_s=args.ttft, tpot_s=args.tpot), counts_hits=False)
+    num_left = args.num_answers
+
+    def behave(request: Request) -> Reply:
+        nonlocal num_left
+        if num_left == 0:
+            os._exit(1)
+        num_left = None if num_left is None else num_left - 1
+        return Reply(ttft_s=args.ttft, tpot_s=args.tpot)
+
+    server = FakeServer(behave, counts_hits=False)
     await server.start(args.port)
     print(f"listening on {server.url}", flush=True)
     await asyncio.Event().wait()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from tenuto.bench.probe import ServerError
 from tenuto.bench.run import run_bench
 from tenuto.core.errors import ConfigError
 from tests.bench.conftest import Ran, read_lines
-from tests.bench.fake_server import FakeServer, Reply, Request
+from tests.bench.fake_server import FakeServer, Reply, Request, serving
 
 KEYS = """
 policy gpu model workload jps seed jobs avg_duration_s median_duration_s p90_duration_s p95_duration_s
@@ -30,28 +27,6 @@ p99_duration_s per_turn_avg_latency_ms per_turn_avg_prompt_tokens ttft_s prompt_
 recomputed_tokens preemptions tokens_loaded tokens_stored makespan_s job_durations simulated versions wall_s
 client
 """
-
-
-@contextmanager
-def serving(server: FakeServer) -> Iterator[str]:
-    """A fake server in a thread of its own; its URL."""
-    loop = asyncio.new_event_loop()
-    ready, ended = threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        async with server:
-            ready.set()
-            await ended.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    assert ready.wait(10)
-    try:
-        yield server.url
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(10)
-        loop.close()
 
 
 def parse(*arguments: str) -> BenchOptions:

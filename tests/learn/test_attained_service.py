@@ -1,6 +1,7 @@
 """The process table and its queues, with every time worked out by hand.
 
-With a first quantum of 1 s and growth 2 the queues are for services of [0, 1), [1, 3), [3, 7) and 7 s or more.
+With a first quantum of 1 s and growth 2 the queues are for services of [0, 1), [1, 3), [3, 7) and 7 s and
+more.
 """
 
 from __future__ import annotations

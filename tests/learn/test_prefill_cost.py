@@ -141,6 +141,15 @@ def test_no_coefficient_is_negative_whatever_is_seen() -> None:
         assert min(profile.fixed_s, profile.token_s, profile.token_pair_s) >= 0
 
 
+def test_a_step_may_have_many_whole_prompts() -> None:
+    cost = PrefillCost()
+    for number in range(40):
+        cost.on_started(make_turn(f"t{number}", 100))
+    cost.on_started(make_turn("next", 500))
+    cost.observe(StepView(0.0, 0.4, 40 * 100 + 7, 40 + 7))  # and seven decodes
+    assert cost._pending == {"next": (500, 0)}
+
+
 def test_a_given_profile_is_kept() -> None:
     cost = PrefillCost(PrefillProfile(0.0, 0.01, 0.0))
     run_turns(cost, TRUE, 40)

@@ -105,8 +105,10 @@ def test_what_wastes_most_is_swapped_first_within_the_budget() -> None:
     # 0.010 s of steps hide the copies of 10 blocks, 160 tokens: b, then a, and nothing is left for c.
     policy.on_step(StepView(9.99, 0.010, 500, 3))
     assert get_answers(policy, with_tier()) == {"a": Offload, "b": Offload, "c": Keep}
-    # They are decided on once; without steps in between there is no budget for c either.
-    assert get_answers(policy, with_tier()) == {"a": Keep, "b": Keep, "c": Keep}
+    # Without steps in between there is no budget for c; with some there is, as the others are done with.
+    assert get_answers(policy, with_tier())["c"] is Keep
+    policy.on_step(StepView(9.99, 0.001, 500, 3))
+    assert get_answers(policy, with_tier()) == {"a": Keep, "b": Keep, "c": Offload}
 
 
 def test_copies_that_wait_for_the_link_are_taken_off_the_budget() -> None:
@@ -127,6 +129,14 @@ def test_a_job_that_came_back_is_waited_for() -> None:
     policy.on_tick(VIEW)
     assert policy.reconsider(make_lease("c", is_waiting=True), VIEW).until_s > 60
     assert "c" not in policy._paused
+
+
+def test_a_plan_does_not_outlive_the_call_it_was_made_for() -> None:
+    policy = make_policy(c=5.0)
+    assert get_answers(policy)["c"] is Release
+    policy.on_turn_arrived(make_turn("c"), 10.05)
+    policy.on_turn_finished(make_turn("c"), 10.1)
+    assert isinstance(policy.reconsider(make_lease("c"), VIEW), Keep)
 
 
 def test_jobs_that_ended_are_forgotten() -> None:

@@ -45,9 +45,9 @@ def get_ends_with_cap(jobs: list[Job], threshold: int) -> list[float]:
 
 def test_the_cap_lets_a_short_prompt_pass_a_long_one() -> None:
     jobs = [make_job("long", [2], prompt=3000), make_job("short", [1], arrival_s=0.5, prompt=100)]
-    # The first step has 2,048 tokens of the long prompt, alone: 21.48 s. Without a cap the second has its other
-    # 952 and all of the short one: 11.52 s, then a second to decode. With the cap it has 512 + 100 tokens,
-    # 7.12 s, and a third the other 440, 5.4 s.
+    # The first step has 2,048 tokens of the long prompt, alone: 21.48 s. Without a cap the second has its
+    # other 952 and all of the short one: 11.52 s, then a second to decode. With the cap it has 512 + 100
+    # tokens, 7.12 s, and a third the other 440, 5.4 s.
     assert get_ends_with_cap(jobs, 0) == pytest.approx([21.48 + 11.52 + 1, 21.48 + 11.52])
     assert get_ends_with_cap(jobs, 512) == pytest.approx([21.48 + 7.12 + 5.4 + 1, 21.48 + 7.12])
 

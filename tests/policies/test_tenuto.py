@@ -87,7 +87,7 @@ def test_less_remaining_work_goes_first_where_it_can_be_foreseen() -> None:
 
 
 def test_no_wait_is_without_bound() -> None:
-    """A job stands behind those that arrive up to `stretch` seconds later per second of its work, no longer."""
+    """A job stands behind those that arrive `stretch` seconds later per second of its work, not longer."""
     policy = Tenuto(stretch=100.0)
     teach_steps(policy)
     teach_jobs(policy, 5)

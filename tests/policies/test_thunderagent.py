@@ -162,11 +162,11 @@ def test_a_job_that_does_not_come_back_is_not_counted_for_ever() -> None:
     story = Story()
     story.start("a", 900)
     story.finish("a", 900, now_s=100.0)
-    turn = story.arrive("b", 200, 650.0)
-    story.policy.on_tick(make_view(699.0))
-    assert not story.may_start(turn)
-    story.policy.on_tick(make_view(700.0))  # ten minutes
-    assert story.may_start(turn)
+    turn = story.arrive("b", 200, 150.0)
+    story.policy.on_tick(make_view(159.0))
+    assert not story.may_start(turn, 159.0)
+    story.policy.on_tick(make_view(160.0))  # a minute
+    assert story.may_start(turn, 160.0)
 
 
 # On an engine.

@@ -47,7 +47,7 @@ def test_a_turn_without_memory_takes_that_of_a_running_one() -> None:
     # low had a token in this step already; it is taken out again.
     assert (each.num_tokens, each.preempted) == ({"high": 12}, {"low": 16})
     scheduler.finish_step(each, 0.0)
-    # Two decode steps. high's 14 tokens took the 2 blank blocks and 2 of low's 4: 8 of its 17 tokens are left.
+    # Two decode steps. high's 14 tokens took the 2 blank blocks and 2 of low's 4: 8 of its 17 are left.
     assert run(scheduler) == [{"high": 1}, {"high": 1}, {"low": 9}, {"low": 1}, {"low": 1}]
 
 
@@ -80,7 +80,7 @@ def test_a_load_from_the_host_displaces_too() -> None:
     config = EngineConfig(
         kv=KvConfig(num_blocks=13, block_size=4), offload="async", offload_chunk_tokens=4, max_num_seqs=8
     )
-    tiers = OffloadTiers([Tier("host", 1000, 1, Link(1000.0))], wait_for_save=False)
+    tiers = OffloadTiers([Tier("host", 1000, 1, Link(1000.0))])
     scheduler = Scheduler(config, ByPriority(), tiers=tiers)
     scheduler.add_request(make_request("high", 24, 1, priority=1), 0.0)
     step(scheduler)
@@ -147,7 +147,7 @@ def test_a_step_that_only_preempts_is_followed_by_another() -> None:
     config = EngineConfig(
         kv=KvConfig(num_blocks=61, block_size=4), max_num_seqs=2, offload="async", offload_chunk_tokens=4
     )
-    tiers = OffloadTiers([Tier("host", 400, 1, Link(1e6))], wait_for_save=False)
+    tiers = OffloadTiers([Tier("host", 400, 1, Link(1e6))])
     scheduler = Scheduler(config, Policy(), tiers=tiers)
     assert len(Simulation(scheduler, Steps(), [make_job(n) for n in range(6)]).run()) == 24
 

@@ -13,7 +13,7 @@ import tenuto.vllm
 from tenuto.core.checks import check_integrity
 from tenuto.core.types import StepView
 from tests.vllm.conftest import Clock
-from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
+from tests.vllm.workerless import EOS, Engine, make_config, make_request, make_scheduler
 
 
 def start(policy: str, *, depth: int = 1, num_blocks: int = 100, **config: Any) -> Engine:
@@ -100,6 +100,26 @@ def test_a_turn_that_arrives_is_looked_up_in_the_cache(clock: Clock) -> None:
         engine.scheduler.add_request(make_request(name, [token] * 100))
     assert [request.request_id for request in engine.scheduler.waiting] == ["cached", "cold"]
     assert engine.scheduler.driver.num_policy_faults == 0
+
+
+@pytest.mark.parametrize("policy", ["concur", "thunderagent"])
+def test_a_plain_request_s_place_is_free_when_it_is_answered(clock: Clock, policy: str) -> None:
+    """Nobody says that the job ends, but its answer has no tool call."""
+    engine = start(policy)
+
+    class Words:
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            return "all done"
+
+    engine.scheduler._reader._tokenizer = Words()
+    engine._sample = lambda request_id, index: EOS if index == 3 else 6
+    before = repr(get_policy(engine))
+    engine.scheduler.add_request(make_request("a", [5] * 90, max_tokens=50))
+    engine.step()
+    assert repr(get_policy(engine)) != before
+    engine.run()
+    after = get_policy(engine)
+    assert not getattr(after, "_agents", None) and not getattr(after, "_programs", None)
 
 
 BASELINES = ["autellix", "autellix+", "sglang-lpm", "thunderagent", "concur", "stock-tuned"]

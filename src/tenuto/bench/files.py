@@ -8,11 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from tenuto.bench.commands import CommandRecord
 from tenuto.bench.records import TurnRecord
 from tenuto.core.errors import ConfigError
 
 TURNS = "turns.jsonl"
 METRICS = "metrics.jsonl"
+COMMANDS = "commands.jsonl"
 RESULT = "result.json"
 
 
@@ -39,8 +41,7 @@ class RunFiles:
             if turns.exists() and turns.stat().st_size > 0:
                 raise ConfigError(f"--out {self._folder} holds a run already; name another folder")
             for name in (TURNS, METRICS):
-                # Buffered by the line: a killed client loses nothing.
-                self._files[name] = open(self._folder / name, "w", buffering=1, encoding="utf-8")
+                self._files[name] = _open(self._folder / name)
         except OSError as error:
             raise ConfigError(f"--out: cannot write to {self._folder}: {error}") from error
         return self
@@ -60,6 +61,15 @@ class RunFiles:
         """One line of metrics.jsonl."""
         self._add(METRICS, sample)
 
+    def add_command(self, record: CommandRecord) -> None:
+        """One line of commands.jsonl, which only runs with commands have."""
+        if self._folder is not None and COMMANDS not in self._files:
+            try:
+                self._files[COMMANDS] = _open(self._folder / COMMANDS)
+            except OSError as error:
+                self.problem = f"{COMMANDS}: {error}"
+        self._add(COMMANDS, record.to_json())
+
     def write_result(self, result: Mapping[str, Any]) -> None:
         """All of result.json."""
         if self._folder is None:
@@ -77,3 +87,8 @@ class RunFiles:
         except OSError as error:
             self.problem = f"{name}: {error}"
             del self._files[name]
+
+
+def _open(path: Path) -> TextIO:
+    # Buffered by the line: a killed client loses nothing.
+    return open(path, "w", buffering=1, encoding="utf-8")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from tenuto.bench.client import Client, RequestFailed
+from tenuto.bench.commands import CommandRunner
 from tenuto.bench.plan import Agenda, Due
 from tenuto.bench.records import Failure, Flight, Status, TurnRecord, make_record
 from tenuto.bench.request import RequestWriter
@@ -35,7 +37,7 @@ class _Family:
 class Load:
     """One run. `on_record` hears of every turn that ended, in the order of their ends.
 
-    With `quotes_answers` the next prompts quote what the server answered, otherwise the workload's own text.
+    With `commands`, tool calls whose command is known are run, and the agenda must know of that.
     """
 
     def __init__(
@@ -45,8 +47,8 @@ class Load:
         writer: RequestWriter,
         on_record: Callable[[TurnRecord], None],
         *,
+        commands: CommandRunner | None = None,
         retries: int = 0,
-        quotes_answers: bool = True,
     ) -> None:
         self.num_in_flight = 0
         """Turns sent, or about to be, that have not ended."""
@@ -55,11 +57,11 @@ class Load:
         self._client = client
         self._writer = writer
         self._on_record = on_record
+        self._commands = commands
         self._retries = retries
-        self._quotes_answers = quotes_answers
         self._families: dict[str, _Family] = {}
         self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
-        self._turns: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._start_s = self._loop.time()
         self._over = asyncio.Event()
@@ -75,8 +77,8 @@ class Load:
         """Send nothing more, and break off what is in flight."""
         for timer in self._timers.values():
             timer.cancel()
-        for turn in self._turns:
-            turn.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._over.set()
 
     def get_now_s(self) -> float:
@@ -92,9 +94,12 @@ class Load:
         del self._timers[due.job.job_id, due.turn]
         self.num_in_flight += 1
         self.num_started_jobs += due.turn == 0
-        task = self._group.create_task(self._run_turn(Flight(due)))
-        self._turns.add(task)
-        task.add_done_callback(self._turns.discard)
+        self._start(self._run_turn(Flight(due)))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _run_turn(self, flight: Flight) -> None:
         job, index, _ = flight.due
@@ -108,13 +113,20 @@ class Load:
             self._schedule(self._agenda.on_failed(job.job_id, index, self.get_now_s()))
         else:
             self._record(flight, "ok")
-            if self._quotes_answers:
+            if self._writer.quotes_answers:
                 self._get_family(job).answers[job.turns[index].output.content_id] = flight.answer
             self._schedule(self._agenda.on_finished(job.job_id, index, flight.answer.last_token_s))
+            if self._commands is not None and job.turns[index].command is not None:
+                self._start(self._run_command(self._commands, job, index))
         if self._agenda.has_ended(root := self._agenda.get_root(job.job_id)):
             self._families.pop(root, None)
         if self._agenda.is_over():
             self._over.set()
+
+    async def _run_command(self, commands: CommandRunner, job: Job, index: int) -> None:
+        if index < len(job.turns) - 1:
+            await commands.run(job, index)
+            self._schedule(self._agenda.on_returned(job.job_id, index, self.get_now_s()))
 
     async def _fetch_answer(self, flight: Flight) -> None:
         """Send the turn as often as it takes and is allowed."""
@@ -149,7 +161,11 @@ class Load:
 
     def _record(self, flight: Flight, status: Status) -> None:
         self.num_in_flight -= 1
-        self._on_record(make_record(flight, status, is_exact=self._writer.form.is_exact))
+        writer = self._writer
+        has_fixed_length = writer.forced_format is None
+        self._on_record(
+            make_record(flight, status, is_exact=writer.form.is_exact, has_fixed_length=has_fixed_length)
+        )
 
 
 def get_pause_s(attempt: int, retry_after_s: float | None, seed: str) -> float:

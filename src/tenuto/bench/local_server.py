@@ -55,10 +55,12 @@ def run_server(
     *,
     env: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda text: None,
+    limit_s: float = START_LIMIT_S,
 ) -> Iterator[LocalServer]:
     """Run a server command until the block ends; entered once `/health` answers.
 
-    `say` hears about progress. Raises ServerError if the command ends or takes too long.
+    `say` hears about progress. Raises ServerError if the command ends or is not up after
+    `limit_s`.
     """
     with open(log, "wb") as output:
         process = subprocess.Popen(
@@ -70,16 +72,16 @@ def run_server(
         )
     server = LocalServer(f"http://127.0.0.1:{port}", process, log)
     try:
-        _wait_until_up(server, say)
+        _wait_until_up(server, say, limit_s)
         yield server
     finally:
         server.stop()
 
 
-def _wait_until_up(server: LocalServer, say: Callable[[str], None]) -> None:
+def _wait_until_up(server: LocalServer, say: Callable[[str], None], limit_s: float) -> None:
     started_s = time.monotonic()
     next_report_s = PROGRESS_S
-    while (waited_s := time.monotonic() - started_s) < START_LIMIT_S:
+    while (waited_s := time.monotonic() - started_s) < limit_s:
         if server.process.poll() is not None:
             raise ServerError(
                 f"the server ended with status {server.process.returncode}:\n{_get_tail(server.log)}"
@@ -94,7 +96,7 @@ def _wait_until_up(server: LocalServer, say: Callable[[str], None]) -> None:
             say(f"waiting for the server, {waited_s:.0f} s")
             next_report_s += PROGRESS_S
         time.sleep(0.5)
-    raise ServerError(f"the server was not up after {START_LIMIT_S:.0f} s:\n{_get_tail(server.log)}")
+    raise ServerError(f"the server was not up after {limit_s:.0f} s:\n{_get_tail(server.log)}")
 
 
 def _get_tail(log: Path) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from tenuto.bench.commands import CommandRecord
 from tenuto.bench.records import TurnRecord
 from tenuto.bench.scrape import Totals
 from tenuto.workload.schema import TurnSpec, Workload, count_shared_tokens
@@ -34,6 +35,8 @@ class Outcome:
     is_interrupted: bool = False
     loop_lags_s: Sequence[float] = ()
     """How late the event loop woke a timer, sampled all through the run."""
+    commands: Sequence[CommandRecord] = ()
+    """Tool calls that were really run."""
 
     @property
     def done(self) -> list[TurnRecord]:
@@ -168,6 +171,13 @@ def count_complaints(outcome: Outcome) -> dict[str, dict[str, object]]:
     """Complaints about answers by kind, with the first one's words."""
     complaints = (each for record in outcome.records for each in record.complaints)
     return _group((kind, detail) for kind, _, detail in (each.partition(": ") for each in complaints))
+
+
+def count_commands(outcome: Outcome) -> dict[str, int]:
+    """Commands that were run, by how they ended; `failed` exited with a status other than 0."""
+    ends: Counter[str] = Counter(each.end for each in outcome.commands)
+    failed = sum(each.end == "exited" and each.exit_status != 0 for each in outcome.commands)
+    return {"run": len(outcome.commands), "failed": failed, **ends}
 
 
 def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, object]]:

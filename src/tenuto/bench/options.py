@@ -15,10 +15,10 @@ from tenuto.core.errors import ConfigError
 DESCRIPTION = """\
 Run agent jobs against any OpenAI-compatible server and measure them.
 
-A job is a conversation of several turns with a tool call (a sleep) between two. Every turn is sent when
-the workload says, whatever the client is doing; its latency counts from that moment. Prompts are token ids:
-they have exactly the planned length, and share exactly what the workload says they share, on any server
-whose /v1/completions takes ids (vLLM, SGLang, the simulated server). For others: --prompts words.
+A job is a conversation of several turns with a tool call (a sleep, or a command) between two. Every turn is
+sent when the workload says, whatever the client is doing; its latency counts from that moment. Prompts are
+token ids: they have exactly the planned length, and share exactly what the workload says they share, on any
+server whose /v1/completions takes ids (vLLM, SGLang, the simulated server). For others: --prompts words.
 
 On stderr there is a view of the run; Ctrl-C ends it early and keeps what there is. Exit status: 0 if every
 turn was answered, 1 if not, 2 if nothing could be run, 130 if interrupted.
@@ -48,6 +48,9 @@ class BenchOptions:
     prompts: Literal["ids", "words"] = "ids"
     answers: Literal["server", "workload"] = "server"
     hints: bool = False
+    run_commands: bool = False
+    command_limit_s: float = 60.0
+    force_format: str | None = None
     timeout_s: float = 3600.0
     retries: int = 0
     run_id: str | None = None
@@ -62,32 +65,42 @@ class BenchOptions:
             raise ConfigError(f"--url must begin with http:// or https://, got {self.url!r}")
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"--timeout must be a finite number of seconds above 0, got {self.timeout_s}")
+        if not 0 < self.command_limit_s < math.inf:
+            raise ConfigError(
+                f"--command-limit must be a finite number of seconds above 0, got {self.command_limit_s}"
+            )
         if self.retries < 0:
             raise ConfigError(f"--retries must be 0 or more, got {self.retries}")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to the command's parser, whose `description` and `epilog` should be those above."""
-    _add_load_options(parser.add_argument_group("the load"))
-    _add_request_options(parser.add_argument_group("the requests"))
+def add_options(parser: argparse.ArgumentParser, *, is_replay: bool = False) -> None:
+    """Add the options to the command's parser, whose `description` and `epilog` should be those above.
+
+    `tenuto replay` is given its workload, and a server only if it needs one.
+    """
+    add_load_options(parser.add_argument_group("the load"), is_replay=is_replay)
+    requests = parser.add_argument_group("the requests")
+    _add_server_options(requests, needs_url=not is_replay)
+    add_request_options(requests)
     _add_result_options(parser.add_argument_group("the result"))
 
 
 def read_options(parsed: argparse.Namespace) -> BenchOptions:
     """The options as parsed. Raises ConfigError."""
     values = vars(parsed)
-    load = LoadOptions(**{name: values[name] for name in LoadOptions.__slots__})
     names = [name for name in BenchOptions.__dataclass_fields__ if name != "load"]
-    return BenchOptions(load=load, **{name: values[name] for name in names})
+    return BenchOptions(load=read_load_options(parsed), **{name: values[name] for name in names})
 
 
-def _add_load_options(group: Any) -> None:
-    group.add_argument(
-        "--workload",
-        default="ab8",
-        metavar="NAME|FILE",
-        help="ab8 (default), swe-bench, bfcl, or a trace: Tenuto's JSONL, Mooncake, agentic Mooncake, Weka",
-    )
+def read_load_options(parsed: argparse.Namespace) -> LoadOptions:
+    """Those of `add_load_options`."""
+    return LoadOptions(**{name: getattr(parsed, name) for name in LoadOptions.__slots__})
+
+
+def add_load_options(group: Any, *, is_replay: bool = False) -> None:
+    """Which workload, and how it is driven."""
+    if not is_replay:
+        _add_workload_option(group)
     group.add_argument(
         "--jps", type=float, help="jobs arriving per second; a trace has its own times without"
     )
@@ -127,9 +140,27 @@ def _add_load_options(group: Any) -> None:
     group.add_argument("--max-jobs", type=int, metavar="N", help="only the first N jobs and what they start")
 
 
-def _add_request_options(group: Any) -> None:
-    group.add_argument("--url", required=True, help="the server, e.g. http://localhost:8000")
+def _add_workload_option(group: Any) -> None:
+    group.add_argument(
+        "--workload",
+        default="ab8",
+        metavar="NAME|FILE",
+        help="ab8 (default), swe-bench, bfcl, or a trace: Tenuto's JSONL, Mooncake, agentic Mooncake, Weka",
+    )
+
+
+def _add_server_options(group: Any, *, needs_url: bool) -> None:
+    group.add_argument("--url", required=needs_url, help="the server, e.g. http://localhost:8000")
     group.add_argument("--model", help="default: the first that /v1/models names")
+    group.add_argument(
+        "--run-id",
+        metavar="TEXT",
+        help="goes into all content and job ids, so that no run hits another's cache (default: random)",
+    )
+
+
+def add_request_options(group: Any) -> None:
+    """How turns are sent, whatever the server and the run."""
     group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
     group.add_argument(
         "--prompts",
@@ -151,6 +182,27 @@ def _add_request_options(group: Any) -> None:
         help="send job_id, tool and is_last_step in vllm_xargs; without, the job's id in X-Session-ID only",
     )
     group.add_argument(
+        "--run-commands",
+        action="store_true",
+        help="run the command lines that a trace holds, instead of sleeping as long as they took: as you, "
+        "with your files and network in reach, so only from traces you trust. Each job has a temporary "
+        "folder, an environment without your variables, and no input; commands.jsonl says how each one ended",
+    )
+    group.add_argument(
+        "--command-limit",
+        dest="command_limit_s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="end a command, and all it started, after S seconds (default 60) or 1 MiB of output",
+    )
+    group.add_argument(
+        "--force-format",
+        metavar="FORMAT",
+        help="force the answers' format by vLLM's structured output: json, regex:PATTERN, or a file with a "
+        "JSON schema. Answers may then be shorter than planned, and prompts quote the workload's own text",
+    )
+    group.add_argument(
         "--timeout",
         dest="timeout_s",
         type=float,
@@ -165,11 +217,6 @@ def _add_request_options(group: Any) -> None:
         metavar="N",
         help="repeat a failed request up to N times, after a pause; latencies go on counting (default 0). A "
         "turn that fails for good ends its job, and what waits for it is not sent",
-    )
-    group.add_argument(
-        "--run-id",
-        metavar="TEXT",
-        help="goes into all content and job ids, so that no run hits another's cache (default: random)",
     )
 
 

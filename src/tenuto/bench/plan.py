@@ -2,8 +2,8 @@
 
 An agenda is told what happened and when, and answers with the turns that now have a time:
 
-    start() ──► first turns      on_sent / on_finished(turn, now) ──► the turns that waited for it
-                                 on_failed(turn, now)             ──► drops them instead
+    start() ──► first turns    on_sent / on_finished / on_returned(turn, now) ──► the turns that waited for it
+                               on_failed(turn, now)                           ──► drops them instead
 
 A turn's time follows from the plan and the events alone, never from when the client got round to it: what the
 client is late is seen in its records, and not made up for. No I/O and no clock here.
@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tenuto.core.errors import ConfigError
 from tenuto.workload.load import GENERATORS, load_workload
 from tenuto.workload.scaling import scale_lengths, scale_rate
-from tenuto.workload.schema import After, Event, Job, Loop, Workload, find_roots
+from tenuto.workload.schema import Event, Job, Loop, TurnSpec, Workload, find_roots
 
 DEFAULT_ARRIVAL = "poisson"
 USER_GAP_S = 0.01
@@ -100,16 +100,22 @@ class _Turn(NamedTuple):
     number: int
 
 
+_Event = Event | Literal["returned"]
+"""A turn's tool returned, where tools are run and not slept."""
+
+
 class Agenda:
     """When each turn of a workload is due. Times are the workload's own, in seconds.
 
     With `users`, that many users each work on one job at a time; whoever's job has ended, with all the jobs
     it started, begins the next one in the workload's order at that moment. Raises ConfigError if jobs of
-    different users would wait for each other.
+    different users would wait for each other. With `runs_commands`, a turn that has a command is not followed
+    before `on_returned`.
     """
 
-    def __init__(self, workload: Workload, users: int | None = None) -> None:
+    def __init__(self, workload: Workload, users: int | None = None, *, runs_commands: bool = False) -> None:
         self._loop = workload.loop
+        self._runs_commands = runs_commands
         self._jobs = {job.job_id: job for job in workload.jobs}
         self._roots = find_roots(workload.name, workload.jobs)
         self._users = users
@@ -122,7 +128,7 @@ class Agenda:
         self._next_families = iter(self._families)
         self._ready_s: dict[_Turn, float] = {}
         self._num_awaited: dict[_Turn, int] = {}
-        self._waiting: dict[tuple[_Turn, Event], list[tuple[_Turn, float]]] = {}
+        self._waiting: dict[tuple[_Turn, _Event], list[tuple[_Turn, float]]] = {}
         if self._loop == "closed":
             for job in workload.jobs:
                 self._add_events(job)
@@ -148,6 +154,10 @@ class Agenda:
         due = list(self._fire(_Turn(job_id, turn), "finished", now_s))
         return due + self._close(job_id, now_s)
 
+    def on_returned(self, job_id: str, turn: int, now_s: float) -> list[Due]:
+        """The command that a turn called ended."""
+        return list(self._fire(_Turn(job_id, turn), "returned", now_s))
+
     def on_failed(self, job_id: str, turn: int, now_s: float) -> list[Due]:
         """A turn was given up: all turns that wait for it, however indirectly, are dropped."""
         due: list[Due] = []
@@ -155,7 +165,7 @@ class Agenda:
         while lost:
             one = lost.popleft()
             due += self._close(one.job_id, now_s)
-            events: tuple[Event, ...] = ("sent", "finished")
+            events: tuple[_Event, ...] = ("sent", "finished", "returned")
             for event in events:
                 for waiting, _ in self._waiting.pop((one, event), []):
                     if self._num_awaited.pop(waiting, None) is not None:
@@ -176,18 +186,25 @@ class Agenda:
 
     def _add_events(self, job: Job) -> None:
         for index, turn in enumerate(job.turns):
-            events = list(turn.after)
-            if index:
-                events.append(After(job.job_id, index - 1, "finished", job.turns[index - 1].tool_s))
-            for event in events:
+            one = _Turn(job.job_id, index)
+            for event in turn.after:
                 if self._users is not None and self._roots[event.job_id] != self._roots[job.job_id]:
                     raise ConfigError(
                         f"no --users: job {job.job_id!r} waits for {event.job_id!r}, which it may never meet"
                     )
-                key = (_Turn(event.job_id, event.turn), event.event)
-                self._waiting.setdefault(key, []).append((_Turn(job.job_id, index), event.delay_s))
-            if events:
-                self._num_awaited[_Turn(job.job_id, index)] = len(events)
+                self._await(one, _Turn(event.job_id, event.turn), event.event, event.delay_s)
+            if index:
+                self._await(one, _Turn(job.job_id, index - 1), *self._get_return(job.turns[index - 1]))
+
+    def _get_return(self, turn: TurnSpec) -> tuple[_Event, float]:
+        """What a job's next turn waits for, and for how long after it."""
+        if self._runs_commands and turn.command is not None:
+            return "returned", 0.0
+        return "finished", turn.tool_s
+
+    def _await(self, one: _Turn, other: _Turn, event: _Event, delay_s: float) -> None:
+        self._waiting.setdefault((other, event), []).append((one, delay_s))
+        self._num_awaited[one] = self._num_awaited.get(one, 0) + 1
 
     def _begin(self, root: str, shift_s: float) -> Iterator[Due]:
         for job in self._families[root]:
@@ -198,7 +215,7 @@ class Agenda:
         root = next(self._next_families, None)
         return [] if root is None else list(self._begin(root, now_s - self._jobs[root].arrival_s))
 
-    def _fire(self, turn: _Turn, event: Event, now_s: float) -> Iterator[Due]:
+    def _fire(self, turn: _Turn, event: _Event, now_s: float) -> Iterator[Due]:
         for waiting, delay_s in self._waiting.pop((turn, event), []):
             if waiting not in self._num_awaited:  # dropped meanwhile
                 continue

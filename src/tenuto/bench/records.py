@@ -104,8 +104,14 @@ class TurnRecord:
         return {**values, **derived}
 
 
-def make_record(flight: Flight, status: Status, *, is_exact: bool) -> TurnRecord:
-    """The record of a turn that ended. `is_exact`: the prompt went out as token ids, its length is known."""
+def make_record(
+    flight: Flight, status: Status, *, is_exact: bool, has_fixed_length: bool = True
+) -> TurnRecord:
+    """The record of a turn that ended.
+
+    `is_exact`: the prompt went out as token ids, its length is known. `has_fixed_length`: the answer was to
+    be of the planned length, and not only no longer.
+    """
     job, index, at_s = flight.due
     turn, answer = job.turns[index], flight.answer
     num_sent = turn.num_prompt_tokens if is_exact else None
@@ -125,11 +131,13 @@ def make_record(flight: Flight, status: Status, *, is_exact: bool) -> TurnRecord
         tool=turn.tool,
         tool_s=turn.tool_s,
         failures=tuple(flight.failures),
-        complaints=tuple(_find_complaints(turn, answer, num_sent)) if answer else (),
+        complaints=tuple(_find_complaints(turn, answer, num_sent, has_fixed_length)) if answer else (),
     )
 
 
-def _find_complaints(turn: TurnSpec, answer: Answer, num_sent: int | None) -> Iterator[str]:
+def _find_complaints(
+    turn: TurnSpec, answer: Answer, num_sent: int | None, has_fixed_length: bool
+) -> Iterator[str]:
     usage = answer.usage
     if usage.prompt_tokens is None or usage.output_tokens is None:
         yield "no usage: the server did not say how many tokens it counted"
@@ -139,7 +147,8 @@ def _find_complaints(turn: TurnSpec, answer: Answer, num_sent: int | None) -> It
         yield f"output count: {len(answer.token_ids)} tokens came, {usage.output_tokens} counted"
     if not _is_possible(answer, num_sent):
         yield f"cached count: {usage.cached_tokens} tokens of a prompt of {num_sent or usage.prompt_tokens}"
-    if answer.num_tokens not in (None, turn.num_output_tokens):
+    num_came, num_asked = answer.num_tokens or turn.num_output_tokens, turn.num_output_tokens
+    if num_came > num_asked or (has_fixed_length and num_came < num_asked):
         yield f"output length: {turn.num_output_tokens} tokens asked for, {answer.num_tokens} came"
 
 

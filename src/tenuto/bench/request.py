@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ SESSION_HEADER = "X-Session-ID"
 class RequestWriter:
     """Writes the requests of one run.
 
-    The output's length is fixed (`min_tokens` = `max_tokens`, `ignore_eos`) and its content greedy, so that
-    the same prompts get the same answers. Every request names its job in `X-Session-ID`; with `hints` also in
-    `vllm_xargs`, with the tool it calls and whether it is the job's last.
+    The output's length is fixed (`min_tokens` = `max_tokens`, `ignore_eos`) unless its format is forced, and
+    its content greedy, so that the same prompts get the same answers. Every request names its job in
+    `X-Session-ID`; with `hints` also in `vllm_xargs`, with its tool and whether it is the job's last turn.
     """
 
     model: str
@@ -27,8 +28,10 @@ class RequestWriter:
     run_id: str
     """Begins every job id on the wire, so that a server tells the jobs of two runs apart."""
     hints: bool = False
-    asks_for_ids: bool = True
-    """Ask for the answer's token ids, which later prompts quote. vLLM then repeats the prompt's ids too."""
+    quotes_answers: bool = True
+    """Later prompts quote the answers: ask for their token ids. vLLM then repeats the prompt's ids too."""
+    forced_format: Mapping[str, Any] | None = None
+    """vLLM's `structured_outputs`: the answer ends when its format does, or at the planned length."""
 
     def write_headers(self, job: Job) -> dict[str, str]:
         """The headers of a job's requests."""
@@ -42,11 +45,13 @@ class RequestWriter:
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_tokens": turn.num_output_tokens,
-            "min_tokens": turn.num_output_tokens,
-            "ignore_eos": True,
             "temperature": 0,
         }
-        if self.form.is_exact and self.asks_for_ids:
+        if self.forced_format is None:
+            fields |= {"min_tokens": turn.num_output_tokens, "ignore_eos": True}
+        else:
+            fields["structured_outputs"] = self.forced_format
+        if self.form.is_exact and self.quotes_answers:
             fields["return_token_ids"] = True
         if self.hints:
             fields["vllm_xargs"] = self._get_hints(job, index)

@@ -31,7 +31,8 @@ class Labels:
 
 def make_result(outcome: Outcome, labels: Labels) -> dict[str, Any]:
     """The record. What only a client knows is under `client`."""
-    durations = list(metrics.get_job_durations(outcome).values())
+    duration_by_job = metrics.get_job_durations(outcome)
+    durations = list(duration_by_job.values())
     jct = summarise(durations, (50, 90, 95, 99))
     ttfts = [record.ttft_s for record in outcome.done if record.ttft_s is not None]
     return {
@@ -66,7 +67,7 @@ def make_result(outcome: Outcome, labels: Labels) -> dict[str, Any]:
             "server": labels.server_version,
         },
         "wall_s": labels.wall_s,
-        "client": _make_client_part(outcome, labels),
+        "client": {"finished_jobs": list(duration_by_job), **_make_client_part(outcome, labels)},
     }
 
 
@@ -84,6 +85,8 @@ def _make_client_part(outcome: Outcome, labels: Labels) -> dict[str, Any]:
         "output_tokens": sum(record.output_tokens or 0 for record in outcome.done),
         "send_lag_s": summarise(metrics.get_lags_s(outcome), (50, 95, 99, 100)),
         "event_loop_lag_s": summarise(outcome.loop_lags_s, (50, 95, 99, 100)),
+        "commands": metrics.count_commands(outcome),
+        "command_s": summarise([each.seconds for each in outcome.commands], (50, 95, 99)),
         "block_size": outcome.block_size,
         "metrics_growth": outcome.growth,
         **labels.settings,
@@ -112,6 +115,9 @@ def format_result(result: Mapping[str, Any]) -> str:
         f"client lag   sending: {_format_times(client['send_lag_s'])}; "
         f"event loop: {_format_times(client['event_loop_lag_s'])}",
     ]
+    if client["commands"]["run"]:
+        ends = ", ".join(f"{count} {end}" for end, count in client["commands"].items())
+        lines.append(f"commands     {ends}; {_format_times(client['command_s'])}")
     for title, groups in (
         ("failed attempts", client["failed_attempts"]),
         ("complaints", client["complaints"]),

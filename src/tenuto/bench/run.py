@@ -16,7 +16,9 @@ from typing import Any
 
 from tenuto.bench import live, scrape
 from tenuto.bench.client import Client, RequestFailed
+from tenuto.bench.commands import CommandRecord, CommandRunner, check_commands
 from tenuto.bench.files import RunFiles
+from tenuto.bench.force_format import read_format
 from tenuto.bench.lag import sample_lag
 from tenuto.bench.load import Load
 from tenuto.bench.metrics import Outcome
@@ -59,7 +61,12 @@ def say(text: str) -> None:
 async def measure(options: BenchOptions, workload: Workload, files: RunFiles) -> dict[str, Any]:
     """Run a workload against a server; the result's record. SIGINT and SIGTERM end it early."""
     started_s = time.monotonic()
-    agenda = Agenda(workload, options.load.users)
+    if options.run_commands:
+        say(
+            f"--run-commands: {check_commands(workload)} commands of {workload.name} will run as you, in "
+            "temporary folders; they can reach your files and the network"
+        )
+    agenda = Agenda(workload, options.load.users, runs_commands=options.run_commands)
     async with Client(options.url, api_key=options.api_key, timeout_s=options.timeout_s) as client:
         setup = await _prepare(client, options, workload)
         say(f"{len(workload.jobs)} jobs of {workload.name} on {setup.server.model} at {client.url}")
@@ -85,7 +92,6 @@ class _Setup:
     workload: Workload
     server: Server
     writer: RequestWriter
-    quotes_answers: bool
 
 
 async def _prepare(client: Client, options: BenchOptions, workload: Workload) -> _Setup:
@@ -93,16 +99,25 @@ async def _prepare(client: Client, options: BenchOptions, workload: Workload) ->
     run_id = options.run_id or f"run-{secrets.token_hex(4)}"
     server = await probe_server(client, form, options.model, run_id)
     check_lengths(workload, server)
-    quotes_answers = options.answers == "server"
+    forced_format = None if options.force_format is None else read_format(options.force_format)
+    quotes_answers = options.answers == "server" and forced_format is None
     if quotes_answers and form.is_exact and not server.sends_ids:
         say("the server does not send its answers' token ids: prompts quote the workload's own text")
         quotes_answers = False
-    writer = RequestWriter(server.model, form, run_id, options.hints, asks_for_ids=quotes_answers)
-    return _Setup(options, workload, server, writer, quotes_answers)
+    writer = RequestWriter(
+        server.model,
+        form,
+        run_id,
+        options.hints,
+        quotes_answers=quotes_answers,
+        forced_format=forced_format,
+    )
+    return _Setup(options, workload, server, writer)
 
 
 async def _run_load(client: Client, setup: _Setup, agenda: Agenda, files: RunFiles) -> Outcome:
     records: list[TurnRecord] = []
+    commands: list[CommandRecord] = []
     progress = live.Progress(setup.workload)
     lags_s = array("d")
 
@@ -111,21 +126,34 @@ async def _run_load(client: Client, setup: _Setup, agenda: Agenda, files: RunFil
         progress.add(record)
         files.add_turn(record)
 
-    retries, quotes_answers = setup.options.retries, setup.quotes_answers
-    load = Load(agenda, client, setup.writer, on_record, retries=retries, quotes_answers=quotes_answers)
-    companions = [sample_lag(lags_s), live.show(progress, load, sys.stderr)]
-    if setup.server.totals is not None:
-        companions.append(scrape.follow(client, load.get_now_s, files.add_sample))
-    is_interrupted = await _drive(load, companions)
+    def on_command(record: CommandRecord) -> None:
+        commands.append(record)
+        files.add_command(record)
+
+    options = setup.options
+    with CommandRunner(options.command_limit_s, on_command) as runner:
+        load = Load(
+            agenda,
+            client,
+            setup.writer,
+            on_record,
+            commands=runner if options.run_commands else None,
+            retries=options.retries,
+        )
+        companions = [sample_lag(lags_s), live.show(progress, load, sys.stderr)]
+        if setup.server.totals is not None:
+            companions.append(scrape.follow(client, load.get_now_s, files.add_sample))
+        is_interrupted = await _drive(load, companions)
     return Outcome(
         workload=setup.workload,
         records=records,
         growth=await _get_growth(client, setup.server),
         block_size=setup.server.block_size,
         is_exact=setup.writer.form.is_exact,
-        quotes_answers=setup.quotes_answers,
+        quotes_answers=setup.writer.quotes_answers,
         is_interrupted=is_interrupted,
         loop_lags_s=lags_s,
+        commands=commands,
     )
 
 
@@ -189,8 +217,10 @@ def _get_settings(setup: _Setup) -> dict[str, object]:
         "scale": load.scale,
         "speed": load.speed,
         "prompts": options.prompts,
-        "answers": "server" if setup.quotes_answers else "workload",
+        "answers": "server" if setup.writer.quotes_answers else "workload",
         "hints": options.hints,
+        "run_commands": options.run_commands,
+        "force_format": options.force_format,
         "timeout_s": options.timeout_s,
         "retries": options.retries,
     }

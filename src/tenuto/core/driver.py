@@ -325,7 +325,9 @@ class Driver:
         """Token budget of the next step: a token for each running turn at least, the engine's own at most."""
         view = self.get_view(now_s)
         answer = self._caller.ask("step_budget", (int, type(None)), view)
-        return max_step_tokens if answer is None else max(1, min(max(answer, view.num_running), max_step_tokens))
+        if answer is None:
+            return max_step_tokens
+        return max(1, min(max(answer, view.num_running), max_step_tokens))
 
     # Inside.
 

@@ -189,10 +189,15 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
 
 
 def describe_policy(policy: Policy) -> dict[str, Any]:
-    """A policy's path and options, from which `load_policy` makes one like it."""
+    """A policy's path, its options and what it has learned: enough to make one like it."""
     cls = type(policy)
     options = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
-    return {"policy": f"{cls.__module__}:{cls.__qualname__}", "options": options}
+    described = {"policy": f"{cls.__module__}:{cls.__qualname__}", "options": options}
+    try:
+        state = policy.get_state()
+    except Exception:  # it is code from outside; who keeps its state says what is wrong with it
+        state = None
+    return described if state is None else {**described, "state": state}
 
 
 def _get_policy_name(module: str) -> str:

@@ -25,7 +25,7 @@ FEATURES = {
     "num_paths": "operands with a slash or a dot",
     "max_path_depth": "names in the longest path",
     "names_whole_tree": "1 if an operand is a directory as such: ends in / or ., or has **",
-    "is_recursive": "1 with -r, -R, --recursive, or a program that always is: find, rg, du, tar, ...",
+    "is_recursive": "1 with grep -r, cp -r, ls -R, ..., or a program that always is: find, rg, du, tar, ...",
     "num_globs": "operands with * or ?",
     "limits_output": "1 with head, -m, -maxdepth, --max-count, ...",
     "largest_number": "ln of 1 + the largest whole number in the command",

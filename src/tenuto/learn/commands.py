@@ -26,7 +26,6 @@ _SLEEP_CALL = re.compile(r"\bsleep\((\d{1,6}(?:\.\d{0,3})?)\)")
 _NUMBER = re.compile(r"(?<![\w.])\d{1,12}(?![\w.])")
 _VERSION = re.compile(r"(?<=[a-z])\d(?:\.\d+)?$")
 
-_RECURSIVE = re.compile(r"-[a-zA-Z]*[rR][a-zA-Z]*$")
 
 _NEXT_COMMAND = frozenset({"|", "||", "&&", "&", ";", ";;", "\n", "(", ")", "$(", "`"})
 _KEYWORDS = frozenset({"do", "then", "else", "elif", "if", "!", "{", "while", "until"})
@@ -53,6 +52,11 @@ _WITH_SUBCOMMANDS = frozenset(
 _WITH_VALUE = frozenset({"-C", "-c", "--prefix", "-f", "--git-dir", "--work-tree"})
 """Options of those whose value is not the subcommand."""
 _ALWAYS_RECURSIVE = frozenset({"find", "rg", "ag", "du", "tree", "git grep", "compileall", "rsync", "tar"})
+_RECURSIVE_OPTION = re.compile(r"-[a-zA-Z]*[rR][a-zA-Z]*$|--recursive$")
+_RECURSES_IF_ASKED = frozenset(
+    {"grep", "egrep", "fgrep", "zgrep", "ls", "cp", "rm", "diff", "scp", "zip", "chmod", "chown", "chgrp"}
+)
+"""Programs whose -r or -R means that; to `sort` and `sed` it is something else, and `ls -r` is rare."""
 _LIMITS = ("-maxdepth", "--max-count", "--maxdepth", "-quit", "-m", "--depth", "--max-depth")
 _TEST_PROGRAMS = frozenset(
     {
@@ -219,6 +223,8 @@ def _read_simple(shape: CommandShape, words: list[str]) -> None:
     for word in rest:
         if word[0] == "-":
             _count_option(shape, word)
+            if program in _RECURSES_IF_ASKED and _RECURSIVE_OPTION.match(word):
+                shape.is_recursive = 1
         elif word[0] not in "\"'":
             _count_operand(shape, word)
         elif shape.takes_code:
@@ -275,8 +281,6 @@ def _count_option(shape: CommandShape, word: str) -> None:
         shape.only_asks = 1
     elif word in _REPEATERS:
         shape.num_repeaters += 1
-    elif word == "--recursive" or (len(word) <= 6 and _RECURSIVE.match(word)):
-        shape.is_recursive = 1
     elif word.startswith(_LIMITS):
         shape.limits_output = 1
 

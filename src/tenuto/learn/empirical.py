@@ -7,8 +7,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-MAX_TIMES = 1000
-"""Calls remembered of one tool: the share within a time is then known to about 1.6 % (one standard error)."""
+MAX_TIMES = 500
+"""Calls remembered of one tool: the share within a time is then known to 2.2 % (one standard error)."""
 
 
 class RecentTimes:

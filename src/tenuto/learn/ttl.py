@@ -10,6 +10,7 @@ evicted turn sees (T, weighted by how far jobs are from memoryless, η) and the 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from tenuto.learn.samples import MIN_SAMPLES, ToolSamples
@@ -49,8 +50,11 @@ def get_best_ttl_s(sorted_s: Sequence[float], benefit_s: float) -> float:
     """
     if not sorted_s:
         return 0.0
-    num = len(sorted_s)
-    gain_per_sample = benefit_s / num
+    gain_per_sample = benefit_s / len(sorted_s)
+    # What takes as long as it could gain is worth nothing.
+    num = bisect_left(sorted_s, benefit_s)
+    if num == 0:
+        return 0.0
     ends = [min(first + _CHUNK, num) for first in range(0, num, _CHUNK)]
     to_beat = max(end * gain_per_sample - sorted_s[end - 1] for end in ends)
     best_s, best_gain = 0.0, 0.0

@@ -22,15 +22,16 @@ class _Agent:
 class Concur(Policy):
     """At most a window of jobs is active; the window opens by 2 and is halved, as TCP's is.
 
-    Source: arXiv 2601.22705, equation 1 with the values of section 5.1: +2 while less than 0.2 of the KV cache
-    is in use, x 0.5 when more than 0.5 is and less than 0.2 of the prompt tokens were hits, else unchanged. A
-    job keeps its place through its tool calls; while there are more active jobs than the window, those whose
-    turn ends are paused. Paused and new jobs come in by their first arrival, so none starves. Usage and hits
-    are those of the last period, usage without what is merely cached. The paper prints neither the period nor
-    the first window: 1 s is some steps of a loaded engine, and 16 jobs keep a GPU busy while it opens.
+    Source: arXiv 2601.22705, equation 1 with the values of section 5.1: +2 while less than 0.2 of the KV
+    cache is in use, x 0.5 when more than 0.5 is and less than 0.2 of the prompt tokens were hits, else
+    unchanged. A job keeps its place through its tool calls; while there are more active jobs than the window,
+    those whose turn ends are paused. Paused and new jobs come in by their first arrival, so none starves.
+    What is merely cached is not in use; hits are those of the turns that started since the last look. The
+    paper prints neither the period nor the first window: 1 s is some steps of a loaded engine, and 16 jobs
+    keep a GPU busy while the window opens.
 
-    The same inside vLLM. Known weakness: the window opens while nothing fills it. After a quiet hour it bounds
-    nothing, and each halving of it takes another period of thrashing.
+    The same inside vLLM. Known weakness: the window opens while nothing fills it. After a quiet hour it
+    bounds nothing, and each halving takes another period of thrashing.
     """
 
     admits: ClassVar[Literal["jobs", "turns"]] = "turns"
@@ -44,7 +45,7 @@ class Concur(Policy):
     low_hit_rate: float = setting(
         0.2, "share of prompt tokens hit below which it then does", minimum=0, maximum=1
     )
-    forget_s: float = setting(600.0, "seconds in a tool call after which a job counts as gone", minimum=0)
+    forget_s: float = setting(60.0, "seconds in a tool call after which a job's place is free", minimum=0)
     _window: float = field(init=False)
     _agents: dict[str, _Agent] = field(init=False, default_factory=dict)
     _num_active: int = field(init=False, default=0)

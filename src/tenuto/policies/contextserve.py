@@ -26,7 +26,7 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.learn.command_times import CommandText, CommandTimes, load_command_times
+from tenuto.learn.command_times import MIN_TIME_S, CommandText, CommandTimes, load_command_times
 from tenuto.learn.commands import CommandShape
 from tenuto.learn.nig import NormalInverseGamma, get_z
 from tenuto.learn.tool_times import MAX_TOOLS
@@ -40,7 +40,7 @@ def _read_rules(text: str) -> frozenset[str]:
 FAST_PROGRAMS = _read_rules(
     """[, awk, basename, cat, cd, chmod, cp, cut, date, diff, dirname, echo, env, export, false, file, grep,
     head, hostname, id, jq, less, ls, mkdir, more, mv, nl, printenv, printf, pwd, readlink, realpath, rm, sed,
-    sort, stat, tail, test, touch, tr, tree, true, uname, uniq, wc, which, whoami, git add, git blame,
+    sort, stat, tail, test, touch, tr, true, uname, uniq, wc, which, whoami, git add, git blame,
     git branch, git config, git diff, git log, git ls-files, git remote, git rev-parse, git show, git stash,
     git status, git tag"""
 )
@@ -54,11 +54,11 @@ SLOW_PROGRAMS = _read_rules(
 """Rule: a command with one of these in it is slow, unless it only asks (`--version`, `--dry-run`, ...)."""
 RENEW_S = 600.0
 """How far an expired pin's deadline moves while its job's turn waits; that turn's start ends it."""
-MIN_TOOL_S, MAX_LOG_S = 1e-3, 50.0
-"""Times are bounded before their logarithm is taken, logarithms before they are taken back."""
+MAX_LOG_S = 50.0
+"""Bounds ln(seconds) before it is taken back."""
 UNKNOWN_LOG_S, UNKNOWN_SD = 0.0, math.log(10)
 """Before anything is known of a tool: 1 s, give or take a factor of ten."""
-PRIOR_CALLS = 4.0
+PRIOR_CALLS = 2.0
 """Calls that the prediction from a command's text is worth against what its program is seen to take."""
 
 
@@ -85,13 +85,13 @@ class Prediction:
 class ContextServe(Policy):
     """Fast tools: pin. Slow ones: store to the host tier, if any, and free. Uncertain: Continuum's TTL.
 
-    Source: the dispatch of ContextServe as it is described (rules, a Bayesian posterior with Thompson sampling,
-    boosted trees on the command, a fallback; no text or code of its authors was at hand); the fallback is
-    Continuum's TTL (arXiv 2511.02230). Rules judge well-known programs until `trusted_calls` of one were seen;
-    all others a Normal-Inverse-Gamma posterior of ln(seconds) per program, around what the trees read off the
-    command's text (see docs/tool_times.md). Known weaknesses: a rule that is wrong here costs the cache for
-    `trusted_calls` calls; Thompson sampling explores for nothing, as a tool's time is seen whatever is
-    decided; and pins yield only on a stall, so that they starve new jobs as continuum-fixed's do.
+    Source: the dispatch of ContextServe as it is described (rules, a Bayesian posterior with Thompson
+    sampling, boosted trees on the command, a fallback; no text or code of its authors was at hand); the
+    fallback is Continuum's TTL (arXiv 2511.02230). Rules judge well-known programs until `trusted_calls` of
+    one were seen; all others a Normal-Inverse-Gamma posterior of ln(seconds) per program, around what the
+    trees read off the command's text (see docs/tool_times.md). Known weaknesses: a rule that is wrong here
+    costs the cache for `trusted_calls` calls; Thompson sampling explores for nothing, as a tool's time is
+    seen whatever is decided; and pins yield only on a stall: they starve new jobs as continuum-fixed's do.
     """
 
     wants: ClassVar[Mapping[str, Any]] = {"offload": "asked"}
@@ -103,10 +103,13 @@ class ContextServe(Policy):
         0.95, "share of a fast tool's calls that its pin is to cover", minimum=0.5, maximum=0.999
     )
     trusted_calls: int = setting(
-        20, "calls of a program from which on its posterior overrules the rules", minimum=0
+        20,
+        "calls of a program from which on its posterior overrules the rules; 0: no rules",
+        minimum=0,
+        maximum=190,
     )
-    explore: bool = setting(True, "decide by a draw from the posterior (Thompson sampling), not by its mean")
-    seed: int = setting(0, "of the draws")
+    explore: bool = setting(True, "decide by a draw from the posterior (Thompson sampling), not by all of it")
+    seed: int = setting(0, "seed of the draws")
     model: str | None = setting(None, "file of a trained command model; the one that ships when unset")
     _commands: CommandTimes = field(init=False)
     _log_pin_s: float = field(init=False)
@@ -179,7 +182,7 @@ class ContextServe(Policy):
         text = self._commands.read(_get_text(tool))
         prior_log_s, sd = self._expect(text)
         belief = self._beliefs.pop(text.program, None) or _get_prior(sd)
-        self._beliefs[text.program] = belief.observe(math.log(max(tool_s, MIN_TOOL_S)) - prior_log_s)
+        self._beliefs[text.program] = belief.observe(math.log(max(tool_s, MIN_TIME_S)) - prior_log_s)
         if len(self._beliefs) > MAX_TOOLS:
             self._beliefs.popitem(last=False)
         self._ttl.on_tool_returned(text.program, tool_s)
@@ -231,21 +234,22 @@ class ContextServe(Policy):
 
     def _expect(self, text: CommandText) -> tuple[float, float]:
         """What the command's text lets expect, in ln seconds, and the standard deviation around it."""
-        return (UNKNOWN_LOG_S, UNKNOWN_SD) if text.log_s is None else (text.log_s, self._commands.residual_sd)
+        return (UNKNOWN_LOG_S, UNKNOWN_SD) if text.log_s is None else (text.log_s, text.sd)
 
     def _judge(
         self, belief: NormalInverseGamma, prior_log_s: float, expected_s: float | None, turn_id: str
     ) -> Prediction:
-        """Fast or slow if that has enough probability under what was drawn from the posterior."""
+        """Fast or slow if that has enough probability, under the posterior or what was drawn from it."""
         if self.explore:
             mean, sd = belief.draw(random.Random((self.seed << 32) ^ zlib.crc32(turn_id.encode())))
+            margin = sd * get_z(self.confidence)
+            low, high = mean - margin, mean + margin
         else:
-            mean, sd = belief.mean, math.sqrt(belief.beta / belief.alpha)
-        margin = sd * get_z(self.confidence)
-        if prior_log_s + mean + margin <= self._log_pin_s:
+            low, high = belief.get_quantile(1 - self.confidence), belief.get_quantile(self.confidence)
+        if prior_log_s + high <= self._log_pin_s:
             covering_s = math.exp(min(prior_log_s + belief.get_quantile(self.quantile), MAX_LOG_S))
             return Prediction(Speed.FAST, expected_s, min(covering_s, self.pin_s))
-        is_slow = prior_log_s + mean - margin >= self._log_slow_s
+        is_slow = prior_log_s + low >= self._log_slow_s
         return Prediction(Speed.SLOW if is_slow else Speed.UNCERTAIN, expected_s, 0.0)
 
 

@@ -19,8 +19,8 @@ class StockTuned(Policy):
     before V1; it ends nearly all preemptions. Session affinity needs no setting: Tenuto's middleware keeps a
     job on its data-parallel rank.
 
-    Known weakness: the cap is a prompt's, not the step's. Sixteen long prompts still fill a step of 8,192, and
-    now each takes sixteen times as many of them.
+    Known weakness: the cap is a prompt's, not the step's. Sixteen long prompts still fill a step of 8,192,
+    and each now takes sixteen times as many of them.
     """
 
     wants: ClassVar[Mapping[str, Any]] = {

@@ -46,7 +46,7 @@ class Thunderagent(Policy):
 
     reserve_tokens: int = setting(256, "tokens set aside for each active job's next output", minimum=0)
     max_wait_s: float = setting(1800.0, "seconds after which a waiting turn starts in any case", minimum=0)
-    forget_s: float = setting(600.0, "seconds in a tool call after which a job counts as gone", minimum=0)
+    forget_s: float = setting(60.0, "seconds in a tool call after which a job's place is free", minimum=0)
     _programs: dict[str, _Program] = field(init=False, default_factory=dict)
     _num_tokens: int = field(init=False, default=0)
     """Of all active jobs; those that are about to be paused have their blocks until they are."""

@@ -171,8 +171,8 @@ class Simulation:
         depth = self.scheduler.config.max_steps_in_flight
         running = self.scheduler.running
         num_context_tokens = sum(request.num_computed_tokens for request in running)
-        budget_left = self.scheduler.config.max_step_tokens - len(running)
-        quiet_step = Step(budget_left, 0, {request.turn_id: 1 for request in running})
+        # As full as the last: a policy that bounds steps has no other reason to in these.
+        quiet_step = Step(self._last_step.budget, 0, {request.turn_id: 1 for request in running})
         in_flight = self._in_flight
         num_steps = 0
         while num_steps < num_quiet_steps and self.now_s < next_s:

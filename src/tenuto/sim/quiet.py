@@ -15,7 +15,6 @@ from tenuto.sim.scheduler import Scheduler
 def count_quiet_steps(scheduler: Scheduler) -> int:
     """How many of the next steps are quiet, if nothing comes from outside; a lower bound, 0 if in doubt."""
     config, running, pool = scheduler.config, scheduler.running, scheduler.kv.pool
-    policy = scheduler.driver.policy
     if (
         not running
         or len(running) > config.max_step_tokens

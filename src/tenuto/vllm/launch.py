@@ -25,11 +25,11 @@ OFFLOAD_FLAGS = ("--kv-offloading-size", "--kv-transfer-config")
 
 
 def build_command(model: str, settings: Mapping[str, Any], passed: Sequence[str]) -> list[str]:
-    """The command: Tenuto's scheduler and middleware, cached tokens in the usage, the engine settings that the
-    policy wants and nobody set, then what was passed on.
+    """The command: Tenuto's scheduler and middleware, cached tokens in the usage, then what was passed on.
 
-    `settings` goes under `tenuto` in the additional config, over what an `--additional-config` among the
-    passed arguments says there. Raises ConfigError or PolicyError before anything starts.
+    Engine settings that the policy wants are there too, if they were not passed. `settings` goes under
+    `tenuto` in the additional config, over what an `--additional-config` among the passed arguments says
+    there. Raises ConfigError or PolicyError before anything starts.
     """
     given, rest = _take_option(list(passed), "--additional-config")
     if _take_option(list(rest), "--scheduler-cls")[0] is not None:

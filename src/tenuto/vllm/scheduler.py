@@ -57,15 +57,17 @@ class _DrivenScheduler(compat.PrivateHooks):
         compat.check_attributes(self)
         engine_core = compat.find_engine_core()
         engine_index = compat.get_engine_index(engine_core)
+        self._state = _open_state(policy, settings, engine_index)
+        # After that: the trace's header has what the policy goes on with.
         trace_path = _get_file(settings.trace, engine_index) if settings.trace else None
         self._trace = TraceWriter(trace_path, policy) if trace_path else None
-        self._state = _open_state(policy, settings, engine_index)
         self._engine = VllmEngine(self)
         log = self._trace.write if self._trace else None
         self.driver = Driver(
             policy, self._engine, settings.limits, hash_block_size=self.hash_block_size, log=log
         )
-        self._reads_output = policy.overrides("retain") or policy.overrides("on_tool_returned")
+        # What follows a turn shows in its output: a tool call, or that the job is done.
+        self._reads_output = any(map(policy.overrides, ("retain", "on_tool_returned", "on_job_ended")))
         self._reader = OutputReader(compat.load_tokenizer(vllm_config) if self._reads_output else None)
         self._metrics = Metrics(self.driver, vllm_config, engine_index)
         self._steps = StepTracer(self._trace, self) if self._trace else None

@@ -47,7 +47,7 @@ def _join_runs(prompt: HashedPrompt, block_size: int, scope: str, followers: dic
     # Prompts that begin alike are cut alike, up to where they part; a run's first id tells all of it.
     ids, num_tokens = prompt
     starts = [n for n, one in enumerate(ids) if n == 0 or followers[ids[n - 1]] != one]
-    ends = [*starts[1:], len(ids)]
+    ends = [*starts[1:], len(ids)] if ids else []
     return tuple(
         Span(f"{scope}{ids[start]}", min(end * block_size, num_tokens) - start * block_size)
         for start, end in zip(starts, ends, strict=True)

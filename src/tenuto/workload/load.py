@@ -10,11 +10,13 @@ from tenuto.workload.ab8 import WINDOW_S, ab8_jobs
 from tenuto.workload.agentic_mooncake import read_agentic_mooncake
 from tenuto.workload.arrivals import arrival_times, reassign_arrivals, within
 from tenuto.workload.bfcl import bfcl_jobs
+from tenuto.workload.chat_logs import read_chat_logs
+from tenuto.workload.mini_swe_agent import FORMAT, SUFFIX, find_trajectories, read_mini_swe_agent
 from tenuto.workload.mooncake import read_mooncake
 from tenuto.workload.records import Record, read_records
 from tenuto.workload.schema import Job, Loop, Workload
 from tenuto.workload.swe_bench import swe_bench_jobs
-from tenuto.workload.tenuto_jsonl import read_tenuto_jsonl
+from tenuto.workload.tenuto_jsonl import is_note, read_tenuto_jsonl
 from tenuto.workload.weka import read_weka
 
 MAX_JOBS = 10**6
@@ -36,7 +38,7 @@ def load_workload(
     arrival: str = "poisson",
     loop: Loop = "closed",
 ) -> Workload:
-    """Generate a workload by name, or read a trace: a file, or a directory of Weka sessions.
+    """Generate a workload by name, or read a trace: a file, or a directory of Weka sessions or trajectories.
 
     With `jps` (jobs per second) jobs arrive by the process `arrival` ("poisson", "gamma:CV" or "fixed") for
     `window_s` seconds; generators need it, and take 45 s unless told. A trace without `jps` keeps its
@@ -53,7 +55,7 @@ def load_workload(
             )
         times = within(arrival_times(arrival, jps, seed), window_s)
         return Workload(source, tuple(GENERATORS[source](times, seed)), loop)
-    workload = Workload(str(source), tuple(_read_trace(Path(source))), loop)
+    workload = Workload(str(source), tuple(read_trace(Path(source))), loop)
     if jps is None:
         if window_s is not None:
             raise ConfigError(f"{source}: window_s cuts the arrivals that jps makes; give jps too")
@@ -62,11 +64,14 @@ def load_workload(
     return reassign_arrivals(workload, times if window_s is None else within(times, window_s))
 
 
-def _read_trace(path: Path) -> list[Job]:
+def read_trace(path: Path) -> list[Job]:
+    """The jobs of a file or a directory, in whichever format it is. Raises ConfigError or DataError."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.name.endswith((".json", ".json.gz")))
-        if not files:
-            raise DataError(f"{path}: no .json or .json.gz in this directory")
+        if not files or any(file.name.endswith(SUFFIX) for file in files):
+            return read_mini_swe_agent(
+                record for file in find_trajectories(path) for record in read_records(file)
+            )
         return read_weka(record for file in files for record in read_records(file))
     if not path.exists():
         raise ConfigError(f"{path}: no such file, nor a generator ({', '.join(GENERATORS)})")
@@ -75,11 +80,15 @@ def _read_trace(path: Path) -> list[Job]:
 
 
 def _find_reader(first: Record) -> Callable[[Sequence[Record]], list[Job]]:
+    if FORMAT in first:
+        return read_mini_swe_agent
+    if "messages" in first:
+        return read_chat_logs
     if "requests" in first:
         return read_weka
     if "schema" in first:
         return read_agentic_mooncake
-    if "session" in first or "session_id" in first:
+    if "session" in first or "session_id" in first or is_note(first):
         return read_tenuto_jsonl
     if "hash_ids" in first:
         return read_mooncake
@@ -87,5 +96,12 @@ def _find_reader(first: Record) -> Callable[[Sequence[Record]], list[Job]]:
     raise DataError(
         f"{first.place}: unknown format: the keys of the first record are {keys};"
         " expected 'requests' (Weka), 'schema' (dynamo.agentic_mooncake), 'session' (Tenuto)"
-        " or 'hash_ids' (Mooncake)"
+        ", 'hash_ids' (Mooncake), 'messages' (a chat log) or 'trajectory_format' (mini-swe-agent)"
     )
+
+
+def holds_text(path: Path) -> bool:
+    """Whether a trace holds what agents and models said: trajectories and chat logs do."""
+    if path.is_dir():
+        return any(path.rglob(f"*{SUFFIX}"))
+    return _find_reader(read_records(path)[0]) in (read_mini_swe_agent, read_chat_logs)

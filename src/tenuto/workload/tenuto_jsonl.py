@@ -18,6 +18,8 @@ between them. `session_id`, as AIPerf and Dynamo write it, is read as `session`.
     after           other turns to wait for: [{"session", "turn", "event": "sent" | "finished", "delay"}, …]
     tenant, parent  in the first row: who pays, and the session that started this one
 
+Rows whose `kind` is "recording" or "failed" are notes of `tenuto record` and are passed over.
+
 A row that says nothing about its content extends the turn before: its prompt, its output, then new text. If
 it is too short for that, the conversation was rewritten and all its text is new. All other keys are kept and
 written again.
@@ -30,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 
+from tenuto.core.errors import DataError
 from tenuto.workload.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.mooncake import BLOCK_SIZE, read_hashed_prompt
 from tenuto.workload.records import MAX_TOKENS, Record
@@ -52,17 +55,28 @@ _KEYS = (
     "tenant",
     "parent",
 )
+NOTE_KINDS = ("recording", "failed")
+"""What a recording holds besides turns: its head, and requests that brought no whole answer."""
 _EVENTS: dict[str, Event] = {"sent": "sent", "finished": "finished"}
 
 
 def read_tenuto_jsonl(records: Sequence[Record]) -> list[Job]:
     """One job per session, in the order of their first rows. Raises DataError naming file, line and field."""
+    notes = [record for record in records if is_note(record)]
+    records = [record for record in records if not is_note(record)]
+    if not records:
+        raise DataError(f"{notes[0].place}: notes of a recording, but not one turn was recorded")
     sessions: dict[str, list[Record]] = {}
     for record in records:
         session = record.text("session" if "session" in record else "session_id")
         sessions.setdefault(session, []).append(record)
     hashed = _make_hashed_prompts(records)
     return [_read_job(session, rows, hashed) for session, rows in sessions.items()]
+
+
+def is_note(record: Record) -> bool:
+    """Whether a row tells of a recording and is no turn."""
+    return record.values.get("kind") in NOTE_KINDS
 
 
 def _read_job(session: str, rows: list[Record], hashed: Mapping[str, Prompt]) -> Job:
@@ -155,17 +169,18 @@ def _read_event(entry: Record) -> After:
 
 def write_tenuto_jsonl(path: Path, jobs: Sequence[Job]) -> None:
     """Write jobs so that `read_tenuto_jsonl` gives back equal ones, to the last digit of every time."""
-    rows = (_dump(row) for job in jobs for row in _make_rows(job))
+    rows = (dump_json(row) for job in jobs for row in make_tenuto_rows(job))
     path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8", newline="\n")
 
 
-def _make_rows(job: Job) -> Iterator[dict[str, object]]:
+def make_tenuto_rows(job: Job) -> Iterator[dict[str, object]]:
+    """One row per turn."""
     for index, turn in enumerate(job.turns):
         sent_s = turn.at_s if index else job.arrival_s
         known = {
             "session": job.job_id,
-            "timestamp": None if sent_s is None else _to_ms(sent_s),
-            "delay": _to_ms(job.turns[index - 1].tool_s) if index else None,
+            "timestamp": None if sent_s is None else to_ms(sent_s),
+            "delay": to_ms(job.turns[index - 1].tool_s) if index else None,
             "input_length": turn.num_prompt_tokens,
             "output_length": turn.num_output_tokens,
             "tool": turn.tool,
@@ -173,7 +188,7 @@ def _make_rows(job: Job) -> Iterator[dict[str, object]]:
             "prompt": turn.prompt,
             "output": turn.output.content_id,
             "after": [
-                {"session": a.job_id, "turn": a.turn, "event": a.event, "delay": _to_ms(a.delay_s)}
+                {"session": a.job_id, "turn": a.turn, "event": a.event, "delay": to_ms(a.delay_s)}
                 for a in turn.after
             ]
             or None,
@@ -183,17 +198,17 @@ def _make_rows(job: Job) -> Iterator[dict[str, object]]:
         yield {**turn.extra, **{key: value for key, value in known.items() if value is not None}}
 
 
-def _to_ms(seconds: float) -> Decimal:
-    # Exact, which multiplying a float is not.
+def to_ms(seconds: float) -> Decimal:
+    """Milliseconds, exactly, which multiplying a float is not."""
     return Decimal(repr(seconds)).scaleb(3)
 
 
-def _dump(value: object) -> str:
+def dump_json(value: object) -> str:
     """JSON of a row; like json.dumps, which cannot write a Decimal."""
     if isinstance(value, Decimal):
         return f"{value:f}"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)}: {_dump(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)}: {dump_json(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_dump, value)) + "]"
+        return "[" + ", ".join(map(dump_json, value)) + "]"
     return json.dumps(value, allow_nan=False)

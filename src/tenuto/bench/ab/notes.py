@@ -1,0 +1,61 @@
+"""What a reader of the verdict has to know besides the numbers: errors, caches, the client's own lateness."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_CLIENT_LAG_S = 0.05
+"""P99 of a run's sending lag, beyond which the client's own times are in what it measured."""
+_LOST = ("failed", "cancelled", "not_sent")
+
+
+def describe_errors(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """By arm, the results of its runs; a sentence for each arm that lost turns, or one that none did."""
+    lines = []
+    for arm, runs in results.items():
+        planned = sum(run["client"]["turns"]["planned"] for run in runs)
+        lost = sum(run["client"]["turns"][kind] for run in runs for kind in _LOST)
+        if lost:
+            kinds = {kind: each for run in runs for kind, each in run["client"]["failed_attempts"].items()}
+            first = next((f" (first: {kind}: {each['first']})" for kind, each in kinds.items()), "")
+            lines.append(
+                f"Errors: {arm} lost {lost} of {planned} turns{first}; jobs that failed on one arm are left "
+                "out on all."
+            )
+    return lines or ["Errors: none."]
+
+
+def describe_complaints(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Where an arm's answers or counts were not what was asked for."""
+    lines = []
+    for arm, runs in results.items():
+        for kind in dict.fromkeys(kind for run in runs for kind in run["client"]["complaints"]):
+            these = [run["client"]["complaints"][kind] for run in runs if kind in run["client"]["complaints"]]
+            lines.append(
+                f"Complaint: {arm}: {sum(each['count'] for each in these)} × {kind}: {these[0]['first']}"
+            )
+    return lines
+
+
+def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Whether the client was too late for its times to be the servers'."""
+    lags_s = [run["client"]["send_lag_s"]["p99"] for runs in results.values() for run in runs]
+    worst_s = max((lag for lag in lags_s if lag is not None), default=0.0)
+    if worst_s <= MAX_CLIENT_LAG_S:
+        return []
+    return [
+        f"The client itself was late: P99 of its sending lag was up to {worst_s * 1000:.0f} ms. Its "
+        "machine is too busy, with the servers or with others."
+    ]
+
+
+def describe_caches(not_emptied: Sequence[str]) -> list[str]:
+    """Arms whose caches were not emptied before a run."""
+    if not not_emptied:
+        return []
+    return [
+        f"The prefix cache of {', '.join(not_emptied)} could not be emptied between runs. No run hits what "
+        "another left there, as all content is its own, but it starts with the cache full. For vLLM, start "
+        "the server with VLLM_SERVER_DEV_MODE=1."
+    ]

@@ -1,0 +1,1 @@
+"""Reports: one page, figures and a Chrome trace from the records of runs."""

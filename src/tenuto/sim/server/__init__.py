@@ -1,0 +1,1 @@
+"""The simulated engine behind an OpenAI-compatible HTTP server."""

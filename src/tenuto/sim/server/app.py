@@ -1,0 +1,119 @@
+"""The HTTP side: paths, keys, errors, and the pages that say what the server is."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from tenuto import __version__
+from tenuto.core.errors import ConfigError
+from tenuto.sim.server.ask import CHAT_PATH, Served
+from tenuto.sim.server.errors import RequestError
+from tenuto.sim.server.generate import Generator
+from tenuto.sim.server.metrics import EngineMetrics
+from tenuto.sim.server.options import ServerOptions
+from tenuto.sim.server.pace import Pacer
+
+MAX_BODY_BYTES = 32 * 2**20
+"""A million tokens of text are about an eighth of it."""
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+logger = logging.getLogger("tenuto.sim")
+
+
+def make_app(pacer: Pacer, served: Served, options: ServerOptions) -> web.Application:
+    """The application; its engine runs while it does. Run it with `handler_cancellation`."""
+
+    async def run_engine(app: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(pacer.run())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    answer, pages = Generator(pacer, served).answer, _Pages(pacer, served, options.policy)
+    app = web.Application(middlewares=[_make_guard(options.api_key)], client_max_size=MAX_BODY_BYTES)
+    app.add_routes(
+        [
+            web.post("/v1/completions", answer),
+            web.post(CHAT_PATH, answer),
+            web.get("/v1/models", pages.list_models),
+            web.get("/health", pages.get_health),
+            web.get("/ping", pages.get_health),
+            web.post("/ping", pages.get_health),
+            web.get("/version", pages.get_version),
+            web.get("/metrics", pages.get_metrics),
+            web.post("/reset_prefix_cache", pages.reset_prefix_cache),
+        ]
+    )
+    app.cleanup_ctx.append(run_engine)
+    return app
+
+
+class _Pages:
+    def __init__(self, pacer: Pacer, served: Served, policy: str) -> None:
+        self._pacer = pacer
+        self._served = served
+        self._metrics = EngineMetrics(pacer, served.model_name, policy)
+        self._created = int(time.time())
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        model = {
+            "id": self._served.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tenuto",
+            "root": self._served.model_name,
+            "parent": None,
+            "max_model_len": self._served.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def get_health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._pacer.error is None else 503)
+
+    async def get_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": f"tenuto-{__version__}-sim"})
+
+    async def get_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.write_page(), headers={"Content-Type": METRICS_TYPE})
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        if not self._pacer.engine.reset_prefix_cache():
+            raise RequestError("requests are running; their blocks stay", status=409)
+        return web.Response()
+
+
+def _make_guard(api_key: str | None) -> Middleware:
+    """What stands before every handler: the key, and errors in OpenAI's form."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if api_key is not None and request.path.startswith("/v1") and not _has_key(request, api_key):
+                raise RequestError("wrong API key, or none", status=401)
+            return await handler(request)
+        except RequestError as error:
+            refusal = error
+        except ConfigError as error:
+            refusal = RequestError(str(error))  # a turn that can never run here
+        except web.HTTPException as error:
+            refusal = RequestError(error.reason, status=error.status)
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.path)
+            refusal = RequestError(f"the server failed: {type(error).__name__}", status=500)
+        return web.json_response(refusal.to_json(), status=refusal.status)
+
+    return guard
+
+
+def _has_key(request: web.Request, api_key: str) -> bool:
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), api_key.encode())

@@ -1,0 +1,177 @@
+"""What a request asks for: its body, read field by field.
+
+Fields that only steer sampling are accepted and change nothing. Fields that would change the form of the
+answer, and that the simulation cannot serve, are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto.core.identity import are_xargs
+from tenuto.sim.server.errors import RequestError
+
+Body = Mapping[str, Any]
+
+_MAX_ID = 2**32 - 1
+_NOT_SIMULATED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "prompt_embeds": (),
+    "audio": (),
+}
+"""What is refused, and the values beside null that ask for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How much is generated, and how it is sent."""
+
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+    is_stream: bool
+    includes_usage: bool
+    returns_ids: bool
+    seed: int | None
+    """Answers of equal prompts and seeds are equal; None for an answer of its own each time."""
+    priority: int
+    cache_salt: str | None
+
+
+def parse_json(raw: bytes) -> Body:
+    """The body as a JSON object; raises RequestError."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    return body
+
+
+def read_sampling(body: Body) -> Sampling:
+    """The fields that chat and plain completions share; raises RequestError naming the field."""
+    for name, harmless in _NOT_SIMULATED.items():
+        value = body.get(name)
+        # By type too, as 1 == True.
+        if value is not None and (type(value), value) not in [(type(each), each) for each in harmless]:
+            raise RequestError(f"{name}={_show(value)} is not simulated; leave it out", name)
+    kind = (get_object(body, "response_format") or {}).get("type", "text")
+    if kind != "text":
+        raise RequestError(f"response_format {_show(kind)} is not simulated", "response_format")
+    xargs = body.get("vllm_xargs")
+    if xargs is not None and not are_xargs(xargs):
+        raise RequestError("vllm_xargs must be an object of strings, numbers or lists of them", "vllm_xargs")
+    max_tokens = get_int(body, "max_completion_tokens", 1)
+    max_tokens = get_int(body, "max_tokens", 1) if max_tokens is None else max_tokens
+    min_tokens = get_int(body, "min_tokens", 0) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError(f"min_tokens={min_tokens} is more than max_tokens={max_tokens}", "min_tokens")
+    seed = get_int(body, "seed")
+    is_greedy = _get_number(body, "temperature") == 0
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=get_bool(body, "ignore_eos"),
+        is_stream=get_bool(body, "stream"),
+        includes_usage=get_bool(get_object(body, "stream_options") or {}, "include_usage"),
+        returns_ids=get_bool(body, "return_token_ids"),
+        seed=0 if is_greedy else seed,
+        priority=get_int(body, "priority") or 0,
+        cache_salt=get_string(body, "cache_salt"),
+    )
+
+
+def read_prompt(body: Body) -> str | list[int]:
+    """The one prompt of a completion, as text or token ids; raises RequestError."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise RequestError("only one prompt per request is simulated", "prompt")
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError("prompt must be a text or a list of token ids, and not empty", "prompt")
+    # By type, as a bool is an int but no token; in C, as prompts are long.
+    if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) > _MAX_ID:
+        raise RequestError("prompt must be a text or a list of token ids", "prompt")
+    return prompt
+
+
+def get_list(body: Body, name: str) -> Sequence[Any]:
+    """A list, empty if it is not there; raises RequestError."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, list):
+        raise RequestError(f"{name} must be a list, got {_show(value)}", name)
+    return value or ()
+
+
+def get_object(body: Body, name: str) -> Body | None:
+    """An object, or None if it is not there; raises RequestError."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise RequestError(f"{name} must be an object, got {_show(value)}", name)
+    return value
+
+
+def get_string(body: Body, name: str) -> str | None:
+    """A string that is not empty, or None; raises RequestError."""
+    value = body.get(name)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise RequestError(f"{name} must be a text that is not empty, got {_show(value)}", name)
+    return value
+
+
+def get_bool(body: Body, name: str) -> bool:
+    """A switch, off if it is not there; raises RequestError."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {_show(value)}", name)
+    return bool(value)
+
+
+def get_int(body: Body, name: str, minimum: int | None = None) -> int | None:
+    """A whole number, or None; raises RequestError."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 2**63:
+        raise RequestError(f"{name} must be a whole number, got {_show(value)}", name)
+    if minimum is not None and value < minimum:
+        raise RequestError(f"{name} must be at least {minimum}, got {value}", name)
+    return value
+
+
+def _get_number(body: Body, name: str) -> float | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        raise RequestError(f"{name} must be a number, got {_show(value)}", name)
+    return value
+
+
+def _show(value: Any) -> str:
+    # Hostile values are long, and some cannot be printed at all.
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and abs(value) > 2**63:
+        return "a huge number"
+    return repr(value)[:80]

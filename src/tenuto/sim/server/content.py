@@ -1,0 +1,112 @@
+"""Token ids as the simulator's content: equal beginnings of sequences become equal spans.
+
+    root ── [system, task 3] ── [answer 1] ── [tool 1 …] ── …
+                         └───── [task 4, from where it differs] ── …
+
+Every text is known by the tokens it has, and begins where it first differed from all others. A sequence is
+then a row of spans, each the beginning of one text, and two sequences run through the same texts exactly as
+far as their tokens agree. A text lives as long as the engine knows its content (see `tenuto.sim.segments`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+from weakref import WeakValueDictionary
+
+from tenuto.sim.segments import Span
+
+TokenIds: TypeAlias = "array[int]"
+"""Unsigned 32-bit ids, type code "I"."""
+
+
+MAX_ANSWERS = 20
+"""Tries to find one that is new."""
+
+
+def make_token_ids(ids: Iterable[int] = ()) -> TokenIds:
+    """An array of token ids; raises TypeError or OverflowError for what is none."""
+    return array("I", ids)
+
+
+class Text:
+    """Tokens behind the first tokens of another text."""
+
+    __slots__ = ("__weakref__", "_before", "following", "token_ids")
+
+    def __init__(self, token_ids: TokenIds, before: Text | None = None) -> None:
+        self._before = before
+        self.token_ids = token_ids
+        self.following: WeakValueDictionary[tuple[int, int], Text] = WeakValueDictionary()
+        """By how many of these tokens come before it, and its first token."""
+
+    def try_extend(self, token_ids: TokenIds) -> bool:
+        """Make it at least these tokens; False, and nothing changes, if it goes on otherwise."""
+        num_tokens = len(self.token_ids)
+        if token_ids[:num_tokens] != self.token_ids[: len(token_ids)]:
+            return False
+        if len(token_ids) > num_tokens:
+            if (num_tokens, token_ids[num_tokens]) in self.following:
+                return False
+            self.token_ids = token_ids
+        return True
+
+
+class ContentTree:
+    """Everything the engine may have cached, by its tokens."""
+
+    def __init__(self) -> None:
+        self._root = Text(make_token_ids())
+
+    def place(self, token_ids: TokenIds) -> list[Span]:
+        """The spans of a prompt; what of it is new becomes known, for as long as the spans are held."""
+        text, start = self._root, 0
+        spans: list[Span] = []
+        while True:
+            num_common = _count_common(text.token_ids, token_ids, start)
+            if num_common:
+                spans.append((text, num_common))
+            start += num_common
+            if start == len(token_ids):
+                return spans
+            following = text.following.get((num_common, token_ids[start]))
+            if following is None:
+                following = Text(token_ids[start:], text)
+                text.following[num_common, token_ids[start]] = following
+            text = following
+
+    def place_answer(self, prompt: list[Span], generate: Callable[[int], TokenIds]) -> tuple[Span, TokenIds]:
+        """The span of an answer behind a prompt that was placed, and its tokens.
+
+        An answer is one span, so it should not begin like something else that is known to follow there:
+        `generate` is asked for answer 0, 1 and so on until one does not. It gives the same tokens for the
+        same number each time, as many as are wanted. Where it has no other answer, nobody finds this one.
+        """
+        text, num_tokens = prompt[-1]
+        assert isinstance(text, Text)
+        for number in range(MAX_ANSWERS):
+            token_ids = generate(number)
+            key = (num_tokens, token_ids[0])
+            answer = text.following.get(key)
+            if text.token_ids[num_tokens : num_tokens + 1] != token_ids[:1]:
+                if answer is None:
+                    answer = text.following[key] = Text(token_ids, text)
+                if answer.try_extend(token_ids):
+                    return (answer, len(token_ids)), token_ids
+        return (Text(token_ids, text), len(token_ids)), token_ids
+
+
+def _count_common(a: TokenIds, b: TokenIds, start: int) -> int:
+    """How many leading tokens of `a` are those of `b` from `start` on."""
+    longest = min(len(a), len(b) - start)
+    if a[:longest] == b[start : start + longest]:
+        return longest
+    low, high = 0, longest - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[start + low : start + middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

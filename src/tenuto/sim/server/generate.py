@@ -1,0 +1,128 @@
+"""From a request for an answer to the answer: through the engine, and out as its tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from aiohttp import web
+
+from tenuto.core.tool_calls import find_tool_call
+from tenuto.sim.server.answer import choose_words, get_seed
+from tenuto.sim.server.ask import Ask, Served, read_ask
+from tenuto.sim.server.content import ContentTree, TokenIds
+from tenuto.sim.server.engine import ServedRequest, Turn
+from tenuto.sim.server.pace import Pacer
+from tenuto.sim.server.replies import Reply
+from tenuto.sim.server.template import write_call
+
+LARGE_BODY_BYTES = 2**17
+"""From here on a body is read beside the event loop, which has tokens to send."""
+
+
+class Generator:
+    """Answers requests from one engine."""
+
+    def __init__(self, pacer: Pacer, served: Served) -> None:
+        self._pacer = pacer
+        self._served = served
+        self._content = ContentTree()
+        self._numbers = itertools.count()
+        self._run_id = uuid.uuid4().hex[:12]
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Handle a request for an answer; a client that goes away ends its turn."""
+        ask = await self._read(request)
+        # In order of arrival, as ties between turns are decided by their ids.
+        turn_id = f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{self._run_id}{next(self._numbers):09d}"
+        engine_request, answer_ids = self._make_request(ask, turn_id)
+        reply = Reply(ask, answer_ids, turn_id, self._served.model_name, self._served.tokenizer.words)
+        news = asyncio.Event()
+        turn = self._pacer.submit(engine_request, news.set)
+        try:
+            await _wait(turn, news)
+            if ask.sampling.is_stream:
+                return await _stream(request, turn, news, reply)
+            while not turn.is_finished:
+                await _wait(turn, news)
+            return web.json_response(reply.write_whole(turn))
+        finally:
+            self._pacer.abort(turn)
+
+    async def _read(self, request: web.Request) -> Ask:
+        raw = await request.read()
+        # Of several headers of one name the first counts, as in vLLM.
+        headers = {name.lower(): request.headers[name] for name in request.headers}
+        if len(raw) < LARGE_BODY_BYTES:
+            return read_ask(raw, headers, request.path, self._served)
+        return await asyncio.to_thread(read_ask, raw, headers, request.path, self._served)
+
+    def _make_request(self, ask: Ask, turn_id: str) -> tuple[ServedRequest, TokenIds]:
+        """The engine's request, and the tokens that its answer will be."""
+        plan, sampling, tokenizer = ask.plan, ask.sampling, self._served.tokenizer
+        seed = get_seed(sampling, ask.prompt_ids, turn_id)
+        prompt = self._content.place(ask.prompt_ids)
+        output, answer_ids = self._content.place_answer(
+            prompt, lambda number: choose_words(tokenizer, plan, f"{seed}/{number}", begins=ask.is_chat)
+        )
+        call = plan.call
+        tool = None if call is None else find_tool_call(write_call(call.name, call.arguments))
+        request = ServedRequest(
+            turn_id=turn_id,
+            prompt=prompt,
+            output=output,
+            arrival_s=0.0,
+            priority=sampling.priority,
+            hints=ask.hints,
+            tool=tool,
+            # Cut off by its length, nobody can tell whether the job goes on.
+            is_last=None if plan.finish_reason == "length" else tool is None,
+            key=sampling.cache_salt,
+            prompt_ids=ask.prompt_ids,
+            ends_by="length" if plan.finish_reason == "length" else "stop",
+        )
+        return request, answer_ids
+
+
+async def _wait(turn: Turn, news: asyncio.Event) -> None:
+    """Wait for the next tokens; raises what went wrong instead."""
+    await news.wait()
+    news.clear()
+    if turn.error is not None:
+        raise turn.error
+
+
+async def _stream(request: web.Request, turn: Turn, news: asyncio.Event, reply: Reply) -> web.StreamResponse:
+    """Send tokens as they come; several at once, where the client or this process was not quick enough."""
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    )
+    # The client may be gone; then so is its turn.
+    with suppress(ConnectionResetError):
+        await response.prepare(request)
+        async for data in _write(turn, news, reply):
+            await response.write(data)
+        await response.write_eof()
+    return response
+
+
+async def _write(turn: Turn, news: asyncio.Event, reply: Reply) -> AsyncIterator[bytes]:
+    """The pieces of a stream, the first of whose tokens are there."""
+    num_sent = 0
+    while True:
+        num_tokens, is_finished = turn.num_tokens, turn.is_finished
+        events = reply.write_events(num_sent, num_tokens)
+        if is_finished:
+            yield events + reply.write_end(turn)
+            return
+        yield events
+        num_sent = num_tokens
+        try:
+            await _wait(turn, news)
+        except Exception as error:
+            # Too late for a status.
+            yield reply.write_failure(error)
+            return

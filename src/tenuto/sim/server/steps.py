@@ -1,0 +1,51 @@
+"""The step part of the trace (see `tenuto.trace`): what the simulated engine looked like, and what it did."""
+
+from __future__ import annotations
+
+from tenuto.sim.scheduler import Scheduler
+from tenuto.sim.step import Step
+from tenuto.trace import TraceWriter
+
+
+class StepTracer:
+    """Writes one `step` record per step, and one `admission` record per turn it starts."""
+
+    def __init__(self, trace: TraceWriter, scheduler: Scheduler) -> None:
+        self._trace = trace
+        self._scheduler = scheduler
+
+    def record(self, step: Step, now_s: float) -> None:
+        """Record a step that was just scheduled; the trace's step number moves on."""
+        scheduler = self._scheduler
+        started = {**step.new, **step.resumed}
+        for turn_id, num_hit_tokens in started.items():
+            self._trace.write(
+                {
+                    "kind": "admission",
+                    "turn": turn_id,
+                    "now_s": now_s,
+                    "num_prompt_tokens": scheduler.requests[turn_id].num_prompt_tokens,
+                    "num_hit_tokens": num_hit_tokens,
+                }
+            )
+        pool, leases = scheduler.kv.pool, scheduler.driver.leases
+        num_blanks, *_ = pool.get_queue()
+        tables = (table for request in scheduler.requests.values() for table in request.tables)
+        self._trace.write(
+            {
+                "kind": "step",
+                "now_s": now_s,
+                "num_running": len(scheduler.running),
+                "num_waiting": len(scheduler.waiting) + scheduler.num_loading,
+                "num_free_blocks": pool.num_free_blocks,
+                "num_cached_blocks": pool.num_blocks - num_blanks - sum(table.num_blanks for table in tables),
+                "num_retained_blocks": sum(leases.num_blocks.values()),
+                "num_retained_jobs": len(leases),
+                "new": list(step.new),
+                "resumed": list(step.resumed),
+                "running": [turn_id for turn_id in step.num_tokens if turn_id not in started],
+                "preempted": sorted(step.preempted),
+                "num_tokens": dict(step.num_tokens),
+            }
+        )
+        self._trace.end_step()

@@ -1,0 +1,167 @@
+"""What a policy learned, kept across restarts: one JSON file, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.policy import Policy
+
+FORMAT = "tenuto-state-1"
+MAX_BYTES = 64 << 20
+"""A larger file is nothing a policy of ours wrote, and is neither read nor written."""
+
+logger = logging.getLogger("vllm.tenuto")
+
+
+def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> None:
+    """Write a policy's state; after a crash at any moment the file is the old or the new one, whole.
+
+    Raises OSError if it cannot be written, ValueError if the state is not JSON or too large.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            # `dump` encodes piece by piece, where `dumps` would hold the interpreter until it is done.
+            record = {"format": FORMAT, "policy": policy_name, "state": state}
+            json.dump(record, file, allow_nan=False, separators=(",", ":"))
+            file.flush()
+            os.fsync(file.fileno())
+            if file.tell() > MAX_BYTES:
+                raise ValueError(f"the state has {file.tell()} bytes, over the limit of {MAX_BYTES}")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def load_state(path: str | Path, policy_name: str) -> dict[str, Any]:
+    """Read what `save_state` wrote for this policy.
+
+    Raises FileNotFoundError, OSError, or ValueError saying what is wrong with the file.
+    """
+    with open(path, "rb") as file:
+        text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES} bytes")
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"it is not a state file (its format is not {FORMAT!r})")
+    if record.get("policy") != policy_name or not isinstance(record.get("state"), dict):
+        raise ValueError(f"it holds the state of policy {record.get('policy')!r}, not of {policy_name!r}")
+    state: dict[str, Any] = record["state"]
+    return state
+
+
+class StateFile:
+    """Restores a policy from its file, and saves it every now and then and at the end.
+
+    Writing happens in a thread of its own. A file that cannot be used is reported and set aside as
+    `FILE.ignored`; a disk that fails while running is reported once: neither may take the engine with it.
+    """
+
+    def __init__(self, policy: Policy, policy_name: str, path: str, save_every_s: float) -> None:
+        """Restores the policy. Raises ConfigError if the folder cannot be written to."""
+        self._policy = policy
+        self._policy_name = policy_name
+        self._path = Path(path)
+        self._save_every_s = save_every_s
+        self._saved_s: float | None = None
+        self._writer: threading.Thread | None = None
+        self._has_failed = False
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"tenuto.state: cannot make the folder of {path!r}: {error}") from error
+        if self._path.is_dir() or not os.access(self._path.parent, os.W_OK):
+            raise ConfigError(f"tenuto.state: {path!r} must be a file in a folder that can be written to")
+        if not policy.overrides("get_state"):
+            logger.info("policy %s learns nothing to keep: tenuto.state has no effect", policy_name)
+        self._restore()
+
+    def save_if_due(self, now_s: float, *, idle: bool = False) -> None:
+        """Save if it is time, which comes ten times sooner to an idle engine: it may stay so, and be killed.
+
+        Costs a copy of the state when it is time, and nothing in between.
+        """
+        if self._saved_s is None:
+            self._saved_s = now_s
+        every_s = self._save_every_s / 10 if idle else self._save_every_s
+        if now_s - self._saved_s < every_s or (self._writer and self._writer.is_alive()):
+            return
+        self._saved_s = now_s
+        state = self._get_state()
+        if state is not None:
+            self._writer = threading.Thread(
+                target=self._write, args=(state,), name="tenuto-state", daemon=True
+            )
+            self._writer.start()
+
+    def close(self) -> None:
+        """Save what was learned since."""
+        if self._writer is not None:
+            self._writer.join()
+        state = self._get_state()
+        if state is not None:
+            self._write(state)
+
+    def _restore(self) -> None:
+        try:
+            self._policy.set_state(load_state(self._path, self._policy_name))
+        except FileNotFoundError:
+            return
+        except Exception as error:  # a policy is code from outside, and the file may hold anything
+            aside = self._path.with_name(self._path.name + ".ignored")
+            with contextlib.suppress(OSError):
+                self._path.replace(aside)
+            logger.error(
+                "tenuto.state: %s is ignored, policy %s starts with nothing learned: %s (set aside as %s)",
+                self._path,
+                self._policy_name,
+                error or repr(error),
+                aside.name,
+            )
+        else:
+            logger.info("policy %s goes on with what %s holds", self._policy_name, self._path)
+
+    def _get_state(self) -> dict[str, Any] | None:
+        try:
+            return self._policy.get_state()
+        except Exception as error:
+            self._report(error)
+            return None
+
+    def _write(self, state: dict[str, Any]) -> None:
+        try:
+            save_state(self._path, self._policy_name, state)
+            self._has_failed = False
+        except (OSError, TypeError, ValueError, RecursionError) as error:
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.error(
+                "what policy %s learned is not saved in %s: %r", self._policy_name, self._path, error
+            )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renaming itself survive a power cut."""
+    with contextlib.suppress(OSError):  # some file systems have no such thing
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

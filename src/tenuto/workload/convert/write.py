@@ -1,0 +1,87 @@
+"""The formats a trace can be written in, and the writing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenuto.core.errors import ConfigError
+from tenuto.workload.convert.agentic_mooncake import make_agentic_mooncake, name_agentic
+from tenuto.workload.convert.mooncake import make_mooncake
+from tenuto.workload.convert.weka import make_weka
+from tenuto.workload.load import read_trace
+from tenuto.workload.mooncake import BLOCK_SIZE, read_mooncake
+from tenuto.workload.records import read_records
+from tenuto.workload.schema import Job
+from tenuto.workload.tenuto_jsonl import dump_json, make_tenuto_rows
+
+Rows = Iterable[Mapping[str, object]]
+
+
+def _keep_names(jobs: Sequence[Job]) -> dict[str, str] | None:
+    return {job.job_id: job.job_id for job in jobs}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How jobs become rows."""
+
+    make_rows: Callable[[Sequence[Job], int], Rows]
+    """From jobs and the tokens per block id."""
+    block_size: int = 64
+    get_names: Callable[[Sequence[Job]], dict[str, str] | None] = _keep_names
+    """What each job is called when the file is read again; None if jobs become single requests."""
+    has_sessions: bool = False
+    """Whether each row is a whole session, which people keep in a file of its own."""
+
+
+FORMATS = {
+    "tenuto": Format(lambda jobs, _: (row for job in jobs for row in make_tenuto_rows(job))),
+    "mooncake": Format(make_mooncake, BLOCK_SIZE, get_names=lambda jobs: None),
+    "agentic-mooncake": Format(make_agentic_mooncake, get_names=name_agentic),
+    "weka": Format(make_weka, has_sessions=True),
+}
+
+
+def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int) -> list[Job]:
+    """Write a new file and read it again; returns the jobs as they are in it.
+
+    A session format goes into a folder, a file each, unless `out` ends with .jsonl or .json. Raises
+    ConfigError if something is there already or cannot be written.
+    """
+    rows = chosen.make_rows(jobs, block_size)
+    try:
+        if chosen.has_sessions and out.suffix not in (".jsonl", ".json"):
+            _write_folder(out, rows)
+        else:
+            _write_file(out, rows)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror or error}") from error
+    if chosen.get_names(jobs) is None:
+        return read_mooncake(read_records(out), block_size)
+    return read_trace(out)
+
+
+def _write_file(out: Path, rows: Rows) -> None:
+    if out.exists() and (out.is_dir() or out.stat().st_size):
+        raise ConfigError(f"{out} is there already; name a new file")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the file and then in its place: whoever reads it never sees half of it.
+    part = out.with_name(f"{out.name}.part")
+    with part.open("w", encoding="utf-8", newline="\n") as file:
+        for row in rows:
+            file.write(f"{dump_json(row)}\n")
+    os.replace(part, out)
+
+
+def _write_folder(out: Path, rows: Rows) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already and not an empty folder; name a new one")
+    out.mkdir(parents=True, exist_ok=True)
+    for number, row in enumerate(rows):
+        # A number keeps the order, and ids that differ in what no file name can hold apart.
+        name = re.sub(r"[^\w.-]", "_", str(row["id"]))[:80]
+        (out / f"{number:06d}-{name}.json").write_text(f"{dump_json(row)}\n", encoding="utf-8")

@@ -1,0 +1,157 @@
+"""Winners, speed-ups and the words for them, from numbers made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tenuto.report.compare import Group, get_seed_spread, group_runs
+from tenuto.report.fields import Fields
+from tenuto.report.records import Run, get_percentile, read_run
+from tenuto.report.verdict import describe, format_seconds
+from tests.report.data import make_record
+
+
+def read(*records: dict[str, Any]) -> list[Run]:
+    return [read_run(Fields(f"r:{index}", record)) for index, record in enumerate(records)]
+
+
+def group(*records: dict[str, Any]) -> Group:
+    (only,) = group_runs(read(*records))
+    return only
+
+
+def sentences(records: Sequence[dict[str, Any]]) -> str:
+    runs = read(*records)
+    return "\n".join(describe(runs, group_runs(runs)).sentences)
+
+
+def test_speed_up_is_taken_seed_by_seed() -> None:
+    # Seed 1: 20/10 = 2, seed 2: 30/10 = 3, seed 3: 80/10 = 8; seed 4 has no stock.
+    cells = group(
+        *(make_record("stock", 1, seed, mean_s=mean) for seed, mean in ((1, 20), (2, 30), (3, 80))),
+        *(make_record("keep", 1, seed, mean_s=10) for seed in (1, 2, 3, 4)),
+    )
+    assert cells.try_speed_up("keep", 1.0) == (3.0, 2.0, 8.0)
+    assert cells.try_speed_up("stock", 1.0) == (1.0, 1.0, 1.0)
+    assert cells.try_speed_up("keep", 2.0) is None
+
+
+def test_without_a_common_seed_the_means_are_compared() -> None:
+    cells = group(
+        make_record("stock", 1, 1, mean_s=20),
+        make_record("stock", 1, 2, mean_s=40),
+        make_record("keep", 1, 3, mean_s=10),
+    )
+    assert cells.try_speed_up("keep", 1.0) == (3.0, 3.0, 3.0)
+
+
+def test_the_winner_is_found_over_seeds_that_all_ran() -> None:
+    # Over seed 1 alone keep is better; with seed 2, which stock did not run, it would be worse.
+    cells = group(
+        make_record("stock", 1, 1, mean_s=20),
+        make_record("keep", 1, 1, mean_s=10),
+        make_record("keep", 1, 2, mean_s=90),
+    )
+    winner = cells.try_winner(1.0)
+    assert winner is not None
+    assert (winner.policies, winner.speed_up, winner.is_tie) == (("keep",), 2.0, False)
+
+
+@pytest.mark.parametrize(("mean_s", "tied"), [(102.0, True), (102.1, False)])
+def test_two_per_cent_make_a_tie(mean_s: float, tied: bool) -> None:
+    winner = group(make_record("a", mean_s=100), make_record("b", mean_s=mean_s)).try_winner(1.0)
+    assert winner is not None
+    assert winner.is_tie == tied
+    assert winner.speed_up is None
+
+
+def test_one_policy_alone_wins_nothing() -> None:
+    assert (
+        group(make_record("a"), make_record("b", avg_duration_s=None, job_durations=None)).try_winner(1.0)
+        is None
+    )
+
+
+def test_settings_are_kept_apart() -> None:
+    runs = read(
+        make_record("a"),
+        make_record("a", gpu="H100"),
+        make_record("a", model="m"),
+        make_record("a", workload="w"),
+        make_record("a", simulated=False),
+        make_record("a", config={"tp": 2, "policy": "a"}),
+    )
+    assert len(group_runs(runs)) == 6
+
+
+def test_a_policys_options_are_part_of_its_name() -> None:
+    cells = group(make_record("a"), make_record("a", config={"policy": "a", "options": {"ttl_s": 2.0}}))
+    assert cells.policies == ["a", "a (ttl_s=2)"]
+
+
+def test_the_words_for_who_wins_where() -> None:
+    text = sentences(
+        [make_record(policy, jps, seed, mean_s=mean * jps)
+         for policy, means in (("stock", (10, 20, 40)), ("keep", (10, 10, 10)))
+         for jps, mean in zip((1, 2, 4), means, strict=True) for seed in (1, 2)]
+    )  # fmt: skip
+    assert text.splitlines() == [
+        "keep has the shortest mean job completion time in 2 of 3 comparisons; 1 ends in a tie (within 2%).",
+        "H200, llama, ab8 (simulated): a tie at 1 job/s; keep from 2 to 4 jobs/s.",
+        "Over stock, keep is 2.00× as fast in the median of 3 comparisons: from 1.00× (H200, 1 job/s) "
+        "to 4.00× (H200, 4 jobs/s).",
+        "2 seeds: between seeds a policy's mean job completion time in one setting differs by 0% in the "
+        "median, 0% at most. Ratios are taken seed by seed.",
+        "12 runs, 2 policies, 1 GPU, 1 workload, 3 loads: all simulated.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([make_record("a")], "a ran alone: mean job completion time 10 s, P95 14.4 s, 1 job/s."),
+        ([make_record("a"), make_record("a", 2, mean_s=30)], "time from 10 s (H200, 1 job/s) to 30 s"),
+        ([make_record("a"), make_record("b", 2)], "No two policies ran in the same setting at the same load"),
+        ([make_record("a", avg_duration_s=None, job_durations=None)], "No record has a job completion time"),
+        ([make_record("a"), make_record("b", mean_s=20)], "a has the shortest mean job completion time."),
+        ([make_record("a"), make_record("b")], "a has the shortest mean job completion time, in a tie"),
+        ([make_record("a"), make_record("a", simulated=False)], "1 measured on a live server, 1 simulated."),
+        ([make_record("a", None)], "arrivals as recorded"),
+        ([make_record("a")], "One seed for each setting"),
+        ([], "There are no result records here"),
+    ],
+)  # fmt: skip
+def test_the_words_for_small_sets(records: list[dict[str, Any]], said: str) -> None:
+    assert said in sentences(records)
+
+
+def test_the_spread_between_seeds() -> None:
+    # (12 - 8) / 10 = 0.4 and nothing for a cell of one seed.
+    cells = group(make_record("a", 1, 1, mean_s=8), make_record("a", 1, 2, mean_s=12), make_record("a", 2, 1))
+    assert get_seed_spread([cells]) == (0.4, 0.4, 0.4)
+
+
+def test_percentiles_lie_on_a_straight_line() -> None:
+    assert get_percentile([1.0, 2.0, 3.0, 5.0], 90) == pytest.approx(4.4)
+    assert (get_percentile([7.0], 99), get_percentile([], 50)) == (7.0, None)
+
+
+def test_missing_percentiles_come_from_the_durations() -> None:
+    (run,) = read(
+        make_record("a", avg_duration_s=None, p95_duration_s=float("nan"), job_durations=[1, 2, 3, 4])
+    )
+    assert (run.mean_s, run.p95_s) == (2.5, pytest.approx(3.85))
+
+
+def test_seconds_have_three_digits() -> None:
+    assert [format_seconds(value) for value in (None, 0, 0.01234, 1.5, 12.345, 1234.5)] == [
+        "–",
+        "0 s",
+        "12.3 ms",
+        "1.5 s",
+        "12.3 s",
+        "1,234 s",
+    ]

@@ -1,0 +1,235 @@
+"""`tenuto report` from the command line: what it writes, what it says, what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tenuto.cli import build_parser, main
+from tests.report.conftest import Look
+from tests.report.data import make_job, make_record, write_lines, write_run, write_sweep
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
+
+
+def test_a_sweep_becomes_a_page_figures_and_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = write_sweep(tmp_path / "records")
+    page, figures, trace = tmp_path / "page.html", tmp_path / "figures", tmp_path / "trace.json"
+    options = ["--out", str(page), "--figures", str(figures), "--trace-events", str(trace)]
+    assert main(["report", str(records), *options]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "keep-more has the shortest mean job completion time in 3 of 6 comparisons; 3 end in a tie"
+    )
+    names = {"map-1", "kv-1", "timeline-1"} | {
+        f"{name}-{number}" for name in ("jct", "speed-up", "turns", "cdf") for number in (1, 2)
+    }
+    assert (
+        {path.stem for path in figures.glob("*.png")}
+        == {path.stem for path in figures.glob("*.svg")}
+        == names
+    )
+    for path in figures.glob("*.png"):
+        with Image.open(path) as image:
+            assert image.width == 1920
+            assert len(image.convert("RGB").getcolors(10**6) or []) > 10
+    for path in figures.glob("*.svg"):
+        assert ET.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    assert len(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]) > 300
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_page_names_nothing_to_load(sweep_page: Path) -> None:
+    text = sweep_page.read_text(encoding="utf-8")
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
+    assert policy is not None
+    assert policy[1].startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
+    links = set(re.findall(r'(?:src|href)="([^"#]+)', text))
+    assert links == {"data:,"}
+    assert len(re.findall(r'\bid="([^"]+)"', text)) == len(set(re.findall(r'\bid="([^"]+)"', text)))
+
+
+def test_the_same_records_make_the_same_page(tmp_path: Path, run_page: Path) -> None:
+    again = tmp_path / "again.html"
+    assert main(["report", str(run_page.parent / "run"), "--out", str(again)]) == 0
+    assert again.read_bytes() == run_page.read_bytes()
+
+
+def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(
+        tmp_path / "r.jsonl", [make_record("stock", mean_s=20), make_record("keep", mean_s=10)]
+    )
+    assert main(["report", str(path), "--out", str(tmp_path / "p.html"), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (cell,) = printed["cells"]
+    assert (cell["gpu"], cell["jps"], cell["best"]) == ("H200", 1.0, ["keep"])
+    assert cell["mean_s"] == {"stock": 20, "keep": 10}
+    assert cell["over_stock"]["keep"] == {"middle": 2, "low": 2, "high": 2}
+
+
+def test_names_from_outside_are_only_text(tmp_path: Path, look: Look) -> None:
+    records = [
+        make_record(
+            name,
+            jps,
+            model=HOSTILE,
+            gpu=HOSTILE,
+            workload=HOSTILE,
+            mean_s=10 + jps,
+            versions={HOSTILE: HOSTILE},
+        )
+        for name in (
+            "stock",
+            HOSTILE,
+            "$x^2$ _{",
+            "_hidden",
+            "a" * 300,
+            "日本",
+            "b\x00\ud800\u202e",
+            "{{ 7 * 7 }}",
+        )
+        for jps in (1.0,)
+    ]
+    write_lines(tmp_path / "results.jsonl", records)
+    run = write_run(tmp_path / "run", 2)
+    write_lines(run / "turns.jsonl", [{**turn, "job": HOSTILE, "tool": HOSTILE} for turn in make_job("j", 0)])
+    page_path, figures = tmp_path / "page.html", tmp_path / "figures"
+    assert main(["report", str(tmp_path), "--out", str(page_path), "--figures", str(figures)]) == 0
+    page = look(page_path, width=400)
+    page.locator("#timeline-job").select_option(index=1)
+    assert page.title().startswith("Tenuto report: ")
+    assert page.locator("img:not([role])").count() == 0
+    assert HOSTILE in page.locator("#timeline-turns").inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    for path in figures.glob("*.svg"):
+        ET.parse(path)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        make_record("stock", None, None, gpu=None, simulated=False),
+        make_record("keep", avg_duration_s=float("nan"), job_durations=None, per_turn_avg_latency_ms=None),
+        make_record("keep", 0, mean_s=0),
+        {"avg_duration_s": None},
+    ],
+)
+def test_a_set_of_one_record(tmp_path: Path, record: dict[str, object]) -> None:
+    path = write_lines(tmp_path / "result.json", [record])
+    page = tmp_path / "page.html"
+    assert main(["report", str(path), "--out", str(page), "--figures", str(tmp_path / "f")]) == 0
+    assert "How to reproduce it" in page.read_text(encoding="utf-8")
+
+
+def test_turns_alone_make_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(tmp_path / "turns.jsonl", make_job("j", 0))
+    assert main(["report", str(path), "--out", str(tmp_path / "p.html")]) == 0
+    assert "There are no result records here" in capsys.readouterr().out
+
+
+def test_many_turns_stay_a_small_quick_page(tmp_path: Path, look: Look) -> None:
+    run = write_run(tmp_path / "run", 1)
+    write_lines(
+        run / "turns.jsonl", [turn for job in range(12_500) for turn in make_job(f"j{job}", job / 4, 8)]
+    )
+    page_path = tmp_path / "page.html"
+    assert main(["report", str(run), "--out", str(page_path)]) == 0
+    assert page_path.stat().st_size < 3_000_000
+    page = look(page_path)
+    assert page.locator("#timeline-view .row").count() == 25
+    assert page.locator("#timeline-view rect").count() < 1500
+    page.get_by_role("button", name="Zoom out").click()
+    assert page.locator("#timeline-view rect").count() < 1500
+    assert "2,500 of 12,500 jobs" in page.locator("#timeline .note").inner_text()
+
+
+def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
+    points = itertools.product(("H100", "H200"), ("stock", "tenuto"), (1.0, 2.5), (41, 42))
+    configs = [dict(zip(("gpu", "policy", "jps", "seed"), point, strict=True)) for point in points]
+    grid = [
+        make_record(
+            each["policy"], each["jps"], each["seed"], gpu=each["gpu"], config={**each, "kv_tokens": 9000}
+        )
+        for each in configs
+    ]
+    alone = make_record(
+        "tenuto",
+        1.0,
+        7,
+        config={"gpu": "H200", "policy": "tenuto", "options": {"a": 1}, "max_step_tokens": 64},
+    )
+    client = {
+        "url": "http://x",
+        "arrival": "poisson",
+        "loop": "closed",
+        "users": None,
+        "hints": True,
+        "scale": 1.0,
+    }
+    live = make_record("tenuto", 2.0, 7, simulated=False, client=client)
+    page = tmp_path / "p.html"
+    assert (
+        main(["report", str(write_lines(tmp_path / "r.jsonl", [*grid, alone, live])), "--out", str(page)])
+        == 0
+    )
+    commands = re.findall("<pre>(.*?)</pre>", page.read_text(encoding="utf-8"))
+    assert commands == [
+        "tenuto compare --gpu H100,H200 --policies stock,tenuto --jps 1,2.5 --seed 41,42 "
+        "--kv-tokens 9000 --out sweep",
+        "tenuto simulate --gpu H200 --policy tenuto --option a=1 --max-num-batched-tokens 64",
+        "tenuto bench --url http://x --workload ab8 --jps 2 --seed 7 --hints",
+    ]
+    for command in commands:
+        build_parser().parse_args(shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--out", "{file}/p.html"], "--out: cannot write"),
+        (["--out", "{folder}/p.html", "--figures", "{file}"], "--figures: cannot write"),
+        (["--out", "{folder}/p.html", "--trace-events", "{file}/t"], "--trace-events: cannot write"),
+    ],
+)
+def test_what_cannot_be_written_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str], said: str
+) -> None:
+    path = write_lines(tmp_path / "r.jsonl", [make_record("a")])
+    arguments = [each.format(file=path, folder=tmp_path) for each in option]
+    assert main(["report", str(path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_the_library_it_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [each for each in sys.modules if each.startswith("tenuto.report")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "pip install 'tenuto[report]'" in capsys.readouterr().err
+
+
+def test_what_the_simulator_writes_is_what_the_report_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    simulate = shlex.split("simulate --gpu H200 --policy stock --jps 1 --window 5 --step-cost roofline")
+    assert main([*simulate, "--out", str(run)]) == 0
+    capsys.readouterr()
+    page = tmp_path / "page.html"
+    assert main(["report", str(run), "--out", str(page)]) == 0
+    assert capsys.readouterr().out.startswith("stock ran alone: mean job completion time ")
+    text = page.read_text(encoding="utf-8")
+    assert all(f'id="{name}"' in text for name in ("jct-1", "turns-1", "cdf-1", "kv-1", "timeline"))
+    assert "tenuto simulate --gpu H200" in text

@@ -1,0 +1,170 @@
+"""The timeline's data, the live trace, and the events for Perfetto."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.report.fields import Fields
+from tenuto.report.live_trace import read_trace
+from tenuto.report.sources import Detail
+from tenuto.report.time_charts import MAX_SAMPLES, average_samples
+from tenuto.report.timeline import MAX_TURNS, choose_jobs, make_timeline
+from tenuto.report.trace_events import make_events, write_trace_events
+from tenuto.report.turns import (
+    Turn,
+    get_slices,
+    get_tool_end_s,
+    get_verdicts,
+    group_by_job,
+    read_sample,
+    read_turn,
+)
+from tests.report.data import make_job, make_sample, make_turn
+
+
+def read(objects: list[dict[str, Any]]) -> list[Turn]:
+    return [read_turn(Fields("t", each)) for each in objects]
+
+
+def test_a_turn_is_cut_into_its_states() -> None:
+    first, second = read(make_job("a", 10, 2))
+    assert get_slices(first, get_tool_end_s(first, second)) == [
+        ("queue", 10, 11), ("prefill", 11, 12), ("decode", 12, 14), ("tool", 14, 17),
+    ]  # fmt: skip
+    assert get_tool_end_s(second, None) is None
+
+
+def test_without_its_start_a_turn_waits_for_its_first_token() -> None:
+    (turn,) = read([make_turn("a", 1, 0, start_s=None)])
+    assert get_slices(turn, None) == [("wait", 0, 2), ("decode", 2, 4)]
+
+
+def test_a_turn_that_failed_ends_where_it_came_to() -> None:
+    (turn,) = read([make_turn("a", 1, 0, status="failed", first_token_s=None, last_token_s=None)])
+    assert get_slices(turn, get_tool_end_s(turn, None)) == [("failed", 0, 1)]
+
+
+def test_a_tool_without_a_next_turn_takes_as_long_as_it_was_to() -> None:
+    (turn,) = read([make_turn("a", 1, 0)])
+    assert get_tool_end_s(turn, None) == 7
+
+
+@pytest.mark.parametrize(
+    ("cached", "verdict"),
+    [(120, "hit"), (108, "hit"), (107, "part"), (12, "part"), (11, "miss"), (0, "miss"), (None, "unknown")],
+)
+def test_hit_or_miss_counts_what_the_turn_before_left(cached: int | None, verdict: str) -> None:
+    # 100 prompt and 20 output tokens can be hit again.
+    turns = read([make_turn("a", 1, 0), make_turn("a", 2, 7, cached_tokens=cached)])
+    assert get_verdicts(turns) == ["first", verdict]
+
+
+def test_a_shortened_prompt_can_only_hit_what_it_has() -> None:
+    turns = read([make_turn("a", 1, 0), make_turn("a", 2, 7, prompt_tokens=50, cached_tokens=48)])
+    assert get_verdicts(turns) == ["first", "hit"]
+
+
+def test_jobs_are_in_the_order_of_their_first_turns() -> None:
+    assert list(group_by_job(read([*make_job("b", 5), *make_job("a", 1)]))) == ["a", "b"]
+
+
+def test_many_turns_are_sampled_by_whole_jobs_evenly() -> None:
+    turns = read([turn for job in range(4000) for turn in make_job(f"j{job}", job, 8)])
+    timeline = make_timeline([Detail("run", turns)])
+    assert timeline is not None
+    shown = timeline["data"]["runs"][0]["jobs"]
+    assert 0.4 * MAX_TURNS < sum(len(rows) for _, rows in shown) <= MAX_TURNS
+    assert {len(rows) for _, rows in shown} == {8}
+    assert shown[-1][0] == "j3998"
+    assert timeline["note"].startswith(
+        "Not every job is shown, to keep the page small: run: 2,000 of 4,000 jobs"
+    )
+    assert choose_jobs(group_by_job(read(make_job("only", 0, 9))), 4) == ["only"]
+
+
+def test_many_samples_are_averaged() -> None:
+    samples = [
+        read_sample(Fields("s", make_sample(now_s, running=now_s % 2))) for now_s in range(10 * MAX_SAMPLES)
+    ]
+    averaged, thinned = average_samples(samples)
+    assert (thinned, len(averaged)) == (True, MAX_SAMPLES)
+    assert {sample.running for sample in averaged[1:-1]} == {0.5}
+    assert averaged[0].host is None
+
+
+def make_trace() -> list[Fields]:
+    """One turn of 100 prompt tokens, 40 of them hit, in steps of 30 tokens; then it decodes."""
+    job = {"kind": "job", "job": "j", "turn": "t", "turn_number": 1}
+    step = {"kind": "step", "num_retained_blocks": 0}
+    records = [
+        {"kind": "header", "now_s": 90},
+        {**job, "event": "arrived", "now_s": 100, "num_prompt_tokens": 100},
+        {**job, "event": "started", "now_s": 101, "num_hit_tokens": 40},
+        {**step, "now_s": 101, "num_free_blocks": 10, "num_tokens": {"t": 30}},
+        {**step, "now_s": 102, "num_free_blocks": 6, "num_tokens": {"t": 30, "stranger": 1}},
+        {**step, "now_s": 103, "num_free_blocks": 4, "num_tokens": {"t": 1}},
+        {**job, "event": "finished", "now_s": 105, "num_output_tokens": 3, "aborted": False},
+        {**step, "now_s": 106, "num_free_blocks": 10, "num_retained_blocks": 7, "num_tokens": {}},
+        {**job, "event": "finished", "turn": "before the trace", "now_s": 107},
+    ]
+    return [Fields(f"trace:{line}", record) for line, record in enumerate(records, 1)]
+
+
+def test_the_schedulers_trace_is_turns_and_samples() -> None:
+    (turn,), samples = read_trace(make_trace())
+    times = (turn.asked_s, turn.start_s, turn.first_token_s, turn.last_token_s)
+    assert times == (0, 1, 3, 5)
+    assert (turn.job, turn.prompt_tokens, turn.cached_tokens, turn.output_tokens) == ("j", 100, 40, 3)
+    assert [(sample.now_s, sample.running, sample.retained, sample.free) for sample in samples] == [
+        (1, 0, 0, 10), (2, 4, 0, 6), (3, 6, 0, 4), (6, 0, 0, 10),
+    ]  # fmt: skip
+    assert {(sample.num_blocks, sample.cached) for sample in samples} == {(10, None)}
+
+
+def make_details() -> list[Detail]:
+    overlapping = [make_turn("b", 1, 2), make_turn("b", 2, 3)]
+    turns = read([*make_job("a", 0), *overlapping])
+    return [Detail("run", turns, [read_sample(Fields("s", make_sample(now_s))) for now_s in range(3)])]
+
+
+def test_trace_events_are_what_chrome_and_perfetto_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    number = write_trace_events(make_details(), path)
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    assert trace.keys() == {"displayTimeUnit", "traceEvents"}
+    assert len(trace["traceEvents"]) == number
+    for event in trace["traceEvents"]:
+        assert event["ph"] in "MCX"
+        assert isinstance(event["name"], str) and type(event["pid"]) is int and type(event["tid"]) is int
+        assert isinstance(event["args"], dict)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] > 0
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+    named = {event["pid"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert named == {event["pid"] for event in trace["traceEvents"]} == {1, 2, 3}
+
+
+def test_slices_of_one_thread_follow_each_other() -> None:
+    slices: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in make_events(make_details()):
+        if event["ph"] == "X":
+            slices.setdefault((event["pid"], event["tid"]), []).append(event)
+    assert [len(each) for each in slices.values()] == [
+        11,
+        3,
+        4,
+    ]  # Job a; b's turns at the same time, on two threads.
+    for each in slices.values():
+        assert all(before["ts"] + before["dur"] <= after["ts"] for before, after in pairwise(each))
+    first = slices[2, 1][0]
+    assert (first["name"], first["ts"], first["dur"]) == ("queue", 0, 1_000_000)
+    assert first["args"] == {
+        "turn": 1, "ok": True, "prompt_tokens": 100, "hit_tokens": 0, "output_tokens": 20,
+        "cache": "first", "tool": "shell",
+    }  # fmt: skip

@@ -1,0 +1,262 @@
+"""What is wrong with a request is said in OpenAI's words, and nothing that is sent stops the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import struct
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tenuto.sim.server.answer import make_value
+from tenuto.sim.server.ask import Served, read_ask
+from tenuto.sim.server.errors import RequestError
+from tenuto.sim.server.tokenizer import PieceTokenizer
+from tests.sim_server.live import Live, serve
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "x"}
+TOOL = {"type": "function", "function": {"name": "bash"}}
+BAD_ARGUMENTS = {"sim_tool": "bash", "sim_arguments": "[1"}
+SERVED = Served(model_name="m", max_model_len=1000, answer_tokens=50, tokenizer=PieceTokenizer(50_000))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (PLAIN, {}, "prompt must be"),
+        (PLAIN, {"prompt": ""}, "prompt must be"),
+        (PLAIN, {"prompt": []}, "prompt must be"),
+        (PLAIN, {"prompt": 7}, "prompt must be"),
+        (PLAIN, {"prompt": [1, "a"]}, "prompt must be"),
+        (PLAIN, {"prompt": [True]}, "prompt must be"),
+        (PLAIN, {"prompt": [-1]}, "prompt must be"),
+        (PLAIN, {"prompt": [2**40]}, "prompt must be"),
+        (PLAIN, {"prompt": [1, 2.5]}, "prompt must be"),
+        (PLAIN, {"prompt": [49_999, 50_000]}, "50000 is out of vocabulary"),
+        (PLAIN, {"prompt": ["a", "b"]}, "only one prompt"),
+        (PLAIN, {"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
+        (PLAIN, {"prompt": "x", "max_tokens": "many"}, "max_tokens must be a whole number"),
+        (PLAIN, {"prompt": "x", "max_tokens": True}, "max_tokens must be a whole number"),
+        (PLAIN, {"prompt": "x", "max_tokens": 10**400}, "max_tokens must be a whole number"),
+        (PLAIN, {"prompt": "x", "max_tokens": 1000}, "leaves 999 tokens"),
+        (PLAIN, {"prompt": "x", "min_tokens": 9, "max_tokens": 5}, "min_tokens=9 is more"),
+        (PLAIN, {"prompt": "x", "temperature": "hot"}, "temperature must be a number"),
+        (PLAIN, {"prompt": "x", "temperature": float("nan")}, "temperature must be a number"),
+        (PLAIN, {"prompt": "x", "n": 2}, "n=2 is not simulated"),
+        (PLAIN, {"prompt": "x", "echo": True}, "echo=True is not simulated"),
+        (PLAIN, {"prompt": "x", "logprobs": 1}, "logprobs=1 is not simulated"),
+        (PLAIN, {"prompt": "x", "stream": "yes"}, "stream must be true or false"),
+        (PLAIN, {"prompt": "x", "stream_options": 1}, "stream_options must be an object"),
+        (PLAIN, {"prompt": "x", "vllm_xargs": {"a": {}}}, "vllm_xargs must be"),
+        (PLAIN, {"prompt": "x", "model": "other"}, "'other' is not served"),
+        (PLAIN, {"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
+        (PLAIN, {"prompt": [1] * 1000}, "1000 tokens, the model's context is 1000"),
+        (PLAIN, {"prompt": "a b c " * 1000}, "longer than the model's context"),
+        (PLAIN, {"prompt": "ab" * 10**6}, "longer than the model's context"),
+        (CHAT, {}, "messages must be"),
+        (CHAT, {"messages": {}}, "messages must be a list"),
+        (CHAT, {"messages": ["hi"]}, "messages[0] must be an object"),
+        (CHAT, {"messages": [USER, {"role": "king"}]}, "messages[1].role must be one of"),
+        (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content must be"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0] holds no text",
+        ),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
+        (CHAT, {"messages": [USER], "tools": [{}]}, "tools[0].function.name"),
+        (CHAT, {"messages": [USER], "tool_choice": "required"}, "needs tools"),
+        (CHAT, {"messages": [USER], "tool_choice": "maybe"}, "tool_choice must be"),
+        (CHAT, {"messages": [USER], "vllm_xargs": {"sim_tool": "rm"}}, "no tool 'rm'"),
+        (CHAT, {"messages": [USER], "tools": [TOOL], "vllm_xargs": BAD_ARGUMENTS}, "must be a JSON object"),
+    ],
+)
+def test_a_wrong_request_is_told_what_is_wrong(path: str, body: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        read_ask(json.dumps(body).encode(), {}, path, SERVED)
+    assert said in str(refused.value)
+    assert refused.value.status == (404 if "not served" in said else 400)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b'{"prompt": NaN}'],
+)
+def test_a_body_that_is_no_request_is_refused(raw: bytes) -> None:
+    with pytest.raises(RequestError):
+        read_ask(raw, {}, PLAIN, SERVED)
+
+
+@pytest.mark.parametrize("depth", [100, 400, 980, 2000, 100_000])
+def test_however_deep_a_body_is_it_is_answered_or_refused(depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    arguments = json.dumps({"sim_tool": "bash", "sim_arguments": nested})
+    tool = json.dumps({**TOOL, "parameters": "?"}).replace('"?"', nested)
+    body = f'{{"messages": [{json.dumps(USER)}], "tools": [{tool}], "vllm_xargs": {arguments}}}'
+    large = Served(model_name="m", max_model_len=10**6, answer_tokens=50, tokenizer=SERVED.tokenizer)
+    if depth < 500:
+        assert read_ask(body.encode(), {}, CHAT, large).plan.call is not None
+    else:
+        with pytest.raises(RequestError, match=r"deep|not JSON"):
+            read_ask(body.encode(), {}, CHAT, large)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = [
+    *("model", "prompt", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens"),
+    *("min_tokens", "ignore_eos", "stream", "stream_options", "return_token_ids", "seed", "priority"),
+    *("cache_salt", "temperature", "n", "best_of", "logprobs", "response_format", "vllm_xargs", "metadata"),
+    *("session_id", "prompt_cache_key", "job_id", "stop", "user"),
+]
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=6),
+    st.sampled_from([PLAIN, CHAT]),
+    st.booleans(),
+)
+def test_no_body_does_more_than_be_refused(body: dict[str, Any], path: str, is_right: bool) -> None:
+    if is_right:
+        body = {"prompt": "x", "messages": [USER], **body}
+    try:
+        ask = read_ask(json.dumps(body).encode(), {}, path, SERVED)
+    except RequestError as refused:
+        json.dumps(refused.to_json())
+    else:
+        assert 1 <= ask.plan.num_tokens <= SERVED.max_model_len - len(ask.prompt_ids)
+
+
+def test_arguments_fit_the_schema_and_hostile_schemas_end() -> None:
+    nested: dict[str, Any] = {"type": "object"}
+    for _ in range(50):
+        nested = {"type": "object", "properties": {"a": nested}, "required": ["a"]}
+    assert json.dumps(make_value(nested)).count("a") == 9
+    schema = {
+        "properties": {"mode": {"enum": ["fast", "slow"]}, "n": {"type": ["integer", "null"]}},
+        "required": ["mode", "n", "unknown", 7],
+    }
+    assert make_value(schema) == {"mode": "fast", "n": 1, "unknown": {}}
+    for strange in (None, 7, {"type": 3}, {"type": []}, {"properties": 1, "required": ["a"]}):
+        assert make_value(strange) == {}
+
+
+def test_every_error_is_an_openai_error(live: Live) -> None:
+    for response, status in (
+        (live.post(PLAIN, {"prompt": ""}), 400),
+        (live.post(CHAT, content=b"{"), 400),
+        (live.post(PLAIN, content=b"x" * (33 * 2**20)), 413),
+        (live.post("/v1/embeddings", {"input": "x"}), 404),
+        (httpx.get(live.url + PLAIN), 405),
+        (live.post(PLAIN, {"prompt": [1] * 40_000}), 400),
+    ):
+        assert response.status_code == status
+        error = response.json()["error"]
+        assert error["message"]
+        assert error["code"] == status
+
+
+def test_pages_that_others_look_at(live: Live) -> None:
+    for path in ("/health", "/ping"):
+        assert httpx.get(live.url + path).status_code == 200
+    assert "sim" in httpx.get(live.url + "/version").json()["version"]
+    (model,) = httpx.get(live.url + "/v1/models").json()["data"]
+    assert model["max_model_len"] == live.engine.scheduler.kv.pool.num_blocks * 16
+
+
+def test_ids_come_back_where_they_are_asked_for(live: Live) -> None:
+    prompt = [10_000 + n for n in range(40)]
+    (choice,) = live.complete(prompt, max_tokens=5, return_token_ids=True)["choices"]
+    assert choice["prompt_token_ids"] == prompt
+    answer = live.complete(prompt + choice["token_ids"] + [7] * 20, max_tokens=1)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (40 + 4) // 16 * 16
+    chat = live.chat([USER], max_tokens=3, return_token_ids=True)
+    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
+    assert len(chat["choices"][0]["token_ids"]) == 3
+
+
+def test_a_salt_keeps_caches_apart(live: Live) -> None:
+    def count_cached(**fields: Any) -> int:
+        usage = live.complete([9] * 50, max_tokens=1, **fields)["usage"]
+        cached: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+    assert [count_cached(), count_cached(), count_cached(cache_salt="a"), count_cached(cache_salt="a")] == [
+        0,
+        48,
+        0,
+        48,
+    ]
+
+
+def test_clients_that_go_away_leave_nothing_behind() -> None:
+    """Before the answer, within it, in the middle of a request; then the server is as it was."""
+    with serve("continuum-fixed", speed=20, kv_tokens=4096) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+
+        async def leave(number: int) -> None:
+            chance = random.Random(number)
+            body = json.dumps(
+                {
+                    "prompt": [number % 7] * chance.choice([20, 300, 1500]),
+                    "max_tokens": chance.choice([5, 100, 400]),
+                    "stream": chance.random() < 0.7,
+                    "vllm_xargs": {"job_id": f"job{number % 9}", "tool": "ls"},
+                }
+            ).encode()
+            head = f"POST {PLAIN} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            _, writer = await asyncio.open_connection(host, int(port))
+            data = head + body
+            writer.write(data[: chance.choice([len(data)] * 4 + [len(data) - 9])])
+            await writer.drain()
+            if chance.random() < 0.7:
+                await asyncio.sleep(chance.random() * 0.3)
+            if chance.random() < 0.5:
+                sock = writer.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                writer.transport.abort()
+            writer.close()
+
+        async def run() -> None:
+            await asyncio.gather(*(leave(number) for number in range(150)))
+
+        asyncio.run(run())
+        live.wait_until_idle()
+        scheduler = live.engine.scheduler
+        live.wait_until(lambda: scheduler.kv.pool.num_free_blocks == scheduler.kv.pool.num_blocks)
+        finished = live.engine.stats.num_finished
+        assert finished["abort"] > 20
+        assert finished["error"] == 0
+        assert live.complete("still there?", max_tokens=3)["usage"]["completion_tokens"] == 3
+        live.wait_until_idle()
+
+
+def test_an_engine_that_fails_says_so() -> None:
+    """To those who have half an answer, to those who come, and to whoever looks after its health."""
+    with serve(speed=1) as live:
+        body = {"prompt": "x", "max_tokens": 10_000, "stream": True}
+        with httpx.stream("POST", live.url + PLAIN, json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert "choices" in next(lines)
+
+            def fail(now_s: float) -> None:
+                raise RuntimeError("made up")
+
+            live.call(lambda: setattr(live.engine.scheduler, "schedule", fail))
+            *_, failure, done = [line for line in lines if line]
+        assert json.loads(failure.removeprefix("data: "))["error"]["code"] == 500
+        assert done == "data: [DONE]"
+        late = live.post(PLAIN, {"prompt": "x"})
+        assert (late.status_code, late.json()["error"]["code"]) == (500, 500)
+        assert httpx.get(live.url + "/health").status_code == 503

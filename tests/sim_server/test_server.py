@@ -1,0 +1,235 @@
+"""The whole: `tenuto bench`, `tenuto verify` and the command against it, and the simulation's own times."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tenuto import cli
+from tenuto.bench import run as run_module
+from tenuto.bench.files import METRICS, TURNS, RunFiles
+from tenuto.bench.options import BenchOptions
+from tenuto.bench.plan import LoadOptions, make_workload
+from tenuto.sim.loop import Simulation
+from tenuto.sim.result import get_durations
+from tenuto.sim.server.options import ServerOptions
+from tenuto.sweep.setup import Setup, build
+from tenuto.trace import TraceWriter
+from tenuto.workload.schema import Job
+from tests.sim_server.live import Live, serve
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "SETTLE_S", 0.0)
+
+
+def bench(live: Live, folder: Path, load: LoadOptions, **options: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The result and the turns of a load."""
+
+    async def run() -> dict[str, Any]:
+        with RunFiles(folder) as files:
+            return await run_module.measure(
+                BenchOptions(url=live.url, load=load, **options), make_workload(load), files
+            )
+
+    result = asyncio.run(run())
+    return result, [json.loads(line) for line in (folder / TURNS).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("prompts", ["ids", "words"])
+def test_the_bench_runs_a_small_workload(tmp_path: Path, prompts: Any) -> None:
+    load = LoadOptions(workload="ab8", jps=2.0, window_s=3, max_jobs=4, scale=0.1)
+    with serve("continuum-fixed", options={"ttl_s": 300}, kv_tokens=131_072) as live:
+        result, turns = bench(live, tmp_path, load, prompts=prompts, hints=True)
+        live.wait_until_idle()
+    assert len(turns) == 32
+    assert all(turn["status"] == "ok" and not turn["failures"] for turn in turns)
+    assert not result["client"]["complaints"]
+    workload = {job.job_id: job for job in make_workload(load).jobs}
+    by_job: dict[str, list[dict[str, Any]]] = {}
+    for turn in turns:
+        before = by_job.setdefault(turn["job"], [])
+        if before:
+            # All full blocks of the last prompt and its answer, whose last token was never computed.
+            num_computed = before[-1]["prompt_tokens"] + before[-1]["output_tokens"] - 1
+            assert turn["cached_tokens"] == num_computed // 16 * 16
+        if prompts == "ids":
+            assert turn["prompt_tokens"] == workload[turn["job"]].turns[len(before)].num_prompt_tokens
+        before.append(turn)
+    assert (tmp_path / METRICS).exists()
+
+
+def test_verify_tells_a_policy_that_holds_from_stock(capsys: pytest.CaptureFixture[str]) -> None:
+    for policy, status in (("continuum-fixed", 0), ("stock", 1)):
+        with serve(policy, speed=1) as live:
+            assert cli.main(["verify", "--url", live.url, "--gap", "0.4", "--json"]) == status
+            verdict = json.loads(capsys.readouterr().out)
+            assert verdict["ok"] == (status == 0)
+            # On an idle server nothing is evicted, held or not.
+            assert all(turn["cached_tokens"] >= turn["min_cached_tokens"] for turn in verdict["turns"])
+            live.wait_until_idle()
+
+
+def test_clients_see_the_times_of_the_simulation(tmp_path: Path) -> None:
+    """The same jobs through HTTP at twice the speed, and in the simulation, whose tools take as long.
+
+    A few per cent on a quiet machine; the bounds here leave room for a busy one. A GPU so slow that the HTTP
+    side, which no simulation knows, hardly shows.
+    """
+    speed = 2.0
+    setup: dict[str, Any] = {"gpu": "A100-40", "step_cost": "roofline", "kv_tokens": 65_536}
+    load = LoadOptions(workload="ab8", jps=0.5, window_s=6, seed=3)
+    jobs = [stretch(job, speed) for job in make_workload(load).jobs]
+    machine = build(Setup(policy="stock", **setup))
+    simulated = Simulation(machine.make_scheduler(), machine.step_cost, jobs).run()
+    durations_s = list(get_durations(simulated, {}).values())
+    latencies_s = [turn.finish_s - turn.arrival_s for turn in simulated]
+    with serve("stock", speed=speed, **setup) as live:
+        result, turns = bench(live, tmp_path, load, hints=True)
+        stats = live.engine.stats
+        assert sum(stats.latency_s.counts) == len(simulated) + 1  # the bench's probe
+        assert stats.latency_s.total == pytest.approx(sum(latencies_s), rel=0.2)
+    assert all(turn["status"] == "ok" and not turn["failures"] for turn in turns)
+    assert result["hit_tokens"] == pytest.approx(sum(turn.num_hit_tokens for turn in simulated), rel=0.02)
+    measured_s = [speed * duration_s for duration_s in result["job_durations"]]
+    assert statistics.fmean(measured_s) > 0.9 * statistics.fmean(durations_s)
+    assert statistics.fmean(measured_s) < 1.3 * statistics.fmean(durations_s)
+
+
+def stretch(job: Job, factor: float) -> Job:
+    """A job that arrives and runs its tools so much slower."""
+    turns = tuple(dataclasses.replace(turn, tool_s=turn.tool_s * factor) for turn in job.turns)
+    return dataclasses.replace(job, arrival_s=job.arrival_s * factor, turns=turns)
+
+
+def test_the_trace_shows_steps_and_decisions(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    writer = TraceWriter(str(path))
+    with serve("continuum-fixed", trace=writer) as live:
+        live.complete([5] * 100, max_tokens=4, vllm_xargs={"job_id": "a", "tool": "ls"})
+        live.wait_until_idle()
+    writer.close()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = {record["kind"] for record in records}
+    assert {"header", "step", "admission", "job", "asked"} <= kinds
+    first, *_, last = [record for record in records if record["kind"] == "step"]
+    assert (list(first["num_tokens"].values()), list(last["num_tokens"].values())) == ([100], [1])
+    assert first["new"] == last["running"]
+    assert first["num_cached_blocks"] == 6
+
+
+@contextmanager
+def run_command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process of its own, and its URL."""
+    command = [sys.executable, "-m", "tenuto.cli", "serve", "--engine", "sim", "--step-cost", "roofline"]
+    process = subprocess.Popen(
+        [*command, "--port", "0", *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr
+        line = ""
+        while "http://" not in line:
+            line = process.stderr.readline()
+            assert line, "it ended"
+        yield process, line.split()[-1].removesuffix("/v1")
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    options = ["--gpu=A100-80", "--kv-tokens=8192", "--speed=0.5", f"--trace={trace}", "--block-size=32"]
+    with run_command(*options, "--served-model-name", "mine") as (process, url):
+        (model,) = httpx.get(f"{url}/v1/models").json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("mine", 8192 - 32)
+        with httpx.stream(
+            "POST",
+            f"{url}/v1/completions",
+            json={"prompt": "x", "max_tokens": 4000, "stream": True},
+            timeout=60,
+        ) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGTERM)
+            started_s = time.monotonic()
+            # The answer is given a few seconds, then cut off.
+            with pytest.raises(httpx.RemoteProtocolError):
+                for _ in lines:
+                    pass
+        assert process.wait(60) == 0
+        assert time.monotonic() - started_s < 50
+    assert json.loads(trace.read_text().splitlines()[-1])["kind"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--speed", "0"], "--speed must be"),
+        (["--port", "70000"], "--port must be"),
+        (["--answer-tokens", "0"], "--answer-tokens must be"),
+        (["--gpu", "GTX1080"], "GTX1080"),
+        (["--policy", "nope"], "no policy 'nope'"),
+        (["--policy", "stock", "--option", "x=1"], "'x'"),
+        (["--model", "nope"], "nope"),
+        (["--tokenizer", "/nowhere"], "there is no"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "--engine", "sim", "--step-cost", "roofline", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tenuto: ")
+    assert said in error
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--engine=sim", "--step-cost", "roofline", "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_a_model_by_position_is_vllm_s_way(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "llama-3.1-8b", "--engine", "sim"])
+    assert ended.value.code == 2
+    assert "unknown argument: llama-3.1-8b" in capsys.readouterr().err
+
+
+def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--engine", "sim", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for part in ("--gpu", "--speed", "--policy", "--kv-tokens", "sim_tool", "examples:"):
+        assert part in text
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    assert "--engine sim --help" in capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
+
+
+def test_defaults_are_those_of_the_options() -> None:
+    parsed = cli._make_sim_serve_parser().parse_args(["--engine", "sim"])
+    from tenuto.sim.server.options import read_options
+
+    assert read_options(parsed) == ServerOptions(api_key=parsed.api_key)
