@@ -71,10 +71,12 @@ async def measure(direct: str, proxied: str, num_requests: int, body: bytes) -> 
     for index, what in enumerate(("first byte", "whole answer")):
         a, b = ([each[index] for each in times[url]] for url in (direct, proxied))
         added = statistics.median(y - x for x, y in zip(a, b, strict=True))
-        print(
-            f"{what}: direct {statistics.median(a):.2f} ms, recorded {statistics.median(b):.2f} ms, "
-            f"added {added:.2f} ms (p95 of the recorded {statistics.quantiles(b, n=20)[-1]:.2f} ms)"
-        )
+        print(f"{what}: direct {show(a)}, recorded {show(b)}, added {added:.2f} ms (median)")
+
+
+def show(times_ms: list[float]) -> str:
+    """Median and 95th percentile."""
+    return f"{statistics.median(times_ms):.2f} ms (p95 {statistics.quantiles(times_ms, n=20)[-1]:.2f})"
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """The tables of docs/results.md, one command each, resumable.
 
-    python runs/results.py ab8 | swe-bench | bfcl | weka | 70b | sensitivity | ablation | identity  [--seeds 1,2,3]
+    python runs/results.py ab8|swe-bench|bfcl|weka|70b|sensitivity|ablation [--seeds 1,2,3]
 
 Records go to runs/out/TABLE/results.jsonl, the table to stdout as Markdown. In a cell: mean job time in seconds
-(geometric mean over the seeds), the range over seeds where there are several. Bold: the best, or within 2 % of it.
+(geometric mean over the seeds), and its range over seeds. Bold: the best, and what is within 2 % of it.
 """
 
 from __future__ import annotations
@@ -121,35 +121,36 @@ def main() -> int:
 
 
 def pick_ablation_rows() -> list[Row]:
-    wanted = ("H200, 3/s", "H200, 15/s", "A100-40, 3/s")
-    rows = [row for row in make_ab8() if row.title in wanted]
-    agents = [*TABLES["swe-bench"](), *TABLES["bfcl"]()]
-    wanted = (
+    wanted = {
+        *("H200, 3/s", "H200, 15/s", "A100-40, 3/s"),
         "H100, 2/s, no host tier",
         "H100, 2/s, 200 GiB host",
         "H100, 1.2/s, no host tier",
         "H100, 1.2/s, 200 GiB host",
-    )
-    return rows + [row for row in agents if row.title in wanted]
+    }
+    rows = [*make_ab8(), *TABLES["swe-bench"](), *TABLES["bfcl"]()]
+    return [row for row in rows if row.title in wanted]
 
 
 def run_rows(
     rows: list[Row], policies: list[str], seeds: list[int], folder: Path, workers: int | None
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
     folder.mkdir(parents=True, exist_ok=True)
-    places = {}
+    cells: list[Cell] = []
+    places: dict[str, tuple[str, str]] = {}
     for row in rows:
         for policy in policies:
             for seed in seeds:
                 setup = dataclasses.replace(row.setup, policy=policy)
                 cell = Cell(setup, dataclasses.replace(row.load, seed=seed))
-                places[cell] = (row.title, policy)
+                cells.append(cell)
+                places[cell.key] = (row.title, policy)
     records: dict[tuple[str, str], list[dict[str, Any]]] = {}
     started_s = time.monotonic()
-    for number, (cell, record) in enumerate(run_cells(list(places), folder, workers=workers), start=1):
-        records.setdefault(places[cell], []).append(record)
+    for number, (cell, record) in enumerate(run_cells(cells, folder, workers=workers), start=1):
+        records.setdefault(places[cell.key], []).append(record)
         spent_s = int(time.monotonic() - started_s)
-        print(f"{number} of {len(places)}, {spent_s} s: {cell.title}", file=sys.stderr, flush=True)
+        print(f"{number} of {len(cells)}, {spent_s} s: {cell.title}", file=sys.stderr, flush=True)
     return records
 
 

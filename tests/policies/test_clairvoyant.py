@@ -24,7 +24,7 @@ from tests.policies.simulated import (
 )
 
 # Prompts of 100, then +20 output +30 tool = 150, then 200 tokens; outputs of 20 tokens; tools of 5 s.
-# Work of the last turn: 30 new tokens + 10 * 20 = 230; of the last two 460; of all three 460 + 100 + 200 = 760.
+# Work of the last turn: 30 new tokens + 10 * 20 = 230; of the last two 460; of all three 760.
 LONG = make_job("long", [20, 20, 20], prompt=100, tool_tokens=30, tool_s=5.0)
 SHORT = make_job("short", [20], prompt=100)  # 100 + 200 = 300
 VIEW = EngineView(10.0, 16, 100, 50, 1, 1, 2048)  # 1,600 tokens of KV

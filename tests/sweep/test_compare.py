@@ -119,9 +119,16 @@ def test_an_option_for_one_policy_alone(tmp_path: Path) -> None:
 
 def make_record(policy: str, mean_s: float, seed: int = 1) -> dict[str, Any]:
     return {
-        "gpu": "H100", "model": "m", "workload": "ab8", "jps": 1.0, "policy": policy, "seed": seed,
-        "avg_duration_s": mean_s, "p95_duration_s": 2 * mean_s,
-        "recomputed_tokens": 10, "prompt_tokens": 100,
+        "gpu": "H100",
+        "model": "m",
+        "workload": "ab8",
+        "jps": 1.0,
+        "policy": policy,
+        "seed": seed,
+        "avg_duration_s": mean_s,
+        "p95_duration_s": 2 * mean_s,
+        "recomputed_tokens": 10,
+        "prompt_tokens": 100,
     }
 
 

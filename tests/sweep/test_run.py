@@ -22,12 +22,17 @@ from tenuto.workload.schema import After, Span, TurnSpec
 SMALL = Setup(gpu="L40S", policy="stock", step_cost="roofline", kv_tokens=60_000)
 LOAD = Load(jps=2, window_s=8)
 
-KEYS = ["policy", "gpu", "model", "workload", "jps", "seed", "jobs", "avg_duration_s", "median_duration_s", "p90_duration_s", "p95_duration_s", "p99_duration_s", "per_turn_avg_latency_ms", "per_turn_avg_prompt_tokens", "ttft_s", "prompt_tokens", "hit_tokens", "recomputed_tokens", "preemptions", "tokens_loaded", "tokens_stored", "makespan_s", "job_durations", "simulated", "versions", "wall_s"]
+KEYS = {
+    *("policy", "gpu", "model", "workload", "jps", "seed", "jobs", "avg_duration_s", "median_duration_s"),
+    *("p90_duration_s", "p95_duration_s", "p99_duration_s", "per_turn_avg_latency_ms", "ttft_s"),
+    *("per_turn_avg_prompt_tokens", "prompt_tokens", "hit_tokens", "recomputed_tokens", "preemptions"),
+    *("tokens_loaded", "tokens_stored", "makespan_s", "job_durations", "simulated", "versions", "wall_s"),
+}
 
 
 def test_the_record_has_all_that_the_schema_names() -> None:
     record = run(SMALL, LOAD).record
-    assert set(KEYS) <= set(record)
+    assert set(record) >= KEYS
     assert record["jobs"] == len(record["job_durations"]) == len(LOAD.make().jobs)
     assert list(record["per_turn_avg_latency_ms"]) == [str(turn) for turn in range(1, 9)]
     assert record["prompt_tokens"] == record["jobs"] * (
@@ -81,7 +86,8 @@ def test_jobs_do_not_wait_for_what_was_left_out() -> None:
         return TurnSpec((Span(name, num_tokens),), Span(f"{name}-out", 8), after=after)
 
     short, long = make_turn("a", 100), make_turn("b", 200)
-    child = Job("child", 0.0, (make_turn("c", 50, After("job", 1, "sent"), After("job", 0, "finished")),), parent="job")
+    waits = (After("job", 1, "sent"), After("job", 0, "finished"))
+    child = Job("child", 0.0, (make_turn("c", 50, *waits),), parent="job")
     jobs = (Job("job", 0.0, (short, long, make_turn("d", 100))), child, Job("huge", 0.0, (long,)))
     workload, num_cut = cut_to_fit(Workload("w", jobs), kv)
     assert num_cut == 3

@@ -324,7 +324,7 @@ class Driver:
     def get_step_budget(self, now_s: float, max_step_tokens: int) -> int:
         """Token budget of the next step: a token for each running turn at least, the engine's own at most."""
         view = self.get_view(now_s)
-        answer = self._caller.ask("step_budget", (int, type(None)), view)
+        answer: int | None = self._caller.ask("step_budget", (int, type(None)), view)
         if answer is None:
             return max_step_tokens
         return max(1, min(max(answer, view.num_running), max_step_tokens))

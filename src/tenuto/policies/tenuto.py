@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -179,7 +180,7 @@ class Tenuto(Policy):
         num_waiting = 1 + self._full_share * (view.num_waiting + view.num_parked)
 
         def get_loss(multiple: float) -> float:
-            step = (1 + multiple * multiple) ** 0.5
+            step = math.hypot(1, multiple)
             return num_waiting * (1 - multiple / step) + num_others * (1 - 1 / step)
 
         return view.num_running + int(min(MULTIPLES, key=get_loss) * self._steps.get_knee_tokens())

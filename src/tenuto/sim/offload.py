@@ -7,7 +7,7 @@
   and run beside the computation: one after the other they would make the published sweep 1.7 times as slow
   as it was at 6 jobs/s (see docs/fidelity.md).
 - *async*: the same beside the steps, outputs too. A turn waits, with its blocks, until its load is there;
-  blocks that are freed while they are copied stay taken that long (vLLM's native offloading).
+  what a turn that ends has not copied yet stays taken that long (vLLM's native offloading).
 - *asked*: asynchronous, and only what the policy answers `Offload` for.
 """
 
@@ -59,13 +59,11 @@ class Offloader:
         skip = num_hit_tokens // self._chunk_tokens
         if num_chunks <= skip:
             return None
-        num_hit_chunks = self._tiers.hit_length(self._get_chunks(request, num_chunks))
-        num_tokens = num_hit_chunks * self._chunk_tokens - num_hit_tokens
+        chunks = self._get_chunks(request, num_chunks)
+        num_tokens = self._tiers.hit_length(chunks) * self._chunk_tokens - num_hit_tokens
         if num_tokens <= 0:
             return None
-        link = self._tiers.tiers[0].link
-        copy_s = (num_hit_chunks - skip) * self._tiers.tiers[0].chunk_bytes / link.bytes_per_s
-        return LoadOffer(num_tokens, max(0.0, link.free_at_s - now_s) + copy_s + link.latency_s)
+        return LoadOffer(num_tokens, self._tiers.get_loaded_s(chunks, now_s, skip) - now_s)
 
     def load(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> float:
         """Bring an offer to the GPU; returns when it is there."""
@@ -105,17 +103,20 @@ class Offloader:
         request.num_stored_chunks = num_chunks
         copy = self._tiers.store(self._get_chunks(request, num_chunks), now_s)
         self.num_stored_tokens += copy.num_chunks * self._chunk_tokens
+        request.stored_s = max(request.stored_s, copy.done_s)
         return copy.done_s
 
-    def store_finished(self, row: Row, now_s: float) -> None:
-        """A turn is done and its blocks are about to be freed: store its output too."""
-        if self._stores_all and not self.is_sync:
-            self._store(row, now_s)
+    def store_finished(self, request: Request, row: Row, now_s: float, *, aborted: bool) -> None:
+        """A turn ends and its blocks are about to be freed: store its output too, unless it was aborted."""
+        if not self._stores_all or self.is_sync:
+            return
+        done_s = now_s if aborted else self._store(row, now_s)
+        self._hold_until(row, max(done_s, request.stored_s), now_s)
 
     def store_asked(self, row: Row, now_s: float) -> None:
         """Store blocks because the policy says so; nothing where all are stored anyway."""
         if not self._stores_all:
-            self._store(row, now_s)
+            self._hold_until(row, self._store(row, now_s), now_s)
 
     # Questions.
 
@@ -147,14 +148,18 @@ class Offloader:
 
     # Inside.
 
-    def _store(self, row: Row, now_s: float) -> None:
-        """Store cached blocks; they stay taken until the copy is complete."""
+    def _store(self, row: Row, now_s: float) -> float:
+        """Store cached blocks; returns when the copy is complete."""
         copy = self._tiers.store(list(self._get_row_chunks(row)), now_s)
         self.num_stored_tokens += copy.num_chunks * self._chunk_tokens
-        if copy.done_s > now_s:
+        return copy.done_s
+
+    def _hold_until(self, row: Row, done_s: float, now_s: float) -> None:
+        """Blocks stay taken until their copy is complete."""
+        if done_s > now_s and row:
             row = Row(row.ranges)
             self._pool.hold(row)
-            heapq.heappush(self._stores, (copy.done_s, next(self._numbers), row))
+            heapq.heappush(self._stores, (done_s, next(self._numbers), row))
 
     def _get_chunks(self, request: Request, num_chunks: int) -> list[Chunk]:
         chunks, size = request.chunks, self._chunk_blocks

@@ -94,6 +94,8 @@ class Request:
     num_preemptions: int = field(init=False, default=0)
     num_stored_chunks: int = field(init=False, default=0)
     """Chunks of its prompt that were stored below the GPU, or came from there."""
+    stored_s: float = field(init=False, default=0.0)
+    """When the last of those stores is complete."""
     chunks: list[BlockHash] = field(init=False, default_factory=list)
     """The chained hashes of its chunks (see `tenuto.sim.offload`), as far as they were asked for."""
 

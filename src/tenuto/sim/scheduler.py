@@ -424,8 +424,9 @@ class Scheduler:
     def _finish(self, request: Request, how: Finish) -> None:
         """End a request; a lease may take its blocks over just before they are freed."""
         self.driver.finish(request.turn_id, self.now_s, how)
-        if self.offloader is not None and not how.aborted:
-            self.offloader.store_finished(self.kv.get_hit(request).rows[0], self.now_s)
+        if self.offloader is not None and request.status is Status.RUNNING:
+            row = self.kv.get_hit(request).rows[0]
+            self.offloader.store_finished(request, row, self.now_s, aborted=how.aborted)
         self.kv.free(request)
         request.status = Status.FINISHED
         del self.requests[request.turn_id]

@@ -35,6 +35,12 @@ class Link:
         self.latency_s = latency_s
         self.free_at_s = 0.0
 
+    def get_done_s(self, num_bytes: int, now_s: float) -> float:
+        """When a copy that is queued now would be complete. Changes nothing."""
+        if num_bytes == 0:
+            return now_s
+        return max(now_s, self.free_at_s) + num_bytes / self.bytes_per_s + self.latency_s
+
     def transfer(self, num_bytes: int, now_s: float) -> float:
         """Queue a copy and return when it will be complete; copying nothing is complete at once.
 
@@ -127,6 +133,15 @@ class OffloadTiers:
     def hit_length(self, chunks: Sequence[Hashable]) -> int:
         """How many chunks of a sequence, from its start, some tier has. Changes nothing."""
         return max(tier.hit_length(chunks) for tier in self.tiers)
+
+    def get_loaded_s(self, chunks: Sequence[Hashable], now_s: float, skip: int = 0) -> float:
+        """When `load` would be complete. Changes nothing."""
+        num_hit, nearer_hit, done_s = self.hit_length(chunks), skip, now_s
+        for tier in self.tiers:
+            num_bytes = max(0, num_hit - nearer_hit) * tier.chunk_bytes
+            done_s = max(done_s, tier.link.get_done_s(num_bytes, now_s))
+            nearer_hit = max(nearer_hit, tier.hit_length(chunks))
+        return done_s
 
     def load(self, chunks: Sequence[Hashable], now_s: float, skip: int = 0) -> Copy:
         """Bring what the tiers have of a sequence to the GPU, which has its first `skip` chunks already."""

@@ -301,3 +301,33 @@ def test_a_server_that_dies_in_a_run(
     # What it answered is there, but not as a run.
     assert len(read_lines(tmp_path / "ab" / "runs" / "001-a" / "turns.jsonl")) > 0
     assert not (tmp_path / "ab" / "runs" / "001-a" / "result.json").exists()
+
+
+def test_a_service_managers_farewell_stops_the_server_too(
+    options: Callable[..., AbOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = tmp_path / "pid"
+    replace_servers(
+        monkeypatch,
+        *(sys.executable, "-c"),
+        f"import os, signal, time; open({str(pid)!r}, 'w').write(str(os.getpid()));"
+        "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)",
+    )
+    assert run_ab(options(*LOCAL, *QUICK, "--port", str(get_free_port()))) == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_a_full_disk_leaves_no_half_of_a_run(
+    options: Callable[..., AbOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: RunFiles, record: object) -> None:
+        self.problem = "turns.jsonl: no space left on device"
+
+    monkeypatch.setattr(RunFiles, "add_turn", fail)
+    with serving(FakeServer()) as a, serving(FakeServer()) as b:
+        with pytest.raises(ConfigError, match="no space left on device"):
+            run_ab(options(*name_arms(a, b), *QUICK))
+        assert not (tmp_path / "ab" / "runs" / "001-a" / "result.json").exists()
+        monkeypatch.undo()
+        assert run_ab(options(*name_arms(a, b), *QUICK)) == 0

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from aiohttp import web
 
+from tenuto.bench.record import tokens
 from tenuto.bench.record.options import RecordOptions
 from tenuto.core.errors import ConfigError
 from tenuto.workload import count_shared_tokens, load_workload
@@ -123,7 +124,8 @@ def test_no_text_header_or_key_is_ever_written(recording: Any, options: Any, tok
                 # Failures quote what they choke on, and keys stand in odd places.
                 await client.post(f"{record.url}{PATH}?key=sk-PLANTEDKEY", content=b"PLANTEDTASK {")
                 await client.post(
-                    record.url + PATH, json={"messages": "PLANTEDTASK", "api_key": "sk-PLANTEDKEY"}
+                    f"{record.url}/sk-PLANTEDKEY{PATH}",
+                    json={"messages": "PLANTEDTASK", "api_key": "sk-PLANTEDKEY"},
                 )
         return record
 
@@ -255,8 +257,42 @@ def test_a_count_that_contradicts_the_tokens_is_complained_about(recording: Any)
     assert turn["blocks_of"] == "messages"
 
 
+def test_a_tokenizer_that_hangs_is_asked_once(recording: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "LIMIT_S", 0.05)
+    model = Model()
+    asked = 0
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        if request.path == "/tokenize":
+            asked += 1
+            await asyncio.Event().wait()
+        return await model.handle(request)
+
+    async def run() -> Any:
+        async with serving_with(handle) as server, recording(server) as record:
+            for _ in range(3):
+                await Agent(record.url, "task").ask()
+        return record
+
+    record = asyncio.run(run())
+    assert asked == 1
+    assert len(record.turns) == 3
+    assert "hangs" in record.said[0]
+
+
 @pytest.mark.parametrize(
-    "answer", [b"", b"[]", b"null", b'{"choices": 3}', b'{"choices": [null]}', b"\xff", b"{" * 5000]
+    "answer",
+    [
+        b'{"choices": [{"text": "x", "token_ids": []}], "prompt_token_ids": []}',
+        b"",
+        b"[]",
+        b"null",
+        b'{"choices": 3}',
+        b'{"choices": [null]}',
+        b"\xff",
+        b"{" * 5000,
+    ],
 )
 def test_hostile_answers_pass_and_have_a_line(recording: Any, answer: bytes) -> None:
     async def handle(request: web.Request) -> web.Response:

@@ -102,8 +102,10 @@ def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, server: Ready) -
         result = _measure(run_options, files)
         server.check()
         result["client"]["cache_emptied"] = is_emptied
-        files.write_result(result)
-        if files.problem:
+        # The result says that the run is whole: without all of its turns it must not be there.
+        if files.problem is None:
+            files.write_result(result)
+        if files.problem is not None:
             raise ConfigError(f"--out: {folder.get_run(slot)}: {files.problem}")
 
 

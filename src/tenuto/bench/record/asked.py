@@ -11,6 +11,7 @@ from tenuto.bench.record.exchange import Exchange
 from tenuto.core.hints import Hints
 from tenuto.core.identity import read_hints
 from tenuto.workload.messages import cut_text, read_text, write_call, write_message, write_piece
+from tenuto.workload.records import MAX_TOKENS
 
 _CHAT_TOKENIZE = (
     "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
@@ -84,8 +85,10 @@ def _read_prompt(
 
 
 def are_ids(value: Any) -> bool:
-    """Whether this is a list of token ids."""
-    return isinstance(value, list) and all(type(each) is int and 0 <= each < 2**31 for each in value)
+    """Whether this is a list of token ids, no longer than a trace's prompts may be."""
+    if not isinstance(value, list) or len(value) > MAX_TOKENS:
+        return False
+    return all(type(each) is int and 0 <= each < 2**31 for each in value)
 
 
 def _read_tools(body: dict[str, Any]) -> list[str]:

@@ -47,6 +47,11 @@ class Exchange:
             self.chunks.append((now_s, piece))
 
     @property
+    def endpoint(self) -> str:
+        """Which of `PATHS` it was posted to; what stands before that may hold a key."""
+        return next((path for path in PATHS if self.path.endswith(path)), "")
+
+    @property
     def is_too_large(self) -> bool:
         """Whether a body was not kept whole."""
         return max(self.num_request_bytes, self.num_answer_bytes) > MAX_BODY_BYTES

@@ -136,7 +136,7 @@ class Recorder:
             "session": job_id,
             "tenant": tenant,
             "model": None if asked is None else asked.model,
-            "path": exchange.path,
+            "path": exchange.endpoint,
             "latency_ms": round((exchange.end_s - exchange.arrival_s) * 1000, 3),
         }
         return {key: value for key, value in row.items() if value is not None}

@@ -52,11 +52,12 @@ class Sessions:
     ) -> tuple[str, Lane]:
         """The job's key, and the row of turns that a turn joins; `job` is the tenant and the job's id."""
         tenant, job_id = job
-        key = f"{tenant}\t{job_id}" if job_id is not None else self._recognise(pieces, token_ids)
+        # Neither id holds a tab, as both are printable.
+        key = f"{tenant or ''}\t{job_id}" if job_id is not None else self._recognise(pieces, token_ids)
         if key is None:
             self._num_inferred += 1
             job_id = f"job-{self._num_inferred}"
-            key = f"\t{job_id}"
+            key = f"\t\t{job_id}"
         lanes = self._lanes.setdefault(key, [])
         self._lanes.move_to_end(key)
         if len(self._lanes) > MAX_JOBS:

@@ -42,6 +42,11 @@ class Tokenizer:
                 return None
             tokens = answer.json().get("tokens") if answer.status_code == 200 else None
             problem = f"http {answer.status_code}"
+        except httpx.TimeoutException:
+            # One prompt after the other would wait as long.
+            self.is_there = False
+            self._say("/tokenize hangs: from here on prompts are told apart by messages, not by tokens")
+            return None
         except (httpx.HTTPError, ValueError, AttributeError) as error:
             tokens, problem = None, type(error).__name__
         if tokens and are_ids(tokens):

@@ -72,7 +72,7 @@ class TurnWriter:
         self, exchange: Exchange, asked: Asked, answered: Answered, complaints: list[str]
     ) -> list[int] | None:
         """The prompt's token ids: as sent, as the answer repeats them, or as the server makes them again."""
-        known = asked.token_ids or answered.prompt_ids
+        known = asked.token_ids or answered.prompt_ids or None
         said = answered.num_prompt_tokens
         if known is not None:
             if said not in (None, len(known)):
@@ -164,7 +164,7 @@ def _describe_answer(exchange: Exchange, asked: Asked, answered: Answered, num_p
     first_s = answered.first_token_s if asked.is_stream else None
     return {
         "model": asked.model,
-        "path": exchange.path,
+        "path": exchange.endpoint,
         "status": exchange.status,
         "ttft_ms": None if first_s is None else round((first_s - exchange.arrival_s) * 1000, 3),
         "latency_ms": round((exchange.end_s - exchange.arrival_s) * 1000, 3),

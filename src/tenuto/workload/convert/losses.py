@@ -26,7 +26,6 @@ class _Loss:
 
 @dataclass(slots=True)
 class _Losses:
-    num_turns: int = 0
     found: dict[str, _Loss] = field(default_factory=dict)
 
     def compare(self, what: str, was: Any, now: Any) -> None:
@@ -96,7 +95,6 @@ def _compare_jobs(
 
 
 def _compare_turn(losses: _Losses, turn: Any, now: Any) -> None:
-    losses.num_turns += 1
     losses.compare("prompt length", turn.num_prompt_tokens, now.num_prompt_tokens)
     losses.compare("output length", turn.num_output_tokens, now.num_output_tokens)
     losses.compare("tool", turn.tool, now.tool)

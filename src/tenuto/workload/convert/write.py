@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tenuto.workload.schema import Job
 from tenuto.workload.tenuto_jsonl import dump_json, make_tenuto_rows
 
 Rows = Iterable[Mapping[str, object]]
+_PROGRESS_S = 2.0
 
 
 def _keep_names(jobs: Sequence[Job]) -> dict[str, str] | None:
@@ -52,7 +55,7 @@ def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int)
     A session format goes into a folder, a file each, unless `out` ends with .jsonl or .json. Raises
     ConfigError if something is there already or cannot be written.
     """
-    rows = chosen.make_rows(jobs, block_size)
+    rows = _report(chosen.make_rows(jobs, block_size))
     try:
         if chosen.has_sessions and out.suffix not in (".jsonl", ".json"):
             _write_folder(out, rows)
@@ -63,6 +66,16 @@ def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int)
     if chosen.get_names(jobs) is None:
         return read_mooncake(read_records(out), block_size)
     return read_trace(out)
+
+
+def _report(rows: Rows) -> Iterator[Mapping[str, object]]:
+    """The rows, told of on stderr while they take longer than one waits in silence."""
+    next_s = time.monotonic() + _PROGRESS_S
+    for number, row in enumerate(rows, 1):
+        yield row
+        if time.monotonic() > next_s:
+            next_s += _PROGRESS_S
+            print(f"[convert] {number:,} rows written", file=sys.stderr, flush=True)
 
 
 def _write_file(out: Path, rows: Rows) -> None:

@@ -1,0 +1,1 @@
+"""`tenuto profile`: how long a live server's steps take."""

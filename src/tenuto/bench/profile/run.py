@@ -1,0 +1,162 @@
+"""Timing a live server's steps from outside.
+
+A prefill step is a prompt whose answer is one token: the time to it, with what the request itself costs. What
+comes before the timed chunk is in the prefix cache, from a prompt that was sent before. A decode step is what
+the last of several answers to begin took per token: while it went on, all of them did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tenuto.bench.client import Client, RequestFailed
+from tenuto.bench.probe import ServerError, probe_server
+from tenuto.bench.profile.options import ProfileOptions
+from tenuto.bench.profile.plan import OUTPUT_TOKENS, Decode, Plan, Prefill, get_max_context, make_plan
+from tenuto.bench.request import RequestWriter
+from tenuto.bench.server_metrics import read_cache_state
+from tenuto.bench.stream import Answer
+from tenuto.bench.text import Conversation, TokenIds
+from tenuto.core.errors import ConfigError, DataError
+from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
+
+LIMIT_S = 600.0
+"""For one answer."""
+SHOW_EVERY = 10
+"""Timed steps between two lines of progress."""
+
+Observation = dict[str, Any]
+"""A line of the observations file."""
+
+
+def run_profile(options: ProfileOptions, path: Path) -> None:
+    """Time the server's steps and write them, one a line.
+
+    Raises ServerError for a server that cannot be timed, ConfigError if the file cannot be written.
+    """
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            for observation in asyncio.run(measure(options, _try_get_kv_tokens(options))):
+                file.write(json.dumps(observation) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    say(f"the steps are in {path}")
+
+
+def say(text: str) -> None:
+    """Tell the user, beside the result."""
+    print(f"[profile] {text}", file=sys.stderr, flush=True)
+
+
+async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Observation]:
+    """Time what `make_plan` names; the observations, each the median of its repeats."""
+    async with Client(options.url, api_key=options.api_key, timeout_s=LIMIT_S) as client:
+        server = await probe_server(client, TokenIds(), options.model, f"probe-{secrets.token_hex(4)}")
+        max_context = get_max_context(options.max_context, server.max_model_len, num_kv_tokens)
+        plan = make_plan(options.step_tokens, max_context, options.max_batch, num_kv_tokens)
+        if len(plan.prefills) < 4 or len(plan.decodes) < 4:
+            raise ServerError(
+                f"{client.url} leaves room for contexts of {max_context} tokens, which is too little to fit"
+            )
+        say(
+            f"{server.model}: {options.repeats} x {len(plan.prefills)} prefills and {len(plan.decodes)} "
+            f"batches of decodes, contexts up to {max_context} tokens"
+        )
+        writer = RequestWriter(
+            server.model, TokenIds(), f"profile-{secrets.token_hex(4)}", quotes_answers=False
+        )
+        try:
+            return await _time_plan(Asker(client, writer), plan, options.repeats)
+        except RequestFailed as error:
+            raise ServerError(f"{client.url} failed: {error.kind}: {error}") from error
+
+
+class Asker:
+    """Sends prompts of made-up tokens and times the answers."""
+
+    def __init__(self, client: Client, writer: RequestWriter) -> None:
+        self._client = client
+        self._writer = writer
+        self.num_unlike = 0
+        """Prefills that found less in the prefix cache than was meant to be there."""
+
+    async def ask(self, name: str, prompt: Prompt, num_tokens: int) -> tuple[float, Answer]:
+        """When the prompt was sent, and its answer of so many tokens. Raises RequestFailed."""
+        turn = TurnSpec(prompt, Span(f"{name}/out", num_tokens))
+        job = Job(name, 0.0, (turn,))
+        writer = self._writer
+        text = Conversation(job, writer.form, writer.run_id, {}).write_prompt(turn)
+        body, headers = writer.write_body(job, 0, text), writer.write_headers(job)
+        sent_s = asyncio.get_running_loop().time()
+        return sent_s, await self._client.stream_answer(writer.form.path, body, headers)
+
+    async def time_prefill(self, prefill: Prefill, repeat: int) -> float | None:
+        """Seconds to the first token of a chunk after its context; None if the cache did not hold that."""
+        name = f"prefill{repeat}"
+        context = (Span(f"{name}/context", prefill.num_context_tokens),) if prefill.num_context_tokens else ()
+        chunk = Span(f"{name}/{prefill.num_context_tokens}+{prefill.num_tokens}", prefill.num_tokens)
+        if context:
+            # Short contexts begin the longer ones, so only what is new of it is computed.
+            await self.ask(name, context, 1)
+        sent_s, answer = await self.ask(name, (*context, chunk), 1)
+        cached = answer.usage.cached_tokens
+        if cached is not None and cached != prefill.num_context_tokens:
+            self.num_unlike += 1
+            return None
+        return answer.first_token_s - sent_s
+
+    async def time_decode(self, decode: Decode, repeat: int) -> float | None:
+        """Seconds per token of so many conversations at once; None if they did not all run at once."""
+        names = [f"decode{repeat}/{number}" for number in range(decode.num_decodes)]
+        prompts = [(Span(f"{name}/context", decode.num_context_tokens),) for name in names]
+        for name, prompt in zip(names, prompts, strict=True):
+            await self.ask(name, prompt, 1)
+        asked = [self.ask(name, prompt, OUTPUT_TOKENS) for name, prompt in zip(names, prompts, strict=True)]
+        answers = [answer for _, answer in await asyncio.gather(*asked)]
+        latest = max(answers, key=lambda answer: answer.first_token_s)
+        num_tokens = latest.num_tokens or OUTPUT_TOKENS
+        if num_tokens < 2 or latest.first_token_s > min(answer.last_token_s for answer in answers):
+            return None
+        return (latest.last_token_s - latest.first_token_s) / (num_tokens - 1)
+
+
+async def _time_plan(asker: Asker, plan: Plan, repeats: int) -> list[Observation]:
+    """Time each step `repeats` times, the whole plan again and again: a slow minute meets all alike."""
+    times: dict[Prefill | Decode, list[float]] = {}
+    num_steps = repeats * (len(plan.prefills) + len(plan.decodes))
+    num_done = 0
+    for repeat in range(repeats):
+        for step in (*plan.prefills, *plan.decodes):
+            timed = asker.time_prefill if isinstance(step, Prefill) else asker.time_decode
+            seconds = await timed(step, repeat)  # type: ignore[arg-type]
+            if seconds is not None:
+                times.setdefault(step, []).append(seconds)
+            num_done += 1
+            if num_done % SHOW_EVERY == 0 or num_done == num_steps:
+                say(f"{num_done} of {num_steps} timed")
+    _say_what_is_missing(asker, plan, times)
+    return list(_make_observations(times))
+
+
+def _say_what_is_missing(
+    asker: Asker, plan: Plan, times: dict[Prefill | Decode, list[float]]
+) -> None:
+    if asker.num_unlike:
+        say(
+            f"{asker.num_unlike} prefills found something else in the prefix cache than was put there; they "
+            "are left out. Is the server idle, and its cache on?"
+        )
+    if missing := [step.num_decodes for step in plan.decodes if step not in times]:
+        say(
+            f"{len(missing)} batches of up to {max(missing)} decodes did not all run at once; they are left "
+            "out. Set --max-batch to the server's --max-num-seqs"
+        )
