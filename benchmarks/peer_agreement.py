@@ -107,7 +107,10 @@ def run_peer(args: argparse.Namespace, server: Server, workload: Workload, folde
 
 def run_tenuto(server: Server, load: LoadOptions, workload: Workload, folder: Path) -> Times:
     """The means that `tenuto bench` reports."""
-    options = BenchOptions(url=server.url, load=load, model=server.model, answers="workload")
+    # Neither client reads the server's metrics meanwhile.
+    options = BenchOptions(
+        url=server.url, load=load, model=server.model, answers="workload", metrics_interval_s=0
+    )
     with RunFiles(folder) as files:
         result = asyncio.run(measure(options, workload, files))
     if result["client"]["turns"]["ok"] != result["client"]["turns"]["planned"]:

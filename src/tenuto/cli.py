@@ -32,6 +32,7 @@ Hold an LLM agent's KV cache through its tool calls, inside stock vLLM.
   tenuto replay TRACE --url URL   run a recording again, or a scheduler's decisions
   tenuto convert IN OUT           change a trace's format, or import agents' logs
   tenuto plan                     the fewest GPUs for a load
+  tenuto profile --url URL        fit how long a server's steps take, for the simulator
   tenuto policies                 what there is to choose from
 """
 
@@ -75,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_simulate(commands)
     _add_compare(commands)
     _add_plan(commands)
+    _add_profile(commands)
     _add_report(commands)
     _add_record(commands)
     _add_replay(commands)
@@ -308,6 +310,20 @@ def _add_plan(commands: Any) -> None:
     plan.set_defaults(command=run_plan)
 
 
+def _add_profile(commands: Any) -> None:
+    from tenuto.bench.profile import options
+
+    profile = commands.add_parser(
+        "profile",
+        help="fit how long a server's steps take, for the simulator",
+        description=options.DESCRIPTION,
+        epilog=options.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_options(profile)
+    profile.set_defaults(command=run_profile)
+
+
 def _add_policies(commands: Any) -> None:
     policies = commands.add_parser("policies", help="list the policies and their options")
     policies.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -431,6 +447,23 @@ def run_plan(parsed: argparse.Namespace, rest: list[str]) -> int:
     from tenuto.sweep import commands
 
     return commands.run_plan(parsed)
+
+
+def run_profile(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """Time a server's steps, fit them, or both."""
+    from tenuto.bench.profile.options import get_save_path, read_options
+    from tenuto.sweep.fit import run_fit
+
+    options = read_options(parsed)
+    paths = list(parsed.observations)
+    if options is not None:
+        try:
+            from tenuto.bench.profile.run import run_profile
+        except ImportError as error:
+            raise TenutoError(f"{error}; install it with: pip install 'tenuto[bench]'") from error
+        paths.append(get_save_path(parsed))
+        run_profile(options, paths[-1])
+    return run_fit(parsed, paths)
 
 
 def run_policies(parsed: argparse.Namespace, rest: list[str]) -> int:

@@ -61,6 +61,8 @@ def test_options_as_parsed() -> None:
         (["--url", "http://h", "--timeout", "0"], "--timeout must be"),
         (["--url", "http://h", "--timeout", "inf"], "--timeout must be"),
         (["--url", "http://h", "--retries", "-1"], "--retries must be"),
+        (["--url", "http://h", "--metrics-interval", "-1"], "--metrics-interval must be"),
+        (["--url", "http://h", "--metrics-interval", "nan"], "--metrics-interval must be"),
     ],
 )
 def test_options_out_of_range(arguments: list[str], words: str) -> None:
@@ -121,6 +123,12 @@ def test_the_servers_metrics_are_followed(bench: Callable[..., Ran]) -> None:
     (sample,) = ran.samples
     assert sample["vllm:num_preemptions_total"] == 0
     assert sample["at_s"] < 1
+
+
+def test_the_servers_metrics_may_be_left_alone(bench: Callable[..., Ran]) -> None:
+    ran = bench(metrics_interval_s=0)
+    assert ran.samples == []
+    assert ran.client["metrics_growth"]["vllm:prefix_cache_hits_total"] == ran.result["hit_tokens"]
 
 
 def test_control_c_keeps_what_there_is(

@@ -51,6 +51,7 @@ class BenchOptions:
     run_commands: bool = False
     command_limit_s: float = 60.0
     force_format: str | None = None
+    metrics_interval_s: float = 2.0
     timeout_s: float = 3600.0
     retries: int = 0
     run_id: str | None = None
@@ -68,6 +69,10 @@ class BenchOptions:
         if not 0 < self.command_limit_s < math.inf:
             raise ConfigError(
                 f"--command-limit must be a finite number of seconds above 0, got {self.command_limit_s}"
+            )
+        if not 0 <= self.metrics_interval_s < math.inf:
+            raise ConfigError(
+                f"--metrics-interval must be a finite number of seconds, or 0, got {self.metrics_interval_s}"
             )
         if self.retries < 0:
             raise ConfigError(f"--retries must be 0 or more, got {self.retries}")
@@ -201,6 +206,15 @@ def add_request_options(group: Any) -> None:
         metavar="FORMAT",
         help="force the answers' format by vLLM's structured output: json, regex:PATTERN, or a file with a "
         "JSON schema. Answers may then be shorter than planned, and prompts quote the workload's own text",
+    )
+    group.add_argument(
+        "--metrics-interval",
+        dest="metrics_interval_s",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="read the server's /metrics every S seconds (default 2) for metrics.jsonl; 0: only before and "
+        "after, as writing the page costs a server that is short of processor time",
     )
     group.add_argument(
         "--timeout",

@@ -11,6 +11,7 @@ import sys
 import time
 from array import array
 from collections.abc import Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,18 +132,21 @@ async def _run_load(client: Client, setup: _Setup, agenda: Agenda, files: RunFil
         files.add_command(record)
 
     options = setup.options
-    with CommandRunner(options.command_limit_s, on_command) as runner:
+    runner = CommandRunner(options.command_limit_s, on_command) if options.run_commands else None
+    with runner or nullcontext():
         load = Load(
             agenda,
             client,
             setup.writer,
             on_record,
-            commands=runner if options.run_commands else None,
+            commands=runner,
             retries=options.retries,
         )
         companions = [sample_lag(lags_s), live.show(progress, load, sys.stderr)]
-        if setup.server.totals is not None:
-            companions.append(scrape.follow(client, load.get_now_s, files.add_sample))
+        if setup.server.totals is not None and options.metrics_interval_s:
+            companions.append(
+                scrape.follow(client, load.get_now_s, files.add_sample, options.metrics_interval_s)
+            )
         is_interrupted = await _drive(load, companions)
     return Outcome(
         workload=setup.workload,
@@ -221,6 +225,7 @@ def _get_settings(setup: _Setup) -> dict[str, object]:
         "hints": options.hints,
         "run_commands": options.run_commands,
         "force_format": options.force_format,
+        "metrics_interval_s": options.metrics_interval_s,
         "timeout_s": options.timeout_s,
         "retries": options.retries,
     }

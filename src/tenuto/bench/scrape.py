@@ -14,7 +14,6 @@ from collections.abc import Callable
 from tenuto.bench.client import Client, RequestFailed
 
 PREFIXES = ("vllm:", "sglang:", "tenuto:")
-INTERVAL_S = 2.0
 _LEFT_OUT = ("_bucket", "_created")
 _COUNTERS = ("_total", "_sum", "_count")
 _BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="(\d+)"', re.MULTILINE)
@@ -47,15 +46,20 @@ def get_growth(before: Totals, after: Totals) -> Totals:
     return {name: after[name] - before.get(name, 0.0) for name in counters}
 
 
-async def follow(client: Client, get_now_s: Callable[[], float], on_sample: Callable[[Totals], None]) -> None:
-    """Read the metrics every two seconds, until cancelled; `at_s` is when."""
+async def follow(
+    client: Client,
+    get_now_s: Callable[[], float],
+    on_sample: Callable[[Totals], None],
+    interval_s: float,
+) -> None:
+    """Read the metrics every so many seconds, until cancelled; `at_s` is when."""
     while True:
         try:
             totals = parse_totals(await client.get_text("/metrics"))
         except RequestFailed:
             totals = {}  # a server under load may miss one; the sample stays in the file, empty
         on_sample({"at_s": get_now_s(), **totals})
-        await asyncio.sleep(INTERVAL_S)
+        await asyncio.sleep(interval_s)
 
 
 def _get_value(line: str) -> float | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, cast, get_args
 
 from tenuto.core.asking import DecisionLog
@@ -14,7 +16,14 @@ from tenuto.sim.gpus import GIB, Gpu, get_gpu
 from tenuto.sim.kv_budget import ProfileRun, default_profile_run, kv_budget
 from tenuto.sim.models import Model, load_model
 from tenuto.sim.scheduler import Scheduler
-from tenuto.sim.step_cost import HostOverhead, StepCost, default_backend, load_step_cost
+from tenuto.sim.step_cost import (
+    BACKENDS,
+    FittedStepCost,
+    HostOverhead,
+    StepCost,
+    default_backend,
+    load_step_cost,
+)
 from tenuto.sim.tiers import Link, OffloadTiers, Tier
 
 DEFAULT_UTILIZATION = 0.9
@@ -33,7 +42,7 @@ class Setup:
     options: Mapping[str, Any] = field(default_factory=dict)
     tp: int = 1
     step_cost: str | None = None
-    """"tables" or "roofline"; None takes tables where there are some."""
+    """"tables", "roofline" or a file of `tenuto profile`; None takes tables where there are some."""
     gpu_memory_utilization: float | None = None
     kv_tokens: int | None = None
     host_gb: float | None = None
@@ -91,10 +100,30 @@ def build(setup: Setup) -> Machine:
         max_steps_in_flight=2 if setup.async_scheduling else 1,
         offload=offload,
     )
-    host = HostOverhead(overlapped=setup.async_scheduling)
-    step_cost = load_step_cost(setup.step_cost or default_backend(gpu), gpu, model, setup.tp, host)
-    tiers = _make_tiers(setup, gpu, model, config) if offload is not None else None
+    step_cost = _load_step_cost(setup, gpu, model)
+    fitted_link = step_cost.link_bytes_per_s if isinstance(step_cost, FittedStepCost) else None
+    tiers = _make_tiers(setup, gpu, model, config, fitted_link) if offload is not None else None
     return Machine(setup, gpu, model, policy, config, step_cost, tiers)
+
+
+def _load_step_cost(setup: Setup, gpu: Gpu, model: Model) -> StepCost:
+    name = setup.step_cost or default_backend(gpu)
+    if name in BACKENDS:
+        host = HostOverhead(overlapped=setup.async_scheduling)
+        return load_step_cost(name, gpu, model, setup.tp, host)
+    # What was observed has the host's time in it already.
+    return _load_fit(Path(name))
+
+
+@cache
+def _load_fit(path: Path) -> FittedStepCost:
+    try:
+        return FittedStepCost.load(path)
+    except OSError as error:
+        raise ConfigError(
+            f"--step-cost is one of {', '.join(BACKENDS)}, or a file that `tenuto profile` wrote; "
+            f"{path}: {error.strerror or error}"
+        ) from error
 
 
 def _get(given: Any, wanted: Any, default: Any) -> Any:
@@ -132,8 +161,10 @@ def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, policy: Policy, profil
     return budget.num_blocks(setup.block_size)
 
 
-def _make_tiers(setup: Setup, gpu: Gpu, model: Model, config: EngineConfig) -> OffloadTiers | None:
-    """Host memory and disk behind all GPUs of the machine together."""
+def _make_tiers(
+    setup: Setup, gpu: Gpu, model: Model, config: EngineConfig, fitted_link: float | None
+) -> OffloadTiers | None:
+    """Host memory and disk behind all GPUs of the machine together; `fitted_link` is in bytes per second."""
     host_gb = setup.host_gb
     if host_gb is None and gpu.host_memory_bytes is not None:
         host_gb = gpu.host_memory_bytes / GIB
@@ -142,7 +173,8 @@ def _make_tiers(setup: Setup, gpu: Gpu, model: Model, config: EngineConfig) -> O
     # Every GPU copies its own share over its own link.
     token_bytes = model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(setup.tp)
     chunk_bytes = config.offload_chunk_tokens * token_bytes
-    link_bytes_per_s = setup.link_gb_s * 1e9 if setup.link_gb_s else gpu.host_link_bytes_per_s
+    given_link = setup.link_gb_s * 1e9 if setup.link_gb_s else None
+    link_bytes_per_s = _get(given_link, fitted_link, gpu.host_link_bytes_per_s)
     tiers = [Tier("host", int(host_gb * GIB) // setup.tp, chunk_bytes, Link(link_bytes_per_s))]
     if setup.disk_gb:
         link = Link(DISK_BYTES_PER_S / setup.tp)

@@ -8,7 +8,8 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tenuto.bench.ab.measures import MEASURES
 from tenuto.bench.ab.options import AbOptions
 from tenuto.bench.ab.run import run_ab
 from tenuto.bench.files import RunFiles
-from tenuto.bench.local_server import ServerError
+from tenuto.bench.local_server import LocalServer, ServerError, run_server
 from tenuto.bench.metrics import Outcome
 from tenuto.bench.options import BenchOptions
 from tenuto.bench.plan import Due
@@ -226,9 +227,16 @@ def test_the_verdict_as_json(
 
 
 def get_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free, and so is the next one."""
+    while True:
+        with socket.socket() as one, socket.socket() as next_one:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            try:
+                next_one.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
 
 
 def replace_servers(monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
@@ -250,14 +258,22 @@ def test_servers_are_started_and_stopped(
     options: Callable[..., AbOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_up: bool
 ) -> None:
     replace_servers(monkeypatch, *FAKE)
+    started: list[LocalServer] = []
+
+    @contextmanager
+    def watch(*arguments: Any, **options: Any) -> Iterator[LocalServer]:
+        with run_server(*arguments, **options) as server:
+            started.append(server)
+            yield server
+
+    monkeypatch.setattr(servers_module, "run_server", watch)
     port = get_free_port()
     more = ("--keep-up",) if keep_up else ()
     assert run_ab(options(*LOCAL, *QUICK, "--repeats", "2", "--port", str(port), *more)) == 0
     logs = sorted(path.name for path in (tmp_path / "ab" / "logs").iterdir())
     assert logs == (["a-1.log", "b-1.log"] if keep_up else ["a-1.log", "a-2.log", "b-1.log", "b-2.log"])
-    for each in (port, port + 1):
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", each)) != 0
+    assert len(started) == len(logs)
+    assert all(server.process.poll() is not None for server in started)
 
 
 def test_a_server_that_does_not_start(

@@ -14,7 +14,7 @@ Fit how long a server's steps take, for `tenuto simulate`, `compare` and `plan -
 
 With --url a live server is asked: prompts of several lengths after several contexts, one token each, show its
 prefill; several conversations at once, at several contexts, its decode. The server should be idle, and have
-its prefix cache on. What was measured goes to --save, one step a line. With --observations such lines are read
+its prefix cache on. What was measured goes to --save, one step a line. With --observations such lines come
 from a file: steps of your own, and copies between GPU and host memory, which show the link's bandwidth (no
 server tells these over HTTP). Both together are fitted as one.
 

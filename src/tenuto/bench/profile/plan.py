@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 UNIT = 128
 """Contexts are multiples of it, so that they end with a block on every usual block size."""
@@ -19,12 +19,24 @@ class Prefill(NamedTuple):
     num_tokens: int
     num_context_tokens: int
 
+    def describe(self, seconds: float) -> dict[str, Any]:
+        """The step as a line of an observations file."""
+        return {"prefills": [[self.num_tokens, self.num_context_tokens]], "decodes": [], "seconds": seconds}
+
 
 class Decode(NamedTuple):
     """Conversations that decode at once, and the context each begins with."""
 
     num_decodes: int
     num_context_tokens: int
+
+    def describe(self, seconds: float) -> dict[str, Any]:
+        """The step half way through the answers, as a line of an observations file."""
+        context = self.num_context_tokens + OUTPUT_TOKENS // 2
+        return {"prefills": [], "decodes": [context] * self.num_decodes, "seconds": seconds}
+
+
+TimedStep = Prefill | Decode
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,11 @@ class Plan:
 
     prefills: tuple[Prefill, ...]
     decodes: tuple[Decode, ...]
+
+    @property
+    def steps(self) -> tuple[TimedStep, ...]:
+        """All of them, in the order in which they are timed."""
+        return (*self.prefills, *self.decodes)
 
 
 def make_plan(step_tokens: int, max_context: int, max_batch: int, num_kv_tokens: int | None) -> Plan:

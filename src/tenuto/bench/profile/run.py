@@ -12,7 +12,6 @@ import json
 import secrets
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,17 @@ import httpx
 from tenuto.bench.client import Client, RequestFailed
 from tenuto.bench.probe import ServerError, probe_server
 from tenuto.bench.profile.options import ProfileOptions
-from tenuto.bench.profile.plan import OUTPUT_TOKENS, Decode, Plan, Prefill, get_max_context, make_plan
+from tenuto.bench.profile.plan import (
+    OUTPUT_TOKENS,
+    Decode,
+    Plan,
+    Prefill,
+    TimedStep,
+    get_max_context,
+    make_plan,
+)
 from tenuto.bench.request import RequestWriter
+from tenuto.bench.scrape import Totals, get_growth, parse_totals
 from tenuto.bench.server_metrics import read_cache_state
 from tenuto.bench.stream import Answer
 from tenuto.bench.text import Conversation, TokenIds
@@ -31,11 +39,13 @@ from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
 LIMIT_S = 600.0
 """For one answer."""
+_HITS = "vllm:prefix_cache_hits_total"
 SHOW_EVERY = 10
 """Timed steps between two lines of progress."""
 
 Observation = dict[str, Any]
 """A line of the observations file."""
+Times = dict[TimedStep, list[float]]
 
 
 def run_profile(options: ProfileOptions, path: Path) -> None:
@@ -43,10 +53,11 @@ def run_profile(options: ProfileOptions, path: Path) -> None:
 
     Raises ServerError for a server that cannot be timed, ConfigError if the file cannot be written.
     """
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+    observations = asyncio.run(measure(options, _try_get_kv_tokens(options)))
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            for observation in asyncio.run(measure(options, _try_get_kv_tokens(options))):
-                file.write(json.dumps(observation) + "\n")
+        path.write_text("".join(json.dumps(each) + "\n" for each in observations), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     say(f"the steps are in {path}")
@@ -71,11 +82,12 @@ async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Ob
             f"{server.model}: {options.repeats} x {len(plan.prefills)} prefills and {len(plan.decodes)} "
             f"batches of decodes, contexts up to {max_context} tokens"
         )
-        writer = RequestWriter(
-            server.model, TokenIds(), f"profile-{secrets.token_hex(4)}", quotes_answers=False
-        )
+        # With its token ids: a single token may be no text at all.
+        writer = RequestWriter(server.model, TokenIds(), f"profile-{secrets.token_hex(4)}")
         try:
-            return await _time_plan(Asker(client, writer), plan, options.repeats)
+            observations = await _time_plan(Asker(client, writer), plan, options.repeats)
+            await _check_hits(client, server.totals)
+            return observations
         except RequestFailed as error:
             raise ServerError(f"{client.url} failed: {error.kind}: {error}") from error
 
@@ -99,7 +111,13 @@ class Asker:
         sent_s = asyncio.get_running_loop().time()
         return sent_s, await self._client.stream_answer(writer.form.path, body, headers)
 
-    async def time_prefill(self, prefill: Prefill, repeat: int) -> float | None:
+    async def time(self, step: TimedStep, repeat: int) -> float | None:
+        """Seconds of one step; None if the server did something else. Raises RequestFailed."""
+        if isinstance(step, Prefill):
+            return await self._time_prefill(step, repeat)
+        return await self._time_decode(step, repeat)
+
+    async def _time_prefill(self, prefill: Prefill, repeat: int) -> float | None:
         """Seconds to the first token of a chunk after its context; None if the cache did not hold that."""
         name = f"prefill{repeat}"
         context = (Span(f"{name}/context", prefill.num_context_tokens),) if prefill.num_context_tokens else ()
@@ -114,7 +132,7 @@ class Asker:
             return None
         return answer.first_token_s - sent_s
 
-    async def time_decode(self, decode: Decode, repeat: int) -> float | None:
+    async def _time_decode(self, decode: Decode, repeat: int) -> float | None:
         """Seconds per token of so many conversations at once; None if they did not all run at once."""
         names = [f"decode{repeat}/{number}" for number in range(decode.num_decodes)]
         prompts = [(Span(f"{name}/context", decode.num_context_tokens),) for name in names]
@@ -131,25 +149,22 @@ class Asker:
 
 async def _time_plan(asker: Asker, plan: Plan, repeats: int) -> list[Observation]:
     """Time each step `repeats` times, the whole plan again and again: a slow minute meets all alike."""
-    times: dict[Prefill | Decode, list[float]] = {}
-    num_steps = repeats * (len(plan.prefills) + len(plan.decodes))
+    times: Times = {}
+    num_steps = repeats * len(plan.steps)
     num_done = 0
     for repeat in range(repeats):
-        for step in (*plan.prefills, *plan.decodes):
-            timed = asker.time_prefill if isinstance(step, Prefill) else asker.time_decode
-            seconds = await timed(step, repeat)  # type: ignore[arg-type]
+        for step in plan.steps:
+            seconds = await asker.time(step, repeat)
             if seconds is not None:
                 times.setdefault(step, []).append(seconds)
             num_done += 1
             if num_done % SHOW_EVERY == 0 or num_done == num_steps:
                 say(f"{num_done} of {num_steps} timed")
     _say_what_is_missing(asker, plan, times)
-    return list(_make_observations(times))
+    return [step.describe(statistics.median(seconds)) for step, seconds in times.items()]
 
 
-def _say_what_is_missing(
-    asker: Asker, plan: Plan, times: dict[Prefill | Decode, list[float]]
-) -> None:
+def _say_what_is_missing(asker: Asker, plan: Plan, times: Times) -> None:
     if asker.num_unlike:
         say(
             f"{asker.num_unlike} prefills found something else in the prefix cache than was put there; they "
@@ -160,3 +175,27 @@ def _say_what_is_missing(
             f"{len(missing)} batches of up to {max(missing)} decodes did not all run at once; they are left "
             "out. Set --max-batch to the server's --max-num-seqs"
         )
+
+
+async def _check_hits(client: Client, before: Totals | None) -> None:
+    """Raise ServerError if the metrics show that no context came from the prefix cache."""
+    if before is None or _HITS not in before:
+        return
+    growth = get_growth(before, parse_totals(await client.get_text("/metrics")))
+    if growth[_HITS] == 0:
+        raise ServerError(
+            f"{client.url} never hit its prefix cache, so what comes before a chunk was computed with it; "
+            "start it with its prefix cache on"
+        )
+
+
+def _try_get_kv_tokens(options: ProfileOptions) -> int | None:
+    """The size of the server's KV cache, where its metrics tell."""
+    url = options.url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=10) as client:
+            state = read_cache_state(client)
+    except (httpx.HTTPError, DataError):
+        return None
+    return state.num_blocks * state.block_size

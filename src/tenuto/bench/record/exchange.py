@@ -22,6 +22,8 @@ class Exchange:
     path: str
     headers: dict[str, str]
     arrival_s: float
+    start_s: float
+    """When the recording's first request came: its time 0, so that a replay need not wait for it."""
     body: bytearray = field(default_factory=bytearray)
     chunks: list[tuple[float, bytes]] = field(default_factory=list)
     """The answer's body as it came, each piece with its time."""

@@ -51,6 +51,7 @@ class Proxy:
         self._upstream = upstream
         self._on_exchange = on_exchange
         self._ask_usage = ask_usage
+        self._start_s: float | None = None
 
     async def __aenter__(self) -> Self:
         """Open the connection pool, of any size and without time limits: those are the client's to set."""
@@ -83,7 +84,9 @@ class Proxy:
             return await self._pass(request, None)
         # Of several headers of one name the first counts, as in vLLM.
         headers = {name.lower(): value for name, value in [*request.headers.items()][::-1]}
-        exchange = Exchange(request.path, headers, time.monotonic())
+        now_s = time.monotonic()
+        self._start_s = now_s if self._start_s is None else self._start_s
+        exchange = Exchange(request.path, headers, now_s, self._start_s)
         try:
             return await self._pass(request, exchange)
         except asyncio.CancelledError:

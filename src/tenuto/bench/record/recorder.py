@@ -41,7 +41,6 @@ class Recorder:
         self._options = options
         self._file = file
         self._say = say
-        self._start_s = time.monotonic()
         salt = (
             secrets.token_bytes(32) if options.salt is None else options.salt.encode(errors="surrogateescape")
         )
@@ -123,14 +122,14 @@ class Recorder:
         job = self._get_job(asked.hints)
         row = self._turns.make_row(exchange, asked, answered, job)
         self.num_turns += 1
-        self._write({"timestamp": self._to_ms(exchange.arrival_s), **row})
+        self._write({"timestamp": _get_timestamp_ms(exchange), **row})
 
     def _make_failed(self, exchange: Exchange, asked: Asked | None, why: str | None) -> dict[str, Any]:
         """The line of a request that brought no whole answer; readers of workloads pass over it."""
         tenant, job_id = (None, None) if asked is None else self._get_job(asked.hints)
         row = {
             "kind": "failed",
-            "timestamp": self._to_ms(exchange.arrival_s),
+            "timestamp": _get_timestamp_ms(exchange),
             "why": why,
             "status": exchange.status,
             "session": job_id,
@@ -152,5 +151,6 @@ class Recorder:
         hide = self._hasher.hash_id
         return None if tenant is None else hide(tenant), None if job_id is None else hide(job_id)
 
-    def _to_ms(self, at_s: float) -> float:
-        return round(max(0.0, at_s - self._start_s) * 1000, 3)
+
+def _get_timestamp_ms(exchange: Exchange) -> float:
+    return round((exchange.arrival_s - exchange.start_s) * 1000, 3)

@@ -35,7 +35,7 @@ examples:
 class ServerOptions:
     """All of them, checked. Raises ConfigError."""
 
-    policy: str = "continuum-fixed"
+    policy: str = "tenuto"
     """What the machine was built with; for those who ask."""
     host: str = "127.0.0.1"
     port: int = 8000
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to the command's parser, whose `description` and `epilog` should be those above."""
     parser.add_argument("--gpu", default="H100", help=f"one of {', '.join(GPUS)} (default H100)")
     parser.add_argument(
-        "--policy", default="continuum-fixed", help="see `tenuto policies` (default continuum-fixed)"
+        "--policy", default="tenuto", help="see `tenuto policies` (default tenuto)"
     )
     parser.add_argument(
         "--option",
