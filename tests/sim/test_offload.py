@@ -104,7 +104,9 @@ def make_engine(
 
 
 def make_turn(name: str, spans: Sequence[tuple[str, int]], num_output: int = 1, **more: Any) -> Request:
-    return Request(name, list(spans), (f"{name}-output", num_output), 0.0, hints=Hints(job_id=name[0]), **more)
+    return Request(
+        name, list(spans), (f"{name}-output", num_output), 0.0, hints=Hints(job_id=name[0]), **more
+    )
 
 
 def run_step(scheduler: Scheduler, now_s: float) -> Step:
@@ -453,7 +455,9 @@ def test_chaos(offload: Any, seed: int) -> None:
         if rng.random() < 0.4:
             spans = [(rng.choice("ab"), rng.choice([8, 16])), (rng.choice("cdefg"), rng.randint(1, 24))]
             tool = ToolCall("ls") if rng.random() < 0.7 else None
-            scheduler.add_request(make_turn(f"{number % 7}-{number}", spans, rng.randint(1, 12), tool=tool), now_s)
+            scheduler.add_request(
+                make_turn(f"{number % 7}-{number}", spans, rng.randint(1, 12), tool=tool), now_s
+            )
         if scheduler.requests and rng.random() < 0.1:
             scheduler.abort(rng.choice(list(scheduler.requests)), now_s)
             check_integrity(scheduler)

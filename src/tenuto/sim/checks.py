@@ -25,9 +25,7 @@ def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
         raise IntegrityError(f"requests are left: {sorted(scheduler.requests)}")
     num_placed = len(scheduler.running) + len(scheduler.waiting) + scheduler.num_loading
     if num_placed != len(scheduler.requests):
-        raise IntegrityError(
-            f"{len(scheduler.requests)} requests, but {num_placed} that run, wait or load"
-        )
+        raise IntegrityError(f"{len(scheduler.requests)} requests, but {num_placed} that run, wait or load")
     leases = list(scheduler.driver.leases)
     tables = [table for request in scheduler.requests.values() for table in request.tables]
     held: list[Any] = [lease.blocks for lease in leases if lease.terms.strength is Strength.HOLD]

@@ -59,9 +59,7 @@ class ServerOptions:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to the command's parser, whose `description` and `epilog` should be those above."""
     parser.add_argument("--gpu", default="H100", help=f"one of {', '.join(GPUS)} (default H100)")
-    parser.add_argument(
-        "--policy", default="tenuto", help="see `tenuto policies` (default tenuto)"
-    )
+    parser.add_argument("--policy", default="tenuto", help="see `tenuto policies` (default tenuto)")
     parser.add_argument(
         "--option",
         action="append",
