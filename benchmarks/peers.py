@@ -1,4 +1,4 @@
-"""How fast and how big the simulator is: the published sweep, Weka sessions beside AISimulate, and how it grows.
+"""How fast and how big the simulator is: the published sweep, sessions beside AISimulate, and growth.
 
     python -m venv /tmp/peer && /tmp/peer/bin/pip install --pre aisimulate
     .venv/bin/python benchmarks/peers.py --weka traces/weka --aisimulate /tmp/peer/bin/aisimulate
@@ -6,10 +6,10 @@
 Three parts; each run is a process of its own, of which the operating system counts time and peak memory.
 
 - sweep: the H200 sweep of docs/fidelity.md, all its policies and rates. Bound: 60 s on two cores, 1 GB.
-- weka: the first sessions of the Weka traces, the same file for both simulators (agentic Mooncake, cut to turns
-  that fit), in turns. Bound: at least as fast as AISimulate (https://github.com/ai-dynamo/aisimulate), whose
-  engine is Rust. Compared is the time that each reports for its simulation, without start-up and reading, and
-  the processor time of the whole command.
+- weka: the first sessions of the Weka traces, the same file for both simulators (agentic Mooncake, without
+  the turns that do not fit), in turns. Bound: at least as fast as AISimulate, whose engine is Rust
+  (https://github.com/ai-dynamo/aisimulate). Compared is the time that each reports for its simulation,
+  without start-up and reading, and the processor time of the whole command.
 - growth: ab8 for 1, 2 and 4 times as long. Bound: the same processor time per turn.
 
 Seconds depend on the machine and on what else runs there; the ratios much less, processor time less than

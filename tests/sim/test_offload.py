@@ -1,7 +1,7 @@
-"""Tiers at work inside the simulated engine: small engines by hand, chaos under every mode, and the same result
-stepped or skipped, whatever the hash seed.
+"""Tiers inside the simulated engine: by hand, in chaos, and the same result stepped or skipped.
 
-By hand: blocks of 4 tokens, chunks of 8 tokens and 1 byte, a link of 2 bytes per second: half a second a chunk.
+By hand: blocks of 4 tokens, chunks of 8 tokens and 1 byte, a link of 2 bytes per second, so half a second
+per chunk.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def run_step(scheduler: Scheduler, now_s: float) -> Step:
 
 
 def warm(scheduler: Scheduler, **more: Any) -> None:
-    """32 tokens of `a` through the engine at 0 s, in one step; 4 chunks are stored by 2 s. The GPU forgets them."""
+    """32 tokens of `a` through the engine at 0 s; 4 chunks are stored by 2 s, and the GPU forgets them."""
     scheduler.add_request(make_turn("a1", [("a", 32)], **more), 0.0)
     run_step(scheduler, 0.0)
     run_step(scheduler, 2.0)
@@ -345,7 +345,7 @@ def test_a_disk_behind_the_host_decides_how_long_a_load_takes() -> None:
     assert scheduler.reset_prefix_cache(9.0)
     scheduler.add_request(make_turn("a2", [("a", 33)]), 10.0)
     run_step(scheduler, 10.0)
-    # The host holds the first 2 chunks; the others come from the disk: 4 s, while 4 chunks pass the host's link.
+    # The host holds the first 2 chunks; the others come from the disk in 4 s, passing the host's link.
     assert seen == [LoadOffer(32, 4.0)]
     assert scheduler.get_next_event_s() == 14.0
 
@@ -482,7 +482,7 @@ def test_chaos(offload: Any, seed: int) -> None:
 def simulate(
     policy: Policy, offload: Any, *, depth: int = 1, skips: bool = True, host_chunks: int = 3000
 ) -> tuple[list[TurnRecord], Simulation]:
-    """ab8 on a cache of 8 contexts or so, with chunks of 256 tokens and a link that is slow enough to matter."""
+    """ab8 on a cache of a few contexts, with chunks of 256 tokens and a link slow enough to matter."""
     config = EngineConfig(
         kv=KvConfig(num_blocks=1501),
         max_step_tokens=2048,
