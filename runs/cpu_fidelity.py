@@ -182,8 +182,9 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
         times = [row["measured_s"] for row in own]
         measured, simulated = statistics.fmean(times), statistics.fmean(row["simulated_s"] for row in own)
         first = first or (measured, simulated)
+        num_jobs = sum(row["jobs"] for row in own)
         lines.append(
-            f"| {policy} | {sum(row['jobs'] for row in own)} | {measured:.2f} ({min(times):.2f}–{max(times):.2f}) "
+            f"| {policy} | {num_jobs} | {measured:.2f} ({min(times):.2f}–{max(times):.2f}) "
             f"| {simulated:.2f} | {simulated / measured - 1:+.1%} | {measured / first[0]:.2f} "
             f"| {simulated / first[1]:.2f} |"
         )

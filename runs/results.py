@@ -2,8 +2,8 @@
 
     python runs/results.py ab8|swe-bench|bfcl|weka|70b|sensitivity|ablation [--seeds 1,2,3]
 
-Records go to runs/out/TABLE/results.jsonl, the table to stdout as Markdown. In a cell: mean job time in seconds
-(geometric mean over the seeds), and its range over seeds. Bold: the best, and what is within 2 % of it.
+Records go to runs/out/TABLE/results.jsonl, the table to stdout as Markdown. In a cell: mean job time in
+seconds (geometric mean over the seeds), and its range. Bold: the best, and what is within 2 % of it.
 """
 
 from __future__ import annotations

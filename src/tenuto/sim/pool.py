@@ -117,7 +117,7 @@ class ExtentPool:
         for segment, start, stop in path.get_ranges(first, end):
             copies = segment.copies[group]
             last = row.ranges[-1].extent if row.ranges else None
-            if last is not None and _can_grow(last, copies, start):
+            if last is not None and _can_grow(last, copies, start, stop):
                 # Blocks that decoding fills one by one make one extent.
                 last.end = stop
                 row.ranges[-1] = Range(last, row.ranges[-1].first, stop)
@@ -309,12 +309,12 @@ def _get_stop(copies: list[Extent], extent: Extent, first: int, end: int) -> int
     return stop
 
 
-def _can_grow(extent: Extent, copies: list[Extent], block: int) -> bool:
-    """Whether a block may join the extent before it: same holder, same content, no other copy."""
+def _can_grow(extent: Extent, copies: list[Extent], first: int, end: int) -> bool:
+    """Whether blocks may join the extent before them: same holder, same content, no other copy of them."""
     return (
-        extent.end == block
+        extent.end == first
         and extent.home is copies
-        and len(copies) == 1
         and extent.ref_cnt == 1
         and extent.num_keeps == 0
+        and all(other.end <= first or other.first >= end for other in copies)
     )
