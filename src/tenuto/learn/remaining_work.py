@@ -9,6 +9,7 @@ remaining work that is weighted by it falls back to the order of arrival where n
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -99,5 +100,5 @@ class _Agreement:
 
 def get_mean_left_s(sorted_s: Sequence[float], elapsed_s: float) -> float | None:
     """Mean time left of those samples that took longer than `elapsed_s`; None if none did."""
-    longer = [sample_s for sample_s in sorted_s if sample_s > elapsed_s]
+    longer = sorted_s[bisect_right(sorted_s, elapsed_s) :]
     return sum(longer) / len(longer) - elapsed_s if longer else None

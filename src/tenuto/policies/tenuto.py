@@ -26,8 +26,10 @@ from tenuto.learn.step_times import StepTimes
 
 MULTIPLES = (2, 3, 4, 6, 8, 12, 16)
 """Step budgets to choose from, in tokens that ride along with one pass over the weights."""
-MIN_LOOK_S = 0.25
-"""A lease is looked at again no sooner than this."""
+MIN_LOOK_S = 1.0
+"""A lease is looked at again no sooner than this: a thousand of them cost a few per cent of a core."""
+QUIET_LOOK_S = 10.0
+"""The same while nobody waits, so that memory has no price."""
 FIRST = -1e12
 """The value of a lease that is not worth its memory: it gives way to any turn, before all others."""
 FULL_DECAY = 0.02
@@ -129,11 +131,11 @@ class Tenuto(Policy):
     def _keep(self, turn: Turn, idle_s: float, view: EngineView) -> Decision:
         if self._returns[turn.tool is not None].share < MIN_RETURNS:
             return Offload()
-        left_s = self._get_tool_left_s(turn, idle_s)
-        is_worth_it = left_s <= self._get_worth_s(view)
-        value = -self._get_place_of(turn.job) if is_worth_it else FIRST
-        # Its worth changes with the load, so it is looked at again before the tool is expected back.
-        return Keep(view.now_s + min(max(MIN_LOOK_S, left_s / 2), self.max_idle_s), value=value)
+        left_s, worth_s = self._get_tool_left_s(turn, idle_s), self._get_worth_s(view)
+        value = -self._get_place_of(turn.job) if left_s <= worth_s else FIRST
+        # Its worth changes with the load, and what is left of the tool's time with those that took longer.
+        look_s = max(left_s, MIN_LOOK_S if worth_s < self.max_idle_s else QUIET_LOOK_S)
+        return Keep(view.now_s + min(look_s, self.max_idle_s), value=value)
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
         """What is not worth its memory, oldest first, then the last in the order."""
