@@ -259,11 +259,30 @@ def test_wrong_hints_hurt_little() -> None:
     assert wrong <= 1.1 * true
 
 
-def test_what_it_learned_is_bounded_and_shows_in_its_state() -> None:
-    policy = Tenuto()
-    before = repr(policy)
+def test_what_it_learned_survives_a_restart() -> None:
+    policy, again = Tenuto(), Tenuto()
     teach_steps(policy)
+    teach_jobs(policy, 5)
+    again.set_state(json.loads(json.dumps(policy.get_state())))
+    teach_steps(again)
+    turn = make_turn("new", 1, arrival_s=3.0)
+    assert again.queue_key(turn, 5.0) == policy.queue_key(turn, 5.0)
+    assert again.retain(turn, IDLE) == policy.retain(turn, IDLE)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"jobs": {}}, {"tools": 3}, {"jobs": {"turns": [0], "work": [], "agreement": []}}]
+)
+def test_a_damaged_state_changes_nothing(damage: dict[str, Any]) -> None:
+    policy = Tenuto()
+    teach_jobs(policy, 5)
+    before = repr(policy)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        policy.set_state({**policy.get_state(), **damage})
+    assert repr(policy) == before
+
+
+def test_jobs_that_ended_leave_nothing_behind() -> None:
+    policy = Tenuto()
     teach_jobs(policy, 3, count=50)
-    assert repr(policy) != before
     assert policy._contexts == {}
-    json.dumps(dataclasses.asdict(Tenuto())["stretch"])

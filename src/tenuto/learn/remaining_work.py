@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tenuto.learn.remaining_turns import RemainingTurns
 
@@ -73,6 +74,22 @@ class RemainingWork:
         """Correlation between predicted and actual work left, from 0 (none, or unknown) to 1."""
         return self._agreement.get_correlation()
 
+    def get_state(self) -> dict[str, Any]:
+        """What was learned of jobs that ended, as JSON can hold it."""
+        return {
+            "turns": self._turns_left.get_state(),
+            "work": [self._sum_work, self._num_turns],
+            "agreement": self._agreement.sums,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take up what an earlier run learned; raises if it is not a state, and then changes nothing."""
+        turns_left = RemainingTurns(state["turns"])
+        sum_work, num_turns = _get_numbers(state["work"], 2)
+        sums = _get_numbers(state["agreement"], 6)
+        self._turns_left, self._agreement.sums = turns_left, sums
+        self._sum_work, self._num_turns = sum_work, num_turns
+
     def __repr__(self) -> str:
         return f"RemainingWork({self._jobs!r}, {self._turns_left!r}, {self._agreement!r})"
 
@@ -81,21 +98,28 @@ class _Agreement:
     """A decaying correlation."""
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 6
+        self.sums = [0.0] * 6
 
     def observe(self, x: float, y: float) -> None:
         added = (1.0, x, y, x * x, y * y, x * y)
-        self._sums = [DECAY * total + more for total, more in zip(self._sums, added, strict=True)]
+        self.sums = [DECAY * total + more for total, more in zip(self.sums, added, strict=True)]
 
     def get_correlation(self) -> float:
-        weight, x, y, xx, yy, xy = self._sums
+        weight, x, y, xx, yy, xy = self.sums
         variances = (weight * xx - x * x) * (weight * yy - y * y)
         if weight < 8 or variances <= 0:
             return 0.0
         return max(0.0, (weight * xy - x * y) / math.sqrt(variances))
 
     def __repr__(self) -> str:
-        return f"_Agreement({self._sums})"
+        return f"_Agreement({self.sums})"
+
+
+def _get_numbers(values: Any, count: int) -> list[float]:
+    numbers = [float(value) for value in values]
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{count} numbers expected, got {values!r}")
+    return numbers
 
 
 def get_mean_left_s(sorted_s: Sequence[float], elapsed_s: float) -> float | None:

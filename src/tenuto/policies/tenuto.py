@@ -220,3 +220,16 @@ class Tenuto(Policy):
         """Learn how long jobs are."""
         self._contexts.pop(job.job_id, None)
         self._work.end_job(job.job_id)
+
+    # What survives a restart; steps are learned anew within seconds.
+
+    def get_state(self) -> dict[str, Any]:
+        """How long tools and jobs are."""
+        return {"tools": self._tools.get_state(), "jobs": self._work.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take up what an earlier run learned."""
+        tools = ToolSamples()
+        tools.set_state(state["tools"])
+        self._work.set_state(state["jobs"])
+        self._tools = tools

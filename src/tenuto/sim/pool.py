@@ -19,6 +19,7 @@ Source: vllm/v1/core/block_pool.py:BlockPool@0.32; `tenuto.core.blocks` has the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from tenuto.core.errors import IntegrityError
 from tenuto.sim.extents import Extent, Range, Row, skip_to
@@ -86,14 +87,11 @@ class ExtentPool:
         """Cached blocks of a sequence from block `first` up to the first miss, or to before `end`."""
         row = Row()
         for segment, start, stop in path.get_ranges(first, end):
-            copies = segment.copies[group]
-            while start < stop:
-                extent = _get_copy(copies, start)
-                if extent is None:
-                    return row
-                next_start = _get_stop(copies, extent, start, stop)
-                row.append(extent, start, next_start)
-                start = next_start
+            for extent, first, last in _get_first_cached(segment.copies[group], start, stop):
+                row.append(extent, first, last)
+                start = last
+            if start < stop:
+                break
         return row
 
     def find_runs(self, path: Path, group: int, end: int) -> list[tuple[int, int]]:
@@ -289,6 +287,28 @@ class ExtentPool:
         if extent.ref_cnt == 0:
             _link_before(extent, tail)
         return tail
+
+
+def _get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Range]:
+    """Of each block from `first` up to the first miss the copy that was cached first, as ranges."""
+    in_order = sorted(copies, key=_get_first)
+    # Copies of one block are rare, and an extent that was cut often has a great many parts.
+    if any(one.end > other.first for one, other in pairwise(in_order)):
+        while first < end and (extent := _get_copy(copies, first)) is not None:
+            stop = _get_stop(copies, extent, first, end)
+            yield Range(extent, first, stop)
+            first = stop
+        return
+    for extent in in_order:
+        if extent.end > first:
+            if extent.first > first or first >= end:
+                return
+            yield Range(extent, first, min(end, extent.end))
+            first = extent.end
+
+
+def _get_first(extent: Extent) -> int:
+    return extent.first
 
 
 def _get_copy(copies: list[Extent], block: int) -> Extent | None:
