@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -137,7 +138,9 @@ def measure_weka(args: argparse.Namespace) -> dict[str, Any]:
     rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "sessions.jsonl"
-        num_turns = write_sessions(args.weka, args.sessions, trace)
+        # In a process of its own: a child's peak memory counts from what its parent had when it started it.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            num_turns = pool.apply(write_sessions, (args.weka, args.sessions, trace))
         print(f"weka: {args.sessions} sessions, {num_turns:,} turns, {trace.stat().st_size / 1e6:.0f} MB")
         arms = [*args.policies, *(["aisimulate"] if args.aisimulate else [])]
         for number in range(args.rounds):

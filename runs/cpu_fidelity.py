@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,10 @@ def main() -> int:
     policies = parsed.policies.split(",")
     try:
         with ExitStack() as stack:
-            urls = {
-                policy: start(stack, policy, parsed.port + number, parsed)
-                for number, policy in enumerate(policies)
-            }
+            with ThreadPoolExecutor(len(policies)) as pool:
+                ports = range(parsed.port, parsed.port + len(policies))
+                started = pool.map(lambda policy, port: start(stack, policy, port, parsed), policies, ports)
+                urls = dict(zip(policies, started, strict=True))
             if not parsed.costs.exists():
                 profile(urls[policies[0]], parsed)
             say(f"load average {os.getloadavg()[0]:.1f} before the runs")
@@ -140,7 +141,9 @@ def make_rows(policies: list[str], parsed: argparse.Namespace) -> list[dict[str,
     rows = []
     for policy in policies:
         for repeat in range(parsed.repeats):
-            (result,) = (parsed.out / "ab" / "runs").glob(f"{repeat + 1:03}-{policy}/result.json")
+            result = parsed.out / "ab" / "runs" / f"{repeat + 1:03}-{policy}" / "result.json"
+            if not result.exists():
+                continue  # the comparison was interrupted
             measured = json.loads(result.read_text(encoding="utf-8"))
             record = simulate(policy, parsed.seed + repeat, parsed)
             rows.append(

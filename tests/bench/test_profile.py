@@ -102,11 +102,18 @@ def test_decodes_that_waited_for_each_other_are_left_out(capsys: pytest.CaptureF
 
 def test_the_plan_stays_within_what_the_server_holds() -> None:
     plan = make_plan(step_tokens=2048, max_context=4000, max_batch=16, num_kv_tokens=8000)
-    assert max(n for n, _ in plan.prefills) == 2048
-    assert all(n + c <= 4000 for n, c in plan.prefills)
-    assert all(n * (c + OUTPUT_TOKENS) <= 4000 for n, c in plan.decodes)
-    assert all(c % 128 == 0 for _, c in plan.steps)
-    assert {n for n, _ in plan.decodes} == {1, 2, 4, 8, 16}
+    assert max(step.num_tokens for step in plan.prefills) == 2048
+    assert all(step.num_tokens + step.num_context_tokens <= 4000 for step in plan.prefills)
+    assert all(step.num_decodes * (step.num_context_tokens + OUTPUT_TOKENS) <= 4000 for step in plan.decodes)
+    assert all(step.num_context_tokens % 128 == 0 for step in plan.steps)
+    assert {step.num_decodes for step in plan.decodes} == {1, 2, 4, 8, 16}
+
+
+def test_a_prefill_and_decodes_of_the_same_numbers_are_two_steps() -> None:
+    plan = Plan(prefills=(Prefill(4, 128),), decodes=(Decode(4, 128),))
+    first, second = time_plan(KnownServer(), plan)
+    assert first["prefills"] == [[4, 128]]
+    assert second["decodes"] == [128 + OUTPUT_TOKENS // 2] * 4
 
 
 def test_the_longest_context_is_what_the_model_and_the_cache_allow() -> None:

@@ -108,6 +108,8 @@ class KvCache:
         A request that starts brings its hit. A running one's blocks that its window has left are freed either
         way. Source: kv_cache_manager.py:allocate_slots@0.32.
         """
+        if hit is None and self.can_cut and self._has_slots(request, num_new_tokens):
+            return True
         if hit is None and self._window_groups:
             self._leave_windows(request)
         if self.count_missing(request, num_new_tokens, hit, is_busy=is_busy) > 0:
@@ -173,6 +175,15 @@ class KvCache:
         request.tables = tuple(BlockTable() for _ in request.tables)
 
     # Inside.
+
+    def _has_slots(self, request: Request, num_new_tokens: int) -> bool:
+        """Whether the next tokens neither need nor fill a block, as most that are decoded one by one."""
+        table, size = request.tables[0], self._block_size
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        return (
+            num_tokens + self.config.num_lookahead_tokens <= table.num_blocks * size
+            and min(num_tokens, request.num_tokens) < (table.num_cached + 1) * size
+        )
 
     def _count_blocks(self, num_tokens: int) -> int:
         return -(-min(num_tokens, self.config.max_model_len) // self._block_size)

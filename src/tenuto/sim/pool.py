@@ -87,8 +87,8 @@ class ExtentPool:
         """Cached blocks of a sequence from block `first` up to the first miss, or to before `end`."""
         row = Row()
         for segment, start, stop in path.get_ranges(first, end):
-            for extent, first, last in _get_first_cached(segment.copies[group], start, stop):
-                row.append(extent, first, last)
+            for extent, begin, last in _get_first_cached(segment.copies[group], start, stop):
+                row.append(extent, begin, last)
                 start = last
             if start < stop:
                 break

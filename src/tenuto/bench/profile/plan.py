@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 UNIT = 128
 """Contexts are multiples of it, so that they end with a block on every usual block size."""
@@ -13,7 +13,8 @@ OUTPUT_TOKENS = 24
 """Of each timed decode; its steps are averaged."""
 
 
-class Prefill(NamedTuple):
+@dataclass(frozen=True)
+class Prefill:
     """A chunk of new tokens after a cached context."""
 
     num_tokens: int
@@ -24,7 +25,8 @@ class Prefill(NamedTuple):
         return {"prefills": [[self.num_tokens, self.num_context_tokens]], "decodes": [], "seconds": seconds}
 
 
-class Decode(NamedTuple):
+@dataclass(frozen=True)
+class Decode:
     """Conversations that decode at once, and the context each begins with."""
 
     num_decodes: int

@@ -39,13 +39,14 @@ from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
 LIMIT_S = 600.0
 """For one answer."""
-_HITS = "vllm:prefix_cache_hits_total"
 SHOW_EVERY = 10
 """Timed steps between two lines of progress."""
+_HITS = "vllm:prefix_cache_hits_total"
 
 Observation = dict[str, Any]
 """A line of the observations file."""
 Times = dict[TimedStep, list[float]]
+"""By step, the seconds of its repeats."""
 
 
 def run_profile(options: ProfileOptions, path: Path) -> None:
@@ -99,7 +100,7 @@ class Asker:
         self._client = client
         self._writer = writer
         self.num_unlike = 0
-        """Prefills that found less in the prefix cache than was meant to be there."""
+        """Prefills that found something else in the prefix cache than was put there."""
 
     async def ask(self, name: str, prompt: Prompt, num_tokens: int) -> tuple[float, Answer]:
         """When the prompt was sent, and its answer of so many tokens. Raises RequestFailed."""
