@@ -13,8 +13,10 @@ from typing import Any
 from tenuto import __version__
 from tenuto.core.asking import DecisionLog
 from tenuto.core.errors import ConfigError
+from tenuto.core.limits import Limits
 from tenuto.sim.loop import Simulation, TurnRecord, Watch
 from tenuto.sim.result import RunInfo, get_durations, get_percentile, make_record
+from tenuto.sim.scheduler import PUBLISHED
 from tenuto.sim.step_cost.aiconfigurator import installed_version
 from tenuto.sweep.cut import cut_to_fit
 from tenuto.sweep.hints import HINTS
@@ -72,12 +74,16 @@ def run(
     *,
     watch: Watch | None = None,
     log: DecisionLog | None = None,
+    limits: Limits = PUBLISHED,
 ) -> Outcome:
-    """Run a load on a setup. Raises ConfigError, PolicyError or DataError for what makes no sense."""
+    """Run a load on a setup. Raises ConfigError, PolicyError or DataError for what makes no sense.
+
+    `limits` are those of the published engines; `Limits()` are the plugin's own.
+    """
     machine = build(setup)
     workload, num_cut = cut_to_fit(load.make(), machine.config.kv)
     machine.policy.know(workload.jobs)
-    scheduler = machine.make_scheduler(log)
+    scheduler = machine.make_scheduler(log, limits)
     simulation = Simulation(
         scheduler,
         machine.step_cost,

@@ -10,12 +10,13 @@ from typing import Any, cast, get_args
 
 from tenuto.core.asking import DecisionLog
 from tenuto.core.errors import ConfigError
+from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy, load_policy
 from tenuto.sim.config import EngineConfig, KvConfig, Offload
 from tenuto.sim.gpus import GIB, Gpu, get_gpu
 from tenuto.sim.kv_budget import ProfileRun, default_profile_run, kv_budget
 from tenuto.sim.models import Model, load_model
-from tenuto.sim.scheduler import Scheduler
+from tenuto.sim.scheduler import PUBLISHED, Scheduler
 from tenuto.sim.step_cost import (
     BACKENDS,
     FittedStepCost,
@@ -73,9 +74,9 @@ class Machine:
     step_cost: StepCost
     tiers: OffloadTiers | None
 
-    def make_scheduler(self, log: DecisionLog | None = None) -> Scheduler:
+    def make_scheduler(self, log: DecisionLog | None = None, limits: Limits = PUBLISHED) -> Scheduler:
         """The engine's scheduler, for one run."""
-        return Scheduler(self.config, self.policy, tiers=self.tiers, log=log)
+        return Scheduler(self.config, self.policy, limits, tiers=self.tiers, log=log)
 
 
 def build(setup: Setup) -> Machine:
