@@ -170,6 +170,7 @@ def simulate(policy: str, seed: int, parsed: argparse.Namespace) -> dict[str, An
         max_model_len=MAX_MODEL_LEN,
         max_step_tokens=parsed.step_tokens,
         max_num_seqs=parsed.seats,
+        offload="none",
     )
     load = Load(jps=parsed.jps, window_s=parsed.window, seed=seed, scale_lengths=parsed.scale)
     # The plugin's limits, under which every lease yields: not the published engines'.

@@ -25,7 +25,8 @@ FLAGS = [
 Look = Callable[..., Any]
 
 
-@pytest.fixture(scope="session")
+# Not for the whole session: an event loop runs as long as the browser, and other tests run their own.
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
     """Chromium without a window; skips where there is none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
