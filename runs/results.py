@@ -90,10 +90,10 @@ def make_sensitivity() -> Iterable[Row]:
 TABLES = {
     "ab8": make_ab8,
     "swe-bench": lambda: make_agents(
-        "swe-bench", {"A100-80": (0.3, 1), "H100": (1, 2), "B200": (1, 4)}, 45
+        "swe-bench", {"A100-80": (0.5, 1, 2), "H100": (1, 2, 4), "B200": (2, 4, 8)}, 90
     ),
     "bfcl": lambda: make_agents(
-        "bfcl", {"A100-80": (0.1, 0.4), "H100": (0.3, 1.2), "B200": (0.5, 2)}, 60
+        "bfcl", {"A100-80": (0.2, 0.5, 1), "H100": (0.3, 0.6, 1.2), "B200": (0.6, 1.2, 2.4)}, 90
     ),
     "weka": make_weka,
     "70b": make_70b,
