@@ -182,11 +182,11 @@ def test_the_step_budget_grows_with_those_who_wait_and_shrinks_with_those_who_de
     teach_steps(policy)
     for _ in range(500):
         policy.on_step(StepView(0.0, 0.1, 1000, 1, is_full=True))
-    # 10 ms a pass, 0.1 ms a token: 100 tokens ride along for free.
+    # 10 ms a pass, 0.1 ms a token: 100 tokens ride along for free, and 128 is the least to reckon with.
     few = policy.step_budget(dataclasses.replace(IDLE, num_running=40, num_waiting=0))
     many = policy.step_budget(dataclasses.replace(IDLE, num_running=4, num_waiting=400))
-    assert few == 256  # 40 + 2 * 100, to the next power of two
-    assert many == 512  # 4 + 4 * 100
+    assert few == 512  # 40 + 2 * 128, to the next power of two
+    assert many == 1024  # 4 + 4 * 128
     assert policy.step_budget(dataclasses.replace(IDLE, num_running=1)) is None
 
 

@@ -369,4 +369,4 @@ def test_a_bad_setting_stops_the_start(folder: Path) -> None:
     command = get_command(port, "--scheduler-cls", "tenuto.vllm.Scheduler", "--additional-config", config)
     with pytest.raises(ServerError), run_server(command, port, folder / "bad.log", env=ENV):
         pass
-    assert "unknown key 'ttl'; known keys: ttl_s, variant" in (folder / "bad.log").read_text()
+    assert "unknown key 'ttl'; known keys: " in (folder / "bad.log").read_text()

@@ -75,11 +75,14 @@ class StepTimes:
         return self._decode.get_line()[0]
 
     def get_knee_tokens(self) -> float:
-        """Prefill tokens that take as long as one pass over the weights: below, they ride along for free."""
+        """Prefill tokens that take as long as one pass over the weights: below, they ride along for free.
+
+        Within a factor of its default: a step with prefill has costs of its own, on a CPU above all.
+        """
         token_s, pass_s = self.get_token_s(), self.get_pass_s()
         if token_s <= 0 or pass_s <= 0:
             return DEFAULT_KNEE_TOKENS
-        return min(4 * DEFAULT_KNEE_TOKENS, max(DEFAULT_KNEE_TOKENS / 4, pass_s / token_s))
+        return min(4 * DEFAULT_KNEE_TOKENS, max(DEFAULT_KNEE_TOKENS / 2, pass_s / token_s))
 
     def get_tokens_per_decode(self) -> float:
         """Prefill tokens that cost what one more decoding request adds to a step; 1 to 50."""
