@@ -115,6 +115,7 @@ def run(
     )
     record["slowdown"] = _get_slowdown(turns, workload.jobs, machine, parents)
     record["turns_refused"] = num_cut
+    record["step_cost"] = machine.step_cost_name
     record["config"] = get_config(setup, load)
     record["wall_s"] = record.pop("wall_s")
     return Outcome(record, turns, workload, machine)

@@ -74,6 +74,11 @@ class Machine:
     step_cost: StepCost
     tiers: OffloadTiers | None
 
+    @property
+    def step_cost_name(self) -> str:
+        """Where step times come from: "tables", "roofline", or a file that `tenuto profile` wrote."""
+        return self.setup.step_cost or default_backend(self.gpu)
+
     def make_scheduler(self, log: DecisionLog | None = None, limits: Limits = PUBLISHED) -> Scheduler:
         """The engine's scheduler, for one run."""
         return Scheduler(self.config, self.policy, limits, tiers=self.tiers, log=log)
