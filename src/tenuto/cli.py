@@ -8,12 +8,16 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from tenuto import __version__
 from tenuto.core.errors import TenutoError
+
+Command = Callable[[argparse.Namespace, list[str]], int]
+"""Runs a command with its options and what it does not know; returns the exit status."""
 
 DESCRIPTION = """\
 Hold an LLM agent's KV cache through its tool calls, inside stock vLLM.
@@ -69,18 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_verify(commands)
-    _add_bench(commands)
-    _add_ab(commands)
-    _add_top(commands)
-    _add_analyze(commands)
-    _add_simulate(commands)
-    _add_compare(commands)
-    _add_plan(commands)
-    _add_profile(commands)
-    _add_report(commands)
-    _add_record(commands)
-    _add_replay(commands)
-    _add_convert(commands)
+    _add_clients(commands)
+    _add_simulations(commands)
+    _add_readers(commands)
     _add_policies(commands)
     return parser
 
@@ -151,177 +146,60 @@ def _add_verify(commands: Any) -> None:
     verify.set_defaults(command=run_verify)
 
 
-def _add_bench(commands: Any) -> None:
-    from tenuto.bench.options import DESCRIPTION as BENCH_DESCRIPTION
-    from tenuto.bench.options import EPILOG, add_options
+def _add_clients(commands: Any) -> None:
+    """What talks to a live server."""
+    from tenuto.bench import options as bench
+    from tenuto.bench.ab import options as ab
+    from tenuto.bench.profile import options as profile
+    from tenuto.bench.record import options as record
+    from tenuto.bench.top import options as top
 
-    bench = commands.add_parser(
-        "bench",
-        help="run agent jobs against any OpenAI-compatible server",
-        description=BENCH_DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(bench)
-    bench.set_defaults(command=run_bench)
-
-
-def _add_simulate(commands: Any) -> None:
-    from tenuto.sweep import options
-
-    simulate = commands.add_parser(
-        "simulate",
-        help="run a workload on a simulated GPU",
-        description=options.SIMULATE,
-        epilog=options.SIMULATE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    options.add_simulate_options(simulate)
-    simulate.set_defaults(command=run_simulate)
+    add = partial(_add, commands)
+    add("bench", "run agent jobs against any OpenAI-compatible server", bench, run_bench)
+    add("ab", "compare servers or policies under the same load", ab, lambda parsed, _: ab.run(parsed))
+    add("top", "watch a live server", top, lambda parsed, _: top.run(parsed))
+    add("record", "write down what agents ask of a server, without their text", record, run_record)
+    add("profile", "fit how long a server's steps take, for the simulator", profile, run_profile)
 
 
-def _add_compare(commands: Any) -> None:
-    from tenuto.sweep import options
+def _add_simulations(commands: Any) -> None:
+    """What runs on simulated GPUs."""
+    from tenuto.sweep.options import COMPARE, PLAN, SIMULATE
 
-    compare = commands.add_parser(
-        "compare",
-        help="simulate GPUs x policies x loads x seeds",
-        description=options.COMPARE,
-        epilog=options.COMPARE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    options.add_compare_options(compare)
-    compare.set_defaults(command=run_compare)
+    add = partial(_add, commands)
+    add("simulate", "run a workload on a simulated GPU", SIMULATE, run_simulate)
+    add("compare", "simulate GPUs x policies x loads x seeds", COMPARE, run_compare)
+    add("plan", "the fewest GPUs for a load, simulated", PLAN, run_plan)
 
 
-def _add_ab(commands: Any) -> None:
-    from tenuto.bench.ab.options import DESCRIPTION as AB_DESCRIPTION
-    from tenuto.bench.ab.options import EPILOG, add_options, run
-
-    ab = commands.add_parser(
-        "ab",
-        help="compare servers or policies under the same load",
-        description=AB_DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(ab)
-    ab.set_defaults(command=lambda parsed, rest: run(parsed))
-
-
-def _add_top(commands: Any) -> None:
-    from tenuto.bench.top.options import DESCRIPTION as TOP_DESCRIPTION
-    from tenuto.bench.top.options import EPILOG, add_options, run
-
-    top = commands.add_parser(
-        "top",
-        help="watch a live server",
-        description=TOP_DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(top)
-    top.set_defaults(command=lambda parsed, rest: run(parsed))
-
-
-def _add_analyze(commands: Any) -> None:
-    from tenuto.analyze.options import DESCRIPTION as ANALYZE_DESCRIPTION
-    from tenuto.analyze.options import EPILOG, add_options, run
-
-    analyze = commands.add_parser(
-        "analyze",
-        help="say what happened in a run, what was lost and why",
-        description=ANALYZE_DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(analyze)
-    analyze.set_defaults(command=lambda parsed, rest: run(parsed))
-
-
-def _add_report(commands: Any) -> None:
-    from tenuto.report.options import DESCRIPTION as REPORT_DESCRIPTION
-    from tenuto.report.options import EPILOG, add_options
-
-    report = commands.add_parser(
-        "report",
-        help="one HTML page from the records of runs",
-        description=REPORT_DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(report)
-    report.set_defaults(command=run_report)
-
-
-def _add_record(commands: Any) -> None:
-    from tenuto.bench.record import options
-
-    record = commands.add_parser(
-        "record",
-        help="write down what agents ask of a server, without their text",
-        description=options.DESCRIPTION,
-        epilog=options.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    options.add_options(record)
-    record.set_defaults(command=run_record)
-
-
-def _add_replay(commands: Any) -> None:
+def _add_readers(commands: Any) -> None:
+    """What reads records and traces."""
     from tenuto import replay
+    from tenuto.analyze import options as analyze
+    from tenuto.report import options as report
+    from tenuto.workload.convert import options as convert
 
+    add = partial(_add, commands)
+    text = "say what happened in a run, what was lost and why"
+    add("analyze", text, analyze, lambda parsed, _: analyze.run(parsed))
+    add("report", "one HTML page from the records of runs", report, run_report)
+    text = "run a recording again, or a scheduler's decisions"
+    add("replay", text, replay, lambda parsed, _: replay.run(parsed))
+    text = "change a trace's format, or import agents' logs"
+    add("convert", text, convert, lambda parsed, _: convert.run(parsed))
+
+
+def _add(commands: Any, name: str, help: str, options: Any, run: Command) -> None:
+    """One command; `options` says what it does, gives examples and adds its options."""
     command = commands.add_parser(
-        "replay",
-        help="run a recording again, or a scheduler's decisions",
-        description=replay.DESCRIPTION,
-        epilog=replay.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    replay.add_options(command)
-    command.set_defaults(command=lambda parsed, rest: replay.run(parsed))
-
-
-def _add_convert(commands: Any) -> None:
-    from tenuto.workload.convert import options
-
-    convert = commands.add_parser(
-        "convert",
-        help="change a trace's format, or import agents' logs",
+        name,
+        help=help,
         description=options.DESCRIPTION,
         epilog=options.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_options(convert)
-    convert.set_defaults(command=lambda parsed, rest: options.run(parsed))
-
-
-def _add_plan(commands: Any) -> None:
-    from tenuto.sweep import options
-
-    plan = commands.add_parser(
-        "plan",
-        help="the fewest GPUs for a load, simulated",
-        description=options.PLAN,
-        epilog=options.PLAN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    options.add_plan_options(plan)
-    plan.set_defaults(command=run_plan)
-
-
-def _add_profile(commands: Any) -> None:
-    from tenuto.bench.profile import options
-
-    profile = commands.add_parser(
-        "profile",
-        help="fit how long a server's steps take, for the simulator",
-        description=options.DESCRIPTION,
-        epilog=options.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    options.add_options(profile)
-    profile.set_defaults(command=run_profile)
+    options.add_options(command)
+    command.set_defaults(command=run)
 
 
 def _add_policies(commands: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,25 @@ from tenuto.sweep.hints import HINTS
 from tenuto.sweep.run import Load
 from tenuto.sweep.setup import Setup
 
-SIMULATE = """\
+_SIMULATE_TEXT = """\
 Run one workload on one simulated GPU: vLLM's scheduler decision by decision, GPU time from measured tables.
 Prints the result; with --out DIR also every turn (turns.jsonl) and the KV cache over time (occupancy.jsonl).
 """
 
-SIMULATE_EXAMPLES = """\
+_SIMULATE_EXAMPLES = """\
 examples:
   tenuto simulate --gpu H200 --policy continuum-fixed --jps 6
   tenuto simulate --gpu H100 --policy tenuto --workload sessions/ --jps 0.05 --out runs/mine
   tenuto simulate --gpu A100-80 --policy stock --offload async --host-gb 200 --workload swe-bench --jps 1
 """
 
-COMPARE = """\
+_COMPARE_TEXT = """\
 Run a sweep: every GPU × policy × load × seed, on all cores. Ends with a table that marks the winner of each
 cell; DIR/results.jsonl has a record per run. Runs that are in it already are not run again, so a sweep that
 was stopped goes on where it was.
 """
 
-COMPARE_EXAMPLES = """\
+_COMPARE_EXAMPLES = """\
 examples:
   tenuto compare --gpu H200 --jps 1,3,6,10,15 --policies stock,continuum-fixed,tenuto --out runs/h200
   tenuto compare --gpu A100-80,H100 --workload swe-bench --window 300 --jps 0.5,1,2 --policies stock,tenuto \\
@@ -40,12 +41,12 @@ examples:
 """
 
 
-PLAN = """\
+_PLAN_TEXT = """\
 Find the fewest GPUs, of which kind and with which policy, that keep the P95 job time within a target. It
 searches over the simulator: machines are independent behind a router with session affinity.
 """
 
-PLAN_EXAMPLES = """\
+_PLAN_EXAMPLES = """\
 examples:
   tenuto plan --gpu H100,H200,L40S --workload swe-bench --window 300 --jps 4 --p95 60 --policies stock,tenuto
 """
@@ -246,3 +247,17 @@ def _read_policy_options(given: Sequence[str], policy: str) -> dict[str, Any]:
         except json.JSONDecodeError:
             options[name] = value
     return options
+
+
+@dataclass(frozen=True)
+class CommandOptions:
+    """What one command's help says, and what adds its options; named as in the modules of other commands."""
+
+    DESCRIPTION: str
+    EPILOG: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+
+
+SIMULATE = CommandOptions(_SIMULATE_TEXT, _SIMULATE_EXAMPLES, add_simulate_options)
+COMPARE = CommandOptions(_COMPARE_TEXT, _COMPARE_EXAMPLES, add_compare_options)
+PLAN = CommandOptions(_PLAN_TEXT, _PLAN_EXAMPLES, add_plan_options)
