@@ -8,7 +8,6 @@ update_from_output, async_scheduler.py@0.32; the hooks stand where `tenuto.vllm.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 from tenuto.core.asking import DecisionLog
@@ -20,6 +19,8 @@ from tenuto.sim.allocator import Allocator
 from tenuto.sim.config import EngineConfig
 from tenuto.sim.engine import SimEngine
 from tenuto.sim.kv_cache import Hit, KvCache
+from tenuto.sim.lifecycle import Lifecycle
+from tenuto.sim.loading import Loading
 from tenuto.sim.offload import make_offloader
 from tenuto.sim.request import BlockHashes, Request, Status
 from tenuto.sim.step import Step
@@ -48,19 +49,21 @@ class Scheduler:
         self.kv = KvCache(config.kv, config.max_steps_in_flight * config.max_step_tokens)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self._by_priority = "priority" in (config.order, policy.engine_order)
+        self.by_priority = "priority" in (config.order, policy.engine_order)
+        """Whether requests run, and yield, by their priority first."""
         self._asks_admission = policy.overrides("admit")
         self._asks_order = self._asks_admission or policy.overrides("queue_key")
         self._asks_budget = policy.overrides("step_budget")
         self.may_displace = policy.overrides("displaces")
         self.offloader = make_offloader(config, tiers, self.kv)
-        self._loaded: deque[Request] = deque()
+        self._loading = None if self.offloader is None else Loading(self, self.offloader)
         self.waiting = WaitingQueue(self._choose_key())
         self.now_s = 0.0
         """When it was called last."""
         self.driver = Driver(policy, SimEngine(self), limits, log=log)
         self.kv.pool.make_room = self.driver.make_room
-        self._allocator = Allocator(self, self.running)
+        self.allocator = Allocator(self, self.running)
+        self._lifecycle = Lifecycle(self)
 
     # What an engine calls.
 
@@ -83,10 +86,8 @@ class Scheduler:
         """Decide the next step; without tokens in it, nothing can run now."""
         self.now_s = now_s
         self.driver.expire(now_s)
-        if self.offloader is not None:
-            for request in self.offloader.pop_loaded(now_s):
-                self.kv.cache(request, request.num_computed_tokens)
-                self._loaded.append(request)
+        if self._loading is not None:
+            self._loading.collect(now_s)
         if self.driver.tick(now_s):
             self.waiting.reorder_all()
         if self._asks_admission:
@@ -114,24 +115,7 @@ class Scheduler:
         requests that got output, with the number of new tokens; those that are done have `Status.FINISHED`.
         """
         self.now_s = now_s
-        outputs = []
-        for turn_id, num_tokens in step.num_tokens.items():
-            request = self.requests.get(turn_id)
-            if request is None:
-                continue  # aborted meanwhile
-            request.num_in_flight_tokens -= num_tokens
-            is_stale = request.num_stale_tokens > 0
-            if is_stale:
-                request.num_stale_tokens -= num_tokens
-                if request.drops_stale:
-                    continue
-            if turn_id in step.chunks:
-                continue
-            num_right = num_accepted.get(turn_id, 0) if num_accepted else 0
-            if turn_id in step.num_drafts and not is_stale:
-                self._reject(request, step.num_drafts[turn_id] - num_right)
-            outputs.append((request, self._append(request, 1 + num_right, is_stale=is_stale)))
-        self._remove_finished(outputs)
+        outputs = self._lifecycle.give_outputs(step, num_accepted or {})
         if self.config.num_draft_tokens and self.config.max_steps_in_flight == 1:
             for request, _ in outputs:
                 request.num_drafts = self.config.num_draft_tokens
@@ -146,10 +130,11 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self.running.remove(request)
         elif request.status is Status.LOADING:
-            self._forget_load(request)
+            assert self._loading is not None
+            self._loading.forget(request)
         else:
             self.waiting.remove(request)
-        self._finish(request, Finish(request.num_output_tokens, aborted=True))
+        self._lifecycle.finish(request, Finish(request.num_output_tokens, aborted=True))
 
     def reset_prefix_cache(self, now_s: float, *, preempt_running: bool = False) -> bool:
         """Forget all cached content, leases included; False, and content stays, while requests run.
@@ -158,19 +143,19 @@ class Scheduler:
         """
         self.now_s = now_s
         self.driver.drop_all()
-        while preempt_running and self.running:
-            self._preempt(self.running.pop(), drop_stale=True)
+        if preempt_running:
+            self._lifecycle.preempt_all()
         return self.kv.pool.reset()
 
     @property
     def has_loaded(self) -> bool:
         """Whether a request is about to start whose load is there."""
-        return bool(self._loaded)
+        return self._loading is not None and bool(self._loading.ready)
 
     @property
     def num_loading(self) -> int:
         """Requests that wait for KV from a tier, or have it and did not start yet."""
-        return len(self._loaded) + (self.offloader.num_loading if self.offloader is not None else 0)
+        return 0 if self._loading is None else self._loading.num_requests
 
     def get_next_event_s(self) -> float | None:
         """When something happens by itself: a lease runs out, a copy is complete."""
@@ -189,8 +174,8 @@ class Scheduler:
             if num_new_tokens == 0:
                 index += 1
                 continue
-            while not self._allocator.try_allocate(request, num_new_tokens, None, self.now_s):
-                victim = self._preempt_for(request, step)
+            while not self.allocator.try_allocate(request, num_new_tokens, None, self.now_s):
+                victim = self._lifecycle.preempt_for(request, step)
                 if victim is request:
                     return
                 index = self.running.index(request)
@@ -218,24 +203,26 @@ class Scheduler:
 
     def _schedule_waiting(self, step: Step) -> None:
         has_running = bool(step.num_tokens)
-        while self._loaded and step.budget > 0 and len(self.running) < self.config.max_num_seqs:
-            self._start_loaded(self._loaded.popleft(), step)
+        while self.has_loaded and step.budget > 0 and len(self.running) < self.config.max_num_seqs:
+            self._start_loaded(step)
         while step.budget > 0:
             request = self.waiting.get_first()
             if request is None:
                 break
-            if len(self.running) >= self.config.max_num_seqs and not self._displace_for(request, step):
+            if len(self.running) >= self.config.max_num_seqs and not self._lifecycle.displace_for(
+                request, step
+            ):
                 break
             if request.num_stale_tokens and not request.drops_stale:
                 # Output in flight would arrive behind what it computes anew.
                 self.waiting.skip_first()
                 continue
             hit = self.kv.get_hit(request)
-            if self.offloader is not None:
-                hit = self._add_load(request, hit)
+            if self._loading is not None:
+                hit = self._loading.add_offer(request, hit)
                 if hit.waits:
-                    while not (fits := self._begin_load(request, hit)):
-                        if not self._displace_for(request, step):
+                    while not (fits := self._loading.try_begin(request, hit)):
+                        if not self._lifecycle.displace_for(request, step):
                             break
                     if not fits:
                         break
@@ -245,13 +232,13 @@ class Scheduler:
             if 1 + num_drafts > step.budget:
                 break
             num_new_tokens = step.bound(num_tokens + num_drafts)
-            while not (fits := self._allocator.try_allocate(request, num_new_tokens, hit, self.now_s)):
-                if not self._displace_for(request, step):
+            while not (fits := self.allocator.try_allocate(request, num_new_tokens, hit, self.now_s)):
+                if not self._lifecycle.displace_for(request, step):
                     break
             if not fits:
                 break
-            if hit.num_loaded_tokens:
-                self._load(request, hit, step)
+            if hit.num_loaded_tokens and self._loading is not None:
+                step.copies_done_s = max(step.copies_done_s, self._loading.load(request, hit))
             self._start(request, hit, step)
             step.give(request, num_new_tokens)
             if num_drafts:
@@ -272,6 +259,16 @@ class Scheduler:
         self.running.append(request)
         request.status = Status.RUNNING
         request.num_computed_tokens = hit.num_computed_tokens
+
+    def _start_loaded(self, step: Step) -> None:
+        """A request whose load is there starts; its blocks are taken already."""
+        assert self._loading is not None
+        request = self._loading.ready.popleft()
+        num_new_tokens = step.bound(request.num_tokens - request.num_computed_tokens)
+        fits = self.kv.try_allocate(request, num_new_tokens, None, is_busy=True)
+        assert fits, f"{request.turn_id} has loaded, but not its blocks"
+        self._start(request, Hit(request.num_computed_tokens, ()), step)
+        step.give(request, num_new_tokens)
 
     def _advance(self, step: Step) -> None:
         """Count a step's tokens as computed, so that the next one can be scheduled at once."""
@@ -305,140 +302,6 @@ class Scheduler:
             num_chunks, chunk_tokens, chunk_context, num_pairs, num_decodes, decode_context
         )
 
-    # Loads from the tiers below the GPU.
-
-    def _add_load(self, request: Request, hit: Hit) -> Hit:
-        """The hit with what the tiers have behind it, if the policy wants to load that."""
-        assert self.offloader is not None
-        offer = self.offloader.get_offer(request, hit.num_tokens, self.now_s)
-        if offer is None or not self.driver.may_load(request.turn_id, offer, self.now_s):
-            return hit
-        return hit._replace(num_loaded_tokens=offer.num_tokens, waits=not self.offloader.is_sync)
-
-    def _load(self, request: Request, hit: Hit, step: Step) -> None:
-        """Load while the step computes."""
-        assert self.offloader is not None
-        done_s = self.offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self.now_s)
-        step.copies_done_s = max(step.copies_done_s, done_s)
-
-    def _begin_load(self, request: Request, hit: Hit) -> bool:
-        """Take the blocks of a whole request and begin to load; False if they are short.
-
-        On purpose not vLLM's, which takes the loaded tokens' blocks alone: requests that hold these and wait
-        for the rest could then keep each other from starting for ever.
-        """
-        assert self.offloader is not None
-        num_tokens = request.num_tokens - hit.num_computed_tokens
-        if not self._allocator.try_allocate(request, num_tokens, hit, self.now_s):
-            return False
-        self.waiting.remove(request)
-        request.status = Status.LOADING
-        request.num_computed_tokens = hit.num_computed_tokens
-        done_s = self.offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self.now_s)
-        self.offloader.wait_for(request, done_s)
-        return True
-
-    def _start_loaded(self, request: Request, step: Step) -> None:
-        """A request whose load is there starts; its blocks are taken already."""
-        num_new_tokens = step.bound(request.num_tokens - request.num_computed_tokens)
-        fits = self.kv.try_allocate(request, num_new_tokens, None, is_busy=True)
-        assert fits, f"{request.turn_id} has loaded, but not its blocks"
-        self._start(request, Hit(request.num_computed_tokens, ()), step)
-        step.give(request, num_new_tokens)
-
-    def _forget_load(self, request: Request) -> None:
-        assert self.offloader is not None
-        if request in self._loaded:
-            self._loaded.remove(request)
-        else:
-            self.offloader.drop_load(request)
-
-    # Preemption.
-
-    def _displace_for(self, request: Request, step: Step) -> bool:
-        """Preempt a running request for a waiting one that does not fit, if the policy says so."""
-        if not self.may_displace:
-            return False
-        # Those that started in this step stay: nobody is displaced twice in it, so it ends.
-        started = step.new.keys() | step.resumed.keys()
-        candidates = [each.turn_id for each in self.running if each.turn_id not in started]
-        victim_id = self.driver.get_displaced(request.turn_id, candidates, self.now_s)
-        if victim_id is None:
-            return False
-        victim = self.requests[victim_id]
-        self.running.remove(victim)
-        step.take_out(victim)
-        step.preempted[victim_id] = victim.num_computed_tokens
-        self._preempt(victim)
-        return True
-
-    def _preempt_for(self, request: Request, step: Step) -> Request:
-        """Preempt the running request that yields first; it may be the one that needs the room."""
-        if self._by_priority:
-            victim = max(self.running, key=lambda request: (request.priority, request.arrival_s))
-            self.running.remove(victim)
-            step.take_out(victim)
-        else:
-            self._allocator.put_victim_last(request, self.now_s)
-            victim = self.running.pop()
-        step.preempted[victim.turn_id] = victim.num_computed_tokens
-        self._preempt(victim)
-        return victim
-
-    def _preempt(self, request: Request, *, drop_stale: bool = False) -> None:
-        """Take all blocks of a request that left `running`; it will be computed again."""
-        self.driver.preempt(request.turn_id, self.now_s, request.num_computed_tokens)
-        self.kv.free(request)
-        request.status = Status.PREEMPTED
-        request.num_computed_tokens = request.num_drafts = request.num_placeholders = 0
-        request.num_stored_chunks = 0
-        request.drops_stale = drop_stale or (request.drops_stale and request.num_stale_tokens > 0)
-        request.num_stale_tokens = request.num_in_flight_tokens
-        request.num_preemptions += 1
-        self.waiting.add_back(request)
-
-    # Outputs.
-
-    def _reject(self, request: Request, num_drafts: int) -> None:
-        """Drafts were wrong: what was computed for them does not count."""
-        if request.num_computed_tokens > 0:
-            request.num_computed_tokens -= num_drafts
-        if request.num_placeholders > 0:
-            request.num_placeholders -= num_drafts
-
-    def _append(self, request: Request, num_new_tokens: int, *, is_stale: bool) -> int:
-        """Add output tokens, up to the request's end; returns how many."""
-        num_left = min(
-            request.max_tokens - request.num_output_tokens,
-            self.config.kv.max_model_len - request.num_tokens,
-        )
-        num_new_tokens = min(num_new_tokens, num_left)
-        request.num_tokens += num_new_tokens
-        if self.config.max_steps_in_flight > 1 and not is_stale:
-            request.num_placeholders -= num_new_tokens
-            self.kv.cache(request, request.num_computed_tokens - request.num_placeholders)
-        if num_new_tokens == num_left:
-            self._finish(request, Finish(request.num_output_tokens, request.tool, request.is_last))
-        return num_new_tokens
-
-    def _finish(self, request: Request, how: Finish) -> None:
-        """End a request; a lease may take its blocks over just before they are freed."""
-        self.driver.finish(request.turn_id, self.now_s, how)
-        if self.offloader is not None and request.status is Status.RUNNING:
-            row = self.kv.get_hit(request).rows[0]
-            self.offloader.store_finished(request, row, self.now_s, aborted=how.aborted)
-        self.kv.free(request)
-        request.status = Status.FINISHED
-        del self.requests[request.turn_id]
-
-    def _remove_finished(self, outputs: list[tuple[Request, int]]) -> None:
-        finished = [request for request, _ in outputs if request.status is Status.FINISHED]
-        if finished:
-            self.running[:] = [each for each in self.running if each.status is not Status.FINISHED]
-        for request in finished:
-            # One that was preempted while its last token was in flight.
-            self.waiting.remove(request)
-
     # Inside.
 
     def _admit_parked(self) -> None:
@@ -453,9 +316,9 @@ class Scheduler:
     def _choose_key(self) -> GetKey | None:
         if self._asks_order:
             return self._get_policy_key
-        return (lambda request: (request.priority, request.arrival_s)) if self._by_priority else None
+        return (lambda request: (request.priority, request.arrival_s)) if self.by_priority else None
 
     def _get_policy_key(self, request: Request) -> Key:
         key = self.driver.get_queue_key(request.turn_id, self.now_s)
         # The engine's own priority mode stays in force above the policy's order.
-        return (request.priority, *key) if self._by_priority else key
+        return (request.priority, *key) if self.by_priority else key
