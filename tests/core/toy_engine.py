@@ -219,7 +219,7 @@ class ToyEngine:
 
     def reorder(self, turn_id: str) -> None:
         if turn_id in self.waiting:
-            self.waiting.push(turn_id, self.driver.get_queue_key(turn_id, self.driver._now_s))
+            self.waiting.push(turn_id, self.driver.get_queue_key(turn_id, self.driver._retention.now_s))
 
     # Inside.
 

@@ -1,0 +1,31 @@
+"""What happened to a job's turns and leases, as `job` records of the decision log."""
+
+from __future__ import annotations
+
+from tenuto.core.asking import DecisionLog, LogRecord
+from tenuto.core.jobs import TurnState
+from tenuto.core.leases import LeaseState
+
+
+class History:
+    """Writes one record per event; nothing without a log."""
+
+    def __init__(self, log: DecisionLog | None) -> None:
+        self._log = log
+
+    def record(self, event: str, turn: TurnState, now_s: float, **facts: object) -> None:
+        """Something happened to a turn."""
+        if self._log is not None:
+            record: LogRecord = {"kind": "job", "event": event, "job": turn.job.job_id, "turn": turn.turn_id}
+            self._log({**record, "turn_number": turn.job.num_turns, "now_s": now_s, **facts})
+
+    def record_lease(self, event: str, lease: LeaseState, now_s: float, **facts: object) -> None:
+        """Something happened to a lease."""
+        if self._log is not None:
+            record: LogRecord = {
+                "kind": "job",
+                "event": event,
+                "job": lease.job_id,
+                "turn": lease.turn.turn_id,
+            }
+            self._log({**record, "now_s": now_s, "num_blocks": len(lease.blocks), **facts})

@@ -1,0 +1,216 @@
+"""Retention: leases granted, claimed, reconsidered and taken back, as the policy says within the limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from tenuto.core.asking import PolicyCaller
+from tenuto.core.history import History
+from tenuto.core.jobs import TurnState
+from tenuto.core.leases import Engine, LeaseState, LeaseTable
+from tenuto.core.limits import Limits
+from tenuto.core.stats import DriverStats
+from tenuto.core.types import (
+    EngineView,
+    Keep,
+    LeaseEnd,
+    Offload,
+    Release,
+    Strength,
+    Turn,
+    Yields,
+)
+
+
+class Retention:
+    """The leases of one driver, which tells it what happens to turns and what time it is."""
+
+    def __init__(
+        self, engine: Engine, caller: PolicyCaller, limits: Limits, stats: DriverStats, history: History
+    ) -> None:
+        self.leases = LeaseTable(engine, self._on_end)
+        self.now_s = 0.0
+        """When the engine last said something."""
+        self._engine = engine
+        self._block_size = engine.get_view(0.0).block_size
+        self._caller = caller
+        self._limits = limits
+        self._stats = stats
+        self._history = history
+
+    def get_view(self, now_s: float) -> EngineView:
+        """The engine's state with the leases filled in."""
+        view = self._engine.get_view(now_s)
+        if not len(self.leases):
+            return view
+        return dataclasses.replace(
+            view,
+            num_leases=len(self.leases),
+            num_leased_blocks=sum(self.leases.num_blocks.values()),
+        )
+
+    def get_turn_view(self, turn: TurnState) -> Turn:
+        """A turn that waits or runs, as the policy sees it."""
+        return turn.get_view(has_lease=self.get_claimed(turn) is not None)
+
+    # What happens to turns.
+
+    def claim(self, turn: TurnState) -> None:
+        """A turn arrived: what its job has leased waits for it, unless it waits for another one already."""
+        lease = self.leases.get(turn.job.job_id)
+        if lease is None or lease.next_turn_id is not None:
+            return
+        num_common = self._engine.count_common_blocks(lease.blocks, turn.what.hashes)
+        if self._engine.can_cut:
+            # A hit ends before the prompt does; a block beyond it would only be in this turn's own way.
+            num_common = min(num_common, (turn.what.num_prompt_tokens - 1) // self._block_size)
+        if num_common == 0:
+            self.leases.end(lease, LeaseEnd.SUPERSEDED)
+        else:
+            self.leases.cut(lease, num_common)
+            lease.next_turn_id = turn.turn_id
+
+    def get_claimed(self, turn: TurnState | None) -> LeaseState | None:
+        """The lease that waits for this turn, if one does."""
+        lease = self.leases.get(turn.job.job_id) if turn is not None else None
+        return (
+            lease if lease is not None and turn is not None and lease.next_turn_id == turn.turn_id else None
+        )
+
+    def hit(self, turn: TurnState) -> None:
+        """A turn started and has the blocks that were kept for it."""
+        lease = self.get_claimed(turn)
+        if lease is not None:
+            self.leases.end(lease, LeaseEnd.HIT)
+
+    def unclaim(self, turn: TurnState) -> None:
+        """A turn left without having started; what was kept for it waits for a retry."""
+        lease = self.get_claimed(turn)
+        if lease is not None:
+            lease.next_turn_id = None
+
+    def retain(self, turn: Turn) -> None:
+        """Ask what becomes of a finishing turn's blocks, and do it."""
+        view = self.get_view(self.now_s)
+        answer = self._caller.ask("retain", (Keep, Offload, Release), turn, view)
+        terms = self._bound(answer, self.now_s) if isinstance(answer, Keep) else None
+        old = self.leases.get(turn.job.job_id)
+        if old is not None:
+            # Its blocks stay referenced by the turn that just finished, or serve nobody any more.
+            self.leases.end(old, LeaseEnd.REPLACED)
+        if isinstance(answer, Offload):
+            self._engine.store(self._engine.get_cached_blocks(turn.turn_id))
+        if terms is not None and terms.until_s > self.now_s:
+            self._grant(turn, terms, view)
+
+    def end(self, job_id: str, why: LeaseEnd) -> None:
+        """End a job's lease, if it has one."""
+        lease = self.leases.get(job_id)
+        if lease is not None:
+            self.leases.end(lease, why)
+
+    def drop_all(self, why: LeaseEnd) -> None:
+        """End every lease."""
+        for lease in self.leases:
+            self.leases.end(lease, why)
+
+    # Time.
+
+    def expire(self) -> int:
+        """End or renew every lease whose deadline has passed; returns how many ended."""
+        num_ended = 0
+        while (lease := self.leases.get_due(self.now_s)) is not None:
+            view = self.get_view(self.now_s)
+            answer = self._caller.ask("reconsider", (Keep, Offload, Release), lease.get_view(), view)
+            terms = self._bound(answer, lease.granted_s) if isinstance(answer, Keep) else None
+            if terms is not None and terms.until_s > self.now_s and terms.strength is lease.terms.strength:
+                asked = dataclasses.replace(lease.get_view(), until_s=terms.until_s, value=terms.value)
+                self.leases.renew(lease, terms, self._caller.ask("evict_key", tuple, asked, view))
+            else:
+                if isinstance(answer, Offload):
+                    self._engine.store(lease.blocks)
+                self.leases.end(lease, LeaseEnd.EXPIRED)
+                num_ended += 1
+        return num_ended
+
+    # Memory.
+
+    def get_num_reclaimable_blocks(self, turn: TurnState | None) -> int:
+        """Held blocks, at most, that `take_back` could free for a turn while others run."""
+        lease = self.get_claimed(turn)
+        spared = len(lease.blocks) if lease is not None and lease.terms.strength is Strength.HOLD else 0
+        return self._engine.get_num_held_blocks() - spared
+
+    def take_back(self, num_blocks: int, turn: TurnState | None, *, stalled: bool) -> int:
+        """Free at least so many held blocks for a turn if leases cover so many; see `Driver.take_back`."""
+        lease = self.get_claimed(turn)
+        own = None if lease is None else lease.job_id
+        kinds = list(Yields) if stalled or self._limits.always_yield else [Yields.ALWAYS]
+        spares = [own] if own is None or not stalled else [own, None]
+        num_free_before = self._engine.get_num_free_blocks()
+        num_freed = 0
+        for spare, yields in itertools.product(spares, kinds):
+            while num_freed < num_blocks:
+                lease = self.leases.get_first_to_yield(Strength.HOLD, yields, spare)
+                if lease is None or not (stalled or self._gives_way(lease, turn)):
+                    break
+                self._shrink(lease, num_blocks - num_freed)
+                num_freed = self._engine.get_num_free_blocks() - num_free_before
+        return num_freed
+
+    def make_room(self, num_blocks: int) -> None:
+        """Give up to so many kept-last blocks of the lease that yields first."""
+        for yields in Yields:
+            lease = self.leases.get_first_to_yield(Strength.KEEP_LAST, yields)
+            if lease is not None:
+                self._shrink(lease, num_blocks)
+                return
+
+    # Inside.
+
+    def _grant(self, turn: Turn, terms: Keep, view: EngineView) -> None:
+        blocks = self._engine.get_cached_blocks(turn.turn_id)
+        if not blocks or not self._is_within_quota(turn.job.tenant, len(blocks), view.num_blocks):
+            return
+        lease = LeaseState(turn.job.job_id, turn, blocks, self.now_s, terms)
+        self.leases.grant(lease, self._caller.ask("evict_key", tuple, lease.get_view(), view))
+        self._stats.num_leases_granted += 1
+        self._history.record_lease(
+            "lease-granted", lease, self.now_s, until_s=terms.until_s, strength=terms.strength.value
+        )
+
+    def _bound(self, terms: Keep, granted_s: float) -> Keep:
+        return dataclasses.replace(terms, until_s=min(terms.until_s, granted_s + self._limits.max_lease_s))
+
+    def _is_within_quota(self, tenant: str | None, num_blocks: int, total: int) -> bool:
+        # A block that several leases share counts for each of them, so the sums may exceed the total:
+        # a share of 1 is no bound.
+        leased = sum(self.leases.num_blocks.values()) + num_blocks
+        of_tenant = self.leases.num_blocks_by_tenant.get(tenant, 0) + num_blocks
+        share, tenant_share = self._limits.max_leased_share, self._limits.max_tenant_share
+        return (share >= 1 or leased <= share * total) and (
+            tenant is None or tenant_share >= 1 or of_tenant <= tenant_share * total
+        )
+
+    def _gives_way(self, lease: LeaseState, turn: TurnState | None) -> bool:
+        """Whether a lease yields to a turn: always to one that runs, or if the policy does not mind."""
+        if turn is None or turn.started or not self._caller.policy.overrides("gives_way"):
+            return True
+        view = self.get_view(self.now_s)
+        return bool(self._caller.ask("gives_way", bool, lease.get_view(), self.get_turn_view(turn), view))
+
+    def _shrink(self, lease: LeaseState, num_blocks: int) -> None:
+        num_left = max(0, len(lease.blocks) - num_blocks) if self._engine.can_cut else 0
+        self._stats.num_revoked_blocks += len(lease.blocks) - num_left
+        if num_left:
+            self.leases.cut(lease, num_left)
+        else:
+            self.leases.end(lease, LeaseEnd.REVOKED)
+
+    def _on_end(self, lease: LeaseState, why: LeaseEnd) -> None:
+        self._stats.num_leases_ended[why] += 1
+        held_s = self.now_s - lease.granted_s
+        self._history.record_lease("lease-ended", lease, self.now_s, why=why.value, held_s=held_s)
+        if lease.next_turn_id is not None and why is not LeaseEnd.HIT:
+            self._engine.reorder(lease.next_turn_id)
