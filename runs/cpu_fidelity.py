@@ -29,7 +29,6 @@ from tenuto.bench.plan import LoadOptions
 from tenuto.bench.profile.options import ProfileOptions
 from tenuto.bench.profile.run import run_profile
 from tenuto.core.errors import TenutoError
-from tenuto.core.limits import Limits
 from tenuto.sim.step_cost import fit_step_cost, read_observations
 from tenuto.sweep.fit import format_fit
 from tenuto.sweep.run import Load, run
@@ -171,10 +170,11 @@ def simulate(policy: str, seed: int, parsed: argparse.Namespace) -> dict[str, An
         max_step_tokens=parsed.step_tokens,
         max_num_seqs=parsed.seats,
         offload="none",
+        # Every lease yields, as under the plugin: not as in the published engines.
+        limits="plugin",
     )
     load = Load(jps=parsed.jps, window_s=parsed.window, seed=seed, scale_lengths=parsed.scale)
-    # The plugin's limits, under which every lease yields: not the published engines'.
-    return run(setup, load, limits=Limits()).record
+    return run(setup, load).record
 
 
 def format_rows(rows: list[dict[str, Any]]) -> str:

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tenuto.sim.config import KvConfig
+from tenuto.sim.kv_cache import KvCache
 from tenuto.sweep.cut import cut_to_fit
 from tenuto.sweep.files import Occupancy, write_run
 from tenuto.sweep.run import Load, run
@@ -79,8 +81,15 @@ def test_turns_that_cannot_fit_end_their_job() -> None:
     assert all(job.turns[-1].tool is None for job in outcome.workload.jobs)
 
 
+def test_turns_that_cannot_fit_a_hybrid_model_are_left_out_too() -> None:
+    # 1,250 blocks: too few for the 13,193 tokens of full attention and five groups of windows.
+    setup = Setup(gpu="H100", model="gemma-3-12b", policy="stock", step_cost="roofline", kv_tokens=20_000)
+    record = run(setup, Load(jps=0.5, window_s=8)).record
+    assert 0 < record["turns_refused"] < 8 * record["jobs"]
+
+
 def test_jobs_do_not_wait_for_what_was_left_out() -> None:
-    kv = KvConfig(num_blocks=11, block_size=16)  # 160 tokens
+    kv = KvCache(KvConfig(num_blocks=11, block_size=16), 8192)  # 160 tokens
 
     def make_turn(name: str, num_tokens: int, *after: After) -> TurnSpec:
         return TurnSpec((Span(name, num_tokens),), Span(f"{name}-out", 8), after=after)
@@ -117,6 +126,24 @@ def test_watching_changes_nothing() -> None:
     watched, plain = run(SMALL, LOAD, watch=Occupancy()).record, run(SMALL, LOAD).record
     del watched["wall_s"], plain["wall_s"]
     assert watched == plain
+
+
+def test_the_record_says_what_the_machine_has_to_say() -> None:
+    record = run(Setup(gpu="H100", model="gemma-3-12b", policy="offload-sync"), Load(jps=0.2)).record
+    assert record["step_cost"] == "roofline"
+    assert len(record["notes"]) == 2
+    assert run(SMALL, LOAD).record["notes"] == []
+
+
+def test_pins_starve_nobody_under_the_plugins_limits() -> None:
+    """Many quick tools on a small cache: pins that yield only on a stall hold the others up."""
+    setup = replace(SMALL, policy="continuum-fixed", kv_tokens=30_000)
+    published, plugin = (
+        run(replace(setup, limits=name), Load(jps=1, window_s=10)).record for name in ("published", "plugin")
+    )
+    assert "limits" not in published["config"]
+    assert plugin["config"]["limits"] == "plugin"
+    assert plugin["avg_duration_s"] != published["avg_duration_s"]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

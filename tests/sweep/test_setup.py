@@ -57,6 +57,54 @@ def test_a_gpu_without_host_memory_has_no_tier() -> None:
     assert build(make(policy="offload-async", gpu="H200", host_gb=0)).tiers is None
 
 
+def test_what_has_no_measured_times_runs_on_the_roofline_and_says_so() -> None:
+    machine = build(Setup(gpu="H100", model="gemma-3-12b"))
+    assert machine.step_cost_name == "roofline"
+    assert len(machine.notes) == 1
+    assert "step times on H100 are a roofline's" in machine.notes[0]
+    assert "no measured times of gemma-3-12b" in machine.notes[0]
+    assert build(Setup(gpu="RTX5090")).step_cost_name == "roofline"
+    # Who asks for one of them gets it, or hears why not.
+    assert build(Setup(gpu="H100", step_cost="roofline")).notes == ()
+    with pytest.raises(ConfigError, match="no measured tables for gemma-3-12b"):
+        build(Setup(gpu="H100", model="gemma-3-12b", step_cost="tables"))
+
+
+def test_without_the_package_of_tables_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenuto.sim.step_cost.installed_version", lambda: None)
+    machine = build(Setup(gpu="H200"))
+    assert machine.step_cost_name == "roofline"
+    assert "pip install 'tenuto[tables]'" in machine.notes[0]
+
+
+@pytest.mark.parametrize("model", ["gemma-3-12b", "gpt-oss-20b"])
+def test_a_policy_that_wants_tiers_runs_without_where_windows_slide_and_says_so(model: str) -> None:
+    machine = build(make(policy="offload-async", gpu="H100", model=model))
+    assert machine.make_scheduler().offloader is None
+    assert any("offload-async runs without tiers" in note and model in note for note in machine.notes)
+
+
+def test_unknown_host_memory_is_said() -> None:
+    machine = build(make(policy="offload-sync", gpu="A100-80"))
+    assert machine.tiers is None
+    assert any("--host-gb" in note for note in machine.notes)
+    assert build(make(policy="offload-sync", gpu="A100-80", host_gb=0)).notes == ()
+    assert build(make(policy="offload-sync", gpu="A100-80", host_gb=64)).tiers is not None
+
+
+def test_types_of_weights_and_cache() -> None:
+    plain = build(make(gpu="H100", gpu_memory_utilization=0.9))
+    small = build(make(gpu="H100", dtype="fp8", kv_cache_dtype="fp8"))
+    assert small.config.kv.num_blocks > 2 * plain.config.kv.num_blocks
+    # The reported cache is that of bf16.
+    assert build(make(gpu="H100", dtype="fp8")).config.kv.num_blocks != 434_000 // 16
+
+
+def test_leases_can_yield_as_under_the_plugin() -> None:
+    assert not build(make()).make_scheduler().driver.limits.always_yield
+    assert build(make(limits="plugin")).make_scheduler().driver.limits.always_yield
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
@@ -66,7 +114,9 @@ def test_a_gpu_without_host_memory_has_no_tier() -> None:
         ({"offload": "later"}, ConfigError, "offload must be one of none, sync, async, asked"),
         ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization"),
         ({"gpu": "L40S", "model": "llama-3.1-70b"}, ConfigError, "leaves no KV cache"),
-        ({"policy": "offload-async", "gpu": "H100", "model": "gpt-oss-20b"}, ConfigError, "full attention"),
+        ({"offload": "async", "gpu": "H100", "model": "gpt-oss-20b"}, ConfigError, "full attention"),
+        ({"limits": "none"}, ConfigError, "limits must be one of published, plugin"),
+        ({"dtype": "int3"}, ConfigError, "field 'dtype' is 'int3'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, object], error: type, message: str) -> None:

@@ -65,7 +65,8 @@ class KvCache:
 
         Raises ConfigError if it can never run here.
         """
-        num_blocks, limit = self._count_most_blocks(request), self.config.max_model_len
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        num_blocks, limit = self.count_most_blocks(num_tokens), self.config.max_model_len
         if request.num_prompt_tokens >= limit:
             raise ConfigError(
                 f"turn {request.turn_id}: {request.num_prompt_tokens} prompt tokens, max_model_len is {limit}"
@@ -174,6 +175,11 @@ class KvCache:
             self.pool.give_back(table.num_blanks)
         request.tables = tuple(BlockTable() for _ in request.tables)
 
+    def count_most_blocks(self, num_tokens: int) -> int:
+        """How many blocks a request of so many tokens, output included, will have at once if it is alone."""
+        num_blocks = self._count_blocks(num_tokens + self.config.num_lookahead_tokens)
+        return sum(min(num_blocks, most or num_blocks) for most in self._max_admission_blocks)
+
     # Inside.
 
     def _has_slots(self, request: Request, num_new_tokens: int) -> bool:
@@ -187,12 +193,6 @@ class KvCache:
 
     def _count_blocks(self, num_tokens: int) -> int:
         return -(-min(num_tokens, self.config.max_model_len) // self._block_size)
-
-    def _count_most_blocks(self, request: Request) -> int:
-        """How many blocks a request that runs alone will have at once."""
-        num_tokens = request.num_prompt_tokens + request.max_tokens + self.config.num_lookahead_tokens
-        num_blocks = self._count_blocks(num_tokens)
-        return sum(min(num_blocks, most or num_blocks) for most in self._max_admission_blocks)
 
     def _count_window_blocks(self, window: int, max_in_flight_tokens: int) -> int:
         # One more, for a window need not start where a block does.

@@ -6,38 +6,29 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import load_policy
-from tenuto.sim.gpus import get_gpu
-from tenuto.sim.step_cost import default_backend
 from tenuto.sweep.compare import Cell, check_cells, make_cells, read_results, run_cell, run_cells
 from tenuto.sweep.files import Occupancy, write_run
 from tenuto.sweep.options import read_list, read_load, read_setup
 from tenuto.sweep.plan import format_plans, get_best, make_plans
 from tenuto.sweep.run import run
-from tenuto.sweep.setup import Setup
 from tenuto.sweep.table import format_rows, make_rows
 from tenuto.trace import TraceWriter
 
 
-def warn_of_roofline(setups: Sequence[Setup]) -> None:
-    """Say where measured tables exist that are not installed: the roofline is a rougher guess."""
-    gpus = {setup.gpu: get_gpu(setup.gpu) for setup in setups if setup.step_cost is None}
-    rough = [name for name, gpu in gpus.items() if gpu.table_system and default_backend(gpu) == "roofline"]
-    if rough:
-        print(
-            f"step times of {', '.join(rough)} are a roofline's; measured ones: pip install 'tenuto[tables]'",
-            file=sys.stderr,
-        )
+def say_notes(notes: Iterable[str]) -> None:
+    """Say what the user should know of the machines, each thing once."""
+    for note in dict.fromkeys(notes):
+        print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 def run_simulate(parsed: argparse.Namespace) -> int:
     """One run."""
     setup = read_setup(parsed, parsed.gpu, parsed.policy)
-    warn_of_roofline([setup])
     load = read_load(parsed, parsed.jps, parsed.seed)
     occupancy = Occupancy() if parsed.out else None
     trace = TraceWriter(str(parsed.trace), load_policy(setup.policy, setup.options)) if parsed.trace else None
@@ -46,6 +37,7 @@ def run_simulate(parsed: argparse.Namespace) -> int:
     finally:
         if trace:
             trace.close()
+    say_notes(outcome.record["notes"])
     if parsed.out and occupancy:
         write_run(parsed.out, outcome, occupancy)
     print(json.dumps(outcome.record) if parsed.json else format_record(outcome.record))
@@ -61,9 +53,8 @@ def run_compare(parsed: argparse.Namespace) -> int:
     if not (gpus and policies and seeds):
         raise ConfigError("--gpu, --policies and --seeds need at least one name each")
     setups = [read_setup(parsed, gpu, policy) for gpu in gpus for policy in policies]
-    warn_of_roofline(setups)
     cells = make_cells(setups, [read_load(parsed, jps, seed) for jps in rates for seed in seeds])
-    check_cells(cells)
+    say_notes(check_cells(cells))
     try:
         parsed.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -83,9 +74,8 @@ def run_plan(parsed: argparse.Namespace) -> int:
     gpus = read_list(parsed.gpu, str, "--gpu")
     policies = read_list(parsed.policies, str, "--policies")
     setups = [read_setup(parsed, gpu, policy) for gpu in gpus for policy in policies]
-    warn_of_roofline(setups)
     load = read_load(parsed, parsed.jps, parsed.seed)
-    check_cells(make_cells(setups, [load]))
+    say_notes(check_cells(make_cells(setups, [load])))
 
     def run_and_say(cell: Cell) -> dict[str, Any]:
         record = run_cell(cell)

@@ -6,7 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +40,16 @@ class Cell:
         return f"{self.setup.gpu} {self.setup.policy}{load} seed {self.load.seed}"
 
 
-def check_cells(cells: Iterable[Cell]) -> None:
-    """Build every machine and read every workload once, before any time is spent on runs."""
-    for setup in {json.dumps(get_config(cell.setup, Load())): cell.setup for cell in cells}.values():
-        build(setup)
-    for load in {cell.load for cell in cells}:
+def check_cells(cells: Sequence[Cell]) -> list[str]:
+    """Build every machine and read every workload once, before any time is spent on runs.
+
+    Returns what the machines have to say of themselves.
+    """
+    setups = {json.dumps(get_config(cell.setup, Load())): cell.setup for cell in cells}.values()
+    notes = [note for setup in setups for note in build(setup).notes]
+    for load in dict.fromkeys(cell.load for cell in cells):
         load.make()
+    return notes
 
 
 def read_results(folder: Path) -> dict[str, Record]:

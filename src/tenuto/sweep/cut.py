@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tenuto.sim.config import KvConfig
+from tenuto.sim.kv_cache import KvCache
 from tenuto.workload import Job, Workload
 
 
-def cut_to_fit(workload: Workload, kv: KvConfig) -> tuple[Workload, int]:
+def cut_to_fit(workload: Workload, kv: KvCache) -> tuple[Workload, int]:
     """The workload without the turns that are too long, and how many were left out.
 
     A job ends before its first turn that is longer than the model's context or the whole KV cache. Turns of
     other jobs do not wait for what was left out.
     """
-    most = kv.max_model_len - 1
-    if kv.windows == (None,):
-        most = min(most, (kv.num_blocks - 1) * kv.block_size)
-    lengths = {job.job_id: _count_fitting(job, most) for job in workload.jobs}
+    lengths = {job.job_id: _count_fitting(job, kv) for job in workload.jobs}
     num_cut = sum(len(job.turns) - lengths[job.job_id] for job in workload.jobs)
     if num_cut == 0:
         return workload, 0
@@ -25,9 +22,10 @@ def cut_to_fit(workload: Workload, kv: KvConfig) -> tuple[Workload, int]:
     return replace(workload, jobs=jobs), num_cut
 
 
-def _count_fitting(job: Job, most: int) -> int:
+def _count_fitting(job: Job, kv: KvCache) -> int:
     for index, turn in enumerate(job.turns):
-        if turn.num_prompt_tokens + turn.num_output_tokens > most:
+        num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
+        if num_tokens >= kv.config.max_model_len or kv.count_most_blocks(num_tokens) > kv.pool.num_blocks:
             return index
     return len(job.turns)
 

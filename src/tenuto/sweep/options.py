@@ -13,7 +13,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.sim.gpus import GPUS
 from tenuto.sweep.hints import HINTS
 from tenuto.sweep.run import Load
-from tenuto.sweep.setup import Setup
+from tenuto.sweep.setup import LIMITS, Setup
 
 _SIMULATE_TEXT = """\
 Run one workload on one simulated GPU: vLLM's scheduler decision by decision, GPU time from measured tables.
@@ -62,6 +62,14 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--tp", type=int, default=1, metavar="N", help="GPUs that share the model (default 1)"
     )
     machine.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help="load the weights as float16, bfloat16 or fp8 (default: as its config says)",
+    )
+    machine.add_argument(
+        "--kv-cache-dtype", metavar="NAME", help="of the KV cache, e.g. fp8 (default: the model's)"
+    )
+    machine.add_argument(
         "--step-cost",
         metavar="NAME|FILE",
         help="how long steps take: tables (measured; the default where the GPU has them and "
@@ -73,7 +81,12 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="as vLLM's; sets the KV cache (default 0.9)",
     )
-    machine.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV cache, instead")
+    machine.add_argument(
+        "--kv-tokens",
+        type=int,
+        metavar="N",
+        help="size of the KV cache, instead (of layer groups together, where windows slide)",
+    )
     machine.add_argument(
         "--host-gb",
         type=float,
@@ -97,6 +110,13 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--max-model-len", type=int, metavar="N")
     machine.add_argument("--long-prefill-token-threshold", type=int, metavar="N")
     machine.add_argument("--async-scheduling", action="store_true", help="schedule a step while one runs")
+    machine.add_argument(
+        "--limits",
+        choices=tuple(LIMITS),
+        default="published",
+        help="published: a lease whose policy says so yields only when nothing else could run (default); "
+        "plugin: every lease yields to an allocation, as inside vLLM",
+    )
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -195,6 +215,8 @@ def read_setup(parsed: argparse.Namespace, gpu: str, policy: str) -> Setup:
         policy=policy,
         options=_read_policy_options(parsed.option, policy),
         tp=parsed.tp,
+        dtype=parsed.dtype,
+        kv_cache_dtype=parsed.kv_cache_dtype,
         step_cost=parsed.step_cost,
         gpu_memory_utilization=parsed.gpu_memory_utilization,
         kv_tokens=parsed.kv_tokens,
@@ -207,6 +229,7 @@ def read_setup(parsed: argparse.Namespace, gpu: str, policy: str) -> Setup:
         max_model_len=parsed.max_model_len,
         long_prefill_token_threshold=parsed.long_prefill_token_threshold,
         async_scheduling=parsed.async_scheduling,
+        limits=parsed.limits,
     )
 
 

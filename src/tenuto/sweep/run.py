@@ -13,10 +13,8 @@ from typing import Any
 from tenuto import __version__
 from tenuto.core.asking import DecisionLog
 from tenuto.core.errors import ConfigError
-from tenuto.core.limits import Limits
 from tenuto.sim.loop import Simulation, TurnRecord, Watch
 from tenuto.sim.result import RunInfo, get_durations, get_percentile, make_record
-from tenuto.sim.scheduler import PUBLISHED
 from tenuto.sim.step_cost.aiconfigurator import installed_version
 from tenuto.sweep.cut import cut_to_fit
 from tenuto.sweep.hints import HINTS
@@ -74,16 +72,12 @@ def run(
     *,
     watch: Watch | None = None,
     log: DecisionLog | None = None,
-    limits: Limits = PUBLISHED,
 ) -> Outcome:
-    """Run a load on a setup. Raises ConfigError, PolicyError or DataError for what makes no sense.
-
-    `limits` are those of the published engines; `Limits()` are the plugin's own.
-    """
+    """Run a load on a setup. Raises ConfigError, PolicyError or DataError for what makes no sense."""
     machine = build(setup)
-    workload, num_cut = cut_to_fit(load.make(), machine.config.kv)
+    scheduler = machine.make_scheduler(log)
+    workload, num_cut = cut_to_fit(load.make(), scheduler.kv)
     machine.policy.know(workload.jobs)
-    scheduler = machine.make_scheduler(log, limits)
     simulation = Simulation(
         scheduler,
         machine.step_cost,
@@ -116,6 +110,7 @@ def run(
     record["slowdown"] = _get_slowdown(turns, workload.jobs, machine, parents)
     record["turns_refused"] = num_cut
     record["step_cost"] = machine.step_cost_name
+    record["notes"] = list(machine.notes)
     record["config"] = get_config(setup, load)
     record["wall_s"] = record.pop("wall_s")
     return Outcome(record, turns, workload, machine)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast, get_args
 
 from tenuto.core.asking import DecisionLog
@@ -15,12 +16,13 @@ from tenuto.core.policy import Policy, load_policy
 from tenuto.sim.config import EngineConfig, KvConfig, Offload
 from tenuto.sim.gpus import GIB, Gpu, get_gpu
 from tenuto.sim.kv_budget import ProfileRun, default_profile_run, kv_budget
-from tenuto.sim.models import Model, load_model
+from tenuto.sim.models import CONFIGS, Model, load_model
 from tenuto.sim.scheduler import PUBLISHED, Scheduler
 from tenuto.sim.step_cost import (
     BACKENDS,
     FittedStepCost,
     HostOverhead,
+    NoTablesError,
     StepCost,
     default_backend,
     load_step_cost,
@@ -31,6 +33,8 @@ DEFAULT_UTILIZATION = 0.9
 """vLLM's `gpu_memory_utilization` in the releases of the published sweeps."""
 UNBOUNDED_KV_TOKENS = 10**9
 """For yardsticks: more than any workload that finishes."""
+LIMITS: Mapping[str, Limits] = MappingProxyType({"published": PUBLISHED, "plugin": Limits()})
+"""What leases may do: as in the published engines, or as inside vLLM with Tenuto's plugin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,9 @@ class Setup:
     policy: str = "stock"
     options: Mapping[str, Any] = field(default_factory=dict)
     tp: int = 1
+    dtype: str | None = None
+    """What the weights are loaded as; None takes what the model's config says."""
+    kv_cache_dtype: str | None = None
     step_cost: str | None = None
     """"tables", "roofline" or a file of `tenuto profile`; None takes tables where there are some."""
     gpu_memory_utilization: float | None = None
@@ -60,6 +67,8 @@ class Setup:
     long_prefill_token_threshold: int | None = None
     watermark: float | None = None
     async_scheduling: bool = False
+    limits: str = "published"
+    """A name in `LIMITS`."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +81,25 @@ class Machine:
     policy: Policy
     config: EngineConfig
     step_cost: StepCost
+    step_cost_name: str
+    """Where step times come from: "tables", "roofline", or a file that `tenuto profile` wrote."""
     tiers: OffloadTiers | None
+    limits: Limits
+    notes: tuple[str, ...]
+    """What its user should know: where it is a rougher guess, or not all that the policy wants."""
 
-    @property
-    def step_cost_name(self) -> str:
-        """Where step times come from: "tables", "roofline", or a file that `tenuto profile` wrote."""
-        return self.setup.step_cost or default_backend(self.gpu)
-
-    def make_scheduler(self, log: DecisionLog | None = None, limits: Limits = PUBLISHED) -> Scheduler:
+    def make_scheduler(self, log: DecisionLog | None = None) -> Scheduler:
         """The engine's scheduler, for one run."""
-        return Scheduler(self.config, self.policy, limits, tiers=self.tiers, log=log)
+        return Scheduler(self.config, self.policy, self.limits, tiers=self.tiers, log=log)
 
 
 def build(setup: Setup) -> Machine:
     """Find all that a setup names. Raises ConfigError or PolicyError saying what is wrong."""
-    gpu, model = get_gpu(setup.gpu), load_model(setup.model)
+    gpu = get_gpu(setup.gpu)
+    model = load_model(setup.model, dtype=setup.dtype, kv_cache_dtype=setup.kv_cache_dtype)
     policy = load_policy(setup.policy, setup.options)
-    offload = _get_offload(setup, policy)
+    notes: list[str] = []
+    offload = _get_offload(setup, gpu, model, policy, notes)
     profile = _get_profile(setup, gpu)
     config = EngineConfig(
         kv=KvConfig(
@@ -106,19 +117,40 @@ def build(setup: Setup) -> Machine:
         max_steps_in_flight=2 if setup.async_scheduling else 1,
         offload=offload,
     )
-    step_cost = _load_step_cost(setup, gpu, model)
+    step_cost, step_cost_name = _load_step_cost(setup, gpu, model, notes)
     fitted_link = step_cost.link_bytes_per_s if isinstance(step_cost, FittedStepCost) else None
     tiers = _make_tiers(setup, gpu, model, config, fitted_link) if offload is not None else None
-    return Machine(setup, gpu, model, policy, config, step_cost, tiers)
+    return Machine(
+        setup=setup,
+        gpu=gpu,
+        model=model,
+        policy=policy,
+        config=config,
+        step_cost=step_cost,
+        step_cost_name=step_cost_name,
+        tiers=tiers,
+        limits=_get_limits(setup),
+        notes=tuple(notes),
+    )
 
 
-def _load_step_cost(setup: Setup, gpu: Gpu, model: Model) -> StepCost:
+def _load_step_cost(setup: Setup, gpu: Gpu, model: Model, notes: list[str]) -> tuple[StepCost, str]:
     name = setup.step_cost or default_backend(gpu)
-    if name in BACKENDS:
-        host = HostOverhead(overlapped=setup.async_scheduling)
-        return load_step_cost(name, gpu, model, setup.tp, host)
-    # What was observed has the host's time in it already.
-    return _load_fit(Path(name))
+    if name not in BACKENDS:
+        # What was observed has the host's time in it already.
+        return _load_fit(Path(name)), name
+    host = HostOverhead(overlapped=setup.async_scheduling)
+    if setup.step_cost is None:
+        why = f"aiconfigurator-core has no measured times of {model.name} on it (tp {setup.tp})"
+        if name == "tables":
+            try:
+                return load_step_cost(name, gpu, model, setup.tp, host), name
+            except NoTablesError:
+                name = "roofline"
+        elif gpu.table_system is not None:
+            why = "measured ones need: pip install 'tenuto[tables]'"
+        notes.append(f"step times on {gpu.name} are a roofline's, a rougher guess: {why}")
+    return load_step_cost(name, gpu, model, setup.tp, host), name
 
 
 @cache
@@ -136,14 +168,33 @@ def _get(given: Any, wanted: Any, default: Any) -> Any:
     return next(value for value in (given, wanted, default) if value is not None)
 
 
-def _get_offload(setup: Setup, policy: Policy) -> Offload | None:
+def _get_limits(setup: Setup) -> Limits:
+    if setup.limits not in LIMITS:
+        raise ConfigError(f"limits must be one of {', '.join(LIMITS)}; got {setup.limits!r}")
+    return LIMITS[setup.limits]
+
+
+def _get_offload(setup: Setup, gpu: Gpu, model: Model, policy: Policy, notes: list[str]) -> Offload | None:
+    """How KV is offloaded; None where the policy wants it, but the model cannot have tiers here."""
     offload = setup.offload or policy.wants.get("offload", "none")
     if offload == "none":
         return None
-    for known in get_args(Offload):
-        if offload == known:
-            return cast(Offload, offload)
-    raise ConfigError(f"offload must be one of none, {', '.join(get_args(Offload))}; got {offload!r}")
+    if offload not in get_args(Offload):
+        raise ConfigError(f"offload must be one of none, {', '.join(get_args(Offload))}; got {offload!r}")
+    if any(model.windows):
+        if setup.offload is not None:
+            raise ConfigError("tiers below the GPU are simulated for models with full attention only")
+        notes.append(
+            f"policy {setup.policy} runs without tiers below the GPU: {model.name} has sliding-window "
+            "layers, and tiers are simulated for models with full attention only"
+        )
+        return None
+    if not _get_host_gb(setup, gpu) and setup.host_gb is None:
+        notes.append(
+            f"policy {setup.policy} runs without tiers below the GPU: how much host memory a machine with "
+            f"{gpu.name} has is not known; say it with --host-gb"
+        )
+    return cast(Offload, offload)
 
 
 def _get_profile(setup: Setup, gpu: Gpu) -> ProfileRun:
@@ -158,7 +209,11 @@ def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, policy: Policy, profil
     if policy.wants.get("unbounded_kv"):
         return UNBOUNDED_KV_TOKENS // setup.block_size
     num_tokens = setup.kv_tokens
-    if num_tokens is None and setup.gpu_memory_utilization is None and setup.tp == 1:
+    # What the servers reported is for the published model in its own types.
+    is_published = (
+        model.config_path.parent == CONFIGS and setup.dtype is None and setup.kv_cache_dtype is None
+    )
+    if num_tokens is None and setup.gpu_memory_utilization is None and setup.tp == 1 and is_published:
         num_tokens = dict(gpu.measured_kv_tokens).get(model.name)
     if num_tokens is not None:
         return num_tokens // setup.block_size
@@ -167,13 +222,17 @@ def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, policy: Policy, profil
     return budget.num_blocks(setup.block_size)
 
 
+def _get_host_gb(setup: Setup, gpu: Gpu) -> float:
+    if setup.host_gb is not None:
+        return setup.host_gb
+    return 0.0 if gpu.host_memory_bytes is None else gpu.host_memory_bytes / GIB
+
+
 def _make_tiers(
     setup: Setup, gpu: Gpu, model: Model, config: EngineConfig, fitted_link: float | None
 ) -> OffloadTiers | None:
     """Host memory and disk behind all GPUs of the machine together; `fitted_link` is in bytes per second."""
-    host_gb = setup.host_gb
-    if host_gb is None and gpu.host_memory_bytes is not None:
-        host_gb = gpu.host_memory_bytes / GIB
+    host_gb = _get_host_gb(setup, gpu)
     if not host_gb:
         return None
     # Every GPU copies its own share over its own link.

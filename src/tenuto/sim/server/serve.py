@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Protocol
 
 from aiohttp import web
@@ -44,6 +45,10 @@ class Machine(Protocol):
     @property
     def step_cost(self) -> StepCost:
         """How long steps take."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What its user should know."""
 
     def make_scheduler(self, log: DecisionLog | None = None) -> Scheduler:
         """A scheduler with its policy; `log` gets each decision."""
@@ -101,7 +106,8 @@ async def _serve(machine: Machine, options: ServerOptions, trace: TraceWriter | 
         except OSError as error:
             raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from None
         port = runner.addresses[0][1]
-        print(_describe(machine, pacer, served, options), file=sys.stderr)
+        for line in (_describe(machine, pacer, served, options), *machine.notes):
+            print(f"[serve] {line}", file=sys.stderr)
         print(f"[serve] http://{options.host}:{port}/v1", file=sys.stderr, flush=True)
         await _wait_for_signal()
     finally:
@@ -111,7 +117,7 @@ async def _serve(machine: Machine, options: ServerOptions, trace: TraceWriter | 
 def _describe(machine: Machine, pacer: Pacer, served: Served, options: ServerOptions) -> str:
     kv = pacer.engine.scheduler.config.kv
     return (
-        f"[serve] simulated {machine.gpu.name}, {served.model_name}: "
+        f"simulated {machine.gpu.name}, {served.model_name}: "
         f"{kv.num_blocks - 1} KV blocks of {kv.block_size} tokens, {served.max_model_len} per request, "
         f"policy {options.policy}, speed {options.speed:g}"
     )

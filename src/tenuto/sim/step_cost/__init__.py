@@ -11,6 +11,7 @@ from tenuto.sim.gpus import Gpu
 from tenuto.sim.models import Model
 from tenuto.sim.step_cost.aiconfigurator import (
     AICONFIGURATOR_VERSION,
+    NoTablesError,
     installed_version,
     load_table_step_cost,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "FittedStepCost",
     "HostOverhead",
     "HostedStepCost",
+    "NoTablesError",
     "ObservedStep",
     "ObservedTransfer",
     "RooflineStepCost",
@@ -50,7 +52,8 @@ def load_step_cost(
     """The step cost of a model on `tp` GPUs of a kind, host time included.
 
     Raises:
-        ConfigError: the backend is unknown, or cannot price this GPU, model and `tp`.
+        NoTablesError: "tables" has none of this GPU, model and `tp`.
+        ConfigError: the backend is unknown, or cannot price these.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"unknown step cost {backend!r}; choose one of {', '.join(BACKENDS)}")

@@ -22,6 +22,10 @@ _VLLM_VERSION = "0.24.0"
 _VLLM_VERSION_A100 = "0.14.0"
 
 
+class NoTablesError(ConfigError):
+    """There are no measured tables of a model on a GPU."""
+
+
 class AiconfiguratorTables:
     """aiconfigurator's measurements of one model on one kind of GPU; a read takes about 15 us."""
 
@@ -29,8 +33,8 @@ class AiconfiguratorTables:
         """Read the tables: about a second for a process's first model.
 
         Raises:
-            ConfigError: aiconfigurator-core is missing or another version, or has no tables for this GPU,
-                model, data type or tensor parallel size.
+            NoTablesError: aiconfigurator-core has none of this GPU, model, data type or `tp`.
+            ConfigError: it is missing or another version.
         """
         self._engine = _compile(gpu, model, model.check_tp(tp))
         try:
@@ -97,7 +101,7 @@ def load_table_step_cost(gpu: Gpu, model: Model, tp: int) -> TableStepCost:
 def _compile(gpu: Gpu, model: Model, tp: int) -> Any:
     if gpu.table_system is None:
         measured = ", ".join(other.name for other in GPUS.values() if other.table_system)
-        raise ConfigError(f"no measured tables for {gpu.name}; choose one of {measured}, or the roofline")
+        raise NoTablesError(f"no measured tables for {gpu.name}; choose one of {measured}, or the roofline")
     if installed_version() != AICONFIGURATOR_VERSION:
         raise ConfigError(
             f"measured tables need aiconfigurator-core=={AICONFIGURATOR_VERSION}, not {installed_version()}; "
@@ -124,8 +128,8 @@ def _compile(gpu: Gpu, model: Model, tp: int) -> Any:
             raise _no_tables(gpu, model, tp, error) from error
 
 
-def _no_tables(gpu: Gpu, model: Model, tp: int, error: Exception) -> ConfigError:
+def _no_tables(gpu: Gpu, model: Model, tp: int, error: Exception) -> NoTablesError:
     # Its errors have no common base: whatever it raises before the first step means "not this one".
-    return ConfigError(
+    return NoTablesError(
         f"no measured tables for {model.name} on {gpu.name}, tp {tp}; choose the roofline: {error}"
     )
