@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import shlex
@@ -43,6 +44,10 @@ Hold an LLM agent's KV cache through its tool calls, inside stock vLLM.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors made on purpose are one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What is shown may hold characters that the terminal's encoding has not: names in traces, say.
+            stream.reconfigure(errors="backslashreplace")
     parser = build_parser()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["serve"] and "sim" in _get_engines(arguments):

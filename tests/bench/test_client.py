@@ -101,6 +101,32 @@ def test_an_error_status(status: int, can_retry: bool) -> None:
     assert error.retry_after_s is None
 
 
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "malformed", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n\r\n", "malformed", "not HTTP"),
+        (b"HTTP/1.1 500 X\r\nContent-Length: 1900\r\n\r\n" + b"[" * 1900, "http 500", r"^\[\[\["),
+    ],
+)
+def test_an_answer_that_is_none(answer: bytes, kind: str, words: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"]}")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, Client(url, api_key=None, timeout_s=10.0) as client:
+            await client.stream_answer("/v1/completions", make_body(), HEADERS)
+
+    with pytest.raises(RequestFailed, match=words) as caught:
+        asyncio.run(run())
+    assert (caught.value.kind, caught.value.can_retry) == (kind, True)
+
+
 @pytest.mark.parametrize(("header", "seconds"), [("7", 7.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None)])
 def test_a_server_may_ask_to_wait(header: str, seconds: float | None) -> None:
     assert fail(Reply(status=429, headers={"Retry-After": header})).retry_after_s == seconds

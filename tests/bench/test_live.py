@@ -51,6 +51,17 @@ def test_the_block_size() -> None:
     assert try_get_block_size(PAGE.replace('"16"', '"auto"')) is None
 
 
+@pytest.mark.parametrize("size", ["0", "-16", "9" * 5000, "x"])
+def test_a_block_size_that_is_none(size: str) -> None:
+    assert try_get_block_size(f'vllm:cache_config_info{{block_size="{size}"}} 1.0') is None
+
+
+def test_counters_of_a_server_that_was_started_anew_are_left_out() -> None:
+    before = {"vllm:a_total": 5.0, "vllm:b_total": 1.0, "vllm:c_total": 1e308}
+    after = {"vllm:a_total": 2.0, "vllm:b_total": 3.0, "vllm:c_total": float("inf")}
+    assert get_growth(before, after) == {"vllm:b_total": 2.0}
+
+
 def test_only_counters_grow() -> None:
     before = {"a_total": 3.0, "usage": 0.5}
     assert get_growth(before, {"a_total": 5.0, "b_count": 2.0, "usage": 0.7}) == {

@@ -257,7 +257,9 @@ def test_users_take_any_number_of_generated_jobs() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (LoadOptions(), "jps"),
+        (LoadOptions(), "Say --jps 1 .* or --users 8"),
+        (LoadOptions(users=3, max_jobs=7, arrival="fixed"), "--arrival fixed .* give --jps"),
+        (LoadOptions(workload="nowhere.jsonl", arrival="fixed"), "--arrival fixed .* give --jps"),
         (LoadOptions(jps=1.0, max_jobs=0), "--max-jobs must be 1 or more"),
         (LoadOptions(jps=1.0, window_s=0.01), "no job arrives"),
         (LoadOptions(jps=1.0, arrival="sometimes"), "arrival must be"),

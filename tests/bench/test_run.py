@@ -6,12 +6,15 @@ import argparse
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tenuto.bench import run as run_module
 from tenuto.bench.files import RunFiles
 from tenuto.bench.options import DESCRIPTION, EPILOG, BenchOptions, add_options, read_options
 from tenuto.bench.plan import LoadOptions
@@ -57,7 +60,11 @@ def test_options_as_parsed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--url", "localhost:8000"], "--url must begin with"),
+        (["--url", "localhost:8000"], "--url must be an address"),
+        (["--url", "http://"], "--url must be an address"),
+        (["--url", "http://h:99999"], "--url must be an address"),
+        (["--url", "http://h:80a"], "--url must be an address"),
+        (["--url", "http://h", "--api-key", "a\nb"], "API key .* line break"),
         (["--url", "http://h", "--timeout", "0"], "--timeout must be"),
         (["--url", "http://h", "--timeout", "inf"], "--timeout must be"),
         (["--url", "http://h", "--retries", "-1"], "--retries must be"),
@@ -155,6 +162,59 @@ def test_control_c_keeps_what_there_is(
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_control_c_after_the_load_loses_nothing(
+    trace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    num_signals: int,
+) -> None:
+    """The impatient press twice, or while the server's last counts are read."""
+    monkeypatch.setattr(run_module, "SETTLE_S", 60.0)
+
+    def interrupt(request: Request) -> Reply:
+        if len(request.prompt) == 182 and num_signals == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            return Reply(fault="hang")
+        return Reply()
+
+    server = FakeServer(interrupt)
+    give_page = server._get_page
+
+    def give_late(path: str) -> str | None:
+        if path == "/metrics" and num_signals == 2 and len(server.requests) > 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            time.sleep(1.0)
+        return give_page(path)
+
+    monkeypatch.setattr(server, "_get_page", give_late)
+    if num_signals == 1:
+        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started_s = time.monotonic()
+    with serving(server) as url:
+        out = ("--out", str(tmp_path / "a"), "--metrics-interval", "0", "--json")
+        assert run_bench(parse("--url", url, "--workload", str(trace), *out)) == 130
+    assert time.monotonic() - started_s < 30
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads((tmp_path / "a" / "result.json").read_text())
+    assert result["client"]["metrics_growth"] is None
+    assert result["client"]["interrupted"] is True
+    assert result["client"]["turns"]["ok"] >= (9 if num_signals == 1 else 3)
+
+
+@pytest.mark.parametrize("max_model_len", ["big", True, -1, 0])
+def test_a_context_length_that_is_none_bounds_nothing(bench: Callable[..., Ran], max_model_len: Any) -> None:
+    assert bench(FakeServer(max_model_len=max_model_len)).result["jobs"] == 3
+
+
+def test_a_format_that_the_server_does_not_know_is_said_before_the_load(bench: Callable[..., Ran]) -> None:
+    server = FakeServer(refuse("structured_outputs"))
+    with pytest.raises(ServerError, match=r"http 400.*leave --force-format out"):
+        bench(server, force_format="json")
+    assert len(server.requests) == 1
+
+
 def refuse(what: str) -> Callable[[Request], Reply]:
     return lambda request: Reply(status=400 if what in request.body else 200)
 
@@ -193,7 +253,7 @@ def test_a_model_that_is_not_served(bench: Callable[..., Ran]) -> None:
 
 
 def test_nobody_listens(trace: Path) -> None:
-    with pytest.raises(ServerError, match="give --model"):
+    with pytest.raises(ServerError, match=r"127.0.0.1:9 does not answer \(connect: .*is the server up"):
         run_bench(parse("--url", "http://127.0.0.1:9", "--workload", str(trace)))
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tenuto.bench import stream as stream_module
 from tenuto.bench.stream import Answer, AnswerStream, StreamError, Usage, get_error_message
 
 
@@ -93,6 +94,7 @@ def test_a_tool_call_counts_as_text() -> None:
         ({"prompt_tokens": "92", "completion_tokens": -1}, Usage()),
         ({"prompt_tokens": 1.5, "completion_tokens": True, "prompt_tokens_details": 3}, Usage()),
         ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": None}}, Usage(9, None, None)),
+        ({"prompt_tokens": 10**30, "completion_tokens": 2**40 + 1}, Usage()),
     ],
 )
 def test_a_usage_that_counts_nothing_says_nothing(usage: Any, read_as: Usage) -> None:
@@ -106,6 +108,7 @@ def test_a_usage_that_counts_nothing_says_nothing(usage: Any, read_as: Usage) ->
         (b'{"choices": []}', "malformed", "not an event stream"),
         (b"data: {nonsense\n", "malformed", "not JSON: '{nonsense'"),
         (b"data: \xff\xff\n", "malformed", "not JSON"),
+        (b"data: " + b"[" * 100_000 + b"\n", "malformed", "not JSON: '[[["),
         (b"data: 17\n", "malformed", "not an object: '17'"),
         (b'data: {"choices": ["x"]}\n', "malformed", "not a list of objects"),
         (b'data: {"choices": {"x": 1}}\n', "malformed", "not a list of objects"),
@@ -122,6 +125,32 @@ def test_what_is_no_answer_says_why(data: bytes, kind: str, words: str) -> None:
         read(data)
     assert caught.value.kind == kind
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**31, 2**70, True])
+def test_ids_that_no_vocabulary_has_are_no_ids(token_id: int) -> None:
+    answer = read(make_token("a", 1) + make_token("b", token_id, reason="stop"))
+    assert answer.token_ids is None
+    assert answer.text == "ab"
+
+
+@pytest.mark.parametrize("piece", [make_token("a", 1), b"x" * 100])
+def test_an_answer_without_end_is_broken_off(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "MAX_ANSWER_BYTES", 2**20)
+    stream = AnswerStream()
+
+    def feed_for_ever() -> None:
+        for _ in range(2**20):
+            stream.feed(piece, 0.0)
+
+    with pytest.raises(StreamError, match="the answer has more than 1 MiB"):
+        feed_for_ever()
+
+
+def test_a_servers_words_do_nothing_to_a_terminal() -> None:
+    with pytest.raises(StreamError) as caught:
+        read(b'data: {"error": {"message": "bad\\n\\u001b[31m \\ud800 caf\\u00e9"}}\n')
+    assert str(caught.value) == "bad \\x1b[31m \\ud800 café"
 
 
 def test_long_nonsense_is_shortened() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from tenuto.bench.stream import Answer, AnswerStream, StreamError, get_error_message
+from tenuto.bench.stream import Answer, AnswerStream, StreamError, get_error_message, make_printable
 from tenuto.core.errors import TenutoError
 
 KEEP_ALIVE_S = 3.0
@@ -30,14 +30,14 @@ class RequestFailed(TenutoError):
     """A request brought no whole answer.
 
     `kind` is one of: `connect` (no connection), `reset` (the connection broke), `timeout`, `http N` (an error
-    status), `malformed` (no event stream), `cut off` (the stream ended early), `empty` (no token), `server
-    error` (an error within the stream).
+    status), `malformed` (no HTTP, or no event stream), `cut off` (the stream ended early), `empty` (no
+    token), `server error` (an error within the stream).
     """
 
     def __init__(
         self, kind: str, detail: str, *, can_retry: bool, retry_after_s: float | None = None
     ) -> None:
-        super().__init__(detail)
+        super().__init__(make_printable(detail))
         self.kind = kind
         self.can_retry = can_retry
         """False if the same request would fail again: the server understood and refused it."""
@@ -124,7 +124,7 @@ class Client:
         text = await self.get_text(path)
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RequestFailed("malformed", f"{path} is not JSON: {text[:200]!r}", can_retry=False) from None
 
 
@@ -132,7 +132,7 @@ async def _read_refusal(response: aiohttp.ClientResponse) -> RequestFailed:
     body = (await response.content.read(_MAX_ERROR_BYTES)).decode(errors="replace")
     try:
         message = get_error_message(json.loads(body))
-    except ValueError:
+    except (ValueError, RecursionError):
         message = None
     status = response.status
     return RequestFailed(
@@ -152,6 +152,8 @@ def _explain(error: Exception, timeout_s: float) -> RequestFailed:
     if isinstance(error, TimeoutError):
         return RequestFailed("timeout", f"no whole answer within {timeout_s:g} s", can_retry=True)
     kind = "connect" if isinstance(error, aiohttp.ClientConnectorError) else "reset"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return RequestFailed("malformed", f"not HTTP: {error.message}", can_retry=True)
     if isinstance(error, aiohttp.InvalidURL):
         return RequestFailed("connect", f"not a URL: {error}", can_retry=False)
     return RequestFailed(kind, str(error) or type(error).__name__, can_retry=True)

@@ -57,7 +57,14 @@ def make_workload(options: LoadOptions) -> Workload:
 
 
 def _load(options: LoadOptions) -> Workload:
+    if options.jps is None and options.arrival != DEFAULT_ARRIVAL:
+        raise ConfigError(f"--arrival {options.arrival} says how --jps arrives; give --jps")
     if options.users is None:
+        if options.jps is None and options.workload in GENERATORS:
+            raise ConfigError(
+                f"how many {options.workload} jobs? Say --jps 1 for one a second, or --users 8 --max-jobs 40 "
+                "for 8 at a time"
+            )
         return load_workload(
             options.workload,
             jps=options.jps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from tenuto.bench.client import Client, RequestFailed
 from tenuto.bench.load import get_pause_s
 from tenuto.bench.request import RequestWriter
 from tenuto.bench.scrape import Totals, parse_totals, try_get_block_size
-from tenuto.bench.stream import Answer
+from tenuto.bench.stream import Answer, make_printable
 from tenuto.bench.text import Conversation, Form
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
@@ -40,10 +41,16 @@ class Server:
     """Its answers come with their token ids."""
 
 
-async def probe_server(client: Client, form: Form, model: str | None, run_id: str) -> Server:
+async def probe_server(
+    client: Client,
+    form: Form,
+    model: str | None,
+    run_id: str,
+    forced_format: Mapping[str, Any] | None = None,
+) -> Server:
     """Ask the server what it is, and for one short answer. Raises ServerError."""
     model, max_model_len = await _get_model(client, model)
-    answer = await _get_answer(client, RequestWriter(model, form, run_id))
+    answer = await _get_answer(client, RequestWriter(model, form, run_id, forced_format=forced_format))
     if form.is_exact and answer.usage.prompt_tokens not in (None, PROMPT_TOKENS):
         raise ServerError(
             f"{client.url} counts {answer.usage.prompt_tokens} tokens in a prompt of {PROMPT_TOKENS} token "
@@ -77,15 +84,25 @@ def check_lengths(workload: Workload, server: Server) -> None:
 async def _get_model(client: Client, wanted: str | None) -> tuple[str, int | None]:
     try:
         models = (await client.get_json("/v1/models"))["data"]
-        named: dict[str, int | None] = {each["id"]: each.get("max_model_len") for each in models}
+        named = {str(each["id"]): _read_length(each.get("max_model_len")) for each in models}
     except (RequestFailed, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, RequestFailed) and error.kind in ("connect", "reset", "timeout"):
+            raise ServerError(
+                f"{client.url} does not answer ({error.kind}: {error}); is the server up, and is this its "
+                "address?"
+            ) from error
         if wanted is not None:
             return wanted, None
         raise ServerError(f"{client.url}/v1/models does not name a model ({error}); give --model") from error
     model = next(iter(named), None) if wanted is None else wanted
     if model is None or model not in named:
-        raise ServerError(f"{client.url} serves no model {wanted!r}; it serves {', '.join(named) or 'none'}")
+        served = make_printable(", ".join(named)) or "none"
+        raise ServerError(f"{client.url} serves no model {wanted!r}; it serves {served}")
     return model, named[model]
+
+
+def _read_length(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None
 
 
 async def _get_answer(client: Client, writer: RequestWriter) -> Answer:
@@ -105,6 +122,8 @@ async def _get_answer(client: Client, writer: RequestWriter) -> Answer:
                 break
             await asyncio.sleep(get_pause_s(attempt, error.retry_after_s, "probe"))
     hint = "; if it takes no token ids, try --prompts words" if writer.form.is_exact else ""
+    if writer.forced_format is not None:
+        hint += "; if it knows no structured_outputs, leave --force-format out"
     raise ServerError(f"{client.url}{writer.form.path} did not answer a short request: {failure}{hint}")
 
 

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import secrets
-import signal
 import sys
 import time
 from array import array
@@ -20,6 +19,7 @@ from tenuto.bench.client import Client, RequestFailed
 from tenuto.bench.commands import CommandRecord, CommandRunner, check_commands
 from tenuto.bench.files import RunFiles
 from tenuto.bench.force_format import read_format
+from tenuto.bench.interruption import Interruption
 from tenuto.bench.lag import sample_lag
 from tenuto.bench.load import Load
 from tenuto.bench.metrics import Outcome
@@ -98,9 +98,9 @@ class _Setup:
 async def _prepare(client: Client, options: BenchOptions, workload: Workload) -> _Setup:
     form = FORMS[options.prompts]()
     run_id = options.run_id or f"run-{secrets.token_hex(4)}"
-    server = await probe_server(client, form, options.model, run_id)
-    check_lengths(workload, server)
     forced_format = None if options.force_format is None else read_format(options.force_format)
+    server = await probe_server(client, form, options.model, run_id, forced_format)
+    check_lengths(workload, server)
     quotes_answers = options.answers == "server" and forced_format is None
     if quotes_answers and form.is_exact and not server.sends_ids:
         say("the server does not send its answers' token ids: prompts quote the workload's own text")
@@ -133,7 +133,7 @@ async def _run_load(client: Client, setup: _Setup, agenda: Agenda, files: RunFil
 
     options = setup.options
     runner = CommandRunner(options.command_limit_s, on_command) if options.run_commands else None
-    with runner or nullcontext():
+    with Interruption() as interruption, runner or nullcontext():
         load = Load(
             agenda,
             client,
@@ -147,38 +147,24 @@ async def _run_load(client: Client, setup: _Setup, agenda: Agenda, files: RunFil
             companions.append(
                 scrape.follow(client, load.get_now_s, files.add_sample, options.metrics_interval_s)
             )
-        is_interrupted = await _drive(load, companions)
+        interruption.on_signal = load.stop
+        await _drive(load, companions)
+        growth = await _get_growth(client, setup.server, interruption)
     return Outcome(
         workload=setup.workload,
         records=records,
-        growth=await _get_growth(client, setup.server),
+        growth=growth,
         block_size=setup.server.block_size,
         is_exact=setup.writer.form.is_exact,
         quotes_answers=setup.writer.quotes_answers,
-        is_interrupted=is_interrupted,
+        is_interrupted=interruption.has_come,
         loop_lags_s=lags_s,
         commands=commands,
     )
 
 
-async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) -> bool:
-    """Run the load, and the companions beside it; whether it was interrupted."""
-    loop = asyncio.get_running_loop()
-    is_interrupted = False
-
-    def interrupt() -> None:
-        nonlocal is_interrupted
-        is_interrupted = True
-        release()
-        load.stop()
-
-    def release() -> None:
-        # The next signal does what it always does: it ends the process.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
+async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run the load, and the companions beside it."""
     tasks = [asyncio.create_task(companion) for companion in companions]
     # Looking for garbage takes up to a tenth of a second, in which nothing is sent and nothing read. A run
     # leaves almost none behind that reference counts do not free.
@@ -188,24 +174,31 @@ async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) ->
         await load.run()
     finally:
         gc.enable()
-        release()
         for task in tasks:
             task.cancel()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
     for end in ends:
         if isinstance(end, Exception):
             raise end
-    return is_interrupted
 
 
-async def _get_growth(client: Client, server: Server) -> scrape.Totals | None:
+async def _get_growth(client: Client, server: Server, interruption: Interruption) -> scrape.Totals | None:
+    """What the server counted; None if it does not say, or nobody waits for its answer any more."""
     if server.totals is None:
         return None
-    await asyncio.sleep(SETTLE_S)
-    try:
-        return scrape.get_growth(server.totals, scrape.parse_totals(await client.get_text("/metrics")))
-    except RequestFailed:
+    if interruption.has_come:
+        say("interrupted; the server is asked for its last counts (Ctrl-C again: not even that)")
+    question = asyncio.create_task(_ask_totals(client, 0.0 if interruption.has_come else SETTLE_S))
+    interruption.on_signal = question.cancel
+    await asyncio.wait([question])
+    if question.cancelled() or isinstance(question.exception(), RequestFailed):
         return None
+    return scrape.get_growth(server.totals, question.result())
+
+
+async def _ask_totals(client: Client, settle_s: float) -> scrape.Totals:
+    await asyncio.sleep(settle_s)
+    return scrape.parse_totals(await client.get_text("/metrics"))
 
 
 def _get_settings(setup: _Setup) -> dict[str, object]:

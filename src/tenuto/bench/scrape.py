@@ -16,7 +16,7 @@ from tenuto.bench.client import Client, RequestFailed
 PREFIXES = ("vllm:", "sglang:", "tenuto:")
 _LEFT_OUT = ("_bucket", "_created")
 _COUNTERS = ("_total", "_sum", "_count")
-_BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="(\d+)"', re.MULTILINE)
+_BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="([1-9]\d{0,5})"', re.MULTILINE)
 
 Totals = dict[str, float]
 """By metric, the sum over its labels (engines, models, reasons)."""
@@ -41,9 +41,12 @@ def try_get_block_size(text: str) -> int | None:
 
 
 def get_growth(before: Totals, after: Totals) -> Totals:
-    """How much each counter grew; one that was not there before grew from 0."""
-    counters = (name for name in after if name.endswith(_COUNTERS))
-    return {name: after[name] - before.get(name, 0.0) for name in counters}
+    """How much each counter grew; one that was not there before grew from 0.
+
+    One that shrank is left out: its server was started anew, and what it had counted is lost.
+    """
+    growth = {name: after[name] - before.get(name, 0.0) for name in after if name.endswith(_COUNTERS)}
+    return {name: value for name, value in growth.items() if 0 <= value < math.inf}
 
 
 async def follow(

@@ -16,7 +16,12 @@ from typing import Any
 
 from tenuto.core.errors import TenutoError
 
+MAX_ANSWER_BYTES = 64 * 2**20
+"""Of one answer's stream. A server that never comes to an end would fill the client's memory."""
 _SHOWN_CHARS = 200
+_MAX_COUNT = 2**40
+"""No number of tokens is higher, and sums of such numbers are still exact as floats."""
+_MAX_TOKEN_ID = 2**31 - 1
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 _DONE = b"[DONE]"
 _OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
@@ -27,7 +32,7 @@ class StreamError(TenutoError):
     """The stream is no whole answer; `kind` is `malformed`, `cut off`, `empty` or `server error`."""
 
     def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(detail)
+        super().__init__(make_printable(detail))
         self.kind = kind
 
 
@@ -68,7 +73,9 @@ class AnswerStream:
     def __init__(self) -> None:
         self.is_done = False
         """The server said that nothing follows."""
-        self._line = b""
+        self._num_bytes = 0
+        self._line: list[bytes] = []
+        """Pieces of the line that has no end yet."""
         self._is_finished = False
         self._first_token_s: float | None = None
         self._last_token_s = 0.0
@@ -78,14 +85,21 @@ class AnswerStream:
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Take the next bytes, which came at `now_s`."""
-        *lines, self._line = (self._line + data).split(b"\n")
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_ANSWER_BYTES:
+            raise StreamError("malformed", f"the answer has more than {MAX_ANSWER_BYTES // 2**20} MiB")
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = b"".join((*self._line, lines[0]))
+            self._line.clear()
+        self._line.append(rest)
         for line in lines:
             self._read_line(line.rstrip(b"\r"), now_s)
 
     def finish(self) -> Answer:
         """The answer, once there are no more bytes."""
-        if self._line:
-            self._read_line(self._line, self._last_token_s)
+        if line := b"".join(self._line):
+            self._read_line(line, self._last_token_s)
         if not (self.is_done or self._is_finished):
             raise StreamError("cut off", f"the stream ended after {len(self._texts)} pieces of the answer")
         if self._first_token_s is None:
@@ -109,7 +123,7 @@ class AnswerStream:
             return
         try:
             event = json.loads(data.decode())  # of bytes, json would first guess the encoding
-        except ValueError:
+        except (ValueError, RecursionError):
             raise StreamError("malformed", f"an event is not JSON: {_show(data)}") from None
         if not isinstance(event, dict):
             raise StreamError("malformed", f"an event is not an object: {_show(data)}")
@@ -138,10 +152,17 @@ class AnswerStream:
     def _keep_ids(self, token_ids: object) -> None:
         if self._token_ids is None:
             return
-        if isinstance(token_ids, list) and all(type(each) is int for each in token_ids):
+        if isinstance(token_ids, list) and all(_is_token_id(each) for each in token_ids):
             self._token_ids += token_ids
         else:
             self._token_ids = None
+
+
+def make_printable(text: str) -> str:
+    """A server's words as one line of bounded length that does nothing to a terminal."""
+    line = " ".join(text.split())
+    shown = line if len(line) <= 2 * _SHOWN_CHARS else line[: 2 * _SHOWN_CHARS] + "…"
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in shown)
 
 
 def get_error_message(body: object) -> str | None:
@@ -172,7 +193,11 @@ def _read_usage(usage: object) -> Usage:
 
 
 def _get_count(value: object) -> int | None:
-    return value if type(value) is int and value >= 0 else None
+    return value if type(value) is int and 0 <= value <= _MAX_COUNT else None
+
+
+def _is_token_id(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_TOKEN_ID
 
 
 def _show(data: bytes) -> str:
