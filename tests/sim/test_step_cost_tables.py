@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.gpus import GPUS
-from tenuto.sim.models import load_model
+from tenuto.sim.models import bundled_models, load_model
 from tenuto.sim.step_cost import RooflineStepCost, StepBatch, load_table_step_cost
 from tenuto.sim.step_cost.aiconfigurator import AICONFIGURATOR_VERSION, installed_version
 from tenuto.sim.step_cost.tables import LENGTHS, TableStepCost
+from tenuto.sweep.setup import Setup, build
 
 needs_tables = pytest.mark.skipif(
     installed_version() != AICONFIGURATOR_VERSION,
@@ -217,6 +218,26 @@ def test_the_roofline_is_close_to_the_tables(gpu: Any, name: str, low: float, hi
     measured, estimated = load_table_step_cost(gpu, model, 1), RooflineStepCost(gpu, model)
     for batch in STEPS:
         assert low < estimated.seconds(batch) / measured.seconds(batch) < high, batch
+
+
+GROWING = [
+    [StepBatch.of(prefills=[(n, 0)]) for n in (256, 1024, 4096, 16_384)],
+    [StepBatch.of(prefills=[(2048, c)]) for c in (0, 2048, 8192, 32_768, 120_000)],
+    [StepBatch.of(decodes=[4096] * n) for n in (1, 16, 64, 256)],
+    [StepBatch.of(decodes=[c] * 32) for c in (256, 2048, 16_384, 120_000)],
+    [StepBatch.of(prefills=[(n, 4096)], decodes=[4096] * 32) for n in (256, 1024, 4096)],
+]
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
+def test_more_work_takes_more_time_on_every_gpu_with_every_model(gpu: Any, tp: int) -> None:
+    """Between neighbouring sizes measured kernels differ by more than they grow; over a factor of 4 not."""
+    for name in bundled_models():
+        cost = build(Setup(gpu=gpu.name, model=name, tp=tp, kv_tokens=10_000)).step_cost
+        for batches in GROWING:
+            times_s = [cost.seconds(batch) for batch in batches]
+            assert times_s == sorted(times_s), (name, batches)
 
 
 @needs_tables
