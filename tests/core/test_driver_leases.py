@@ -107,6 +107,36 @@ def test_a_turn_that_finishes_replaces_its_job_s_lease() -> None:
     assert ended(engine) == {LeaseEnd.HIT: 1, LeaseEnd.REPLACED: 1}
 
 
+def test_a_lease_that_a_turn_waits_for_outlives_a_parallel_turn() -> None:
+    """Two turns in flight with one id: the one that finishes first must not take the other's prefix."""
+    engine = ToyEngine(KeepFor(ttl_s=100), 30)
+    engine.arrive("parallel", 0, prompt_of(7), OUTPUT, Hints(job_id="j0"))
+    engine.start_first(0)
+    run(engine, 0)
+    come_back(engine, 0, 1)
+    engine.finish("parallel", 2, tool=LS)
+    [lease] = engine.driver.leases
+    assert (lease.next_turn_id, len(lease.blocks), ended(engine)) == ("t0b", 5, {})
+    assert engine.start_first(3) == "t0b"
+    assert engine.turns["t0b"].num_hit_blocks == 5
+    assert ended(engine) == {LeaseEnd.HIT: 1}
+    # From then on a turn that finishes leaves what it has again.
+    engine.finish("t0b", 4, tool=LS)
+    assert sizes(engine) == {"j0": 7}
+    check_integrity(engine.pool, engine.driver.leases, idle=True)
+
+
+def test_a_lease_whose_claimant_is_gone_is_replaced() -> None:
+    engine = ToyEngine(KeepFor(ttl_s=100), 30)
+    engine.arrive("parallel", 0, prompt_of(7), OUTPUT, Hints(job_id="j0"))
+    engine.start_first(0)
+    run(engine, 0)
+    come_back(engine, 0, 1)
+    engine.abort("t0b", 2)
+    engine.finish("parallel", 3, tool=LS)
+    assert ended(engine) == {LeaseEnd.REPLACED: 1}
+
+
 def test_a_last_turn_leaves_no_lease_even_while_another_turn_of_the_job_lives() -> None:
     engine = ToyEngine(KeepFor(), 30)
     for turn_id, number in (("other", 9), ("last", 0)):
@@ -147,15 +177,49 @@ def test_a_lease_over_the_quota_is_not_granted(limits, granted, strength) -> Non
     assert list(sizes(engine)) == granted
 
 
-def test_a_prefix_that_many_jobs_share_does_not_use_the_quota_up() -> None:
+def run_alike(engine: ToyEngine, job_id: str, number: int = 0, tenant: str | None = "a") -> None:
+    """A turn of a job, with the same tokens as everyone's."""
+    engine.arrive(f"t-{job_id}", 0, prompt_of(number), OUTPUT, Hints(job_id=job_id, tenant=tenant))
+    engine.start_first(0)
+    engine.finish(f"t-{job_id}", 0, tool=LS)
+
+
+@pytest.mark.parametrize("limits", [Limits(max_leased_share=0.25), Limits(max_tenant_share=0.25)])
+@pytest.mark.parametrize("strength", Strength)
+def test_a_prefix_that_many_jobs_share_does_not_use_the_quota_up(limits: Limits, strength) -> None:
     # 20 leases of the same 5 blocks in a pool of 20: counted for each lease they are 100.
-    engine = ToyEngine(KeepFor(), 20)
+    engine = ToyEngine(KeepFor(strength=strength), 20, limits=limits)
     for number in range(20):
-        engine.arrive(f"t{number}", 0, prompt_of(0), OUTPUT, Hints(job_id=f"j{number}", tenant="a"))
-        engine.start_first(0)
-        engine.finish(f"t{number}", 0, tool=LS)
+        run_alike(engine, f"j{number}")
     assert len(engine.driver.leases) == 20
-    assert engine.pool.num_free_blocks == 20 - 5
+    assert engine.driver.get_view(0).num_leased_blocks == 5
+    # Five others are too many, as 0.25 × 20 = 5; with one lease less nothing changes.
+    engine.driver.take_back(1, 0)
+    engine.driver.make_room(1)
+    run_alike(engine, "another", 1)
+    assert "another" not in sizes(engine)
+
+
+def test_blocks_are_free_for_others_once_the_last_lease_on_them_ends() -> None:
+    engine = ToyEngine(KeepFor(), 20, limits=Limits(max_tenant_share=0.25))
+    for job_id in ("one", "two"):
+        run_alike(engine, job_id)
+    engine.driver.expire(10)
+    run_alike(engine, "another", 1)
+    assert sizes(engine) == {"another": 5}
+
+
+def test_tenants_that_share_a_prefix_each_count_it_once() -> None:
+    engine = ToyEngine(KeepFor(), 20, limits=Limits(max_leased_share=0.5, max_tenant_share=0.25))
+    for tenant in ("a", "b"):
+        for number in range(2):
+            run_alike(engine, f"{tenant}{number}", tenant=tenant)
+    assert len(engine.driver.leases) == 4
+    # 5 of the 10 blocks that all may lease are leased; 5 of each tenant's 5.
+    run_alike(engine, "c", 1, tenant="c")
+    run_alike(engine, "a2", 1, tenant="a")
+    run_alike(engine, "d", 2, tenant="d")
+    assert list(sizes(engine)) == ["a0", "a1", "b0", "b1", "c"]
 
 
 def test_a_quota_is_free_again_once_the_lease_ends() -> None:
@@ -501,7 +565,7 @@ def test_a_reset_ends_all_leases() -> None:
     assert engine.reset()
     assert ended(engine) == {LeaseEnd.RESET: 2}
     assert engine.pool.num_free_blocks == 20
-    assert engine.driver.leases.num_blocks_by_tenant == {}
+    assert engine.driver.get_view(1).num_leased_blocks == 0
 
 
 def test_the_view_counts_leases_and_their_blocks() -> None:

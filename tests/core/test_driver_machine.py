@@ -239,17 +239,21 @@ class DriverMachine(RuleBasedStateMachine):
     def leases_are_bounded(self) -> None:
         leases = list(self.driver.leases)
         assert len({lease.job_id for lease in leases}) == len(leases)
-        num_blocks: Counter[str | None] = Counter()
+        covered: set[int] = set()
+        of_tenants: dict[str | None, set[int]] = {}
         for lease in leases:
             assert lease.blocks
             assert lease.terms.until_s - lease.granted_s <= self.limits.max_lease_s
             assert lease.next_turn_id is None or lease.next_turn_id in self.engine.waiting
-            num_blocks[lease.turn.job.tenant] += len(lease.blocks)
-        # A block counts for each lease that shares it; a share of 1 is no bound.
+            block_ids = {block.block_id for block in lease.blocks}
+            covered |= block_ids
+            of_tenants.setdefault(lease.turn.job.tenant, set()).update(block_ids)
+        # A block counts once, however many leases share it.
+        assert self.driver.get_view(self.now_s).num_leased_blocks == len(covered)
         share, tenant_share = self.limits.max_leased_share, self.limits.max_tenant_share
-        assert share == 1 or num_blocks.total() <= share * NUM_BLOCKS
-        del num_blocks[None]
-        assert tenant_share == 1 or max(num_blocks.values(), default=0) <= tenant_share * NUM_BLOCKS
+        assert len(covered) <= share * NUM_BLOCKS
+        of_tenants.pop(None, None)
+        assert all(len(block_ids) <= tenant_share * NUM_BLOCKS for block_ids in of_tenants.values())
 
     @invariant()
     def driver_knows_the_turns_and_no_others(self) -> None:
@@ -271,7 +275,7 @@ class DriverMachine(RuleBasedStateMachine):
         check_integrity(self.engine.pool, self.driver.leases, idle=True)
         assert self.engine.pool.num_free_blocks == NUM_BLOCKS
         assert getattr(self.engine.pool.free_block_queue, "num_kept_blocks", 0) == 0
-        assert self.driver.leases.num_blocks_by_tenant == {}
+        assert len(self.driver._retention._shares) == 0
 
 
 TestDriverMachine = DriverMachine.TestCase

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.core.blocks import Block, BlockPool, KeepLastQueue
+from tenuto.core.coverage import Coverage
 from tenuto.core.driver import Driver
 from tenuto.core.hints import Hints
 from tenuto.core.jobs import Arrival, Finish
@@ -58,6 +59,7 @@ class ToyEngine:
         self.running: dict[str, ToyTurn] = {}
         self.turns: dict[str, ToyTurn] = {}
         self.stored: list[list[int]] = []
+        self.coverage = Coverage()
         self.driver = Driver(policy, self, limits, log=log)
         self._kept: KeepLastQueue | None = None
 
@@ -194,20 +196,30 @@ class ToyEngine:
     def get_num_held_blocks(self) -> int:
         return len(self.count_held())
 
+    def get_num_leased_blocks(self) -> int:
+        return len(self.coverage)
+
+    def get_block_ids(self, blocks: list[Block]) -> list[int]:
+        return [block.block_id for block in blocks]
+
     def hold(self, blocks: list[Block]) -> None:
         self.pool.touch(blocks)
+        self.coverage.add(self.get_block_ids(blocks))
 
     def release(self, blocks: list[Block]) -> None:
+        self.coverage.remove(self.get_block_ids(blocks))
         self.pool.free(reversed(blocks))
 
     def keep_last(self, blocks: list[Block]) -> None:
         if self._kept is None:
             self._kept = self.pool.enable_keep_last(self.driver.make_room)
         self._kept.keep(reversed(blocks))
+        self.coverage.add(self.get_block_ids(blocks))
 
     def unkeep(self, blocks: list[Block]) -> None:
         assert self._kept is not None
         self._kept.unkeep(reversed(blocks))
+        self.coverage.remove(self.get_block_ids(blocks))
 
     def store(self, blocks) -> None:
         self.stored.append([block.block_id for block in blocks])

@@ -148,6 +148,10 @@ class Driver:
         """Policy hooks that failed so far."""
         return self._caller.num_faults
 
+    def get_num_leased_blocks(self) -> int:
+        """Distinct blocks that leases cover."""
+        return self._engine.get_num_leased_blocks()
+
     def get_num_reclaimable_blocks(self, for_turn_id: str) -> int:
         """Held blocks, at most, that `take_back` could free while other turns run."""
         return self._retention.get_num_reclaimable_blocks(self._turns.get(for_turn_id))

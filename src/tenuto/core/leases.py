@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tenuto.core.coverage import Shares
 from tenuto.core.order import WaitingOrder
 from tenuto.core.policy import Key
 from tenuto.core.types import EngineView, Keep, Lease, LeaseEnd, Strength, Turn, Yields
@@ -34,6 +35,12 @@ class Engine(Protocol):
 
     def get_num_held_blocks(self) -> int:
         """Distinct blocks that `hold` has references to now; several leases may hold one block."""
+
+    def get_num_leased_blocks(self) -> int:
+        """Distinct blocks that leases hold or keep last now."""
+
+    def get_block_ids(self, blocks: list[Any]) -> Collection[Hashable]:
+        """What tells these blocks apart from all others, in the same order."""
 
     def hold(self, blocks: list[Any]) -> None:
         """Take one reference to each block."""
@@ -85,14 +92,17 @@ class LeaseState:
 class LeaseTable:
     """All leases, one per job. O(log n) a change; nothing is ever scanned."""
 
-    def __init__(self, engine: Engine, on_end: Callable[[LeaseState, LeaseEnd], None]) -> None:
+    def __init__(
+        self, engine: Engine, shares: Shares, on_end: Callable[[LeaseState, LeaseEnd], None]
+    ) -> None:
         self._engine = engine
+        self._shares = shares
         self._on_end = on_end
         self._leases: dict[str, LeaseState] = {}
         self._deadlines = WaitingOrder()
         self._evict_order = {(strength, yields): WaitingOrder() for strength in Strength for yields in Yields}
         self.num_blocks = dict.fromkeys(Strength, 0)
-        self.num_blocks_by_tenant: dict[str | None, int] = {}
+        """Of all leases together: a block that several share counts for each."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -112,7 +122,9 @@ class LeaseTable:
             self._engine.hold(lease.blocks)
         else:
             self._engine.keep_last(lease.blocks)
-        self._count(lease, len(lease.blocks))
+        self.num_blocks[lease.terms.strength] += len(lease.blocks)
+        if self._shares.are_limited:
+            self._shares.add(lease.turn.job.tenant, self._engine.get_block_ids(lease.blocks))
         self._enter(lease, evict_key)
 
     def renew(self, lease: LeaseState, terms: Keep, evict_key: Key) -> None:
@@ -135,7 +147,9 @@ class LeaseTable:
         if not tail:
             return
         del lease.blocks[num_blocks:]
-        self._count(lease, -len(tail))
+        self.num_blocks[lease.terms.strength] -= len(tail)
+        if self._shares.are_limited:
+            self._shares.remove(lease.turn.job.tenant, self._engine.get_block_ids(tail))
         if lease.terms.strength is Strength.HOLD:
             self._engine.release(tail)
         else:
@@ -176,12 +190,3 @@ class LeaseTable:
 
     def _get_order(self, lease: LeaseState) -> WaitingOrder:
         return self._evict_order[lease.terms.strength, lease.terms.yields]
-
-    def _count(self, lease: LeaseState, change: int) -> None:
-        self.num_blocks[lease.terms.strength] += change
-        tenant = lease.turn.job.tenant
-        count = self.num_blocks_by_tenant.get(tenant, 0) + change
-        if count:
-            self.num_blocks_by_tenant[tenant] = count
-        else:
-            self.num_blocks_by_tenant.pop(tenant, None)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 from tenuto.core.asking import PolicyCaller
+from tenuto.core.coverage import Shares
 from tenuto.core.history import History
 from tenuto.core.jobs import TurnState
 from tenuto.core.leases import Engine, LeaseState, LeaseTable
@@ -29,7 +31,8 @@ class Retention:
     def __init__(
         self, engine: Engine, caller: PolicyCaller, limits: Limits, stats: DriverStats, history: History
     ) -> None:
-        self.leases = LeaseTable(engine, self._on_end)
+        self._shares = Shares(limits)
+        self.leases = LeaseTable(engine, self._shares, self._on_end)
         self.now_s = 0.0
         """When the engine last said something."""
         self._engine = engine
@@ -47,7 +50,7 @@ class Retention:
         return dataclasses.replace(
             view,
             num_leases=len(self.leases),
-            num_leased_blocks=sum(self.leases.num_blocks.values()),
+            num_leased_blocks=self._engine.get_num_leased_blocks(),
         )
 
     def get_turn_view(self, turn: TurnState) -> Turn:
@@ -96,12 +99,14 @@ class Retention:
         answer = self._caller.ask("retain", (Keep, Offload, Release), turn, view)
         terms = self._bound(answer, self.now_s) if isinstance(answer, Keep) else None
         old = self.leases.get(turn.job.job_id)
-        if old is not None:
+        # Another turn of the job may wait for what is kept: that one is here, what follows this is not.
+        is_claimed = old is not None and old.next_turn_id is not None
+        if old is not None and not is_claimed:
             # Its blocks stay referenced by the turn that just finished, or serve nobody any more.
             self.leases.end(old, LeaseEnd.REPLACED)
         if isinstance(answer, Offload):
             self._engine.store(self._engine.get_cached_blocks(turn.turn_id))
-        if terms is not None and terms.until_s > self.now_s:
+        if terms is not None and terms.until_s > self.now_s and not is_claimed:
             self._grant(turn, terms, view)
 
     def end(self, job_id: str, why: LeaseEnd) -> None:
@@ -171,7 +176,7 @@ class Retention:
 
     def _grant(self, turn: Turn, terms: Keep, view: EngineView) -> None:
         blocks = self._engine.get_cached_blocks(turn.turn_id)
-        if not blocks or not self._is_within_quota(turn.job.tenant, len(blocks), view.num_blocks):
+        if not blocks or not self._is_within_shares(turn.job.tenant, blocks, view.num_blocks):
             return
         lease = LeaseState(turn.job.job_id, turn, blocks, self.now_s, terms)
         self.leases.grant(lease, self._caller.ask("evict_key", tuple, lease.get_view(), view))
@@ -183,15 +188,10 @@ class Retention:
     def _bound(self, terms: Keep, granted_s: float) -> Keep:
         return dataclasses.replace(terms, until_s=min(terms.until_s, granted_s + self._limits.max_lease_s))
 
-    def _is_within_quota(self, tenant: str | None, num_blocks: int, total: int) -> bool:
-        # A block that several leases share counts for each of them, so the sums may exceed the total:
-        # a share of 1 is no bound.
-        leased = sum(self.leases.num_blocks.values()) + num_blocks
-        of_tenant = self.leases.num_blocks_by_tenant.get(tenant, 0) + num_blocks
-        share, tenant_share = self._limits.max_leased_share, self._limits.max_tenant_share
-        return (share >= 1 or leased <= share * total) and (
-            tenant is None or tenant_share >= 1 or of_tenant <= tenant_share * total
-        )
+    def _is_within_shares(self, tenant: str | None, blocks: list[Any], num_blocks: int) -> bool:
+        if not self._shares.are_limited:
+            return True
+        return self._shares.fit(tenant, self._engine.get_block_ids(blocks), num_blocks)
 
     def _gives_way(self, lease: LeaseState, turn: TurnState | None) -> bool:
         """Whether a lease yields to a turn: always to one that runs, or if the policy does not mind."""

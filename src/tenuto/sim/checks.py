@@ -41,6 +41,9 @@ def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
         extent.num_holds != num_holds for extent, num_holds in leased.items()
     ):
         raise IntegrityError(f"leases hold {_count_blocks(leased)} blocks, counted {pool.num_leased_blocks}")
+    num_covered = _count_blocks({**leased, **_count(kept)})
+    if num_covered != pool.num_covered_blocks:
+        raise IntegrityError(f"leases cover {num_covered} blocks, counted {pool.num_covered_blocks}")
     storing = [] if scheduler.offloader is None else scheduler.offloader.get_held_rows()
     check_pool(pool, [*rows, *held, *storing], kept, num_blanks=sum(table.num_blanks for table in tables))
 

@@ -52,6 +52,18 @@ class SimEngine:
         """Distinct blocks that leases hold now."""
         return self._pool.num_leased_blocks
 
+    def get_num_leased_blocks(self) -> int:
+        """Distinct blocks that leases hold or keep last now."""
+        return self._pool.num_covered_blocks
+
+    def get_block_ids(self, blocks: Any) -> list[Hashable]:
+        """An id for each block: extents are split and grow, but what they hold stays where it was cached."""
+        return [
+            (id(extent.home), extent.order, block)
+            for extent, first, end in blocks.ranges
+            for block in range(first, end)
+        ]
+
     def get_cached_blocks(self, turn_id: str) -> Any:
         """Cached blocks of a finishing request, every layer group, as a row."""
         request = self._scheduler.requests[turn_id]

@@ -65,6 +65,8 @@ class ExtentPool:
         self.num_free_blocks = num_blocks
         self.num_leased_blocks = 0
         """Distinct blocks that leases hold references to."""
+        self.num_covered_blocks = 0
+        """Distinct blocks that leases hold or keep last."""
         self.make_room: Callable[[int], None] | None = None
         """Called with a number until enough blocks are not kept any more; it must give some up each time."""
         self._num_groups = num_groups
@@ -213,7 +215,9 @@ class ExtentPool:
         for extent in self._get_extents(row):
             was_leased = extent.num_holds > 0
             extent.num_holds += change
-            self.num_leased_blocks += (extent.end - extent.first) * ((extent.num_holds > 0) - was_leased)
+            num_more = (extent.end - extent.first) * ((extent.num_holds > 0) - was_leased)
+            self.num_leased_blocks += num_more
+            self.num_covered_blocks += num_more if extent.num_keeps == 0 else 0
 
     def count_free(self, row: Row) -> int:
         """How many blocks of a row are in the free queue."""
@@ -242,12 +246,16 @@ class ExtentPool:
                 self._num_kept_free += extent.end - extent.first
             extent.num_keeps += 1
             self._num_keeps += extent.end - extent.first
+            if extent.num_keeps == 1 and extent.num_holds == 0:
+                self.num_covered_blocks += extent.end - extent.first
 
     def unkeep(self, row: Row) -> None:
         """Take one keep back; free blocks nobody keeps join the ordinary part's most recent end."""
         for extent in reversed(self._get_extents(row)):
             extent.num_keeps -= 1
             self._num_keeps -= extent.end - extent.first
+            if extent.num_keeps == 0 and extent.num_holds == 0:
+                self.num_covered_blocks -= extent.end - extent.first
             if extent.num_keeps == 0 and extent.ref_cnt == 0:
                 _unlink(extent)
                 self._ordinary.append(extent)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from tenuto.core.coverage import Coverage
 from tenuto.core.keep_last import KeepLastMixin
 from tenuto.core.types import EngineView
 from tenuto.vllm import compat
@@ -25,7 +25,7 @@ class VllmEngine:
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         self._block_size = compat.get_block_size(scheduler)
-        self._num_holds: Counter[int] = Counter()
+        self._held = self._leased = Coverage()
         self._kept: KeepLastMixin | None = None
         self.can_cut = compat.can_cut_leases(scheduler)
 
@@ -79,32 +79,45 @@ class VllmEngine:
 
     def get_num_held_blocks(self) -> int:
         """Distinct blocks that leases hold now."""
-        return len(self._num_holds)
+        return len(self._held)
+
+    def get_num_leased_blocks(self) -> int:
+        """Distinct blocks that leases hold or keep last now."""
+        return len(self._leased)
+
+    def get_block_ids(self, blocks: list[Any]) -> list[int]:
+        """The numbers that vLLM gave them."""
+        return [block.block_id for block in blocks]
 
     def hold(self, blocks: list[Any]) -> None:
         """Take one reference to each block."""
         self._pool.touch(blocks)
-        self._num_holds.update(block.block_id for block in blocks)
+        block_ids = self.get_block_ids(blocks)
+        self._held.add(block_ids)
+        if self._leased is not self._held:
+            self._leased.add(block_ids)
 
     def release(self, blocks: list[Any]) -> None:
         """Give one reference to each block up, tails to be evicted first."""
         self._pool.free_blocks(reversed(blocks))
-        holds = self._num_holds
-        for block in blocks:
-            holds[block.block_id] -= 1
-            if not holds[block.block_id]:
-                del holds[block.block_id]
+        block_ids = self.get_block_ids(blocks)
+        self._held.remove(block_ids)
+        if self._leased is not self._held:
+            self._leased.remove(block_ids)
 
     def keep_last(self, blocks: list[Any]) -> None:
         """Let these blocks be evicted last; the free queue learns how at the first use."""
         if self._kept is None:
             self._kept = compat.install_keep_last(self._pool, self._scheduler.make_room)
+            self._leased = self._held.copy()
         self._kept.keep(blocks)
+        self._leased.add(self.get_block_ids(blocks))
 
     def unkeep(self, blocks: list[Any]) -> None:
         """Take `keep_last` back."""
         assert self._kept is not None
         self._kept.unkeep(reversed(blocks))
+        self._leased.remove(self.get_block_ids(blocks))
 
     def store(self, blocks: list[Any]) -> None:
         """Nothing: vLLM's own connectors copy everything, and cannot be told what."""

@@ -138,7 +138,7 @@ class Metrics:
         self._parked.set(view.num_parked)
         self._size.set(view.num_blocks)
         self._leases.set(len(driver.leases))
-        self._blocks.set(sum(driver.leases.num_blocks.values()))
+        self._blocks.set(driver.get_num_leased_blocks())
         for counter, total in (
             (self._granted, stats.num_leases_granted),
             (self._revoked, stats.num_revoked_blocks),

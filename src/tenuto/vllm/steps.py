@@ -72,7 +72,7 @@ class StepTracer:
         started = {*new, *resumed}
         pool = scheduler.kv_cache_manager.block_pool
         num_running, num_waiting = scheduler.get_request_counts()
-        leases = scheduler.driver.leases
+        driver = scheduler.driver
         self._trace.write(
             {
                 "kind": "step",
@@ -81,8 +81,8 @@ class StepTracer:
                 "num_waiting": num_waiting,
                 "num_free_blocks": pool.get_num_free_blocks(),
                 "num_cached_blocks": compat.count_cached_blocks(pool),
-                "num_retained_blocks": sum(leases.num_blocks.values()),
-                "num_retained_jobs": len(leases),
+                "num_retained_blocks": driver.get_num_leased_blocks(),
+                "num_retained_jobs": len(driver.leases),
                 "new": new,
                 "resumed": resumed,
                 "running": [each for each in output.num_scheduled_tokens if each not in started],

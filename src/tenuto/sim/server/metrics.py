@@ -96,7 +96,7 @@ class EngineMetrics(Collector):
         )
         info.add_metric((*self._values, self._policy, __version__), 1)
         yield info
-        num_blocks = sum(driver.leases.num_blocks.values())
+        num_blocks = driver.get_num_leased_blocks()
         yield self._gauge("tenuto:retained_jobs", "Jobs whose KV cache is leased now.", len(driver.leases))
         yield self._gauge("tenuto:retained_blocks", "KV cache blocks under lease now.", num_blocks)
         yield self._gauge("tenuto:kv_blocks", "KV cache blocks there are.", view.num_blocks)

@@ -39,7 +39,7 @@ class StepTracer:
                 "num_waiting": len(scheduler.waiting) + scheduler.num_loading,
                 "num_free_blocks": pool.num_free_blocks,
                 "num_cached_blocks": pool.num_blocks - num_blanks - sum(table.num_blanks for table in tables),
-                "num_retained_blocks": sum(leases.num_blocks.values()),
+                "num_retained_blocks": scheduler.driver.get_num_leased_blocks(),
                 "num_retained_jobs": len(leases),
                 "new": list(step.new),
                 "resumed": list(step.resumed),
