@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.core.errors import ConfigError
 from tenuto.sim.config import KvConfig
 from tenuto.sim.kv_cache import KvCache
 from tenuto.sweep.cut import cut_to_fit
@@ -79,6 +80,22 @@ def test_turns_that_cannot_fit_end_their_job() -> None:
     assert outcome.record["turns_refused"] == num_jobs
     assert {len(job.turns) for job in outcome.workload.jobs} == {7}
     assert all(job.turns[-1].tool is None for job in outcome.workload.jobs)
+
+
+@pytest.mark.parametrize(
+    ("setup", "load", "message"),
+    [
+        (
+            replace(SMALL, max_model_len=50),
+            LOAD,
+            "ab8: nothing to run: none of its .* turns fits this machine",
+        ),
+        (SMALL, Load(jps=1e-9, window_s=1), "ab8: nothing to run: no job arrives"),
+    ],
+)
+def test_nothing_to_run_is_said(setup: Setup, load: Load, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(setup, load)
 
 
 def test_turns_that_cannot_fit_a_hybrid_model_are_left_out_too() -> None:

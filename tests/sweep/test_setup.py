@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tenuto.core.errors import ConfigError, PolicyError
@@ -115,6 +117,14 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
         ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization"),
         ({"gpu": "L40S", "model": "llama-3.1-70b"}, ConfigError, "leaves no KV cache"),
         ({"offload": "async", "gpu": "H100", "model": "gpt-oss-20b"}, ConfigError, "full attention"),
+        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs must be a finite number above 0"),
+        ({"max_step_tokens": 0}, ConfigError, "max_num_batched_tokens must be a finite number above 0"),
+        ({"max_model_len": -1}, ConfigError, "max_model_len must be"),
+        ({"gpu_memory_utilization": 0.0}, ConfigError, "gpu_memory_utilization must be"),
+        ({"kv_tokens": 17}, ConfigError, "kv_tokens must be two blocks of 16 or more, got 17"),
+        ({"offload": "async", "host_gb": math.nan}, ConfigError, "host_gb must be a finite number"),
+        ({"offload": "async", "host_gb": math.inf}, ConfigError, "host_gb must be a finite number"),
+        ({"offload": "async", "link_gb_s": 0.0}, ConfigError, "link_gb_s must be"),
         ({"limits": "none"}, ConfigError, "limits must be one of published, plugin"),
         ({"dtype": "int3"}, ConfigError, "field 'dtype' is 'int3'"),
     ],

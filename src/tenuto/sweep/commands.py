@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
@@ -30,6 +31,8 @@ def run_simulate(parsed: argparse.Namespace) -> int:
     """One run."""
     setup = read_setup(parsed, parsed.gpu, parsed.policy)
     load = read_load(parsed, parsed.jps, parsed.seed)
+    if parsed.out:
+        make_folder(parsed.out)
     occupancy = Occupancy() if parsed.out else None
     trace = TraceWriter(str(parsed.trace), load_policy(setup.policy, setup.options)) if parsed.trace else None
     try:
@@ -55,10 +58,7 @@ def run_compare(parsed: argparse.Namespace) -> int:
     setups = [read_setup(parsed, gpu, policy) for gpu in gpus for policy in policies]
     cells = make_cells(setups, [read_load(parsed, jps, seed) for jps in rates for seed in seeds])
     say_notes(check_cells(cells))
-    try:
-        parsed.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write to {parsed.out}: {error}") from error
+    make_folder(parsed.out)
     progress = Progress(cells, len({cell.key for cell in cells} & set(read_results(parsed.out))))
     records = []
     for cell, record in run_cells(cells, parsed.out, workers=parsed.workers, ray=parsed.ray):
@@ -88,6 +88,14 @@ def run_plan(parsed: argparse.Namespace) -> int:
     else:
         print(format_plans(plans, parsed.p95))
     return 0 if get_best(plans) else 1
+
+
+def make_folder(path: Path) -> None:
+    """The folder of --out, before anything runs. Raises ConfigError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write to {path}: {error.strerror or error}") from error
 
 
 class Progress:

@@ -77,6 +77,9 @@ def run(
     machine = build(setup)
     scheduler = machine.make_scheduler(log)
     workload, num_cut = cut_to_fit(load.make(), scheduler.kv)
+    if not workload.jobs:
+        why = f"none of its {num_cut} turns fits this machine" if num_cut else "no job arrives in its time"
+        raise ConfigError(f"{load.workload}: nothing to run: {why}")
     machine.policy.know(workload.jobs)
     simulation = Simulation(
         scheduler,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -95,6 +96,7 @@ class Machine:
 
 def build(setup: Setup) -> Machine:
     """Find all that a setup names. Raises ConfigError or PolicyError saying what is wrong."""
+    _check_numbers(setup)
     gpu = get_gpu(setup.gpu)
     model = load_model(setup.model, dtype=setup.dtype, kv_cache_dtype=setup.kv_cache_dtype)
     policy = load_policy(setup.policy, setup.options)
@@ -132,6 +134,24 @@ def build(setup: Setup) -> Machine:
         limits=_get_limits(setup),
         notes=tuple(notes),
     )
+
+
+def _check_numbers(setup: Setup) -> None:
+    """None takes a default, zero does not; numbers are named as the options are."""
+    above_zero = ("kv_tokens", "max_step_tokens", "max_num_seqs", "max_model_len", "block_size", "link_gb_s")
+    for name in (*above_zero, "gpu_memory_utilization"):
+        value = getattr(setup, name)
+        if value is not None and not 0 < value < math.inf:
+            option = "max_num_batched_tokens" if name == "max_step_tokens" else name
+            raise ConfigError(f"{option} must be a finite number above 0, got {value}")
+    for name in ("host_gb", "disk_gb", "long_prefill_token_threshold"):
+        value = getattr(setup, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{name} must be a finite number of 0 or more, got {value}")
+    if setup.kv_tokens is not None and setup.kv_tokens < 2 * setup.block_size:
+        raise ConfigError(
+            f"kv_tokens must be two blocks of {setup.block_size} or more, got {setup.kv_tokens}"
+        )
 
 
 def _load_step_cost(setup: Setup, gpu: Gpu, model: Model, notes: list[str]) -> tuple[StepCost, str]:
