@@ -165,6 +165,30 @@ def test_the_plan_is_the_fewest_that_meet_the_target() -> None:
     assert (plan.num_machines, plan.p95_s) == (None, 30.0)
 
 
+def test_a_small_share_is_simulated_for_long_enough() -> None:
+    windows_s = {}
+
+    def run(cell: Any) -> dict[str, float]:
+        windows_s[cell.load.jps] = cell.load.window_s
+        return {"p95_duration_s": 100.0}
+
+    list(make_plans([Setup(gpu="H100")], Load(jps=1.0), 20.0, max_machines=4, run=run))
+    # 45 s of the whole load, then 20 jobs of a half and of a quarter of it.
+    assert windows_s == {1.0: 45.0, 0.5: 45.0, 0.25: 80.0}
+    list(make_plans([Setup(gpu="H100")], Load(jps=1.0, workload="a.jsonl"), 20.0, max_machines=1, run=run))
+    assert windows_s[1.0] is None
+
+
+def test_gpus_that_the_model_does_not_fit_are_left_out_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "qwen3-32b", "--policies", "stock", "--jps", "0.2", "--p95", "90"]
+    assert main([*arguments, "--gpu", "RTX5090,H200"]) == 0
+    output = capsys.readouterr()
+    assert "note: qwen3-32b leaves no KV cache on RTX5090 (tp 1): left out" in output.err
+    assert "RTX5090" not in output.out
+    assert main([*arguments, "--gpu", "RTX5090"]) == 2
+    assert "leaves no KV cache on RTX5090" in capsys.readouterr().err
+
+
 def test_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "plan",

@@ -26,6 +26,10 @@ FILTERING_SAMPLER_BYTES_PER_LOGIT = 14
 NON_TORCH_BYTES = 41 * MIB
 
 
+class ModelTooLargeError(ConfigError):
+    """A model leaves no memory for its KV cache."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProfileRun:
     """The settings that vLLM's start-up profile run depends on.
@@ -110,8 +114,8 @@ def kv_budget(
     `profile` is vLLM's default for that GPU unless given.
 
     Raises:
-        ConfigError: the utilization is not in (0, 1], `tp` does not divide the model's heads, or the model
-            leaves no memory for the KV cache.
+        ModelTooLargeError: the model leaves no memory for the KV cache.
+        ConfigError: the utilization is not in (0, 1], or `tp` does not divide the model's heads.
     """
     if not 0 < utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1: {utilization}")
@@ -128,7 +132,9 @@ def kv_budget(
         kv_bytes_per_token=model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(tp),
     )
     if budget.kv_bytes <= 0:
-        raise ConfigError(f"{model.name} leaves no KV cache on {gpu.name} (tp {tp}):\n{budget.explain()}")
+        raise ModelTooLargeError(
+            f"{model.name} leaves no KV cache on {gpu.name} (tp {tp}):\n{budget.explain()}"
+        )
     return budget
 
 

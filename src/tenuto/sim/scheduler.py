@@ -28,8 +28,9 @@ from tenuto.sim.step_cost.batch import StepBatch
 from tenuto.sim.tiers import OffloadTiers
 from tenuto.sim.waiting import GetKey, WaitingQueue
 
-PUBLISHED = Limits(always_yield=False)
-"""Policies run as published: a lease that says it yields on a stall is not taken back before."""
+PUBLISHED = Limits(always_yield=False, max_held_back_s=math.inf)
+"""Policies run as published: a lease that says it yields on a stall is not taken back before, and nothing but
+the policy ends a wait."""
 
 
 class Scheduler:
@@ -60,7 +61,7 @@ class Scheduler:
         self.waiting = WaitingQueue(self._choose_key())
         self.now_s = 0.0
         """When it was called last."""
-        self.driver = Driver(policy, SimEngine(self), limits, log=log)
+        self.driver = Driver(policy, SimEngine(self), limits, by_priority=self.by_priority, log=log)
         self.kv.pool.make_room = self.driver.make_room
         self.allocator = Allocator(self, self.running)
         self._lifecycle = Lifecycle(self)

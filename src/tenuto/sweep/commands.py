@@ -15,7 +15,7 @@ from tenuto.core.policy import load_policy
 from tenuto.sweep.compare import Cell, check_cells, make_cells, read_results, run_cell, run_cells
 from tenuto.sweep.files import Occupancy, write_run
 from tenuto.sweep.options import read_list, read_load, read_setup
-from tenuto.sweep.plan import format_plans, get_best, make_plans
+from tenuto.sweep.plan import drop_too_small, format_plans, get_best, make_plans
 from tenuto.sweep.run import run
 from tenuto.sweep.table import format_rows, make_rows
 from tenuto.trace import TraceWriter
@@ -74,8 +74,9 @@ def run_plan(parsed: argparse.Namespace) -> int:
     gpus = read_list(parsed.gpu, str, "--gpu")
     policies = read_list(parsed.policies, str, "--policies")
     setups = [read_setup(parsed, gpu, policy) for gpu in gpus for policy in policies]
+    setups, left_out = drop_too_small(setups)
     load = read_load(parsed, parsed.jps, parsed.seed)
-    say_notes(check_cells(make_cells(setups, [load])))
+    say_notes([*left_out, *check_cells(make_cells(setups, [load]))])
 
     def run_and_say(cell: Cell) -> dict[str, Any]:
         record = run_cell(cell)

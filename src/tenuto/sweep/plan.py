@@ -11,9 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tenuto.core.errors import ConfigError
+from tenuto.sim.kv_budget import ModelTooLargeError
 from tenuto.sweep.compare import Cell, run_cell
 from tenuto.sweep.run import Load
-from tenuto.sweep.setup import Setup
+from tenuto.sweep.setup import Setup, build
+from tenuto.workload.ab8 import WINDOW_S as DEFAULT_WINDOW_S
+from tenuto.workload.load import GENERATORS
+
+MIN_JOBS = 20
+"""Jobs that one machine's share is simulated for, at least: a P95 of fewer is only their slowest."""
 
 RunCell = Callable[[Cell], dict[str, Any]]
 
@@ -50,6 +56,24 @@ def make_plans(
         yield _find_fewest(setup, load, target_s, max_machines, run)
 
 
+def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:
+    """The setups whose GPUs hold their model, and a line on each kind that does not.
+
+    Raises ConfigError if none does, and for all else that is wrong with one.
+    """
+    fitting, lines = [], []
+    for setup in setups:
+        try:
+            build(setup)
+        except ModelTooLargeError as error:
+            lines.append(str(error).partition(":")[0])
+        else:
+            fitting.append(setup)
+    if not fitting:
+        raise ConfigError("; ".join(dict.fromkeys(lines)))
+    return fitting, [f"{line}: left out" for line in dict.fromkeys(lines)]
+
+
 def get_best(plans: Sequence[Plan]) -> Plan | None:
     """Of the plans that meet the target the one with the fewest GPUs, then with the lower P95."""
     meeting = [plan for plan in plans if plan.num_gpus is not None]
@@ -63,7 +87,7 @@ def _find_fewest(setup: Setup, load: Load, target_s: float, max_machines: int, r
 
     def get_p95_s(num_machines: int) -> float:
         if num_machines not in known:
-            record = run(Cell(setup, replace(load, jps=jps / num_machines)))
+            record = run(Cell(setup, _get_share(load, jps / num_machines)))
             known[num_machines] = record["p95_duration_s"]
         return known[num_machines]
 
@@ -78,6 +102,14 @@ def _find_fewest(setup: Setup, load: Load, target_s: float, max_machines: int, r
         enough, too_few = (middle, too_few) if get_p95_s(middle) <= target_s else (enough, middle)
     fewer_s = get_p95_s(enough - 1) if enough > 1 else None
     return Plan(setup.gpu, setup.policy, enough, enough * setup.tp, known[enough], fewer_s)
+
+
+def _get_share(load: Load, jps: float) -> Load:
+    """One machine's share of the jobs, for longer where too few would come. A whole trace has its length."""
+    if load.window_s is None and load.workload not in GENERATORS:
+        return replace(load, jps=jps)
+    window_s = DEFAULT_WINDOW_S if load.window_s is None else load.window_s
+    return replace(load, jps=jps, window_s=max(window_s, MIN_JOBS / jps))
 
 
 def format_plans(plans: Sequence[Plan], target_s: float) -> str:
