@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import shlex
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -243,3 +246,17 @@ def test_verify_says_what_it_cannot_check(
 ) -> None:
     assert cli.main(["verify", "--url", liar, "--api-key", key]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_output_that_nobody_reads_or_can_show(encoding: str) -> None:
+    script = "import sys\nfrom tenuto.cli import main\nsys.exit(main(['policies']))"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 1

@@ -61,12 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and parsed.command is not run_serve:
         parser.error(f"unknown argument: {' '.join(rest)}")
     try:
-        return int(parsed.command(parsed, rest))
+        status = int(parsed.command(parsed, rest))
+        sys.stdout.flush()
+        return status
     except TenutoError as error:
         print(f"tenuto: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read the output has seen enough (`| head`); what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from itertools import combinations, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from tenuto.cli import main
 from tenuto.core.errors import ConfigError
+from tenuto.workload.convert import write as write_module
 from tenuto.workload.convert.blocks import BlockIds
 from tenuto.workload.convert.losses import find_losses
 from tenuto.workload.convert.options import NAMES
@@ -204,10 +206,36 @@ def test_the_command_writes_new_files_only(write_rows, tmp_path, capsys):
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "z")]) == 2
 
 
-def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path):
+def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="cannot write"):
         write_trace(Path("/proc/none/x"), make_jobs(), FORMATS["tenuto"], 64)
+
+    def fail(row):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write_module, "dump_json", fail)
+    for name in ("x.jsonl", "x.jsonl.gz"):
+        with pytest.raises(ConfigError, match="No space left"):
+            write_trace(tmp_path / name, make_jobs(), FORMATS["tenuto"], 64)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_or_a_pipe_stays_what_it_is(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for name in FORMATS:
+        with pytest.raises(ConfigError, match="is there already"):
+            write_trace(pipe, make_jobs(), FORMATS[name], 64)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+@pytest.mark.parametrize("name", ["tenuto", "weka"])
+def test_a_packed_file_is_packed_and_reads_the_same(name, tmp_path):
+    plain = write_trace(tmp_path / "t.jsonl", make_jobs(), FORMATS[name], 64)
+    for packed in ("one.jsonl.gz", "two.json.gz"):
+        assert write_trace(tmp_path / packed, make_jobs(), FORMATS[name], 64) == plain
+        assert gzip.decompress((tmp_path / packed).read_bytes()) == (tmp_path / "t.jsonl").read_bytes()
 
 
 def test_sessions_whose_names_are_no_file_names(tmp_path):

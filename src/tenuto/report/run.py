@@ -89,9 +89,12 @@ def summarise(report: Report) -> dict[str, Any]:
 
 
 def _write_text(path: Path, text: str, option: str) -> None:
-    """Write a file whole or not at all. Raises ConfigError."""
+    """Write a file whole or not at all; into a device or a pipe as it comes. Raises ConfigError."""
     part = path.with_name(f"{path.name}.part")
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(text, encoding="utf-8")
         os.replace(part, path)

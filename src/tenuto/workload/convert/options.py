@@ -39,7 +39,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to the command's parser."""
     parser.add_argument("source", metavar="IN", type=Path, help="the trace or log")
     parser.add_argument(
-        "out", metavar="OUT", type=Path, help="the new file; for Weka also a folder, with a file per session"
+        "out",
+        metavar="OUT",
+        type=Path,
+        help="the new file, packed if it ends with .gz; for Weka also a folder, with a file per session",
     )
     parser.add_argument("--to", choices=NAMES, default="tenuto", help="the new format (default tenuto)")
     parser.add_argument(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import re
 import sys
@@ -9,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, TextIO, cast
 
 from tenuto.core.errors import ConfigError
 from tenuto.workload.convert.agentic_mooncake import make_agentic_mooncake, name_agentic
@@ -21,6 +24,7 @@ from tenuto.workload.schema import Job
 from tenuto.workload.tenuto_jsonl import dump_json, make_tenuto_rows
 
 Rows = Iterable[Mapping[str, object]]
+_FILE_ENDS = (".jsonl", ".json", ".gz")
 _PROGRESS_S = 2.0
 
 
@@ -52,12 +56,12 @@ FORMATS = {
 def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int) -> list[Job]:
     """Write a new file and read it again; returns the jobs as they are in it.
 
-    A session format goes into a folder, a file each, unless `out` ends with .jsonl or .json. Raises
-    ConfigError if something is there already or cannot be written.
+    A session format goes into a folder, a file each, unless `out` ends with .jsonl or .json; with .gz behind
+    the file is packed. Raises ConfigError if something is there already or cannot be written.
     """
     rows = _report(chosen.make_rows(jobs, block_size))
     try:
-        if chosen.has_sessions and out.suffix not in (".jsonl", ".json"):
+        if chosen.has_sessions and not out.name.endswith(_FILE_ENDS):
             _write_folder(out, rows)
         else:
             _write_file(out, rows)
@@ -79,15 +83,28 @@ def _report(rows: Rows) -> Iterator[Mapping[str, object]]:
 
 
 def _write_file(out: Path, rows: Rows) -> None:
-    if out.exists() and (out.is_dir() or out.stat().st_size):
+    # A device or a pipe cannot be read again, and must not be replaced by a file.
+    if out.exists() and (not out.is_file() or out.stat().st_size):
         raise ConfigError(f"{out} is there already; name a new file")
     out.parent.mkdir(parents=True, exist_ok=True)
     # Beside the file and then in its place: whoever reads it never sees half of it.
     part = out.with_name(f"{out.name}.part")
-    with part.open("w", encoding="utf-8", newline="\n") as file:
-        for row in rows:
-            file.write(f"{dump_json(row)}\n")
-    os.replace(part, out)
+    try:
+        with _open_new(part, is_packed=out.suffix == ".gz") as file:
+            for row in rows:
+                file.write(f"{dump_json(row)}\n")
+        os.replace(part, out)
+    except BaseException:  # a full disk, or Ctrl-C
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _open_new(path: Path, *, is_packed: bool) -> TextIO:
+    if not is_packed:
+        return path.open("w", encoding="utf-8", newline="\n")
+    # Without the time of writing: the same trace makes the same file.
+    packed = cast("IO[bytes]", gzip.GzipFile(path, "wb", mtime=0))
+    return io.TextIOWrapper(packed, encoding="utf-8", newline="\n")
 
 
 def _write_folder(out: Path, rows: Rows) -> None:
