@@ -196,17 +196,6 @@ def test_jobs_are_recognised_by_hashes_finer_than_the_engine_s_blocks() -> None:
     assert [driver._turns[f"other-{number}"].job.num_turns for number in range(2)] == [1, 2]
 
 
-def test_the_live_turns_of_a_job() -> None:
-    engine = ToyEngine(Policy(), 40)
-    for number in range(3):
-        hints = Hints(job_id="job" if number else "other")
-        engine.arrive(f"t{number}", 0, PROMPT, OUTPUT, hints)
-    assert engine.driver.get_live_turn_ids("t1") == ["t1", "t2"]
-    engine.abort("t1", 1)
-    assert engine.driver.get_live_turn_ids("t2") == ["t2"]
-    assert engine.driver.get_live_turn_ids("t1") == []
-
-
 def test_the_longest_silent_job_is_forgotten_first_and_its_lease_ends() -> None:
     engine = ToyEngine(KeepFor(ttl_s=100), 60, limits=Limits(max_remembered_jobs=2))
     for number, job_id in enumerate("abca"):

@@ -51,6 +51,7 @@ class ToyEngine:
         block_size: int = 4,
         limits: Limits | None = None,
         *,
+        by_priority: bool = False,
         log=None,
     ) -> None:
         self.pool = BlockPool(num_blocks + 1)  # and the null block
@@ -60,7 +61,7 @@ class ToyEngine:
         self.turns: dict[str, ToyTurn] = {}
         self.stored: list[list[int]] = []
         self.coverage = Coverage()
-        self.driver = Driver(policy, self, limits, log=log)
+        self.driver = Driver(policy, self, limits, by_priority=by_priority, log=log)
         self._kept: KeepLastQueue | None = None
 
     # What clients and time do.

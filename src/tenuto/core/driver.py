@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from tenuto.core.admission import Admission
 from tenuto.core.asking import DecisionLog, PolicyCaller
 from tenuto.core.history import History
 from tenuto.core.job_book import JobBook
@@ -36,9 +37,13 @@ class Driver:
         limits: Limits | None = None,
         *,
         hash_block_size: int | None = None,
+        by_priority: bool = False,
         log: DecisionLog | None = None,
     ) -> None:
-        """`hash_block_size`: tokens per hash of an `Arrival`, where that is not the engine's block size."""
+        """`hash_block_size`: tokens per hash of an `Arrival`, where that is not the engine's block size.
+
+        `by_priority`: the engine serves requests by their own priority; a policy decides among equals.
+        """
         self.policy = policy
         self.limits = limits or Limits()
         self.stats = DriverStats()
@@ -52,7 +57,11 @@ class Driver:
         block_size = hash_block_size or engine.get_view(0.0).block_size
         self._book = JobBook(self.limits.max_remembered_jobs, block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
-        self._retention = Retention(engine, self._caller, self.limits, self.stats, self._history)
+        self._by_priority = by_priority
+        self._retention = Retention(
+            engine, self._caller, self.limits, self.stats, self._history, by_priority=by_priority
+        )
+        self._admission = Admission(self._caller, self._retention, self.limits, self.stats)
         self.leases = self._retention.leases
         self._ticked_s = -math.inf
 
@@ -66,8 +75,12 @@ class Driver:
         turn = TurnState(turn_id, job, now_s, what)
         turn.num_reusable_tokens = min(job.last_num_tokens, what.num_prompt_tokens - 1)
         job.num_turns += 1
+        if len(job.live_turn_ids) >= self.limits.max_parallel_turns:
+            # Else who gives all requests one id would go before everyone who came later, for ever.
+            turn.job_arrival_s = now_s
         job.live_turn_ids[turn_id] = None
         self._turns[turn_id] = turn
+        self._admission.enter(turn)
         self._retention.claim(turn)
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
@@ -89,7 +102,8 @@ class Driver:
                 self._caller.tell("on_turn_resumed", self._view(turn), now_s)
             self._history.record("resumed", turn, now_s, num_hit_tokens=num_hit_tokens)
             return
-        turn.started = turn.job.has_started = True
+        turn.started = turn.job.is_admitted = True
+        self._admission.leave(turn)
         turn.num_hit_tokens = num_hit_tokens
         self.stats.num_hit_tokens += num_hit_tokens
         self.stats.num_recomputed_tokens += max(0, turn.num_reusable_tokens - num_hit_tokens)
@@ -122,6 +136,7 @@ class Driver:
         job = turn.job
         del job.live_turn_ids[turn_id]
         self._retention.unclaim(turn)
+        self._admission.leave(turn)
         self._history.record(
             "finished", turn, now_s, num_output_tokens=how.num_output_tokens, aborted=how.aborted
         )
@@ -188,7 +203,7 @@ class Driver:
         if self.policy.sees_hits and self._affords_look_up(now_s):
             turn = dataclasses.replace(turn, num_cached_tokens=self._engine.get_num_cached_tokens(turn_id))
         key: Key = self._caller.ask("queue_key", tuple, turn, now_s)
-        return key
+        return (turn.priority, *key) if self._by_priority else key
 
     def get_victim(self, turn_ids: Sequence[str], now_s: float) -> str | None:
         """Which of these running turns is preempted; None leaves it to the engine."""
@@ -201,7 +216,8 @@ class Driver:
         order = WaitingOrder()
         for turn_id in known:
             turn = self._view(self._turns[turn_id])
-            order.push(turn_id, self._caller.ask("preempt_key", tuple, turn, view))
+            key = self._caller.ask("preempt_key", tuple, turn, view)
+            order.push(turn_id, (-turn.priority, *key) if self._by_priority else key)
         return order.get_first()
 
     def get_displaced(self, turn_id: str, running_ids: Sequence[str], now_s: float) -> str | None:
@@ -210,6 +226,8 @@ class Driver:
         if victim_id is None or turn_id not in self._turns:
             return None
         turn, victim = (self._view(self._turns[each]) for each in (turn_id, victim_id))
+        if self._by_priority and turn.priority > victim.priority:
+            return None
         answer = self._caller.ask("displaces", bool, turn, victim, self.get_view(now_s))
         return victim_id if answer else None
 
@@ -237,17 +255,14 @@ class Driver:
         """The engine computed a step; call only for a policy that overrides `on_step`."""
         self._caller.tell("on_step", step)
 
+    def admit(self, first_id: str | None, now_s: float, *, idle: bool) -> list[str]:
+        """Waiting turns to let start now, given the parked one that goes first; call until there are none."""
+        first = self._turns.get(first_id) if first_id is not None else None
+        return self._admission.admit(first, now_s, idle=idle)
+
     def may_start(self, turn_id: str, now_s: float, *, idle: bool) -> bool:
         """Whether a waiting turn may start; any may when the engine is idle."""
-        if not self.needs_admission(turn_id):
-            return True
-        turn = self._view(self._turns[turn_id])
-        if not idle and not self._caller.ask("admit", bool, turn, self.get_view(now_s)):
-            self.stats.num_admission_waits += 1
-            return False
-        if self._caller.hears("on_turn_admitted"):
-            self._caller.tell("on_turn_admitted", turn, now_s)
-        return True
+        return turn_id not in self._turns or self._admission.may_start(self._turns[turn_id], now_s, idle=idle)
 
     def is_known_last(self, turn_id: str) -> bool:
         """Whether the job is known to end with this turn, so that its output need not be read."""
@@ -256,15 +271,7 @@ class Driver:
 
     def needs_admission(self, turn_id: str) -> bool:
         """Whether the policy has to be asked before this turn starts."""
-        turn = self._turns.get(turn_id)
-        if turn is None or turn.started:
-            return False
-        return self.policy.admits == "turns" or not turn.job.has_started
-
-    def get_live_turn_ids(self, turn_id: str) -> list[str]:
-        """All turns of this turn's job that wait or run, itself included."""
-        turn = self._turns.get(turn_id)
-        return [] if turn is None else list(turn.job.live_turn_ids)
+        return self._admission.needs(self._turns.get(turn_id))
 
     def get_step_budget(self, now_s: float, max_step_tokens: int) -> int:
         """Token budget of the next step: a token for each running turn at least, the engine's own at most."""

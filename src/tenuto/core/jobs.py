@@ -43,15 +43,17 @@ class JobState:
     arrival_s: float
     tenant: str | None
     num_turns: int = 0
-    has_started: bool = False
+    is_admitted: bool = False
+    """One of its turns was let start."""
     live_turn_ids: dict[str, None] = field(default_factory=dict)
     last_finish_s: float | None = None
     last_tool: ToolCall | None = None
     last_num_tokens: int = 0
 
-    def get_view(self) -> Job:
-        """The frozen view a policy sees."""
-        return Job(self.job_id, self.arrival_s, self.num_turns, self.tenant)
+    def get_view(self, arrival_s: float | None = None) -> Job:
+        """The frozen view a policy sees, with another arrival than the job's own if one is given."""
+        arrival_s = self.arrival_s if arrival_s is None else arrival_s
+        return Job(self.job_id, arrival_s, self.num_turns, self.tenant)
 
 
 @dataclass(slots=True)
@@ -68,6 +70,9 @@ class TurnState:
     num_lost_tokens: int = 0
     """Computed tokens that the last preemption gave away."""
     started: bool = False
+    is_admitted: bool = False
+    job_arrival_s: float | None = None
+    """Where it stands for its job's arrival in the eyes of a policy, if not where the job does."""
 
     def get_view(self, *, has_lease: bool) -> Turn:
         """The frozen view a policy sees while the turn waits or runs."""
@@ -82,7 +87,7 @@ class TurnState:
     ) -> Turn:
         return Turn(
             turn_id=self.turn_id,
-            job=self.job.get_view(),
+            job=self.job.get_view(self.job_arrival_s),
             arrival_s=self.arrival_s,
             num_prompt_tokens=self.what.num_prompt_tokens,
             num_output_tokens=num_output_tokens,

@@ -21,6 +21,16 @@ class Limits:
     max_tenant_share: float = setting(
         1.0, "share of the KV cache that leases of one tenant may cover", minimum=0, maximum=1
     )
+    max_held_back_s: float = setting(
+        600.0,
+        "seconds after which a turn that waits is held back no longer, neither by admission nor by leases",
+        minimum=0,
+    )
+    max_parallel_turns: int = setting(
+        8,
+        "turns of one job at once that have its place among all jobs; more have that of a new job",
+        minimum=1,
+    )
     max_remembered_jobs: int = setting(
         10_000, "jobs remembered between turns; beyond it the longest silent is forgotten", minimum=1
     )

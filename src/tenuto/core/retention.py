@@ -12,10 +12,12 @@ from tenuto.core.history import History
 from tenuto.core.jobs import TurnState
 from tenuto.core.leases import Engine, LeaseState, LeaseTable
 from tenuto.core.limits import Limits
+from tenuto.core.policy import Key
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import (
     EngineView,
     Keep,
+    Lease,
     LeaseEnd,
     Offload,
     Release,
@@ -29,7 +31,14 @@ class Retention:
     """The leases of one driver, which tells it what happens to turns and what time it is."""
 
     def __init__(
-        self, engine: Engine, caller: PolicyCaller, limits: Limits, stats: DriverStats, history: History
+        self,
+        engine: Engine,
+        caller: PolicyCaller,
+        limits: Limits,
+        stats: DriverStats,
+        history: History,
+        *,
+        by_priority: bool = False,
     ) -> None:
         self._shares = Shares(limits)
         self.leases = LeaseTable(engine, self._shares, self._on_end)
@@ -41,6 +50,7 @@ class Retention:
         self._limits = limits
         self._stats = stats
         self._history = history
+        self._by_priority = by_priority
 
     def get_view(self, now_s: float) -> EngineView:
         """The engine's state with the leases filled in."""
@@ -131,7 +141,7 @@ class Retention:
             terms = self._bound(answer, lease.granted_s) if isinstance(answer, Keep) else None
             if terms is not None and terms.until_s > self.now_s and terms.strength is lease.terms.strength:
                 asked = dataclasses.replace(lease.get_view(), until_s=terms.until_s, value=terms.value)
-                self.leases.renew(lease, terms, self._caller.ask("evict_key", tuple, asked, view))
+                self.leases.renew(lease, terms, self._get_evict_key(asked, view))
             else:
                 if isinstance(answer, Offload):
                     self._engine.store(lease.blocks)
@@ -179,7 +189,7 @@ class Retention:
         if not blocks or not self._is_within_shares(turn.job.tenant, blocks, view.num_blocks):
             return
         lease = LeaseState(turn.job.job_id, turn, blocks, self.now_s, terms)
-        self.leases.grant(lease, self._caller.ask("evict_key", tuple, lease.get_view(), view))
+        self.leases.grant(lease, self._get_evict_key(lease.get_view(), view))
         self._stats.num_leases_granted += 1
         self._history.record_lease(
             "lease-granted", lease, self.now_s, until_s=terms.until_s, strength=terms.strength.value
@@ -193,10 +203,18 @@ class Retention:
             return True
         return self._shares.fit(tenant, self._engine.get_block_ids(blocks), num_blocks)
 
+    def _get_evict_key(self, lease: Lease, view: EngineView) -> Key:
+        key: Key = self._caller.ask("evict_key", tuple, lease, view)
+        return (-lease.turn.priority, *key) if self._by_priority else key
+
     def _gives_way(self, lease: LeaseState, turn: TurnState | None) -> bool:
         """Whether a lease yields to a turn: always to one that runs, or if the policy does not mind."""
         if turn is None or turn.started or not self._caller.policy.overrides("gives_way"):
             return True
+        if self.now_s - turn.arrival_s >= self._limits.max_held_back_s:
+            return True
+        if self._by_priority and lease.turn.priority != turn.what.priority:
+            return lease.turn.priority > turn.what.priority
         view = self.get_view(self.now_s)
         return bool(self._caller.ask("gives_way", bool, lease.get_view(), self.get_turn_view(turn), view))
 

@@ -8,6 +8,7 @@ update_from_output, async_scheduler.py@0.32; the hooks stand where `tenuto.vllm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from tenuto.core.asking import DecisionLog
@@ -306,12 +307,12 @@ class Scheduler:
     # Inside.
 
     def _admit_parked(self) -> None:
-        while (first := self.waiting.get_first_parked()) is not None:
+        while self.waiting.num_parked:
             idle = not self.running and not self.num_loading and self.waiting.get_first() is None
-            if not self.driver.may_start(first, self.now_s, idle=idle):
+            admitted = self.driver.admit(self.waiting.get_first_parked(), self.now_s, idle=idle)
+            if not admitted:
                 return
-            # Turns of the same job that came while it was parked start with it.
-            for turn_id in self.driver.get_live_turn_ids(first):
+            for turn_id in admitted:
                 self.waiting.unpark(turn_id)
 
     def _choose_key(self) -> GetKey | None:
@@ -320,6 +321,4 @@ class Scheduler:
         return (lambda request: (request.priority, request.arrival_s)) if self.by_priority else None
 
     def _get_policy_key(self, request: Request) -> Key:
-        key = self.driver.get_queue_key(request.turn_id, self.now_s)
-        # The engine's own priority mode stays in force above the policy's order.
-        return (request.priority, *key) if self.by_priority else key
+        return self.driver.get_queue_key(request.turn_id, self.now_s)

@@ -64,7 +64,12 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._engine = VllmEngine(self)
         log = self._trace.write if self._trace else None
         self.driver = Driver(
-            policy, self._engine, settings.limits, hash_block_size=self.hash_block_size, log=log
+            policy,
+            self._engine,
+            settings.limits,
+            hash_block_size=self.hash_block_size,
+            by_priority=self.policy.value == "priority",
+            log=log,
         )
         # What follows a turn shows in its output: a tool call, or that the job is done.
         self._reads_output = any(map(policy.overrides, ("retain", "on_tool_returned", "on_job_ended")))
@@ -194,20 +199,18 @@ class _DrivenScheduler(compat.PrivateHooks):
     # Inside.
 
     def _get_queue_key(self, request: Any) -> Key:
-        key = self.driver.get_queue_key(request.request_id, time.monotonic())
-        # vLLM's own priority mode stays in force above the policy's order.
-        return (request.priority, *key) if self.policy.value == "priority" else key
+        return self.driver.get_queue_key(request.request_id, time.monotonic())
 
     def _is_gated(self, request: Any) -> bool:
         return self._asks_admission and self.driver.needs_admission(request.request_id)
 
     def _admit_parked(self, now_s: float) -> None:
-        while (first := self.waiting.get_first_parked()) is not None:
+        while self.waiting.num_parked:
             idle = not self.running and not self.waiting
-            if not self.driver.may_start(first, now_s, idle=idle):
+            admitted = self.driver.admit(self.waiting.get_first_parked(), now_s, idle=idle)
+            if not admitted:
                 return
-            # Turns of the same job that came while it was parked start with it.
-            for request_id in self.driver.get_live_turn_ids(first):
+            for request_id in admitted:
                 self.waiting.unpark(request_id)
 
     def _allocate_with_leases(

@@ -1,0 +1,69 @@
+"""Admission: which turns the policy is asked about before they start, and how long it may hold them back."""
+
+from __future__ import annotations
+
+from tenuto.core.asking import PolicyCaller
+from tenuto.core.jobs import TurnState
+from tenuto.core.limits import Limits
+from tenuto.core.retention import Retention
+from tenuto.core.stats import DriverStats
+
+
+class Admission:
+    """Asks a policy who may start. Nobody waits over an idle engine, or longer than the limit says."""
+
+    def __init__(
+        self, caller: PolicyCaller, retention: Retention, limits: Limits, stats: DriverStats
+    ) -> None:
+        self._caller = caller
+        self._retention = retention
+        self._limits = limits
+        self._stats = stats
+        self._asks = caller.policy.overrides("admit")
+        self._asks_every_turn = caller.policy.admits == "turns"
+        self._waiting: dict[str, TurnState] = {}
+        """Turns that are not admitted yet, as they arrived."""
+
+    def needs(self, turn: TurnState | None) -> bool:
+        """Whether the policy has to be asked before this turn starts."""
+        if turn is None or turn.started or turn.is_admitted:
+            return False
+        return self._asks_every_turn or not turn.job.is_admitted
+
+    def enter(self, turn: TurnState) -> None:
+        """A turn arrived."""
+        if self._asks and self.needs(turn):
+            self._waiting[turn.turn_id] = turn
+
+    def leave(self, turn: TurnState) -> None:
+        """A turn started or went away."""
+        self._waiting.pop(turn.turn_id, None)
+
+    def admit(self, first: TurnState | None, now_s: float, *, idle: bool) -> list[str]:
+        """Turns that may start now: the parked one that goes first or has waited too long, and its job's."""
+        longest = next(iter(self._waiting.values()), None)
+        turn = longest if longest is not None and self._is_overdue(longest, now_s) else first
+        if turn is None or not self.may_start(turn, now_s, idle=idle):
+            return []
+        if self._asks_every_turn:
+            return [turn.turn_id]
+        for turn_id in turn.job.live_turn_ids:
+            self._waiting.pop(turn_id, None)
+        return list(turn.job.live_turn_ids)
+
+    def may_start(self, turn: TurnState, now_s: float, *, idle: bool) -> bool:
+        """Whether a waiting turn may start; any may on an idle engine, or after the longest wait."""
+        if self.needs(turn):
+            free = idle or self._is_overdue(turn, now_s)
+            view = self._retention.get_turn_view(turn)
+            if not free and not self._caller.ask("admit", bool, view, self._retention.get_view(now_s)):
+                self._stats.num_admission_waits += 1
+                return False
+            turn.is_admitted = turn.job.is_admitted = True
+            if self._caller.hears("on_turn_admitted"):
+                self._caller.tell("on_turn_admitted", view, now_s)
+        self.leave(turn)
+        return True
+
+    def _is_overdue(self, turn: TurnState, now_s: float) -> bool:
+        return now_s - turn.arrival_s >= self._limits.max_held_back_s
