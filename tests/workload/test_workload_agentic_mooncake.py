@@ -118,6 +118,10 @@ def test_what_waits_for_nothing_is_tied_to_the_plays_first_request(write_rows):
         ([HEADER, row("a"), row("b", edge("a"), play_id="q")], r":3: dependencies\[0\].request_id: 'a'"),
         ([HEADER, row("a", edge("a"))], ":2: dependencies: the request waits for itself"),
         (
+            [HEADER, row("a", edge("b", relation="join")), row("b", edge("a", relation="join"))],
+            ":2: dependencies: requests wait for each other in a circle",
+        ),
+        (
             [HEADER, row("a", edge("b")), row("b", edge("a"))],
             ":2: dependencies: the request waits for itself",
         ),

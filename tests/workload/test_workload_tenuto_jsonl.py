@@ -138,6 +138,13 @@ def test_generated_jobs_survive_a_file(name, tmp_path):
     assert load_workload(tmp_path / "w.jsonl").jobs == workload.jobs
 
 
+OTHER = [row(session="b", timestamp=0)]
+
+
+def test_a_delay_of_nothing_before_the_first_turn_is_no_error(write_rows):
+    assert len(load_workload(write_rows(row(timestamp=0, delay=0), row(delay=5))).jobs[0].turns) == 2
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -161,9 +168,21 @@ def test_generated_jobs_survive_a_file(name, tmp_path):
         ([row(timestamp=0, after=[{"session": "a", "turn": 0, "event": "x"}])], r"after\[0\].event"),
         (
             [row(timestamp=0, after=[{"session": "z", "turn": 0, "event": "sent", "delay": 0}])],
-            "no such turn",
+            r":1: after\[0\].session: 'z' is no session",
         ),
-        ([row(timestamp=0, parent="z")], "parent 'z'"),
+        (
+            [row(timestamp=0, after=[{"session": "b", "turn": 1, "event": "sent", "delay": 0}]), *OTHER],
+            r":1: after\[0\].turn: must be a whole number from 0 to 0, got 1",
+        ),
+        (
+            [
+                row(timestamp=0),
+                row(delay=1, after=[{"session": "a", "turn": 1, "event": "sent", "delay": 0}]),
+            ],
+            ":2: after: turns wait for each other in a circle",
+        ),
+        ([row(timestamp=0, parent="z")], ":1: parent: 'z' is no session"),
+        ([row(timestamp=0, parent="b"), row(session="b", timestamp=0, parent="a")], ":2: parent: 'a' comes"),
     ],
 )
 def test_a_malformed_row_is_refused(write_rows, rows, words):

@@ -27,7 +27,7 @@ from tenuto.core.errors import DataError
 from tenuto.workload.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.mooncake import read_hashed_prompt
 from tenuto.workload.records import Record
-from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec
+from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
 
 SCHEMA = "dynamo.agentic_mooncake"
 VERSION = 2
@@ -73,7 +73,12 @@ def read_agentic_mooncake(records: Sequence[Record]) -> list[Job]:
         raise DataError(f"{records[0].place}: there is a header but no request")
     _check_dependencies(rows)
     _anchor_roots(rows)
-    return _make_jobs(_find_chains(rows), _make_prompts_by_play(rows, block_size))
+    chains = _find_chains(rows)
+    jobs = _make_jobs(chains, _make_prompts_by_play(rows, block_size))
+    if (stuck := find_circle(jobs)) is not None:
+        job_id, index = stuck
+        raise chains[job_id][index].record.error("dependencies", "requests wait for each other in a circle")
+    return jobs
 
 
 def _read_header(record: Record) -> int:

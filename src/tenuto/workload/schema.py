@@ -151,7 +151,11 @@ class Workload:
         find_roots(self.name, self.jobs)
         for job in self.jobs:
             _check_events(self.name, job, jobs)
-        _check_no_circle(self.name, self.jobs)
+        if (stuck := find_circle(self.jobs)) is not None:
+            job_id, index = stuck
+            raise DataError(
+                f"{self.name}: job {job_id!r} turn {index}: turns wait for each other in a circle"
+            )
         if self.loop == "open":
             _check_recorded_times(self.name, self.jobs)
 
@@ -195,7 +199,8 @@ def _check_recorded_times(name: str, jobs: Sequence[Job]) -> None:
                 )
 
 
-def _check_no_circle(name: str, jobs: Sequence[Job]) -> None:
+def find_circle(jobs: Sequence[Job]) -> tuple[str, int] | None:
+    """A turn that waits for itself by way of others, as its job's id and its index; None if there is none."""
     num_awaited: dict[tuple[str, int], int] = {}
     waiting: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for job in jobs:
@@ -211,6 +216,4 @@ def _check_no_circle(name: str, jobs: Sequence[Job]) -> None:
             num_awaited[one] -= 1
             if num_awaited[one] == 0:
                 ready.append(one)
-    for (job_id, index), count in num_awaited.items():
-        if count:
-            raise DataError(f"{name}: job {job_id!r} turn {index}: turns wait for each other in a circle")
+    return next((one for one, count in num_awaited.items() if count), None)

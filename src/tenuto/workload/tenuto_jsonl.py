@@ -36,7 +36,7 @@ from tenuto.core.errors import DataError
 from tenuto.workload.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.mooncake import BLOCK_SIZE, read_hashed_prompt
 from tenuto.workload.records import MAX_TOKENS, Record
-from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec
+from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
 
 _KEYS = (
     "session",
@@ -71,7 +71,10 @@ def read_tenuto_jsonl(records: Sequence[Record]) -> list[Job]:
         session = record.text("session" if "session" in record else "session_id")
         sessions.setdefault(session, []).append(record)
     hashed = _make_hashed_prompts(records)
-    return [_read_job(session, rows, hashed) for session, rows in sessions.items()]
+    jobs = [_read_job(session, rows, hashed) for session, rows in sessions.items()]
+    _check_parents(jobs, sessions)
+    _check_events(jobs, sessions)
+    return jobs
 
 
 def is_note(record: Record) -> bool:
@@ -81,7 +84,7 @@ def is_note(record: Record) -> bool:
 
 def _read_job(session: str, rows: list[Record], hashed: Mapping[str, Prompt]) -> Job:
     first = rows[0]
-    if "delay" in first:
+    if "delay" in first and first.milliseconds("delay"):
         raise first.error("delay", "the first row of a session has no turn before it; use timestamp")
     turns: list[TurnSpec] = []
     for index, row in enumerate(rows):
@@ -107,6 +110,30 @@ def _read_job(session: str, rows: list[Record], hashed: Mapping[str, Prompt]) ->
         tenant=first.optional_text("tenant"),
         parent=first.optional_text("parent"),
     )
+
+
+def _check_parents(jobs: Sequence[Job], sessions: Mapping[str, list[Record]]) -> None:
+    parents = {job.job_id: job.parent for job in jobs}
+    for session, parent in parents.items():
+        seen = [session]
+        while parent is not None:
+            if parent not in parents or parent in seen:
+                problem = "is no session of the file" if parent not in parents else "comes from this session"
+                raise sessions[seen[-1]][0].error("parent", f"{parent!r} {problem}")
+            seen.append(parent)
+            parent = parents[parent]
+
+
+def _check_events(jobs: Sequence[Job], sessions: Mapping[str, list[Record]]) -> None:
+    for rows in sessions.values():
+        for entry in (entry for row in rows if "after" in row for entry in row.records("after")):
+            other = entry.text("session")
+            if other not in sessions:
+                raise entry.error("session", f"{other!r} is no session of the file")
+            entry.integer("turn", low=0, high=len(sessions[other]) - 1)
+    if (stuck := find_circle(jobs)) is not None:
+        session, index = stuck
+        raise sessions[session][index].error("after", "turns wait for each other in a circle")
 
 
 def _read_prompt(row: Record, session: str, before: list[TurnSpec], hashed: Mapping[str, Prompt]) -> Prompt:
