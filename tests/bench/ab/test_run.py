@@ -29,7 +29,7 @@ from tenuto.bench.plan import Due
 from tenuto.bench.records import Flight, make_record
 from tenuto.bench.result import Labels, make_result
 from tenuto.bench.stream import Answer, Usage
-from tenuto.core.errors import ConfigError
+from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.report.sources import read_sources
 from tenuto.workload import Workload
 from tests.bench.conftest import read_lines
@@ -91,6 +91,7 @@ def test_equal_arms_and_a_planted_slowdown(
 ) -> None:
     monkeypatch.setattr(run_module, "measure", measure_by_heart({"slow": 1.2, "fast": 0.8}))
     monkeypatch.setattr(run_module, "empty_cache", lambda url, api_key: True)
+    monkeypatch.setattr(run_module, "check_arm", lambda arm, api_key: None)
     arms = [word for name in ("a", "b", "slow", "fast") for word in ("--arm", f"{name}=http://h")]
     assert run_ab(options(*arms)) == 0
     found = {(each["arm"], each["measure"]): each for each in read_verdict(tmp_path)["comparisons"]}
@@ -347,3 +348,31 @@ def test_a_full_disk_leaves_no_half_of_a_run(
         assert not (tmp_path / "ab" / "runs" / "001-a" / "result.json").exists()
         monkeypatch.undo()
         assert run_ab(options(*name_arms(a, b), *QUICK)) == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("http://127.0.0.1:9", r"--arm b: http://127.0.0.1:9 does not answer .*is the server up"),
+        ("sim:nobody", "--arm b: no policy 'nobody'; choose one of"),
+        ("policy:continuum-fixed,ttl=3", "--arm b: .*'ttl'"),
+    ],
+)
+def test_an_arm_that_cannot_run_is_found_before_any_load(
+    options: Callable[..., AbOptions], tmp_path: Path, what: str, words: str
+) -> None:
+    server = FakeServer()
+    with serving(server) as url, pytest.raises(TenutoError, match=words):
+        run_ab(options(*name_arms(url, what), *QUICK, "--model", "fake"))
+    assert server.requests == []
+    assert not (tmp_path / "ab").exists()
+
+
+def test_a_server_that_names_no_models_can_be_an_arm(
+    options: Callable[..., AbOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FakeServer()
+    give_page = server._get_page
+    monkeypatch.setattr(server, "_get_page", lambda path: None if "models" in path else give_page(path))
+    with serving(server) as url:
+        assert run_ab(options(*name_arms(url, url), *QUICK, "--model", "fake")) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.bench.ab.measures import MEASURES, Values
+from tenuto.bench.ab.notes import describe_errors
 from tenuto.bench.ab.verdict import compare, describe_change, describe_span, format_verdict
 
 
@@ -87,7 +88,7 @@ def test_a_difference_below_the_threshold() -> None:
 
 def test_no_pairs() -> None:
     assert format_verdict(compare([], 0.01), 0, 6, ["Errors: none."]) == (
-        "0 of 6 pairs of runs\n\nErrors: none."
+        "0 of 6 pairs of runs: no verdict, as that takes a run on every arm\n\nErrors: none."
     )
 
 
@@ -103,3 +104,10 @@ def test_every_arm_is_compared_with_the_first() -> None:
     assert {(each.arm, each.baseline) for each in compare(pairs, 0.01)} == {
         ("hold", "stock"), ("third", "stock"),
     }  # fmt: skip
+
+
+def test_an_arm_without_a_run_had_no_errors_because_it_had_nothing() -> None:
+    turns = {"planned": 3, "ok": 3, "failed": 0, "cancelled": 0, "not_sent": 0}
+    run = {"client": {"turns": turns, "failed_attempts": {}}}
+    assert describe_errors({"a": [run], "b": []}) == ["Errors: none in the runs that ended; b had none."]
+    assert describe_errors({"a": [run], "b": [run]}) == ["Errors: none."]

@@ -23,6 +23,9 @@ def describe_errors(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
                 f"Errors: {arm} lost {lost} of {planned} turns{first}; jobs that failed on one arm are left "
                 "out on all."
             )
+    idle = [arm for arm, runs in results.items() if not runs]
+    if idle and not lines:
+        return [f"Errors: none in the runs that ended; {', '.join(idle)} had none."]
     return lines or ["Errors: none."]
 
 

@@ -18,7 +18,7 @@ from tenuto.bench.ab.files import VERDICT, AbFolder
 from tenuto.bench.ab.measures import Values, read_pair
 from tenuto.bench.ab.options import AbOptions
 from tenuto.bench.ab.order import Slot, make_order
-from tenuto.bench.ab.servers import Ready, Servers, empty_cache
+from tenuto.bench.ab.servers import Ready, Servers, check_arm, empty_cache
 from tenuto.bench.ab.verdict import Comparison, compare, format_verdict
 from tenuto.bench.files import RunFiles
 from tenuto.bench.options import BenchOptions
@@ -36,6 +36,8 @@ def run_ab(options: AbOptions) -> int:
     Raises TenutoError if an arm could not be run; what ran before is then in the folder, with its verdict.
     """
     make_workload(options.bench.load)  # what is wrong with the load is said before a server is started
+    for arm in options.arms:
+        check_arm(arm, options.bench.api_key)
     slots = make_order([arm.name for arm in options.arms], options.repeats)
     is_interrupted = False
     with AbFolder(options.out, describe(options)) as folder:

@@ -17,7 +17,11 @@ from tenuto.bench.ab.arms import Arm, make_command, redact
 from tenuto.bench.ab.options import AbOptions
 from tenuto.bench.local_server import LocalServer, ServerError, run_server
 from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.policy import load_policy
+from tenuto.core.settings import parse_option
 
+ANSWER_S = 30.0
+"""How long a server may take to name its models."""
 RESET_LIMIT_S = 30.0
 """How long a server may hold blocks after a run before its cache counts as not emptied."""
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -108,6 +112,29 @@ class Servers:
                     "--serve-args or --arm-args; --start-limit gives it more time."
                 ) from error
             yield server
+
+
+def check_arm(arm: Arm, api_key: str | None) -> None:
+    """See that an arm can be run, as far as that shows at once: before hours are spent on the others.
+
+    Raises TenutoError for a server that does not answer, or a policy or option that does not exist.
+    """
+    try:
+        if arm.is_local:
+            if arm.target:
+                load_policy(arm.target, dict(parse_option(each) for each in arm.options))
+            return
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        httpx.get(
+            f"{arm.target.rstrip('/').removesuffix('/v1')}/v1/models", headers=headers, timeout=ANSWER_S
+        )
+    except httpx.HTTPError as error:
+        raise ServerError(
+            f"--arm {arm.name}: {arm.target} does not answer ({error or type(error).__name__}); is the "
+            "server up, and is this its address?"
+        ) from error
+    except TenutoError as error:
+        raise ConfigError(f"--arm {arm.name}: {error}") from error
 
 
 def empty_cache(url: str, api_key: str | None) -> bool:

@@ -102,6 +102,8 @@ def format_verdict(
 ) -> str:
     """A table and sentences; the most important sentence is the table's first row in words."""
     lines = [f"{num_pairs} of {num_planned} pairs of runs"]
+    if not num_pairs:
+        lines[0] += ": no verdict, as that takes a run on every arm"
     for arm in dict.fromkeys(each.arm for each in comparisons):
         these = [each for each in comparisons if each.arm == arm]
         lines += ["", *_format_table(these), "", *_format_sentences(these)]
