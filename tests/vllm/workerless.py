@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -56,9 +63,16 @@ def get_model_folder() -> str:
 
 
 def make_config(
-    *, is_async: bool = False, tenuto: dict[str, Any] | None = None, **scheduler: Any
+    *,
+    is_async: bool = False,
+    tenuto: dict[str, Any] | None = None,
+    num_drafts: int = 0,
+    **scheduler: Any,
 ) -> VllmConfig:
-    """A vLLM configuration for the tiny model; `scheduler` holds SchedulerConfig arguments."""
+    """A vLLM configuration for the tiny model; `scheduler` holds SchedulerConfig arguments.
+
+    With `num_drafts` it decodes speculatively, guessing so many tokens by n-grams.
+    """
     model_config = ModelConfig(
         model=get_model_folder(), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN
     )
@@ -68,12 +82,26 @@ def make_config(
         "enable_chunked_prefill": True,
         **scheduler,
     }
+    speculative_config = None
+    if num_drafts:
+        speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=num_drafts,
+            prompt_lookup_max=4,
+            target_model_config=model_config,
+            target_parallel_config=ParallelConfig(),
+        )
     config = VllmConfig(
         model_config=model_config,
         cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
-            max_model_len=MAX_MODEL_LEN, is_encoder_decoder=False, async_scheduling=is_async, **arguments
+            max_model_len=MAX_MODEL_LEN,
+            is_encoder_decoder=False,
+            # Guessing by n-grams is none of the kinds it takes drafts of; the scheduler does not mind.
+            async_scheduling=is_async and not num_drafts,
+            **arguments,
         ),
+        speculative_config=speculative_config,
         additional_config={"tenuto": tenuto} if tenuto is not None else {},
     )
     config.scheduler_config.async_scheduling = is_async

@@ -137,6 +137,7 @@ class StepView:
     duration_s: float
     """Since the step before it ended, or since it was scheduled if nothing ran."""
     num_tokens: int
+    """Without drafts of speculative decoding."""
     num_requests: int
     """Requests in it; those in their decode have one token each."""
     is_full: bool = False

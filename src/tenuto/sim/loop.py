@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tenuto.core.errors import IntegrityError
-from tenuto.core.types import StepView, ToolCall
+from tenuto.core.step_clock import StepClock
+from tenuto.core.types import ToolCall
 from tenuto.sim.clients import Clients, Job, Loop, SayHints, Send, say_job_and_last
 from tenuto.sim.quiet import count_quiet_steps, skip_quiet_steps
 from tenuto.sim.request import Request, Status
@@ -92,7 +93,7 @@ class Simulation:
         self._last_step: Step | None = None
         self._last_end_s = 0.0
         self._tells_steps = scheduler.driver.policy.overrides("on_step")
-        self._told_end_s = 0.0
+        self._step_clock = StepClock(0.0)
         for send in self._clients.first_sends:
             self._plan(send)
 
@@ -192,14 +193,9 @@ class Simulation:
 
     def _tell_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
         """Tell the policy of a step, just before what the step brings."""
-        view = StepView(
-            now_s=end_s,
-            duration_s=end_s - max(self._told_end_s, scheduled_s),
-            num_tokens=sum(step.num_tokens.values()),
-            num_requests=len(step.num_tokens),
-            is_full=step.budget == 0,
-        )
-        self._told_end_s = end_s
+        tokens, drafts = step.num_tokens.values(), step.num_drafts.values()
+        is_full = step.budget == 0
+        view = self._step_clock.finish(end_s, scheduled_s, tokens, drafts, is_full=is_full)
         self.scheduler.driver.step(view)
 
     # Turns.

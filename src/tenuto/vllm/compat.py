@@ -102,6 +102,8 @@ ATTRIBUTES = (
     "kv_cache_manager",
     "max_num_scheduled_tokens",
     "max_model_len",
+    "is_encoder_decoder",
+    "need_mamba_block_aligned_split",
 )
 
 
@@ -163,6 +165,27 @@ def can_cut_leases(scheduler: Any) -> bool:
     # Some windowed layers are described by a full-attention spec that names a window.
     is_windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     return isinstance(spec, FullAttentionSpec) and not is_windowed
+
+
+def get_reason_for_full_steps(scheduler: Any) -> str | None:
+    """Why no step may have fewer tokens than vLLM was configured for; None if each may.
+
+    Where a step has to take some number of tokens whole, one with a smaller budget takes none, and the
+    request would wait for ever.
+    """
+    vllm_config = scheduler.vllm_config
+    if not vllm_config.scheduler_config.enable_chunked_prefill:
+        return "without chunked prefill a longer prompt would never fit"
+    if vllm_config.speculative_config is not None:
+        return "with speculative decoding each request takes its drafts too, and steps of even shape"
+    if scheduler.is_encoder_decoder:
+        return "an encoder's input is computed whole"
+    if vllm_config.scheduler_config.disable_chunked_mm_input:
+        return "multimodal items are computed whole (disable_chunked_mm_input)"
+    # vLLM's own switch says so only for models with such layers.
+    if scheduler.need_mamba_block_aligned_split:
+        return "states are cached at block boundaries only (mamba_cache_mode align), and chunks end there"
+    return None
 
 
 def get_block_size(scheduler: Any) -> int:

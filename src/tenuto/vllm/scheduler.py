@@ -27,7 +27,7 @@ from tenuto.vllm.idle import IdleTimer
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.output import OutputReader
 from tenuto.vllm.settings import Settings, read_settings
-from tenuto.vllm.steps import StepClock, StepTracer
+from tenuto.vllm.steps import StepTeller, StepTracer
 from tenuto.vllm.waiting import TurnQueue
 
 logger = logging.getLogger("vllm.tenuto")
@@ -83,11 +83,13 @@ class _DrivenScheduler(compat.PrivateHooks):
     def _install(self, policy: Policy) -> None:
         """Install what the policy overrides, and nothing else."""
         self._asks_admission = policy.overrides("admit")
-        # Unchunked, a prompt longer than the budget would wait for ever.
-        self._asks_budget = policy.overrides("step_budget") and self.scheduler_config.enable_chunked_prefill
+        reason = compat.get_reason_for_full_steps(self) if policy.overrides("step_budget") else None
+        self._asks_budget = policy.overrides("step_budget") and reason is None
+        if reason is not None:
+            logger.info("step budgets are vLLM's own, not the policy's: %s", reason)
         if self._asks_admission or policy.overrides("queue_key"):
             self.waiting = TurnQueue(self._get_queue_key, self._is_gated)
-        self._step_clock = StepClock(self.driver) if policy.overrides("on_step") else None
+        self._step_teller = StepTeller(self.driver) if policy.overrides("on_step") else None
         retains = policy.overrides("retain") or policy.overrides("preempt_key")
         self._guard = compat.AllocationGuard(self, self._allocate_with_leases) if retains else None
 
@@ -116,8 +118,8 @@ class _DrivenScheduler(compat.PrivateHooks):
             self.max_num_scheduled_tokens = self.driver.get_step_budget(now_s, full_budget)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-            if self._step_clock is not None:
-                self._step_clock.schedule(output, now_s, self.max_num_scheduled_tokens)
+            if self._step_teller is not None:
+                self._step_teller.schedule(output, now_s, self.max_num_scheduled_tokens)
         finally:
             self.max_num_scheduled_tokens = full_budget
         for request_id, num_hit_tokens in compat.get_started(output):
@@ -131,8 +133,8 @@ class _DrivenScheduler(compat.PrivateHooks):
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """A step was computed: a policy that learns from steps hears of it before what it brings."""
-        if self._step_clock is not None:
-            self._step_clock.finish(scheduler_output, time.monotonic())
+        if self._step_teller is not None:
+            self._step_teller.finish(scheduler_output, time.monotonic())
         return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def on_turn_finishing(self, request: Any) -> None:

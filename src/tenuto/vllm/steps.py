@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import Any
 
 from tenuto.core.driver import Driver
-from tenuto.core.types import StepView
+from tenuto.core.step_clock import StepClock
 from tenuto.trace import TraceWriter
 from tenuto.vllm import compat
 
 
-class StepClock:
+class StepTeller:
     """Tells the policy of each computed step; vLLM finishes steps in the order it scheduled them in."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self._clock = StepClock()
         self._scheduled: deque[tuple[float, bool]] = deque()
         """When, and whether all of the token budget was given out."""
-        self._ended_s = -math.inf
 
     def schedule(self, output: Any, now_s: float, budget: int) -> None:
         """A step was scheduled; one without tokens is never computed."""
@@ -28,18 +27,12 @@ class StepClock:
 
     def finish(self, output: Any, now_s: float) -> None:
         """A step's results are here."""
-        if not output.total_num_scheduled_tokens:
+        if not output.total_num_scheduled_tokens or not self._scheduled:
             return
         scheduled_s, is_full = self._scheduled.popleft()
-        step = StepView(
-            now_s=now_s,
-            duration_s=now_s - max(self._ended_s, scheduled_s),
-            num_tokens=output.total_num_scheduled_tokens,
-            num_requests=len(output.num_scheduled_tokens),
-            is_full=is_full,
-        )
-        self._ended_s = now_s
-        self._driver.step(step)
+        drafts = map(len, output.scheduled_spec_decode_tokens.values())
+        tokens = output.num_scheduled_tokens.values()
+        self._driver.step(self._clock.finish(now_s, scheduled_s, tokens, drafts, is_full=is_full))
 
 
 class StepTracer:

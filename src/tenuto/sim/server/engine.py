@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.jobs import Arrival
-from tenuto.core.types import StepView
+from tenuto.core.step_clock import StepClock
 from tenuto.sim.request import Request, Status
 from tenuto.sim.scheduler import Scheduler
 from tenuto.sim.server.content import TokenIds, make_token_ids
@@ -90,7 +90,7 @@ class Engine:
         self._last_end_s = now_s
         self._waits_for_step = False
         self._tells_steps = scheduler.driver.policy.overrides("on_step")
-        self._told_end_s = now_s
+        self._step_clock = StepClock(now_s)
         _show_prompts(scheduler)
 
     @property
@@ -179,14 +179,9 @@ class Engine:
                 turn.on_news()
 
     def _tell_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
-        view = StepView(
-            now_s=end_s,
-            duration_s=end_s - max(self._told_end_s, scheduled_s),
-            num_tokens=sum(step.num_tokens.values()),
-            num_requests=len(step.num_tokens),
-            is_full=step.budget == 0,
-        )
-        self._told_end_s = end_s
+        tokens, drafts = step.num_tokens.values(), step.num_drafts.values()
+        is_full = step.budget == 0
+        view = self._step_clock.finish(end_s, scheduled_s, tokens, drafts, is_full=is_full)
         self.scheduler.driver.step(view)
 
     # Turns.

@@ -1,0 +1,84 @@
+"""A policy's step budget, where vLLM can bear one, and steps with drafts as a policy is told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.outputs import DraftTokenIds
+
+import tenuto.vllm
+from tenuto.vllm import compat
+from tests.vllm.conftest import Clock
+from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
+
+SHORT_STEPS = {"policy": "tests.vllm.policies:OneJobAtATime", "options": {"step_tokens": 16}}
+
+
+def start(config: Any, *, depth: int = 1) -> Engine:
+    return Engine(make_scheduler(tenuto.vllm.Scheduler, config), depth=depth)
+
+
+def get_first_step_tokens(engine: Engine) -> int:
+    engine.scheduler.add_request(make_request("r", [5] * 100, max_tokens=3))
+    return int(engine.step().total_num_scheduled_tokens)
+
+
+def test_a_policy_s_budget_bounds_the_step() -> None:
+    assert get_first_step_tokens(start(make_config(tenuto=SHORT_STEPS))) == 16
+
+
+def make_unchunked() -> Any:
+    return make_config(tenuto=SHORT_STEPS, enable_chunked_prefill=False, max_num_batched_tokens=8192)
+
+
+def make_speculative() -> Any:
+    return make_config(tenuto=SHORT_STEPS, num_drafts=3)
+
+
+def make_whole_items() -> Any:
+    return make_config(tenuto=SHORT_STEPS, disable_chunked_mm_input=True)
+
+
+@pytest.mark.parametrize("make", [make_unchunked, make_speculative, make_whole_items])
+def test_the_budget_is_vllm_s_own_where_a_step_must_take_something_whole(make: Any) -> None:
+    engine = start(make())
+    assert get_first_step_tokens(engine) == 100
+    engine.run()
+
+
+@pytest.mark.parametrize("attribute", ["need_mamba_block_aligned_split", "is_encoder_decoder"])
+def test_the_budget_is_vllm_s_own_for_models_that_need_whole_chunks(
+    monkeypatch: pytest.MonkeyPatch, attribute: str
+) -> None:
+    """Their layers do not run here: vLLM's own word for them is planted."""
+    scheduler = make_scheduler(tenuto.vllm.Scheduler, make_config(tenuto=SHORT_STEPS))
+    assert compat.get_reason_for_full_steps(scheduler) is None
+    assert hasattr(scheduler, attribute)
+    monkeypatch.setattr(scheduler, attribute, True)
+    assert compat.get_reason_for_full_steps(scheduler) is not None
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_are_no_prefill(clock: Clock, depth: int) -> None:
+    """With three drafts a request takes four tokens of a step, and decodes one all the same."""
+    settings = {"policy": "tests.vllm.policies:Watching"}
+    config = make_config(is_async=depth > 1, tenuto=settings, num_drafts=3)
+    engine = start(config, depth=depth)
+    for name in ("a", "b"):
+        engine.scheduler.add_request(make_request(name, [ord(name)] * 40, max_tokens=20))
+    taken = []
+    for _ in range(8):
+        output = engine.step()
+        taken.append(output.total_num_scheduled_tokens)
+        if depth == 1:
+            drafts = DraftTokenIds(["a", "b"], [[7, 7, 7], [7, 7, 7]])
+            engine.scheduler.update_draft_token_ids(drafts)
+    assert 2 * (1 + 3) in taken
+    steps = engine.scheduler.driver.policy.steps
+    # 2 × 40 prompt tokens in the first step, then a token for each.
+    assert [(step.num_tokens, step.num_requests) for step in steps] == [(80, 2)] + [(2, 2)] * (len(steps) - 1)
+    assert len(steps) > 4
