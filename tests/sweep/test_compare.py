@@ -61,6 +61,44 @@ def test_a_foreign_results_file_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / RESULTS).read_text() == '{"a": 1}\n{"b": 2}\n'
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"garbage\n", "not a record of a run"),
+        (b"\xff\xfe\n", "not a record of a run"),
+        (b"null\n", "not a record of a run"),
+        (b'{"config": {"gpu": "L40S"}}\n', "not a record of a run .'gpu'"),
+    ],
+)
+def test_a_spoilt_line_is_named_and_nothing_is_touched(line: bytes, message: str, tmp_path: Path) -> None:
+    main([*COMPARE, "--policies", "stock", "--out", str(tmp_path)])
+    good = (tmp_path / RESULTS).read_bytes()
+    (tmp_path / RESULTS).write_bytes(good + line)
+    with pytest.raises(DataError, match=f"{RESULTS}:3: {message}"):
+        read_results(tmp_path)
+    assert (tmp_path / RESULTS).read_bytes() == good + line
+
+
+@pytest.mark.parametrize("rest", [b'{"config": {"gp', b"\xff", b""])
+def test_what_was_cut_off_is_dropped_and_the_next_record_gets_a_line_of_its_own(
+    rest: bytes, tmp_path: Path
+) -> None:
+    main([*COMPARE, "--policies", "stock", "--out", str(tmp_path)])
+    good = (tmp_path / RESULTS).read_bytes()
+    (tmp_path / RESULTS).write_bytes(good + rest if rest else good.rstrip(b"\n"))
+    assert main([*COMPARE, "--out", str(tmp_path)]) == 0
+    assert (tmp_path / RESULTS).read_bytes().startswith(good)
+    assert len(read_results(tmp_path)) == 4
+
+
+def test_a_name_given_twice_runs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main([*COMPARE, "--policies", "stock,stock", "--seeds", "1,1", "--out", str(tmp_path), "--json"]) == 0
+    )
+    assert [row["seeds"] for row in json.loads(capsys.readouterr().out)] == [1, 1]
+    assert len((tmp_path / RESULTS).read_text().splitlines()) == 2
+
+
 def test_ray_runs_the_same_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a stand-in: whoever has a cluster has Ray, the tests need not."""
     calls: list[str] = []
@@ -99,6 +137,7 @@ def test_without_ray_the_message_says_so(
         (["--policies", "stock,best"], "no policy 'best'"),
         (["--workload", "nowhere.jsonl"], "no such file"),
         (["--option", "ttl_s=-1"], "ttl_s"),
+        (["--workers", "0"], "--workers must be 1 or more"),
     ],
 )
 def test_nothing_runs_where_something_is_wrong(

@@ -55,6 +55,8 @@ def run_compare(parsed: argparse.Namespace) -> int:
     seeds = read_list(parsed.seeds, int, "--seeds")
     if not (gpus and policies and seeds):
         raise ConfigError("--gpu, --policies and --seeds need at least one name each")
+    if parsed.workers is not None and parsed.workers < 1:
+        raise ConfigError(f"--workers must be 1 or more, got {parsed.workers}")
     setups = [read_setup(parsed, gpu, policy) for gpu in gpus for policy in policies]
     cells = make_cells(setups, [read_load(parsed, jps, seed) for jps in rates for seed in seeds])
     say_notes(check_cells(cells))

@@ -53,21 +53,39 @@ def check_cells(cells: Sequence[Cell]) -> list[str]:
 
 
 def read_results(folder: Path) -> dict[str, Record]:
-    """Records of the runs that are done, by key; a last line that was cut off is not one."""
+    """Records of the runs that are done, by key; a last line that was cut off is taken out of the file.
+
+    Raises DataError, and leaves the file as it is, for any other line that is not a record.
+    """
     path, done = folder / RESULTS, {}
     if not path.exists():
         return {}
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            done[json.dumps(record["config"], sort_keys=True)] = record
+            done[json.dumps(record["config"], sort_keys=True)] = check_record(record)
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                path.write_text("".join(lines[:-1]), encoding="utf-8")
-                break
+            if number == len(lines) and not line.endswith(b"\n"):
+                path.write_bytes(b"".join(lines[:-1]))
+                return done
             raise DataError(f"{path}:{number}: not a record of a run ({error}); move the file away") from None
+    if lines and not lines[-1].endswith(b"\n"):
+        path.write_bytes(b"".join(lines) + b"\n")
     return done
+
+
+def check_record(record: Record) -> Record:
+    """A record itself, if it holds what a sweep's table is made of; raises KeyError or TypeError."""
+    for key in ("gpu", "model", "workload", "policy", "jps", "seed"):
+        record[key]
+    for key in ("avg_duration_s", "p95_duration_s", "recomputed_tokens", "prompt_tokens"):
+        if isinstance(record[key], bool) or not isinstance(record[key], int | float):
+            raise TypeError(f"{key} is no number")
+    return record
 
 
 def run_cells(
@@ -127,5 +145,6 @@ def _run_on_ray(cells: list[Cell], address: str) -> Iterator[tuple[Cell, Record]
 
 
 def make_cells(setups: Iterable[Setup], loads: Iterable[Load]) -> list[Cell]:
-    """Every setup under every load."""
-    return [Cell(setup, load) for setup, load in itertools.product(setups, loads)]
+    """Every setup under every load, each once."""
+    cells = itertools.starmap(Cell, itertools.product(setups, loads))
+    return list({cell.key: cell for cell in cells}.values())
