@@ -130,6 +130,41 @@ def test_a_run_in_which_no_turn_succeeded(tmp_path: Path) -> None:
     assert (cells[0]["growth"], cells[0]["diagnosis"]) == (None, [])
 
 
+def test_a_sweeps_table_is_in_order_and_says_once_what_a_diagnosis_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = [(6.0, "b", 1), (1.0, "b", 2), (10.0, "a", 1), (1.0, "a\x1b[31m", 1), (1.0, "b", 1)]
+    rows = [make_result(jps, GROWING, policy=policy, seed=seed) for jps, policy, seed in order]
+    assert main(["analyze", str(write_lines(tmp_path / "results.jsonl", *rows))]) == 0
+    text = capsys.readouterr().out
+    table = [line.split() for line in text.splitlines()[1:7]]
+    assert [(row[0], row[3], row[4]) for row in table] == [
+        ("policy", "jps", "seed"),
+        ("a\\x1b[31m", "1.0", "1"),
+        ("b", "1.0", "1"),
+        ("b", "1.0", "2"),
+        ("b", "6.0", "1"),
+        ("a", "10.0", "1"),
+    ]
+    assert "LINEAR GROWTH, in 5 of 5:" in text
+    assert (text.count("means "), text.count("seen ")) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"per_turn_avg_latency_ms": {}, "jps": NaN}', ":1: not valid JSON: NaN is not JSON"),
+        ('{"per_turn_avg_latency_ms": {}, "jps": 1' + "0" * 400 + "}", ":1: jps: must be a number"),
+        ('{"per_turn_avg_latency_ms": ' + "[" * 100_000, ":1: not valid JSON"),
+    ],
+)
+def test_a_hostile_result(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=said):
+        analyze(path)
+
+
 def test_one_result_over_many_lines(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text(json.dumps(make_result(None, GROWING), indent=1))

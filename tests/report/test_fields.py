@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
 from tenuto.core.errors import DataError
+from tenuto.report import fields as fields_module
 from tenuto.report.fields import Fields, clean, read_objects
 from tenuto.report.sources import read_sources
 from tests.report.data import make_job, make_record, make_sample, make_turn, write_lines
@@ -19,7 +21,7 @@ from tests.report.data import make_job, make_record, make_sample, make_turn, wri
 def test_json_and_jsonl_are_read_alike(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(text, encoding="utf-8")
-    assert [fields.values for fields in read_objects(path)] == [{"a": 1}]
+    assert [fields.values for fields in read_objects(path, [])] == [{"a": 1}]
 
 
 @pytest.mark.parametrize(
@@ -40,14 +42,39 @@ def test_malformed_files(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=said):
-        read_objects(path)
+        read_objects(path, [])
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_cut_last_line_is_left_out_with_a_note(tmp_path: Path, is_packed: bool) -> None:
+    path = tmp_path / "x.jsonl"
+    data = b'{"a": 1}\n{"a": 2}\n{"a": '
+    path.write_bytes(gzip.compress(data) if is_packed else data)
+    notes: list[str] = []
+    assert [fields.values for fields in read_objects(path, notes)] == [{"a": 1}, {"a": 2}]
+    assert notes == [f"{path}:3: the last line is cut; it was left out."]
+
+
+def test_a_packed_file_that_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-20])
+    with pytest.raises(DataError, match=r"x\.jsonl\.gz: cannot be read: Compressed file ended"):
+        read_objects(path, [])
+
+
+def test_a_file_that_unpacks_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fields_module, "MAX_FILE_BYTES", 1000)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(gzip.compress(b" " * 100_000))
+    with pytest.raises(DataError, match="more than 1000 bytes unpacked"):
+        read_objects(path, [])
 
 
 def test_bytes_that_are_not_text_are_named_by_line(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
     with pytest.raises(DataError, match=r"x\.jsonl:2: not UTF-8"):
-        read_objects(path)
+        read_objects(path, [])
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -46,7 +46,9 @@ def read_lines(path: Path, say: Say, note: Note) -> Iterator[Record]:
                 if not line.strip():
                     continue
                 for part in _split_at_restart(line, path, number, note):
-                    value = _parse(part, f"{path}:{number}", is_last=not line.endswith(b"\n"), note=note)
+                    # A file of one line is no file that was cut behind its last whole line.
+                    is_cut = number > 1 and not line.endswith(b"\n")
+                    value = _parse(part, f"{path}:{number}", is_last=is_cut, note=note)
                     if value is not None:
                         yield Record(f"{path}:{number}", value)
     except (EOFError, zlib.error) as error:
@@ -72,7 +74,7 @@ def read_head(path: Path) -> tuple[dict[str, Any] | None, bool]:
         raise DataError(f"{path}: is empty")
     try:
         value = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, False
     return (value if isinstance(value, dict) else None), is_alone
 
@@ -90,7 +92,7 @@ def _split_at_restart(line: bytes, path: Path, number: int, note: Note) -> list[
         return [line]
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         note(f"{path}:{number}: cut when the server before was killed; left out")
         return [line[at:]]
     return [line]

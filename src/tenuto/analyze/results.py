@@ -86,6 +86,8 @@ def _read_cell(record: Record) -> Cell:
             raise record.error(f"per_turn_avg_latency_ms.{name}", "is not the number of a turn")
         turns = Record(record.place, values, "per_turn_avg_latency_ms.")
         latency_s[int(name)] = turns.number(name, 1e12) / 1000
+    if "jps" in record:
+        record.number("jps")
     return Cell(
         labels={name: record.values[name] for name in LABELS if record.values.get(name) is not None},
         latency_s=dict(sorted(latency_s.items())),

@@ -141,32 +141,46 @@ def _format_job(job: Mapping[str, Any]) -> list[str]:
 
 
 def _format_results(report: Mapping[str, Any]) -> list[str]:
-    rows = []
-    for cell in report["cells"]:
-        labels, latencies, growth = cell["labels"], cell["latency_s"], cell["growth"]
-        last = latencies[str(growth["turn"])] if growth else None
-        modes = ", ".join(finding["mode"] for finding in cell["diagnosis"])
-        rows.append(
-            (
-                *(labels.get(name, "–") for name in ("policy", "gpu", "workload", "jps")),
-                *(
-                    _s(value)
-                    for value in (cell["avg_duration_s"], latencies.get("1"), latencies.get("2"), last)
-                ),
-                f"{growth['ratio']:.1f}" if growth else "–",
-                _p(cell["hit_ratio"]),
-                modes,
-            )
-        )
-    head = ("policy", "gpu", "workload", "jps", "job time", "T1", "T2", "T8", "T8/T1", "hit", "diagnosis")
-    lines = format_table(head, rows, left=(0, 1, 2, 10))
-    for cell in report["cells"]:
-        if cell["diagnosis"]:
-            name = ", ".join(f"{key} {value}" for key, value in cell["labels"].items() if key != "seed")
-            lines += ["", f"{name}:", *_format_findings(cell["diagnosis"])]
-    if not any(cell["diagnosis"] for cell in report["cells"]):
+    cells = sorted(report["cells"], key=_get_place)
+    labels = ["policy", "gpu", "workload", "jps"]
+    if len({str(cell["labels"].get("seed")) for cell in cells}) > 1:
+        labels.append("seed")
+    rows = [(*(_show_label(cell, name) for name in labels), *_format_cell(cell)) for cell in cells]
+    head = (*labels, "job time", "T1", "T2", "T8", "T8/T1", "hit", "diagnosis")
+    lines = format_table(head, rows, left=(0, 1, 2, len(head) - 1))
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for cell in cells:
+        name = ", ".join(f"{label} {_show_label(cell, label)}" for label in cell["labels"])
+        name = f"{name}: " if len(cells) > 1 else ""
+        for finding in cell["diagnosis"]:
+            kind = finding["mode"], finding["means"], finding["do"]
+            found.setdefault(kind, []).append(f"{name}{finding['seen']}")
+    for (mode, means, do), seen in found.items():
+        # What it means and what to do is the same for all of them: once is enough.
+        lines += ["", f"{mode.upper()}, in {len(seen)} of {len(cells)}:"]
+        for label, text in (("means", means), ("do", do), *(("seen", each) for each in seen)):
+            lines += _wrap(label, text)
+    if not found:
         lines += ["", "Diagnosis:", f"  {_NOTHING}"]
     return lines
+
+
+def _get_place(cell: Mapping[str, Any]) -> tuple[tuple[float, str], ...]:
+    """Where a cell stands in the table: its load first, so that policies under one load are neighbours."""
+    values = (cell["labels"].get(name, "") for name in ("workload", "gpu", "model", "jps", "policy", "seed"))
+    return tuple((value, "") if isinstance(value, int | float) else (0.0, str(value)) for value in values)
+
+
+def _format_cell(cell: Mapping[str, Any]) -> tuple[str, ...]:
+    latencies, growth = cell["latency_s"], cell["growth"]
+    last = latencies[str(growth["turn"])] if growth else None
+    times = (cell["avg_duration_s"], latencies.get("1"), latencies.get("2"), last)
+    modes = ", ".join(finding["mode"] for finding in cell["diagnosis"])
+    return *map(_s, times), f"{growth['ratio']:.1f}" if growth else "–", _p(cell["hit_ratio"]), modes
+
+
+def _show_label(cell: Mapping[str, Any], name: str) -> str:
+    return show_id(str(cell["labels"].get(name, "–")))
 
 
 def _format_findings(findings: Sequence[Mapping[str, str]]) -> list[str]:
@@ -175,11 +189,13 @@ def _format_findings(findings: Sequence[Mapping[str, str]]) -> list[str]:
     lines = []
     for finding in findings:
         lines.append(f"  {finding['mode'].upper()}")
-        for label, key in (("seen", "seen"), ("means", "means"), ("do", "do")):
-            lines += textwrap.wrap(
-                f"{label:<6}{finding[key]}", WIDTH, initial_indent="    ", subsequent_indent=" " * 10
-            )
+        for label in ("seen", "means", "do"):
+            lines += _wrap(label, finding[label])
     return lines
+
+
+def _wrap(label: str, text: str) -> list[str]:
+    return textwrap.wrap(f"{label:<6}{text}", WIDTH, initial_indent="    ", subsequent_indent=" " * 10)
 
 
 def format_table(

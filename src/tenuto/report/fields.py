@@ -7,9 +7,11 @@ Unknown fields are ignored.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
+import zlib
 from pathlib import Path
 
 from tenuto.core.errors import DataError
@@ -19,6 +21,7 @@ MAX_FILE_BYTES = 2**30
 MAX_NUMBER = 1e15
 """Largest number that is believed; beyond it neither sums nor axes are exact."""
 
+_GZIP_MAGIC = b"\x1f\x8b"
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\ufffe\uffff]+"
 )
@@ -98,10 +101,11 @@ class Fields:
         return Fields(f"{self.place}: {field}", value)
 
 
-def read_objects(path: Path) -> list[Fields]:
-    """All objects of a file: JSONL, one JSON object, or a list of them.
+def read_objects(path: Path, notes: list[str]) -> list[Fields]:
+    """All objects of a file, plain or gzip: JSONL, one JSON object, or a list of them.
 
-    Raises DataError if it cannot be read, is not UTF-8 or not JSON, or holds anything but objects.
+    A last line that was cut (a killed writer, a full disk) is left out and noted. Raises DataError if the
+    file cannot be read, is not UTF-8 or not JSON, or holds anything but objects.
     """
     text = _read_text(path)
     try:
@@ -111,6 +115,10 @@ def read_objects(path: Path) -> list[Fields]:
         if not lines:
             raise DataError(f"{path}: is empty") from None
         if len(lines) > 1 and _is_json(lines[0][1]):
+            number, last = lines[-1]
+            if not text.endswith("\n") and not _is_json(last):
+                notes.append(f"{clean(str(path))}:{number}: the last line is cut; it was left out.")
+                del lines[-1]
             return [_parse_line(line, f"{path}:{number}") for number, line in lines]
         place = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
         raise DataError(f"{place}: not valid JSON: {_explain(error)}") from None
@@ -124,8 +132,13 @@ def _read_text(path: Path) -> str:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise DataError(f"{path}: holds more than {MAX_FILE_BYTES} bytes; split it")
         data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+        if data.startswith(_GZIP_MAGIC):
+            with gzip.open(path) as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
+                raise DataError(f"{path}: holds more than {MAX_FILE_BYTES} bytes unpacked; split it")
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -121,7 +121,7 @@ def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 
 def _try_objects(path: Path, is_named: bool, sources: Sources) -> list[Fields] | None:
     try:
-        return read_objects(path)
+        return read_objects(path, sources.notes)
     except DataError as error:
         if is_named or path.name in OUR_NAMES:
             raise
