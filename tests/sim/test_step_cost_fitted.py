@@ -144,6 +144,10 @@ FIT: dict[str, Any] = {
             {"prefill": {**FIT, "coefficients": [1, 1, -1]}, "decode": FIT},
             "field 'prefill' needs 3 coefficients of 0",
         ),
+        (
+            {"prefill": FIT, "decode": {**FIT, "coefficients": [1, float("nan"), 1]}},
+            "field 'decode' needs 3 coefficients of 0",
+        ),
         ({"prefill": {**FIT, "coefficients": "abc"}, "decode": FIT}, "field 'prefill' is not a fit"),
         ({"prefill": FIT, "decode": FIT, "link": FIT}, "field 'link' needs 2 coefficients"),
     ],

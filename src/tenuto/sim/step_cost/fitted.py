@@ -11,6 +11,7 @@ decodes count as tokens of the prefill, plus what their contexts cost.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,7 +110,8 @@ def _read_line(path: Path, field: str, values: Any, num_coefficients: int) -> Li
         coefficients = tuple(float(c) for c in line.coefficients)
     except (TypeError, ValueError) as error:
         raise DataError(f"{path}: field {field!r} is not a fit: {error}") from error
-    if len(coefficients) != num_coefficients or min(coefficients) < 0:
+    # NaN is neither below nor above anything.
+    if len(coefficients) != num_coefficients or not all(0 <= c < math.inf for c in coefficients):
         raise DataError(
             f"{path}: field {field!r} needs {num_coefficients} coefficients of 0 or more: {coefficients}"
         )
