@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import re
@@ -153,6 +154,31 @@ def test_many_turns_stay_a_small_quick_page(tmp_path: Path, look: Look) -> None:
     assert "2,500 of 12,500 jobs" in page.locator("#timeline .note").inner_text()
 
 
+def read_commands(page: Path) -> list[str]:
+    found = re.findall("<pre>(.*?)</pre>", page.read_text(encoding="utf-8"))
+    return [html.unescape(re.sub("<.*?>", "", each)) for each in found]
+
+
+def test_a_run_beside_a_sweep_does_not_hide_it(tmp_path: Path) -> None:
+    def make(policy: str, jps: float) -> dict[str, object]:
+        config = {"gpu": "H200", "policy": policy, "jps": jps, "seed": 41}
+        return make_record(policy, jps, 41, config=config)
+
+    sweep = [make(policy, jps) for policy in ("stock", "tenuto") for jps in (1.0, 3.0)]
+    hostile = make_record("p", 1.0, 41, config={"gpu": [1], "policy": {}, "jps": None, "seed": 41})
+    paths = [
+        write_lines(tmp_path / "results.jsonl", sweep),
+        write_lines(tmp_path / "alone" / "result.json", [make("tenuto", 4.0)]),
+        write_lines(tmp_path / "hostile" / "result.json", [hostile]),
+    ]
+    page = tmp_path / "p.html"
+    assert main(["report", *map(str, paths), "--out", str(page)]) == 0
+    commands = read_commands(page)
+    assert len(commands) == 3
+    assert commands[0] == "tenuto compare --gpu H200 --policies stock,tenuto --jps 1,3 --seed 41 --out sweep"
+    assert "tenuto simulate --gpu H200 --policy tenuto --jps 4 --seed 41" in commands
+
+
 def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
     points = itertools.product(("H100", "H200"), ("stock", "tenuto"), (1.0, 2.5), (41, 42))
     configs = [dict(zip(("gpu", "policy", "jps", "seed"), point, strict=True)) for point in points]
@@ -182,7 +208,7 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
         main(["report", str(write_lines(tmp_path / "r.jsonl", [*grid, alone, live])), "--out", str(page)])
         == 0
     )
-    commands = re.findall("<pre>(.*?)</pre>", page.read_text(encoding="utf-8"))
+    commands = read_commands(page)
     assert commands == [
         "tenuto compare --gpu H100,H200 --policies stock,tenuto --jps 1,2.5 --seed 41,42 "
         "--kv-tokens 9000 --out sweep",
@@ -232,4 +258,4 @@ def test_what_the_simulator_writes_is_what_the_report_reads(
     assert capsys.readouterr().out.startswith("stock ran alone: mean job completion time ")
     text = page.read_text(encoding="utf-8")
     assert all(f'id="{name}"' in text for name in ("jct-1", "turns-1", "cdf-1", "kv-1", "timeline"))
-    assert "tenuto simulate --gpu H200" in text
+    assert read_commands(page)[0].startswith("tenuto simulate --gpu H200")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,22 +65,40 @@ def _find_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
     by_rest: dict[str, list[Run]] = {}
     left = []
     for run in runs:
-        if run.config.get("options") or not all(name in run.config for name in GRID):
+        if run.config.get("options") or not all(
+            isinstance(run.config.get(name), str | int | float) for name in GRID
+        ):
             left.append(run)
         else:
             rest = {name: value for name, value in run.config.items() if name not in GRID}
             by_rest.setdefault(json.dumps(rest, sort_keys=True), []).append(run)
     commands = []
     for rest_text, members in by_rest.items():
-        axes = {name: list(dict.fromkeys(run.config[name] for run in members)) for name in GRID}
-        points = {tuple(run.config[name] for name in GRID) for run in members}
-        if len(points) < 2 or len(points) != math.prod(map(len, axes.values())):
-            left += members
-            continue
-        words = [word for name, option in GRID.items() for word in (option, _join(axes[name]))]
-        words += [*_make_options(json.loads(rest_text)), "--out", "sweep"]
-        commands.append(shlex.join(["tenuto", "compare", *words]))
+        # Runs made one by one beside a sweep must not hide it.
+        for part in [members] if _try_grid(members) else _split_by_file(members):
+            if (axes := _try_grid(part)) is None:
+                left += part
+                continue
+            words = [word for name, option in GRID.items() for word in (option, _join(axes[name]))]
+            words += [*_make_options(json.loads(rest_text)), "--out", "sweep"]
+            commands.append(shlex.join(["tenuto", "compare", *words]))
     return commands, left
+
+
+def _try_grid(runs: Sequence[Run]) -> dict[str, list[object]] | None:
+    """What the runs' axes hold, if they are all of a grid's points; one alone is none."""
+    axes = {name: list(dict.fromkeys(run.config[name] for run in runs)) for name in GRID}
+    points = {tuple(run.config[name] for name in GRID) for run in runs}
+    is_grid = 1 < len(points) == math.prod(map(len, axes.values()))
+    return axes if is_grid else None
+
+
+def _split_by_file(runs: Sequence[Run]) -> list[list[Run]]:
+    parts: dict[str, list[Run]] = {}
+    for run in runs:
+        # A record's place is its file, and its line or index if the file holds several.
+        parts.setdefault(re.sub(r"(:\d+|\[\d+\])$", "", run.place), []).append(run)
+    return list(parts.values())
 
 
 def _join(values: Sequence[object]) -> str:

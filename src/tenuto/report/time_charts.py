@@ -25,7 +25,7 @@ MAX_STILL_JOBS = 24
 STATES = ("running", "retained", "cached", "free")
 HEIGHTS: dict[State, float] = {
     "queue": 0.18,
-    "wait": 0.18,
+    "wait": 0.32,
     "prefill": 0.8,
     "decode": 0.5,
     "tool": 0.08,
