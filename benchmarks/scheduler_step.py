@@ -33,7 +33,8 @@ from tests.vllm.workerless import Engine, make_config, make_request, make_schedu
 NUM_RUNNING = 256
 NUM_RETAINED = 1000
 NUM_BLOCKS = 40_000
-KEEP = {"policy": "continuum-fixed", "options": {"ttl_s": 500.0}}
+OPTIONS = {"continuum-fixed": {"ttl_s": 500.0}}
+"""So that no lease runs out while it is measured; `tenuto` renews its own."""
 
 
 class TimedEngine(Engine):
@@ -63,14 +64,15 @@ def start(cls: type, settings: dict[str, Any] | None) -> TimedEngine:
 
 
 def retain(engine: TimedEngine, num_jobs: int) -> None:
-    """Let jobs finish a turn with a tool call, so that each leaves a lease."""
-    for n in range(num_jobs):
-        prompt = [(n * 31 + i * 7) % 1000 for i in range(200)]
-        hints = {"job_id": f"retained{n}", "tool": "ls"}
-        engine.scheduler.add_request(make_request(f"retained{n}", prompt, max_tokens=2, xargs=hints))
-        if n % 100 == 99:
+    """Let jobs finish two turns with a tool call, so that each leaves a lease and is seen to come back."""
+    for first in range(0, num_jobs, 100):
+        for length in (160, 200):
+            for n in range(first, first + 100):
+                prompt = [(n * 31 + i * 7) % 1000 for i in range(length)]
+                hints = {"job_id": f"retained{n}", "tool": "ls"}
+                name = f"retained{n}-{length}"
+                engine.scheduler.add_request(make_request(name, prompt, max_tokens=2, xargs=hints))
             engine.run()
-    engine.run()
 
 
 def fill(engine: TimedEngine, num_requests: int, num_steps: int) -> None:
@@ -134,11 +136,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=150, help="steps per round")
     parser.add_argument("--requests", type=int, default=256, help="plain requests per round")
+    parser.add_argument(
+        "--policy", default="continuum-fixed", help="what retains the jobs; plain requests have the default"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
     logging.disable(logging.INFO)
     print(f"filling: {NUM_RUNNING} running, {NUM_RETAINED} retained jobs", flush=True)
-    engines = {"stock": start(AsyncScheduler, None), "tenuto": start(tenuto.vllm.Scheduler, KEEP)}
+    keep = {"policy": args.policy, "options": OPTIONS.get(args.policy, {})}
+    engines = {"stock": start(AsyncScheduler, None), "tenuto": start(tenuto.vllm.Scheduler, keep)}
     retain(engines["tenuto"], NUM_RETAINED)
     assert len(engines["tenuto"].scheduler.driver.leases) == NUM_RETAINED
     for engine in engines.values():
@@ -154,7 +160,7 @@ def main() -> None:
     requests = [measure_requests(plain, args.requests, n) for n in range(args.rounds)]
     figures.append(report("scheduler time per plain request", requests, args.requests))
     decisions = engines["tenuto"].scheduler.driver.stats.decision_s
-    num_events = 2 * NUM_RETAINED + NUM_RUNNING
+    num_events = 4 * NUM_RETAINED + NUM_RUNNING
     print(f"driver time per turn event: mean {decisions._sum.get() / num_events * 1e6:.0f} us")
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=1))

@@ -181,7 +181,7 @@ class ToyEngine:
     def get_num_free_blocks(self) -> int:
         return self.pool.num_free_blocks
 
-    def get_cached_blocks(self, turn_id: str) -> list[Block]:
+    def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Block]:
         turn = self.turns[turn_id]
         max_blocks = (len(turn.tokens) - 1) // self.block_size
         return get_hit_blocks(turn.hashes, self.pool.get_cached_block, max_blocks)

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 import tenuto.vllm
 from tenuto.core.checks import check_integrity
 from tenuto.core.types import LeaseEnd
+from tenuto.vllm import compat
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import EOS, Engine, make_config, make_request, make_scheduler
 
@@ -428,3 +429,32 @@ def test_chaos_ends_clean(clock: Clock, strength: str, depth: int, seed: int) ->
     assert not scheduler.driver._turns
     assert get_usage(engine) == 0
     check(engine, idle=True)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_turn_s_own_blocks_are_those_that_a_look_up_finds(
+    clock: Clock, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs with one prompt compute it side by side; of the copies the one that is hit is leased."""
+    engine = start(depth=depth, num_blocks=60)
+    compared = []
+    own = compat.get_own_cached_blocks
+
+    def compare(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
+        blocks = own(scheduler, request, num_hit_tokens)
+        compared.append((blocks, compat.get_cached_blocks(scheduler, request)))
+        return blocks
+
+    monkeypatch.setattr(compat, "get_own_cached_blocks", compare)
+    for number in range(12):
+        prompt = [number // 4] * (40 + 30 * (number % 4))
+        hints = {"job_id": f"j{number}", "tool": "x"}
+        engine.scheduler.add_request(
+            make_request(f"r{number}", prompt, max_tokens=5 + number, xargs=hints, arrival_time=number)
+        )
+    engine.run()
+    check(engine, idle=True)
+    assert len(compared) == 12
+    assert all(ours == found for ours, found in compared)
+    # Fewer blocks than the leases' sum: they share.
+    assert get_usage(engine) < sum(len(blocks) for blocks, _ in compared)

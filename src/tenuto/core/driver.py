@@ -96,6 +96,7 @@ class Driver:
         if turn is None:
             return
         self._hear(now_s)
+        turn.num_held_tokens = num_hit_tokens
         if turn.started:
             self.stats.num_recomputed_tokens += max(0, turn.num_lost_tokens - num_hit_tokens)
             if self._caller.hears("on_turn_resumed"):
@@ -303,7 +304,7 @@ class Driver:
             return
         self._book.remember(job, turn.what)
         if not view.is_last and self.policy.overrides("retain"):
-            self._retention.retain(view)
+            self._retention.retain(turn, view)
 
     def _leave(self, job: JobState, now_s: float) -> None:
         """A turn left: if its job has no other, it is remembered, and the longest silent one forgotten."""

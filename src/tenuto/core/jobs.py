@@ -66,6 +66,8 @@ class TurnState:
     what: Arrival
     num_reusable_tokens: int = 0
     num_hit_tokens: int = 0
+    num_held_tokens: int = 0
+    """What it hit when it last started; after a preemption less may be left."""
     num_preemptions: int = 0
     num_lost_tokens: int = 0
     """Computed tokens that the last preemption gave away."""

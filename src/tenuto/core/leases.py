@@ -27,8 +27,11 @@ class Engine(Protocol):
     def get_num_free_blocks(self) -> int:
         """Blocks an allocation could take now."""
 
-    def get_cached_blocks(self, turn_id: str) -> list[Any]:
-        """Cached blocks a prompt that extends this turn would hit; asked just before the turn's are freed."""
+    def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
+        """Cached blocks a prompt that extends this turn would hit; asked just before the turn's are freed.
+
+        `num_hit_tokens` is what the turn itself hit when it last started.
+        """
 
     def count_common_blocks(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
         """How many leading blocks of the list a prompt with these chained hashes runs through."""
@@ -76,14 +79,15 @@ class LeaseState:
     terms: Keep
     next_turn_id: str | None = None
 
-    def get_view(self) -> Lease:
-        """The frozen view a policy sees."""
+    def get_view(self, terms: Keep | None = None) -> Lease:
+        """The frozen view a policy sees, under its own terms or others."""
+        terms = terms or self.terms
         return Lease(
             turn=self.turn,
             granted_s=self.granted_s,
-            until_s=self.terms.until_s,
-            strength=self.terms.strength,
-            value=self.terms.value,
+            until_s=terms.until_s,
+            strength=terms.strength,
+            value=terms.value,
             num_blocks=len(self.blocks),
             next_turn_waiting=self.next_turn_id is not None,
         )

@@ -103,7 +103,7 @@ class Retention:
         if lease is not None:
             lease.next_turn_id = None
 
-    def retain(self, turn: Turn) -> None:
+    def retain(self, state: TurnState, turn: Turn) -> None:
         """Ask what becomes of a finishing turn's blocks, and do it."""
         view = self.get_view(self.now_s)
         answer = self._caller.ask("retain", (Keep, Offload, Release), turn, view)
@@ -115,9 +115,11 @@ class Retention:
             # Its blocks stay referenced by the turn that just finished, or serve nobody any more.
             self.leases.end(old, LeaseEnd.REPLACED)
         if isinstance(answer, Offload):
-            self._engine.store(self._engine.get_cached_blocks(turn.turn_id))
+            self._engine.store(self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens))
         if terms is not None and terms.until_s > self.now_s and not is_claimed:
-            self._grant(turn, terms, view)
+            blocks = self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)
+            if blocks and self._is_within_shares(turn.job.tenant, blocks, view.num_blocks):
+                self._grant(LeaseState(turn.job.job_id, turn, blocks, self.now_s, terms), view)
 
     def end(self, job_id: str, why: LeaseEnd) -> None:
         """End a job's lease, if it has one."""
@@ -135,18 +137,20 @@ class Retention:
     def expire(self) -> int:
         """End or renew every lease whose deadline has passed; returns how many ended."""
         num_ended = 0
+        view: EngineView | None = None
         while (lease := self.leases.get_due(self.now_s)) is not None:
-            view = self.get_view(self.now_s)
+            # Renewing many leases changes nothing of what the engine's view shows.
+            view = view or self.get_view(self.now_s)
             answer = self._caller.ask("reconsider", (Keep, Offload, Release), lease.get_view(), view)
             terms = self._bound(answer, lease.granted_s) if isinstance(answer, Keep) else None
             if terms is not None and terms.until_s > self.now_s and terms.strength is lease.terms.strength:
-                asked = dataclasses.replace(lease.get_view(), until_s=terms.until_s, value=terms.value)
-                self.leases.renew(lease, terms, self._get_evict_key(asked, view))
+                self.leases.renew(lease, terms, self._get_evict_key(lease.get_view(terms), view))
             else:
                 if isinstance(answer, Offload):
                     self._engine.store(lease.blocks)
                 self.leases.end(lease, LeaseEnd.EXPIRED)
                 num_ended += 1
+                view = None
         return num_ended
 
     # Memory.
@@ -184,19 +188,17 @@ class Retention:
 
     # Inside.
 
-    def _grant(self, turn: Turn, terms: Keep, view: EngineView) -> None:
-        blocks = self._engine.get_cached_blocks(turn.turn_id)
-        if not blocks or not self._is_within_shares(turn.job.tenant, blocks, view.num_blocks):
-            return
-        lease = LeaseState(turn.job.job_id, turn, blocks, self.now_s, terms)
+    def _grant(self, lease: LeaseState, view: EngineView) -> None:
         self.leases.grant(lease, self._get_evict_key(lease.get_view(), view))
         self._stats.num_leases_granted += 1
+        terms = lease.terms
         self._history.record_lease(
             "lease-granted", lease, self.now_s, until_s=terms.until_s, strength=terms.strength.value
         )
 
     def _bound(self, terms: Keep, granted_s: float) -> Keep:
-        return dataclasses.replace(terms, until_s=min(terms.until_s, granted_s + self._limits.max_lease_s))
+        latest_s = granted_s + self._limits.max_lease_s
+        return terms if terms.until_s <= latest_s else dataclasses.replace(terms, until_s=latest_s)
 
     def _is_within_shares(self, tenant: str | None, blocks: list[Any], num_blocks: int) -> bool:
         if not self._shares.are_limited:

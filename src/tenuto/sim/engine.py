@@ -64,7 +64,7 @@ class SimEngine:
             for block in range(first, end)
         ]
 
-    def get_cached_blocks(self, turn_id: str) -> Any:
+    def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> Any:
         """Cached blocks of a finishing request, every layer group, as a row."""
         request = self._scheduler.requests[turn_id]
         hit = self._scheduler.kv.get_hit(request)

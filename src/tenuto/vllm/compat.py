@@ -32,6 +32,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
+_BLOCK_MAP = "vllm.v1.core.block_pool:BlockHashToBlockMap"
 _QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
 _WAITING = "vllm.v1.core.sched.request_queue:RequestQueue"
 
@@ -66,6 +67,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "num_tokens_main_model",
         "apply_admission_cap",
     ),
+    f"{_BLOCK_MAP}.get_one_block": ("key",),
     f"{_POOL}.touch": ("blocks",),
     f"{_POOL}.free_blocks": ("ordered_blocks",),
     f"{_POOL}.get_num_free_blocks": (),
@@ -199,6 +201,27 @@ def get_cached_blocks(scheduler: Any, request: Any) -> list[Any]:
     """Blocks that a prompt extending this request would hit, every layer group, prompt start first."""
     groups = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks
     return [block for group in groups for block in group if not block.is_null]
+
+
+def get_own_cached_blocks(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
+    """The same for a model whose leases can be cut, without looking each block up.
+
+    A request's own blocks are in the cache, and referenced, so nothing evicted them since.
+    """
+    manager, size = scheduler.kv_cache_manager, get_block_size(scheduler)
+    if not manager.enable_caching or request.skip_reading_prefix_cache:
+        return []
+    own, hashes = manager.get_blocks(request.request_id).blocks[0], request.block_hashes
+    # The last token was sampled, but never computed.
+    num_full = min((request.num_tokens - 1) // size, len(hashes), len(own))
+    while num_full and own[num_full - 1].block_hash is None:
+        num_full -= 1
+    blocks = list(own[:num_full])
+    # What others computed at the same time exists twice, and the first one cached is hit: one is enough.
+    get_first = manager.block_pool.cached_block_hash_to_block.get_one_block
+    for index in range(min(num_hit_tokens // size, num_full), num_full):
+        blocks[index] = get_first(blocks[index].block_hash) or blocks[index]
+    return blocks
 
 
 def get_num_cached_tokens(scheduler: Any, request: Any) -> int:

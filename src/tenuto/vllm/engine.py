@@ -49,11 +49,13 @@ class VllmEngine:
         """Blocks an allocation could take now."""
         return int(self._pool.get_num_free_blocks())
 
-    def get_cached_blocks(self, turn_id: str) -> list[Any]:
+    def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
         """Cached blocks of a finishing request."""
         request = self._scheduler.requests[turn_id]
+        if self.can_cut:
+            return compat.get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
         blocks = CachedBlocks(compat.get_cached_blocks(self._scheduler, request))
-        if not self.can_cut and blocks:
+        if blocks:
             # The whole request or nothing: cut shorter, a sliding window's blocks would be the wrong ones.
             blocks.num_chain_hashes = min(
                 (request.num_tokens - 1) // self._scheduler.hash_block_size, len(request.block_hashes)
