@@ -175,6 +175,18 @@ def test_pages_that_others_look_at(live: Live) -> None:
     assert model["max_model_len"] == live.engine.scheduler.kv.pool.num_blocks * 16
 
 
+def test_the_longest_request_of_a_hybrid_model_is_the_one_that_fits() -> None:
+    """Each group of its layers needs blocks of its own, so fewer tokens fit than blocks times their size."""
+    with serve(model="gemma-3-12b", gpu="H100", kv_tokens=20_000) as live:
+        (model,) = httpx.get(live.url + "/v1/models").json()["data"]
+        longest = model["max_model_len"]
+        assert longest < 20_000
+        live.complete(list(range(100, 100 + longest - 2)), max_tokens=2)
+        response = live.post("/v1/completions", {"prompt": list(range(100, 100 + longest))})
+        assert response.status_code == 400
+        assert f"context is {longest}" in response.json()["error"]["message"]
+
+
 def test_ids_come_back_where_they_are_asked_for(live: Live) -> None:
     prompt = [10_000 + n for n in range(40)]
     (choice,) = live.complete(prompt, max_tokens=5, return_token_ids=True)["choices"]

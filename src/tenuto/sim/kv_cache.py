@@ -7,6 +7,7 @@ single_type_kv_cache_manager.py@0.32.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -179,6 +180,11 @@ class KvCache:
         """How many blocks a request of so many tokens, output included, will have at once if it is alone."""
         num_blocks = self._count_blocks(num_tokens + self.config.num_lookahead_tokens)
         return sum(min(num_blocks, most or num_blocks) for most in self._max_admission_blocks)
+
+    def count_most_tokens(self) -> int:
+        """The longest request that can run here, output included."""
+        lengths = range(1, self.config.max_model_len + 1)
+        return bisect_right(lengths, self.pool.num_blocks, key=self.count_most_blocks)
 
     # Inside.
 

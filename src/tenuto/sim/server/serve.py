@@ -81,11 +81,10 @@ def make_parts(
         now_s=clock.get_now_s(),
         on_step=StepTracer(trace, scheduler).record if trace else None,
     )
-    kv = scheduler.config.kv
     served = Served(
         model_name=options.served_model_name or machine.model.name,
         # What does not fit into the KV cache can never run.
-        max_model_len=min(kv.max_model_len, (kv.num_blocks - 1) * kv.block_size),
+        max_model_len=scheduler.kv.count_most_tokens(),
         answer_tokens=options.answer_tokens,
         tokenizer=tokenizer,
     )
