@@ -129,10 +129,19 @@ def test_a_bad_field_is_named(tmp_path: Path, changes: dict[str, Any], message: 
         load_model(write(tmp_path, changes))
 
 
-@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "vocab_size", "num_key_value_heads"])
+@pytest.mark.parametrize(
+    "field", ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"]
+)
 def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     with pytest.raises(ConfigError, match=f"'{field}' is missing"):
         load_model(write(tmp_path, {}, without=field))
+
+
+def test_only_the_first_llamas_may_leave_their_groups_of_heads_out(tmp_path: Path) -> None:
+    model = load_model(write(tmp_path, {"model_type": "llama"}, without="num_key_value_heads"))
+    assert model.num_kv_heads == model.num_heads
+    with pytest.raises(ConfigError, match="'num_key_value_heads' is missing"):
+        load_model(write(tmp_path, {"model_type": "qwen3"}, without="num_key_value_heads"))
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])

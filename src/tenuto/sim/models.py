@@ -243,6 +243,8 @@ def _parse(fields: _Fields, *, dtype: str | None, kv_cache_dtype: str | None) ->
     model_type = fields.choice("model_type", fields.get("model_type"), MODEL_TYPES)
     hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     head_dim = fields.size("head_dim") if "head_dim" in fields else hidden_size // num_heads
+    # The first Llamas had no groups of heads, and their configs no field for them.
+    has_no_groups = model_type == "llama" and "num_key_value_heads" not in fields
     num_experts, num_active, intermediate_size = _feed_forward(fields, model_type)
     base, attention, expert = _dtypes(fields, dtype)
     kv = fields.choice("kv_cache_dtype", kv_cache_dtype or base, (*_BASE_DTYPES, "fp8"))
@@ -253,7 +255,7 @@ def _parse(fields: _Fields, *, dtype: str | None, kv_cache_dtype: str | None) ->
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_heads=num_heads,
-        num_kv_heads=fields.size("num_key_value_heads"),
+        num_kv_heads=num_heads if has_no_groups else fields.size("num_key_value_heads"),
         head_dim=head_dim,
         vocab_size=fields.size("vocab_size"),
         max_model_len=fields.size("max_position_embeddings"),
