@@ -109,6 +109,17 @@ def test_the_words_for_who_wins_where() -> None:
     ]
 
 
+def test_many_winners_make_no_wall_of_words() -> None:
+    winners = "aaabbccdeef"
+    text = sentences(
+        [make_record(policy, jps, mean_s=10 if policy == winner else 20)
+         for jps, winner in enumerate(winners, 1) for policy in "abcdef"]
+    )  # fmt: skip
+    assert text.splitlines()[0] == (
+        "a has the shortest mean job completion time in 3 of 11 comparisons, b in 2, c in 2, 3 others in 4."
+    )
+
+
 @pytest.mark.parametrize(
     ("records", "said"),
     [

@@ -19,6 +19,9 @@ from tenuto.report.compare import (
 )
 from tenuto.report.records import Run, shorten
 
+MAX_NAMED = 3
+"""Winners whose names are in the headline; the others are in the map."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -93,10 +96,15 @@ def _describe_winners(groups: Sequence[Group]) -> str:
         best = shorten(winners[0].policies[0])
         return f"{best} has the shortest mean job completion time{_note_tie(winners[0])}."
     total = count(len(winners), "comparison")
-    parts = [
-        f"{shorten(policy)} has the shortest mean job completion time in {number} of {total}"
-        for policy, number in sorted(alone.items(), key=lambda item: (-item[1], item[0]))
-    ]
+    ranked = sorted(alone.items(), key=lambda item: (-item[1], item[0]))
+    wins = [f"{shorten(policy)} in {number}" for policy, number in ranked[1:MAX_NAMED]]
+    if others := ranked[MAX_NAMED:]:
+        wins.append(f"{count(len(others), 'other')} in {sum(number for _, number in others)}")
+    parts = []
+    if ranked:
+        best, number = ranked[0]
+        first = f"{shorten(best)} has the shortest mean job completion time in {number} of {total}"
+        parts.append(", ".join([first, *wins]))
     if num_ties:
         share = f"{num_ties}" if parts else f"{num_ties} of {total}"
         parts.append(f"{share} {'ends' if num_ties == 1 else 'end'} in a tie (within {TIE:.0%})")

@@ -64,7 +64,11 @@ def _draw(cells: Cells, loads: Sequence[Load], gpus: Sequence[str], looks: Looks
     across = len(gpus) if loads_down else len(loads)
     down = len(loads) if loads_down else len(gpus)
     fits = max(len(looks[policy].label) for policy in winners) * 0.075 <= room / across - 0.1
-    height = 0.46 * down + 0.7 + (0 if fits else 0.2 * len(winners))
+    labels = [
+        f"{looks[policy].key} = {shorten(looks[policy].label, 32 if is_narrow else 48)}" for policy in winners
+    ]
+    columns = max(1, int((44 if is_narrow else 115) / (max(map(len, labels)) + 3)))
+    height = 0.46 * down + 0.7 + (0 if fits else 0.2 * -(-len(winners) // columns))
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     for (index, load), winner in cells.items():
@@ -85,11 +89,11 @@ def _draw(cells: Cells, loads: Sequence[Load], gpus: Sequence[str], looks: Looks
     for spine in axes.spines.values():
         spine.set_visible(False)
     if not fits:
-        key = "\n".join(f"{looks[policy].key} = {looks[policy].label}" for policy in winners)
         figure.legend(
-            [Rectangle((0, 0), 0, 0, alpha=0)],
-            [key],
+            [Rectangle((0, 0), 0, 0, alpha=0) for _ in labels],
+            labels,
             loc="outside upper left",
+            ncols=min(columns, len(labels)),
             handlelength=0,
             handletextpad=0,
         )
