@@ -93,7 +93,21 @@ def test_what_was_cut_off_is_dropped_and_the_next_record_gets_a_line_of_its_own(
 
 def test_a_name_given_twice_runs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main([*COMPARE, "--policies", "stock,stock", "--seeds", "1,1", "--out", str(tmp_path), "--json"]) == 0
+        main(
+            [
+                *COMPARE,
+                "--gpu",
+                "L40S,l40s",
+                "--policies",
+                "stock,stock",
+                "--seeds",
+                "1,1",
+                "--out",
+                str(tmp_path),
+                "--json",
+            ]
+        )
+        == 0
     )
     assert [row["seeds"] for row in json.loads(capsys.readouterr().out)] == [1, 1]
     assert len((tmp_path / RESULTS).read_text().splitlines()) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.gpus import GPUS
+from tenuto.sim.gpus import GPUS, get_gpu
 from tenuto.sweep.hints import HINTS
 from tenuto.sweep.run import Load
 from tenuto.sweep.setup import LIMITS, Setup
@@ -210,7 +210,7 @@ def _add_policy_option(parser: argparse.ArgumentParser) -> None:
 def read_setup(parsed: argparse.Namespace, gpu: str, policy: str) -> Setup:
     """The setup that options name."""
     return Setup(
-        gpu=gpu,
+        gpu=get_gpu(gpu).name,
         model=parsed.model,
         policy=policy,
         options=_read_policy_options(parsed.option, policy),
