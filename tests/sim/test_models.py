@@ -104,6 +104,18 @@ def test_a_config_is_found_by_file_and_by_folder(tmp_path: Path) -> None:
     assert load_model(path).head_dim == 16  # 64 / 4, because the config has no head_dim
 
 
+@pytest.mark.parametrize(
+    ("name", "bundled"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("google/gemma-3-12b-it", "gemma-3-12b"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+    ],
+)
+def test_the_name_on_the_hub_is_known_too(name: str, bundled: str) -> None:
+    assert load_model(name) == load_model(bundled)
+
+
 def test_an_unknown_name_lists_the_bundled_ones() -> None:
     with pytest.raises(ConfigError, match=r"'llama-9'.*gemma-3-12b, .*qwen3-8b.*config\.json"):
         load_model("llama-9")

@@ -184,18 +184,22 @@ def load_model(source: str | Path, *, dtype: str | None = None, kv_cache_dtype: 
 
 
 def _config_path(source: str | Path) -> Path:
-    bundled = CONFIGS / f"{str(source).lower()}.json"
-    if isinstance(source, str) and bundled.parent == CONFIGS and bundled.is_file():
-        return bundled
+    bundled = {name: CONFIGS / f"{name}.json" for name in bundled_models()}
+    if str(source).lower() in bundled:
+        return bundled[str(source).lower()]
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
-    if not path.is_file():
-        names = ", ".join(bundled_models())
-        raise ConfigError(
-            f"unknown model {str(source)!r}; choose one of {names}, or give the path of a config.json"
-        )
-    return path
+    if path.is_file():
+        return path
+    # A hub's name for it: the owner in front, and the tuning behind, change no size.
+    owner, _, name = str(source).lower().rpartition("/")
+    name = name.removesuffix("-instruct").removesuffix("-it")
+    if name in bundled and not owner.startswith((".", "/")) and "/" not in owner:
+        return bundled[name]
+    raise ConfigError(
+        f"unknown model {str(source)!r}; choose one of {', '.join(bundled)}, or give the path of a config.json"
+    )
 
 
 class _Fields:
