@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.models import KvGroup, bundled_models, load_model
+from tenuto.sim.model import KvGroup
+from tenuto.sim.models import bundled_models, load_model
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

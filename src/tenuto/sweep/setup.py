@@ -17,7 +17,8 @@ from tenuto.core.policy import Policy, load_policy
 from tenuto.sim.config import EngineConfig, KvConfig, Offload
 from tenuto.sim.gpus import GIB, Gpu, get_gpu
 from tenuto.sim.kv_budget import ProfileRun, default_profile_run, kv_budget
-from tenuto.sim.models import CONFIGS, Model, load_model
+from tenuto.sim.model import Model
+from tenuto.sim.models import CONFIGS, load_model
 from tenuto.sim.scheduler import PUBLISHED, Scheduler
 from tenuto.sim.step_cost import (
     BACKENDS,

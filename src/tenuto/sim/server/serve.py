@@ -14,7 +14,7 @@ from aiohttp import web
 from tenuto.core.asking import DecisionLog
 from tenuto.core.errors import ConfigError
 from tenuto.sim.gpus import Gpu
-from tenuto.sim.models import Model
+from tenuto.sim.model import Model
 from tenuto.sim.scheduler import Scheduler
 from tenuto.sim.server.app import make_app
 from tenuto.sim.server.ask import Served

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.gpus import Gpu
-from tenuto.sim.models import Model
+from tenuto.sim.model import Model
 from tenuto.sim.step_cost.aiconfigurator import (
     AICONFIGURATOR_VERSION,
     NoTablesError,

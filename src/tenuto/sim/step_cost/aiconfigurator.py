@@ -12,7 +12,7 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.gpus import GPUS, Gpu
-from tenuto.sim.models import Model
+from tenuto.sim.model import Model
 from tenuto.sim.step_cost.tables import TableStepCost
 
 # Pinned: the tables are measurements, and another version may hold other ones.

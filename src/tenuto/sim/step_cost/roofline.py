@@ -7,7 +7,7 @@ reach are in `gpus.py`; the constants below hold for every GPU.
 from __future__ import annotations
 
 from tenuto.sim.gpus import Gpu
-from tenuto.sim.models import DTYPE_BYTES, Model
+from tenuto.sim.model import DTYPE_BYTES, Model
 from tenuto.sim.step_cost.batch import StepBatch
 
 # Norms (2), activation, rotary embedding, cache write and attention (2 kernels) of a layer: none takes less
