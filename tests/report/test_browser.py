@@ -95,6 +95,38 @@ def test_every_drawing_has_a_size_and_something_in_it(page: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 400])
+def test_no_cell_breaks_a_short_name_or_a_number(look: Look, sweep_page: Path, width: int) -> None:
+    page = look(sweep_page, width=width)
+    page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
+    cells = page.evaluate(
+        """[...document.querySelectorAll("td")].filter(each => each.textContent.length <= 20)
+          .map(each => {
+            const range = document.createRange();
+            range.selectNodeContents(each);
+            return [each.textContent, range.getClientRects().length];
+          })"""
+    )
+    assert len(cells) > 100
+    assert [text for text, lines in cells if lines != 1] == []
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_label_of_stock_stands_beside_the_curves(look: Look, sweep_page: Path, width: int) -> None:
+    page = look(sweep_page, width=width)
+    shown = "wide" if width > 760 else "narrow"
+    label, axes = page.evaluate(
+        """shown => {
+          const chart = document.querySelector(`#speed-up-1 .${shown} svg`);
+          const label = [...chart.querySelectorAll("text")].find(each => each.textContent === "stock");
+          const back = chart.querySelector("[id*='patch_2']");
+          return [label.getBoundingClientRect().left, back.getBoundingClientRect().right];
+        }""",
+        shown,
+    )
+    assert label >= axes
+
+
+@pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_overflows(look: Look, sweep_page: Path, width: int) -> None:
     page = look(sweep_page, width=width)
     page.locator("#timeline-job").select_option(index=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tenuto.report.compare import Group, get_seed_spread, group_runs
 from tenuto.report.fields import Fields
 from tenuto.report.records import Run, get_percentile, read_run
 from tenuto.report.verdict import describe, format_seconds
+from tenuto.report.winners import _name_winner
 from tests.report.data import make_record
 
 
@@ -166,3 +168,22 @@ def test_seconds_have_three_digits() -> None:
         "12.3 s",
         "1,234 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("means", "room", "name"),
+    [
+        ((10, 20), None, "ab"),
+        ((10, 20), 1.0, "X"),
+        ((10, 10), None, "tie"),
+        ((10, 10), 1.0, "tie XY"),
+        ((10, 10), 0.3, "XY"),
+    ],
+)
+def test_a_cell_of_the_map_says_as_much_as_fits(
+    means: tuple[int, int], room: float | None, name: str
+) -> None:
+    winner = group(make_record("ab", mean_s=means[0]), make_record("b", mean_s=means[1])).try_winner(1.0)
+    assert winner is not None
+    looks = {policy: SimpleNamespace(label=policy, key=key) for policy, key in (("ab", "X"), ("b", "Y"))}
+    assert _name_winner(winner, looks, room) == name  # type: ignore[arg-type]

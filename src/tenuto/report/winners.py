@@ -15,6 +15,9 @@ from tenuto.report.records import shorten
 from tenuto.report.style import LIGHT, NARROW_INCHES, WIDE_INCHES
 from tenuto.report.verdict import format_load, format_ratio
 
+TIE_INCHES = 0.6
+"""What a tie of four needs in a cell, with the word."""
+
 Cells = dict[tuple[int, Load], Winner]
 """By the number of the group (one GPU each) and the load."""
 
@@ -73,7 +76,7 @@ def _draw(cells: Cells, loads: Sequence[Load], gpus: Sequence[str], looks: Looks
     axes = figure.add_subplot()
     for (index, load), winner in cells.items():
         at = (index, loads.index(load)) if loads_down else (loads.index(load), index)
-        _draw_cell(axes, at, winner, looks, fits)
+        _draw_cell(axes, at, winner, looks, _name_winner(winner, looks, None if fits else room / across))
     load_ticks = ["rec." if load is None else f"{load:g}" for load in loads]
     names = gpus if loads_down else load_ticks
     is_tight = max(map(len, names)) * 0.09 > room / across
@@ -100,7 +103,19 @@ def _draw(cells: Cells, loads: Sequence[Load], gpus: Sequence[str], looks: Looks
     return figure
 
 
-def _draw_cell(axes: Axes, at: tuple[int, int], winner: Winner, looks: Looks, fits: bool) -> None:
+def _name_winner(winner: Winner, looks: Looks, room: float | None) -> str:
+    """The winner by name, or by key where a cell has only so many inches of room."""
+    if not winner.is_tie:
+        best = looks[winner.policies[0]]
+        return best.label if room is None else best.key
+    if room is None:
+        return "tie"
+    keys = "".join(sorted(looks[policy].key for policy in winner.policies))
+    # The dashed edge says that it is a tie, too.
+    return f"tie {keys[:4]}" if room > TIE_INCHES else keys[:4]
+
+
+def _draw_cell(axes: Axes, at: tuple[int, int], winner: Winner, looks: Looks, name: str) -> None:
     x, y = at
     best = looks[winner.policies[0]]
     color = LIGHT["soft"] if winner.is_tie else best.color
@@ -116,13 +131,7 @@ def _draw_cell(axes: Axes, at: tuple[int, int], winner: Winner, looks: Looks, fi
             linestyle=(0, (2, 2)) if winner.is_tie else "solid",
         )
     )  # fmt: skip
-    if winner.is_tie:
-        text = (
-            "tie" if fits else "tie " + "".join(sorted(looks[policy].key for policy in winner.policies))[:4]
-        )
-    else:
-        text = best.label if fits else best.key
     ratio = (
         "" if winner.speed_up is None or BASELINE in winner.policies else f"\n{format_ratio(winner.speed_up)}"
     )
-    axes.text(x, y, text + ratio, ha="center", va="center", fontsize=8.5, linespacing=1.25)
+    axes.text(x, y, name + ratio, ha="center", va="center", fontsize=8.5, linespacing=1.25)
