@@ -13,15 +13,15 @@ hands out, hits and evicts the very blocks that vLLM's pool does:
 - Of several blocks with one content the one cached first is hit: extents are numbered as they are cached.
 
 Source: vllm/v1/core/block_pool.py:BlockPool@0.32; `tenuto.core.blocks` has the same rules block by block, and
-`tests/sim/test_extents.py` holds the two against each other.
+`tests/sim/test_scheduler_pool.py` holds the two against each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 
 from tenuto.core.errors import IntegrityError
+from tenuto.sim.copies import can_grow, get_first_cached
 from tenuto.sim.extents import Extent, Range, Row, skip_to
 from tenuto.sim.segments import Path, Segment
 
@@ -89,7 +89,7 @@ class ExtentPool:
         """Cached blocks of a sequence from block `first` up to the first miss, or to before `end`."""
         row = Row()
         for segment, start, stop in path.get_ranges(first, end):
-            for extent, begin, last in _get_first_cached(segment.copies[group], start, stop):
+            for extent, begin, last in get_first_cached(segment.copies[group], start, stop):
                 row.append(extent, begin, last)
                 start = last
             if start < stop:
@@ -117,7 +117,7 @@ class ExtentPool:
         for segment, start, stop in path.get_ranges(first, end):
             copies = segment.copies[group]
             last = row.ranges[-1].extent if row.ranges else None
-            if last is not None and _can_grow(last, copies, start, stop):
+            if last is not None and can_grow(last, copies, start, stop):
                 # Blocks that decoding fills one by one make one extent.
                 last.end = stop
                 row.ranges[-1] = Range(last, row.ranges[-1].first, stop)
@@ -295,54 +295,3 @@ class ExtentPool:
         if extent.ref_cnt == 0:
             _link_before(extent, tail)
         return tail
-
-
-def _get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Range]:
-    """Of each block from `first` up to the first miss the copy that was cached first, as ranges."""
-    in_order = sorted(copies, key=_get_first)
-    # Copies of one block are rare, and an extent that was cut often has a great many parts.
-    if any(one.end > other.first for one, other in pairwise(in_order)):
-        while first < end and (extent := _get_copy(copies, first)) is not None:
-            stop = _get_stop(copies, extent, first, end)
-            yield Range(extent, first, stop)
-            first = stop
-        return
-    for extent in in_order:
-        if extent.end > first:
-            if extent.first > first or first >= end:
-                return
-            yield Range(extent, first, min(end, extent.end))
-            first = extent.end
-
-
-def _get_first(extent: Extent) -> int:
-    return extent.first
-
-
-def _get_copy(copies: list[Extent], block: int) -> Extent | None:
-    """The copy of a block that was cached first, or None."""
-    found = None
-    for extent in copies:
-        if extent.first <= block < extent.end and (found is None or extent.order < found.order):
-            found = extent
-    return found
-
-
-def _get_stop(copies: list[Extent], extent: Extent, first: int, end: int) -> int:
-    """Up to where, behind block `first`, a copy's blocks are those that were cached first."""
-    stop = min(end, extent.end)
-    for other in copies:
-        if other.order < extent.order and first < other.first < stop:
-            stop = other.first
-    return stop
-
-
-def _can_grow(extent: Extent, copies: list[Extent], first: int, end: int) -> bool:
-    """Whether blocks may join the extent before them: same holder, same content, no other copy of them."""
-    return (
-        extent.end == first
-        and extent.home is copies
-        and extent.ref_cnt == 1
-        and extent.num_keeps == 0
-        and all(other.end <= first or other.first >= end for other in copies)
-    )
