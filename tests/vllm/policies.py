@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tenuto.core.policy import Policy, setting
-from tenuto.core.types import Decision, EngineView, Keep, StepView, Strength, Turn
+from tenuto.core.types import Decision, EngineView, Keep, Lease, StepView, Strength, Turn
 
 
 @dataclass
@@ -90,3 +90,26 @@ class CachedFirst(Policy):
     def queue_key(self, turn: Turn, now_s: float) -> tuple[float, ...]:
         assert turn.num_cached_tokens is not None
         return (-turn.num_cached_tokens, turn.arrival_s)
+
+
+@dataclass
+class Renewing(KeepAll):
+    """Keeps everything, and keeps it again at each look; counts the looks."""
+
+    ttl_s: float = setting(1.0, "seconds", minimum=0)
+    num_looks: int = field(init=False, default=0)
+
+    def reconsider(self, lease: Lease, view: EngineView) -> Decision:
+        self.num_looks += 1  # no policy may do that: a test's way to look on
+        return Keep(view.now_s + 100.0)
+
+
+@dataclass
+class Preempting(Policy):
+    """Preempts by name; counts how often it was asked."""
+
+    num_asked: int = field(init=False, default=0)
+
+    def preempt_key(self, turn: Turn, view: EngineView) -> tuple[str, ...]:
+        self.num_asked += 1  # as above
+        return (turn.turn_id,)

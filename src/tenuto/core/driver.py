@@ -20,7 +20,7 @@ from tenuto.core.job_book import JobBook
 from tenuto.core.jobs import Arrival, Finish, JobState, TurnState
 from tenuto.core.leases import Engine
 from tenuto.core.limits import Limits
-from tenuto.core.order import WaitingOrder
+from tenuto.core.order import SortKey, get_sort_key
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
 from tenuto.core.retention import Retention
 from tenuto.core.stats import DriverStats
@@ -150,10 +150,13 @@ class Driver:
 
     # Leases.
 
-    def expire(self, now_s: float) -> int:
-        """End or renew every lease whose deadline has passed; returns how many ended."""
+    def expire(self, now_s: float, max_renewals: float = math.inf) -> int:
+        """End or renew every lease whose deadline has passed; returns how many ended.
+
+        After `max_renewals` the others wait for the next call: ends are paid for by grants, renewals are not.
+        """
         self._retention.now_s = now_s
-        return self._retention.expire()
+        return self._retention.expire(max_renewals)
 
     def get_next_deadline_s(self) -> float | None:
         """When `expire` has something to do next; None without leases."""
@@ -208,18 +211,20 @@ class Driver:
 
     def get_victim(self, turn_ids: Sequence[str], now_s: float) -> str | None:
         """Which of these running turns is preempted; None leaves it to the engine."""
+        return next(iter(self.get_victims(turn_ids, now_s)), None)
+
+    def get_victims(self, turn_ids: Sequence[str], now_s: float) -> list[str]:
+        """These running turns in the order in which they yield; none if that is left to the engine."""
         if not self.policy.overrides("preempt_key"):
-            return None
+            return []
         view = self.get_view(now_s)
-        known = [turn_id for turn_id in turn_ids if turn_id in self._turns]
-        if not known:
-            return None
-        order = WaitingOrder()
-        for turn_id in known:
-            turn = self._view(self._turns[turn_id])
-            key = self._caller.ask("preempt_key", tuple, turn, view)
-            order.push(turn_id, (-turn.priority, *key) if self._by_priority else key)
-        return order.get_first()
+        keys: dict[str, SortKey] = {}
+        for turn_id in turn_ids:
+            if turn_id in self._turns:
+                turn = self._view(self._turns[turn_id])
+                key = self._caller.ask("preempt_key", tuple, turn, view)
+                keys[turn_id] = get_sort_key((-turn.priority, *key) if self._by_priority else key)
+        return sorted(keys, key=lambda turn_id: (keys[turn_id], turn_id))
 
     def get_displaced(self, turn_id: str, running_ids: Sequence[str], now_s: float) -> str | None:
         """Which of these running turns is preempted so that a waiting turn fits; None if none may be."""

@@ -75,10 +75,16 @@ class TurnState:
     is_admitted: bool = False
     job_arrival_s: float | None = None
     """Where it stands for its job's arrival in the eyes of a policy, if not where the job does."""
+    _facts: tuple[object, ...] = ()
+    _view: Turn | None = None
 
     def get_view(self, *, has_lease: bool) -> Turn:
-        """The frozen view a policy sees while the turn waits or runs."""
-        return self._make_view(has_lease, 0, self.what.hints.is_last, None)
+        """The frozen view a policy sees while the turn waits or runs; made again only if it has changed."""
+        facts = (has_lease, self.num_hit_tokens, self.num_preemptions, self.job.num_turns)
+        if self._view is None or self._facts != facts:
+            self._facts = facts
+            self._view = self._make_view(has_lease, 0, self.what.hints.is_last, None)
+        return self._view
 
     def get_finished_view(self, how: Finish) -> Turn:
         """The frozen view a policy sees of the finished turn; the client's words go before the output's."""

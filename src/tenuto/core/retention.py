@@ -134,17 +134,18 @@ class Retention:
 
     # Time.
 
-    def expire(self) -> int:
-        """End or renew every lease whose deadline has passed; returns how many ended."""
-        num_ended = 0
+    def expire(self, max_renewals: float) -> int:
+        """End or renew leases whose deadline has passed; returns how many ended."""
+        num_ended = num_renewed = 0
         view: EngineView | None = None
-        while (lease := self.leases.get_due(self.now_s)) is not None:
+        while num_renewed < max_renewals and (lease := self.leases.get_due(self.now_s)) is not None:
             # Renewing many leases changes nothing of what the engine's view shows.
             view = view or self.get_view(self.now_s)
             answer = self._caller.ask("reconsider", (Keep, Offload, Release), lease.get_view(), view)
             terms = self._bound(answer, lease.granted_s) if isinstance(answer, Keep) else None
             if terms is not None and terms.until_s > self.now_s and terms.strength is lease.terms.strength:
                 self.leases.renew(lease, terms, self._get_evict_key(lease.get_view(terms), view))
+                num_renewed += 1
             else:
                 if isinstance(answer, Offload):
                     self._engine.store(lease.blocks)

@@ -26,11 +26,17 @@ from tenuto.vllm.engine import VllmEngine
 from tenuto.vllm.idle import IdleTimer
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.output import OutputReader
+from tenuto.vllm.pressure import Pressure
 from tenuto.vllm.settings import Settings, read_settings
 from tenuto.vllm.steps import StepTeller, StepTracer
 from tenuto.vllm.waiting import TurnQueue
 
 logger = logging.getLogger("vllm.tenuto")
+
+MAX_RENEWALS = 32
+"""Leases looked at again in one step: 1,000 of them once a second, and 10,000 cost a step no more."""
+MAX_ORDERING_SHARE = 0.02
+"""Of the time, for ordering all waiting turns anew; with a few thousand of them it is done less often."""
 
 OUTSIDE = Hints(is_last=True)
 """For requests that run as in stock vLLM: nothing of theirs is ever retained."""
@@ -76,6 +82,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._reader = OutputReader(compat.load_tokenizer(vllm_config) if self._reads_output else None)
         self._metrics = Metrics(self.driver, vllm_config, engine_index)
         self._steps = StepTracer(self._trace, self) if self._trace else None
+        self._next_keys_s = 0.0
         self._idle_timer = IdleTimer(lambda: compat.wake(engine_core)) if engine_core is not None else None
         self._install(policy)
         logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, vllm.__version__)
@@ -91,7 +98,7 @@ class _DrivenScheduler(compat.PrivateHooks):
             self.waiting = TurnQueue(self._get_queue_key, self._is_gated)
         self._step_teller = StepTeller(self.driver) if policy.overrides("on_step") else None
         retains = policy.overrides("retain") or policy.overrides("preempt_key")
-        self._guard = compat.AllocationGuard(self, self._allocate_with_leases) if retains else None
+        self._pressure = Pressure(self) if retains else None
 
     # vLLM calls these.
 
@@ -106,13 +113,13 @@ class _DrivenScheduler(compat.PrivateHooks):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """One step: expire leases, admit, set the budget; then vLLM's own schedule."""
         now_s = time.monotonic()
-        self.driver.expire(now_s)
+        self.driver.expire(now_s, MAX_RENEWALS)
         if self.driver.tick(now_s) and isinstance(self.waiting, TurnQueue):
-            self.waiting.reorder_all()
+            self._ask_all_keys(now_s)
         if self._asks_admission:
             self._admit_parked(now_s)
-        if self._guard is not None:
-            self._guard.set_for_step()
+        if self._pressure is not None:
+            self._pressure.begin_step(now_s)
         full_budget = self.max_num_scheduled_tokens
         if self._asks_budget:
             self.max_num_scheduled_tokens = self.driver.get_step_budget(now_s, full_budget)
@@ -200,6 +207,14 @@ class _DrivenScheduler(compat.PrivateHooks):
 
     # Inside.
 
+    def _ask_all_keys(self, now_s: float) -> None:
+        """Order all waiting turns anew, unless so many wait that it would take too much of the time."""
+        if now_s < self._next_keys_s:
+            return
+        started_s = time.perf_counter()
+        self.waiting.reorder_all()
+        self._next_keys_s = now_s + (time.perf_counter() - started_s) / MAX_ORDERING_SHARE
+
     def _get_queue_key(self, request: Any) -> Key:
         return self.driver.get_queue_key(request.request_id, time.monotonic())
 
@@ -214,45 +229,6 @@ class _DrivenScheduler(compat.PrivateHooks):
                 return
             for request_id in admitted:
                 self.waiting.unpark(request_id)
-
-    def _allocate_with_leases(
-        self, allocate: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]
-    ) -> Any:
-        """VLLM could not allocate: take leases back until it can, and only then let it fail."""
-        now_s = time.monotonic()
-        is_running = request.status == compat.RequestStatus.RUNNING
-        stalled = len(self.running) <= (1 if is_running else 0)
-        missing = compat.count_missing_blocks(self, request, num_new_tokens, kwargs)
-        # Taking back what cannot be enough would cost the leases and help nobody.
-        can_help = stalled or missing <= self.driver.get_num_reclaimable_blocks(request.request_id)
-        wanted = max(1, missing)
-        while can_help:
-            num_freed = self.driver.take_back(wanted, now_s, for_turn_id=request.request_id, stalled=stalled)
-            if num_freed == 0:
-                break
-            blocks = allocate(request, num_new_tokens, **kwargs)
-            if blocks is not None:
-                return blocks
-            wanted *= 2
-        if is_running:
-            self._put_victim_last(request, now_s)
-        return None
-
-    def _put_victim_last(self, request: Any, now_s: float) -> None:
-        """VLLM preempts the tail of `running`: put the policy's choice there.
-
-        Only those not yet scheduled in this step may go; they stand from this request on. In its priority
-        mode vLLM chooses for itself, and moving anything would make it meet a request twice.
-        """
-        if self.policy.value == "priority":
-            return
-        running = self.running
-        candidates = running[running.index(request) :]
-        victim_id = self.driver.get_victim([each.request_id for each in candidates], now_s)
-        victim = next((each for each in candidates if each.request_id == victim_id), None)
-        if victim is not None and victim is not running[-1]:
-            running.remove(victim)
-            running.append(victim)
 
 
 class _SynchronousScheduler(_DrivenScheduler, compat.SyncScheduler):  # type: ignore[misc]

@@ -1,0 +1,161 @@
+"""Clients that mean no good: nobody is stalled, nothing leaks, no step is made to look at everything."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import tenuto.vllm
+import tenuto.vllm.scheduler
+from tenuto.core.checks import check_integrity
+from tests.vllm.conftest import Clock
+from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
+
+
+def start(name: str, *, depth: int = 1, num_blocks: int = 60, limits: Any = None, **config: Any) -> Engine:
+    settings: dict[str, Any] = {"policy": name, "limits": limits or {}}
+    vllm_config = make_config(is_async=depth > 1, tenuto=settings, **config)
+    return Engine(make_scheduler(tenuto.vllm.Scheduler, vllm_config, num_blocks=num_blocks), depth=depth)
+
+
+def check_nothing_is_left(engine: Engine, clock: Clock) -> None:
+    scheduler = engine.scheduler
+    clock.now_s += 10_000
+    engine.step()
+    driver, pool = scheduler.driver, scheduler.kv_cache_manager.block_pool
+    assert not scheduler.requests
+    assert len(driver.leases) == driver.get_num_leased_blocks() == 0
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    assert not driver._turns
+    assert not driver._admission._waiting
+    assert scheduler.get_num_parked() == 0
+    assert driver.num_policy_faults == 0
+    assert not scheduler.has_requests()
+    check_integrity(pool, driver.leases, idle=True)
+
+
+@pytest.mark.parametrize("policy", ["tenuto", "concur", "thunderagent", "continuum", "autellix"])
+@pytest.mark.parametrize(("depth", "mode"), [(1, "fcfs"), (2, "fcfs"), (2, "priority")])
+@pytest.mark.parametrize("seed", range(2))
+def test_parallel_turns_of_a_few_ids_in_every_order(
+    clock: Clock, policy: str, depth: int, mode: str, seed: int
+) -> None:
+    """Overlapping turns that extend, rewrite and repeat each other; aborts at any moment; resets."""
+    rng = random.Random(seed)
+    engine = start(policy, depth=depth, max_num_seqs=6, policy=mode, limits={"max_parallel_turns": 2})
+    scheduler = engine.scheduler
+    talks = [[rng.randrange(10, 900) for _ in range(40)] for _ in range(3)]
+    for step in range(250):
+        clock.now_s += rng.choice((0.01, 0.3, 2.0))
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            index = rng.randrange(3)
+            talk = talks[index][: rng.choice((20, 100, 400))]
+            talks[index] = [*talk, *(rng.randrange(10, 900) for _ in range(rng.randrange(1, 50)))]
+            hints = {"job_id": f"job{index}", "tool": "ls", "is_last_step": int(rng.random() < 0.1)}
+            request = make_request(
+                f"r{step}-{rng.randrange(10**9)}",
+                talks[index],
+                max_tokens=rng.randrange(1, 80),
+                priority=rng.randrange(3),
+                arrival_time=step,
+                xargs=hints,
+            )
+            scheduler.add_request(request)
+        waiting = [each for each in scheduler.requests.values() if each.num_preemptions]
+        # Those that were preempted are aborted more often than others.
+        for victims, chance in ((waiting, 0.2), (list(scheduler.requests.values()), 0.1)):
+            if victims and rng.random() < chance:
+                engine.abort(rng.choice(sorted(each.request_id for each in victims)))
+        if rng.random() < 0.02:
+            scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.5)
+        engine.step()
+        check_integrity(scheduler.kv_cache_manager.block_pool, scheduler.driver.leases)
+    engine.run()
+    check_nothing_is_left(engine, clock)
+
+
+def test_one_id_for_a_flood_of_requests_does_not_keep_others_waiting(clock: Clock) -> None:
+    """A client that never stops sending, with the oldest job id there is, beside one that comes later."""
+    assert count_served_before_a_newcomer(clock, {}) < 80
+    # Without the limit, the flood goes first for as long as it lasts.
+    assert count_served_before_a_newcomer(clock, {"max_parallel_turns": 10**6}) is None
+
+
+def count_served_before_a_newcomer(clock: Clock, limits: dict[str, Any]) -> int | None:
+    """How many of the flood were served first; None if it never came to the newcomer."""
+    engine = start("tenuto", num_blocks=400, max_num_seqs=4, limits=limits)
+    scheduler = engine.scheduler
+    num_sent = 0
+    for step in range(400):
+        clock.now_s += 0.05
+        while len(scheduler.waiting) < 30:
+            num_sent += 1
+            name, hints = f"flood{num_sent}", {"job_id": "constant", "tool": "x"}
+            scheduler.add_request(make_request(name, [num_sent % 900] * 40, max_tokens=4, xargs=hints))
+        if step == 20:
+            scheduler.add_request(make_request("other", [7] * 40, max_tokens=4, xargs={"job_id": "other"}))
+        engine.step()
+    assert len(engine.outputs) > 200
+    served = list(engine.outputs)
+    return served.index("other") - 20 if "other" in served else None
+
+
+def test_a_thousand_leases_due_at_once_are_looked_at_a_few_a_step(clock: Clock) -> None:
+    engine = start("tests.vllm.policies:Renewing", num_blocks=2000, max_num_seqs=64)
+    scheduler = engine.scheduler
+    for number in range(200):
+        hints = {"job_id": f"j{number}", "tool": "x"}
+        scheduler.add_request(make_request(f"r{number}", [number] * 20, max_tokens=1, xargs=hints))
+    engine.run()
+    policy, most = scheduler.driver.policy, tenuto.vllm.scheduler.MAX_RENEWALS
+    assert len(scheduler.driver.leases) == 200
+    num_looks = policy.num_looks
+    clock.now_s += 5
+    for number in range(1, 200 // most + 2):
+        # An idle engine goes on until all are looked at.
+        assert scheduler.has_requests()
+        engine.step()
+        assert policy.num_looks == num_looks + min(200, number * most)
+    assert not scheduler.has_requests()
+    assert len(scheduler.driver.leases) == 200
+
+
+def test_a_long_queue_is_ordered_anew_less_often(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ordering that takes half a second is followed by 25 s without one: 2 % of the time."""
+    engine = start("tests.vllm.policies:Watching", max_num_seqs=1)
+    scheduler = engine.scheduler
+    ordered_s: list[float] = []
+    monkeypatch.setattr(scheduler.waiting, "reorder_all", lambda: ordered_s.append(clock.now_s))
+    times = iter(range(10**6))
+    monkeypatch.setattr(clock, "perf_counter", lambda: next(times) * 0.5, raising=False)
+    scheduler.add_request(make_request("r", [5] * 40, max_tokens=100))
+    for _ in range(60):
+        clock.now_s += 1
+        engine.step()
+    assert len(ordered_s) == 3
+    assert all(later - earlier >= 25 for earlier, later in itertools.pairwise(ordered_s))
+    # The policy's own ticks go on.
+    assert len(scheduler.driver.policy.ticks_s) > 10
+
+
+def test_everybody_is_asked_once_a_step_however_many_have_to_yield(clock: Clock) -> None:
+    engine = start("tests.vllm.policies:Preempting", num_blocks=33, max_num_seqs=16)
+    scheduler = engine.scheduler
+    # 16 × 2 blocks fill all; two tokens later each needs a third.
+    for number in range(16):
+        request = make_request(f"r{number}", [number] * 30, max_tokens=30, xargs={"is_last_step": 1})
+        scheduler.add_request(request)
+    most_asked = most_preempted = 0
+    for _ in range(20):
+        num_asked = scheduler.driver.policy.num_asked
+        output = engine.step()
+        most_asked = max(most_asked, scheduler.driver.policy.num_asked - num_asked)
+        most_preempted = max(most_preempted, len(output.preempted_req_ids or ()))
+    assert most_preempted > 2
+    assert most_asked <= 16
+    engine.run()
