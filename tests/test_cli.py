@@ -204,8 +204,11 @@ class Liar(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
-        models = {"/v1/models": b'{"data": [{"id": "m"}]}', "/metrics": b"up 1\n"}
-        self._answer(200, models.get(self.path, b"{}"))
+        key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        models = b"[" * 100_000 if key == "nest" else b'{"data": [5]}' if key == "five" else None
+        metrics = b"x{ 1\n" if key == "page" else b"up 1\n"
+        pages = {"/v1/models": models or b'{"data": [{"id": "m"}]}', "/metrics": metrics}
+        self._answer(200, pages.get(self.path, b"{}"))
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -213,6 +216,8 @@ class Liar(http.server.BaseHTTPRequestHandler):
             self._answer(429, b"too many")
         elif self.headers.get("Authorization") == "Bearer odd":
             self._answer(200, b'{"choices": []}')
+        elif self.headers.get("Authorization") == "Bearer html":
+            self._answer(200, b"<html>")
         else:
             usage = {"prompt_tokens": 60, "completion_tokens": 7}
             message = {"choices": [{"message": {"content": "x"}}], "usage": usage}
@@ -239,6 +244,11 @@ def liar() -> Iterator[str]:
         ("none", "is this a vLLM server"),
         ("full", "429: too many"),
         ("odd", "not what an OpenAI server answers"),
+        ("html", "not what an OpenAI server answers: '<html>'"),
+        ("nest", "/v1/models does not name a model"),
+        ("five", "/v1/models does not name a model"),
+        ("page", "/metrics is no page of Prometheus metrics"),
+        ("a\nb", "the API key (--api-key or $OPENAI_API_KEY) holds a line break"),
     ],
 )
 def test_verify_says_what_it_cannot_check(

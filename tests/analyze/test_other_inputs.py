@@ -255,6 +255,7 @@ def test_the_command_prints_the_report(two_turns: TraceFile, capsys: pytest.Capt
     two_turns.finish("a", 2, 4.0, 8)
     assert main(["analyze", str(two_turns.write())]) == 0
     text = capsys.readouterr().out
+    assert "\n  jobs       1: 1 finished, 0 aborted, 0 unfinished\n" in text
     assert "Job a (it computed most again; others: --job ID): 4.00 s" in text
     assert "80  never kept" in text
     assert "Diagnosis:\n  Nothing" in text

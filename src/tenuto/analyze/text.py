@@ -159,7 +159,7 @@ def _format_results(report: Mapping[str, Any]) -> list[str]:
         # What it means and what to do is the same for all of them: once is enough.
         lines += ["", f"{mode.upper()}, in {len(seen)} of {len(cells)}:"]
         for label, text in (("means", means), ("do", do), *(("seen", each) for each in seen)):
-            lines += _wrap(label, text)
+            lines += _wrap(f"    {label:<6}", text)
     if not found:
         lines += ["", "Diagnosis:", f"  {_NOTHING}"]
     return lines
@@ -190,12 +190,8 @@ def _format_findings(findings: Sequence[Mapping[str, str]]) -> list[str]:
     for finding in findings:
         lines.append(f"  {finding['mode'].upper()}")
         for label in ("seen", "means", "do"):
-            lines += _wrap(label, finding[label])
+            lines += _wrap(f"    {label:<6}", finding[label])
     return lines
-
-
-def _wrap(label: str, text: str) -> list[str]:
-    return textwrap.wrap(f"{label:<6}{text}", WIDTH, initial_indent="    ", subsequent_indent=" " * 10)
 
 
 def format_table(

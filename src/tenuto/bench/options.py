@@ -8,8 +8,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
+from tenuto.bench.address import check_api_key, check_url
 from tenuto.bench.plan import DEFAULT_ARRIVAL, LoadOptions
 from tenuto.core.errors import ConfigError
 
@@ -77,25 +77,6 @@ class BenchOptions:
             )
         if self.retries < 0:
             raise ConfigError(f"--retries must be 0 or more, got {self.retries}")
-
-
-def check_url(url: str) -> None:
-    """Raise ConfigError for what is no server's address."""
-    try:
-        parts = urlsplit(url)
-        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or none that exists
-        is_one = False
-    if not is_one:
-        raise ConfigError(f"--url must be an address like http://localhost:8000, got {url!r}")
-
-
-def check_api_key(key: str | None) -> None:
-    """Raise ConfigError for a key that no header can hold; the key itself is not shown."""
-    if key is not None and not key.isprintable():
-        raise ConfigError(
-            "the API key (--api-key or $OPENAI_API_KEY) holds a line break or control character"
-        )
 
 
 def add_options(parser: argparse.ArgumentParser, *, is_replay: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import httpx
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tenuto.core.errors import DataError
@@ -32,7 +33,7 @@ def read_cache_state(client: httpx.Client) -> CacheState:
     sizes: dict[str, tuple[int, int]] = {}
     retained: float | None = None
     hits = 0.0
-    for family in text_string_to_metric_families(response.text):
+    for family in _parse(client, response.text):
         for sample in family.samples:
             engine = sample.labels.get("engine", "0")
             if sample.name == "vllm:cache_config_info":
@@ -59,6 +60,13 @@ def read_cache_state(client: httpx.Client) -> CacheState:
         num_retained_blocks=None if retained is None else round(retained),
         num_hit_tokens=hits,
     )
+
+
+def _parse(client: httpx.Client, page: str) -> list[Metric]:
+    try:
+        return list(text_string_to_metric_families(page))
+    except ValueError as error:
+        raise DataError(f"{client.base_url}/metrics is no page of Prometheus metrics: {error}") from None
 
 
 def _get_int(labels: dict[str, str], name: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from tenuto.bench.address import check_api_key, check_url
 from tenuto.bench.server_metrics import CacheState, read_cache_state
 from tenuto.core.errors import DataError
 
@@ -75,6 +76,8 @@ def verify(
 
     Raises DataError if the server is not one this can be checked on, httpx.HTTPError if it fails.
     """
+    check_url(url)
+    check_api_key(api_key)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=120) as client:
         return _Check(client, gap_s, say).run()
@@ -89,14 +92,20 @@ class _Check:
         self._messages: list[dict[str, str]] = []
         models = client.get("/v1/models")
         models.raise_for_status()
-        first = models.json()["data"][0]
-        self._model: str = first["id"]
+        try:
+            first = models.json()["data"][0]
+            self._model = str(first["id"])
+            longest = first.get("max_model_len")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(
+                f"{models.url} does not name a model; is this an OpenAI-compatible server?"
+            ) from error
         # Asked first: some of vLLM's metrics appear with its first request.
         self._tokens_per_word = self._measure_tokens_per_word()
         self._before = read_cache_state(client)
         block_size = self._before.block_size
         needed = (PROMPT_BLOCKS[-1] + SPARE_BLOCKS) * block_size
-        room = min(first.get("max_model_len") or needed, self._before.num_blocks * block_size)
+        room = min(longest if type(longest) is int else needed, self._before.num_blocks * block_size)
         if needed > room:
             raise DataError(
                 f"the check needs {needed // block_size} blocks of {block_size} tokens for its context, "
@@ -173,11 +182,11 @@ class _Check:
         response = self._client.post("/v1/chat/completions", json=body)
         if response.is_error:
             raise DataError(f"the server answered {response.status_code}: {response.text[:500]}")
-        answer: dict[str, Any] = response.json()
         try:
+            answer: dict[str, Any] = response.json()
             _ = answer["usage"]["prompt_tokens"], answer["choices"][0]["message"]
-        except (KeyError, IndexError, TypeError):
-            raise DataError(f"not what an OpenAI server answers: {response.text[:500]}") from None
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise DataError(f"not what an OpenAI server answers: {response.text[:500]!r}") from None
         return answer
 
     def _watch_gap(self, expected: int) -> int:

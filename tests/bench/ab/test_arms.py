@@ -35,6 +35,8 @@ def test_arms_as_written(text: str, arm: Arm) -> None:
         ("..=vllm", "wants NAME=URL"),
         ("a=", "'' is none of"),
         ("a=h:8000", "'h:8000' is none of"),
+        ("a=http://", "--arm a must be an address"),
+        ("a=http://h:80a", "--arm a must be an address"),
         ("a=policy:", "'policy:' is none of"),
         ("a=vllm:stock", "is none of"),
         ("a=policy:stock,ttl_s", "key=value pairs, got 'ttl_s'"),

@@ -184,6 +184,8 @@ def test_the_live_picture_and_its_trouble(server: FakeServer, monkeypatch: pytes
     ("options", "named"),
     [
         ({"url": "localhost:8000"}, "--url"),
+        ({"url": "http://h:99999"}, "--url"),
+        ({"url": "http://h", "api_key": "sk-1\nsk-2"}, "API key [^1]* line break"),
         ({"url": "http://x", "interval_s": 0.0}, "--interval"),
         ({"url": "http://x", "window_s": float("nan")}, "--window"),
     ],

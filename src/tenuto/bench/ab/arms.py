@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tenuto.bench.address import check_url
 from tenuto.core.errors import ConfigError
 
 SYNTAX = "NAME=URL, NAME=vllm, NAME=policy:POLICY[,key=value…] or NAME=sim:POLICY[,key=value…]"
@@ -47,6 +48,7 @@ def parse_arm(text: str) -> Arm:
     if not equals or not _NAME.fullmatch(name):
         raise ConfigError(f"--arm wants {SYNTAX}, the name of letters, digits, dots and dashes; got {text!r}")
     if what.startswith(("http://", "https://")):
+        check_url(what, f"--arm {name}")
         return Arm(name, "url", what)
     if what == "vllm":
         return Arm(name, "vllm")

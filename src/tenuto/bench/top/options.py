@@ -7,6 +7,7 @@ import math
 import os
 from dataclasses import dataclass
 
+from tenuto.bench.address import check_api_key, check_url
 from tenuto.core.errors import ConfigError, TenutoError
 
 DESCRIPTION = """\
@@ -42,8 +43,8 @@ class TopOptions:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url must begin with http:// or https://, got {self.url!r}")
+        check_url(self.url)
+        check_api_key(self.api_key)
         for name, value in (("--interval", self.interval_s), ("--window", self.window_s)):
             if not 0.1 <= value < math.inf:
                 raise ConfigError(f"{name} must be a finite number of seconds from 0.1, got {value:g}")
