@@ -1,6 +1,7 @@
-"""What becomes of requests after they started: they are preempted, get their output, finish.
+"""What becomes of requests after they started: they advance, are preempted, get their output, finish.
 
-Source: vllm/v1/core/sched/scheduler.py:_preempt_request, update_from_output and _free_request@0.32.
+Source: vllm/v1/core/sched/scheduler.py:_update_after_schedule, _preempt_request, update_from_output and
+_free_request@0.32.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from tenuto.core.jobs import Finish
 from tenuto.sim.request import Request, Status
 from tenuto.sim.step import Step
+from tenuto.sim.step_cost.batch import StepBatch
 
 if TYPE_CHECKING:
     from tenuto.sim.scheduler import Scheduler
@@ -29,6 +31,40 @@ class Lifecycle:
         self._running = scheduler.running
         self._waiting = scheduler.waiting
         self._offloader = scheduler.offloader
+
+    # Steps.
+
+    def advance(self, step: Step) -> None:
+        """Count a step's tokens as computed, so that the next one can be scheduled at once."""
+        is_async = self._config.max_steps_in_flight > 1
+        chunk_tokens = chunk_context = num_decodes = decode_context = 0
+        num_pairs = 0.0
+        for turn_id, num_tokens in step.num_tokens.items():
+            request = self._requests[turn_id]
+            context = request.num_computed_tokens
+            if num_tokens == 1:
+                num_decodes += 1
+                decode_context += context
+            else:
+                chunk_tokens += num_tokens
+                chunk_context += context
+                num_pairs += num_tokens * (context + num_tokens / 2)
+            request.num_computed_tokens = context + num_tokens
+            if self._offloader is not None:
+                done_s = self._offloader.store_computed(request, self._scheduler.now_s)
+                if self._offloader.is_sync:
+                    step.copies_done_s = max(step.copies_done_s, done_s)
+            request.num_in_flight_tokens += num_tokens
+            request.is_prefill_chunk = context + num_tokens < request.num_tokens + request.num_placeholders
+            if request.is_prefill_chunk:
+                step.chunks.add(turn_id)
+            elif is_async:
+                request.num_placeholders += 1 + step.num_drafts.get(turn_id, 0)
+                request.num_drafts = self._config.num_draft_tokens
+        num_chunks = len(step.num_tokens) - num_decodes
+        step.batch = StepBatch(
+            num_chunks, chunk_tokens, chunk_context, num_pairs, num_decodes, decode_context
+        )
 
     # Preemption.
 

@@ -25,7 +25,6 @@ from tenuto.sim.loading import Loading
 from tenuto.sim.offload import make_offloader
 from tenuto.sim.request import BlockHashes, Request, Status
 from tenuto.sim.step import Step
-from tenuto.sim.step_cost.batch import StepBatch
 from tenuto.sim.tiers import OffloadTiers
 from tenuto.sim.waiting import GetKey, WaitingQueue
 
@@ -103,7 +102,7 @@ class Scheduler:
         self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
-        self._advance(step)
+        self._lifecycle.advance(step)
         for turn_id, num_hit_tokens in (*step.new.items(), *step.resumed.items()):
             self.driver.start(turn_id, now_s, num_hit_tokens)
         return step
@@ -271,38 +270,6 @@ class Scheduler:
         assert fits, f"{request.turn_id} has loaded, but not its blocks"
         self._start(request, Hit(request.num_computed_tokens, ()), step)
         step.give(request, num_new_tokens)
-
-    def _advance(self, step: Step) -> None:
-        """Count a step's tokens as computed, so that the next one can be scheduled at once."""
-        is_async = self.config.max_steps_in_flight > 1
-        chunk_tokens = chunk_context = num_decodes = decode_context = 0
-        num_pairs = 0.0
-        for turn_id, num_tokens in step.num_tokens.items():
-            request = self.requests[turn_id]
-            context = request.num_computed_tokens
-            if num_tokens == 1:
-                num_decodes += 1
-                decode_context += context
-            else:
-                chunk_tokens += num_tokens
-                chunk_context += context
-                num_pairs += num_tokens * (context + num_tokens / 2)
-            request.num_computed_tokens = context + num_tokens
-            if self.offloader is not None:
-                done_s = self.offloader.store_computed(request, self.now_s)
-                if self.offloader.is_sync:
-                    step.copies_done_s = max(step.copies_done_s, done_s)
-            request.num_in_flight_tokens += num_tokens
-            request.is_prefill_chunk = context + num_tokens < request.num_tokens + request.num_placeholders
-            if request.is_prefill_chunk:
-                step.chunks.add(turn_id)
-            elif is_async:
-                request.num_placeholders += 1 + step.num_drafts.get(turn_id, 0)
-                request.num_drafts = self.config.num_draft_tokens
-        num_chunks = len(step.num_tokens) - num_decodes
-        step.batch = StepBatch(
-            num_chunks, chunk_tokens, chunk_context, num_pairs, num_decodes, decode_context
-        )
 
     # Inside.
 
