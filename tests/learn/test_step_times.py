@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.learn.step_times import DEFAULT_KNEE_TOKENS, StepTimes
+from tenuto.learn.step_times import StepTimes
 
 
 def make_times(*, pass_s: float, token_s: float, decode_s: float) -> StepTimes:
@@ -20,14 +20,12 @@ def test_what_was_put_in_comes_out() -> None:
     assert times.get_pass_s() == pytest.approx(0.008, rel=0.01)
     assert times.get_token_s() == pytest.approx(4e-5, rel=0.01)
     assert times.get_decode_s(10) == pytest.approx(0.01, rel=0.01)
-    assert times.get_knee_tokens() == pytest.approx(200, rel=0.02)  # 8 ms / 40 us
     assert times.get_tokens_per_decode() == pytest.approx(5, rel=0.02)  # 200 us / 40 us
 
 
 def test_before_any_step_there_are_defaults() -> None:
     times = StepTimes()
     assert (times.get_token_s(), times.get_pass_s(), times.get_decode_s(5)) == (0.0, 0.0, 0.0)
-    assert times.get_knee_tokens() == DEFAULT_KNEE_TOKENS
 
 
 def test_steps_that_cannot_be_are_ignored() -> None:
@@ -51,4 +49,3 @@ def test_noise_makes_nothing_negative() -> None:
         times.observe(n, n, 0.05 - 0.001 * n)
         times.observe(100 * n, 1, 0.5 - 0.01 * n)
     assert min(times.get_token_s(), times.get_pass_s(), times.get_decode_s(100)) >= 0
-    assert times.get_knee_tokens() > 0

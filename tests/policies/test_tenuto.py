@@ -72,7 +72,7 @@ def test_without_experience_the_first_job_goes_first() -> None:
 def test_less_remaining_work_goes_first_where_it_can_be_foreseen() -> None:
     policy = Tenuto(stretch=100.0)
     teach_steps(policy)
-    teach_jobs(policy, 5)
+    teach_jobs(policy, 5, count=500)
     # Of 5 turns of about 1,000 tokens, at 0.1 ms each, a job with 4 behind it needs 1 more: 0.1 s of work,
     # a new one 5: 0.5 s. So the new one stands (0.5 - 0.1) * 100 = 40 s further back than its arrival.
     for number in range(1, 5):
@@ -177,17 +177,19 @@ def test_jobs_that_never_come_back_hold_nothing() -> None:
     assert isinstance(policy.retain(make_turn("agent"), IDLE), Keep)
 
 
-def test_the_step_budget_grows_with_those_who_wait_and_shrinks_with_those_who_decode() -> None:
+def test_the_step_budget_grows_with_those_who_wait_for_prefill() -> None:
     policy = Tenuto()
     teach_steps(policy)
+    few = dataclasses.replace(IDLE, num_running=40, num_waiting=0)
+    assert policy.step_budget(few) is None  # no turn is known yet
+    teach_jobs(policy, 5)
+    assert policy.step_budget(dataclasses.replace(few, num_running=1)) is None
+    many = dataclasses.replace(IDLE, num_running=4, num_waiting=4000)
+    # Steps have room: those who wait, wait for memory.
+    assert policy.step_budget(many) == policy.step_budget(dataclasses.replace(many, num_waiting=0))
     for _ in range(500):
         policy.on_step(StepView(0.0, 0.1, 1000, 1, is_full=True))
-    # 10 ms a pass, 0.1 ms a token: 100 tokens ride along for free, and 128 is the least to reckon with.
-    few = policy.step_budget(dataclasses.replace(IDLE, num_running=40, num_waiting=0))
-    many = policy.step_budget(dataclasses.replace(IDLE, num_running=4, num_waiting=400))
-    assert few == 512  # 40 + 2 * 128, to the next power of two
-    assert many == 1024  # 4 + 4 * 128
-    assert policy.step_budget(dataclasses.replace(IDLE, num_running=1)) is None
+    assert policy.step_budget(few) < policy.step_budget(many)
 
 
 def test_a_load_behind_a_long_queue_is_not_waited_for() -> None:

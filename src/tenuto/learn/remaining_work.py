@@ -1,6 +1,11 @@
 """How much work a job still has, in prefill tokens, and how well that can be foreseen.
 
-    expected turns left (of jobs that had as many turns already) × work per turn (of this job and of all)
+    left after k turns = job's factor · Σ over i > k of  P(there is an i-th turn) · mean work of i-th turns
+
+Probabilities and means come from all jobs, those still at work included: of the turns that were a job's
+i-th, some ended it and the others were followed by one more. The factor says how far this job's turns so
+far were off the mean of their number; how much that tells of its next ones is itself learned (Bühlmann's credibility, on
+logarithms, because sizes of texts vary by factors).
 
 Predictions are held against what came: their correlation is the trust that they deserve. An order by
 remaining work that is weighted by it falls back to the order of arrival where nothing can be foreseen.
@@ -14,40 +19,82 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.learn.remaining_turns import RemainingTurns
-
-PRIOR_TURNS = 1.0
-"""Turns of its own after which a job's mean work counts as much as that of all jobs."""
+MAX_TURNS = 256
+"""Turns told apart by their number; later ones count as this one."""
+TURN_DECAY = 0.998
+"""What a turn's weight falls to with each later one of its number."""
+JOB_DECAY = 0.995
+"""What a job's weight falls to with each later one, in the spread between and within jobs."""
 DECAY = 0.999
-"""What a turn's weight in the mean of all falls to with each later one."""
+"""What a prediction's weight falls to with each later one."""
+MIN_JOBS = 5
+"""Ended jobs before the spread between and within jobs is taken from them."""
+DEFAULT_CREDIBILITY = 4.0
+"""Turns after which a job's own count as much as those of all jobs, before that is known."""
+CREDIBILITIES = (0.25, 100.0)
+"""What is learned of that stays within these: a job's own turns always count for something."""
 MAX_PREDICTIONS = 64
 """Turns of one job whose predictions are held against what came."""
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Turns of one number: their work, and what came after them. All decay."""
+
+    count: float = 0.0
+    work: float = 0.0
+    num_ended: float = 0.0
+    num_followed: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.work / self.count
 
 
 @dataclass(slots=True)
 class _Job:
     num_turns: int = 0
     work: float = 0.0
+    sum_logs: float = 0.0
+    """Logarithms of its turns' work over the mean of their number; and of the squares."""
+    sum_squares: float = 0.0
     predictions: list[tuple[float, float]] = field(default_factory=list)
     """Work done, and remaining work as predicted then."""
 
 
 class RemainingWork:
-    """Work done per job and turns per job, of the jobs that are known and the latest that ended."""
+    """Work of turns by their number, of all jobs, and of the jobs that are known by themselves.
+
+    All is O(1) amortised: sums over turns are made anew once a sixteenth as many were observed.
+    """
 
     def __init__(self) -> None:
-        self._turns_left = RemainingTurns()
+        self._turns: list[_Turns] = []
         self._jobs: dict[str, _Job] = {}
-        self._sum_work = self._num_turns = 0.0
+        self._spread = _Spread()
         self._agreement = _Agreement()
+        self._work_after: list[float] = []
+        self._num_new = 0
+        """Observed since `_work_after` was made."""
 
     def observe_turn(self, job_id: str, work: float) -> None:
         """A job's turn is done, which took so much work."""
         job = self._jobs.setdefault(job_id, _Job())
+        index = min(job.num_turns, MAX_TURNS - 1)
+        if index == len(self._turns):
+            self._turns.append(_Turns())
+        turns = self._turns[index]
+        turns.count = TURN_DECAY * turns.count + 1
+        turns.work = TURN_DECAY * turns.work + work
+        if index:
+            before = self._turns[index - 1]
+            before.num_followed = TURN_DECAY * before.num_followed + 1
+        log = math.log(max(1.0, work) / max(1.0, turns.mean))
         job.num_turns += 1
         job.work += work
-        self._sum_work = DECAY * self._sum_work + work
-        self._num_turns = DECAY * self._num_turns + 1
+        job.sum_logs += log
+        job.sum_squares += log * log
+        self._num_new += 1
         if len(job.predictions) < MAX_PREDICTIONS:
             job.predictions.append((job.work, self.get_work_left(job_id)))
 
@@ -59,39 +106,98 @@ class RemainingWork:
         # The last prediction is of a job about to end; every job has one, right or wrong.
         for done, predicted in job.predictions[:-1]:
             self._agreement.observe(predicted, job.work - done)
-        self._turns_left.observe(job.num_turns)
+        last = self._turns[min(job.num_turns, MAX_TURNS) - 1]
+        last.num_ended = TURN_DECAY * last.num_ended + 1
+        self._spread.observe(job.num_turns, job.sum_logs, job.sum_squares)
+        self._num_new += 1
 
     def get_work_left(self, job_id: str, next_turn: float | None = None) -> float:
-        """Expected work of a job's turns to come; of the next one where it is known, as that says."""
+        """Expected work of a job's turns to come, one at least.
+
+        `next_turn`: what is known of the next one's work; it counts as that.
+        """
         job = self._jobs.get(job_id)
-        num_turns, work = (0, 0.0) if job is None else (job.num_turns, job.work)
-        mean = self._sum_work / self._num_turns if self._num_turns else 1.0
-        mean = (PRIOR_TURNS * mean + work) / (PRIOR_TURNS + num_turns)
-        num_left = self._turns_left.get_mean_left(num_turns)
-        return mean * num_left if next_turn is None else next_turn + mean * (num_left - 1)
+        num_turns, sum_logs = (0, 0.0) if job is None else (job.num_turns, job.sum_logs)
+        work_after = self._get_work_after()
+        index = min(num_turns, len(work_after) - 1)
+        factor = self._spread.get_factor(num_turns, sum_logs)
+        if next_turn is None:
+            return factor * work_after[index]
+        next_mean = self._turns[index].mean if index < len(self._turns) else 0.0
+        return next_turn + factor * max(0.0, work_after[index] - next_mean)
 
     def get_trust(self) -> float:
         """Correlation between predicted and actual work left, from 0 (none, or unknown) to 1."""
         return self._agreement.get_correlation()
 
     def get_state(self) -> dict[str, Any]:
-        """What was learned of jobs that ended, as JSON can hold it."""
+        """What was learned of all jobs, as JSON can hold it."""
         return {
-            "turns": self._turns_left.get_state(),
-            "work": [self._sum_work, self._num_turns],
+            "turns": [[each.count, each.work, each.num_ended, each.num_followed] for each in self._turns],
+            "spread": self._spread.sums,
             "agreement": self._agreement.sums,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take up what an earlier run learned; raises if it is not a state, and then changes nothing."""
-        turns_left = RemainingTurns(state["turns"])
-        sum_work, num_turns = _get_numbers(state["work"], 2)
-        sums = _get_numbers(state["agreement"], 6)
-        self._turns_left, self._agreement.sums = turns_left, sums
-        self._sum_work, self._num_turns = sum_work, num_turns
+        turns = [_Turns(*_get_numbers(row, 4)) for row in state["turns"]]
+        if len(turns) > MAX_TURNS or any(each.count <= 0 for each in turns):
+            raise ValueError(f"no more than {MAX_TURNS} kinds of turns expected, each seen")
+        spread, agreement = _get_numbers(state["spread"], 6), _get_numbers(state["agreement"], 6)
+        self._turns, self._spread.sums, self._agreement.sums = turns, spread, agreement
+        self._jobs, self._work_after = {}, []
+
+    def _get_work_after(self) -> list[float]:
+        """By turns done: expected work of a job that has one more, in those of a job of factor 1."""
+        if not self._work_after or self._num_new > len(self._turns) // 16:
+            num_ended = sum(each.num_ended for each in self._turns)
+            num_decided = num_ended + sum(each.num_followed for each in self._turns)
+            # How often any turn is the last: what a number seen once or never goes by.
+            share = (num_ended + 0.5) / (num_decided + 1)
+            work = (self._turns[-1].mean if self._turns else 1.0) / share
+            work_after = [work]
+            for turns in reversed(self._turns):
+                last = (turns.num_ended + share) / (turns.num_ended + turns.num_followed + 1)
+                work = turns.mean + (1 - last) * work
+                work_after.append(work)
+            self._work_after, self._num_new = work_after[::-1], 0
+        return self._work_after
 
     def __repr__(self) -> str:
-        return f"RemainingWork({self._jobs!r}, {self._turns_left!r}, {self._agreement!r})"
+        return f"RemainingWork({self._jobs!r}, {self._turns!r}, {self._spread!r}, {self._agreement!r})"
+
+
+class _Spread:
+    """How much turns differ within a job, and jobs' means from each other, on logarithms. All decays."""
+
+    def __init__(self) -> None:
+        self.sums = [0.0] * 6
+
+    def observe(self, num_turns: int, sum_logs: float, sum_squares: float) -> None:
+        """Count a job that ended: sums of its turns' logarithms and of their squares."""
+        mean = sum_logs / num_turns
+        within = max(0.0, sum_squares - num_turns * mean * mean)
+        added = (1.0, mean, mean * mean, 1 / num_turns, within, num_turns - 1.0)
+        self.sums = [JOB_DECAY * total + more for total, more in zip(self.sums, added, strict=True)]
+
+    def get_factor(self, num_turns: int, sum_logs: float) -> float:
+        """By how much a job's next turns are expected to be off the mean, after these."""
+        typical, credibility = self._summarize()
+        return math.exp((sum_logs - num_turns * typical) / (credibility + num_turns))
+
+    def _summarize(self) -> tuple[float, float]:
+        """The mean logarithm of jobs, and the turns after which a job's own count as much as that."""
+        num_jobs, sum_means, sum_squares, sum_inverses, sum_within, num_within = self.sums
+        if num_jobs < MIN_JOBS or num_within < MIN_JOBS:
+            return 0.0, DEFAULT_CREDIBILITY
+        within, typical = sum_within / num_within, sum_means / num_jobs
+        # Part of the spread of means is that of the few turns they are made of.
+        between = sum_squares / num_jobs - typical * typical - within * sum_inverses / num_jobs
+        least, most = CREDIBILITIES
+        return typical, most if between * most <= within else max(least, within / between)
+
+    def __repr__(self) -> str:
+        return f"_Spread({self.sums})"
 
 
 class _Agreement:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 DECAY = 0.998
 """What a step's weight falls to with each later one: a memory of about 500 steps."""
-DEFAULT_KNEE_TOKENS = 256.0
-"""On GPUs from the A100 to the B200 an 8B or a 70B model has its knee between 200 and 310 tokens."""
 MIN_PREFILL_TOKENS = 64
 """Steps with fewer prefill tokens hide them behind the decoding."""
 
@@ -73,16 +71,6 @@ class StepTimes:
     def get_pass_s(self) -> float:
         """Seconds of a step that do not depend on who is in it: one pass over the weights, and the host."""
         return self._decode.get_line()[0]
-
-    def get_knee_tokens(self) -> float:
-        """Prefill tokens that take as long as one pass over the weights: below, they ride along for free.
-
-        Within a factor of its default: a step with prefill has costs of its own, on a CPU above all.
-        """
-        token_s, pass_s = self.get_token_s(), self.get_pass_s()
-        if token_s <= 0 or pass_s <= 0:
-            return DEFAULT_KNEE_TOKENS
-        return min(4 * DEFAULT_KNEE_TOKENS, max(DEFAULT_KNEE_TOKENS / 2, pass_s / token_s))
 
     def get_tokens_per_decode(self) -> float:
         """Prefill tokens that cost what one more decoding request adds to a step; 1 to 50."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,13 +21,13 @@ from tenuto.core.types import (
 )
 from tenuto.learn.remaining_work import RemainingWork, get_mean_left_s
 from tenuto.learn.samples import ToolSamples
+from tenuto.learn.step_size import TurnSizes, choose_step_tokens
 from tenuto.learn.step_times import StepTimes
 
-MULTIPLES = (2, 3, 4)
-"""Step budgets to choose from, in tokens that ride along with one pass over the weights: with 2 a tenth of
-the engine is lost to passes, with 4 a thirtieth, and more would gain less than the longer steps cost."""
 MIN_LOOK_S = 1.0
 """A lease is looked at again no sooner than this: a thousand of them cost a few per cent of a core."""
+MAX_LOOK_S = 5.0
+"""And no later, while memory has a price: the load may have changed."""
 QUIET_LOOK_S = 10.0
 """The same while nobody waits, so that memory has no price."""
 FIRST = -1e12
@@ -83,13 +82,14 @@ class Tenuto(Policy):
     wants: ClassVar[Mapping[str, Any]] = {"offload": "async"}
 
     stretch: float = setting(
-        200.0, "seconds by which a job is put back for each second of work it still needs", minimum=0
+        500.0, "seconds by which a job is put back for each second of work it still needs", minimum=0
     )
     max_idle_s: float = setting(600.0, "seconds after which the KV of a silent job is given up", minimum=0)
     patience: float = setting(
         4.0, "wait for a load this many times as long as computing would take", minimum=0
     )
     _steps: StepTimes = field(init=False, default_factory=StepTimes)
+    _sizes: TurnSizes = field(init=False, default_factory=TurnSizes)
     _work: RemainingWork = field(init=False, default_factory=RemainingWork)
     _tools: ToolSamples = field(init=False, default_factory=ToolSamples)
     _contexts: dict[str, int] = field(init=False, default_factory=dict)
@@ -135,7 +135,8 @@ class Tenuto(Policy):
         left_s, worth_s = self._get_tool_left_s(turn, idle_s), self._get_worth_s(view)
         value = -self._get_place_of(turn.job) if left_s <= worth_s else FIRST
         # Its worth changes with the load, and what is left of the tool's time with those that took longer.
-        look_s = max(left_s, MIN_LOOK_S if worth_s < self.max_idle_s else QUIET_LOOK_S)
+        has_price = worth_s < self.max_idle_s
+        look_s = min(max(left_s, MIN_LOOK_S), MAX_LOOK_S) if has_price else QUIET_LOOK_S
         return Keep(view.now_s + min(look_s, self.max_idle_s), value=value)
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
@@ -171,24 +172,13 @@ class Tenuto(Policy):
     # Steps and loads.
 
     def step_budget(self, view: EngineView) -> int | None:
-        """Room for all that decode, and prefill in pieces of some multiple of a free ride.
-
-        With n times the tokens that ride along free, a step is √(1 + n²) passes long: those who wait lose
-        1 − n/√(1 + n²) of the engine, those who decode 1 − 1/√(1 + n²) of their speed.
-        """
+        """As many tokens as cost those who decode and those who wait the least together."""
         num_others = view.num_running - 1
         if num_others < 1:
             return None
-        # Those who wait for memory are not helped by larger pieces.
+        # Those who wait for memory are not helped by larger steps.
         num_waiting = 1 + self._full_share * (view.num_waiting + view.num_parked)
-
-        def get_loss(multiple: float) -> float:
-            step = math.hypot(1, multiple)
-            return num_waiting * (1 - multiple / step) + num_others * (1 - 1 / step)
-
-        num_tokens = view.num_running + min(MULTIPLES, key=get_loss) * self._steps.get_knee_tokens()
-        # Kernels work in tiles: what does not fill the last ones is lost.
-        return int(2 ** math.ceil(math.log2(num_tokens)))
+        return choose_step_tokens(self._steps, self._sizes, num_others, num_waiting, view.max_step_tokens)
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
         """Unless the link is so busy that computing is there much sooner."""
@@ -211,6 +201,7 @@ class Tenuto(Policy):
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Learn how much work turns are, a generated token counted as the prefill tokens it costs."""
         job_id = turn.job.job_id
+        self._sizes.observe(turn.num_prompt_tokens - turn.num_hit_tokens, turn.num_output_tokens)
         if not turn.is_last:
             self._returns[turn.tool is not None].leave()
         new_tokens = max(1, turn.num_prompt_tokens - self._contexts.get(job_id, 0))

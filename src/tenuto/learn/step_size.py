@@ -1,0 +1,66 @@
+"""How many tokens a step should have, while some decode and others have prompts to compute.
+
+A step of T prefill tokens takes about
+
+    f(T) = what decoding alone takes − pass + √(pass² + (T · token)²)       seconds
+
+as prefill rides along with one pass over the weights until it takes as long itself. Per prefill token
+
+- those who wait for prefill, m turns, lose the step, f(T) / T each;
+- those who decode lose what the step is longer than theirs, f(T) − f(0). How many these are is a matter
+  of T as well: while there is always more to compute, T tokens begin T / w turns a step, and each decodes
+  for L steps, with w the tokens that a turn has to compute and L those that it generates.
+
+So the best T has the least  m · f(T) / T + L · (f(T) − f(0)) / w. Long outputs want small steps, short
+ones and long queues large ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tenuto.learn.step_times import StepTimes
+
+MIN_STEP_TOKENS = 512
+"""On GPUs from the A100 to the B200 smaller steps gain nothing: their kernels lose what decoding wins."""
+DECAY = 0.99
+"""What a turn's weight falls to with each later one."""
+
+
+@dataclass
+class TurnSizes:
+    """Mean tokens that turns compute and generate, of the latest hundred or so."""
+
+    weight: float = 0.0
+    computed: float = 0.0
+    generated: float = 0.0
+
+    def observe(self, num_computed_tokens: int, num_output_tokens: int) -> None:
+        """Count one turn that finished."""
+        self.weight = DECAY * self.weight + 1
+        self.computed = DECAY * self.computed + max(1, num_computed_tokens)
+        self.generated = DECAY * self.generated + num_output_tokens
+
+
+def choose_step_tokens(
+    times: StepTimes, sizes: TurnSizes, num_decoding: int, num_prefilling: float, most: int
+) -> int | None:
+    """Tokens of the next step, those that decode included: a power of two of 512 at least, or `most`.
+
+    `num_prefilling` turns lose while prefill takes its time. None before steps and turns are known.
+    """
+    token_s, pass_s = times.get_token_s(), times.get_pass_s()
+    if token_s <= 0 or not sizes.weight:
+        return None
+    decode_s = times.get_decode_s(num_decoding)
+    decodes_per_token = sizes.generated / sizes.computed
+
+    def get_loss(num_tokens: int) -> float:
+        num_prefill_tokens = max(1, num_tokens - num_decoding)
+        step_s = decode_s - pass_s + math.hypot(pass_s, num_prefill_tokens * token_s)
+        return num_prefilling * step_s / num_prefill_tokens + decodes_per_token * (step_s - decode_s)
+
+    # Kernels work in tiles: what does not fill the last ones is lost.
+    sizes_to_try = [MIN_STEP_TOKENS << n for n in range(16) if MIN_STEP_TOKENS << n < most]
+    return min([*sizes_to_try, most], key=get_loss)
