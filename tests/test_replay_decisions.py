@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,3 +151,17 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_options_of_a_policy_are_for_decisions(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(trace), "--url", "http://127.0.0.1:9", "--option", "ttl_s=1"]) == 2
     assert "--option is for --decisions" in capsys.readouterr().err
+
+
+def test_a_packed_trace_is_replayed_as_far_as_it_goes(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, cut = tmp_path / "whole.jsonl.gz", tmp_path / "cut.jsonl.gz"
+    whole.write_bytes(gzip.compress(trace.read_bytes()))
+    cut.write_bytes(whole.read_bytes()[:-2000])
+    assert main(["replay", "--decisions", str(trace), "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main(["replay", "--decisions", str(whole), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["asked"] == plain["asked"]
+    assert main(["replay", "--decisions", str(cut)]) == 0
+    assert "the compressed file is cut off" in capsys.readouterr().out

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.policy import Policy, load_policy
@@ -191,13 +193,17 @@ def _restore(policy: Policy, state: Any, record: Record) -> None:
     try:
         policy.set_state(state)
     except Exception as error:  # policies are code from outside, and the trace may hold anything
-        raise record.error("state", f"is none that this policy goes on with: {error!r}") from None
+        raise record.error(
+            "state",
+            f"is none that this policy goes on with ({error!r}): another version of it wrote the trace, or "
+            "its file is damaged",
+        ) from None
 
 
 def _read(path: Path, verdict: Verdict) -> Iterator[Record]:
     """The records one by one, for a day's trace is larger than memory; a cut last line is left out."""
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             for number, line in enumerate(file, 1):
                 place = f"{path}:{number}"
                 try:
@@ -213,8 +219,17 @@ def _read(path: Path, verdict: Verdict) -> Iterator[Record]:
                 if not isinstance(value, dict):
                     raise DataError(f"{place}: must be a JSON object, got {str(value)[:60]}")
                 yield Record(place, value)
+    except (EOFError, zlib.error):
+        verdict.cut = f"{path}: the compressed file"
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    with path.open("rb") as file:
+        is_packed = file.read(2) == b"\x1f\x8b"
+    # Its type is no IO, though it is one in all but name.
+    return cast("IO[bytes]", gzip.open(path)) if is_packed else path.open("rb")
 
 
 def format_verdict(verdict: Verdict) -> str:

@@ -116,6 +116,20 @@ def test_output_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.output_bytes > 1000
 
 
+def test_output_without_end_fills_no_disk() -> None:
+    (record,) = run_all("yes")
+    assert record.end == "too much output"
+    assert 0 < record.output_bytes - commands_module.MAX_OUTPUT_BYTES <= commands_module.PIECE_BYTES
+
+
+def test_what_holds_the_output_open_holds_nobody_up() -> None:
+    started_s = time.monotonic()
+    first, second = run_all("setsid sleep 5 & echo x", "head -c 300000 /dev/zero")
+    assert (first.end, first.output_bytes) == ("exited", 2)
+    assert (second.end, second.output_bytes) == ("exited", 300_000)
+    assert time.monotonic() - started_s < 4
+
+
 def test_a_command_that_cannot_start() -> None:
     nul, gone, after = run_all("echo \0", "rm -rf $HOME", "echo x")
     assert (nul.end, nul.exit_status) == ("not started", None)

@@ -17,15 +17,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, Literal, Self
 
 from tenuto.core.errors import ConfigError
 from tenuto.workload.schema import Job, Workload
 
 MAX_OUTPUT_BYTES = 2**20
 """A command that writes more is ended: no agent reads more than that."""
-POLL_S = 0.1
-"""Between looks at a running command's output."""
+PIECE_BYTES = 2**16
+"""Read of a command's output at a time."""
 
 End = Literal["exited", "timeout", "too much output", "not started", "cancelled"]
 
@@ -87,28 +87,30 @@ class CommandRunner:
         started_s = time.monotonic()
         end: End = "cancelled"
         status: int | None = None
-        with tempfile.TemporaryFile() as output:
+        with _Output() as output:
             try:
                 end, status = await self._run(command, self._get_folder(job.job_id), output)
             finally:
-                num_bytes, seconds = os.fstat(output.fileno()).st_size, time.monotonic() - started_s
+                output.drain()
+                seconds = time.monotonic() - started_s
                 self._on_record(
-                    CommandRecord(job.job_id, index + 1, command, end, status, seconds, num_bytes)
+                    CommandRecord(job.job_id, index + 1, command, end, status, seconds, output.num_bytes)
                 )
 
-    async def _run(self, command: str, folder: Path, output: BinaryIO) -> tuple[End, int | None]:
+    async def _run(self, command: str, folder: Path, output: _Output) -> tuple[End, int | None]:
         try:
             process = await asyncio.create_subprocess_exec(
                 *("/bin/sh", "-c", command),
                 cwd=folder,
                 env=_make_environment(folder),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=output.write_end,
+                stderr=output.write_end,
                 start_new_session=True,
             )
         except (OSError, ValueError):  # a folder that was removed, a NUL character, too many processes
             return "not started", None
+        output.close_write_end()
         try:
             end = await self._watch(process, output)
         finally:
@@ -116,22 +118,74 @@ class CommandRunner:
             status = await process.wait()
         return end, status
 
-    async def _watch(self, process: asyncio.subprocess.Process, output: BinaryIO) -> End:
-        end_s = time.monotonic() + self._limit_s
-        while (left_s := end_s - time.monotonic()) > 0:
-            try:
-                await asyncio.wait_for(process.wait(), min(POLL_S, left_s))
-            except TimeoutError:
-                if os.fstat(output.fileno()).st_size > MAX_OUTPUT_BYTES:
-                    return "too much output"
-            else:
-                return "exited"
-        return "timeout"
+    async def _watch(self, process: asyncio.subprocess.Process, output: _Output) -> End:
+        waits = [asyncio.create_task(process.wait()), asyncio.create_task(output.is_too_much.wait())]
+        try:
+            done, _ = await asyncio.wait(waits, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if output.is_too_much.is_set():
+            return "too much output"
+        return "exited" if done else "timeout"
 
     def _get_folder(self, job_id: str) -> Path:
         if job_id not in self._folders:
             self._folders[job_id] = Path(tempfile.mkdtemp(dir=self._root.name))
         return self._folders[job_id]
+
+
+class _Output:
+    """Counts what a command writes, and keeps none of it; a context manager.
+
+    A pipe and no file: a command that writes without end waits for its reader, and fills no disk before
+    anybody looks. Not asyncio's pipe, which would wait for whatever the command left running, too.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.is_too_much = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> Self:
+        """Open it."""
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._loop.add_reader(self._read_end, self._read)
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close both ends."""
+        self._loop.remove_reader(self._read_end)
+        self.close_write_end()
+        os.close(self._read_end)
+
+    def close_write_end(self) -> None:
+        """The command has its own by now."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self.write_end)
+
+    def drain(self) -> None:
+        """Count what is still in the pipe, when the command is over."""
+        while not self.is_too_much.is_set() and self._read():
+            pass
+
+    def _read(self) -> int:
+        """Count one piece; how long it was."""
+        try:
+            length = len(os.read(self._read_end, PIECE_BYTES))
+        except BlockingIOError:
+            return 0
+        self.num_bytes += length
+        if not length or self.num_bytes > MAX_OUTPUT_BYTES:
+            self._loop.remove_reader(self._read_end)
+        if self.num_bytes > MAX_OUTPUT_BYTES:
+            self.is_too_much.set()
+        return length
 
 
 def _make_environment(folder: Path) -> dict[str, str]:
