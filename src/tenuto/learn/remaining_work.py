@@ -4,8 +4,8 @@
 
 Probabilities and means come from all jobs, those still at work included: of the turns that were a job's
 i-th, some ended it and the others were followed by one more. The factor says how far this job's turns so
-far were off the mean of their number; how much that tells of its next ones is itself learned (Bühlmann's credibility, on
-logarithms, because sizes of texts vary by factors).
+far were off the mean of their number; how much that tells of its next ones is itself learned (Bühlmann's
+credibility, on logarithms, because sizes of texts vary by factors).
 
 Predictions are held against what came: their correlation is the trust that they deserve. An order by
 remaining work that is weighted by it falls back to the order of arrival where nothing can be foreseen.
