@@ -43,6 +43,7 @@ class ToyEngine:
     """Implements `tenuto.core.leases.Engine`."""
 
     can_cut = True
+    can_store = True
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class ToyEngine:
 
     # What the driver needs.
 
-    def get_view(self, now_s: float) -> EngineView:
+    def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         return EngineView(
             now_s=now_s,
             block_size=self.block_size,
@@ -176,6 +177,8 @@ class ToyEngine:
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             max_step_tokens=2048,
+            num_leases=num_leases,
+            num_leased_blocks=len(self.coverage),
         )
 
     def get_num_free_blocks(self) -> int:

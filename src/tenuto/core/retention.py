@@ -54,14 +54,7 @@ class Retention:
 
     def get_view(self, now_s: float) -> EngineView:
         """The engine's state with the leases filled in."""
-        view = self._engine.get_view(now_s)
-        if not len(self.leases):
-            return view
-        return dataclasses.replace(
-            view,
-            num_leases=len(self.leases),
-            num_leased_blocks=self._engine.get_num_leased_blocks(),
-        )
+        return self._engine.get_view(now_s, len(self.leases))
 
     def get_turn_view(self, turn: TurnState) -> Turn:
         """A turn that waits or runs, as the policy sees it."""
@@ -114,7 +107,7 @@ class Retention:
         if old is not None and not is_claimed:
             # Its blocks stay referenced by the turn that just finished, or serve nobody any more.
             self.leases.end(old, LeaseEnd.REPLACED)
-        if isinstance(answer, Offload):
+        if isinstance(answer, Offload) and self._engine.can_store:
             self._engine.store(self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens))
         if terms is not None and terms.until_s > self.now_s and not is_claimed:
             blocks = self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)

@@ -29,8 +29,13 @@ class SimEngine:
         self._pool = scheduler.kv.pool
         self.can_cut = scheduler.kv.can_cut
 
-    def get_view(self, now_s: float) -> EngineView:
-        """The engine's state in numbers, without leases."""
+    @property
+    def can_store(self) -> bool:
+        """Whether there is a tier that `store` copies to."""
+        return self._scheduler.offloader is not None
+
+    def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
+        """The engine's state in numbers, with so many leases."""
         scheduler = self._scheduler
         return EngineView(
             now_s=now_s,
@@ -41,6 +46,8 @@ class SimEngine:
             num_waiting=len(scheduler.waiting) - scheduler.waiting.num_parked + scheduler.num_loading,
             max_step_tokens=scheduler.config.max_step_tokens,
             num_parked=scheduler.waiting.num_parked,
+            num_leases=num_leases,
+            num_leased_blocks=self._pool.num_covered_blocks,
             tiers=() if scheduler.offloader is None else scheduler.offloader.get_views(now_s),
         )
 

@@ -21,6 +21,8 @@ class CachedBlocks(list[Any]):
 class VllmEngine:
     """Implements `tenuto.core.leases.Engine` on a vLLM scheduler."""
 
+    can_store = False
+
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
@@ -29,8 +31,8 @@ class VllmEngine:
         self._kept: KeepLastMixin | None = None
         self.can_cut = compat.can_cut_leases(scheduler)
 
-    def get_view(self, now_s: float) -> EngineView:
-        """The engine's state in numbers, without leases."""
+    def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
+        """The engine's state in numbers, with so many leases."""
         scheduler = self._scheduler
         num_running, num_waiting = scheduler.get_request_counts()
         num_parked = scheduler.get_num_parked()
@@ -43,6 +45,8 @@ class VllmEngine:
             num_waiting=num_waiting - num_parked,
             max_step_tokens=scheduler.max_num_scheduled_tokens,
             num_parked=num_parked,
+            num_leases=num_leases,
+            num_leased_blocks=len(self._leased),
         )
 
     def get_num_free_blocks(self) -> int:
