@@ -1,0 +1,1 @@
+"""Scripts that make a table, a figure or a demonstration."""
