@@ -21,8 +21,9 @@ class Engine(Protocol):
     can_cut: bool
     """Whether a lease is still worth something without its tail; if not it is taken back whole."""
 
-    can_store: bool
-    """Whether there is a tier that `store` copies to."""
+    @property
+    def can_store(self) -> bool:
+        """Whether there is a tier that `store` copies to."""
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with so many leases."""
