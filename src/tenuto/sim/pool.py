@@ -89,7 +89,11 @@ class ExtentPool:
         """Cached blocks of a sequence from block `first` up to the first miss, or to before `end`."""
         row = Row()
         for segment, start, stop in path.get_ranges(first, end):
-            for extent, begin, last in get_first_cached(segment.copies[group], start, stop):
+            copies = segment.copies[group]
+            if len(copies) == 1 and copies[0].first <= start and stop <= copies[0].end:
+                row.append(copies[0], start, stop)
+                continue
+            for extent, begin, last in get_first_cached(copies, start, stop):
                 row.append(extent, begin, last)
                 start = last
             if start < stop:
