@@ -2,9 +2,10 @@
 
 A step of T prefill tokens takes about
 
-    f(T) = what decoding alone takes − pass + √(pass² + (T · token)²)       seconds
+    f(T) = what decoding alone takes − ride + √(ride² + (T · token)²)       seconds
 
-as prefill rides along with one pass over the weights until it takes as long itself. Per prefill token
+as prefill rides along with one pass over the weights until it takes as long itself: `ride` is what that
+comes to, at most a pass, and less where kernels gain little from being fed together. Per prefill token
 
 - those who wait for prefill, m turns, lose the step, f(T) / T each;
 - those who decode lose what the step is longer than theirs, f(T) − f(0). How many these are is a matter
@@ -50,15 +51,16 @@ def choose_step_tokens(
 
     `num_prefilling` turns lose while prefill takes its time. None before steps and turns are known.
     """
-    token_s, pass_s = times.get_token_s(), times.get_pass_s()
+    token_s, ride_s = times.get_ride()
     if token_s <= 0 or not sizes.weight:
         return None
     decode_s = times.get_decode_s(num_decoding)
+    ride_s = min(ride_s, decode_s)
     decodes_per_token = sizes.generated / sizes.computed
 
     def get_loss(num_tokens: int) -> float:
         num_prefill_tokens = max(1, num_tokens - num_decoding)
-        step_s = decode_s - pass_s + math.hypot(pass_s, num_prefill_tokens * token_s)
+        step_s = decode_s - ride_s + math.hypot(ride_s, num_prefill_tokens * token_s)
         return num_prefilling * step_s / num_prefill_tokens + decodes_per_token * (step_s - decode_s)
 
     # Kernels work in tiles: what does not fill the last ones is lost.

@@ -3,7 +3,9 @@
     step without prefill:    fixed + decode_s · requests
     step with prefill:       fixed + token_s · prefill tokens + decode_s · requests
 
-Memory-bound decoding and compute-bound prefill share a step, so the two kinds have their own fits.
+Memory-bound decoding and compute-bound prefill share a step, so the two kinds have their own fits. A third
+one is of what prefill adds to a step that decodes for as many; it begins below zero, as prefill rides along
+with a pass over the weights until it takes as long itself.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ DECAY = 0.998
 """What a step's weight falls to with each later one: a memory of about 500 steps."""
 MIN_PREFILL_TOKENS = 64
 """Steps with fewer prefill tokens hide them behind the decoding."""
+MIN_STEPS = 5
+"""Steps of a kind before its fit is used by another."""
 
 
 class _Moments:
@@ -29,14 +33,18 @@ class _Moments:
 
     def get_line(self) -> tuple[float, float]:
         """Intercept and slope, neither negative; a line through the origin where all x are alike."""
+        line = self.try_get_line()
+        if line is None:
+            return 0.0, self.y / self.x if self.x else 0.0
+        return line if line[0] >= 0 else (0.0, self.xy / self.xx)
+
+    def try_get_line(self) -> tuple[float, float] | None:
+        """Intercept, which may be negative, and slope, which may not; None where all x are alike."""
         spread = self.weight * self.xx - self.x * self.x
         if spread <= 1e-6 * self.weight * self.xx:
-            return 0.0, self.y / self.x if self.x else 0.0
+            return None
         slope = max(0.0, (self.weight * self.xy - self.x * self.y) / spread)
-        intercept = (self.y - slope * self.x) / self.weight
-        if intercept < 0:
-            return 0.0, self.xy / self.xx
-        return intercept, slope
+        return (self.y - slope * self.x) / self.weight, slope
 
     def __repr__(self) -> str:
         return f"({self.weight!r}, {self.x!r}, {self.y!r}, {self.xx!r}, {self.xy!r})"
@@ -48,6 +56,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._decode = _Moments()
         self._prefill = _Moments()
+        self._added = _Moments()
 
     def observe(self, num_tokens: int, num_requests: int, duration_s: float) -> None:
         """Count one step: its tokens, and its requests (each counts as one that decodes)."""
@@ -58,6 +67,8 @@ class StepTimes:
             self._decode.observe(num_requests, duration_s)
         else:
             self._prefill.observe(num_tokens, duration_s)
+            if self._decode.weight > MIN_STEPS:
+                self._added.observe(num_prefill_tokens, duration_s - self.get_decode_s(num_requests))
 
     def get_token_s(self) -> float:
         """Seconds that one more prefill token takes; 0 before any was seen."""
@@ -72,10 +83,21 @@ class StepTimes:
         """Seconds of a step that do not depend on who is in it: one pass over the weights, and the host."""
         return self._decode.get_line()[0]
 
+    def get_ride(self) -> tuple[float, float]:
+        """Seconds that a prefill token adds to a step, and seconds of prefill that ride along for free.
+
+        The latter is what a step with much prefill takes less than its tokens and its decoding would one
+        after the other: a whole pass at best, nothing where kernels gain nothing from being fed together.
+        """
+        line = self._added.try_get_line() if self._added.weight > MIN_STEPS else None
+        if line is None:
+            return self.get_token_s(), self.get_pass_s()
+        return line[1] or self.get_token_s(), max(0.0, -line[0])
+
     def get_tokens_per_decode(self) -> float:
         """Prefill tokens that cost what one more decoding request adds to a step; 1 to 50."""
         token_s, decode_s = self.get_token_s(), self._decode.get_line()[1]
         return min(50.0, max(1.0, decode_s / token_s)) if token_s > 0 else 10.0
 
     def __repr__(self) -> str:
-        return f"StepTimes({self._decode!r}, {self._prefill!r})"
+        return f"StepTimes({self._decode!r}, {self._prefill!r}, {self._added!r})"
