@@ -53,7 +53,9 @@ def test_noise_makes_nothing_negative() -> None:
 
 def test_how_much_prefill_rides_along() -> None:
     # Before anything shows otherwise, a pass.
-    assert make_times(pass_s=0.008, token_s=4e-5, decode_s=2e-4).get_ride()[1] == pytest.approx(0.008, rel=0.03)
+    assert make_times(pass_s=0.008, token_s=4e-5, decode_s=2e-4).get_ride()[1] == pytest.approx(
+        0.008, rel=0.03
+    )
     for ride_s in (0.0, 0.003, 0.008):
         times = StepTimes()
         for n in range(1, 41):
