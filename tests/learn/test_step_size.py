@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tenuto.learn.step_size import TurnSizes, choose_step_tokens
+from tenuto.learn.step_size import TurnSizes, choose_step_tokens, count_prefilling
 from tenuto.learn.step_times import StepTimes
 
 MOST = 8192
@@ -68,3 +68,15 @@ def test_sizes_follow_the_latest_turns() -> None:
         sizes.observe(100, 50)
     assert sizes.computed / sizes.weight == pytest.approx(100, rel=0.01)
     assert sizes.generated / sizes.weight == pytest.approx(50, rel=0.01)
+
+
+def test_who_waits_for_memory_is_not_helped_by_larger_steps() -> None:
+    sizes = make_sizes(1000, 20)
+    assert count_prefilling(TurnSizes(), 50, 10**6, 0.5) == 1.0
+    # Steps have room for more: whoever waits does not wait for prefill.
+    assert count_prefilling(sizes, 50, 10**6, 0.0) == 1.0
+    # Half of the steps are full: half of those that wait, and 0.5 / 0.5^2 to come.
+    assert count_prefilling(sizes, 50, 10**6, 0.5) == 1 + 25 + 2
+    # There is room for four of them.
+    assert count_prefilling(sizes, 50, 4000, 0.5) == 1 + 2 + 2
+    assert count_prefilling(sizes, 0, 10**6, 1.0) == pytest.approx(1 + 0.8 / 0.04)

@@ -180,16 +180,17 @@ def test_jobs_that_never_come_back_hold_nothing() -> None:
 def test_the_step_budget_grows_with_those_who_wait_for_prefill() -> None:
     policy = Tenuto()
     teach_steps(policy)
-    few = dataclasses.replace(IDLE, num_running=40, num_waiting=0)
+    few = dataclasses.replace(IDLE, num_running=10, num_waiting=0)
     assert policy.step_budget(few) is None  # no turn is known yet
     teach_jobs(policy, 5)
     assert policy.step_budget(dataclasses.replace(few, num_running=1)) is None
-    many = dataclasses.replace(IDLE, num_running=4, num_waiting=4000)
+    many = dataclasses.replace(few, num_waiting=4000, num_free_blocks=100_000)
     # Steps have room: those who wait, wait for memory.
-    assert policy.step_budget(many) == policy.step_budget(dataclasses.replace(many, num_waiting=0))
+    assert policy.step_budget(many) == policy.step_budget(few)
     for _ in range(500):
         policy.on_step(StepView(0.0, 0.1, 1000, 1, is_full=True))
     assert policy.step_budget(few) < policy.step_budget(many)
+    assert policy.step_budget(few) == policy.step_budget(dataclasses.replace(many, num_free_blocks=0))
 
 
 def test_a_load_behind_a_long_queue_is_not_waited_for() -> None:

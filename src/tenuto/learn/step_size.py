@@ -14,6 +14,10 @@ comes to, at most a pass, and less where kernels gain little from being fed toge
 
 So the best T has the least  m · f(T) / T + L · (f(T) − f(0)) / w. Long outputs want small steps, short
 ones and long queues large ones.
+
+m counts those who would start if only prefill were faster: not those who wait for memory. And those who come
+while the engine is busy wait for what it still has to do: ρ / (1 − ρ)² turns for a queue with one server (the
+derivative of Pollaczek's and Khinchine's mean wait), with ρ the share of steps that are full.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from tenuto.learn.step_times import StepTimes
 
 MIN_STEP_TOKENS = 512
 """On GPUs from the A100 to the B200 smaller steps gain nothing: their kernels lose what decoding wins."""
+MAX_BUSY_SHARE = 0.8
+"""Beyond, the queue that is there says more than the one to expect."""
 DECAY = 0.99
 """What a turn's weight falls to with each later one."""
 
@@ -44,12 +50,24 @@ class TurnSizes:
         self.generated = DECAY * self.generated + num_output_tokens
 
 
+def count_prefilling(sizes: TurnSizes, num_waiting: int, num_free_tokens: int, full_share: float) -> float:
+    """Turns that lose while prefill takes its time, of those that wait and those to come.
+
+    `num_free_tokens`: of KV cache; `full_share`: of the steps, which have no room for more prefill.
+    """
+    if not sizes.weight:
+        return 1.0
+    num_that_fit = num_free_tokens * sizes.weight / sizes.computed
+    busy = min(full_share, MAX_BUSY_SHARE)
+    return 1 + full_share * min(num_waiting, num_that_fit) + busy / (1 - busy) ** 2
+
+
 def choose_step_tokens(
     times: StepTimes, sizes: TurnSizes, num_decoding: int, num_prefilling: float, most: int
 ) -> int | None:
     """Tokens of the next step, those that decode included: a power of two of 512 at least, or `most`.
 
-    `num_prefilling` turns lose while prefill takes its time. None before steps and turns are known.
+    None before steps and turns are known.
     """
     token_s, ride_s = times.get_ride()
     if token_s <= 0 or not sizes.weight:

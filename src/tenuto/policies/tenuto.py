@@ -21,7 +21,7 @@ from tenuto.core.types import (
 )
 from tenuto.learn.remaining_work import RemainingWork, get_mean_left_s
 from tenuto.learn.samples import ToolSamples
-from tenuto.learn.step_size import TurnSizes, choose_step_tokens
+from tenuto.learn.step_size import TurnSizes, choose_step_tokens, count_prefilling
 from tenuto.learn.step_times import StepTimes
 
 MIN_LOOK_S = 1.0
@@ -176,9 +176,10 @@ class Tenuto(Policy):
         num_others = view.num_running - 1
         if num_others < 1:
             return None
-        # Those who wait for memory are not helped by larger steps.
-        num_waiting = 1 + self._full_share * (view.num_waiting + view.num_parked)
-        return choose_step_tokens(self._steps, self._sizes, num_others, num_waiting, view.max_step_tokens)
+        num_waiting = view.num_waiting + view.num_parked
+        num_free_tokens = view.num_free_blocks * view.block_size
+        prefilling = count_prefilling(self._sizes, num_waiting, num_free_tokens, self._full_share)
+        return choose_step_tokens(self._steps, self._sizes, num_others, prefilling, view.max_step_tokens)
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
         """Unless the link is so busy that computing is there much sooner."""
