@@ -25,7 +25,7 @@ def format_section(table: Table, rows: Sequence[Row], records: Records) -> str:
     if OURS in policies and STOCK in policies:
         parts.append(format_ratios(rows, policies, records))
         parts.append(format_percentiles(rows, policies, records))
-    if all(row.group for row in rows):
+    if OURS in policies and STOCK in policies and all(row.group for row in rows):
         parts.append(format_winners(rows, policies, records))
     seeds = sorted({record["seed"] for each in records.values() for record in each})
     about = f"{table.about} Seeds: {', '.join(map(str, seeds))}."

@@ -8,12 +8,13 @@ as prefill rides along with one pass over the weights until it takes as long its
 comes to, at most a pass, and less where kernels gain little from being fed together. Per prefill token
 
 - those who wait for prefill, m turns, lose the step, f(T) / T each;
-- those who decode lose what the step is longer than theirs, f(T) − f(0). How many these are is a matter
-  of T as well: while there is always more to compute, T tokens begin T / w turns a step, and each decodes
-  for L steps, with w the tokens that a turn has to compute and L those that it generates.
+- those who decode, n turns, lose what the step is longer than theirs, (f(T) − f(0)) / T each. How many
+  these are is a matter of T as well: while there is always more to compute, T tokens begin T / w turns a
+  step, and each decodes for L steps, with w the tokens that a turn has to compute and L those that it
+  generates. So n / T is L / w then, and no more than that at other times.
 
-So the best T has the least  m · f(T) / T + L · (f(T) − f(0)) / w. Long outputs want small steps, short
-ones and long queues large ones.
+The best T has the least loss of both together. Long outputs want small steps, short ones and long queues
+large ones.
 
 m counts those who would start if only prefill were faster: not those who wait for memory. And those who come
 while the engine is busy wait for what it still has to do: ρ / (1 − ρ)² turns for a queue with one server (the
@@ -63,23 +64,32 @@ def count_prefilling(sizes: TurnSizes, num_waiting: int, num_free_tokens: int, f
 
 
 def choose_step_tokens(
-    times: StepTimes, sizes: TurnSizes, num_decoding: int, num_prefilling: float, most: int
+    times: StepTimes,
+    sizes: TurnSizes,
+    num_decoding: int,
+    num_prefilling: float,
+    full_share: float,
+    most: int,
 ) -> int | None:
     """Tokens of the next step, those that decode included: a power of two of 512 at least, or `most`.
 
-    None before steps and turns are known.
+    `full_share`: of the steps, as in `count_prefilling`. None before steps and turns are known.
     """
     token_s, ride_s = times.get_ride()
     if token_s <= 0 or not sizes.weight:
         return None
     decode_s = times.get_decode_s(num_decoding)
     ride_s = min(ride_s, decode_s)
-    decodes_per_token = sizes.generated / sizes.computed
+    steady = sizes.generated / sizes.computed
+    # There is always more to compute when one full step follows another.
+    always_more = full_share**2
 
     def get_loss(num_tokens: int) -> float:
         num_prefill_tokens = max(1, num_tokens - num_decoding)
         step_s = decode_s - ride_s + math.hypot(ride_s, num_prefill_tokens * token_s)
-        return num_prefilling * step_s / num_prefill_tokens + decodes_per_token * (step_s - decode_s)
+        present = min(steady, num_decoding / num_prefill_tokens)
+        decoding = always_more * steady + (1 - always_more) * present
+        return num_prefilling * step_s / num_prefill_tokens + decoding * (step_s - decode_s)
 
     # Kernels work in tiles: what does not fill the last ones is lost.
     sizes_to_try = [MIN_STEP_TOKENS << n for n in range(16) if MIN_STEP_TOKENS << n < most]

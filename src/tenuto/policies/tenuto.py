@@ -176,10 +176,13 @@ class Tenuto(Policy):
         num_others = view.num_running - 1
         if num_others < 1:
             return None
+        full_share = self._full_share
         num_waiting = view.num_waiting + view.num_parked
         num_free_tokens = view.num_free_blocks * view.block_size
-        prefilling = count_prefilling(self._sizes, num_waiting, num_free_tokens, self._full_share)
-        return choose_step_tokens(self._steps, self._sizes, num_others, prefilling, view.max_step_tokens)
+        num_prefilling = count_prefilling(self._sizes, num_waiting, num_free_tokens, full_share)
+        return choose_step_tokens(
+            self._steps, self._sizes, num_others, num_prefilling, full_share, view.max_step_tokens
+        )
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
         """Unless the link is so busy that computing is there much sooner."""
