@@ -134,7 +134,7 @@ def test_the_data_set_is_whole_small_and_neutral() -> None:
         assert 0 < float(row["duration_s"]) < 60
         assert float(row["load_1m"]) >= 0 and row["cache"] in ("warm", "cold") and int(row["returncode"]) >= 0
         assert not any(
-            place in row["command"] for place in ("/root", "/home", "/tmp/", "site-packages", "/work/")
+            place in row["command"] for place in ("/root", "/home", "/tmp/", "site-packages", "/work")
         )
         splits.setdefault(row["template"], set()).add(row["split"])
     assert all(len(each) == 1 for each in splits.values())
