@@ -1,6 +1,6 @@
 """The tables of docs/results.md, one command each, resumable.
 
-    python -m runs.results ab8|swe-bench|bfcl|70b|weka|sensitivity|ablation [--seeds 42,1,2] [--write]
+    python -m runs.results ab8|swe-bench|bfcl|70b|weka|sensitivity|options|ablation [--seeds 42,1,2] [--write]
 
 Records go to runs/out/TABLE/results.jsonl, the table to stdout as Markdown; --write puts it into
 docs/results.md and the records' figures into runs/records/TABLE.jsonl. In a cell: mean job time in seconds
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runs.results.figure import draw_options
 from runs.results.rows import OUT, ROOT, TABLES, Row
 from runs.results.tables import format_section, put_section
 from tenuto.sweep.compare import Cell, run_cells
@@ -48,6 +49,9 @@ def main() -> int:
     print(section)
     if parsed.write:
         command = f"python -m runs.results {parsed.table} --seeds {parsed.seeds}"
+        if parsed.table == "options":
+            draw_options(rows, records, ROOT / "docs" / "figures" / "options.svg")
+            section += "\n\n![Ratios to the defaults](figures/options.svg)"
         section += f"\n\nMade by `{command}`; the records are in `runs/records/{parsed.table}.jsonl`."
         write(parsed.table, rows, records, section)
     return 0

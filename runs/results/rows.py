@@ -29,6 +29,13 @@ LAYERED = (
 )
 """With the host tier, where the row has one, also for those whose authors left it out: POLICY/OFFLOAD."""
 FEW = ("stock", "stock-tuned", "continuum/async", "thunderagent/async", "concur/async", "tenuto")
+FACTORS = (0.25, 4.0)
+DEFAULTS = {"stretch": 500.0, "max_idle_s": 600.0, "patience": 4.0}
+"""The options of `tenuto`; a test holds them against the policy."""
+OPTIONS = (
+    "tenuto",
+    *(f"tenuto?{key}={value * factor:g}" for key, value in DEFAULTS.items() for factor in FACTORS),
+)
 PARTS = ("FirstJobFirst", "FullSteps", "NoRetention", "NoPrice", "AnyoneTakes", "NoTier", "AlwaysLoads")
 
 
@@ -44,9 +51,12 @@ class Row:
     column: str = ""
 
     def place(self, policy: str, seed: int) -> tuple[Setup, Load]:
-        """The row's run with a policy, which may name an offload layer: POLICY/OFFLOAD."""
+        """The row's run with a policy: POLICY, POLICY/OFFLOAD with that layer, POLICY?OPTION=NUMBER."""
+        policy, _, option = policy.partition("?")
         name, _, offload = policy.partition("/")
-        setup = dataclasses.replace(self.setup, policy=name, offload=offload or None)
+        key, _, value = option.partition("=")
+        options = {key: float(value)} if option else {}
+        setup = dataclasses.replace(self.setup, policy=name, offload=offload or None, options=options)
         return setup, dataclasses.replace(self.load, seed=seed)
 
 
@@ -193,6 +203,13 @@ TABLES = {
         "after half a minute, with no tool and no hint but the id.",
         FEW,
         make_sensitivity,
+    ),
+    "options": Table(
+        "The options of `tenuto`, a quarter and four times their defaults",
+        "Results should not hang on them: in the figure each option's ratio to its default, the mean over "
+        "the rows and the range.",
+        OPTIONS,
+        make_ablation,
     ),
     "ablation": Table(
         "What each part of `tenuto` is worth",

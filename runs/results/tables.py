@@ -124,7 +124,7 @@ def format_winners(rows: Sequence[Row], policies: Sequence[str], records: Record
 
 
 def get_label(policy: str) -> str:
-    return policy.rpartition(":")[2].replace("/", " / ")
+    return policy.rpartition(":")[2].rpartition("?")[2].replace("/", " / ")
 
 
 def format_markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
