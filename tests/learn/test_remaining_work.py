@@ -94,6 +94,15 @@ def test_before_any_job_there_is_an_answer() -> None:
     assert math.isfinite(work.get_work_left("new")) and work.get_work_left("new") > 0
 
 
+def test_asking_changes_no_later_answer() -> None:
+    asked, silent = RemainingWork(), RemainingWork()
+    for n in range(100):
+        for work in (asked, silent):
+            work.observe_turn("long", 10.0 + n)
+        asked.get_work_left("new")
+    assert asked.get_work_left("long") == silent.get_work_left("long")
+
+
 def test_endless_jobs_need_no_more_than_bounded_memory() -> None:
     work = RemainingWork()
     for _ in range(3 * MAX_TURNS):
@@ -135,6 +144,7 @@ def test_state() -> None:
     [
         {"turns": [[1.0, 2.0]]},
         {"turns": [[0.0, 0.0, 0.0, 0.0]]},
+        {"turns": [[1.0, 5.0, -2.0, 0.0]]},
         {"turns": [[1.0, 1.0, 0.0, 0.0]] * (MAX_TURNS + 1)},
         {"spread": [1.0]},
         {"agreement": [math.nan] * 6},

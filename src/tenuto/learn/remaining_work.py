@@ -74,8 +74,10 @@ class RemainingWork:
         self._spread = _Spread()
         self._agreement = _Agreement()
         self._work_after: list[float] = []
+        """By turns done: expected work of a job that has one more, in those of a job of factor 1."""
         self._num_new = 0
-        """Observed since `_work_after` was made."""
+        """Observed since then."""
+        self._sum_up()
 
     def observe_turn(self, job_id: str, work: float) -> None:
         """A job's turn is done, which took so much work."""
@@ -94,7 +96,7 @@ class RemainingWork:
         job.work += work
         job.sum_logs += log
         job.sum_squares += log * log
-        self._num_new += 1
+        self._count_new()
         if len(job.predictions) < MAX_PREDICTIONS:
             job.predictions.append((job.work, self.get_work_left(job_id)))
 
@@ -109,7 +111,7 @@ class RemainingWork:
         last = self._turns[min(job.num_turns, MAX_TURNS) - 1]
         last.num_ended = TURN_DECAY * last.num_ended + 1
         self._spread.observe(job.num_turns, job.sum_logs, job.sum_squares)
-        self._num_new += 1
+        self._count_new()
 
     def get_work_left(self, job_id: str, next_turn: float | None = None) -> float:
         """Expected work of a job's turns to come, one at least.
@@ -118,13 +120,13 @@ class RemainingWork:
         """
         job = self._jobs.get(job_id)
         num_turns, sum_logs = (0, 0.0) if job is None else (job.num_turns, job.sum_logs)
-        work_after = self._get_work_after()
-        index = min(num_turns, len(work_after) - 1)
+        index = min(num_turns, len(self._work_after) - 1)
+        work = self._work_after[index]
         factor = self._spread.get_factor(num_turns, sum_logs)
         if next_turn is None:
-            return factor * work_after[index]
+            return factor * work
         next_mean = self._turns[index].mean if index < len(self._turns) else 0.0
-        return next_turn + factor * max(0.0, work_after[index] - next_mean)
+        return next_turn + factor * max(0.0, work - next_mean)
 
     def get_trust(self) -> float:
         """Correlation between predicted and actual work left, from 0 (none, or unknown) to 1."""
@@ -141,27 +143,31 @@ class RemainingWork:
     def set_state(self, state: dict[str, Any]) -> None:
         """Take up what an earlier run learned; raises if it is not a state, and then changes nothing."""
         turns = [_Turns(*_get_numbers(row, 4)) for row in state["turns"]]
-        if len(turns) > MAX_TURNS or any(each.count <= 0 for each in turns):
-            raise ValueError(f"no more than {MAX_TURNS} kinds of turns expected, each seen")
+        counts = [count for each in turns for count in (each.work, each.num_ended, each.num_followed)]
+        if len(turns) > MAX_TURNS or any(each.count <= 0 for each in turns) or min(counts, default=0) < 0:
+            raise ValueError(f"no more than {MAX_TURNS} kinds of turns expected, each seen, none negative")
         spread, agreement = _get_numbers(state["spread"], 6), _get_numbers(state["agreement"], 6)
         self._turns, self._spread.sums, self._agreement.sums = turns, spread, agreement
-        self._jobs, self._work_after = {}, []
+        self._jobs = {}
+        self._sum_up()
 
-    def _get_work_after(self) -> list[float]:
-        """By turns done: expected work of a job that has one more, in those of a job of factor 1."""
-        if not self._work_after or self._num_new > len(self._turns) // 16:
-            num_ended = sum(each.num_ended for each in self._turns)
-            num_decided = num_ended + sum(each.num_followed for each in self._turns)
-            # How often any turn is the last: what a number seen once or never goes by.
-            share = (num_ended + 0.5) / (num_decided + 1)
-            work = (self._turns[-1].mean if self._turns else 1.0) / share
-            work_after = [work]
-            for turns in reversed(self._turns):
-                last = (turns.num_ended + share) / (turns.num_ended + turns.num_followed + 1)
-                work = turns.mean + (1 - last) * work
-                work_after.append(work)
-            self._work_after, self._num_new = work_after[::-1], 0
-        return self._work_after
+    def _count_new(self) -> None:
+        self._num_new += 1
+        if self._num_new > len(self._turns) // 16:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        num_ended = sum(each.num_ended for each in self._turns)
+        num_decided = num_ended + sum(each.num_followed for each in self._turns)
+        # How often any turn is the last: what a number seen once or never goes by.
+        share = (num_ended + 0.5) / (num_decided + 1)
+        work = (self._turns[-1].mean if self._turns else 1.0) / share
+        work_after = [work]
+        for turns in reversed(self._turns):
+            last = (turns.num_ended + share) / (turns.num_ended + turns.num_followed + 1)
+            work = turns.mean + (1 - last) * work
+            work_after.append(work)
+        self._work_after, self._num_new = work_after[::-1], 0
 
     def __repr__(self) -> str:
         return f"RemainingWork({self._jobs!r}, {self._turns!r}, {self._spread!r}, {self._agreement!r})"
