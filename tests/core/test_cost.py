@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from tenuto.core.hints import Hints
-from tenuto.core.lineage import Lineage
-from tenuto.core.order import WaitingOrder
+from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.prefix import count_common, hash_blocks
+from tenuto.core.requests.hints import Hints
+from tenuto.core.requests.lineage import Lineage
 from tenuto.core.types import Keep, Strength, ToolCall
 from tests.core.small_policies import KeepFor
 from tests.core.toy_engine import ToyEngine, make_tokens
@@ -148,8 +148,8 @@ class Crowd:
     def expire_one(self) -> None:
         assert self.engine.driver.expire(self.engine.driver.get_next_deadline_s()) == 1
 
-    def take_back(self) -> None:
-        assert self.engine.driver.take_back(1, self.now_s) == 1
+    def reclaim(self) -> None:
+        assert self.engine.driver.reclaim(1, self.now_s) == 1
 
     def make_room(self) -> None:
         self.engine.driver.make_room(1)
@@ -206,7 +206,7 @@ def test_an_event_costs_the_same_among_many(crowds: tuple[Crowd, Crowd], steps: 
 
 
 @pytest.mark.parametrize(
-    ("strength", "step"), [(Strength.HOLD, "take_back"), (Strength.KEEP_LAST, "make_room")]
+    ("strength", "step"), [(Strength.HOLD, "reclaim"), (Strength.KEEP_LAST, "make_room")]
 )
 def test_taking_a_block_back_costs_the_same_among_many(strength: Strength, step: str) -> None:
     few, many = (measure(Crowd(num_jobs, strength), (step,)) for num_jobs in (FEW, MANY))
@@ -220,7 +220,7 @@ def test_nobody_walks_through_all_leases_jobs_or_waiting_turns(strength: Strengt
     for steps in EVENTS:
         for step in steps:
             getattr(crowd, step)()
-    crowd.take_back() if strength is Strength.HOLD else crowd.make_room()
+    crowd.reclaim() if strength is Strength.HOLD else crowd.make_room()
     assert Walked.num_walks == 0
 
 
@@ -242,7 +242,7 @@ def test_a_sort_is_seen() -> None:
 def test_rebuilding_the_order_is_rare() -> None:
     # n changes of n keys: no more than a constant number of heap entries made for each.
     def count_per_change(size: int) -> float:
-        order = WaitingOrder()
+        order = IndexedHeap()
         for number in range(size):
             order.push(f"id-{number}", (Counted(number),))
 

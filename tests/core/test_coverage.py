@@ -7,14 +7,14 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given
 
-from tenuto.core.coverage import Coverage
+from tenuto.core.quota import BlockRefCounts
 
 ids = st.sets(st.integers(0, 12), min_size=1)
 
 
 @given(st.lists(st.tuples(ids, st.integers(0, 9)), max_size=30))
 def test_it_counts_what_a_count_per_block_does(changes: list[tuple[set[int], int]]) -> None:
-    coverage, leases, counts = Coverage(), [], Counter[int]()
+    coverage, leases, counts = BlockRefCounts(), [], Counter[int]()
     for block_ids, number in changes:
         assert coverage.count_new(block_ids) == sum(not counts[each] for each in block_ids)
         if number < 6 or not leases:
@@ -35,7 +35,7 @@ def test_it_counts_what_a_count_per_block_does(changes: list[tuple[set[int], int
 
 
 def test_a_lease_may_be_cut_from_its_tail() -> None:
-    coverage = Coverage()
+    coverage = BlockRefCounts()
     coverage.add([1, 2, 3, 4])
     coverage.add([1, 2, 5])
     coverage.remove([3, 4])

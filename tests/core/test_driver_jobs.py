@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pytest
 
 from tenuto.core.driver import Driver
-from tenuto.core.hints import Hints
 from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.prefix import hash_blocks
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Job, ToolCall, Turn
 from tests.core.small_policies import KeepFor
 from tests.core.toy_engine import ToyEngine, make_tokens
@@ -201,7 +201,7 @@ def test_the_longest_silent_job_is_forgotten_first_and_its_lease_ends() -> None:
     for number, job_id in enumerate("abca"):
         prompt = make_tokens(ord(job_id) * 1000, 8)
         run(engine, f"t{number}", number * 2, prompt, hints=Hints(job_id=job_id), tool=LS)
-    # Two may be silent: a is forgotten when c falls silent, b when the new a does.
+    # Two may be idle: a is forgotten when c falls idle, b when the new a does.
     assert [heard[1] for heard in engine.driver.policy.heard if heard[0] == "job ended"] == ["a", "b"]
     assert set(engine.driver._book.jobs) == {"c", "a"}
     assert len(engine.driver._book.lineage) == 2

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pytest
 
 from tenuto.core.checks import check_integrity
-from tenuto.core.hints import Hints
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Keep, LeaseEnd, Offload, Release, Strength, ToolCall, Turn, Yields
 from tests.core.small_policies import KeepFor
 from tests.core.toy_engine import ToyEngine, make_tokens
@@ -194,7 +194,7 @@ def test_a_prefix_that_many_jobs_share_does_not_use_the_quota_up(limits: Limits,
     assert len(engine.driver.leases) == 20
     assert engine.driver.get_view(0).num_leased_blocks == 5
     # Five others are too many, as 0.25 × 20 = 5; with one lease less nothing changes.
-    engine.driver.take_back(1, 0)
+    engine.driver.reclaim(1, 0)
     engine.driver.make_room(1)
     run_alike(engine, "another", 1)
     assert "another" not in sizes(engine)
@@ -385,7 +385,7 @@ def test_a_renewed_lease_takes_its_new_place_among_those_that_yield() -> None:
             return Keep(view.now_s + 10, value=float(turn.turn_id[1]))
 
         def reconsider(self, lease, view):
-            return Keep(view.now_s + 50, value=9.0, yields=Yields.ON_STALL)
+            return Keep(view.now_s + 50, value=9.0, yields=Yields.ON_DEADLOCK)
 
         def evict_key(self, lease, view):
             return (lease.value,)
@@ -395,11 +395,11 @@ def test_a_renewed_lease_takes_its_new_place_among_those_that_yield() -> None:
     run(engine, 1, 5)
     engine.driver.expire(10)
     assert [lease.terms.value for lease in engine.driver.leases] == [9, 1]
-    engine.driver.take_back(1, 11)
+    engine.driver.reclaim(1, 11)
     assert sizes(engine) == {"j0": 5, "j1": 4}
     # j0's lease yields only on a stall now.
-    assert engine.driver.take_back(20, 11) == 4
-    assert engine.driver.take_back(20, 11, stalled=True) == 5
+    assert engine.driver.reclaim(20, 11) == 4
+    assert engine.driver.reclaim(20, 11, stalled=True) == 5
 
 
 # Pressure on held blocks.
@@ -410,21 +410,21 @@ def test_blocks_are_taken_back_tails_first_in_the_policy_s_order_and_no_more_tha
     for number in range(3):
         run(engine, number, number)
     tail = next(iter(engine.driver.leases)).blocks[3:]
-    assert engine.driver.take_back(2, 4) == 2
+    assert engine.driver.reclaim(2, 4) == 2
     assert sizes(engine) == {"j0": 3, "j1": 5, "j2": 5}
     assert all(block.ref_cnt == 0 for block in tail)
-    assert engine.driver.take_back(4, 4) == 4
+    assert engine.driver.reclaim(4, 4) == 4
     assert sizes(engine) == {"j1": 4, "j2": 5}
     assert ended(engine) == {LeaseEnd.REVOKED: 1}
     assert engine.driver.stats.num_revoked_blocks == 6
-    assert engine.driver.take_back(100, 4) == 9
-    assert engine.driver.take_back(1, 4) == 0
+    assert engine.driver.reclaim(100, 4) == 9
+    assert engine.driver.reclaim(1, 4) == 0
 
 
 def test_what_is_left_of_a_lease_is_still_hit() -> None:
     engine = ToyEngine(KeepFor(), 20)
     run(engine, 0)
-    engine.driver.take_back(2, 1)
+    engine.driver.reclaim(2, 1)
     # The two freed blocks were the most recent of 17 free ones, so 16 others go first.
     assert engine.grab(17, 1)
     come_back(engine, 0, 2)
@@ -440,7 +440,7 @@ def test_blocks_shared_with_a_running_turn_free_nothing_so_more_is_taken() -> No
     engine.start_first(1)
     run(engine, 1, 2)
     # Of j0's 5 blocks only the last is not shared: 1 + 2 of j1's make 3.
-    assert engine.driver.take_back(3, 3) == 3
+    assert engine.driver.reclaim(3, 3) == 3
     assert sizes(engine) == {"j1": 3}
 
 
@@ -449,10 +449,10 @@ def test_the_lease_that_waits_for_a_turn_is_spared_unless_nothing_else_can_run()
     for number in range(2):
         run(engine, number, number)
     come_back(engine, 0, 3)
-    assert engine.driver.take_back(100, 4, for_turn_id="t0b") == 5
+    assert engine.driver.reclaim(100, 4, for_turn_id="t0b") == 5
     assert sizes(engine) == {"j0": 5}
-    assert engine.driver.take_back(100, 4, for_turn_id="t0b") == 0
-    assert engine.driver.take_back(100, 4, for_turn_id="t0b", stalled=True) == 5
+    assert engine.driver.reclaim(100, 4, for_turn_id="t0b") == 0
+    assert engine.driver.reclaim(100, 4, for_turn_id="t0b", stalled=True) == 5
 
 
 def test_a_spared_lease_is_the_last_to_go_on_a_stall() -> None:
@@ -460,7 +460,7 @@ def test_a_spared_lease_is_the_last_to_go_on_a_stall() -> None:
     for number in range(2):
         run(engine, number, number)
     come_back(engine, 0, 3)
-    assert engine.driver.take_back(1, 4, for_turn_id="t0b", stalled=True) == 1
+    assert engine.driver.reclaim(1, 4, for_turn_id="t0b", stalled=True) == 1
     assert sizes(engine) == {"j0": 5, "j1": 4}
 
 
@@ -485,21 +485,21 @@ def test_a_lease_that_yields_on_a_stall_only(always_yield, stalled, expected) ->
     @dataclass
     class Mixed(KeepFor):
         def retain(self, turn, view):
-            yields = Yields.ON_STALL if turn.turn_id == "t0" else Yields.ALWAYS
+            yields = Yields.ON_DEADLOCK if turn.turn_id == "t0" else Yields.ALWAYS
             return Keep(view.now_s + 10, yields=yields)
 
     engine = ToyEngine(Mixed(), 20, limits=Limits(always_yield=always_yield))
     run(engine, 0)
     run(engine, 1)
-    assert engine.driver.take_back(100, 1, stalled=stalled) == expected
+    assert engine.driver.reclaim(100, 1, stalled=stalled) == expected
 
 
 def test_an_engine_that_cannot_use_part_of_a_lease_takes_it_back_whole() -> None:
     engine = ToyEngine(KeepFor(), 20)
-    engine.can_cut = False
+    engine.can_truncate = False
     run(engine, 0)
     run(engine, 1)
-    assert engine.driver.take_back(1, 1) == 5
+    assert engine.driver.reclaim(1, 1) == 5
     assert sizes(engine) == {"j1": 5}
 
 
@@ -588,7 +588,7 @@ def test_what_could_be_taken_back_at_most() -> None:
     engine.arrive("stranger", 1, prompt_of(5))
     assert engine.driver.get_num_reclaimable_blocks("stranger") == 10
     assert engine.driver.get_num_reclaimable_blocks("t0b") == 5  # not those that wait for it
-    assert engine.driver.take_back(100, 2, for_turn_id="t0b") == 5
+    assert engine.driver.reclaim(100, 2, for_turn_id="t0b") == 5
 
 
 def test_the_log_tells_a_job_s_history() -> None:

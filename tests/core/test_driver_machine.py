@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tenuto.core.checks import check_integrity
-from tenuto.core.hints import Hints
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, Strength, ToolCall, Turn, Yields
 from tests.core.toy_engine import ToyEngine, ToyTurn
 
@@ -259,7 +259,7 @@ class DriverMachine(RuleBasedStateMachine):
     def driver_knows_the_turns_and_no_others(self) -> None:
         assert self.driver._turns.keys() == self.engine.turns.keys()
         idle = self.driver._book.jobs.keys() - {turn.job.job_id for turn in self.driver._turns.values()}
-        assert idle == self.driver._book.silent.keys()
+        assert idle == self.driver._book.idle.keys()
         assert len(idle) <= self.limits.max_remembered_jobs
         assert {lease.job_id for lease in self.driver.leases} <= self.driver._book.jobs.keys()
         assert self.driver.num_policy_faults == 0
@@ -275,7 +275,7 @@ class DriverMachine(RuleBasedStateMachine):
         check_integrity(self.engine.pool, self.driver.leases, idle=True)
         assert self.engine.pool.num_free_blocks == NUM_BLOCKS
         assert getattr(self.engine.pool.free_block_queue, "num_kept_blocks", 0) == 0
-        assert len(self.driver._retention._shares) == 0
+        assert len(self.driver._retention._quota) == 0
 
 
 TestDriverMachine = DriverMachine.TestCase

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.core.hints import (
+from tenuto.core.requests.hints import (
     MAX_EXPECTED_TOOL_S,
     MAX_ID_CHARS,
     MAX_TOOL_CHARS,

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tenuto.core.order import WaitingOrder
+from tenuto.core.indexed_heap import IndexedHeap
 
 names = st.sampled_from(["a", "b", "c", "d", "e"])
 keys = st.tuples(st.integers(0, 2), st.sampled_from([0.0, 1.5]))
@@ -24,7 +24,7 @@ operations = st.lists(
 @settings(deadline=None)
 @given(operations)
 def test_it_behaves_as_a_sorted_list(operations: list[tuple]) -> None:
-    order, model = WaitingOrder(), {}
+    order, model = IndexedHeap(), {}
     for operation, *arguments in operations:
         expected = sorted((key, item) for item, key in model.items())
         first = expected[0] if expected else (None, None)
@@ -46,7 +46,7 @@ def test_it_behaves_as_a_sorted_list(operations: list[tuple]) -> None:
 
 
 def test_popping_from_nothing() -> None:
-    order = WaitingOrder()
+    order = IndexedHeap()
     order.push("a", (1,))
     order.discard("a")
     assert order.get_first() is None
@@ -56,14 +56,14 @@ def test_popping_from_nothing() -> None:
 
 
 def test_ties_go_by_id() -> None:
-    order = WaitingOrder()
+    order = IndexedHeap()
     for item in ("c", "a", "b"):
         order.push(item, (1, 2.0))
     assert [order.pop() for _ in range(3)] == ["a", "b", "c"]
 
 
 def test_memory_stays_linear_when_keys_change_all_the_time() -> None:
-    order = WaitingOrder()
+    order = IndexedHeap()
     for number in range(1000):
         order.push(f"id-{number % 10}", (-number,))
         # Pushed last, it goes first: also just after old entries were thrown out.
@@ -73,7 +73,7 @@ def test_memory_stays_linear_when_keys_change_all_the_time() -> None:
 
 
 def test_memory_is_given_back_when_ids_leave() -> None:
-    order = WaitingOrder()
+    order = IndexedHeap()
     for number in range(1000):
         order.push(f"id-{number}", (number,))
     for number in range(1000):
@@ -83,7 +83,7 @@ def test_memory_is_given_back_when_ids_leave() -> None:
 
 def test_keys_of_different_shape_have_an_order_too() -> None:
     # After a fault stock's key stands in for a policy's, whatever the policy's own keys look like.
-    order = WaitingOrder()
+    order = IndexedHeap()
     order.push("policy's", ("low", 3))
     order.push("stock's", (1, 2.0))
     order.push("another's", (1, "x"))
@@ -92,7 +92,7 @@ def test_keys_of_different_shape_have_an_order_too() -> None:
 
 
 def test_iterating_while_the_order_changes() -> None:
-    order = WaitingOrder()
+    order = IndexedHeap()
     for item in "abc":
         order.push(item, (0,))
     assert [order.pop() for _ in order] == ["a", "b", "c"]

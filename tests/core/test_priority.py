@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tenuto.core.hints import Hints
 from tenuto.core.policy import Policy
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Lease, Strength, Turn
 from tests.core.small_policies import KeepFor
 from tests.core.toy_engine import ToyEngine, make_tokens
@@ -30,10 +30,10 @@ class ByArrival(KeepFor):
     def preempt_key(self, turn: Turn, view):
         return (-turn.job.arrival_s,)
 
-    def gives_way(self, lease: Lease, turn: Turn, view) -> bool:
+    def may_reclaim(self, lease: Lease, turn: Turn, view) -> bool:
         return turn.job.arrival_s < lease.turn.job.arrival_s
 
-    def displaces(self, turn: Turn, running: Turn, view) -> bool:
+    def may_preempt(self, turn: Turn, running: Turn, view) -> bool:
         return True
 
 
@@ -76,7 +76,7 @@ def test_the_lowest_priority_s_lease_yields_first(strength: Strength) -> None:
     engine = make_engine(100, ByArrival(strength=strength))
     for number, priority in enumerate((2, 0, 1)):
         lease(engine, number, priority)
-    engine.driver.take_back(1, 9)
+    engine.driver.reclaim(1, 9)
     engine.driver.make_room(1)
     assert [(each.job_id, len(each.blocks)) for each in engine.driver.leases] == [
         ("j0", 4),
@@ -90,19 +90,19 @@ def test_a_renewed_lease_stays_in_the_order_of_priorities() -> None:
     for number, priority in enumerate((2, 0)):
         lease(engine, number, priority)
     assert engine.driver.expire(20) == 0
-    engine.driver.take_back(1, 21)
+    engine.driver.reclaim(1, 21)
     assert [len(each.blocks) for each in engine.driver.leases] == [4, 5]
 
 
 @pytest.mark.parametrize(
-    ("leased", "waiting", "gives_way"),
+    ("leased", "waiting", "may_reclaim"),
     [
         (1, 0, True),  # although its job came first, and the policy would not
         (0, 1, False),
         (1, 1, False),  # among equals the policy decides: it came first
     ],
 )
-def test_a_lease_gives_way_to_a_better_priority(leased: int, waiting: int, gives_way: bool) -> None:
+def test_a_lease_gives_way_to_a_better_priority(leased: int, waiting: int, may_reclaim: bool) -> None:
     engine = make_engine(12)
     lease(engine, 0, leased)
     running = arrive(engine, 1, 0)
@@ -110,7 +110,7 @@ def test_a_lease_gives_way_to_a_better_priority(leased: int, waiting: int, gives
     arrive(engine, 2, waiting)
     assert list(engine.running) == [running]
     # Five blocks are leased and five in use; the turn needs five of twelve.
-    assert engine.start_first(3) == ("t2" if gives_way else None)
+    assert engine.start_first(3) == ("t2" if may_reclaim else None)
 
 
 def test_a_better_priority_s_lease_stays_although_the_policy_would_give_it_up() -> None:
@@ -129,5 +129,5 @@ def test_nobody_is_displaced_by_a_worse_priority() -> None:
     arrive(engine, 0, 0)
     engine.start_first(0)
     worse, equal = arrive(engine, 1, 1), arrive(engine, 2, 0)
-    assert engine.driver.get_displaced(worse, ["t0"], 3) is None
-    assert engine.driver.get_displaced(equal, ["t0"], 3) == "t0"
+    assert engine.driver.get_preempted_for(worse, ["t0"], 3) is None
+    assert engine.driver.get_preempted_for(equal, ["t0"], 3) == "t0"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.asking import to_json
+from tenuto.core.decision_replay import ANSWERS, Replay, from_json
 from tenuto.core.errors import DataError
-from tenuto.core.hints import Hints
 from tenuto.core.limits import Limits
 from tenuto.core.policy import TOLD_HOOKS, Policy, get_policy_names, load_policy
-from tenuto.core.replay import ANSWERS, Replay, from_json
+from tenuto.core.policy_caller import to_json
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import EngineView, Job, Keep, Lease, Strength, ToolCall, Turn, Yields
 from tests.core.toy_engine import ToyEngine, make_tokens
 
@@ -124,7 +124,7 @@ def test_a_policy_that_fails_is_replayed_with_stock_s_answers() -> None:
         Turn("t", Job("j", 1.5, 2), 2.0, 30, expected_tool_s=0.25),
         Lease(Turn("t", Job("j", 1, 1), 2, 3), 1.0, 2.0, Strength.KEEP_LAST, 0.5, 3, next_turn_waiting=True),
         EngineView(1.0, 16, 100, 50, 1, 2, 2048, num_leases=3),
-        Keep(3.0, Strength.KEEP_LAST, 0.1, Yields.ON_STALL),
+        Keep(3.0, Strength.KEEP_LAST, 0.1, Yields.ON_DEADLOCK),
         (1, "a", None, 2.5),
     ],
 )
@@ -134,7 +134,7 @@ def test_views_survive_json(view: Any) -> None:
 
 def test_every_asked_hook_has_its_answer() -> None:
     hooks = {name for name, value in vars(Policy).items() if callable(value) and not name.startswith("_")}
-    assert set(ANSWERS) | set(TOLD_HOOKS) | {"know", "overrides", "get_state", "set_state"} >= hooks
+    assert set(ANSWERS) | set(TOLD_HOOKS) | {"set_oracle", "overrides", "get_state", "set_state"} >= hooks
     assert set(ANSWERS) <= hooks
 
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tenuto.core.hints import Hints
 from tenuto.core.policy import Key, Policy
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import EngineView, Job, Turn
 from tests.core.toy_engine import ToyEngine, make_tokens
 

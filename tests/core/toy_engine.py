@@ -12,14 +12,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.core.blocks import Block, BlockPool, KeepLastQueue
-from tenuto.core.coverage import Coverage
 from tenuto.core.driver import Driver
-from tenuto.core.hints import Hints
+from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
-from tenuto.core.order import WaitingOrder
 from tenuto.core.policy import Policy
 from tenuto.core.prefix import get_hit_blocks, hash_blocks
+from tenuto.core.quota import BlockRefCounts
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import EngineView, Strength, ToolCall
 
 
@@ -42,7 +42,7 @@ class ToyTurn:
 class ToyEngine:
     """Implements `tenuto.core.leases.Engine`."""
 
-    can_cut = True
+    can_truncate = True
     can_store = True
 
     def __init__(
@@ -57,11 +57,11 @@ class ToyEngine:
     ) -> None:
         self.pool = BlockPool(num_blocks + 1)  # and the null block
         self.block_size = block_size
-        self.waiting = WaitingOrder()
+        self.waiting = IndexedHeap()
         self.running: dict[str, ToyTurn] = {}
         self.turns: dict[str, ToyTurn] = {}
         self.stored: list[list[int]] = []
-        self.coverage = Coverage()
+        self.coverage = BlockRefCounts()
         self.driver = Driver(policy, self, limits, by_priority=by_priority, log=log)
         self._kept: KeepLastQueue | None = None
 
@@ -176,7 +176,7 @@ class ToyEngine:
             num_free_blocks=self.pool.num_free_blocks,
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            max_step_tokens=2048,
+            max_num_batched_tokens=2048,
             num_leases=num_leases,
             num_leased_blocks=len(self.coverage),
         )
@@ -245,7 +245,7 @@ class ToyEngine:
         """Take leases back until enough blocks are free; False once none yields any more."""
         stalled = not self.running
         while (missing := count_wanted() - self.pool.num_free_blocks) > 0:
-            if not self.driver.take_back(missing, now_s, for_turn_id=for_turn_id, stalled=stalled):
+            if not self.driver.reclaim(missing, now_s, for_turn_id=for_turn_id, stalled=stalled):
                 return False
         return True
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tenuto.sim.config import EngineConfig, KvConfig
+from tenuto.sim.engine.config import EngineConfig, KvConfig
 from tests.differential.sides import Turn
 from tests.vllm.workerless import MAX_MODEL_LEN, make_config
 
@@ -32,7 +32,7 @@ class Setup:
 
     num_blocks: int = 44
     max_num_seqs: int = 16
-    max_step_tokens: int = 64
+    max_num_batched_tokens: int = 64
     long_prefill_token_threshold: int = 0
     reserve_full_sequence: bool = True
     watermark: float = 0.0
@@ -60,7 +60,7 @@ class Setup:
         )
         return EngineConfig(
             kv=kv,
-            max_step_tokens=self.max_step_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             order=self.order,
@@ -74,7 +74,7 @@ class Setup:
             tenuto=tenuto,
             policy=self.order,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_step_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             scheduler_reserve_full_isl=self.reserve_full_sequence,
             watermark=self.watermark,

@@ -11,11 +11,11 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from tenuto.core.hints import parse_hints
-from tenuto.sim.extents import Extent
-from tenuto.sim.request import BlockHashes, Request
-from tenuto.sim.scheduler import Scheduler
-from tenuto.sim.step import Step
+from tenuto.core.requests.hints import parse_hints
+from tenuto.sim.engine.request import BlockHashes, Request
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.engine.step import Step
+from tenuto.sim.kv.extents import Extent
 from tests.vllm.workerless import make_request
 
 Span = tuple[Hashable, int]

@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request as VllmRequest
 
 from tenuto.core.prefix import count_common
-from tenuto.sim.request import BlockHashes, Request
-from tenuto.sim.segments import Path, Segment
+from tenuto.sim.engine.request import BlockHashes, Request
+from tenuto.sim.kv.segments import Path, Segment
 
 BLOCK_SIZE = 16
 IMAGE_TOKEN = 7

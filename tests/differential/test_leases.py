@@ -16,7 +16,7 @@ from tenuto.core.driver import Driver, Limits
 from tenuto.core.policy import load_policy
 from tenuto.core.types import LeaseEnd
 from tenuto.sim.checks import check_integrity
-from tenuto.sim.scheduler import Scheduler
+from tenuto.sim.engine.scheduler import Scheduler
 from tests.differential.setups import BLOCK_SIZE, Conversations, Setup
 from tests.differential.sides import Names, SimSide, Turn, VllmSide
 from tests.vllm.conftest import Clock

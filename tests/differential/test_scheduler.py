@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import load_policy
 from tenuto.sim.checks import check_integrity
-from tenuto.sim.scheduler import Scheduler
+from tenuto.sim.engine.scheduler import Scheduler
 from tests.differential.setups import BLOCK_SIZE, Conversations, Setup
 from tests.differential.sides import Decision, Names, SimSide, Turn, VllmSide
 
@@ -28,13 +28,13 @@ NUM_ARRIVAL_STEPS = 150
 
 SETUPS = {
     "small cache": Setup(),
-    "small cache, no gate": Setup(reserve_full_sequence=False, max_step_tokens=32),
+    "small cache, no gate": Setup(reserve_full_sequence=False, max_num_batched_tokens=32),
     "priority": Setup(order="priority"),
     "priority, no gate": Setup(order="priority", reserve_full_sequence=False, num_blocks=60),
     "watermark": Setup(watermark=0.15, num_blocks=60),
     "threshold": Setup(long_prefill_token_threshold=24, num_blocks=60),
     "few seats": Setup(max_num_seqs=3, num_blocks=100),
-    "large cache": Setup(num_blocks=300, max_step_tokens=256),
+    "large cache": Setup(num_blocks=300, max_num_batched_tokens=256),
     "one window": Setup(windows=(64,)),
     "hybrid": Setup(windows=(None, 64)),
     "hybrid, several groups": Setup(windows=(None, 40, 40), order="priority"),
@@ -101,7 +101,7 @@ def test_same_decisions_as_vllm(name: str, depth: int) -> None:
     ("name", "difference"),
     [
         ("small cache", {"num_blocks": 45}),
-        ("small cache", {"max_step_tokens": 63}),
+        ("small cache", {"max_num_batched_tokens": 63}),
         ("small cache", {"reserve_full_sequence": False}),
         ("priority", {"order": "fcfs"}),
         ("watermark", {"watermark": 0.0}),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tenuto.core.policy import load_policy
-from tenuto.sim.config import EngineConfig, KvConfig
-from tenuto.sim.loop import Simulation, TurnRecord
-from tenuto.sim.scheduler import Scheduler
-from tenuto.sim.step_cost.batch import StepBatch
-from tenuto.sim.tiers import Link, OffloadTiers, Tier
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.simulation import Simulation, TurnRecord
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload.schema import Job, Span, TurnSpec
 
 
@@ -58,7 +58,7 @@ def make_simulation(
     options: dict | None = None,
     num_blocks: int = 1000,
     max_num_seqs: int = 64,
-    max_step_tokens: int = 2048,
+    max_num_batched_tokens: int = 2048,
     threshold: int = 0,
     host_blocks: int = 0,
     cost: object | None = None,
@@ -66,7 +66,7 @@ def make_simulation(
     """An engine with blocks of 4 tokens, `num_blocks` of them usable, and a fast host tier if asked for."""
     config = EngineConfig(
         kv=KvConfig(num_blocks=num_blocks + 1, block_size=4),
-        max_step_tokens=max_step_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         long_prefill_token_threshold=threshold,
         offload="async" if host_blocks else None,

@@ -59,10 +59,10 @@ def test_a_turn_displaces_one_in_a_worse_queue_and_no_equal() -> None:
     policy.on_turn_arrived(old, 0.0)
     policy.on_turn_started(old, 0.0)
     policy.on_turn_arrived(new, 0.5)
-    assert not policy.displaces(new, old, make_view(0.5))
+    assert not policy.may_preempt(new, old, make_view(0.5))
     policy.on_tick(make_view(1.5))
-    assert policy.displaces(new, old, make_view(1.5))
-    assert not policy.displaces(old, new, make_view(1.5))
+    assert policy.may_preempt(new, old, make_view(1.5))
+    assert not policy.may_preempt(old, new, make_view(1.5))
 
 
 def test_a_preempted_turn_waits_in_its_queue_and_goes_on_from_there() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tenuto.core.hints import Hints
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import (
     EngineView,
     Job,
@@ -19,8 +19,8 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.policies.break_even import BreakEven
-from tenuto.sim.step_cost.batch import StepBatch
+from tenuto.policies.published.break_even import BreakEven
+from tenuto.sim.cost.batch import StepBatch
 from tenuto.workload import load_workload
 from tests.core.toy_engine import ToyEngine, make_tokens
 from tests.policies.simulated import get_ends_s, simulate
@@ -63,7 +63,7 @@ def test_the_published_break_even_times() -> None:
 def test_with_a_tier_the_hold_is_short_and_firm() -> None:
     policy = BreakEven(prefill_token_s=0.001, load_cost_s=0.03)
     answer = policy.retain(make_turn(), dataclasses.replace(VIEW, tiers=HOST))
-    assert answer == Keep(10.4, yields=Yields.ON_STALL)  # 0.03 · 1,600 / 120
+    assert answer == Keep(10.4, yields=Yields.ON_DEADLOCK)  # 0.03 · 1,600 / 120
 
 
 def test_a_short_context_is_not_worth_a_load() -> None:
@@ -108,7 +108,7 @@ def test_its_known_weakness_overloaded_it_is_little_better_than_stock() -> None:
     jobs = load_workload("ab8", jps=3, window_s=12, seed=1).jobs
     mean_s = {}
     for name in ("stock", "break-even", "continuum"):
-        records = simulate(name, jobs, num_blocks=16_000, max_step_tokens=8192, cost=A100Steps())
+        records = simulate(name, jobs, num_blocks=16_000, max_num_batched_tokens=8192, cost=A100Steps())
         ends_s = get_ends_s(records)
         mean_s[name] = sum(ends_s[job.job_id] - job.arrival_s for job in jobs) / len(jobs)
     assert mean_s["break-even"] < 1.02 * mean_s["stock"]

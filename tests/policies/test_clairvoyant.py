@@ -9,10 +9,10 @@ import pytest
 
 from tenuto.core.policy import load_policy
 from tenuto.core.types import EngineView, Job, Keep, Lease, Release, StepView, Strength, Turn
-from tenuto.policies.clairvoyant import FIRST, LATE_S, MIN_LOOK_S, Clairvoyant
-from tenuto.sim.loop import TurnRecord
-from tenuto.sweep.run import Load, run
-from tenuto.sweep.setup import Setup
+from tenuto.policies.oracles.clairvoyant import FIRST, LATE_S, MIN_LOOK_S, Clairvoyant
+from tenuto.sim.machine import Setup
+from tenuto.sim.run import Load, run
+from tenuto.sim.simulation import TurnRecord
 from tenuto.workload import schema
 from tests.policies.simulated import (
     PrefillSteps,
@@ -33,7 +33,7 @@ VIEW = EngineView(10.0, 16, 100, 50, 1, 1, 2048)  # 1,600 tokens of KV
 def make_policy() -> Clairvoyant:
     policy = load_policy("clairvoyant")
     assert isinstance(policy, Clairvoyant)
-    policy.know([LONG, SHORT])
+    policy.set_oracle([LONG, SHORT])
     return policy
 
 
@@ -55,7 +55,7 @@ def learn_token_s(policy: Clairvoyant, token_s: float) -> None:
 def simulate_known(jobs: list[schema.Job], **engine: Any) -> list[TurnRecord]:
     """What the policy does with the jobs told before, as `tenuto simulate` does."""
     simulation = make_simulation("clairvoyant", jobs, **engine)
-    simulation.scheduler.driver.policy.know(jobs)
+    simulation.scheduler.driver.policy.set_oracle(jobs)
     records = simulation.run()
     assert simulation.scheduler.driver.num_policy_faults == 0
     return records
@@ -77,7 +77,7 @@ def test_only_what_a_prompt_does_not_share_is_work() -> None:
     first = schema.TurnSpec((head, rest), schema.Span("out", 1), tool="ls")
     second = schema.TurnSpec((head, schema.Span("summary", 25)), schema.Span("out 2", 2))
     policy = make_policy()
-    policy.know([schema.Job("j", 0.0, (first, second))])
+    policy.set_oracle([schema.Job("j", 0.0, (first, second))])
     # 25 + 20 = 45 for the second; 100 + 10 more for the first.
     assert [policy.queue_key(make_turn("j", number), 0.0)[0] for number in (1, 2)] == [155.0, 45.0]
 
@@ -89,8 +89,8 @@ def test_kv_is_kept_past_the_true_return() -> None:
     assert terms == Keep(10.0 + 5.0 + LATE_S, value=-460.0)
     # Behind it in the order (760 > 460) nobody gets its blocks; those before it do (300 < 460).
     lease = make_lease(make_turn("long", 1), terms)
-    assert not policy.gives_way(lease, make_turn("long", 1), VIEW)
-    assert policy.gives_way(lease, make_turn("short", 1), VIEW)
+    assert not policy.may_reclaim(lease, make_turn("long", 1), VIEW)
+    assert policy.may_reclaim(lease, make_turn("short", 1), VIEW)
 
 
 def test_kv_far_from_its_return_is_anyones_until_that_is_near() -> None:
@@ -101,7 +101,7 @@ def test_kv_far_from_its_return_is_anyones_until_that_is_near() -> None:
     assert isinstance(terms, Keep)
     # In 1.8 s it is back within 3.2 s.
     assert (terms.until_s, terms.value) == (pytest.approx(11.8), FIRST)
-    assert policy.gives_way(make_lease(turn, terms), make_turn("long", 1), VIEW)
+    assert policy.may_reclaim(make_lease(turn, terms), make_turn("long", 1), VIEW)
     later = EngineView(11.9, 16, 100, 50, 1, 1, 2048)
     again = policy.reconsider(make_lease(turn, terms), later)
     assert isinstance(again, Keep)

@@ -6,7 +6,7 @@ import pytest
 
 from tenuto.core.policy import load_policy
 from tenuto.core.types import EngineView, Job, Turn
-from tenuto.policies.concur import Concur
+from tenuto.policies.published.concur import Concur
 from tenuto.workload.schema import Job as SimJob
 from tests.policies.simulated import (
     PrefillSteps,

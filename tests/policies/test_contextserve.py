@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.hints import Hints
 from tenuto.core.limits import Limits
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -31,14 +31,14 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.learn.command_features import FEATURES
-from tenuto.learn.command_times import FORMAT
-from tenuto.policies.contextserve import ContextServe, Speed
+from tenuto.estimators.command_features import FEATURES
+from tenuto.estimators.command_times import FORMAT
+from tenuto.policies.published.contextserve import ContextServe, Speed
 from tests.core.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
 TIERS = (TierView("host", 1000, 0, 1e-4, 0.0),)
-PIN = Keep(13.0, Strength.HOLD, yields=Yields.ON_STALL)  # finished at 10 s + 3 s
+PIN = Keep(13.0, Strength.HOLD, yields=Yields.ON_DEADLOCK)  # finished at 10 s + 3 s
 OPTIONS = list(FEATURES).index("num_options")
 MODEL = {
     "format": FORMAT,
@@ -171,7 +171,7 @@ def test_an_unknown_tool_is_uncertain_and_held_for_continuum_s_ttl() -> None:
     assert policy.retain(turn, VIEW) == Offload()  # nothing waits: B < 1 s
     make_delay(policy, 20.0)
     keep = policy.retain(turn, VIEW)
-    assert isinstance(keep, Keep) and keep.yields is Yields.ON_STALL
+    assert isinstance(keep, Keep) and keep.yields is Yields.ON_DEADLOCK
     # ln B, B = 20 s + the prefill of 100 tokens (milliseconds).
     assert keep.until_s - 10.0 == pytest.approx(math.log(20.0), abs=0.01)
 

@@ -11,9 +11,9 @@ import math
 
 import pytest
 
-from tenuto.core.hints import Hints
 from tenuto.core.limits import Limits
 from tenuto.core.policy import load_policy
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -28,8 +28,8 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.policies.continuum import Continuum
-from tenuto.sim.step_cost.batch import StepBatch
+from tenuto.policies.published.continuum import Continuum
+from tenuto.sim.cost.batch import StepBatch
 from tenuto.workload import load_workload
 from tests.core.toy_engine import ToyEngine, make_tokens
 from tests.policies.simulated import count_recomputed, get_ends_s, simulate
@@ -70,7 +70,7 @@ def get_ttl_s(decision: Decision) -> float:
     """Of a decision made at 10 s."""
     if isinstance(decision, Offload):
         return 0.0
-    assert decision == Keep(decision.until_s, Strength.HOLD, yields=Yields.ON_STALL)
+    assert decision == Keep(decision.until_s, Strength.HOLD, yields=Yields.ON_DEADLOCK)
     return decision.until_s - 10.0
 
 
@@ -334,7 +334,7 @@ def test_its_pins_are_not_the_prototype_s() -> None:
 
 def test_overloaded_it_is_far_better_than_stock_and_not_worse_than_the_prototype() -> None:
     jobs = load_workload("ab8", jps=3, window_s=12, seed=1).jobs
-    engine = {"num_blocks": 16_000, "max_step_tokens": 8192, "cost": ScaledSteps()}
+    engine = {"num_blocks": 16_000, "max_num_batched_tokens": 8192, "cost": ScaledSteps()}
     mean_s, recomputed = {}, {}
     for name, options in (
         ("stock", None),

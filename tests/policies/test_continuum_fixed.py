@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.core.hints import Hints
 from tenuto.core.limits import Limits
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import EngineView, Job, Keep, Lease, Release, Strength, ToolCall, Turn, Yields
-from tenuto.policies.continuum_fixed import ContinuumFixed
+from tenuto.policies.published.continuum_fixed import ContinuumFixed
 from tests.core.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
-PIN = Keep(12.0, Strength.HOLD, yields=Yields.ON_STALL)  # finished at 10 s + 2 s
+PIN = Keep(12.0, Strength.HOLD, yields=Yields.ON_DEADLOCK)  # finished at 10 s + 2 s
 OUTPUT = make_tokens(500, 3)
 
 
@@ -66,7 +66,7 @@ def test_a_call_of_no_known_tool_teaches_nothing() -> None:
 
 
 def test_the_ttl_is_also_the_bound_on_the_mean() -> None:
-    assert make_policy(3.0, ttl_s=5.0).retain(make_turn(), VIEW) == Keep(15.0, yields=Yields.ON_STALL)
+    assert make_policy(3.0, ttl_s=5.0).retain(make_turn(), VIEW) == Keep(15.0, yields=Yields.ON_DEADLOCK)
     assert make_policy(3.0, ttl_s=2.9).retain(make_turn(), VIEW) == Release()
 
 

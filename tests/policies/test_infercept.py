@@ -10,8 +10,8 @@ import dataclasses
 
 import pytest
 
-from tenuto.core.hints import Hints
 from tenuto.core.policy import load_policy
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import (
     EngineView,
     Job,
@@ -25,12 +25,12 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
-from tenuto.policies.infercept import INTERVAL_S, InferCept
-from tenuto.sim.config import EngineConfig, KvConfig
-from tenuto.sim.loop import Simulation
-from tenuto.sim.scheduler import Scheduler
-from tenuto.sim.step_cost.batch import StepBatch
-from tenuto.sim.tiers import Link, OffloadTiers, Tier
+from tenuto.policies.published.infercept import INTERVAL_S, InferCept
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.simulation import Simulation
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tests.core.toy_engine import ToyEngine, make_tokens
 from tests.policies.simulated import make_job
 
@@ -82,7 +82,7 @@ def test_discarding_wastes_half_its_own_memory_and_all_of_the_others() -> None:
 def test_it_is_computed_again_in_chunks_that_fit_a_step() -> None:
     policy = InferCept(prefill_token_s=0.001, prefill_token_pair_s=1e-4)
     # A step has room for 48 − 8 = 40 tokens: 3 chunks of 0.04 + 0.16 s. In one: 0.12 + 1.44 s.
-    view = dataclasses.replace(VIEW, max_step_tokens=48, num_running=8)
+    view = dataclasses.replace(VIEW, max_num_batched_tokens=48, num_running=8)
     assert policy.get_discard_waste(120, view) == pytest.approx(1.56 * 120 / 2 + 3 * 0.2 * 640)
     assert policy.get_discard_waste(120, VIEW) == pytest.approx(1.56 * 120 / 2 + 1.56 * 640)
 
@@ -200,7 +200,10 @@ def make_simulation(policy: str, *, host_chunks: int) -> Simulation:
         for n in range(5)
     ]
     config = EngineConfig(
-        kv=KvConfig(num_blocks=81, block_size=4), offload="asked", offload_chunk_tokens=4, max_step_tokens=256
+        kv=KvConfig(num_blocks=81, block_size=4),
+        offload="asked",
+        offload_chunk_tokens=4,
+        max_num_batched_tokens=256,
     )
     tier = Tier("host", max(1, host_chunks), 1, Link(bytes_per_s=1e4))
     tiers = OffloadTiers([tier]) if host_chunks else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.core.policy import WANTS, Policy, get_policy_names, load_policy
-from tenuto.sweep.setup import Setup, build
+from tenuto.sim.machine import Setup, build
 from tenuto.workload.schema import Job
 from tests.policies.simulated import PrefillSteps, get_ends_s, make_job, simulate
 

@@ -23,11 +23,11 @@ from tenuto.core.types import (
     Turn,
 )
 from tenuto.policies.tenuto import FIRST, Tenuto
-from tenuto.sim.loop import Simulation
-from tenuto.sim.scheduler import Scheduler
-from tenuto.sweep.hints import say_nothing
-from tenuto.sweep.run import Load, run
-from tenuto.sweep.setup import Setup, build
+from tenuto.sim.client_hints import say_nothing
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.machine import Setup, build
+from tenuto.sim.run import Load, run
+from tenuto.sim.simulation import Simulation
 from tenuto.workload import Job as JobSpec
 from tenuto.workload.schema import Span, TurnSpec
 
@@ -162,10 +162,10 @@ def test_a_turn_takes_room_from_those_behind_it_only() -> None:
         name: make_lease(each, idle_s=1.0, value=policy.retain(each, IDLE).value)
         for name, each in {"before": before, "behind": behind}.items()
     }
-    assert not policy.gives_way(leases["before"], turn, IDLE)
-    assert policy.gives_way(leases["behind"], turn, IDLE)
+    assert not policy.may_reclaim(leases["before"], turn, IDLE)
+    assert policy.may_reclaim(leases["behind"], turn, IDLE)
     assert policy.evict_key(leases["behind"], IDLE) < policy.evict_key(leases["before"], IDLE)
-    assert policy.gives_way(make_lease(before, idle_s=1.0, value=FIRST), turn, IDLE)
+    assert policy.may_reclaim(make_lease(before, idle_s=1.0, value=FIRST), turn, IDLE)
 
 
 def test_jobs_that_never_come_back_hold_nothing() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tenuto.report.compare import Group, get_seed_spread, group_runs
-from tenuto.report.fields import Fields
-from tenuto.report.records import Run, get_percentile, read_run
-from tenuto.report.verdict import describe, format_seconds
-from tenuto.report.winners import _name_winner
+from tenuto.records.fields import Fields
+from tenuto.report.html.compare import Group, get_seed_spread, group_runs
+from tenuto.report.html.records import Run, get_percentile, read_run
+from tenuto.report.html.verdict import describe, format_seconds
+from tenuto.report.html.winners import _name_winner
 from tests.report.data import make_record
 
 

@@ -192,7 +192,7 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
         "tenuto",
         1.0,
         7,
-        config={"gpu": "H200", "policy": "tenuto", "options": {"a": 1}, "max_step_tokens": 64},
+        config={"gpu": "H200", "policy": "tenuto", "options": {"a": 1}, "max_num_batched_tokens": 64},
     )
     client = {
         "url": "http://x",

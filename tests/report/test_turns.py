@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tenuto.report.fields import Fields
-from tenuto.report.live_trace import read_trace
-from tenuto.report.sources import Detail
-from tenuto.report.time_charts import MAX_SAMPLES, average_samples
-from tenuto.report.timeline import MAX_TURNS, choose_jobs, make_timeline
-from tenuto.report.trace_events import make_events, write_trace_events
-from tenuto.report.turns import (
+from tenuto.records.fields import Fields
+from tenuto.report.html.live_trace import read_trace
+from tenuto.report.html.sources import Detail
+from tenuto.report.html.time_charts import MAX_SAMPLES, average_samples
+from tenuto.report.html.timeline import MAX_TURNS, choose_jobs, make_timeline
+from tenuto.report.html.trace_events import make_events, write_trace_events
+from tenuto.report.html.turns import (
     Turn,
     get_slices,
     get_tool_end_s,

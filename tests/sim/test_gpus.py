@@ -1,7 +1,7 @@
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.gpus import GPUS, get_gpu
+from tenuto.sim.hardware.gpus import GPUS, get_gpu
 
 NAMES = ["RTX5090", "RTXPRO6000", "A100-40", "A100-80", "L40S", "H100", "H200", "B200"]
 

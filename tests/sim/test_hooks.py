@@ -9,12 +9,12 @@ import pytest
 
 from tenuto.core.policy import Key, Policy
 from tenuto.core.types import EngineView, StepView, Turn
-from tenuto.sim.config import EngineConfig, KvConfig
-from tenuto.sim.loop import Simulation
-from tenuto.sim.request import Request
-from tenuto.sim.scheduler import Scheduler
-from tenuto.sim.step_cost.batch import StepBatch
-from tenuto.sim.tiers import Link, OffloadTiers, Tier
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.request import Request
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.simulation import Simulation
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Span, TurnSpec
 from tests.sim.test_loop import LinearSteps, OneSecondSteps
@@ -31,7 +31,7 @@ class ByPriority(Policy):
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
         return (-turn.priority, -turn.arrival_s)
 
-    def displaces(self, turn: Turn, running: Turn, view: EngineView) -> bool:
+    def may_preempt(self, turn: Turn, running: Turn, view: EngineView) -> bool:
         return turn.priority < running.priority
 
 
@@ -106,7 +106,7 @@ def test_with_displacement_every_turn_is_served(depth: int, num_blocks: int) -> 
         def preempt_key(self, turn: Turn, view: EngineView) -> Key:
             return (turn.job.num_turns, -turn.arrival_s)
 
-        def displaces(self, turn: Turn, running: Turn, view: EngineView) -> bool:
+        def may_preempt(self, turn: Turn, running: Turn, view: EngineView) -> bool:
             return turn.job.num_turns > running.job.num_turns
 
     def make_job(number: int) -> Job:
@@ -120,7 +120,10 @@ def test_with_displacement_every_turn_is_served(depth: int, num_blocks: int) -> 
         return Job(f"job-{number}", 0.1 * number, tuple(turns))
 
     config = EngineConfig(
-        kv=KvConfig(num_blocks=num_blocks), max_step_tokens=256, max_num_seqs=4, max_steps_in_flight=depth
+        kv=KvConfig(num_blocks=num_blocks),
+        max_num_batched_tokens=256,
+        max_num_seqs=4,
+        max_steps_in_flight=depth,
     )
     simulation = Simulation(Scheduler(config, ByJobsEnd()), LinearSteps(), [make_job(n) for n in range(12)])
     records = simulation.run()
@@ -224,10 +227,13 @@ class Watching(Policy):
 
 def simulate(policy: Policy, jobs: Any, *, depth: int, num_blocks: int = 2000, skips: bool = True) -> Any:
     config = EngineConfig(
-        kv=KvConfig(num_blocks=num_blocks), max_step_tokens=2048, max_num_seqs=256, max_steps_in_flight=depth
+        kv=KvConfig(num_blocks=num_blocks),
+        max_num_batched_tokens=2048,
+        max_num_seqs=256,
+        max_steps_in_flight=depth,
     )
     simulation = Simulation(Scheduler(config, policy), LinearSteps(), jobs)
-    simulation.skips_quiet_steps = skips
+    simulation.fast_forwards = skips
     return simulation.run(), simulation
 
 

@@ -7,9 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.gpus import GIB, GPUS, MIB
-from tenuto.sim.kv_budget import FILTERING_SAMPLER_BYTES_PER_LOGIT, ProfileRun, default_profile_run, kv_budget
-from tenuto.sim.models import load_model
+from tenuto.sim.hardware.gpus import GIB, GPUS, MIB
+from tenuto.sim.hardware.kv_budget import (
+    FILTERING_SAMPLER_BYTES_PER_LOGIT,
+    ProfileRun,
+    default_profile_run,
+    kv_budget,
+)
+from tenuto.sim.hardware.models import load_model
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "reference" / "gpus.json"
 LLAMA = load_model("llama-3.1-8b")

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tenuto.core.policy import load_policy
-from tenuto.sim.config import EngineConfig, KvConfig
-from tenuto.sim.loop import Simulation, TurnRecord
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.result import RunInfo, make_record
-from tenuto.sim.scheduler import Scheduler
-from tenuto.sim.step_cost.batch import StepBatch
+from tenuto.sim.simulation import Simulation, TurnRecord
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Span, TurnSpec
 
@@ -39,9 +39,9 @@ class LinearSteps:
 def simulate(
     jobs: tuple[Job, ...], cost: object, *, policy: str = "stock", num_blocks: int = 2000, skips: bool = True
 ) -> list[TurnRecord]:
-    config = EngineConfig(kv=KvConfig(num_blocks=num_blocks), max_step_tokens=2048, max_num_seqs=256)
+    config = EngineConfig(kv=KvConfig(num_blocks=num_blocks), max_num_batched_tokens=2048, max_num_seqs=256)
     simulation = Simulation(Scheduler(config, load_policy(policy)), cost, jobs)  # type: ignore[arg-type]
-    simulation.skips_quiet_steps = skips
+    simulation.fast_forwards = skips
     return simulation.run()
 
 

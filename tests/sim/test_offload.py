@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from tenuto.core.errors import ConfigError, IntegrityError
-from tenuto.core.hints import Hints
 from tenuto.core.policy import Policy, load_policy
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -35,12 +35,12 @@ from tenuto.core.types import (
     Turn,
 )
 from tenuto.sim.checks import check_integrity
-from tenuto.sim.config import EngineConfig, KvConfig
-from tenuto.sim.loop import Simulation, TurnRecord
-from tenuto.sim.request import Request, Status
-from tenuto.sim.scheduler import Scheduler
-from tenuto.sim.step import Step
-from tenuto.sim.tiers import Link, OffloadTiers, Tier
+from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.request import Request, Status
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.engine.step import Step
+from tenuto.sim.simulation import Simulation, TurnRecord
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Span, TurnSpec
 from tests.sim.test_loop import LinearSteps, OneSecondSteps
@@ -435,7 +435,7 @@ def test_chaos(offload: Any, seed: int) -> None:
         num_blocks=rng.choice([16, 30]),
         max_steps_in_flight=1 + seed % 3 // 2,
         max_num_seqs=rng.choice([1, 3, 8]),
-        max_step_tokens=rng.choice([5, 32]),
+        max_num_batched_tokens=rng.choice([5, 32]),
     )
     in_flight: list[Step] = []
     now_s = 0.0
@@ -485,7 +485,7 @@ def simulate(
     """ab8 on a cache of a few contexts, with chunks of 256 tokens and a link slow enough to matter."""
     config = EngineConfig(
         kv=KvConfig(num_blocks=1501),
-        max_step_tokens=2048,
+        max_num_batched_tokens=2048,
         max_num_seqs=64,
         max_steps_in_flight=depth,
         offload=offload,
@@ -493,7 +493,7 @@ def simulate(
     tiers = make_tiers(host_chunks, 100.0)
     jobs = load_workload("ab8", jps=1.5, window_s=8, seed=3).jobs
     simulation = Simulation(Scheduler(config, policy, tiers=tiers), LinearSteps(), jobs)
-    simulation.skips_quiet_steps = skips
+    simulation.fast_forwards = skips
     return simulation.run(), simulation
 
 

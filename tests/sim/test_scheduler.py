@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tenuto.core.hints import Hints
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy, load_policy
+from tenuto.core.requests.hints import Hints
 from tenuto.sim.checks import check_integrity
-from tenuto.sim.config import EngineConfig, KvConfig
-from tenuto.sim.request import Request
-from tenuto.sim.scheduler import Scheduler
-from tenuto.sim.step_cost.batch import StepBatch
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.request import Request
+from tenuto.sim.engine.scheduler import Scheduler
 
 STOCK = load_policy("stock")
 
@@ -50,7 +50,7 @@ def run(scheduler: Scheduler) -> list[dict[str, int]]:
 
 
 def test_a_long_prompt_is_computed_in_chunks() -> None:
-    scheduler = make_scheduler(max_step_tokens=10)
+    scheduler = make_scheduler(max_num_batched_tokens=10)
     scheduler.add_request(make_request("a", 25, 3), 0.0)
     batches = []
     while scheduler.requests:
@@ -68,7 +68,7 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
 
 
 def test_running_requests_come_first_and_share_one_budget() -> None:
-    scheduler = make_scheduler(max_step_tokens=10)
+    scheduler = make_scheduler(max_num_batched_tokens=10)
     scheduler.add_request(make_request("a", 8, 3), 0.0)
     scheduler.add_request(make_request("b", 8, 3), 0.0)
     # a takes 8 of 10, b the other 2; then a decodes with one token and b gets the 6 it lacks.
@@ -76,7 +76,7 @@ def test_running_requests_come_first_and_share_one_budget() -> None:
 
 
 def test_the_threshold_bounds_long_prefills_unless_they_are_alone() -> None:
-    scheduler = make_scheduler(max_step_tokens=20, long_prefill_token_threshold=5)
+    scheduler = make_scheduler(max_num_batched_tokens=20, long_prefill_token_threshold=5)
     scheduler.add_request(make_request("a", 30, 1), 0.0)
     assert step(scheduler) == {"a": 20}
     scheduler.add_request(make_request("b", 12, 1), 0.0)

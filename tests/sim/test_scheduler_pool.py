@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tenuto.core.blocks import Block, BlockPool, KeepLastQueue
 from tenuto.core.prefix import get_hit_blocks
 from tenuto.sim.checks import check_pool
-from tenuto.sim.extents import Row
-from tenuto.sim.pool import ExtentPool
-from tenuto.sim.segments import Path
+from tenuto.sim.kv.extents import Row
+from tenuto.sim.kv.pool import ExtentPool
+from tenuto.sim.kv.segments import Path
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24

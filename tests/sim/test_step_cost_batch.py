@@ -1,10 +1,10 @@
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.gpus import GPUS
-from tenuto.sim.models import load_model
-from tenuto.sim.step_cost import HostedStepCost, HostOverhead, StepBatch, default_backend, load_step_cost
-from tenuto.sim.step_cost import aiconfigurator as aiconfigurator_backend
+from tenuto.sim.cost import HostedStepCost, HostOverhead, StepBatch, default_backend, load_step_cost
+from tenuto.sim.cost import aiconfigurator as aiconfigurator_backend
+from tenuto.sim.hardware.gpus import GPUS
+from tenuto.sim.hardware.models import load_model
 
 
 class TenMilliseconds:
@@ -83,7 +83,7 @@ def test_the_backend_is_named_and_checked() -> None:
 
 def test_tables_are_the_default_only_where_they_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     for installed, expected in (("0.12.0", "tables"), ("0.11.0", "roofline"), (None, "roofline")):
-        monkeypatch.setattr("tenuto.sim.step_cost.installed_version", lambda installed=installed: installed)
+        monkeypatch.setattr("tenuto.sim.cost.installed_version", lambda installed=installed: installed)
         assert default_backend(GPUS["H200"]) == expected
         assert default_backend(GPUS["RTX5090"]) == "roofline"
 

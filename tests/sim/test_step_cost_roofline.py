@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.gpus import GPUS
-from tenuto.sim.models import load_model
-from tenuto.sim.step_cost import RooflineStepCost, StepBatch
+from tenuto.sim.cost import RooflineStepCost, StepBatch
+from tenuto.sim.hardware.gpus import GPUS
+from tenuto.sim.hardware.models import load_model
 
 H200 = GPUS["H200"]
 LLAMA = load_model("llama-3.1-8b")

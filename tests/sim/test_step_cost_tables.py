@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.gpus import GPUS
-from tenuto.sim.models import bundled_models, load_model
-from tenuto.sim.step_cost import RooflineStepCost, StepBatch, load_table_step_cost
-from tenuto.sim.step_cost.aiconfigurator import AICONFIGURATOR_VERSION, installed_version
-from tenuto.sim.step_cost.tables import LENGTHS, TableStepCost
-from tenuto.sweep.setup import Setup, build
+from tenuto.sim.cost import RooflineStepCost, StepBatch, load_table_step_cost
+from tenuto.sim.cost.aiconfigurator import AICONFIGURATOR_VERSION, installed_version
+from tenuto.sim.cost.tables import LENGTHS, TableStepCost
+from tenuto.sim.hardware.gpus import GPUS
+from tenuto.sim.hardware.models import bundled_models, load_model
+from tenuto.sim.machine import Setup, build
 
 needs_tables = pytest.mark.skipif(
     installed_version() != AICONFIGURATOR_VERSION,

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.tiers import Copy, Link, OffloadTiers, Tier
+from tenuto.sim.tiers.tier import Copy, Link, OffloadTiers, Tier
 
 Chain = tuple[str, ...]
 

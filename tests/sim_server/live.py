@@ -14,12 +14,12 @@ import httpx
 from aiohttp import web
 
 from tenuto.sim.checks import check_integrity
+from tenuto.sim.machine import Setup, build
 from tenuto.sim.server.app import make_app
 from tenuto.sim.server.engine import Engine
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.server.pace import Pacer
 from tenuto.sim.server.serve import make_parts
-from tenuto.sweep.setup import Setup, build
 
 T = TypeVar("T")
 QUICK = 100.0
@@ -85,7 +85,7 @@ def serve(
     trace: Any = None,
     **setup: Any,
 ) -> Iterator[Live]:
-    """Run a server until the block ends; other settings are those of `tenuto.sweep.setup.Setup`."""
+    """Run a server until the block ends; other settings are those of `tenuto.sim.machine.Setup`."""
     setup = {"gpu": "H200", "step_cost": "roofline", "kv_tokens": 32_768, **setup}
     machine = build(Setup(policy=policy, **setup))
     options = ServerOptions(policy=policy, api_key=api_key, port=0, speed=speed, tokenizer=tokenizer)

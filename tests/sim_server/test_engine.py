@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.hints import Hints
 from tenuto.core.policy import load_policy
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import ToolCall
 from tenuto.sim.checks import check_integrity
-from tenuto.sim.config import EngineConfig, KvConfig
-from tenuto.sim.loop import Simulation
-from tenuto.sim.scheduler import Scheduler
-from tenuto.sim.segments import Segment
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.kv.segments import Segment
 from tenuto.sim.server.content import ContentTree, Text, TokenIds, make_token_ids
 from tenuto.sim.server.engine import Engine, ServedRequest, Turn
-from tenuto.sim.step_cost.batch import StepBatch
+from tenuto.sim.simulation import Simulation
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job
 
@@ -37,7 +37,10 @@ class LinearSteps:
 
 def make_scheduler(policy: str, num_blocks: int, depth: int = 1) -> Scheduler:
     config = EngineConfig(
-        kv=KvConfig(num_blocks=num_blocks), max_step_tokens=2048, max_num_seqs=256, max_steps_in_flight=depth
+        kv=KvConfig(num_blocks=num_blocks),
+        max_num_batched_tokens=2048,
+        max_num_seqs=256,
+        max_steps_in_flight=depth,
     )
     return Scheduler(config, load_policy(policy))
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.hints import Hints, parse_hints
-from tenuto.core.identity import get_own_session_id, read_hints
+from tenuto.core.requests.hints import Hints, parse_hints
+from tenuto.core.requests.identity import get_own_session_id, read_hints
 from tenuto.vllm.identity import Middleware
 from tests.sim_server.live import Live, serve
 

@@ -20,15 +20,15 @@ import httpx
 import pytest
 
 from tenuto import cli
-from tenuto.bench import run as run_module
-from tenuto.bench.files import METRICS, TURNS, RunFiles
-from tenuto.bench.options import BenchOptions
-from tenuto.bench.plan import LoadOptions, make_workload
-from tenuto.sim.loop import Simulation
+from tenuto.client.load import run as run_module
+from tenuto.client.load.files import METRICS, TURNS, RunFiles
+from tenuto.client.load.options import BenchOptions
+from tenuto.client.load.plan import LoadOptions, make_workload
+from tenuto.records.trace import TraceWriter
+from tenuto.sim.machine import Setup, build
 from tenuto.sim.result import get_durations
 from tenuto.sim.server.options import ServerOptions
-from tenuto.sweep.setup import Setup, build
-from tenuto.trace import TraceWriter
+from tenuto.sim.simulation import Simulation
 from tenuto.workload.schema import Job
 from tests.sim_server.live import Live, serve
 

@@ -12,11 +12,11 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
-from tenuto.sweep.compare import RESULTS, read_results
-from tenuto.sweep.plan import make_plans
-from tenuto.sweep.run import Load
-from tenuto.sweep.setup import Setup
-from tenuto.sweep.table import format_rows, make_rows
+from tenuto.sim.machine import Setup
+from tenuto.sim.plan import make_plans
+from tenuto.sim.run import Load
+from tenuto.sim.sweep import RESULTS, read_results
+from tenuto.sim.sweep_table import format_rows, make_rows
 
 COMPARE = [
     *("compare", "--gpu", "L40S", "--policies", "stock,continuum-fixed", "--jps", "0.5,1", "--window", "6"),

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from tenuto.sim.step_cost.aiconfigurator import AICONFIGURATOR_VERSION, installed_version
-from tenuto.sweep.run import Load, run
-from tenuto.sweep.setup import Setup
+from tenuto.sim.cost.aiconfigurator import AICONFIGURATOR_VERSION, installed_version
+from tenuto.sim.machine import Setup
+from tenuto.sim.run import Load, run
 
 if installed_version() != AICONFIGURATOR_VERSION:
     pytest.skip(f"aiconfigurator-core=={AICONFIGURATOR_VERSION} is not installed", allow_module_level=True)
 
 PUBLISHED = json.loads(
-    (Path(__file__).parents[2] / "runs" / "published" / "ab8_h200.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[2] / "experiments" / "published" / "ab8_h200.json").read_text(encoding="utf-8")
 )
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tenuto import cli
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.sim.step_cost import FittedStepCost, StepBatch
-from tenuto.sweep.setup import Setup, build
+from tenuto.sim.cost import FittedStepCost, StepBatch
+from tenuto.sim.machine import Setup, build
 
 
 def write_observations(path: Path, *, link: bool = False) -> Path:

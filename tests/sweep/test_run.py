@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.config import KvConfig
-from tenuto.sim.kv_cache import KvCache
-from tenuto.sweep.cut import cut_to_fit
-from tenuto.sweep.files import Occupancy, write_run
-from tenuto.sweep.run import Load, run
-from tenuto.sweep.setup import Setup
+from tenuto.sim.engine.config import KvConfig
+from tenuto.sim.kv.kv_cache import KvCache
+from tenuto.sim.machine import Setup
+from tenuto.sim.occupancy import Occupancy, write_run
+from tenuto.sim.run import Load, run
+from tenuto.sim.truncate import truncate_to_fit
 from tenuto.workload import Job, Workload
 from tenuto.workload.schema import After, Span, TurnSpec
 
@@ -55,7 +55,7 @@ def test_a_job_alone_has_a_slowdown_of_one() -> None:
 
 def test_the_same_under_every_hash_seed() -> None:
     code = (
-        "import json; from tests.sweep.test_run import SMALL, LOAD; from tenuto.sweep.run import run\n"
+        "import json; from tests.sweep.test_run import SMALL, LOAD; from tenuto.sim.run import run\n"
         "import dataclasses\n"
         "for policy in ('stock', 'continuum-fixed', 'offload-async', 'tenuto'):\n"
         "    record = run(dataclasses.replace(SMALL, policy=policy), LOAD).record; del record['wall_s']\n"
@@ -115,7 +115,7 @@ def test_jobs_do_not_wait_for_what_was_left_out() -> None:
     waits = (After("job", 1, "sent"), After("job", 0, "finished"))
     child = Job("child", 0.0, (make_turn("c", 50, *waits),), parent="job")
     jobs = (Job("job", 0.0, (short, long, make_turn("d", 100))), child, Job("huge", 0.0, (long,)))
-    workload, num_cut = cut_to_fit(Workload("w", jobs), kv)
+    workload, num_cut = truncate_to_fit(Workload("w", jobs), kv)
     assert num_cut == 3
     assert [(job.job_id, len(job.turns)) for job in workload.jobs] == [("job", 1), ("child", 1)]
     assert workload.jobs[1].turns[0].after == (After("job", 0, "finished"),)

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from tenuto.core.errors import ConfigError, PolicyError
-from tenuto.sim.gpus import GIB
-from tenuto.sweep.setup import Setup, build
+from tenuto.sim.hardware.gpus import GIB
+from tenuto.sim.machine import Setup, build
 
 
 def make(**settings: object) -> Setup:
@@ -73,7 +73,7 @@ def test_what_has_no_measured_times_runs_on_the_roofline_and_says_so() -> None:
 
 
 def test_without_the_package_of_tables_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenuto.sim.step_cost.installed_version", lambda: None)
+    monkeypatch.setattr("tenuto.sim.cost.installed_version", lambda: None)
     machine = build(Setup(gpu="H200"))
     assert machine.step_cost_name == "roofline"
     assert "pip install 'tenuto[tables]'" in machine.notes[0]
@@ -118,7 +118,11 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
         ({"gpu": "L40S", "model": "llama-3.1-70b"}, ConfigError, "leaves no KV cache"),
         ({"offload": "async", "gpu": "H100", "model": "gpt-oss-20b"}, ConfigError, "full attention"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs must be a finite number above 0"),
-        ({"max_step_tokens": 0}, ConfigError, "max_num_batched_tokens must be a finite number above 0"),
+        (
+            {"max_num_batched_tokens": 0},
+            ConfigError,
+            "max_num_batched_tokens must be a finite number above 0",
+        ),
         ({"max_model_len": -1}, ConfigError, "max_model_len must be"),
         ({"gpu_memory_utilization": 0.0}, ConfigError, "gpu_memory_utilization must be"),
         ({"kv_tokens": 17}, ConfigError, "kv_tokens must be two blocks of 16 or more, got 17"),

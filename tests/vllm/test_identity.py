@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tenuto.core.hints import JOB_HEADERS
+from tenuto.core.requests.hints import JOB_HEADERS
 from tenuto.vllm import identity
 from tests.vllm.asgi import REQUEST, get_xargs, post
 

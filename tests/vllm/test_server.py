@@ -21,8 +21,8 @@ pytest.importorskip("vllm")
 from openai import AsyncOpenAI, OpenAI
 
 from tenuto import cli
-from tenuto.bench.local_server import LocalServer, ServerError, run_server
-from tenuto.bench.server_metrics import read_cache_state
+from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
+from tenuto.client.servers.server_metrics import read_cache_state
 
 MODEL = os.environ.get("TENUTO_TEST_MODEL", "")
 BLOCK_SIZE = 32

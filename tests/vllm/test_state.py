@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 import tenuto.vllm
 from tenuto.core.errors import ConfigError
-from tenuto.state import load_state
+from tenuto.vllm.state import load_state
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 

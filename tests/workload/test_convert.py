@@ -20,7 +20,7 @@ from tenuto.workload.convert.blocks import BlockIds
 from tenuto.workload.convert.losses import find_losses
 from tenuto.workload.convert.options import NAMES
 from tenuto.workload.convert.write import FORMATS, write_trace
-from tenuto.workload.hash_ids import HashedPrompt, make_prompts
+from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.load import load_workload
 from tenuto.workload.schema import After, Job, Span, TurnSpec, count_shared_tokens
 from tests.workload.test_workload_tenuto_jsonl import workloads

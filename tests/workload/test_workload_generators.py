@@ -12,12 +12,12 @@ import sys
 
 import pytest
 
-from tenuto.workload.ab8 import ab8_jobs
-from tenuto.workload.agent import PART_CV, SLOW_SHARE
-from tenuto.workload.bfcl import BFCL, bfcl_jobs
+from tenuto.workload.generators.ab8 import ab8_jobs
+from tenuto.workload.generators.agent import PART_CV, SLOW_SHARE
+from tenuto.workload.generators.bfcl import BFCL, bfcl_jobs
+from tenuto.workload.generators.swe_bench import SWE_BENCH, swe_bench_jobs
 from tenuto.workload.load import load_workload
 from tenuto.workload.schema import Span, count_shared_tokens
-from tenuto.workload.swe_bench import SWE_BENCH, swe_bench_jobs
 
 NUM_JOBS = 3000
 FAMILIES = [(SWE_BENCH, "swe_bench"), (BFCL, "bfcl_web")]

@@ -7,10 +7,10 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.workload.hash_ids import HashedPrompt, make_prompts
+from tenuto.records.strict_fields import read_records
+from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
+from tenuto.workload.formats.mooncake import read_mooncake
 from tenuto.workload.load import load_workload
-from tenuto.workload.mooncake import read_mooncake
-from tenuto.workload.records import read_records
 from tenuto.workload.schema import count_shared_tokens
 
 

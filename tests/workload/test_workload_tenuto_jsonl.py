@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.core.errors import DataError
+from tenuto.records.strict_fields import MAX_SECONDS
+from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.load import load_workload
-from tenuto.workload.records import MAX_SECONDS
 from tenuto.workload.schema import After, Job, Span, TurnSpec, Workload, count_shared_tokens
-from tenuto.workload.tenuto_jsonl import write_tenuto_jsonl
 
 
 def row(session="a", num_prompt=10, **more):

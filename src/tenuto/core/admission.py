@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tenuto.core.asking import PolicyCaller
 from tenuto.core.jobs import TurnState
 from tenuto.core.limits import Limits
+from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.retention import Retention
 from tenuto.core.stats import DriverStats
 

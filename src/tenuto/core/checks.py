@@ -8,10 +8,10 @@ import json
 from collections import Counter
 from typing import Any
 
-from tenuto.core.asking import is_key, to_json
 from tenuto.core.errors import IntegrityError, PolicyError
 from tenuto.core.leases import LeaseTable
 from tenuto.core.policy import Policy
+from tenuto.core.policy_caller import is_key, to_json
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -101,8 +101,8 @@ def check_policy(policy: Policy) -> None:
         _check_asked(policy, "evict_key", tuple, lease, view)
         _check_asked(policy, "preempt_key", tuple, turn, view)
         _check_asked(policy, "step_budget", (int, type(None)), view)
-        _check_asked(policy, "gives_way", bool, lease, turn, view)
-        _check_asked(policy, "displaces", bool, turn, turn, view)
+        _check_asked(policy, "may_reclaim", bool, lease, turn, view)
+        _check_asked(policy, "may_preempt", bool, turn, turn, view)
         _check_asked(policy, "load", bool, turn, LoadOffer(64, 0.5), view)
         if turn.job.num_turns > 1:
             _call(policy, "on_tool_returned", turn, ToolCall("ls"), 0.5)

@@ -1,7 +1,7 @@
 """The driver: the only caller of policies. It owns jobs, leases, deadlines and revocation.
 
 An engine reports what happens to its turns and asks what to do; the driver asks the policy, bounds the
-answer and carries it out. A lease is a request, not a right: `take_back` returns blocks *before* an
+answer and carries it out. A lease is a request, not a right: `reclaim` returns blocks *before* an
 allocation fails. Every call is O(log n) in jobs and leases.
 
     arrive → (start → preempt)* → start → finish → [lease] → arrive (the job's next turn) → …
@@ -14,14 +14,14 @@ import math
 from collections.abc import Sequence
 
 from tenuto.core.admission import Admission
-from tenuto.core.asking import DecisionLog, PolicyCaller
 from tenuto.core.history import History
-from tenuto.core.job_book import JobBook
+from tenuto.core.indexed_heap import SortKey, get_sort_key
+from tenuto.core.job_table import JobTable
 from tenuto.core.jobs import Arrival, Finish, JobState, TurnState
 from tenuto.core.leases import Engine
 from tenuto.core.limits import Limits
-from tenuto.core.order import SortKey, get_sort_key
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
+from tenuto.core.policy_caller import DecisionLog, PolicyCaller
 from tenuto.core.retention import Retention
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import EngineView, LeaseEnd, LoadOffer, StepView, Turn
@@ -55,7 +55,7 @@ class Driver:
             policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
         )
         block_size = hash_block_size or engine.get_view(0.0).block_size
-        self._book = JobBook(self.limits.max_remembered_jobs, block_size, infers=infers)
+        self._jobs = JobTable(self.limits.max_remembered_jobs, block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
         self._by_priority = by_priority
         self._retention = Retention(
@@ -70,7 +70,7 @@ class Driver:
     def arrive(self, turn_id: str, now_s: float, what: Arrival) -> None:
         """A turn came in. Finds its job; a lease that its prompt does not extend is cut to what it does."""
         self._hear(now_s)
-        job = self._book.find(turn_id, what, now_s)
+        job = self._jobs.find(turn_id, what, now_s)
         tool_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
         turn = TurnState(turn_id, job, now_s, what)
         turn.num_reusable_tokens = min(job.last_num_tokens, what.num_prompt_tokens - 1)
@@ -145,7 +145,7 @@ class Driver:
             self._complete(turn, now_s, how)
         elif self._caller.hears("on_turn_aborted"):
             self._caller.tell("on_turn_aborted", turn.get_finished_view(how), now_s)
-        if job.job_id in self._book:
+        if job.job_id in self._jobs:
             self._leave(job, now_s)
 
     # Leases.
@@ -172,10 +172,10 @@ class Driver:
         return self._engine.get_num_leased_blocks()
 
     def get_num_reclaimable_blocks(self, for_turn_id: str) -> int:
-        """Held blocks, at most, that `take_back` could free while other turns run."""
+        """Held blocks, at most, that `reclaim` could free while other turns run."""
         return self._retention.get_num_reclaimable_blocks(self._turns.get(for_turn_id))
 
-    def take_back(
+    def reclaim(
         self, num_blocks: int, now_s: float, *, for_turn_id: str | None = None, stalled: bool = False
     ) -> int:
         """Free at least `num_blocks` held blocks if leases cover so many, tails first; returns how many.
@@ -185,7 +185,7 @@ class Driver:
         """
         self._retention.now_s = now_s
         turn = self._turns.get(for_turn_id) if for_turn_id is not None else None
-        return self._retention.take_back(num_blocks, turn, stalled=stalled)
+        return self._retention.reclaim(num_blocks, turn, stalled=stalled)
 
     def make_room(self, num_blocks: int) -> None:
         """Give up to `num_blocks` kept-last blocks of the lease that yields first (see `KeepLastMixin`)."""
@@ -226,7 +226,7 @@ class Driver:
                 keys[turn_id] = get_sort_key((-turn.priority, *key) if self._by_priority else key)
         return sorted(keys, key=lambda turn_id: (keys[turn_id], turn_id))
 
-    def get_displaced(self, turn_id: str, running_ids: Sequence[str], now_s: float) -> str | None:
+    def get_preempted_for(self, turn_id: str, running_ids: Sequence[str], now_s: float) -> str | None:
         """Which of these running turns is preempted so that a waiting turn fits; None if none may be."""
         victim_id = self.get_victim(running_ids, now_s)
         if victim_id is None or turn_id not in self._turns:
@@ -234,7 +234,7 @@ class Driver:
         turn, victim = (self._view(self._turns[each]) for each in (turn_id, victim_id))
         if self._by_priority and turn.priority > victim.priority:
             return None
-        answer = self._caller.ask("displaces", bool, turn, victim, self.get_view(now_s))
+        answer = self._caller.ask("may_preempt", bool, turn, victim, self.get_view(now_s))
         return victim_id if answer else None
 
     def may_load(self, turn_id: str, offer: LoadOffer, now_s: float) -> bool:
@@ -279,13 +279,13 @@ class Driver:
         """Whether the policy has to be asked before this turn starts."""
         return self._admission.needs(self._turns.get(turn_id))
 
-    def get_step_budget(self, now_s: float, max_step_tokens: int) -> int:
+    def get_step_budget(self, now_s: float, max_num_batched_tokens: int) -> int:
         """Token budget of the next step: a token for each running turn at least, the engine's own at most."""
         view = self.get_view(now_s)
         answer: int | None = self._caller.ask("step_budget", (int, type(None)), view)
         if answer is None:
-            return max_step_tokens
-        return max(1, min(max(answer, view.num_running), max_step_tokens))
+            return max_num_batched_tokens
+        return max(1, min(max(answer, view.num_running), max_num_batched_tokens))
 
     # Inside.
 
@@ -307,13 +307,13 @@ class Driver:
         if view.is_last and not job.live_turn_ids:
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
             return
-        self._book.remember(job, turn.what)
+        self._jobs.remember(job, turn.what)
         if not view.is_last and self.policy.overrides("retain"):
             self._retention.retain(turn, view)
 
     def _leave(self, job: JobState, now_s: float) -> None:
         """A turn left: if its job has no other, it is remembered, and the longest silent one forgotten."""
-        forgotten = None if job.live_turn_ids else self._book.fall_silent(job)
+        forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.EXPIRED)
 
@@ -321,7 +321,7 @@ class Driver:
         self._retention.end(job.job_id, why)
         if self._caller.hears("on_job_ended"):
             self._caller.tell("on_job_ended", job.get_view(), now_s)
-        self._book.forget(job)
+        self._jobs.forget(job)
 
     def _view(self, turn: TurnState) -> Turn:
         return self._retention.get_turn_view(turn)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tenuto.core.asking import DecisionLog, LogRecord
 from tenuto.core.jobs import TurnState
 from tenuto.core.leases import LeaseState
+from tenuto.core.policy_caller import DecisionLog, LogRecord
 
 
 class History:

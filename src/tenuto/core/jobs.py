@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from tenuto.core.hints import Hints
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Job, ToolCall, Turn
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tenuto.core.coverage import Shares
-from tenuto.core.order import WaitingOrder
+from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
+from tenuto.core.quota import Quota
 from tenuto.core.types import EngineView, Keep, Lease, LeaseEnd, Strength, Turn, Yields
 
 
@@ -18,7 +18,7 @@ class Engine(Protocol):
     Blocks are opaque here. Lists of blocks run from the prompt's start to the end of the output.
     """
 
-    can_cut: bool
+    can_truncate: bool
     """Whether a lease is still worth something without its tail; if not it is taken back whole."""
 
     @property
@@ -100,15 +100,13 @@ class LeaseState:
 class LeaseTable:
     """All leases, one per job. O(log n) a change; nothing is ever scanned."""
 
-    def __init__(
-        self, engine: Engine, shares: Shares, on_end: Callable[[LeaseState, LeaseEnd], None]
-    ) -> None:
+    def __init__(self, engine: Engine, quota: Quota, on_end: Callable[[LeaseState, LeaseEnd], None]) -> None:
         self._engine = engine
-        self._shares = shares
+        self._quota = quota
         self._on_end = on_end
         self._leases: dict[str, LeaseState] = {}
-        self._deadlines = WaitingOrder()
-        self._evict_order = {(strength, yields): WaitingOrder() for strength in Strength for yields in Yields}
+        self._deadlines = IndexedHeap()
+        self._evict_order = {(strength, yields): IndexedHeap() for strength in Strength for yields in Yields}
         self.num_blocks = dict.fromkeys(Strength, 0)
         """Of all leases together: a block that several share counts for each."""
 
@@ -131,8 +129,8 @@ class LeaseTable:
         else:
             self._engine.keep_last(lease.blocks)
         self.num_blocks[lease.terms.strength] += len(lease.blocks)
-        if self._shares.are_limited:
-            self._shares.add(lease.turn.job.tenant, self._engine.get_block_ids(lease.blocks))
+        if self._quota.are_limited:
+            self._quota.add(lease.turn.job.tenant, self._engine.get_block_ids(lease.blocks))
         self._enter(lease, evict_key)
 
     def renew(self, lease: LeaseState, terms: Keep, evict_key: Key) -> None:
@@ -147,17 +145,17 @@ class LeaseTable:
         self._deadlines.discard(lease.job_id)
         self._get_order(lease).discard(lease.job_id)
         self._on_end(lease, why)
-        self.cut(lease, 0)
+        self.truncate(lease, 0)
 
-    def cut(self, lease: LeaseState, num_blocks: int) -> None:
+    def truncate(self, lease: LeaseState, num_blocks: int) -> None:
         """Give blocks up from the tail until `num_blocks` are left."""
         tail = lease.blocks[num_blocks:]
         if not tail:
             return
         del lease.blocks[num_blocks:]
         self.num_blocks[lease.terms.strength] -= len(tail)
-        if self._shares.are_limited:
-            self._shares.remove(lease.turn.job.tenant, self._engine.get_block_ids(tail))
+        if self._quota.are_limited:
+            self._quota.remove(lease.turn.job.tenant, self._engine.get_block_ids(tail))
         if lease.terms.strength is Strength.HOLD:
             self._engine.release(tail)
         else:
@@ -196,5 +194,5 @@ class LeaseTable:
         self._deadlines.push(lease.job_id, (lease.terms.until_s,))
         self._get_order(lease).push(lease.job_id, evict_key)
 
-    def _get_order(self, lease: LeaseState) -> WaitingOrder:
+    def _get_order(self, lease: LeaseState) -> IndexedHeap:
         return self._evict_order[lease.terms.strength, lease.terms.yields]

@@ -98,7 +98,7 @@ class Policy:
         """Which lease yields first under pressure, smallest first; asked when granted or renewed."""
         return (lease.until_s,)
 
-    def gives_way(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
+    def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
         """Whether the lease that yields first does so for a turn that waits for its first start.
 
         If not, the turn waits. Not asked for running turns, nor when nothing could run otherwise.
@@ -109,7 +109,7 @@ class Policy:
         """Which running turn yields first, smallest first; asked only when no lease can yield."""
         return (-turn.arrival_s,)
 
-    def displaces(self, turn: Turn, running: Turn, view: EngineView) -> bool:
+    def may_preempt(self, turn: Turn, running: Turn, view: EngineView) -> bool:
         """Whether a waiting turn that does not fit preempts this running one, the first by `preempt_key`."""
         return False
 
@@ -152,10 +152,10 @@ class Policy:
     def on_step(self, step: StepView) -> None:
         """The engine computed a step; told only to policies that override it."""
 
-    def know(self, jobs: Sequence[Any]) -> None:
+    def set_oracle(self, jobs: Sequence[Any]) -> None:
         """For yardsticks alone: all jobs of a simulation (`tenuto.sim.clients.Job`), before it starts."""
 
-    # Kept across restarts, by engines that have a file for it (see `tenuto.state`).
+    # Kept across restarts, by engines that have a file for it (see `tenuto.vllm.state`).
 
     def get_state(self) -> dict[str, Any] | None:
         """What it learned, as JSON can hold it; None if there is nothing to keep. The caller may keep it."""
@@ -175,8 +175,7 @@ TOLD_HOOKS = tuple(hook for hook in vars(Policy) if hook.startswith("on_"))
 
 def get_policy_names() -> list[str]:
     """Names of the policies that ship with Tenuto: one file each, the file's name is the policy's."""
-    package = importlib.import_module(POLICIES_PACKAGE)
-    return sorted(_get_policy_name(module.name) for module in pkgutil.iter_modules(package.__path__))
+    return sorted(_find_modules())
 
 
 def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
@@ -200,15 +199,23 @@ def describe_policy(policy: Policy) -> dict[str, Any]:
     return described if state is None else {**described, "state": state}
 
 
+def _find_modules() -> dict[str, str]:
+    """The module of each policy that ships with Tenuto, by the policy's name."""
+    package = importlib.import_module(POLICIES_PACKAGE)
+    modules = pkgutil.walk_packages(package.__path__, f"{POLICIES_PACKAGE}.")
+    return {_get_policy_name(each.name): each.name for each in modules if not each.ispkg}
+
+
 def _get_policy_name(module: str) -> str:
-    return module.replace("_plus", "+").replace("_", "-")
+    return module.rpartition(".")[2].replace("_plus", "+").replace("_", "-")
 
 
 def _find_class(name: str) -> type[Policy]:
-    if name not in get_policy_names():
-        known = ", ".join(get_policy_names())
+    modules = _find_modules()
+    if name not in modules:
+        known = ", ".join(sorted(modules))
         raise PolicyError(f"no policy {name!r}; choose one of: {known}; or name your own as my.module:Class")
-    module_name = f"{POLICIES_PACKAGE}.{name.replace('-', '_').replace('+', '_plus')}"
+    module_name = modules[name]
     module = importlib.import_module(module_name)
     found = [
         value

@@ -6,13 +6,13 @@ import dataclasses
 import itertools
 from typing import Any
 
-from tenuto.core.asking import PolicyCaller
-from tenuto.core.coverage import Shares
 from tenuto.core.history import History
 from tenuto.core.jobs import TurnState
 from tenuto.core.leases import Engine, LeaseState, LeaseTable
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Key
+from tenuto.core.policy_caller import PolicyCaller
+from tenuto.core.quota import Quota
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import (
     EngineView,
@@ -40,8 +40,8 @@ class Retention:
         *,
         by_priority: bool = False,
     ) -> None:
-        self._shares = Shares(limits)
-        self.leases = LeaseTable(engine, self._shares, self._on_end)
+        self._quota = Quota(limits)
+        self.leases = LeaseTable(engine, self._quota, self._on_end)
         self.now_s = 0.0
         """When the engine last said something."""
         self._engine = engine
@@ -68,13 +68,13 @@ class Retention:
         if lease is None or lease.next_turn_id is not None:
             return
         num_common = self._engine.count_common_blocks(lease.blocks, turn.what.hashes)
-        if self._engine.can_cut:
+        if self._engine.can_truncate:
             # A hit ends before the prompt does; a block beyond it would only be in this turn's own way.
             num_common = min(num_common, (turn.what.num_prompt_tokens - 1) // self._block_size)
         if num_common == 0:
             self.leases.end(lease, LeaseEnd.SUPERSEDED)
         else:
-            self.leases.cut(lease, num_common)
+            self.leases.truncate(lease, num_common)
             lease.next_turn_id = turn.turn_id
 
     def get_claimed(self, turn: TurnState | None) -> LeaseState | None:
@@ -150,13 +150,13 @@ class Retention:
     # Memory.
 
     def get_num_reclaimable_blocks(self, turn: TurnState | None) -> int:
-        """Held blocks, at most, that `take_back` could free for a turn while others run."""
+        """Held blocks, at most, that `reclaim` could free for a turn while others run."""
         lease = self.get_claimed(turn)
         spared = len(lease.blocks) if lease is not None and lease.terms.strength is Strength.HOLD else 0
         return self._engine.get_num_held_blocks() - spared
 
-    def take_back(self, num_blocks: int, turn: TurnState | None, *, stalled: bool) -> int:
-        """Free at least so many held blocks for a turn if leases cover so many; see `Driver.take_back`."""
+    def reclaim(self, num_blocks: int, turn: TurnState | None, *, stalled: bool) -> int:
+        """Free at least so many held blocks for a turn if leases cover so many; see `Driver.reclaim`."""
         lease = self.get_claimed(turn)
         own = None if lease is None else lease.job_id
         kinds = list(Yields) if stalled or self._limits.always_yield else [Yields.ALWAYS]
@@ -166,7 +166,7 @@ class Retention:
         for spare, yields in itertools.product(spares, kinds):
             while num_freed < num_blocks:
                 lease = self.leases.get_first_to_yield(Strength.HOLD, yields, spare)
-                if lease is None or not (stalled or self._gives_way(lease, turn)):
+                if lease is None or not (stalled or self._may_reclaim(lease, turn)):
                     break
                 self._shrink(lease, num_blocks - num_freed)
                 num_freed = self._engine.get_num_free_blocks() - num_free_before
@@ -195,30 +195,30 @@ class Retention:
         return terms if terms.until_s <= latest_s else dataclasses.replace(terms, until_s=latest_s)
 
     def _is_within_shares(self, tenant: str | None, blocks: list[Any], num_blocks: int) -> bool:
-        if not self._shares.are_limited:
+        if not self._quota.are_limited:
             return True
-        return self._shares.fit(tenant, self._engine.get_block_ids(blocks), num_blocks)
+        return self._quota.fit(tenant, self._engine.get_block_ids(blocks), num_blocks)
 
     def _get_evict_key(self, lease: Lease, view: EngineView) -> Key:
         key: Key = self._caller.ask("evict_key", tuple, lease, view)
         return (-lease.turn.priority, *key) if self._by_priority else key
 
-    def _gives_way(self, lease: LeaseState, turn: TurnState | None) -> bool:
+    def _may_reclaim(self, lease: LeaseState, turn: TurnState | None) -> bool:
         """Whether a lease yields to a turn: always to one that runs, or if the policy does not mind."""
-        if turn is None or turn.started or not self._caller.policy.overrides("gives_way"):
+        if turn is None or turn.started or not self._caller.policy.overrides("may_reclaim"):
             return True
         if self.now_s - turn.arrival_s >= self._limits.max_held_back_s:
             return True
         if self._by_priority and lease.turn.priority != turn.what.priority:
             return lease.turn.priority > turn.what.priority
         view = self.get_view(self.now_s)
-        return bool(self._caller.ask("gives_way", bool, lease.get_view(), self.get_turn_view(turn), view))
+        return bool(self._caller.ask("may_reclaim", bool, lease.get_view(), self.get_turn_view(turn), view))
 
     def _shrink(self, lease: LeaseState, num_blocks: int) -> None:
-        num_left = max(0, len(lease.blocks) - num_blocks) if self._engine.can_cut else 0
+        num_left = max(0, len(lease.blocks) - num_blocks) if self._engine.can_truncate else 0
         self._stats.num_revoked_blocks += len(lease.blocks) - num_left
         if num_left:
-            self.leases.cut(lease, num_left)
+            self.leases.truncate(lease, num_left)
         else:
             self.leases.end(lease, LeaseEnd.REVOKED)
 

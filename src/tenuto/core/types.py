@@ -24,7 +24,7 @@ class Yields(Enum):
 
     ALWAYS = "always"
     """Before any allocation fails."""
-    ON_STALL = "on-stall"
+    ON_DEADLOCK = "on-deadlock"
     """Only when nothing could run otherwise, as the public Continuum prototype does."""
 
 
@@ -156,7 +156,7 @@ class EngineView:
     num_running: int
     num_waiting: int
     """Turns waiting for a first or a resumed start, without the parked ones."""
-    max_step_tokens: int
+    max_num_batched_tokens: int
     num_parked: int = 0
     """First turns of jobs that admission holds back."""
     num_leases: int = 0

@@ -19,10 +19,10 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
-from tenuto.learn.remaining_work import RemainingWork, get_mean_left_s
-from tenuto.learn.samples import ToolSamples
-from tenuto.learn.step_size import TurnSizes, choose_step_tokens, count_prefilling
-from tenuto.learn.step_times import StepTimes
+from tenuto.estimators.remaining_work import RemainingWork, get_mean_left_s
+from tenuto.estimators.samples import ToolSamples
+from tenuto.estimators.step_size import TurnSizes, choose_step_tokens, count_prefilling
+from tenuto.estimators.step_times import StepTimes
 
 MIN_LOOK_S = 1.0
 """A lease is looked at again no sooner than this: a thousand of them cost a few per cent of a core."""
@@ -143,7 +143,7 @@ class Tenuto(Policy):
         """What is not worth its memory, oldest first, then the last in the order."""
         return (lease.value, lease.granted_s)
 
-    def gives_way(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
+    def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
         """To turns before it in the order; to anyone where it is not worth its memory."""
         return -lease.value > self._get_place(turn)
 
@@ -181,7 +181,7 @@ class Tenuto(Policy):
         num_free_tokens = view.num_free_blocks * view.block_size
         num_prefilling = count_prefilling(self._sizes, num_waiting, num_free_tokens, full_share)
         return choose_step_tokens(
-            self._steps, self._sizes, num_others, num_prefilling, full_share, view.max_step_tokens
+            self._steps, self._sizes, num_others, num_prefilling, full_share, view.max_num_batched_tokens
         )
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:

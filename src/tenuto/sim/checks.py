@@ -8,9 +8,9 @@ from typing import Any
 
 from tenuto.core.errors import IntegrityError
 from tenuto.core.types import Strength
-from tenuto.sim.extents import Extent, Row
-from tenuto.sim.pool import ExtentPool
-from tenuto.sim.scheduler import Scheduler
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.kv.extents import Extent, Row
+from tenuto.sim.kv.pool import ExtentPool
 
 
 def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:

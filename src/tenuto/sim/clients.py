@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from tenuto.core.hints import Hints
-from tenuto.sim.segments import Span
+from tenuto.core.requests.hints import Hints
+from tenuto.sim.kv.segments import Span
 
 Loop = Literal["closed", "open"]
 Event = Literal["sent", "finished"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.sim.loop import TurnRecord
+from tenuto.sim.simulation import TurnRecord
 
 
 @dataclass(frozen=True, kw_only=True)

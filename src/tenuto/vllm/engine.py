@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from tenuto.core.coverage import Coverage
 from tenuto.core.keep_last import KeepLastMixin
+from tenuto.core.quota import BlockRefCounts
 from tenuto.core.types import EngineView
 from tenuto.vllm import compat
 
@@ -27,9 +27,9 @@ class VllmEngine:
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         self._block_size = compat.get_block_size(scheduler)
-        self._held = self._leased = Coverage()
+        self._held = self._leased = BlockRefCounts()
         self._kept: KeepLastMixin | None = None
-        self.can_cut = compat.can_cut_leases(scheduler)
+        self.can_truncate = compat.can_cut_leases(scheduler)
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with so many leases."""
@@ -43,7 +43,7 @@ class VllmEngine:
             num_free_blocks=self._pool.get_num_free_blocks(),
             num_running=num_running,
             num_waiting=num_waiting - num_parked,
-            max_step_tokens=scheduler.max_num_scheduled_tokens,
+            max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
             num_parked=num_parked,
             num_leases=num_leases,
             num_leased_blocks=len(self._leased),
@@ -56,7 +56,7 @@ class VllmEngine:
     def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
         """Cached blocks of a finishing request."""
         request = self._scheduler.requests[turn_id]
-        if self.can_cut:
+        if self.can_truncate:
             return compat.get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
         blocks = CachedBlocks(compat.get_cached_blocks(self._scheduler, request))
         if blocks:
@@ -69,7 +69,7 @@ class VllmEngine:
 
     def count_common_blocks(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
         """How many leading blocks a prompt with these hashes runs through; O(log n), as hashes chain."""
-        if not self.can_cut:
+        if not self.can_truncate:
             assert isinstance(blocks, CachedBlocks)
             position = blocks.num_chain_hashes
             same = 0 < position <= len(hashes) and hashes[position - 1] == blocks.chain_hash

@@ -3,8 +3,8 @@
     vllm serve MODEL --scheduler-cls tenuto.vllm.Scheduler --middleware tenuto.vllm.Middleware
 
 vLLM carries `vllm_xargs` and its own session id to the scheduler, and nothing else. Clients name their jobs
-in many other ways; this puts what they say into `vllm_xargs`, by the rules of `tenuto.core.identity`. vLLM's
-own session id is left alone, as vLLM carries it itself.
+in many other ways; this puts what they say into `vllm_xargs`, by the rules of
+`tenuto.core.requests.identity`. vLLM's own session id is left alone, as vLLM carries it itself.
 
 Everything else passes through as it came: other paths, bodies that are no JSON object in UTF-8, and requests
 that say nothing new. vLLM runs middleware before it checks an API key, so what is read here is bounded.
@@ -18,8 +18,8 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from tenuto.core.hints import parse_hints
-from tenuto.core.identity import are_xargs, get_new_fields, get_own_session_id
+from tenuto.core.requests.hints import parse_hints
+from tenuto.core.requests.identity import are_xargs, get_new_fields, get_own_session_id
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tenuto.core.jobs import Finish
-from tenuto.core.tool_calls import find_tool_call, is_cut
+from tenuto.core.requests.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
 from tenuto.vllm.compat import RequestStatus
 

@@ -35,7 +35,7 @@ class Pressure:
         can_help = stalled or missing <= driver.get_num_reclaimable_blocks(request.request_id)
         wanted = max(1, missing)
         while can_help:
-            num_freed = driver.take_back(wanted, now_s, for_turn_id=request.request_id, stalled=stalled)
+            num_freed = driver.reclaim(wanted, now_s, for_turn_id=request.request_id, stalled=stalled)
             if num_freed == 0:
                 break
             blocks = allocate(request, num_new_tokens, **kwargs)

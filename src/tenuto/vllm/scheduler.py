@@ -16,11 +16,10 @@ import vllm
 
 from tenuto.core.driver import Driver
 from tenuto.core.errors import IncompatibleError
-from tenuto.core.hints import Hints, parse_hints
 from tenuto.core.jobs import Arrival
 from tenuto.core.policy import Key, Policy, load_policy
-from tenuto.state import StateFile
-from tenuto.trace import TraceWriter
+from tenuto.core.requests.hints import Hints, parse_hints
+from tenuto.records.trace import TraceWriter
 from tenuto.vllm import compat
 from tenuto.vllm.engine import VllmEngine
 from tenuto.vllm.idle import IdleTimer
@@ -28,6 +27,7 @@ from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.output import OutputReader
 from tenuto.vllm.pressure import Pressure
 from tenuto.vllm.settings import Settings, read_settings
+from tenuto.vllm.state import StateFile
 from tenuto.vllm.steps import StepTeller, StepTracer
 from tenuto.vllm.waiting import TurnQueue
 

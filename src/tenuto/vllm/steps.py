@@ -7,7 +7,7 @@ from typing import Any
 
 from tenuto.core.driver import Driver
 from tenuto.core.step_clock import StepClock
-from tenuto.trace import TraceWriter
+from tenuto.records.trace import TraceWriter
 from tenuto.vllm import compat
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tenuto.core.order import WaitingOrder
+from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
 from tenuto.vllm.compat import RequestQueue
 
@@ -20,8 +20,8 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         self._get_key = get_key
         self._is_gated = is_gated
         self._requests: dict[str, Any] = {}
-        self._ready = WaitingOrder()
-        self._parked = WaitingOrder()
+        self._ready = IndexedHeap()
+        self._parked = IndexedHeap()
         self._peeked: Any = None
 
     def add_request(self, request: Any) -> None:

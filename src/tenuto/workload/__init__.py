@@ -1,9 +1,9 @@
 """Jobs to serve: generators, readers of public traces, arrivals and scaling. Knows core only."""
 
+from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.load import load_workload
 from tenuto.workload.scaling import scale_lengths, scale_rate
 from tenuto.workload.schema import After, Job, Prompt, Span, TurnSpec, Workload, count_shared_tokens
-from tenuto.workload.tenuto_jsonl import write_tenuto_jsonl
 
 __all__ = [
     "After",

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.workload.ab8 import WINDOW_S, ab8_jobs
-from tenuto.workload.agentic_mooncake import read_agentic_mooncake
+from tenuto.records.strict_fields import Record, read_records
 from tenuto.workload.arrivals import arrival_times, reassign_arrivals, within
-from tenuto.workload.bfcl import bfcl_jobs
-from tenuto.workload.chat_logs import read_chat_logs
-from tenuto.workload.mini_swe_agent import FORMAT, SUFFIX, find_trajectories, read_mini_swe_agent
-from tenuto.workload.mooncake import read_mooncake
-from tenuto.workload.records import Record, read_records
+from tenuto.workload.formats.agentic_mooncake import read_agentic_mooncake
+from tenuto.workload.formats.chat_logs import read_chat_logs
+from tenuto.workload.formats.mini_swe_agent import FORMAT, SUFFIX, find_trajectories, read_mini_swe_agent
+from tenuto.workload.formats.mooncake import read_mooncake
+from tenuto.workload.formats.tenuto_jsonl import is_note, read_tenuto_jsonl
+from tenuto.workload.formats.weka import read_weka
+from tenuto.workload.generators.ab8 import WINDOW_S, ab8_jobs
+from tenuto.workload.generators.bfcl import bfcl_jobs
+from tenuto.workload.generators.swe_bench import swe_bench_jobs
 from tenuto.workload.schema import Job, Loop, Workload
-from tenuto.workload.swe_bench import swe_bench_jobs
-from tenuto.workload.tenuto_jsonl import is_note, read_tenuto_jsonl
-from tenuto.workload.weka import read_weka
 
 MAX_JOBS = 10**6
 """Most jobs to generate; more are a typing error that would fill the memory."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tenuto.core.hints import Hints
-from tenuto.core.identity import read_hints
+from tenuto.core.requests.hints import Hints
+from tenuto.core.requests.identity import read_hints
 from tenuto.sim.server.answer import Plan, plan_answer, read_call
 from tenuto.sim.server.body import (
     Body,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.core.identity import are_xargs
+from tenuto.core.requests.identity import are_xargs
 from tenuto.sim.server.errors import RequestError
 
 Body = Mapping[str, Any]

@@ -5,7 +5,7 @@
 
 Every text is known by the tokens it has, and begins where it first differed from all others. A sequence is
 then a row of spans, each the beginning of one text, and two sequences run through the same texts exactly as
-far as their tokens agree. A text lives as long as the engine knows its content (see `tenuto.sim.segments`).
+far as their tokens agree. A text lives as long as the engine knows its content (`tenuto.sim.kv.segments`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
-from tenuto.sim.segments import Span
+from tenuto.sim.kv.segments import Span
 
 TokenIds: TypeAlias = "array[int]"
 """Unsigned 32-bit ids, type code "I"."""

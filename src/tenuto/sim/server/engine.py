@@ -4,7 +4,7 @@ It stands between a clock and the scheduler. `advance` is told how late it is an
 then, each thing at its own simulated time: a step that ended while the process was busy ends when it ended,
 and what follows it starts there. So simulated time never drifts, however late anyone looks.
 
-It does what `tenuto.sim.loop` does, on the same scheduler and step cost.
+It does what `tenuto.sim.simulation` does, on the same scheduler and step cost.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Literal, NamedTuple
 from tenuto.core.errors import ConfigError
 from tenuto.core.jobs import Arrival
 from tenuto.core.step_clock import StepClock
-from tenuto.sim.request import Request, Status
-from tenuto.sim.scheduler import Scheduler
+from tenuto.sim.cost.batch import StepCost
+from tenuto.sim.engine.request import Request, Status
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.engine.step import Step
 from tenuto.sim.server.content import TokenIds, make_token_ids
 from tenuto.sim.server.stats import EngineStats
-from tenuto.sim.step import Step
-from tenuto.sim.step_cost.batch import StepCost
 
 
 @dataclass(slots=True, eq=False)

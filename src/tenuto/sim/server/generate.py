@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from aiohttp import web
 
-from tenuto.core.tool_calls import find_tool_call
+from tenuto.core.requests.tool_calls import find_tool_call
 from tenuto.sim.server.answer import choose_words, get_seed
 from tenuto.sim.server.ask import Ask, Served, read_ask
 from tenuto.sim.server.content import ContentTree, TokenIds

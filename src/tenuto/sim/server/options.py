@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.gpus import GPUS
+from tenuto.sim.hardware.gpus import GPUS
 
 DESCRIPTION = """\
 Serve a simulated engine as vLLM would serve a real one: an OpenAI-compatible server whose time is a GPU's,

@@ -11,11 +11,13 @@ from typing import Protocol
 
 from aiohttp import web
 
-from tenuto.core.asking import DecisionLog
 from tenuto.core.errors import ConfigError
-from tenuto.sim.gpus import Gpu
-from tenuto.sim.model import Model
-from tenuto.sim.scheduler import Scheduler
+from tenuto.core.policy_caller import DecisionLog
+from tenuto.records.trace import TraceWriter
+from tenuto.sim.cost import StepBatch, StepCost
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.hardware.gpus import Gpu
+from tenuto.sim.hardware.model import Model
 from tenuto.sim.server.app import make_app
 from tenuto.sim.server.ask import Served
 from tenuto.sim.server.clock import Clock
@@ -24,8 +26,6 @@ from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.server.pace import Pacer
 from tenuto.sim.server.steps import StepTracer
 from tenuto.sim.server.tokenizer import HfTokenizer, PieceTokenizer
-from tenuto.sim.step_cost import StepBatch, StepCost
-from tenuto.trace import TraceWriter
 
 STOP_LIMIT_S = 3.0
 """How long answers may go on after the server was told to stop."""

@@ -1,10 +1,10 @@
-"""The step part of the trace (see `tenuto.trace`): what the simulated engine looked like, and what it did."""
+"""The step part of the trace: what the simulated engine looked like, and what it did."""
 
 from __future__ import annotations
 
-from tenuto.sim.scheduler import Scheduler
-from tenuto.sim.step import Step
-from tenuto.trace import TraceWriter
+from tenuto.records.trace import TraceWriter
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.engine.step import Step
 
 
 class StepTracer:

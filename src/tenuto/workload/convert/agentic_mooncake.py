@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from tenuto.workload.agentic_mooncake import SCHEMA, VERSION
 from tenuto.workload.convert.blocks import BlockIds
 from tenuto.workload.convert.times import get_sent_times
+from tenuto.workload.formats.agentic_mooncake import SCHEMA, VERSION
+from tenuto.workload.formats.tenuto_jsonl import to_ms
 from tenuto.workload.schema import Event, Job
-from tenuto.workload.tenuto_jsonl import to_ms
 
 MAIN = "main"
 """The session of a play's first job."""

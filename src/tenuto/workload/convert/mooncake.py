@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from tenuto.workload.convert.blocks import BlockIds
 from tenuto.workload.convert.times import get_sent_times
+from tenuto.workload.formats.tenuto_jsonl import to_ms
 from tenuto.workload.schema import Job
-from tenuto.workload.tenuto_jsonl import to_ms
 
 
 def make_mooncake(jobs: Sequence[Job], block_size: int) -> Iterator[dict[str, object]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.types import ToolCall
-from tenuto.workload.messages import get_plain_tool
+from tenuto.workload.formats.messages import get_plain_tool
 from tenuto.workload.schema import Job, TurnSpec
 
 DESCRIPTION = """\
@@ -61,9 +61,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Convert; 0 also if the new format cannot hold everything: that is said, not failed."""
-    from tenuto.workload.conversations import GUESSED
     from tenuto.workload.convert.losses import find_losses
     from tenuto.workload.convert.write import FORMATS, write_trace
+    from tenuto.workload.formats.conversations import GUESSED
     from tenuto.workload.load import holds_text, load_workload
 
     if parsed.block_size is not None and not 1 <= parsed.block_size <= MAX_BLOCK_SIZE:

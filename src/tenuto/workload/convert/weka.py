@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 
 from tenuto.workload.convert.blocks import BlockIds
 from tenuto.workload.convert.times import get_sent_times
+from tenuto.workload.formats.weka import TOOL
 from tenuto.workload.schema import After, Job, TurnSpec
-from tenuto.workload.weka import TOOL
 
 _Times = dict[str, list[float]]
 

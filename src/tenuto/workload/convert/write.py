@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import IO, TextIO, cast
 
 from tenuto.core.errors import ConfigError
+from tenuto.records.strict_fields import read_records
 from tenuto.workload.convert.agentic_mooncake import make_agentic_mooncake, name_agentic
 from tenuto.workload.convert.mooncake import make_mooncake
 from tenuto.workload.convert.weka import make_weka
+from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_mooncake
+from tenuto.workload.formats.tenuto_jsonl import dump_json, make_tenuto_rows
 from tenuto.workload.load import read_trace
-from tenuto.workload.mooncake import BLOCK_SIZE, read_mooncake
-from tenuto.workload.records import read_records
 from tenuto.workload.schema import Job
-from tenuto.workload.tenuto_jsonl import dump_json, make_tenuto_rows
 
 Rows = Iterable[Mapping[str, object]]
 _FILE_ENDS = (".jsonl", ".json", ".gz")

@@ -1,0 +1,66 @@
+"""The `tenuto` policy with one part taken out at a time, for the ablation in docs/results.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tenuto.core.types import Decision, EngineView, Keep, Lease, LoadOffer, Release, Turn
+from tenuto.policies.tenuto import Tenuto
+
+
+@dataclass
+class FirstJobFirst(Tenuto):
+    """Jobs in the order of their arrival, whatever work they still need."""
+
+    stretch: float = 0.0
+
+
+@dataclass
+class FullSteps(Tenuto):
+    """Steps as large as the engine allows."""
+
+    def step_budget(self, view: EngineView) -> int | None:
+        return None
+
+
+@dataclass
+class NoRetention(Tenuto):
+    """A finished turn's KV is freed at once, as in stock."""
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        return Release()
+
+
+@dataclass
+class NoPrice(Tenuto):
+    """A lease is worth its memory for ever."""
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        answer = super().retain(turn, view)
+        assert isinstance(answer, Keep)
+        return Keep(view.now_s + self.max_idle_s, value=-self._get_place_of(turn.job))
+
+
+@dataclass
+class AnyoneTakes(Tenuto):
+    """Leases give way to any turn, also to one behind them in the order."""
+
+    def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
+        return True
+
+
+@dataclass
+class NoTier(Tenuto):
+    """Host memory is not used."""
+
+    wants: ClassVar[Mapping[str, Any]] = {}
+
+
+@dataclass
+class AlwaysLoads(Tenuto):
+    """A turn waits for whatever the tier has of it."""
+
+    def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
+        return True

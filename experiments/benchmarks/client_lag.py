@@ -1,0 +1,88 @@
+"""How late `tenuto bench` itself is: 1,000 jobs at a time against a light server, both on two cores.
+
+    .venv/bin/python experiments/benchmarks/client_lag.py
+
+The server sleeps and sends made-up tokens (tests/client/fake_server.py), so that what is late is the client.
+Each user's turn takes 2 s and its tool 0.5 s: 400 turns and 8,000 tokens a second. Lag is the time from a
+turn's intended start to its sending; the event loop's is how late anything that comes can be noticed. Other
+work on the machine counts against the client, so the load average is printed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tenuto.client.load.files import RunFiles
+from tenuto.client.load.options import BenchOptions
+from tenuto.client.load.plan import LoadOptions, make_workload
+from tenuto.client.load.run import measure
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def serve(args: argparse.Namespace) -> Iterator[str]:
+    """The light server in a process of its own; its URL."""
+    options = ["--port", str(args.port), "--ttft", str(args.ttft), "--tpot", str(args.tpot)]
+    command = [sys.executable, "-m", "tests.bench.fake_server", *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            if not process.stdout.readline():
+                raise SystemExit("the light server did not start")
+            yield f"http://127.0.0.1:{args.port}"
+        finally:
+            process.terminate()
+
+
+def run(url: str, args: argparse.Namespace) -> dict[str, Any]:
+    load = LoadOptions(workload=args.workload, users=args.users, max_jobs=args.jobs)
+    options = BenchOptions(url=url, load=load)
+    with RunFiles(None) as files:
+        return asyncio.run(measure(options, make_workload(load), files))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", default="ab8")
+    parser.add_argument("--users", type=int, default=1000, help="jobs at a time")
+    parser.add_argument("--jobs", type=int, default=1500, help="jobs in all")
+    parser.add_argument("--ttft", type=float, default=1.0, help="the server's seconds to the first token")
+    parser.add_argument("--tpot", type=float, default=0.05, help="and per token after it")
+    parser.add_argument("--cores", type=int, default=2, help="for client and server together")
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--limit", type=float, default=0.05, help="seconds that the P99 of both may be")
+    args = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    print(f"load average before: {os.getloadavg()[0]:.2f}", flush=True)
+    with serve(args) as url:
+        before_s = time.process_time()
+        result = run(url, args)
+        cpu_s = time.process_time() - before_s
+    client = result["client"]
+    seconds, turns = result["makespan_s"], client["turns"]["ok"]
+    print(
+        f"{turns} of {client['turns']['planned']} turns in {seconds:.1f} s: {turns / seconds:.0f} turns/s, "
+        f"{client['output_tokens'] / seconds:.0f} tokens/s, client {cpu_s:.1f} s of processor time"
+    )
+    lags = {"sending": client["send_lag_s"], "event loop": client["event_loop_lag_s"]}
+    for name, lag in lags.items():
+        print(f"{name:>10}: " + ", ".join(f"{key} {value * 1000:.1f} ms" for key, value in lag.items()))
+    print(f"load average after: {os.getloadavg()[0]:.2f}")
+    is_complete = turns == client["turns"]["planned"]
+    return 0 if is_complete and all(lag["p99"] <= args.limit for lag in lags.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

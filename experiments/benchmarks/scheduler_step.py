@@ -1,0 +1,170 @@
+"""What Tenuto's hook costs: scheduler time per step and per request, as ratios against stock vLLM.
+
+    make bench
+
+vLLM's real scheduler, without workers or a model, so that nothing hides the scheduler's own time. Two
+schedulers in one process take turns step by step; each round prints one ratio. Absolute times depend on the
+machine, the ratios much less.
+
+Step: 256 requests decode, and with Tenuto 1,000 further jobs are retained. Asynchronous scheduling, two steps
+in flight, as on a GPU. Request: plain traffic (no job ids, nothing retained) from arrival to finish. Counted
+is the scheduler's own processor time, so that other processes and the harness do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+import tenuto.vllm
+from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
+
+NUM_RUNNING = 256
+NUM_RETAINED = 1000
+NUM_BLOCKS = 40_000
+OPTIONS = {"continuum-fixed": {"ttl_s": 500.0}}
+"""So that no lease runs out while it is measured; `tenuto` renews its own."""
+
+
+class TimedEngine(Engine):
+    """Counts the scheduler's own processor time, without the harness that stands in for the workers."""
+
+    scheduler_s = 0.0
+
+    def step(self) -> Any:
+        before_s = time.process_time()
+        output = self.scheduler.schedule()
+        self.scheduler_s += time.process_time() - before_s
+        self._in_flight.append((output, self._run(output)))
+        keep = self._depth - 1 if output.total_num_scheduled_tokens else 0
+        while len(self._in_flight) > keep:
+            output, result = self._in_flight.popleft()
+            before_s = time.process_time()
+            self.scheduler.update_from_output(output, result)
+            self.scheduler_s += time.process_time() - before_s
+        return output
+
+
+def start(cls: type, settings: dict[str, Any] | None) -> TimedEngine:
+    config = make_config(
+        is_async=True, tenuto=settings, max_num_seqs=NUM_RUNNING + 8, max_num_batched_tokens=8192
+    )
+    return TimedEngine(make_scheduler(cls, config, num_blocks=NUM_BLOCKS), depth=2)
+
+
+def retain(engine: TimedEngine, num_jobs: int) -> None:
+    """Let jobs finish two turns with a tool call, so that each leaves a lease and is seen to come back."""
+    for first in range(0, num_jobs, 100):
+        for length in (160, 200):
+            for n in range(first, first + 100):
+                prompt = [(n * 31 + i * 7) % 1000 for i in range(length)]
+                hints = {"job_id": f"retained{n}", "tool": "ls"}
+                name = f"retained{n}-{length}"
+                engine.scheduler.add_request(make_request(name, prompt, max_tokens=2, xargs=hints))
+            engine.run()
+
+
+def fill(engine: TimedEngine, num_requests: int, num_steps: int) -> None:
+    """Let requests decode for longer than will be measured."""
+    for n in range(num_requests):
+        prompt = [(n * 17 + i * 3) % 1000 for i in range(64)]
+        engine.scheduler.add_request(make_request(f"running{n}", prompt, max_tokens=num_steps + 50))
+    for _ in range(20):
+        engine.step()
+
+
+def measure_steps(engines: dict[str, TimedEngine], num_steps: int) -> dict[str, float]:
+    """Seconds that each arm's scheduler took for the steps, taken in turns."""
+    total = dict.fromkeys(engines, 0.0)
+    for step in range(num_steps):
+        # The first of a pair is now one arm, now the other.
+        for name in sorted(engines, reverse=step % 2 == 0):
+            before_s = engines[name].scheduler_s
+            engines[name].step()
+            total[name] += engines[name].scheduler_s - before_s
+    return total
+
+
+def measure_requests(
+    engines: dict[str, TimedEngine], num_requests: int, round_number: int
+) -> dict[str, float]:
+    """Seconds that each arm's scheduler took for plain requests of 256 prompt and 64 output tokens."""
+    total = dict.fromkeys(engines, 0.0)
+    for batch in range(num_requests // 32):
+        for name in sorted(engines, reverse=batch % 2 == 0):
+            engine = engines[name]
+            requests = []
+            for n in range(32):
+                name_ = f"plain{round_number}-{batch}-{n}"
+                prompt = [(n * 13 + batch * 29 + i * 5) % 1000 for i in range(256)]
+                requests.append(make_request(name_, prompt, max_tokens=64))
+            before_s = engine.scheduler_s
+            started_s = time.process_time()
+            for request in requests:
+                engine.scheduler.add_request(request)
+            total[name] += time.process_time() - started_s
+            engine.run()
+            total[name] += engine.scheduler_s - before_s
+    return total
+
+
+def report(what: str, rounds: list[dict[str, float]], per: int) -> dict[str, Any]:
+    ratios = sorted(each["tenuto"] / each["stock"] for each in rounds)
+    stock_us = statistics.median(each["stock"] for each in rounds) / per * 1e6
+    print(
+        f"{what}: tenuto / stock = {statistics.median(ratios):.3f} "
+        f"(min {ratios[0]:.3f}, max {ratios[-1]:.3f}, {len(ratios)} rounds); stock {stock_us:.0f} us each"
+    )
+    return {"what": what, "ratios": ratios, "stock_us": stock_us}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=150, help="steps per round")
+    parser.add_argument("--requests", type=int, default=256, help="plain requests per round")
+    parser.add_argument(
+        "--policy", default="continuum-fixed", help="what retains the jobs; plain requests have the default"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    args = parser.parse_args()
+    logging.disable(logging.INFO)
+    print(f"filling: {NUM_RUNNING} running, {NUM_RETAINED} retained jobs", flush=True)
+    keep = {"policy": args.policy, "options": OPTIONS.get(args.policy, {})}
+    engines = {"stock": start(AsyncScheduler, None), "tenuto": start(tenuto.vllm.Scheduler, keep)}
+    retain(engines["tenuto"], NUM_RETAINED)
+    assert len(engines["tenuto"].scheduler.driver.leases) == NUM_RETAINED
+    for engine in engines.values():
+        fill(engine, NUM_RUNNING, args.rounds * args.steps)
+    gc.collect()
+    gc.freeze()
+    steps = [measure_steps(engines, args.steps) for _ in range(args.rounds)]
+    assert len(engines["tenuto"].scheduler.driver.leases) == NUM_RETAINED
+    assert all(len(engine.scheduler.running) == NUM_RUNNING for engine in engines.values())
+    figures = [report("scheduler time per step, 256 running, 1,000 retained", steps, args.steps)]
+    plain = {"stock": start(AsyncScheduler, None), "tenuto": start(tenuto.vllm.Scheduler, {})}
+    measure_requests(plain, 64, -1)
+    requests = [measure_requests(plain, args.requests, n) for n in range(args.rounds)]
+    figures.append(report("scheduler time per plain request", requests, args.requests))
+    decisions = engines["tenuto"].scheduler.driver.stats.decision_s
+    num_events = 4 * NUM_RETAINED + NUM_RUNNING
+    print(f"driver time per turn event: mean {decisions._sum.get() / num_events * 1e6:.0f} us")
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Records as Markdown: means, ratios, percentiles and fairness, winners."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from experiments.results.rows import Row, Table
+
+YARDSTICKS = ("unbounded", "clairvoyant")
+TIE = 1.02
+OURS, STOCK = "tenuto", "stock"
+
+Records = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+"""By row's title and policy: one record per seed."""
+
+
+def format_section(table: Table, rows: Sequence[Row], records: Records) -> str:
+    """Everything there is to say of one table."""
+    policies = [policy for policy in table.policies if (rows[0].title, policy) in records]
+    parts = [format_means(rows, policies, records)]
+    if OURS in policies and STOCK in policies:
+        parts.append(format_ratios(rows, policies, records))
+        parts.append(format_percentiles(rows, policies, records))
+    if OURS in policies and STOCK in policies and all(row.group for row in rows):
+        parts.append(format_winners(rows, policies, records))
+    seeds = sorted({record["seed"] for each in records.values() for record in each})
+    about = f"{table.about} Seeds: {', '.join(map(str, seeds))}."
+    return "\n\n".join([f"### {table.title}", about, *parts])
+
+
+def get_mean(records: Sequence[Mapping[str, Any]], key: str = "avg_duration_s") -> float:
+    """Geometric mean over the seeds."""
+    return math.exp(statistics.fmean(math.log(record[key]) for record in records))
+
+
+def get_best(row: Row, policies: Iterable[str], records: Records) -> str:
+    """The best of those that may compete."""
+    rivals = [each for each in policies if each not in YARDSTICKS]
+    return min(rivals, key=lambda policy: get_mean(records[row.title, policy]))
+
+
+def format_means(rows: Sequence[Row], policies: Sequence[str], records: Records) -> str:
+    lines = []
+    for row in rows:
+        best_s = get_mean(records[row.title, get_best(row, policies, records)])
+        cells = []
+        for policy in policies:
+            each = [record["avg_duration_s"] for record in records[row.title, policy]]
+            mean_s = get_mean(records[row.title, policy])
+            text = f"{mean_s:.1f}" + (f" ({min(each):.0f}-{max(each):.0f})" if len(each) > 1 else "")
+            if policy not in YARDSTICKS and mean_s <= TIE * best_s:
+                text = f"**{text}**"
+            elif policy == OURS:
+                text = f"🔴 {text}"
+            cells.append(text)
+        lines.append([row.title, *cells])
+    return format_markdown(["mean, s", *map(get_label, policies)], lines)
+
+
+def format_ratios(rows: Sequence[Row], policies: Sequence[str], records: Records) -> str:
+    """Tenuto against each of the others, and against the best of them in each row."""
+    ratios = {
+        policy: [get_mean(records[row.title, OURS]) / get_mean(records[row.title, policy]) for row in rows]
+        for policy in policies
+        if policy != OURS
+    }
+    rivals = [values for policy, values in ratios.items() if policy not in YARDSTICKS]
+    best = [max(each) for each in zip(*rivals, strict=True)]
+    lines = []
+    for policy, values in [("the best other of each row", best), *ratios.items()]:
+        worst = max(range(len(values)), key=values.__getitem__)
+        mean = math.exp(statistics.fmean(map(math.log, values)))
+        lines.append(
+            [
+                get_label(policy),
+                f"{mean:.2f}",
+                f"{min(values):.2f}",
+                f"{values[worst]:.2f}",
+                rows[worst].title,
+            ]
+        )
+    return format_markdown(["tenuto over", "geometric mean", "best row", "worst row", ""], lines)
+
+
+def format_percentiles(rows: Sequence[Row], policies: Sequence[str], records: Records) -> str:
+    """Stock, the best other and tenuto: percentiles of job times, and how unevenly jobs were slowed down."""
+    keys = ("median_duration_s", "p90_duration_s", "p95_duration_s", "p99_duration_s")
+    others = [policy for policy in policies if policy not in (OURS, STOCK)]
+    lines = []
+    for row in rows:
+        best = get_best(row, others, records)
+        cells = [row.title, get_label(best)]
+        for policy in (STOCK, best, OURS):
+            of_row = records[row.title, policy]
+            cells.append(" / ".join(f"{get_mean(of_row, key):.0f}" for key in keys))
+        for policy in (STOCK, best, OURS):
+            slowdowns = [record["slowdown"] for record in records[row.title, policy]]
+            cells.append(f"{statistics.fmean(each['max'] / each['p50'] for each in slowdowns):.1f}")
+        lines.append(cells)
+    heads = ["P50 / P90 / P95 / P99, s", "best other", "stock", "best other's", "tenuto"]
+    return format_markdown([*heads, "max/median slowdown: stock", "best other's", "tenuto"], lines)
+
+
+def format_winners(rows: Sequence[Row], policies: Sequence[str], records: Records) -> str:
+    """A map: who is best on which machine under which load, and by how much tenuto is."""
+    groups = list(dict.fromkeys(row.group for row in rows))
+    columns = list(dict.fromkeys(row.column for row in rows))
+    by_place = {(row.group, row.column): row for row in rows}
+    lines = []
+    for group in groups:
+        cells = [group]
+        for column in columns:
+            row = by_place[group, column]
+            rival = get_best(row, [each for each in policies if each != OURS], records)
+            ratio = get_mean(records[row.title, OURS]) / get_mean(records[row.title, rival])
+            name = OURS if ratio < 1 / TIE else ("a tie" if ratio <= TIE else f"🔴 {get_label(rival)}")
+            cells.append(f"{name} ({ratio:.2f})")
+        lines.append(cells)
+    return format_markdown(["winner (tenuto / best other)", *columns], lines)
+
+
+def get_label(policy: str) -> str:
+    return policy.rpartition(":")[2].rpartition("?")[2].replace("/", " / ")
+
+
+def format_markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    out = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    return "\n".join([*out, *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+def put_section(page: str, name: str, section: str) -> str:
+    """The page with what stands between the marks of this name replaced, or added at its end."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    block = f"{begin}\n\n{section}\n\n{end}"
+    if begin in page:
+        return re.sub(re.escape(begin) + ".*?" + re.escape(end), lambda _: block, page, flags=re.DOTALL)
+    return f"{page.rstrip()}\n\n{block}\n"

@@ -1,1 +1,0 @@
-"""Clients of live servers: HTTP lives here."""

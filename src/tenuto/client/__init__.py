@@ -1,0 +1,1 @@
+"""Clients of live servers: load, verify, comparisons, timing of steps."""

@@ -1,0 +1,93 @@
+"""What is compared: servers that run already, and servers to be started here."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tenuto.client.http.address import check_url
+from tenuto.core.errors import ConfigError
+
+SYNTAX = "NAME=URL, NAME=vllm, NAME=policy:POLICY[,key=value…] or NAME=sim:POLICY[,key=value…]"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+_HOST = "127.0.0.1"
+
+Kind = Literal["url", "vllm", "policy", "sim"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One side of the comparison."""
+
+    name: str
+    """Labels the results, and names files."""
+    kind: Kind
+    target: str = ""
+    """The URL, or the policy."""
+    options: tuple[str, ...] = ()
+    """The policy's, as KEY=VALUE."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its server is started here."""
+        return self.kind != "url"
+
+    def __str__(self) -> str:
+        """As on the command line."""
+        what = {"url": self.target, "vllm": "vllm"}.get(self.kind, f"{self.kind}:{self.target}")
+        return f"{self.name}={','.join((what, *self.options))}"
+
+
+def parse_arm(text: str) -> Arm:
+    """An arm as written on the command line. Raises ConfigError."""
+    name, equals, what = text.partition("=")
+    if not equals or not _NAME.fullmatch(name):
+        raise ConfigError(f"--arm wants {SYNTAX}, the name of letters, digits, dots and dashes; got {text!r}")
+    if what.startswith(("http://", "https://")):
+        check_url(what, f"--arm {name}")
+        return Arm(name, "url", what)
+    if what == "vllm":
+        return Arm(name, "vllm")
+    kind, _, policy = what.partition(":")
+    target, *options = policy.split(",")
+    if kind not in ("policy", "sim") or not target:
+        raise ConfigError(f"--arm {name}: {what!r} is none of {SYNTAX}")
+    for option in options:
+        if not re.match(r"\w+=", option):
+            raise ConfigError(f"--arm {name}: after the policy come key=value pairs, got {option!r}")
+    return Arm(name, "sim" if kind == "sim" else "policy", target, tuple(options))
+
+
+def make_command(arm: Arm, model: str, port: int, serve_args: Sequence[str]) -> list[str]:
+    """The command that starts a local arm's server."""
+    where = ["--host", _HOST, "--port", str(port), *serve_args]
+    if arm.kind == "vllm":
+        return [_find_vllm(), "serve", model, "--enable-prompt-tokens-details", *where]
+    # By its command line, so that an arm is served exactly as `tenuto serve` would do it.
+    serve = [sys.executable, "-m", "tenuto.cli", "serve"]
+    policy = ["--policy", arm.target, *(word for each in arm.options for word in ("--option", each))]
+    if arm.kind == "sim":
+        return [*serve, "--engine", "sim", "--model", model, *policy, *where]
+    return [*serve, model, *policy, *where]
+
+
+def redact(arguments: Sequence[str]) -> list[str]:
+    """Arguments as they may be printed and kept: API keys are not."""
+    hidden = list(arguments)
+    for index, argument in enumerate(hidden):
+        key, equals, _ = argument.partition("=")
+        if key == "--api-key" and equals:
+            hidden[index] = "--api-key=***"
+        elif index and hidden[index - 1] == "--api-key":
+            hidden[index] = "***"
+    return hidden
+
+
+def _find_vllm() -> str:
+    """The `vllm` of this environment; else whichever the shell finds."""
+    beside = Path(sys.executable).parent / "vllm"
+    return str(beside) if beside.exists() else "vllm"

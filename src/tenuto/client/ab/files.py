@@ -1,0 +1,143 @@
+"""The folder of a comparison: every run is kept when it ends, and a later command goes on from there.
+
+ab.json         what is compared, and under which load; a folder holds one comparison
+runs/001-A/     result.json, turns.jsonl, metrics.jsonl of one run, as tenuto bench writes them
+cut/            runs that were broken off, kept but not counted
+logs/           of the servers started here
+results.jsonl   the results of all whole runs, for tenuto report
+verdict.json    what came out
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tenuto.client.ab.order import Slot
+from tenuto.client.load.files import RESULT
+from tenuto.core.errors import ConfigError, DataError
+
+SETTINGS, RESULTS, VERDICT = "ab.json", "results.jsonl", "verdict.json"
+
+
+class AbFolder:
+    """A comparison's folder, locked while it is entered; a context manager.
+
+    Raises ConfigError if the folder cannot be written, is in use, or holds another comparison.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        # As they will be read again: tuples become lists.
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+
+    def __enter__(self) -> Self:
+        """Make the folder, or take it up where it was left."""
+        try:
+            for part in ("runs", "logs"):
+                (self.path / part).mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / SETTINGS, "a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out: cannot write to {self.path}: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take_up()
+        except OSError as error:
+            self._lock.close()
+            raise ConfigError(f"--out {self.path}: another tenuto ab is at work there") from error
+        except ConfigError:
+            self._lock.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let others in."""
+        self._lock.close()
+
+    def _take_up(self) -> None:
+        self._lock.seek(0)
+        text = self._lock.read()
+        if not text.strip():
+            self._lock.write(json.dumps(self._settings, indent=1) + "\n")
+            self._lock.flush()
+            return
+        try:
+            before = json.loads(text)
+        except ValueError:
+            before = None
+        if not isinstance(before, dict):
+            raise ConfigError(f"{self.path / SETTINGS} was not written by tenuto ab; name another --out")
+        if differing := [
+            name for name in {**before, **self._settings} if before.get(name) != self._settings.get(name)
+        ]:
+            name = differing[0]
+            raise ConfigError(
+                f"--out {self.path} holds a comparison with another {name}: {before.get(name)!r} there, "
+                f"{self._settings.get(name)!r} now; name another folder, or repeat the same command to go on"
+            )
+
+    def get_run(self, slot: Slot) -> Path:
+        """Where a run's files are, or will be."""
+        return self.path / "runs" / slot.name
+
+    def has_run(self, slot: Slot) -> bool:
+        """Whether the run was brought to its end."""
+        return (self.get_run(slot) / RESULT).exists()
+
+    def clear(self, slot: Slot) -> None:
+        """Put away what is left of a run that was broken off."""
+        folder = self.get_run(slot)
+        if not folder.exists() or self.has_run(slot):
+            return
+        (self.path / "cut").mkdir(exist_ok=True)
+        folder.rename(_find_free(self.path / "cut", slot.name, ""))
+
+    def make_log_path(self, arm: str) -> Path:
+        """A log file that is not there yet."""
+        return _find_free(self.path / "logs", arm, ".log")
+
+    def read_result(self, slot: Slot) -> dict[str, Any]:
+        """A whole run's result. Raises DataError."""
+        path = self.get_run(slot) / RESULT
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: {error}; remove its folder to run it again") from error
+        if not isinstance(result, dict) or not isinstance(result.get("client"), dict):
+            raise DataError(f"{path}: not a result of tenuto bench; remove its folder to run it again")
+        return result
+
+    def write_results(self, slots: Iterable[Slot]) -> None:
+        """Write results.jsonl anew from all whole runs among the slots. Raises ConfigError."""
+        rows = [
+            {**self.read_result(slot), "ab": {"repeat": slot.repeat + 1, "arm": slot.arm}}
+            for slot in slots
+            if self.has_run(slot)
+        ]
+        self._write(RESULTS, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_verdict(self, verdict: Mapping[str, Any]) -> None:
+        """Write verdict.json. Raises ConfigError."""
+        self._write(VERDICT, json.dumps(verdict, indent=1) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        # Whole or not at all: the file before is better than half of this one.
+        temporary = self.path / f"{name}.new"
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.path / name)
+        except OSError as error:
+            raise ConfigError(f"--out: cannot write {self.path / name}: {error}") from error
+
+
+def _find_free(folder: Path, name: str, suffix: str) -> Path:
+    number = 1
+    while (path := folder / f"{name}-{number}{suffix}").exists():
+        number += 1
+    return path

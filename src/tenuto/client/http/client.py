@@ -1,0 +1,166 @@
+"""One streamed request to an OpenAI-compatible server, and what can go wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import resource
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from tenuto.client.http.stream import Answer, AnswerStream, StreamError, get_error_message, make_printable
+from tenuto.core.errors import TenutoError
+
+KEEP_ALIVE_S = 3.0
+"""Idle connections are not used longer: uvicorn, under vLLM and SGLang, closes them after 5 s, and a request
+that meets the closing is lost."""
+AFTER_DONE_S = 1.0
+"""How long a connection may stay open after the last event before it is given up."""
+SHORT_REQUEST_S = 10.0
+"""Limit for questions about the server itself."""
+_MAX_ERROR_BYTES = 2000
+_RETRIED_STATUS = frozenset({408, 409, 425, 429})
+
+
+class RequestFailed(TenutoError):
+    """A request brought no whole answer.
+
+    `kind` is one of: `connect` (no connection), `reset` (the connection broke), `timeout`, `http N` (an error
+    status), `malformed` (no HTTP, or no event stream), `cut off` (the stream ended early), `empty` (no
+    token), `server error` (an error within the stream).
+    """
+
+    def __init__(
+        self, kind: str, detail: str, *, can_retry: bool, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(make_printable(detail))
+        self.kind = kind
+        self.can_retry = can_retry
+        """False if the same request would fail again: the server understood and refused it."""
+        self.retry_after_s = retry_after_s
+        """How long the server asks to wait."""
+
+
+class Client:
+    """Sends requests to one server; an async context manager.
+
+    `timeout_s` bounds each request from its sending to its last byte. Times are the event loop's.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout_s = timeout_s
+
+    async def __aenter__(self) -> Self:
+        """Open the connection pool, of any size."""
+        _raise_file_limit()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            headers={"Content-Type": "application/json", **self._headers},
+            timeout=aiohttp.ClientTimeout(total=None),
+            raise_for_status=False,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def stream_answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        """Send a request for a stream and read all of it. Raises RequestFailed."""
+        stream = AnswerStream()
+        try:
+            try:
+                async with asyncio.timeout(self._timeout_s) as limit:
+                    await self._read_stream(path, body, headers, stream, limit)
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                # A server may forget to end the response, or break the connection afterwards.
+                if not stream.is_done:
+                    raise _explain(error, self._timeout_s) from error
+            return stream.finish()
+        except StreamError as error:
+            raise RequestFailed(error.kind, str(error), can_retry=True) from None
+
+    async def _read_stream(
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        stream: AnswerStream,
+        limit: asyncio.Timeout,
+    ) -> None:
+        # A file object, for aiohttp sends it piece by piece: a prompt of megabytes holds nobody else up.
+        data = io.BytesIO(body)
+        loop = asyncio.get_running_loop()
+        async with self._session.post(
+            self.url + path, data=data, headers=headers, allow_redirects=False
+        ) as response:
+            if response.status != 200:
+                raise await _read_refusal(response)
+            while piece := await response.content.readany():
+                stream.feed(piece, loop.time())
+                if stream.is_done:
+                    limit.reschedule(loop.time() + AFTER_DONE_S)
+
+    async def get_text(self, path: str) -> str:
+        """A page of the server. Raises RequestFailed."""
+        try:
+            async with asyncio.timeout(SHORT_REQUEST_S), self._session.get(self.url + path) as response:
+                if response.status != 200:
+                    raise await _read_refusal(response)
+                return await response.text(errors="replace")
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise _explain(error, SHORT_REQUEST_S) from error
+
+    async def get_json(self, path: str) -> Any:
+        """A page of the server as JSON. Raises RequestFailed."""
+        text = await self.get_text(path)
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise RequestFailed("malformed", f"{path} is not JSON: {text[:200]!r}", can_retry=False) from None
+
+
+async def _read_refusal(response: aiohttp.ClientResponse) -> RequestFailed:
+    body = (await response.content.read(_MAX_ERROR_BYTES)).decode(errors="replace")
+    try:
+        message = get_error_message(json.loads(body))
+    except (ValueError, RecursionError):
+        message = None
+    status = response.status
+    return RequestFailed(
+        f"http {status}",
+        message or body.strip() or response.reason or "without a word",
+        can_retry=status >= 500 or status in _RETRIED_STATUS,
+        retry_after_s=_parse_seconds(response.headers.get("Retry-After")),
+    )
+
+
+def _parse_seconds(text: str | None) -> float | None:
+    # A date is allowed too; no inference server sends one.
+    return float(text) if text is not None and text.isdecimal() else None
+
+
+def _explain(error: Exception, timeout_s: float) -> RequestFailed:
+    if isinstance(error, TimeoutError):
+        return RequestFailed("timeout", f"no whole answer within {timeout_s:g} s", can_retry=True)
+    kind = "connect" if isinstance(error, aiohttp.ClientConnectorError) else "reset"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return RequestFailed("malformed", f"not HTTP: {error.message}", can_retry=True)
+    if isinstance(error, aiohttp.InvalidURL):
+        return RequestFailed("connect", f"not a URL: {error}", can_retry=False)
+    return RequestFailed(kind, str(error) or type(error).__name__, can_retry=True)
+
+
+def _raise_file_limit() -> None:
+    # Each connection is an open file, and many systems allow 1,024 unless asked for more.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

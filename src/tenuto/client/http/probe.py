@@ -1,0 +1,143 @@
+"""What there is to know of a server before the load begins, and one request that shows it can be run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto.client.http.client import Client, RequestFailed
+from tenuto.client.http.prompts import Conversation, Form
+from tenuto.client.http.request import RequestWriter
+from tenuto.client.http.stream import Answer, make_printable
+from tenuto.client.load.runner import get_pause_s
+from tenuto.client.servers.scrape import Totals, parse_totals, try_get_block_size
+from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.workload.schema import Job, Span, TurnSpec, Workload
+
+PROMPT_TOKENS = 64
+OUTPUT_TOKENS = 4
+NUM_ATTEMPTS = 3
+LIMIT_S = 120.0
+"""For the probe's answer: a server's first forward pass may take a minute, more means that it hangs."""
+
+
+class ServerError(TenutoError):
+    """The server cannot be measured; the message says why, and what to try."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a server says of itself; None where it does not."""
+
+    model: str
+    max_model_len: int | None
+    version: str | None
+    block_size: int | None
+    totals: Totals | None
+    """Its metrics before the load."""
+    sends_ids: bool
+    """Its answers come with their token ids."""
+
+
+async def probe_server(
+    client: Client,
+    form: Form,
+    model: str | None,
+    run_id: str,
+    forced_format: Mapping[str, Any] | None = None,
+) -> Server:
+    """Ask the server what it is, and for one short answer. Raises ServerError."""
+    model, max_model_len = await _get_model(client, model)
+    answer = await _get_answer(client, RequestWriter(model, form, run_id, forced_format=forced_format))
+    if form.is_exact and answer.usage.prompt_tokens not in (None, PROMPT_TOKENS):
+        raise ServerError(
+            f"{client.url} counts {answer.usage.prompt_tokens} tokens in a prompt of {PROMPT_TOKENS} token "
+            "ids: it does not take them as they are; try --prompts words"
+        )
+    page = await _try_get(client, "/metrics")
+    return Server(
+        model=model,
+        max_model_len=max_model_len,
+        version=await _try_get_version(client),
+        block_size=None if page is None else try_get_block_size(page),
+        totals=None if page is None else parse_totals(page) or None,
+        sends_ids=answer.token_ids is not None,
+    )
+
+
+def check_lengths(workload: Workload, server: Server) -> None:
+    """Raise ConfigError if a turn does not fit into the model's context."""
+    if server.max_model_len is None:
+        return
+    for job in workload.jobs:
+        for index, turn in enumerate(job.turns):
+            num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
+            if num_tokens > server.max_model_len:
+                raise ConfigError(
+                    f"{workload.name}: job {job.job_id!r} turn {index + 1} has {num_tokens} tokens, "
+                    f"the server takes {server.max_model_len}; shorten the texts with --scale"
+                )
+
+
+async def _get_model(client: Client, wanted: str | None) -> tuple[str, int | None]:
+    try:
+        models = (await client.get_json("/v1/models"))["data"]
+        named = {str(each["id"]): _read_length(each.get("max_model_len")) for each in models}
+    except (RequestFailed, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, RequestFailed) and error.kind in ("connect", "reset", "timeout"):
+            raise ServerError(
+                f"{client.url} does not answer ({error.kind}: {error}); is the server up, and is this its "
+                "address?"
+            ) from error
+        if wanted is not None:
+            return wanted, None
+        raise ServerError(f"{client.url}/v1/models does not name a model ({error}); give --model") from error
+    model = next(iter(named), None) if wanted is None else wanted
+    if model is None or model not in named:
+        served = make_printable(", ".join(named)) or "none"
+        raise ServerError(f"{client.url} serves no model {wanted!r}; it serves {served}")
+    return model, named[model]
+
+
+def _read_length(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+async def _get_answer(client: Client, writer: RequestWriter) -> Answer:
+    turn = TurnSpec((Span("probe", PROMPT_TOKENS),), Span("probe/out", OUTPUT_TOKENS))
+    job = Job("probe", 0.0, (turn,))
+    prompt = Conversation(job, writer.form, writer.run_id, {}).write_prompt(turn)
+    body, headers = writer.write_body(job, 0, prompt), writer.write_headers(job)
+    for attempt in range(NUM_ATTEMPTS):
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                return await client.stream_answer(writer.form.path, body, headers)
+        except TimeoutError:
+            failure = f"no answer within {LIMIT_S:g} s"
+        except RequestFailed as error:
+            failure = f"{error.kind}: {error}"
+            if not error.can_retry:
+                break
+            await asyncio.sleep(get_pause_s(attempt, error.retry_after_s, "probe"))
+    hint = "; if it takes no token ids, try --prompts words" if writer.form.is_exact else ""
+    if writer.forced_format is not None:
+        hint += "; if it knows no structured_outputs, leave --force-format out"
+    raise ServerError(f"{client.url}{writer.form.path} did not answer a short request: {failure}{hint}")
+
+
+async def _try_get(client: Client, path: str) -> str | None:
+    try:
+        return await client.get_text(path)
+    except RequestFailed:
+        return None
+
+
+async def _try_get_version(client: Client) -> str | None:
+    try:
+        found: Any = await client.get_json("/version")
+    except RequestFailed:
+        return None
+    version = found.get("version") if isinstance(found, dict) else None
+    return version if isinstance(version, str) else None

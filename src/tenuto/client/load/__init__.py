@@ -1,0 +1,1 @@
+"""`tenuto bench`: a workload against a server, and the records of what came out."""

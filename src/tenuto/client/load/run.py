@@ -1,0 +1,225 @@
+"""`tenuto bench`: from options to a result."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import secrets
+import sys
+import time
+from array import array
+from collections.abc import Coroutine, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto.client.http.client import Client, RequestFailed
+from tenuto.client.http.force_format import read_format
+from tenuto.client.http.probe import Server, check_lengths, probe_server
+from tenuto.client.http.prompts import FORMS
+from tenuto.client.http.request import RequestWriter
+from tenuto.client.load import live
+from tenuto.client.load.commands import CommandRecord, CommandRunner, check_commands
+from tenuto.client.load.files import RunFiles
+from tenuto.client.load.interruption import Interruption
+from tenuto.client.load.lag import sample_lag
+from tenuto.client.load.metrics import Outcome
+from tenuto.client.load.options import BenchOptions
+from tenuto.client.load.plan import Agenda, make_workload
+from tenuto.client.load.records import TurnRecord
+from tenuto.client.load.result import Labels, format_result, make_result
+from tenuto.client.load.runner import Load
+from tenuto.client.servers import scrape
+from tenuto.workload.schema import Workload
+
+SETTLE_S = 1.0
+"""Servers bring their metrics up to date some time after the last token."""
+
+
+def run_bench(options: BenchOptions) -> int:
+    """Run the load, print the result, write the files; returns the command's exit status.
+
+    Raises ConfigError for options, DataError for traces, ServerError for a server that cannot be measured.
+    """
+    workload = make_workload(options.load)
+    with RunFiles(options.out) as files:
+        result = asyncio.run(measure(options, workload, files))
+        files.write_result(result)
+    print(json.dumps(result) if options.as_json else format_result(result))
+    if files.problem:
+        say(f"not all was written: {files.problem}")
+    if result["client"]["interrupted"]:
+        return 130
+    turns = result["client"]["turns"]
+    return 0 if turns["ok"] == turns["planned"] and not files.problem else 1
+
+
+def say(text: str) -> None:
+    """Tell the user, beside the result."""
+    print(f"[bench] {text}", file=sys.stderr, flush=True)
+
+
+async def measure(options: BenchOptions, workload: Workload, files: RunFiles) -> dict[str, Any]:
+    """Run a workload against a server; the result's record. SIGINT and SIGTERM end it early."""
+    started_s = time.monotonic()
+    if options.run_commands:
+        say(
+            f"--run-commands: {check_commands(workload)} commands of {workload.name} will run as you, in "
+            "temporary folders; they can reach your files and the network"
+        )
+    agenda = Agenda(workload, options.load.users, runs_commands=options.run_commands)
+    async with Client(options.url, api_key=options.api_key, timeout_s=options.timeout_s) as client:
+        setup = await _prepare(client, options, workload)
+        say(f"{len(workload.jobs)} jobs of {workload.name} on {setup.server.model} at {client.url}")
+        outcome = await _run_load(client, setup, agenda, files)
+    labels = Labels(
+        model=setup.server.model,
+        policy=options.policy,
+        gpu=options.gpu,
+        jps=options.load.jps,
+        seed=options.load.seed,
+        server_version=setup.server.version,
+        settings=_get_settings(setup),
+        wall_s=time.monotonic() - started_s,
+    )
+    return make_result(outcome, labels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What is settled before the load begins."""
+
+    options: BenchOptions
+    workload: Workload
+    server: Server
+    writer: RequestWriter
+
+
+async def _prepare(client: Client, options: BenchOptions, workload: Workload) -> _Setup:
+    form = FORMS[options.prompts]()
+    run_id = options.run_id or f"run-{secrets.token_hex(4)}"
+    forced_format = None if options.force_format is None else read_format(options.force_format)
+    server = await probe_server(client, form, options.model, run_id, forced_format)
+    check_lengths(workload, server)
+    quotes_answers = options.answers == "server" and forced_format is None
+    if quotes_answers and form.is_exact and not server.sends_ids:
+        say("the server does not send its answers' token ids: prompts quote the workload's own text")
+        quotes_answers = False
+    writer = RequestWriter(
+        server.model,
+        form,
+        run_id,
+        options.hints,
+        quotes_answers=quotes_answers,
+        forced_format=forced_format,
+    )
+    return _Setup(options, workload, server, writer)
+
+
+async def _run_load(client: Client, setup: _Setup, agenda: Agenda, files: RunFiles) -> Outcome:
+    records: list[TurnRecord] = []
+    commands: list[CommandRecord] = []
+    progress = live.Progress(setup.workload)
+    lags_s = array("d")
+
+    def on_record(record: TurnRecord) -> None:
+        records.append(record)
+        progress.add(record)
+        files.add_turn(record)
+
+    def on_command(record: CommandRecord) -> None:
+        commands.append(record)
+        files.add_command(record)
+
+    options = setup.options
+    runner = CommandRunner(options.command_limit_s, on_command) if options.run_commands else None
+    with Interruption() as interruption, runner or nullcontext():
+        load = Load(
+            agenda,
+            client,
+            setup.writer,
+            on_record,
+            commands=runner,
+            retries=options.retries,
+        )
+        companions = [sample_lag(lags_s), live.show(progress, load, sys.stderr)]
+        if setup.server.totals is not None and options.metrics_interval_s:
+            companions.append(
+                scrape.follow(client, load.get_now_s, files.add_sample, options.metrics_interval_s)
+            )
+        interruption.on_signal = load.stop
+        await _drive(load, companions)
+        growth = await _get_growth(client, setup.server, interruption)
+    return Outcome(
+        workload=setup.workload,
+        records=records,
+        growth=growth,
+        block_size=setup.server.block_size,
+        is_exact=setup.writer.form.is_exact,
+        quotes_answers=setup.writer.quotes_answers,
+        is_interrupted=interruption.has_come,
+        loop_lags_s=lags_s,
+        commands=commands,
+    )
+
+
+async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run the load, and the companions beside it."""
+    tasks = [asyncio.create_task(companion) for companion in companions]
+    # Looking for garbage takes up to a tenth of a second, in which nothing is sent and nothing read. A run
+    # leaves almost none behind that reference counts do not free.
+    gc.collect()
+    gc.disable()
+    try:
+        await load.run()
+    finally:
+        gc.enable()
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end
+
+
+async def _get_growth(client: Client, server: Server, interruption: Interruption) -> scrape.Totals | None:
+    """What the server counted; None if it does not say, or nobody waits for its answer any more."""
+    if server.totals is None:
+        return None
+    if interruption.has_come:
+        say("interrupted; the server is asked for its last counts (Ctrl-C again: not even that)")
+    question = asyncio.create_task(_ask_totals(client, 0.0 if interruption.has_come else SETTLE_S))
+    interruption.on_signal = question.cancel
+    await asyncio.wait([question])
+    if question.cancelled() or isinstance(question.exception(), RequestFailed):
+        return None
+    return scrape.get_growth(server.totals, question.result())
+
+
+async def _ask_totals(client: Client, settle_s: float) -> scrape.Totals:
+    await asyncio.sleep(settle_s)
+    return scrape.parse_totals(await client.get_text("/metrics"))
+
+
+def _get_settings(setup: _Setup) -> dict[str, object]:
+    options, load = setup.options, setup.options.load
+    recorded = "recorded" if load.users is None else "users"
+    return {
+        "url": options.url,
+        "run_id": setup.writer.run_id,
+        "arrival": recorded if load.jps is None else load.arrival,
+        "users": load.users,
+        "window_s": load.window_s,
+        "loop": load.loop,
+        "scale": load.scale,
+        "speed": load.speed,
+        "prompts": options.prompts,
+        "answers": "server" if setup.writer.quotes_answers else "workload",
+        "hints": options.hints,
+        "run_commands": options.run_commands,
+        "force_format": options.force_format,
+        "metrics_interval_s": options.metrics_interval_s,
+        "timeout_s": options.timeout_s,
+        "retries": options.retries,
+    }

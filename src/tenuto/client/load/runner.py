@@ -1,0 +1,178 @@
+"""Runs a workload against a server: sends each turn when it is due, and records how it went.
+
+A turn is a task only while it is in flight; a job in a tool call costs one timer, so that thousands of jobs
+fit in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from tenuto.client.http.client import Client, RequestFailed
+from tenuto.client.http.prompts import Conversation
+from tenuto.client.http.request import RequestWriter
+from tenuto.client.http.stream import Answer
+from tenuto.client.load.commands import CommandRunner
+from tenuto.client.load.plan import Agenda, Due
+from tenuto.client.load.records import Failure, Flight, Status, TurnRecord, make_record
+from tenuto.workload.schema import Job
+
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """A job and all those it started: they may quote each other's answers."""
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    conversations: dict[str, Conversation] = field(default_factory=dict)
+
+
+class Load:
+    """One run. `on_record` hears of every turn that ended, in the order of their ends.
+
+    With `commands`, tool calls whose command is known are run, and the agenda must know of that.
+    """
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        client: Client,
+        writer: RequestWriter,
+        on_record: Callable[[TurnRecord], None],
+        *,
+        commands: CommandRunner | None = None,
+        retries: int = 0,
+    ) -> None:
+        self.num_in_flight = 0
+        """Turns sent, or about to be, that have not ended."""
+        self.num_started_jobs = 0
+        self._agenda = agenda
+        self._client = client
+        self._writer = writer
+        self._on_record = on_record
+        self._commands = commands
+        self._retries = retries
+        self._families: dict[str, _Family] = {}
+        self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._start_s = self._loop.time()
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run until every turn has ended or was given up, or until `stop`."""
+        async with asyncio.TaskGroup() as self._group:
+            self._start_s = self._loop.time()
+            self._schedule(self._agenda.start())
+            await self._over.wait()
+
+    def stop(self) -> None:
+        """Send nothing more, and break off what is in flight."""
+        for timer in self._timers.values():
+            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        self._over.set()
+
+    def get_now_s(self) -> float:
+        """Seconds since the run's start."""
+        return self._loop.time() - self._start_s
+
+    def _schedule(self, turns: Iterable[Due]) -> None:
+        for due in turns:
+            at_s = self._start_s + due.at_s
+            self._timers[due.job.job_id, due.turn] = self._loop.call_at(at_s, self._begin, due)
+
+    def _begin(self, due: Due) -> None:
+        del self._timers[due.job.job_id, due.turn]
+        self.num_in_flight += 1
+        self.num_started_jobs += due.turn == 0
+        self._start(self._run_turn(Flight(due)))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_turn(self, flight: Flight) -> None:
+        job, index, _ = flight.due
+        try:
+            await self._fetch_answer(flight)
+        except asyncio.CancelledError:
+            self._record(flight, "cancelled")
+            raise
+        if flight.answer is None:
+            self._record(flight, "failed")
+            self._schedule(self._agenda.on_failed(job.job_id, index, self.get_now_s()))
+        else:
+            self._record(flight, "ok")
+            if self._writer.quotes_answers:
+                self._get_family(job).answers[job.turns[index].output.content_id] = flight.answer
+            self._schedule(self._agenda.on_finished(job.job_id, index, flight.answer.last_token_s))
+            if self._commands is not None and job.turns[index].command is not None:
+                self._start(self._run_command(self._commands, job, index))
+        if self._agenda.has_ended(root := self._agenda.get_root(job.job_id)):
+            self._families.pop(root, None)
+        if self._agenda.is_over():
+            self._over.set()
+
+    async def _run_command(self, commands: CommandRunner, job: Job, index: int) -> None:
+        if index < len(job.turns) - 1:
+            await commands.run(job, index)
+            self._schedule(self._agenda.on_returned(job.job_id, index, self.get_now_s()))
+
+    async def _fetch_answer(self, flight: Flight) -> None:
+        """Send the turn as often as it takes and is allowed."""
+        job, index, _ = flight.due
+        prompt = self._get_conversation(job).write_prompt(job.turns[index])
+        body, headers = self._writer.write_body(job, index, prompt), self._writer.write_headers(job)
+        flight.sent_s = self.get_now_s()
+        self._schedule(self._agenda.on_sent(job.job_id, index, flight.sent_s))
+        for attempt in count():
+            sent_s = self.get_now_s()
+            try:
+                answer = await self._client.stream_answer(self._writer.form.path, body, headers)
+            except RequestFailed as error:
+                flight.failures.append(Failure(error.kind, str(error), sent_s, self.get_now_s()))
+                if attempt == self._retries or not error.can_retry:
+                    return
+                await asyncio.sleep(get_pause_s(attempt, error.retry_after_s, f"{job.job_id}/{index}"))
+            else:
+                flight.answer = answer.since(self._start_s)
+                return
+
+    def _get_family(self, job: Job) -> _Family:
+        return self._families.setdefault(self._agenda.get_root(job.job_id), _Family())
+
+    def _get_conversation(self, job: Job) -> Conversation:
+        family = self._get_family(job)
+        if job.job_id not in family.conversations:
+            family.conversations[job.job_id] = Conversation(
+                job, self._writer.form, self._writer.run_id, family.answers
+            )
+        return family.conversations[job.job_id]
+
+    def _record(self, flight: Flight, status: Status) -> None:
+        self.num_in_flight -= 1
+        writer = self._writer
+        has_fixed_length = writer.forced_format is None
+        self._on_record(
+            make_record(flight, status, is_exact=writer.form.is_exact, has_fixed_length=has_fixed_length)
+        )
+
+
+def get_pause_s(attempt: int, retry_after_s: float | None, seed: str) -> float:
+    """How long to wait before a failed attempt (from 0) is repeated.
+
+    What the server asks for, else twice as long each time, a minute at most; up to half as long again, drawn
+    from the seed, lest all that failed together come back together.
+    """
+    pause_s = FIRST_PAUSE_S * 2.0**attempt if retry_after_s is None else retry_after_s
+    return min(pause_s, MAX_PAUSE_S) * random.Random(seed).uniform(1.0, 1.5)

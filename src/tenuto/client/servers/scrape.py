@@ -1,0 +1,75 @@
+"""Following a server's `/metrics` while a load runs.
+
+Read by hand, not with a Prometheus parser: that takes tens of milliseconds for a page of vLLM's, in which no
+token could be read and no turn sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Callable
+
+from tenuto.client.http.client import Client, RequestFailed
+
+PREFIXES = ("vllm:", "sglang:", "tenuto:")
+_LEFT_OUT = ("_bucket", "_created")
+_COUNTERS = ("_total", "_sum", "_count")
+_BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="([1-9]\d{0,5})"', re.MULTILINE)
+
+Totals = dict[str, float]
+"""By metric, the sum over its labels (engines, models, reasons)."""
+
+
+def parse_totals(text: str) -> Totals:
+    """The numbers of vLLM, SGLang and Tenuto in a metrics page, without histograms' buckets."""
+    totals: Totals = {}
+    for line in text.splitlines():
+        if not line.startswith(PREFIXES):
+            continue
+        name, value = re.split(r"[{ ]", line, maxsplit=1)[0], _get_value(line)
+        if value is not None and not name.endswith(_LEFT_OUT):
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
+def try_get_block_size(text: str) -> int | None:
+    """Tokens per KV block, where a metrics page tells."""
+    found = _BLOCK_SIZE.search(text)
+    return int(found[1]) if found else None
+
+
+def get_growth(before: Totals, after: Totals) -> Totals:
+    """How much each counter grew; one that was not there before grew from 0.
+
+    One that shrank is left out: its server was started anew, and what it had counted is lost.
+    """
+    growth = {name: after[name] - before.get(name, 0.0) for name in after if name.endswith(_COUNTERS)}
+    return {name: value for name, value in growth.items() if 0 <= value < math.inf}
+
+
+async def follow(
+    client: Client,
+    get_now_s: Callable[[], float],
+    on_sample: Callable[[Totals], None],
+    interval_s: float,
+) -> None:
+    """Read the metrics every so many seconds, until cancelled; `at_s` is when."""
+    while True:
+        try:
+            totals = parse_totals(await client.get_text("/metrics"))
+        except RequestFailed:
+            totals = {}  # a server under load may miss one; the sample stays in the file, empty
+        on_sample({"at_s": get_now_s(), **totals})
+        await asyncio.sleep(interval_s)
+
+
+def _get_value(line: str) -> float | None:
+    # A label's text may hold blanks, and a time may follow the value.
+    _, _, rest = line.rpartition("}") if "{" in line else line.partition(" ")
+    try:
+        value = float(rest.split()[0])
+    except (IndexError, ValueError):
+        return None
+    return value if math.isfinite(value) else None

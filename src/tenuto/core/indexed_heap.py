@@ -1,0 +1,79 @@
+"""A queue of ids in the order of their keys, whose keys may change while they wait."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from tenuto.core.policy import Key
+
+SortKey = tuple[tuple[bool, float | int | str], ...]
+
+
+def get_sort_key(key: Key) -> SortKey:
+    """A key that compares with any other, numbers before strings.
+
+    Keys of one hook differ in shape once the hook has failed and stock's answer has stood in for it.
+    """
+    return tuple((isinstance(part, str), part) for part in key)
+
+
+class IndexedHeap:
+    """Ids by key, smallest first, ties by id. O(log n) a change, amortised."""
+
+    def __init__(self) -> None:
+        # A changed or removed id leaves its old heap entry behind; an entry counts only while it is
+        # the one in _keys. Rebuilt when more than half is stale, so memory stays linear in len().
+        self._keys: dict[str, Key] = {}
+        self._heap: list[tuple[SortKey, str, Key]] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        """All ids in order; a copy, so the queue may change meanwhile."""
+        return iter(sorted(self._keys, key=lambda item: (get_sort_key(self._keys[item]), item)))
+
+    def push(self, item: str, key: Key) -> None:
+        """Add an id, or change the key of one that is there."""
+        if self._keys.get(item) == key:
+            return
+        self._keys[item] = key
+        heapq.heappush(self._heap, (get_sort_key(key), item, key))
+        self._forget_stale()
+
+    def get_first(self) -> str | None:
+        """The id that goes next, or None if there is none."""
+        while self._heap:
+            _, item, key = self._heap[0]
+            if self._keys.get(item) == key:
+                return item
+            heapq.heappop(self._heap)
+        return None
+
+    def get_first_key(self) -> Key | None:
+        """The key of the id that goes next, or None if there is none."""
+        first = self.get_first()
+        return None if first is None else self._keys[first]
+
+    def pop(self) -> str:
+        """Remove and return the id that goes next; raises IndexError if there is none."""
+        item = self.get_first()
+        if item is None:
+            raise IndexError("pop from an empty queue")
+        heapq.heappop(self._heap)
+        del self._keys[item]
+        return item
+
+    def discard(self, item: str) -> None:
+        """Remove an id if it is there."""
+        self._keys.pop(item, None)
+        self._forget_stale()
+
+    def _forget_stale(self) -> None:
+        if len(self._heap) > 2 * len(self._keys) + 16:
+            self._heap = [(get_sort_key(key), item, key) for item, key in self._keys.items()]
+            heapq.heapify(self._heap)

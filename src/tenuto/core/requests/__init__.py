@@ -1,0 +1,1 @@
+"""What requests say: whose they are, what they hint at, which tool they call."""

@@ -1,0 +1,193 @@
+"""How much engine time each job has had, and the queues that order turns by it.
+
+    arrive → the queue of its job's service → quantum spent: one down → waited too long: back to the first
+
+Source: arXiv 2502.13965, Algorithm 1 and section 4.2 (process table, PLAS for jobs of one turn at a time,
+ATLAS for those with several). The policies `autellix` and `autellix+` are this, without and with a host tier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.types import EngineView, Job, Turn
+
+
+@dataclass(slots=True)
+class _Served:
+    """What a job has had with all its finished turns."""
+
+    served_s: float = 0.0
+    """Along the longest chain of turns, where several ran at a time."""
+    waited_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Call:
+    """A turn that waits or runs."""
+
+    job: _Served
+    job_served_s: float
+    """Of its job, when it arrived."""
+    level: int
+    queued_s: float
+    """When it joined its queue."""
+    quantum_left_s: float
+    counted_s: float
+    """Until when its time is counted below."""
+    is_running: bool = False
+    served_s: float = 0.0
+    waited_s: float = 0.0
+
+
+class ServiceQueues:
+    """The process table and the queues of Algorithm 1; O(live turns) per `update`, else O(levels).
+
+    Queue 0 goes first. A job's service decides the queue of its next turn: queue i is for services of one
+    quantum's width, first_quantum_s · growth^i seconds, above those of the queues before it; the last has no
+    end.
+    """
+
+    def __init__(
+        self, num_levels: int, first_quantum_s: float, growth: float, starvation_ratio: float
+    ) -> None:
+        self._quanta_s = [first_quantum_s * growth**level for level in range(num_levels - 1)] + [float("inf")]
+        self._starvation_ratio = starvation_ratio
+        self._jobs: dict[str, _Served] = {}
+        self._calls: dict[str, _Call] = {}
+
+    def __repr__(self) -> str:
+        return f"ServiceQueues({self._jobs}, {self._calls})"
+
+    def arrive(self, turn_id: str, job_id: str, now_s: float) -> None:
+        """A turn came in: it joins the queue of its job's service, with that queue's quantum."""
+        job = self._jobs.setdefault(job_id, _Served())
+        level, above_s = 0, job.served_s
+        while above_s >= self._quanta_s[level]:
+            above_s -= self._quanta_s[level]
+            level += 1
+        quantum_s = self._quanta_s[level]
+        self._calls[turn_id] = _Call(job, job.served_s, level, now_s, quantum_s, counted_s=now_s)
+
+    def run(self, turn_id: str, now_s: float, *, is_running: bool) -> None:
+        """From now on a turn's time is service, or waiting."""
+        call = self._calls.get(turn_id)
+        if call is not None:
+            self._count(call, now_s)
+            call.is_running = is_running
+
+    def leave(self, turn_id: str, now_s: float) -> None:
+        """A turn is done: what it had counts for its job."""
+        call = self._calls.pop(turn_id, None)
+        if call is not None:
+            self._count(call, now_s)
+            call.job.served_s = max(call.job.served_s, call.job_served_s + call.served_s)
+            call.job.waited_s += call.waited_s
+
+    def forget(self, job_id: str) -> None:
+        """A job will not come back."""
+        self._jobs.pop(job_id, None)
+
+    def update(self, now_s: float) -> None:
+        """Demote the turns whose quantum is spent and promote those that starve."""
+        for call in self._calls.values():
+            self._count(call, now_s)
+            while call.quantum_left_s <= 0:
+                # What it ran beyond its quantum, as it is looked at now and then only, counts in the next.
+                self._join(call, call.level + 1, now_s, beyond_s=-call.quantum_left_s)
+            waited_s = call.job.waited_s + call.waited_s
+            served_s = call.job.served_s + call.served_s
+            if call.level > 0 and waited_s >= self._starvation_ratio * served_s:
+                self._join(call, 0, now_s)
+                # Of the turn alone: its job's other turns are as starved and follow at once.
+                call.waited_s = call.served_s = 0.0
+
+    def get_rank(self, turn_id: str) -> tuple[int, float]:
+        """(queue, when it joined); smaller goes first. A turn that never arrived is in the first queue."""
+        call = self._calls.get(turn_id)
+        return (0, 0.0) if call is None else (call.level, call.queued_s)
+
+    def _join(self, call: _Call, level: int, now_s: float, *, beyond_s: float = 0.0) -> None:
+        call.level, call.queued_s = level, now_s
+        call.quantum_left_s = self._quanta_s[level] - beyond_s
+
+    def _count(self, call: _Call, now_s: float) -> None:
+        elapsed_s, call.counted_s = now_s - call.counted_s, now_s
+        if call.is_running:
+            call.served_s += elapsed_s
+            call.quantum_left_s -= elapsed_s
+        else:
+            call.waited_s += elapsed_s
+
+
+@dataclass
+class LeastAttainedService(Policy):
+    """Turns in the order of their job's attained service, in queues; a better queue may_preempt a worse one.
+
+    A turn's engine time is the wall time from its start to its end, without what it waited after a
+    preemption: all requests of a step share it, so each is served for as long as the step takes.
+    """
+
+    rekey_s: ClassVar[float | None] = 0.25
+    """The paper looks every N steps (multi-step scheduling); this is 5 to 20 of them."""
+
+    num_levels: int = setting(8, "queues (the paper's K)", minimum=1)
+    first_quantum_s: float = setting(1.0, "seconds of engine time in the first queue", minimum=0.001)
+    growth: float = setting(2.0, "each queue's quantum, in those of the queue before", minimum=1)
+    starvation_ratio: float = setting(
+        10.0, "seconds waited per second served that bring a turn to the first queue (beta)", minimum=0
+    )
+    _queues: ServiceQueues = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the queues."""
+        self._queues = ServiceQueues(
+            self.num_levels, self.first_quantum_s, self.growth, self.starvation_ratio
+        )
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        """By queue, then first come first served within it."""
+        return self._queues.get_rank(turn.turn_id)
+
+    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
+        """The turn in the worst queue, and there the one that joined it last."""
+        level, queued_s = self._queues.get_rank(turn.turn_id)
+        return (-level, -queued_s)
+
+    def may_preempt(self, turn: Turn, running: Turn, view: EngineView) -> bool:
+        """A turn takes the place of one in a worse queue, never of its equal."""
+        return self._queues.get_rank(turn.turn_id)[0] < self._queues.get_rank(running.turn_id)[0]
+
+    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
+        """It joins a queue."""
+        self._queues.arrive(turn.turn_id, turn.job.job_id, now_s)
+
+    def on_turn_started(self, turn: Turn, now_s: float) -> None:
+        """Its service begins."""
+        self._queues.run(turn.turn_id, now_s, is_running=True)
+
+    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
+        """Its service stops."""
+        self._queues.run(turn.turn_id, now_s, is_running=False)
+
+    def on_turn_resumed(self, turn: Turn, now_s: float) -> None:
+        """Its service goes on."""
+        self._queues.run(turn.turn_id, now_s, is_running=True)
+
+    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
+        """Its service is its job's."""
+        self._queues.leave(turn.turn_id, now_s)
+
+    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
+        """What it had counts although it is lost."""
+        self._queues.leave(turn.turn_id, now_s)
+
+    def on_job_ended(self, job: Job, now_s: float) -> None:
+        """Its service is forgotten."""
+        self._queues.forget(job.job_id)
+
+    def on_tick(self, view: EngineView) -> None:
+        """Demote and promote."""
+        self._queues.update(view.now_s)

@@ -1,0 +1,120 @@
+"""How long a shell command will take, read off its text: gradient-boosted trees, evaluated in plain Python.
+
+The model is JSON, made by experiments/tool_times/train_command_times.py: a table of programs, and trees
+nested as [feature, threshold, where ≤, where >] down to leaves in ln seconds. Some 80 small trees take
+about 20 µs this way; a call into the library that trained them takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tenuto.core.errors import ConfigError
+from tenuto.estimators.command_features import FEATURES, get_features, try_get_program_log_s
+from tenuto.estimators.commands import CommandShape, read_command
+
+FORMAT = "tenuto-command-times-1"
+SHIPPED = "command_times.json"
+MIN_TIME_S = 0.1
+"""Shorter times count as this long, in training and in use: below it no decision depends on them."""
+_MAX_REMEMBERED = 1024
+_MAX_DEPTH = 20
+_MAX_LOG_S = 50.0
+
+Tree = float | tuple[int, float, Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandText:
+    """What a command's text says."""
+
+    program: str
+    """Its main program, with its subcommand; empty if it has none."""
+    shape: CommandShape
+    log_s: float | None
+    """ln of the expected seconds on a machine like the training's; None if the program is not known."""
+    sd: float = 0.0
+    """Standard deviation of ln(seconds) around that."""
+
+
+class CommandTimes:
+    """One trained model."""
+
+    def __init__(self, model: dict[str, Any], where: str = "model") -> None:
+        """`model` as it was trained; raises ConfigError, saying `where`, if it is none."""
+        try:
+            if model["format"] != FORMAT or model["features"] != list(FEATURES):
+                raise ValueError("it was made for another version of Tenuto")
+            self._programs = {str(name): _read_number(log_s) for name, log_s in model["programs"].items()}
+            self._default_log_s = _read_number(model["default_program"])
+            self._base_log_s = _read_number(model["base"])
+            self._trees = tuple(_read_tree(tree, _MAX_DEPTH) for tree in model["trees"])
+            # Spread of ln(time) − prediction on templates held out of the training, for the shortest time
+            # and how it grows with ln(time).
+            self._least_sd, self._sd_slope = map(_read_number, model["residual_sd"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{where}: not a model of command times: {error!r}") from error
+        if self._least_sd <= 0 or self._sd_slope < 0:
+            raise ConfigError(f"{where}: not a model of command times: residual_sd must be above 0")
+        self.read = lru_cache(_MAX_REMEMBERED)(self._read)
+        """Reads one shell command; remembers the last ones."""
+
+    def _read(self, command: str) -> CommandText:
+        shape = read_command(command)
+        program = shape.get_main_program()
+        if try_get_program_log_s(program, self._programs) is None:
+            return CommandText(program, shape, None)
+        features = get_features(shape, self._programs, self._default_log_s)
+        total = self._base_log_s
+        for tree in self._trees:
+            node = tree
+            while isinstance(node, tuple):
+                feature, threshold, low, high = node
+                node = low if features[feature] <= threshold else high
+            total += node
+        above = max(0.0, total - math.log(MIN_TIME_S))
+        # What a command says it waits is taken at its word; the trees know of the rest.
+        log_s = math.log(math.exp(min(total, _MAX_LOG_S)) + shape.wait_s)
+        return CommandText(program, shape, log_s, self._least_sd + self._sd_slope * above)
+
+    def __repr__(self) -> str:
+        return f"CommandTimes({len(self._trees)} trees)"
+
+
+def load_command_times(path: str | None = None) -> CommandTimes:
+    """The model in a file, or the one that ships with Tenuto. Raises ConfigError naming the file."""
+    if path is None:
+        return _load_shipped()
+    try:
+        model = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot read a model of command times: {error}") from error
+    return CommandTimes(model, path)
+
+
+@lru_cache(1)
+def _load_shipped() -> CommandTimes:
+    text = resources.files("tenuto.estimators").joinpath(SHIPPED).read_text(encoding="utf-8")
+    return CommandTimes(json.loads(text), SHIPPED)
+
+
+def _read_number(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is not finite")
+    return number
+
+
+def _read_tree(node: Any, depth: int) -> Tree:
+    if not isinstance(node, list):
+        return _read_number(node)
+    feature, threshold, low, high = node
+    if depth == 0 or not (isinstance(feature, int) and 0 <= feature < len(FEATURES)):
+        raise ValueError(f"a tree is too deep, or splits on feature {feature!r}")
+    return feature, _read_number(threshold), _read_tree(low, depth - 1), _read_tree(high, depth - 1)

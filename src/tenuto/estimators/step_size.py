@@ -1,0 +1,96 @@
+"""How many tokens a step should have, while some decode and others have prompts to compute.
+
+A step of T prefill tokens takes about
+
+    f(T) = what decoding alone takes − ride + √(ride² + (T · token)²)       seconds
+
+as prefill rides along with one pass over the weights until it takes as long itself: `ride` is what that
+comes to, at most a pass, and less where kernels gain little from being fed together. Per prefill token
+
+- those who wait for prefill, m turns, lose the step, f(T) / T each;
+- those who decode, n turns, lose what the step is longer than theirs, (f(T) − f(0)) / T each. How many
+  these are is a matter of T as well: while there is always more to compute, T tokens begin T / w turns a
+  step, and each decodes for L steps, with w the tokens that a turn has to compute and L those that it
+  generates. So n / T is L / w then, and no more than that at other times.
+
+The best T has the least loss of both together. Long outputs want small steps, short ones and long queues
+large ones.
+
+m counts those who would start if only prefill were faster: not those who wait for memory. And those who come
+while the engine is busy wait for what it still has to do: ρ / (1 − ρ)² turns for a queue with one server (the
+derivative of Pollaczek's and Khinchine's mean wait), with ρ the share of steps that are full.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tenuto.estimators.step_times import StepTimes
+
+MIN_STEP_TOKENS = 512
+"""On GPUs from the A100 to the B200 smaller steps gain nothing: their kernels lose what decoding wins."""
+MAX_BUSY_SHARE = 0.8
+"""Beyond, the queue that is there says more than the one to expect."""
+DECAY = 0.99
+"""What a turn's weight falls to with each later one."""
+
+
+@dataclass
+class TurnSizes:
+    """Mean tokens that turns compute and generate, of the latest hundred or so."""
+
+    weight: float = 0.0
+    computed: float = 0.0
+    generated: float = 0.0
+
+    def observe(self, num_computed_tokens: int, num_output_tokens: int) -> None:
+        """Count one turn that finished."""
+        self.weight = DECAY * self.weight + 1
+        self.computed = DECAY * self.computed + max(1, num_computed_tokens)
+        self.generated = DECAY * self.generated + num_output_tokens
+
+
+def count_prefilling(sizes: TurnSizes, num_waiting: int, num_free_tokens: int, full_share: float) -> float:
+    """Turns that lose while prefill takes its time, of those that wait and those to come.
+
+    `num_free_tokens`: of KV cache; `full_share`: of the steps, which have no room for more prefill.
+    """
+    if not sizes.weight:
+        return 1.0
+    num_that_fit = num_free_tokens * sizes.weight / sizes.computed
+    busy = min(full_share, MAX_BUSY_SHARE)
+    return 1 + full_share * min(num_waiting, num_that_fit) + busy / (1 - busy) ** 2
+
+
+def choose_step_tokens(
+    times: StepTimes,
+    sizes: TurnSizes,
+    num_decoding: int,
+    num_prefilling: float,
+    full_share: float,
+    most: int,
+) -> int | None:
+    """Tokens of the next step, those that decode included: a power of two of 512 at least, or `most`.
+
+    `full_share`: of the steps, as in `count_prefilling`. None before steps and turns are known.
+    """
+    token_s, ride_s = times.get_ride()
+    if token_s <= 0 or not sizes.weight:
+        return None
+    decode_s = times.get_decode_s(num_decoding)
+    ride_s = min(ride_s, decode_s)
+    steady = sizes.generated / sizes.computed
+    # There is always more to compute when one full step follows another.
+    always_more = full_share**2
+
+    def get_loss(num_tokens: int) -> float:
+        num_prefill_tokens = max(1, num_tokens - num_decoding)
+        step_s = decode_s - ride_s + math.hypot(ride_s, num_prefill_tokens * token_s)
+        present = min(steady, num_decoding / num_prefill_tokens)
+        decoding = always_more * steady + (1 - always_more) * present
+        return num_prefilling * step_s / num_prefill_tokens + decoding * (step_s - decode_s)
+
+    # Kernels work in tiles: what does not fill the last ones is lost.
+    sizes_to_try = [MIN_STEP_TOKENS << n for n in range(16) if MIN_STEP_TOKENS << n < most]
+    return min([*sizes_to_try, most], key=get_loss)

@@ -1,0 +1,1 @@
+"""Yardsticks that know or have what no server does."""

@@ -1,0 +1,129 @@
+"""clairvoyant: a yardstick that knows every job to come, on the KV cache that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, StepView, Turn
+from tenuto.estimators.step_times import StepTimes
+
+FIRST = -1e15
+"""The value of a lease that is far from its return: below minus any work."""
+MIN_LOOK_S = 0.1
+"""A lease is looked at again no sooner than this."""
+LATE_S = 60.0
+"""A lease is held so much longer at a time while the next turn waits, for memory or for other jobs."""
+
+
+@dataclass(frozen=True)
+class _Future:
+    """What a job will do; both in the order of its turns."""
+
+    work_left: tuple[float, ...]
+    """Work of each turn and of all after it, in prefill tokens."""
+    tool_s: tuple[float, ...]
+    """Seconds from each turn's end until the next turn is sent."""
+
+
+@dataclass
+class Clairvoyant(Policy):
+    """Least remaining work first, and KV is kept for those who are back soon: both known, not guessed.
+
+    For the simulator alone, which tells it all jobs before it starts (`know`). Elsewhere it knows none of
+    them, and is first come first served by jobs with nothing retained. Never deployable.
+
+    - *Order*: by the work that the job still has: prefill tokens it did not share with its turn before, and
+      `tokens_per_output` for each token to generate; the shorter first, as Smith's rule (1956) says.
+    - *KV*: held until the true return. For whom? A turn takes it from jobs behind it in the order, the last
+      first; and from anyone who is not back within the time in which prefill could fill the whole cache.
+      Beyond that, holding memory idle costs more of it than computing the KV again (arXiv 2402.01869's
+      waste, with the tool's true time).
+
+    Known weakness: it is greedy. Long jobs starve under lasting overload, and it keeps KV as the order says
+    even where giving way would fill steps better; so it bounds nothing from below. Work is counted as if KV
+    were kept; tool times are those of a closed loop.
+    """
+
+    tokens_per_output: float = setting(
+        10.0, "prefill tokens that cost as much as one output token", minimum=0
+    )
+    _futures: dict[str, _Future] = field(init=False, default_factory=dict)
+    _steps: StepTimes = field(init=False, default_factory=StepTimes)
+
+    def set_oracle(self, jobs: Sequence[Any]) -> None:
+        """All jobs of the simulation."""
+        self._futures = {job.job_id: self._foresee(job.turns) for job in jobs}
+
+    # The order.
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        """Least work left; then, and for jobs that nobody told of, the job that came first."""
+        job = turn.job
+        return (self._get_work(turn), job.arrival_s, job.job_id, turn.arrival_s)
+
+    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
+        """The last in the order."""
+        return (-self._get_work(turn), -turn.job.arrival_s)
+
+    # Memory.
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        """Keep the KV until the true return."""
+        return self._keep(turn, view.now_s, view)
+
+    def reconsider(self, lease: Lease, view: EngineView) -> Decision:
+        """Keep it still: the return is near, or the turn is back and waits."""
+        return self._keep(lease.turn, lease.granted_s, view)
+
+    def evict_key(self, lease: Lease, view: EngineView) -> Key:
+        """Those far from their return, then the last in the order."""
+        return (lease.value,)
+
+    def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
+        """To turns before it in the order; to anyone while its return is far."""
+        return -lease.value > self._get_work(turn)
+
+    def on_step(self, step: StepView) -> None:
+        """Learn how fast prefill is."""
+        self._steps.observe(step.num_tokens, step.num_requests, step.duration_s)
+
+    # Inside.
+
+    def _keep(self, turn: Turn, finished_s: float, view: EngineView) -> Decision:
+        future, index = self._futures.get(turn.job.job_id), turn.job.num_turns - 1
+        if future is None or index + 1 >= len(future.tool_s):
+            return Release()
+        left_s = finished_s + future.tool_s[index] - view.now_s
+        fill_s = self._steps.get_token_s() * view.num_blocks * view.block_size
+        if left_s > fill_s:
+            return Keep(view.now_s + max(MIN_LOOK_S, left_s - fill_s), value=FIRST)
+        return Keep(view.now_s + max(0.0, left_s) + LATE_S, value=-future.work_left[index + 1])
+
+    def _get_work(self, turn: Turn) -> float:
+        future = self._futures.get(turn.job.job_id)
+        return 0.0 if future is None else future.work_left[min(turn.job.num_turns, len(future.tool_s)) - 1]
+
+    def _foresee(self, turns: Sequence[Any]) -> _Future:
+        work_left = [0.0]
+        for index in reversed(range(len(turns))):
+            prompt, (_, num_output_tokens) = turns[index].prompt, turns[index].output
+            num_new_tokens = sum(num_tokens for _, num_tokens in prompt)
+            if index:
+                num_new_tokens -= _count_shared((*turns[index - 1].prompt, turns[index - 1].output), prompt)
+            work_left.append(work_left[-1] + num_new_tokens + self.tokens_per_output * num_output_tokens)
+        return _Future(tuple(reversed(work_left[1:])), tuple(turn.tool_s for turn in turns))
+
+
+def _count_shared(before: Sequence[Any], prompt: Sequence[Any]) -> int:
+    """Leading tokens that two rows of (text, tokens) have in common."""
+    num_shared = 0
+    for (left, num_left), (right, num_right) in zip(before, prompt, strict=False):
+        if left != right:
+            break
+        num_shared += min(num_left, num_right)
+        if num_left != num_right:
+            break
+    return num_shared

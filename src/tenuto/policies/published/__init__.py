@@ -1,0 +1,1 @@
+"""Policies as their papers and prototypes describe them."""

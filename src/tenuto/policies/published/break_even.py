@@ -1,0 +1,55 @@
+"""break-even: hold a job's cache for as long as holding it costs less than having it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tenuto.core.policy import setting
+from tenuto.core.types import Decision, EngineView, Keep, Lease, Offload, Strength, Turn, Yields
+from tenuto.estimators.prefill_cost import LearnsPrefill
+
+RENEW_S = 600.0
+"""How far a hold's deadline moves once its job's turn waits; that turn's start ends it."""
+
+
+@dataclass
+class BreakEven(LearnsPrefill):
+    """Hold for t* = reload cost / (share of the KV cache held), then store it below the GPU or let it go.
+
+    Source: arXiv 2608.30830, the cost model C(t) = alpha · t + beta. Holding costs the share of the GPU that
+    the blocks keep from others: its published alpha of 0.0176 GPU-seconds per second is 3,000 tokens of a
+    pool of 680,768 on four GPUs. Having it back costs the prefill or, where a tier has it, what a load takes
+    of the GPU. The host's own deadline, which the paper sets by the load, is left to the tier's eviction.
+    Knows no load and no tool: the hold is as long on an idle server as on one with a queue.
+    """
+
+    wants: ClassVar[Mapping[str, Any]] = {"offload": "asked"}
+
+    load_cost_s: float = setting(
+        0.005, "GPU seconds that a load from a tier costs (0.02 over the paper's four GPUs)", minimum=0
+    )
+
+    def get_hold_s(self, num_tokens: int, view: EngineView) -> float:
+        """The break-even time: where holding has cost as much as having the tokens back."""
+        reload_s = self._prefill.get_s(num_tokens)
+        if view.tiers:
+            reload_s = min(reload_s, self.load_cost_s)
+        return reload_s * view.num_blocks * view.block_size / num_tokens
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        """Hold until it breaks even."""
+        hold_s = self.get_hold_s(turn.num_prompt_tokens + turn.num_output_tokens, view)
+        return _hold(view.now_s + hold_s, view)
+
+    def reconsider(self, lease: Lease, view: EngineView) -> Decision:
+        """Store it; a job that waits already is waited for."""
+        if lease.next_turn_waiting:
+            return _hold(view.now_s + RENEW_S, view)
+        return Offload()
+
+
+def _hold(until_s: float, view: EngineView) -> Keep:
+    """Nobody may have it before it is stored, as in the paper; where it cannot be, the hold gives way."""
+    return Keep(until_s, Strength.HOLD, yields=Yields.ON_DEADLOCK if view.tiers else Yields.ALWAYS)

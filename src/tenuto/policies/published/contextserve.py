@@ -1,0 +1,272 @@
+"""contextserve: three ways with a finished turn, by how long its tool is predicted to take."""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar
+
+from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.types import (
+    Decision,
+    EngineView,
+    Job,
+    Keep,
+    Lease,
+    Offload,
+    Release,
+    StepView,
+    Strength,
+    ToolCall,
+    Turn,
+    Yields,
+)
+from tenuto.estimators.command_times import MIN_TIME_S, CommandText, CommandTimes, load_command_times
+from tenuto.estimators.commands import CommandShape
+from tenuto.estimators.nig import NormalInverseGamma, get_z
+from tenuto.estimators.tool_times import MAX_TOOLS
+from tenuto.estimators.ttl_estimate import TtlEstimate
+
+
+def _read_rules(text: str) -> frozenset[str]:
+    return frozenset(rule.strip() for rule in text.split(","))
+
+
+FAST_PROGRAMS = _read_rules(
+    """[, awk, basename, cat, cd, chmod, cp, cut, date, diff, dirname, echo, env, export, false, file, grep,
+    head, hostname, id, jq, less, ls, mkdir, more, mv, nl, printenv, printf, pwd, readlink, realpath, rm, sed,
+    sort, stat, tail, test, touch, tr, true, uname, uniq, wc, which, whoami, git add, git blame,
+    git branch, git config, git diff, git log, git ls-files, git remote, git rev-parse, git show, git stash,
+    git status, git tag"""
+)
+"""Rule: a command of nothing but these, with no recursion and no loop, is fast."""
+SLOW_PROGRAMS = _read_rules(
+    """apt install, apt-get install, apt-get update, bazel, cargo build, cargo test, cmake, conda create,
+    conda install, docker build, docker pull, git clone, git fetch, go build, go test, gradle, make, mvn,
+    ninja, nox, npm ci, npm install, npm test, pip download, pip install, pip wheel, poetry install, pytest,
+    terraform, tox, uv sync, yarn build, yarn install"""
+)
+"""Rule: a command with one of these in it is slow, unless it only asks (`--version`, `--dry-run`, ...)."""
+RENEW_S = 600.0
+"""How far an expired pin's deadline moves while its job's turn waits; that turn's start ends it."""
+MAX_LOG_S = 50.0
+"""Bounds ln(seconds) before it is taken back."""
+UNKNOWN_LOG_S, UNKNOWN_SD = 0.0, math.log(10)
+"""Before anything is known of a tool: 1 s, give or take a factor of ten."""
+PRIOR_CALLS = 2.0
+"""Calls that the prediction from a command's text is worth against what its program is seen to take."""
+
+
+class Speed(Enum):
+    """What a tool call is predicted to be."""
+
+    FAST = "fast"
+    SLOW = "slow"
+    UNCERTAIN = "uncertain"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a tool call will take."""
+
+    speed: Speed
+    expected_s: float | None
+    """The median; None while nothing at all is known."""
+    pin_s: float
+    """How long to pin for it if it is fast."""
+
+
+@dataclass
+class ContextServe(Policy):
+    """Fast tools: pin. Slow ones: store to the host tier, if any, and free. Uncertain: Continuum's TTL.
+
+    Source: the dispatch of ContextServe as it is described (rules, a Bayesian posterior with Thompson
+    sampling, boosted trees on the command, a fallback; no text or code of its authors was at hand); the
+    fallback is Continuum's TTL (arXiv 2511.02230). Rules judge well-known programs until `trusted_calls` of
+    one were seen; all others a Normal-Inverse-Gamma posterior of ln(seconds) per program, around what the
+    trees read off the command's text (see docs/tool_times.md). Known weaknesses: a rule that is wrong here
+    costs the cache for `trusted_calls` calls; Thompson sampling explores for nothing, as a tool's time is
+    seen whatever is decided; and pins yield only on a stall: they starve new jobs as continuum-fixed's do.
+    """
+
+    wants: ClassVar[Mapping[str, Any]] = {"offload": "asked"}
+
+    pin_s: float = setting(3.0, "seconds a fast tool's pin lasts at most, and bound of fast", minimum=0.001)
+    slow_s: float = setting(6.0, "a tool is slow from so many seconds on", minimum=0.001)
+    confidence: float = setting(0.8, "probability to be called fast or slow", minimum=0.5, maximum=0.999)
+    quantile: float = setting(
+        0.95, "share of a fast tool's calls that its pin is to cover", minimum=0.5, maximum=0.999
+    )
+    trusted_calls: int = setting(
+        20,
+        "calls of a program from which on its posterior overrules the rules; 0: no rules",
+        minimum=0,
+        maximum=190,
+    )
+    explore: bool = setting(True, "decide by a draw from the posterior (Thompson sampling), not by all of it")
+    seed: int = setting(0, "seed of the draws")
+    model: str | None = setting(None, "file of a trained command model; the one that ships when unset")
+    _commands: CommandTimes = field(init=False)
+    _log_pin_s: float = field(init=False)
+    _log_slow_s: float = field(init=False)
+    _beliefs: OrderedDict[str, NormalInverseGamma] = field(init=False, default_factory=OrderedDict)
+    _ttl: TtlEstimate = field(init=False, default_factory=TtlEstimate)
+
+    def __post_init__(self) -> None:
+        self._commands = load_command_times(self.model)
+        self._log_pin_s, self._log_slow_s = math.log(self.pin_s), math.log(self.slow_s)
+
+    # Asked.
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        """Preempted turns first, then pinned jobs, then by the job's first arrival, as Continuum does."""
+        return (
+            turn.num_preemptions == 0,
+            not turn.has_lease,
+            turn.job.arrival_s,
+            turn.job.job_id,
+            turn.arrival_s,
+        )
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        """Pin what is fast, store and free what is slow, and what is uncertain hold for Continuum's TTL."""
+        if turn.tool is None:
+            return Release()
+        prediction = self.predict(turn.tool, turn.turn_id)
+        ttl_s = prediction.pin_s
+        if prediction.speed is Speed.UNCERTAIN:
+            ttl_s = self._ttl.get_ttl_s(self._commands.read(_get_text(turn.tool)).program, turn, view)
+        if prediction.speed is Speed.SLOW or ttl_s <= 0:
+            return Offload()
+        return Keep(view.now_s + ttl_s, Strength.HOLD, yields=Yields.ON_DEADLOCK)
+
+    def reconsider(self, lease: Lease, view: EngineView) -> Decision:
+        """The tool took longer than the pin: store and free, unless the job's next turn already waits."""
+        if lease.next_turn_waiting:
+            return Keep(view.now_s + RENEW_S, Strength.HOLD, yields=Yields.ON_DEADLOCK)
+        return Offload()
+
+    def evict_key(self, lease: Lease, view: EngineView) -> Key:
+        """The pin of the job that came last goes first."""
+        return (-lease.turn.job.arrival_s,)
+
+    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
+        """The job that came last goes first."""
+        return (-turn.job.arrival_s, -turn.arrival_s)
+
+    def predict(self, tool: ToolCall, turn_id: str) -> Prediction:
+        """How long a tool call will take; the turn's id seeds the draw."""
+        text = self._commands.read(_get_text(tool))
+        belief = self._beliefs.get(text.program)
+        prior_log_s, sd = self._expect(text)
+        expected_s = None
+        if belief is not None or text.log_s is not None:
+            expected_s = math.exp(min(prior_log_s + (belief.mean if belief else 0.0), MAX_LOG_S))
+        num_calls = belief.kappa - PRIOR_CALLS if belief else 0
+        by_rule = _judge_by_rules(text.shape) if num_calls < self.trusted_calls else None
+        if by_rule is not None:
+            return Prediction(by_rule, expected_s, self.pin_s)
+        return self._judge(belief or _get_prior(sd), prior_log_s, expected_s, turn_id)
+
+    # Told.
+
+    def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
+        """Learn how long the tool took, beyond what its command's text let expect."""
+        if tool is None:
+            return
+        text = self._commands.read(_get_text(tool))
+        prior_log_s, sd = self._expect(text)
+        belief = self._beliefs.pop(text.program, None) or _get_prior(sd)
+        self._beliefs[text.program] = belief.observe(math.log(max(tool_s, MIN_TIME_S)) - prior_log_s)
+        if len(self._beliefs) > MAX_TOOLS:
+            self._beliefs.popitem(last=False)
+        self._ttl.on_tool_returned(text.program, tool_s)
+
+    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
+        """See whether the turn's job had been evicted."""
+        self._ttl.on_turn_arrived(turn)
+
+    def on_turn_started(self, turn: Turn, now_s: float) -> None:
+        """Learn what an evicted job's turn waited."""
+        self._ttl.on_turn_started(turn, now_s)
+
+    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
+        """Its prefill is off."""
+        self._ttl.on_turn_stopped(turn)
+
+    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
+        """Its prefill is done."""
+        self._ttl.on_turn_stopped(turn)
+
+    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
+        """It is gone."""
+        self._ttl.on_turn_stopped(turn)
+
+    def on_job_ended(self, job: Job, now_s: float) -> None:
+        """Learn how many turns jobs have."""
+        self._ttl.on_job_ended(job)
+
+    def on_step(self, step: StepView) -> None:
+        """Learn what prefill costs."""
+        self._ttl.on_step(step)
+
+    # Kept across restarts.
+
+    def get_state(self) -> dict[str, Any]:
+        """The beliefs, and what Continuum's TTL is computed from."""
+        beliefs = {program: [b.mean, b.kappa, b.alpha, b.beta] for program, b in self._beliefs.items()}
+        return {"beliefs": beliefs, "ttl": self._ttl.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take both up."""
+        beliefs = [
+            (str(program), NormalInverseGamma(*map(float, b))) for program, b in state["beliefs"].items()
+        ]
+        self._ttl.set_state(state["ttl"])
+        self._beliefs = OrderedDict(beliefs[-MAX_TOOLS:])
+
+    # Inside.
+
+    def _expect(self, text: CommandText) -> tuple[float, float]:
+        """What the command's text lets expect, in ln seconds, and the standard deviation around it."""
+        return (UNKNOWN_LOG_S, UNKNOWN_SD) if text.log_s is None else (text.log_s, text.sd)
+
+    def _judge(
+        self, belief: NormalInverseGamma, prior_log_s: float, expected_s: float | None, turn_id: str
+    ) -> Prediction:
+        """Fast or slow if that has enough probability, under the posterior or what was drawn from it."""
+        if self.explore:
+            mean, sd = belief.draw(random.Random((self.seed << 32) ^ zlib.crc32(turn_id.encode())))
+            margin = sd * get_z(self.confidence)
+            low, high = mean - margin, mean + margin
+        else:
+            low, high = belief.get_quantile(1 - self.confidence), belief.get_quantile(self.confidence)
+        if prior_log_s + high <= self._log_pin_s:
+            covering_s = math.exp(min(prior_log_s + belief.get_quantile(self.quantile), MAX_LOG_S))
+            return Prediction(Speed.FAST, expected_s, min(covering_s, self.pin_s))
+        is_slow = prior_log_s + low >= self._log_slow_s
+        return Prediction(Speed.SLOW if is_slow else Speed.UNCERTAIN, expected_s, 0.0)
+
+
+def _get_prior(sd: float) -> NormalInverseGamma:
+    """The belief that the text's expectation is right up to `sd`: E[σ²] = beta / (alpha − 1) = sd²."""
+    alpha = 1 + PRIOR_CALLS / 2
+    return NormalInverseGamma(0.0, PRIOR_CALLS, alpha, sd * sd * (alpha - 1))
+
+
+def _get_text(tool: ToolCall) -> str:
+    """The shell command; a tool that is none (its `command` is arguments) is known by its name alone."""
+    is_shell = tool.command is not None and tool.command.startswith(tool.name)
+    return tool.command if is_shell and tool.command is not None else tool.name
+
+
+def _judge_by_rules(shape: CommandShape) -> Speed | None:
+    if not SLOW_PROGRAMS.isdisjoint(shape.programs):
+        return None if shape.only_asks else Speed.SLOW
+    repeats = shape.num_loops or shape.num_repeaters or shape.is_recursive
+    return Speed.FAST if not repeats and shape.programs and FAST_PROGRAMS.issuperset(shape.programs) else None

@@ -1,0 +1,65 @@
+"""continuum-fixed: the public Continuum prototype, a fixed pin for tools that have been quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.types import (
+    Decision,
+    EngineView,
+    Keep,
+    Lease,
+    Release,
+    Strength,
+    ToolCall,
+    Turn,
+    Yields,
+)
+from tenuto.estimators.tool_times import MeanTimes
+
+RENEW_S = 3600.0
+"""How far variant A pushes a deadline out once the job waits; its start ends the lease."""
+
+
+@dataclass
+class ContinuumFixed(Policy):
+    """Pin for 2 s unless the tool's mean time is longer; pinned jobs first, then by job arrival.
+
+    Source: the prototype that accompanies arXiv 2511.02230. An unseen tool counts as 0 s. Variant A keeps
+    an expired pin whose job already waits; variant B, behind the published sweeps, does not. A pin yields
+    only when nothing could run otherwise: pins starve admission and the second turns of new jobs explode.
+    """
+
+    ttl_s: float = setting(2.0, "seconds a pin lasts; a tool with a longer mean is not pinned", minimum=0)
+    variant: str = setting("B", "A keeps an expired pin whose job waits, B does not", choices=("A", "B"))
+    _tool_times: MeanTimes = field(init=False, default_factory=MeanTimes)
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        """Pinned jobs first, then by the job's first arrival."""
+        return (0 if turn.has_lease else 1, turn.job.arrival_s, turn.job.job_id, turn.arrival_s)
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        """Pin when a tool was found and it has been quick so far."""
+        if turn.tool is None or self._tool_times.get_mean_s(turn.tool.name) > self.ttl_s:
+            return Release()
+        return Keep(view.now_s + self.ttl_s, Strength.HOLD, yields=Yields.ON_DEADLOCK)
+
+    def reconsider(self, lease: Lease, view: EngineView) -> Decision:
+        """Variant A waits for a job that is already in the queue."""
+        if self.variant == "A" and lease.next_turn_waiting:
+            return Keep(view.now_s + RENEW_S, Strength.HOLD, yields=Yields.ON_DEADLOCK)
+        return Release()
+
+    def evict_key(self, lease: Lease, view: EngineView) -> Key:
+        """The pin with the latest deadline goes first."""
+        return (-lease.until_s,)
+
+    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
+        """The newest job that is not on its last turn, then the newest."""
+        return (1 if turn.is_last else 0, -turn.job.arrival_s)
+
+    def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
+        """Count the time of the tool that the job's previous turn called."""
+        if tool is not None:
+            self._tool_times.observe(tool.name, tool_s)

@@ -1,0 +1,135 @@
+"""infercept: for each job in a tool call, what wastes least memory: keep, swap or compute again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from tenuto.core.policy import Key
+from tenuto.core.types import Decision, EngineView, Job, Keep, Lease, Offload, Release, StepView, Turn
+from tenuto.estimators.prefill_cost import LearnsPrefill
+
+INTERVAL_S = 0.25
+"""How often all paused jobs are decided on; the paper does it in every iteration."""
+RENEW_S = 600.0
+"""How far a lease's deadline moves once its job's turn waits; that turn's start ends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Paused:
+    """A job in a tool call that has its cache on the GPU."""
+
+    since_s: float
+    num_tokens: int
+
+
+@dataclass
+class InferCept(LearnsPrefill):
+    """Preserve, swap or discard the cache of every paused job, by the memory each wastes (token · seconds).
+
+    Source: arXiv 2402.01869. Discarding recomputes in chunks that fit a step. Swapping is free up to what the
+    link copies while the engine computes; the largest wastes are swapped first, the others take the lesser of
+    preserve and discard. T_int, the length of the call, is taken to be what has passed of it. Turns go in the
+    order in which their jobs came. Knows nothing of queues: a discarded job's wait to be computed again is
+    not in its waste; and a call that has just begun counts as about to end.
+    """
+
+    wants: ClassVar[Mapping[str, Any]] = {"offload": "asked"}
+    rekey_s: ClassVar[float | None] = INTERVAL_S
+
+    _paused: dict[str, _Paused] = field(init=False, default_factory=dict)
+    _plan: dict[str, Offload | Release] = field(init=False, default_factory=dict)
+    """What becomes of jobs whose leases are looked at next; all others are preserved."""
+    _computed_s: float = field(init=False, default=0.0)
+    """Seconds of engine steps since the last plan."""
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        """First come first served, by the job's arrival."""
+        return (turn.job.arrival_s, turn.job.job_id, turn.arrival_s)
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        """Preserve: a call of 0 s so far has wasted nothing."""
+        return Keep(view.now_s + INTERVAL_S)
+
+    def reconsider(self, lease: Lease, view: EngineView) -> Decision:
+        """What the plan says of it."""
+        if lease.next_turn_waiting:
+            return Keep(view.now_s + RENEW_S)
+        return self._plan.get(lease.turn.job.job_id) or Keep(view.now_s + INTERVAL_S)
+
+    def evict_key(self, lease: Lease, view: EngineView) -> Key:
+        """The job that came last yields first."""
+        return (-lease.turn.job.arrival_s,)
+
+    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
+        """The job that came last yields first."""
+        return (-turn.job.arrival_s,)
+
+    def get_preserve_waste(self, num_tokens: int, paused_s: float) -> float:
+        """Token-seconds that keeping the cache wastes: T_int · C."""
+        return paused_s * num_tokens
+
+    def get_discard_waste(self, num_tokens: int, view: EngineView) -> float:
+        """Token-seconds that computing it again wastes: T_fwd(C) · C / 2 + n · T_fwd(C / n) · C_other.
+
+        A chunk is what a step's budget leaves beside the running requests, whose memory waits meanwhile.
+        """
+        chunk_tokens = max(1, view.max_num_batched_tokens - view.num_running)
+        num_chunks = math.ceil(num_tokens / chunk_tokens)
+        num_used_blocks = view.num_blocks - view.num_free_blocks - view.num_leased_blocks
+        num_other_tokens = max(0, num_used_blocks) * view.block_size
+        own = self._prefill.get_s(num_tokens) * num_tokens / 2
+        return own + num_chunks * self._prefill.get_s(num_tokens / num_chunks) * num_other_tokens
+
+    def on_tick(self, view: EngineView) -> None:
+        """Decide on all paused jobs."""
+        self._plan = {}
+        budget = self._get_swap_budget(view)
+        wastes = []
+        for job_id, paused in self._paused.items():
+            preserve = self.get_preserve_waste(paused.num_tokens, view.now_s - paused.since_s)
+            discard = self.get_discard_waste(paused.num_tokens, view)
+            wastes.append((-min(preserve, discard), job_id, discard < preserve))
+        for _, job_id, discards in sorted(wastes):
+            if budget > 0:
+                # The last one may take more than is left: then the link's queue is taken off the next budget.
+                budget -= self._paused[job_id].num_tokens
+                self._plan[job_id] = Offload()
+            elif discards:
+                self._plan[job_id] = Release()
+        for job_id in self._plan:
+            del self._paused[job_id]
+
+    def on_step(self, step: StepView) -> None:
+        """Swaps hide under it."""
+        super().on_step(step)
+        self._computed_s += step.duration_s
+
+    def _get_swap_budget(self, view: EngineView) -> float:
+        """Tokens that the link copies in the time that was computed since the last plan: the sum of N_i."""
+        computed_s, self._computed_s = self._computed_s, 0.0
+        if not view.tiers:
+            return 0.0
+        tier = view.tiers[0]
+        return (computed_s - tier.wait_s) / tier.s_per_block * view.block_size
+
+    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
+        """Its job's tool call is over."""
+        self._resume(turn.job)
+
+    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
+        """Its job is paused, unless it ends."""
+        super().on_turn_finished(turn, now_s)
+        if not turn.is_last:
+            num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
+            self._paused[turn.job.job_id] = _Paused(now_s, num_tokens)
+
+    def on_job_ended(self, job: Job, now_s: float) -> None:
+        """It will not come back."""
+        self._resume(job)
+
+    def _resume(self, job: Job) -> None:
+        self._paused.pop(job.job_id, None)
+        self._plan.pop(job.job_id, None)

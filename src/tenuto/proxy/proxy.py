@@ -1,0 +1,201 @@
+"""The proxy: every request goes to the server and every answer comes back as they are, piece by piece.
+
+A client that leaves takes its request with it; a server that breaks off is a broken connection to the client
+too. Nothing here waits for what is written down, and nothing that goes wrong there can reach the traffic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from aiohttp import hdrs, web
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from tenuto.client.http.client import KEEP_ALIVE_S
+from tenuto.proxy.exchange import Exchange, is_recorded
+from tenuto.proxy.usage import UsageFilter, ask_for_usage
+
+MAX_HEADER_BYTES = 2**20
+"""More than any server takes: it is for the server to refuse."""
+_HOP_BY_HOP = frozenset(
+    {
+        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
+        "trailer", "transfer-encoding", "upgrade",
+    }
+)  # fmt: skip
+"""RFC 9110, 7.6.1: these are between two neighbours only."""
+_NOT_SENT = _HOP_BY_HOP | {"host", "expect"}
+"""The server's own name is asked for; and to be asked to go on is between neighbours too."""
+_AUTO_HEADERS = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
+_HEADERS: web.ResponseKey[CIMultiDict[str]] = web.ResponseKey("headers", CIMultiDict)
+
+
+class Proxy:
+    """Passes requests to one server; an async context manager.
+
+    `on_exchange` hears of every exchange that `exchange.is_recorded`, when it has ended.
+    """
+
+    def __init__(
+        self, upstream: str, on_exchange: Callable[[Exchange], None], *, ask_usage: bool = False
+    ) -> None:
+        self._upstream = upstream
+        self._on_exchange = on_exchange
+        self._ask_usage = ask_usage
+        self._start_s: float | None = None
+
+    async def __aenter__(self) -> Self:
+        """Open the connection pool, of any size and without time limits: those are the client's to set."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            skip_auto_headers=_AUTO_HEADERS,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    def make_app(self) -> web.Application:
+        """The application that serves the proxy."""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        app.on_response_prepare.append(_restore_headers)
+        return app
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if not is_recorded(request.method, request.path):
+            return await self._pass(request, None)
+        # Of several headers of one name the first counts, as in vLLM.
+        headers = {name.lower(): value for name, value in [*request.headers.items()][::-1]}
+        now_s = time.monotonic()
+        self._start_s = now_s if self._start_s is None else self._start_s
+        exchange = Exchange(request.path, headers, now_s, self._start_s)
+        try:
+            return await self._pass(request, exchange)
+        except asyncio.CancelledError:
+            exchange.end = "client left"
+            raise
+        finally:
+            exchange.end_s = exchange.end_s or time.monotonic()
+            self._on_exchange(exchange)
+
+    async def _pass(self, request: web.Request, exchange: Exchange | None) -> web.StreamResponse:
+        if hdrs.UPGRADE in request.headers:
+            return _refuse(501, "tenuto record passes HTTP only, no websockets")
+        usage_filter: UsageFilter | None = None
+        body = _read_pieces(request, exchange) if request.body_exists else None
+        headers = _drop(request.headers, _NOT_SENT)
+        if self._ask_usage and exchange is not None and body is not None:
+            async for _ in body:
+                pass
+            whole = b"" if exchange.is_too_large else bytes(exchange.body)
+            if exchange.is_too_large:
+                return _refuse(413, "--ask-usage keeps a request's body, and this one is too large to keep")
+            changed = ask_for_usage(request.path, whole)
+            usage_filter = None if changed is None else UsageFilter()
+            headers[hdrs.CONTENT_LENGTH] = str(len(changed or whole))
+            body = _send_bytes(changed or whole)
+        url = URL(self._upstream + request.raw_path, encoded=True)
+        try:
+            async with self._session.request(
+                request.method, url, headers=headers, data=body, allow_redirects=False
+            ) as answer:
+                return await self._answer(request, answer, exchange, usage_filter)
+        except aiohttp.ClientConnectorError as error:
+            if exchange is not None:
+                exchange.end = "no server"
+            return _refuse(502, f"tenuto record: the server cannot be reached: {error}")
+        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError):
+            # What the server did to its connection is done to the client's.
+            _reset(request)
+            return web.Response(status=502)  # reaches nobody
+
+    async def _answer(
+        self,
+        request: web.Request,
+        answer: aiohttp.ClientResponse,
+        exchange: Exchange | None,
+        usage_filter: UsageFilter | None,
+    ) -> web.StreamResponse:
+        headers = _drop(answer.headers, _HOP_BY_HOP)
+        if usage_filter is not None:
+            headers.popall(hdrs.CONTENT_LENGTH, None)
+        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+        response[_HEADERS] = headers
+        if exchange is not None:
+            exchange.status = answer.status
+            exchange.content_type = answer.headers.get(hdrs.CONTENT_TYPE, "").lower()
+            exchange.content_encoding = answer.headers.get(hdrs.CONTENT_ENCODING, "").lower()
+        await response.prepare(request)
+        async for piece in answer.content.iter_any():
+            if exchange is not None:
+                exchange.add_answer(piece, time.monotonic())
+            sent = piece if usage_filter is None else usage_filter.feed(piece)
+            if sent:
+                await response.write(sent)
+        if exchange is not None:
+            exchange.end, exchange.end_s = "whole", time.monotonic()
+        if usage_filter is not None and (rest := usage_filter.finish()):
+            await response.write(rest)
+        await response.write_eof()
+        return response
+
+
+async def _read_pieces(request: web.Request, exchange: Exchange | None) -> AsyncIterator[bytes]:
+    async for piece in request.content.iter_any():
+        if exchange is not None:
+            exchange.add_request(piece)
+        yield piece
+
+
+async def _send_bytes(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+def _drop(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:
+    """The headers but those of these names, and those that `Connection` says are for the neighbour."""
+    listed = ",".join(headers.getall(hdrs.CONNECTION, [])).lower().split(",")
+    dropped = names | {name.strip() for name in listed}
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+
+
+async def _restore_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Take away what aiohttp adds by itself, as far as the server did not say it."""
+    if _HEADERS not in response:
+        return
+    for name in (hdrs.CONTENT_TYPE, hdrs.DATE, hdrs.SERVER):
+        if name not in response[_HEADERS]:
+            response.headers.popall(name, None)
+
+
+def _refuse(status: int, message: str) -> web.Response:
+    """An error of the proxy's own, as OpenAI's clients read it."""
+    error = {"error": {"message": message, "type": "proxy_error", "code": status}}
+    return web.Response(status=status, text=json.dumps(error), content_type="application/json")
+
+
+def _reset(request: web.Request) -> None:
+    """Break the connection so that nobody takes it for the end of an answer."""
+    if request.transport is None:
+        return
+    connection = request.transport.get_extra_info("socket")
+    if connection is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    request.transport.abort()

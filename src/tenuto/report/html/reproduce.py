@@ -1,0 +1,164 @@
+"""How to reproduce what a report shows: the commands, versions and seeds that the records name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tenuto.report.html.chart import Table
+from tenuto.report.html.compare import sort_loads
+from tenuto.report.html.records import Run, shorten
+from tenuto.report.html.verdict import count, format_seconds
+
+MAX_COMMANDS = 12
+MAX_RUNS = 500
+SPELLED = {"max_num_batched_tokens": "max-num-batched-tokens", "window_s": "window"}
+"""Options whose name is not their field's."""
+GRID = {"gpu": "--gpu", "policy": "--policies", "jps": "--jps", "seed": "--seed"}
+"""What `tenuto compare` takes lists of, and the options for it."""
+BENCH_USUAL = {
+    "arrival": "poisson", "users": None, "window_s": None, "loop": "closed", "scale": 1, "speed": 1,
+    "prompts": "ids", "answers": "server", "hints": False, "retries": 0,
+}  # fmt: skip
+"""The bench's settings that are options, and the values that need not be said."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Commands, sentences and the list of runs."""
+
+    commands: tuple[str, ...]
+    lines: tuple[str, ...]
+    table: Table
+
+
+def make_recipe(runs: Sequence[Run], policies: Mapping[str, str]) -> Recipe:
+    """The recipe of all runs. `policies`: the label of each policy."""
+    sweep, left = _find_sweeps(runs)
+    commands = list(dict.fromkeys([*sweep, *(command for run in left if (command := try_command(run)))]))
+    lines = []
+    if len(commands) > MAX_COMMANDS:
+        lines.append(
+            f"These are {MAX_COMMANDS} of {len(commands):,} commands; the list of all runs names the others."
+        )
+    if without := sum(try_command(run) is None for run in runs):
+        lines.append(f"{without:,} of {count(len(runs), 'record')} do not say how they were made.")
+    seeds = sort_loads(run.seed for run in runs if run.seed is not None)
+    if seeds:
+        lines.append(
+            f"Seeds: {', '.join(f'{seed:g}' for seed in seeds[:20])}{', …' if len(seeds) > 20 else ''}."
+        )
+    lines += _describe_versions(runs)
+    rows = tuple(_make_row(run, policies) for run in runs[:MAX_RUNS])
+    if len(runs) > MAX_RUNS:
+        lines.append(f"The list below shows {MAX_RUNS} of {len(runs):,} runs.")
+    columns = ("Policy", "GPU", "Jobs/s", "Seed", "Jobs", "Mean JCT", "Took", "Record")
+    return Recipe(tuple(commands[:MAX_COMMANDS]), tuple(lines), Table(columns, rows))
+
+
+def _find_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
+    """A `tenuto compare` for each whole grid of GPUs, policies, loads and seeds, and the runs in none."""
+    by_rest: dict[str, list[Run]] = {}
+    left = []
+    for run in runs:
+        if run.config.get("options") or not all(
+            isinstance(run.config.get(name), str | int | float) for name in GRID
+        ):
+            left.append(run)
+        else:
+            rest = {name: value for name, value in run.config.items() if name not in GRID}
+            by_rest.setdefault(json.dumps(rest, sort_keys=True), []).append(run)
+    commands = []
+    for rest_text, members in by_rest.items():
+        # Runs made one by one beside a sweep must not hide it.
+        for part in [members] if _try_grid(members) else _split_by_file(members):
+            if (axes := _try_grid(part)) is None:
+                left += part
+                continue
+            words = [word for name, option in GRID.items() for word in (option, _join(axes[name]))]
+            words += [*_make_options(json.loads(rest_text)), "--out", "sweep"]
+            commands.append(shlex.join(["tenuto", "compare", *words]))
+    return commands, left
+
+
+def _try_grid(runs: Sequence[Run]) -> dict[str, list[object]] | None:
+    """What the runs' axes hold, if they are all of a grid's points; one alone is none."""
+    axes = {name: list(dict.fromkeys(run.config[name] for run in runs)) for name in GRID}
+    points = {tuple(run.config[name] for name in GRID) for run in runs}
+    is_grid = 1 < len(points) == math.prod(map(len, axes.values()))
+    return axes if is_grid else None
+
+
+def _split_by_file(runs: Sequence[Run]) -> list[list[Run]]:
+    parts: dict[str, list[Run]] = {}
+    for run in runs:
+        # A record's place is its file, and its line or index if the file holds several.
+        parts.setdefault(re.sub(r"(:\d+|\[\d+\])$", "", run.place), []).append(run)
+    return list(parts.values())
+
+
+def _join(values: Sequence[object]) -> str:
+    """A list as the command line takes it: numbers ascend."""
+    if all(isinstance(value, int | float) for value in values):
+        values = sorted(values)  # type: ignore[type-var]
+    return ",".join(map(_to_word, values))
+
+
+def _to_word(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def try_command(run: Run) -> str | None:
+    """The command that makes this run again, if its record says enough."""
+    if run.config:
+        return shlex.join(["tenuto", "simulate", *_make_options(run.config)])
+    if "url" not in run.client:
+        return None
+    options = {"url": run.client["url"], "workload": run.setting.workload, "jps": run.jps, "seed": run.seed}
+    said = {
+        name: run.client.get(name) for name, usual in BENCH_USUAL.items() if run.client.get(name) != usual
+    }
+    if run.jps is None:
+        said.pop("arrival", None)  # Then it says that there was no such process.
+    options |= said
+    return shlex.join(["tenuto", "bench", *_make_options(options)])
+
+
+def _make_options(values: Mapping[str, object]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        if name == "options" and isinstance(value, dict):
+            words += [word for key, each in value.items() for word in ("--option", f"{key}={each}")]
+        elif value is True:
+            words.append(f"--{name.replace('_', '-')}")
+        elif value is not None and value is not False:
+            words += [f"--{SPELLED.get(name, name).replace('_', '-')}", _to_word(value)]
+    return words
+
+
+def _describe_versions(runs: Sequence[Run]) -> list[str]:
+    found: dict[str, set[str]] = {}
+    for run in runs:
+        for name, version in run.versions.items():
+            found.setdefault(name, set()).add(version)
+    if not found:
+        return ["The records name no versions."]
+    parts = [f"{name} {' and '.join(sorted(versions))}" for name, versions in sorted(found.items())]
+    return [f"Versions: {'; '.join(parts)}."]
+
+
+def _make_row(run: Run, policies: Mapping[str, str]) -> tuple[str, ...]:
+    return (
+        policies.get(run.policy, run.policy),
+        shorten(run.setting.gpu),
+        "–" if run.jps is None else f"{run.jps:g}",
+        "–" if run.seed is None else str(run.seed),
+        "–" if run.num_jobs is None else f"{run.num_jobs:,}",
+        format_seconds(run.mean_s),
+        format_seconds(run.wall_s),
+        run.place,
+    )

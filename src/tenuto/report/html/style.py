@@ -1,0 +1,164 @@
+"""How figures look: colours that colour-blind readers tell apart, and never colour alone.
+
+Colours follow Okabe and Ito, "Color Universal Design" (2008), darkened for white and lightened for black
+backgrounds until each stands out from it by 3 to 1. In the page they are CSS variables, so one drawing serves
+the light and the dark scheme; in files they are the light ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tenuto.report.html.compare import BASELINE
+from tenuto.report.html.records import shorten
+
+LIGHT = {
+    "fg": "#1b1f24", "soft": "#59626c", "grid": "#d5d9de", "bg": "#fefefe",
+    "p0": "#5b6570", "p1": "#0072b2", "p2": "#d55e00", "p3": "#00875f",
+    "p4": "#b4558f", "p5": "#8f6a00", "p6": "#5b3fa0",
+    "queue": "#8a6d00", "wait": "#7a4ca8", "prefill": "#d55e01", "decode": "#0072b3",
+    "tool": "#6a7480", "failed": "#b3261e",
+    "running": "#0072b4", "retained": "#d55e02", "cached": "#00875e", "free": "#c3c9d0",
+    "host": "#5b3fa1", "disk": "#8f6a01",
+}  # fmt: skip
+DARK = {
+    "fg": "#e8ebee", "soft": "#a9b2bc", "grid": "#3a424b", "bg": "#14181d",
+    "p0": "#a9b4bf", "p1": "#56b4e9", "p2": "#ff8c42", "p3": "#2fc99a",
+    "p4": "#e79bc7", "p5": "#e0bd2c", "p6": "#b7a2f5",
+    "queue": "#e0bd2c", "wait": "#c9a2f0", "prefill": "#ff8c42", "decode": "#56b4e9",
+    "tool": "#98a3ae", "failed": "#ff8a80",
+    "running": "#56b4e9", "retained": "#ff8c42", "cached": "#2fc99a", "free": "#4a535d",
+    "host": "#b7a2f5", "disk": "#e0bd2c",
+}  # fmt: skip
+"""The same names; every colour of LIGHT is different, as the page tells them apart by it."""
+
+Dashes = tuple[float, Sequence[float]]
+"""A line's dashes, as matplotlib has them: offset, and lengths of dashes and gaps."""
+_MARKERS = "oXs^DPv*<>h"
+_DASHES: tuple[Dashes, ...] = (
+    (0, ()),
+    (0, (5, 1.5)),
+    (0, (1.5, 1.2)),
+    (0, (6, 1.5, 1, 1.5)),
+)
+HATCHES = {"running": "", "retained": "////", "cached": "---", "free": ""}
+
+WIDE_INCHES, NARROW_INCHES = 9.6, 3.8
+"""In the page an inch is 96 px: up to 920 px wide, and from 360 px."""
+
+
+class Look(NamedTuple):
+    """How one policy is drawn, everywhere."""
+
+    label: str
+    color: str
+    marker: str
+    dashes: Dashes
+    key: str
+    """A letter for places where the label does not fit."""
+    is_baseline: bool
+
+    @property
+    def width(self) -> float:
+        """Of its line, in points; the baseline's shows behind a line that runs on top of it."""
+        return 3.0 if self.is_baseline else 1.6
+
+    def get_marker(self) -> dict[str, Any]:
+        """How its points are drawn; the baseline's are rings that show around others on the same place."""
+        if self.is_baseline:
+            return {
+                "marker": self.marker,
+                "markersize": 9.5,
+                "markerfacecolor": "none",
+                "markeredgewidth": 1.6,
+            }
+        return {"marker": self.marker, "markersize": 6}
+
+
+def make_looks(policies: Sequence[str]) -> dict[str, Look]:
+    """A look for each policy, in order; labels are all different."""
+    looks: dict[str, Look] = {}
+    labels: set[str] = set()
+    # The first look is the baseline's, also where it did not run.
+    first = 0 if BASELINE in policies else 1
+    num_colors = sum(name[0] == "p" and name[1:].isdigit() for name in LIGHT)
+    for index, policy in enumerate(policies, first):
+        label, number = shorten(policy), 2
+        while label in labels:
+            label, number = f"{shorten(policy)} ({number})", number + 1
+        labels.add(label)
+        looks[policy] = Look(
+            label=label,
+            color=LIGHT[f"p{index % num_colors}"],
+            marker=_MARKERS[index % len(_MARKERS)],
+            dashes=_DASHES[index % len(_DASHES)],
+            key=_make_key(index - first),
+            is_baseline=policy == BASELINE,
+        )
+    return looks
+
+
+def _make_key(index: int) -> str:
+    letter = chr(ord("A") + index % 26)
+    return letter if index < 26 else f"{letter}{index // 26 + 1}"
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Matplotlib as all our figures want it; names from outside are never read as formulas."""
+    settings: dict[Any, Any] = {
+        "font.family": ["sans-serif"],
+        "font.sans-serif": ["DejaVu Sans"],
+        "font.size": 9.5,
+        "text.parse_math": False,
+        "axes.unicode_minus": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": LIGHT["soft"],
+        "axes.labelcolor": LIGHT["fg"],
+        "axes.titlesize": 9.5,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlecolor": LIGHT["fg"],
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": LIGHT["grid"],
+        "grid.linewidth": 0.7,
+        "xtick.color": LIGHT["soft"],
+        "ytick.color": LIGHT["soft"],
+        "xtick.labelcolor": LIGHT["fg"],
+        "ytick.labelcolor": LIGHT["fg"],
+        "text.color": LIGHT["fg"],
+        "legend.frameon": False,
+        "legend.fontsize": 9.5,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": LIGHT["bg"],
+        "hatch.linewidth": 0.6,
+        "svg.hashsalt": "tenuto",
+        "figure.constrained_layout.use": True,
+    }
+    with mpl.rc_context(settings), warnings.catch_warnings():
+        # A name in a script the font lacks is drawn as boxes in a PNG; the page uses the reader's fonts.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def make_panels(
+    num_panels: int, height_inches: float, *, is_narrow: bool, columns: int = 3
+) -> tuple[Figure, list[Axes]]:
+    """A figure of equal panels: side by side where it is wide, one below the other where it is narrow."""
+    columns = 1 if is_narrow else min(columns, num_panels)
+    rows = -(-num_panels // columns)
+    width = NARROW_INCHES if is_narrow else WIDE_INCHES
+    # Without pyplot: no window system, no global list of figures.
+    figure = Figure(figsize=(width, height_inches * rows + 0.5), layout="constrained")
+    axes = [figure.add_subplot(rows, columns, index + 1) for index in range(num_panels)]
+    return figure, axes

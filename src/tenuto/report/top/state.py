@@ -1,0 +1,191 @@
+"""What the view shows, in JSON types, made from the window alone. None: the server does not say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tenuto.report.top.page import Page
+from tenuto.report.top.window import Window
+
+HIT_SOURCES = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+TIER_USAGE = {"cpu": "vllm:kv_offload_cpu_cache_usage_perc"}
+TIER_BLOCKS = {"host": "vllm:simple_kv_offload_used_blocks"}
+
+
+def make_state(window: Window, server: dict[str, str | None]) -> dict[str, Any]:
+    """The state at the newest look."""
+    page = window.newest
+    return {
+        "at_s": page.at_s,
+        "window_s": window.length_s,
+        "server": {**server, **get_server(page)},
+        "requests": get_requests(window),
+        "cache": get_cache(page),
+        "leases": get_leases(window),
+        "hits": get_hits(window),
+        "latency": get_latencies(window),
+        "tools": get_tools(window),
+        "tiers": get_tiers(page),
+        "policy": get_policy(window),
+        "engines": [get_engine(page, engine) for engine in get_engines(page)],
+    }
+
+
+def get_server(page: Page) -> dict[str, Any]:
+    """What runs."""
+    return {
+        "models": page.labels("vllm:num_requests_running", "model_name"),
+        "policy": next(iter(page.labels("tenuto:info", "policy")), None),
+        "tenuto": next(iter(page.labels("tenuto:info", "version")), None),
+        "has_tenuto": any(name.startswith("tenuto:") for name in page.samples),
+    }
+
+
+def get_engines(page: Page) -> list[str]:
+    """The engines by their labels, in order."""
+    engines = page.labels("vllm:num_requests_running", "engine")
+    return sorted(
+        engines, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name)
+    )
+
+
+def get_requests(window: Window) -> dict[str, Any]:
+    """What runs and waits now, and how much is done."""
+    page = window.newest
+    parked = page.total("tenuto:parked_jobs")
+    return {
+        "running": page.total("vllm:num_requests_running"),
+        "waiting": page.total("vllm:num_requests_waiting"),
+        "parked": parked,
+        "finished_per_s": window.rate("vllm:request_success_total"),
+        "prompt_tokens_per_s": window.rate("vllm:prompt_tokens_total"),
+        "output_tokens_per_s": window.rate("vllm:generation_tokens_total"),
+        "preemptions_per_s": window.rate("vllm:num_preemptions_total"),
+    }
+
+
+def get_cache(page: Page, **labels: str) -> dict[str, Any]:
+    """The KV cache in blocks: running, leased, free.
+
+    Blocks under a hold count as used in vLLM; those kept last count as free there, and as leased here.
+    """
+    sizes = {own.get("engine", "0"): own for own, _ in page.samples.get("vllm:cache_config_info", ())}
+    wanted = labels.get("engine")
+    num_blocks = used = 0.0
+    for engine, own in sizes.items():
+        # Block 0 holds no tokens.
+        blocks = _get_number(own.get("num_gpu_blocks")) - 1
+        if blocks > 0 and wanted in (None, engine):
+            num_blocks += blocks
+            used += blocks * (page.total("vllm:kv_cache_usage_perc", engine=engine) or 0.0)
+    leased = page.total("tenuto:retained_blocks", **labels)
+    if not num_blocks:
+        return {"blocks": None, "running": None, "leased": leased, "free": None, "used_share": None}
+    held = min(leased or 0.0, num_blocks)
+    running = max(0.0, used - held)
+    return {
+        "blocks": round(num_blocks),
+        "running": round(running),
+        "leased": None if leased is None else round(held),
+        "free": round(max(0.0, num_blocks - running - held)),
+        "used_share": used / num_blocks,
+    }
+
+
+def get_leases(window: Window) -> dict[str, Any]:
+    """Leases now, how they come and go, and the countdown to the next deadline."""
+    page = window.newest
+    deadlines = [
+        value
+        for _, value in page.samples.get("tenuto:next_lease_deadline_timestamp_seconds", ())
+        if value > 0
+    ]
+    reasons = page.labels("tenuto:leases_ended_total", "reason")
+    return {
+        "jobs": page.total("tenuto:retained_jobs"),
+        "blocks": page.total("tenuto:retained_blocks"),
+        "granted_per_s": window.rate("tenuto:leases_granted_total"),
+        "ended_per_s": {why: window.rate("tenuto:leases_ended_total", reason=why) for why in reasons},
+        "revoked_blocks_per_s": window.rate("tenuto:revoked_blocks_total"),
+        # An engine that is busy ends leases between its steps, a little late.
+        "next_deadline_in_s": max(0.0, min(deadlines) - page.at_s) if deadlines else None,
+    }
+
+
+def get_hits(window: Window) -> dict[str, Any]:
+    """Prompt tokens found in cache, as vLLM counts them."""
+    page = window.newest
+    hits, queries = (page.total(name) for name in HIT_SOURCES)
+    return {
+        "ratio": window.ratio(*HIT_SOURCES),
+        "ratio_since_start": hits / queries if hits is not None and queries else None,
+        "from_tiers_ratio": window.ratio(
+            "vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"
+        ),
+        "recomputed_tokens_per_s": window.rate("tenuto:recomputed_tokens_total"),
+    }
+
+
+def get_latencies(window: Window) -> dict[str, float | None]:
+    """Percentiles over the window."""
+    names = {
+        "ttft": "vllm:time_to_first_token_seconds",
+        "turn": "vllm:e2e_request_latency_seconds",
+        "queue": "vllm:request_queue_time_seconds",
+    }
+    return {
+        f"{key}_p{percent}_s": window.percentile(name, percent)
+        for key, name in names.items()
+        for percent in (50, 95)
+    }
+
+
+def get_tools(window: Window) -> dict[str, Any]:
+    """Tool times over the window; `buckets` are counts of their own, not cumulative."""
+    cumulative = window.buckets("tenuto:tool_time_seconds")
+    counts, below = [], 0.0
+    for bound, count in cumulative.items():
+        counts.append({"up_to_s": None if math.isinf(bound) else bound, "count": round(count - below)})
+        below = count
+    return {
+        "p50_s": window.percentile("tenuto:tool_time_seconds", 50),
+        "p95_s": window.percentile("tenuto:tool_time_seconds", 95),
+        "buckets": counts,
+    }
+
+
+def get_tiers(page: Page) -> list[dict[str, Any]]:
+    """Tiers below the GPU, as far as the server's connector shows them."""
+    shares = [(name, page.total(metric), None) for name, metric in TIER_USAGE.items()]
+    blocks = [(name, None, page.total(metric)) for name, metric in TIER_BLOCKS.items()]
+    return [
+        {"name": name, "used_share": share, "used_blocks": used}
+        for name, share, used in (*shares, *blocks)
+        if share is not None or used is not None
+    ]
+
+
+def get_policy(window: Window) -> dict[str, float | None]:
+    """Whether the policy works, and what it costs."""
+    return {
+        "faults": window.newest.total("tenuto:policy_faults_total"),
+        "faults_per_s": window.rate("tenuto:policy_faults_total"),
+        "admission_waits_per_s": window.rate("tenuto:admission_waits_total"),
+        "decision_p95_s": window.percentile("tenuto:decision_time_seconds", 95),
+    }
+
+
+def get_engine(page: Page, engine: str) -> dict[str, Any]:
+    """One engine of several."""
+    return {
+        "engine": engine,
+        "running": page.total("vllm:num_requests_running", engine=engine),
+        "waiting": page.total("vllm:num_requests_waiting", engine=engine),
+        "leases": page.total("tenuto:retained_jobs", engine=engine),
+        "cache": get_cache(page, engine=engine),
+    }
+
+
+def _get_number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0

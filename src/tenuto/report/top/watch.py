@@ -1,0 +1,149 @@
+"""Looking at a server again and again, and showing what was seen."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import httpx
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from tenuto.core.errors import DataError, TenutoError
+from tenuto.report.top.options import TopOptions
+from tenuto.report.top.page import parse_page
+from tenuto.report.top.screen import WIDTH, make_line, make_screen, make_trouble
+from tenuto.report.top.state import make_state
+from tenuto.report.top.window import Window
+
+TIMEOUT_S = 5.0
+_NUM_HISTORY = 120
+
+
+class Watch:
+    """One server, watched."""
+
+    def __init__(self, client: httpx.Client, url: str, window_s: float) -> None:
+        self.history: dict[str, deque[float | None]] = {
+            name: deque(maxlen=_NUM_HISTORY) for name in ("running", "leased", "hit_ratio")
+        }
+        self._client = client
+        self._url = url
+        self._window = Window(window_s)
+        self._server: dict[str, str | None] | None = None
+        self.last_seen_s: float | None = None
+
+    def look(self) -> dict[str, Any]:
+        """The state now. Raises httpx.HTTPError if there is no answer, DataError if it is not a server's."""
+        response = self._client.get("/metrics")
+        response.raise_for_status()
+        page = parse_page(response.text, time.time())
+        if self._server is None:
+            self._server = {"url": self._url, "vllm": self._ask_version()}
+        self._window.add(page)
+        self.last_seen_s = page.at_s
+        state = make_state(self._window, self._server)
+        self.history["running"].append(state["requests"]["running"])
+        self.history["leased"].append(state["leases"]["blocks"])
+        self.history["hit_ratio"].append(state["hits"]["ratio"])
+        return state
+
+    def forget_server(self) -> None:
+        """It did not answer: it may be another one when it does."""
+        self._server = None
+
+    def _ask_version(self) -> str | None:
+        try:
+            answer = self._client.get("/version").raise_for_status().json()
+        except (httpx.HTTPError, ValueError):
+            return None
+        version = answer.get("version") if isinstance(answer, dict) else None
+        return version if isinstance(version, str) else None
+
+
+def watch(options: TopOptions, out: TextIO | None = None) -> int:
+    """Watch until Ctrl-C, or once; returns the exit status. Raises TenutoError if `once` sees no server."""
+    out = out or sys.stdout
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    url = options.url.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
+        watched = Watch(client, url, options.window_s)
+        if options.once:
+            return _show_once(watched, options, out)
+        try:
+            if not options.as_json and out.isatty():
+                _show_live(watched, options, out)
+            else:
+                _show_lines(watched, options, out)
+        except (KeyboardInterrupt, BrokenPipeError):
+            return 0
+    return 0
+
+
+def _show_once(watched: Watch, options: TopOptions, out: TextIO) -> int:
+    try:
+        watched.look()
+        time.sleep(options.interval_s)
+        state = watched.look()
+    except (httpx.HTTPError, DataError) as error:
+        raise TenutoError(explain(error, options.url)) from None
+    if options.as_json:
+        print(json.dumps(state, allow_nan=False), file=out)
+    else:
+        console = Console(file=out, width=None if out.isatty() else WIDTH)
+        console.print(make_screen(state, watched.history))
+    return 0
+
+
+def _show_live(watched: Watch, options: TopOptions, out: TextIO) -> None:
+    console = Console(file=out)
+    with Live(Text("…"), console=console, screen=True, auto_refresh=False) as live:
+
+        def show(state: dict[str, Any] | None, problem: str) -> None:
+            picture: RenderableType
+            if state is not None:
+                picture = make_screen(state, watched.history)
+            else:
+                seen_s = watched.last_seen_s
+                picture = make_trouble(problem, options.url, None if seen_s is None else time.time() - seen_s)
+            live.update(picture, refresh=True)
+
+        _look_forever(watched, options, show)
+
+
+def _show_lines(watched: Watch, options: TopOptions, out: TextIO) -> None:
+    def show(state: dict[str, Any] | None, problem: str) -> None:
+        if options.as_json:
+            line = json.dumps(state or {"at_s": time.time(), "problem": problem}, allow_nan=False)
+        else:
+            line = make_line(state) if state else f"{time.strftime('%H:%M:%S')} | {problem}; trying again"
+        print(line, file=out, flush=True)
+
+    _look_forever(watched, options, show)
+
+
+def _look_forever(
+    watched: Watch, options: TopOptions, show: Callable[[dict[str, Any] | None, str], None]
+) -> None:
+    while True:
+        began_s = time.monotonic()
+        try:
+            show(watched.look(), "")
+        except (httpx.HTTPError, DataError) as error:
+            watched.forget_server()
+            show(None, explain(error, options.url))
+        time.sleep(max(0.0, options.interval_s - (time.monotonic() - began_s)))
+
+
+def explain(error: Exception, url: str) -> str:
+    """Why there is nothing to show."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"{url} answers /metrics with status {error.response.status_code}"
+    if isinstance(error, DataError):
+        return f"{url}: {error}"
+    return f"no answer from {url}: {error or type(error).__name__}"

@@ -1,0 +1,65 @@
+"""How long an engine step takes: measured operator tables, a roofline, or a fit to observed steps.
+
+step_cost = load_step_cost(default_backend(gpu), gpu, model)
+step_cost.seconds(StepBatch.of(prefills=[(2048, 0)], decodes=[8192] * 64))
+"""
+
+from __future__ import annotations
+
+from tenuto.core.errors import ConfigError
+from tenuto.sim.cost.aiconfigurator import (
+    AICONFIGURATOR_VERSION,
+    NoTablesError,
+    installed_version,
+    load_table_step_cost,
+)
+from tenuto.sim.cost.batch import HostedStepCost, HostOverhead, StepBatch, StepCost
+from tenuto.sim.cost.fitted import FittedStepCost, fit_step_cost
+from tenuto.sim.cost.observed import ObservedStep, ObservedTransfer, read_observations
+from tenuto.sim.cost.roofline import RooflineStepCost
+from tenuto.sim.hardware.gpus import Gpu
+from tenuto.sim.hardware.model import Model
+
+__all__ = [
+    "FittedStepCost",
+    "HostOverhead",
+    "HostedStepCost",
+    "NoTablesError",
+    "ObservedStep",
+    "ObservedTransfer",
+    "RooflineStepCost",
+    "StepBatch",
+    "StepCost",
+    "default_backend",
+    "fit_step_cost",
+    "load_step_cost",
+    "load_table_step_cost",
+    "read_observations",
+]
+
+BACKENDS = ("tables", "roofline")
+
+
+def default_backend(gpu: Gpu) -> str:
+    """Measured "tables" where this GPU has them and aiconfigurator-core is installed, else "roofline"."""
+    measured = gpu.table_system is not None and installed_version() == AICONFIGURATOR_VERSION
+    return "tables" if measured else "roofline"
+
+
+def load_step_cost(
+    backend: str, gpu: Gpu, model: Model, tp: int = 1, host: HostOverhead | None = None
+) -> HostedStepCost:
+    """The step cost of a model on `tp` GPUs of a kind, host time included.
+
+    Raises:
+        NoTablesError: "tables" has none of this GPU, model and `tp`.
+        ConfigError: the backend is unknown, or cannot price these.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"unknown step cost {backend!r}; choose one of {', '.join(BACKENDS)}")
+    if model.base_dtype == "float32":
+        raise ConfigError(f"{model.name} is float32; tensor-core rates are for bfloat16, float16 and fp8")
+    gpu_cost = (
+        load_table_step_cost(gpu, model, tp) if backend == "tables" else RooflineStepCost(gpu, model, tp)
+    )
+    return HostedStepCost(gpu_cost, host or HostOverhead())

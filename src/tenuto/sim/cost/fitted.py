@@ -1,0 +1,118 @@
+"""Step times fitted to observed steps.
+
+    prefill step:  a + b * tokens + c * pairs             (pairs: sum of n * (context + n / 2))
+    decode step:   a + b * decodes + c * context tokens
+    transfer:      a + b * bytes                          (1 / b is the link's bandwidth)
+
+No coefficient is negative: more work never takes less time. A mixed step reads the weights once, so its
+decodes count as tokens of the prefill, plus what their contexts cost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tenuto.core.errors import DataError
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.least_squares import Line, fit_line
+from tenuto.sim.cost.observed import ObservedStep, ObservedTransfer
+
+
+@dataclass(frozen=True)
+class FittedStepCost:
+    """A step cost from two fits; `link` is the host link's fit, None where no transfer was observed."""
+
+    prefill: Line
+    decode: Line
+    link: Line | None = None
+
+    def seconds(self, batch: StepBatch) -> float:
+        """Seconds of one step, with whatever host time the observed steps had; 0.0 for an empty batch."""
+        if batch.num_prefills:
+            num_tokens = batch.num_prefill_tokens + batch.num_decodes
+            context_s = self.decode.coefficients[2] * batch.num_decode_context_tokens
+            return self.prefill.at(num_tokens, batch.num_prefill_pairs) + context_s
+        if batch.num_decodes:
+            return self.decode.at(batch.num_decodes, batch.num_decode_context_tokens)
+        return 0.0
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Bandwidth of the host link; None where no transfer was observed."""
+        return 1 / self.link.coefficients[1] if self.link else None
+
+    def save(self, path: Path) -> None:
+        """Write the fits as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> FittedStepCost:
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: the file is something else; the message names file and field.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path}: not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise DataError(f"{path}: not a JSON object")
+        return cls(
+            prefill=_read_line(path, "prefill", values.get("prefill"), num_coefficients=3),
+            decode=_read_line(path, "decode", values.get("decode"), num_coefficients=3),
+            link=_read_line(path, "link", values["link"], num_coefficients=2) if values.get("link") else None,
+        )
+
+
+def fit_step_cost(
+    steps: Sequence[ObservedStep], transfers: Sequence[ObservedTransfer] = ()
+) -> FittedStepCost:
+    """Fit to the steps that only prefill and to those that only decode; mixed steps are left out.
+
+    Raises:
+        DataError: there are too few steps of one kind, or they do not tell its coefficients apart.
+    """
+    prefills = [step for step in steps if not step.batch.num_decodes]
+    decodes = [step for step in steps if not step.batch.num_prefills]
+    return FittedStepCost(
+        prefill=fit_line(
+            "prefill steps, by tokens and pairs",
+            [(step.batch.num_prefill_tokens, step.batch.num_prefill_pairs) for step in prefills],
+            [step.seconds for step in prefills],
+        ),
+        decode=fit_line(
+            "decode steps, by decodes and context tokens",
+            [(step.batch.num_decodes, step.batch.num_decode_context_tokens) for step in decodes],
+            [step.seconds for step in decodes],
+        ),
+        link=_fit_link(transfers) if transfers else None,
+    )
+
+
+def _fit_link(transfers: Sequence[ObservedTransfer]) -> Line:
+    line = fit_line(
+        "transfers, by bytes", [(t.num_bytes,) for t in transfers], [t.seconds for t in transfers]
+    )
+    if line.coefficients[1] == 0:
+        raise DataError("transfers, by bytes: larger ones do not take longer, so they show no bandwidth")
+    return line
+
+
+def _read_line(path: Path, field: str, values: Any, num_coefficients: int) -> Line:
+    try:
+        line = Line(**values)
+        coefficients = tuple(float(c) for c in line.coefficients)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path}: field {field!r} is not a fit: {error}") from error
+    # NaN is neither below nor above anything.
+    if len(coefficients) != num_coefficients or not all(0 <= c < math.inf for c in coefficients):
+        raise DataError(
+            f"{path}: field {field!r} needs {num_coefficients} coefficients of 0 or more: {coefficients}"
+        )
+    return Line(coefficients, line.num_observations, line.r_squared, line.worst_residual_s)

@@ -1,0 +1,1 @@
+"""The simulated engine: vLLM V1's scheduler, decision by decision."""

@@ -1,0 +1,140 @@
+"""A turn inside the simulated engine."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import overload
+
+from tenuto.core.requests.hints import Hints
+from tenuto.core.types import ToolCall
+from tenuto.sim.kv.extents import Row
+from tenuto.sim.kv.segments import Path, Segment, Span
+
+BlockHash = tuple[Segment, int]
+
+NO_HINTS = Hints()
+
+
+class Status(Enum):
+    """Where a request stands."""
+
+    WAITING = auto()
+    LOADING = auto()
+    """Its blocks are taken, and being filled from a tier."""
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """A request's blocks in one layer group: first null blocks, then cached ones, then blank ones.
+
+    Null blocks stand for those that a sliding window has left behind; blank ones are not full yet.
+    """
+
+    num_nulls: int = 0
+    row: Row = field(default_factory=Row)
+    num_blanks: int = 0
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks up to the first blank one."""
+        return self.num_nulls + self.row.num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, null ones included."""
+        return self.num_nulls + self.row.num_blocks + self.num_blanks
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One turn: what it is (set by who sends it), and how far it has come (set by the scheduler).
+
+    `key` is what all its KV depends on beside its tokens: the cache salt, the LoRA adapter. An image is a
+    span named by its hash.
+    """
+
+    turn_id: str
+    prompt: Sequence[Span]
+    output: Span
+    """The text it generates, and how many tokens of it."""
+    arrival_s: float
+    priority: int = 0
+    """Smaller goes first, in an engine that schedules by priority."""
+    hints: Hints = NO_HINTS
+    tool: ToolCall | None = None
+    """The tool call that its output ends with."""
+    is_last: bool | None = None
+    """Whether its job ends with it, as far as its output tells."""
+    key: Hashable = None
+
+    num_prompt_tokens: int = field(init=False)
+    path: Path = field(init=False)
+    tables: tuple[BlockTable, ...] = field(init=False)
+    status: Status = field(init=False, default=Status.WAITING)
+    num_tokens: int = field(init=False)
+    """Prompt and output so far."""
+    num_computed_tokens: int = field(init=False, default=0)
+    """Tokens with KV, those of steps in flight included."""
+    num_drafts: int = field(init=False, default=0)
+    """Draft tokens to verify in its next step."""
+    num_placeholders: int = field(init=False, default=0)
+    """Output tokens that steps in flight will bring, drafts included."""
+    num_in_flight_tokens: int = field(init=False, default=0)
+    num_stale_tokens: int = field(init=False, default=0)
+    """Tokens in flight when it was preempted; what they bring is output, but no progress."""
+    drops_stale: bool = field(init=False, default=False)
+    """Its stale output is thrown away, because it was resumed before that arrived."""
+    is_prefill_chunk: bool = field(init=False, default=False)
+    """Its latest step ends before its prompt (or what a preemption took) does."""
+    num_preemptions: int = field(init=False, default=0)
+    num_stored_chunks: int = field(init=False, default=0)
+    """Chunks of its prompt that were stored below the GPU, or came from there."""
+    stored_s: float = field(init=False, default=0.0)
+    """When the last of those stores is complete."""
+    chunks: list[BlockHash] = field(init=False, default_factory=list)
+    """The chained hashes of its chunks (see `tenuto.sim.tiers.offload`), as far as they were asked for."""
+
+    def __post_init__(self) -> None:
+        """Add the prompt up."""
+        self.num_prompt_tokens = self.num_tokens = sum(num_tokens for _, num_tokens in self.prompt)
+        if self.num_prompt_tokens < 1 or self.output[1] < 1:
+            raise ValueError(f"turn {self.turn_id}: its prompt or its output is empty")
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """Output tokens in the end."""
+        return self.output[1]
+
+
+class BlockHashes(Sequence[BlockHash]):
+    """The chained hashes of a request's full blocks, made on demand; they grow with its output."""
+
+    def __init__(self, request: Request, block_size: int) -> None:
+        self.path = request.path
+        self._request = request
+        self._block_size = block_size
+
+    def __len__(self) -> int:
+        return self._request.num_tokens // self._block_size
+
+    @overload
+    def __getitem__(self, index: int) -> BlockHash: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockHash]: ...
+    def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(len(self)))]
+        block = index + len(self) if index < 0 else index
+        if not 0 <= block < len(self):
+            raise IndexError(f"block {index} of {len(self)}")
+        return self.path.get_segment(block), block

@@ -1,0 +1,1 @@
+"""GPUs, models, and how much KV cache they leave."""

@@ -1,0 +1,150 @@
+"""How many KV blocks vLLM makes: the memory it may use, less what its start-up profile run finds in use.
+
+Source: gpu_worker.py:determine_available_memory, gpu_model_runner.py:_dummy_sampler_run and
+kv_cache_utils.py:get_kv_cache_config_from_groups @ vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tenuto.core.errors import ConfigError
+from tenuto.sim.hardware.gpus import GIB, MIB, Gpu
+from tenuto.sim.hardware.model import DTYPE_BYTES, Model
+
+# What one logit costs while the profile run samples from every sequence slot. Releases that filter top-k
+# and top-p by sorting (those of the published sweeps) hold bf16 (2) and fp32 (4) logits, sorted values (4)
+# and their indices (8), and inside torch.sort unsorted indices (8) and CUB's second buffers of both (4 + 8).
+SORTING_SAMPLER_BYTES_PER_LOGIT = 38
+# Releases that filter with a Triton kernel (0.19 for one) hold bf16 (2) and fp32 (4) logits, probabilities
+# (4) and noise (4).
+FILTERING_SAMPLER_BYTES_PER_LOGIT = 14
+
+# Kernels and libraries loaded outside PyTorch's allocator: 0.04 GiB in vLLM's own log of a Llama-3.1-8B start
+# (weights 14.99, peak increase 1.19, non-torch 0.04 GiB). The CUDA context is not in it: vLLM takes its
+# baseline after creating the context.
+NON_TORCH_BYTES = 41 * MIB
+
+
+class ModelTooLargeError(ConfigError):
+    """A model leaves no memory for its KV cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRun:
+    """The settings that vLLM's start-up profile run depends on.
+
+    Attributes:
+        max_num_batched_tokens: tokens of its one forward pass.
+        max_num_seqs: sequences it samples from.
+        sampler_bytes_per_logit: memory of the sampler, per sequence and vocabulary entry.
+        non_torch_bytes: memory taken outside PyTorch's allocator.
+        cuda_graph_bytes: what vLLM sets aside for CUDA graphs: nothing before 0.21, since then an estimate
+            that its log names.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    sampler_bytes_per_logit: int = SORTING_SAMPLER_BYTES_PER_LOGIT
+    non_torch_bytes: int = NON_TORCH_BYTES
+    cuda_graph_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field, value in vars(self).items():
+            if value < 0:
+                raise ConfigError(f"{field} must not be negative: {value}")
+
+
+def default_profile_run(gpu: Gpu) -> ProfileRun:
+    """The defaults of vLLM's API server on that GPU. Source: arg_utils.py:get_batch_defaults @ vLLM 0.32."""
+    if gpu.memory_bytes >= 160 * GIB:
+        return ProfileRun(max_num_batched_tokens=16_384, max_num_seqs=1024)
+    if gpu.memory_bytes >= 70 * GIB and not gpu.name.startswith("A100"):
+        return ProfileRun(max_num_batched_tokens=8192, max_num_seqs=1024)
+    return ProfileRun(max_num_batched_tokens=2048, max_num_seqs=256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvBudget:
+    """Where one GPU's memory goes; `kv_bytes` is what is left for the KV cache.
+
+    `kv_bytes_per_token` counts the layers of one KV group (of a model with one kind of layer: all of them),
+    because a block holds the tokens of one group. Bytes are of one GPU, whatever the tensor parallel size.
+    """
+
+    total_bytes: int
+    utilization: float
+    weights_bytes: int
+    activation_bytes: int
+    non_torch_bytes: int
+    cuda_graph_bytes: int
+    kv_bytes_per_token: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes for KV blocks."""
+        taken = self.weights_bytes + self.activation_bytes + self.non_torch_bytes + self.cuda_graph_bytes
+        return int(self.total_bytes * self.utilization) - taken
+
+    def num_blocks(self, block_size: int = 16) -> int:
+        """Blocks of `block_size` tokens that fit."""
+        if block_size < 1:
+            raise ConfigError(f"block_size must be 1 or more: {block_size}")
+        return self.kv_bytes // (block_size * self.kv_bytes_per_token)
+
+    def explain(self) -> str:
+        """The breakdown, one line per part."""
+        parts = (
+            ("device memory", self.total_bytes),
+            (f"  usable at {self.utilization:g}", int(self.total_bytes * self.utilization)),
+            ("- weights", self.weights_bytes),
+            ("- activations", self.activation_bytes),
+            ("- non-torch", self.non_torch_bytes),
+            ("- CUDA graphs", self.cuda_graph_bytes),
+            ("= KV cache", self.kv_bytes),
+        )
+        return "\n".join(f"{name:<18}{size / GIB:8.2f} GiB" for name, size in parts)
+
+
+def kv_budget(
+    gpu: Gpu, model: Model, *, utilization: float, tp: int = 1, profile: ProfileRun | None = None
+) -> KvBudget:
+    """What vLLM would find on that GPU, one of `tp`, at that `gpu_memory_utilization`.
+
+    `profile` is vLLM's default for that GPU unless given.
+
+    Raises:
+        ModelTooLargeError: the model leaves no memory for the KV cache.
+        ConfigError: the utilization is not in (0, 1], or `tp` does not divide the model's heads.
+    """
+    if not 0 < utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1: {utilization}")
+    run = profile or default_profile_run(gpu)
+    # The rotary table: one row of cosines and sines per position.
+    rotary_bytes = int(model.max_model_len * model.head_dim * DTYPE_BYTES[model.base_dtype])
+    budget = KvBudget(
+        total_bytes=gpu.memory_bytes,
+        utilization=utilization,
+        weights_bytes=model.weights_bytes(tp) + rotary_bytes,
+        activation_bytes=_activation_bytes(model, run, tp),
+        non_torch_bytes=run.non_torch_bytes,
+        cuda_graph_bytes=run.cuda_graph_bytes,
+        kv_bytes_per_token=model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(tp),
+    )
+    if budget.kv_bytes <= 0:
+        raise ModelTooLargeError(
+            f"{model.name} leaves no KV cache on {gpu.name} (tp {tp}):\n{budget.explain()}"
+        )
+    return budget
+
+
+def _activation_bytes(model: Model, run: ProfileRun, tp: int) -> int:
+    """Peak of the profile run: its widest layer, or its sampler on top of the final hidden states."""
+    base_bytes = DTYPE_BYTES[model.base_dtype]
+    hidden = model.hidden_size * base_bytes
+    # Residual, layer input, and the feed-forward's gate, up and product, for every expert a token uses.
+    feed_forward = 3 * model.num_active_experts * model.intermediate_size / tp * base_bytes
+    layer = run.max_num_batched_tokens * (2 * hidden + feed_forward)
+    # The logits are gathered from all GPUs before sampling, so tensor parallelism does not shrink this.
+    sampler = run.max_num_seqs * (model.vocab_size * run.sampler_bytes_per_logit + 2 * hidden)
+    return int(max(layer, run.max_num_batched_tokens * hidden + sampler))

@@ -1,0 +1,205 @@
+"""Models by name or by their Hugging Face `config.json`.
+
+Bundled configs (`configs/*.json`) hold the published numbers and nothing else. Any other `config.json` of
+a known `model_type` works by path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tenuto.core.errors import ConfigError
+from tenuto.sim.hardware.model import Model
+
+CONFIGS = Path(__file__).parent / "configs"
+
+_BASE_DTYPES = ("float32", "bfloat16", "float16")
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3", "gemma3_text")
+
+# Gemma-3's published configs leave out what equals the defaults of transformers' Gemma3TextConfig.
+_GEMMA3_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
+
+
+def bundled_models() -> tuple[str, ...]:
+    """Names of the models whose config ships with Tenuto."""
+    return tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
+
+
+def load_model(source: str | Path, *, dtype: str | None = None, kv_cache_dtype: str | None = None) -> Model:
+    """The model of a bundled name or of a `config.json` (the file, or the folder that holds it).
+
+    Args:
+        source: one of `bundled_models()`, or a path.
+        dtype: what to load the weights as, if not what the config says ("fp8": linear layers only).
+        kv_cache_dtype: what the KV cache holds, if not the model's own activations' type.
+
+    Raises:
+        ConfigError: the name is unknown (the message lists the known ones), or a field is missing, of the
+            wrong type, or says something the simulator has no model of (the message names it).
+    """
+    path = _config_path(source)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    # A multimodal model nests the sizes of its language model; only those are read.
+    text = _Fields(path, config).mapping("text_config")
+    return _parse(_Fields(path, {**config, **text}), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+
+
+def _config_path(source: str | Path) -> Path:
+    bundled = {name: CONFIGS / f"{name}.json" for name in bundled_models()}
+    if str(source).lower() in bundled:
+        return bundled[str(source).lower()]
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return path
+    # A hub's name for it: the owner in front, and the tuning behind, change no size.
+    owner, _, name = str(source).lower().rpartition("/")
+    name = name.removesuffix("-instruct").removesuffix("-it")
+    if name in bundled and not owner.startswith((".", "/")) and "/" not in owner:
+        return bundled[name]
+    raise ConfigError(
+        f"unknown model {str(source)!r}; choose one of {', '.join(bundled)}, "
+        "or give the path of a config.json"
+    )
+
+
+class _Fields:
+    """A config's fields, read with their type checked; every error names the file and the field."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.path = path
+        model_type = values.get("model_type")
+        defaults = _GEMMA3_DEFAULTS if model_type in ("gemma3", "gemma3_text") else {}
+        self._values = {**defaults, **{field: value for field, value in values.items() if value is not None}}
+
+    def __contains__(self, field: str) -> bool:
+        return field in self._values
+
+    def get(self, field: str, default: Any = None) -> Any:
+        return self._values.get(field, default)
+
+    def size(self, field: str) -> int:
+        """A positive integer."""
+        if field not in self._values:
+            raise self.error(field, "is missing")
+        value = self._values[field]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(field, f"must be a positive integer, not {value!r}")
+        return value
+
+    def mapping(self, field: str) -> Mapping[str, Any]:
+        """A nested object; empty where there is none."""
+        value = self._values.get(field, {})
+        if not isinstance(value, dict):
+            raise self.error(field, f"must be an object, not {value!r}")
+        return value
+
+    def choice(self, field: str, value: Any, choices: tuple[str, ...]) -> str:
+        """`value`, which must be one of `choices`."""
+        if value not in choices:
+            raise self.error(field, f"is {value!r}; known are {', '.join(choices)}")
+        return str(value)
+
+    def error(self, field: str, problem: str) -> ConfigError:
+        return ConfigError(f"{self.path}: field {field!r} {problem}")
+
+
+def _parse(fields: _Fields, *, dtype: str | None, kv_cache_dtype: str | None) -> Model:
+    model_type = fields.choice("model_type", fields.get("model_type"), MODEL_TYPES)
+    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    head_dim = fields.size("head_dim") if "head_dim" in fields else hidden_size // num_heads
+    # The first Llamas had no groups of heads, and their configs no field for them.
+    has_no_groups = model_type == "llama" and "num_key_value_heads" not in fields
+    num_experts, num_active, intermediate_size = _feed_forward(fields, model_type)
+    base, attention, expert = _dtypes(fields, dtype)
+    kv = fields.choice("kv_cache_dtype", kv_cache_dtype or base, (*_BASE_DTYPES, "fp8"))
+    path = fields.path
+    return Model(
+        name=path.parent.name if path.name == "config.json" else path.stem,
+        config_path=path,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads if has_no_groups else fields.size("num_key_value_heads"),
+        head_dim=head_dim,
+        vocab_size=fields.size("vocab_size"),
+        max_model_len=fields.size("max_position_embeddings"),
+        num_experts=num_experts,
+        num_active_experts=num_active,
+        windows=_windows(fields, model_type),
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        base_dtype=base,
+        attention_dtype=attention,
+        expert_dtype=expert,
+        kv_cache_dtype=kv,
+    )
+
+
+def _feed_forward(fields: _Fields, model_type: str) -> tuple[int, int, int]:
+    """Experts, experts that one token uses, and the intermediate size of one."""
+    if model_type == "qwen3_moe":
+        for field, dense_layers in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+            if fields.get(field, dense_layers) != dense_layers:
+                raise fields.error(
+                    field, f"must be {dense_layers!r}: layers without experts are not modelled"
+                )
+        sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    elif model_type == "gpt_oss":
+        sizes = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
+    else:
+        return 1, 1, fields.size("intermediate_size")
+    num_experts, num_active, intermediate_size = (fields.size(field) for field in sizes)
+    return num_experts, num_active, intermediate_size
+
+
+def _windows(fields: _Fields, model_type: str) -> tuple[int | None, ...]:
+    """Per layer, the sliding window; None for full attention."""
+    num_layers = fields.size("num_hidden_layers")
+    if fields.get("use_sliding_window"):
+        raise fields.error("use_sliding_window", "must be false: Qwen's windowed layers are not modelled")
+    if "layer_types" in fields:
+        kinds = fields.get("layer_types")
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise fields.error("layer_types", f"must have one entry per layer ({num_layers}): {kinds!r}")
+        known = ("full_attention", "sliding_attention")
+        kinds = [fields.choice("layer_types", kind, known) for kind in kinds]
+    elif model_type.startswith("gemma3"):
+        period = fields.size("sliding_window_pattern")
+        kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
+    else:
+        slides = model_type == "mistral" and "sliding_window" in fields
+        kinds = ["sliding_attention" if slides else "full_attention"] * num_layers
+    return tuple(fields.size("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _dtypes(fields: _Fields, dtype: str | None) -> tuple[str, str, str]:
+    """Types of the embeddings and activations, of the attention projections, and of the experts."""
+    base = fields.get("torch_dtype", fields.get("dtype", "bfloat16"))
+    base = fields.choice("torch_dtype", dtype if dtype in _BASE_DTYPES else base, _BASE_DTYPES)
+    if dtype is not None:
+        fields.choice("dtype", dtype, (*_BASE_DTYPES, "fp8"))
+        return base, dtype, dtype
+    quantization = fields.mapping("quantization_config")
+    if not quantization:
+        return base, base, base
+    field = "quantization_config.quant_method"
+    method = fields.choice(field, quantization.get("quant_method"), ("fp8", "mxfp4"))
+    return base, base if method == "mxfp4" else method, method

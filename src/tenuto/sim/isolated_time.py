@@ -1,0 +1,25 @@
+"""How long a job would take alone on the machine, with all its KV kept: what its slowdown is measured by."""
+
+from __future__ import annotations
+
+from tenuto.sim.cost import StepBatch, StepCost
+from tenuto.sim.kv.segments import Span, count_shared_tokens
+from tenuto.workload import Job
+
+
+def get_isolated_time_s(job: Job, step_cost: StepCost, max_num_batched_tokens: int) -> float:
+    """Seconds of a job's steps and tool calls when it is alone and each turn's prefix is cached."""
+    total_s = 0.0
+    context: tuple[Span, ...] = ()
+    for turn in job.turns:
+        num_cached = min(count_shared_tokens(context, turn.prompt), turn.num_prompt_tokens - 1)
+        while num_cached < turn.num_prompt_tokens:
+            num_tokens = min(max_num_batched_tokens, turn.num_prompt_tokens - num_cached)
+            total_s += step_cost.seconds(StepBatch.of(prefills=[(num_tokens, num_cached)]))
+            num_cached += num_tokens
+        # A decode's cost grows with its context, a token a step: the one in the middle stands for all.
+        middle = turn.num_prompt_tokens + turn.num_output_tokens // 2
+        total_s += (turn.num_output_tokens - 1) * step_cost.seconds(StepBatch.of(decodes=[middle]))
+        total_s += turn.tool_s
+        context = (*turn.prompt, turn.output)
+    return total_s

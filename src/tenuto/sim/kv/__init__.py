@@ -1,0 +1,1 @@
+"""The simulated KV cache: runs of blocks instead of single ones."""

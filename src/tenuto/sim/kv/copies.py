@@ -1,0 +1,59 @@
+"""One text may be cached more than once: which of the copies is hit, and when one may grow instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from tenuto.sim.kv.extents import Extent, Range
+
+
+def get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Range]:
+    """Of each block from `first` up to the first miss the copy that was cached first, as ranges."""
+    in_order = sorted(copies, key=_get_first)
+    # Copies of one block are rare, and an extent that was cut often has a great many parts.
+    if any(one.end > other.first for one, other in pairwise(in_order)):
+        while first < end and (extent := _get_copy(copies, first)) is not None:
+            stop = _get_stop(copies, extent, first, end)
+            yield Range(extent, first, stop)
+            first = stop
+        return
+    for extent in in_order:
+        if extent.end > first:
+            if extent.first > first or first >= end:
+                return
+            yield Range(extent, first, min(end, extent.end))
+            first = extent.end
+
+
+def _get_first(extent: Extent) -> int:
+    return extent.first
+
+
+def _get_copy(copies: list[Extent], block: int) -> Extent | None:
+    """The copy of a block that was cached first, or None."""
+    found = None
+    for extent in copies:
+        if extent.first <= block < extent.end and (found is None or extent.order < found.order):
+            found = extent
+    return found
+
+
+def _get_stop(copies: list[Extent], extent: Extent, first: int, end: int) -> int:
+    """Up to where, behind block `first`, a copy's blocks are those that were cached first."""
+    stop = min(end, extent.end)
+    for other in copies:
+        if other.order < extent.order and first < other.first < stop:
+            stop = other.first
+    return stop
+
+
+def can_grow(extent: Extent, copies: list[Extent], first: int, end: int) -> bool:
+    """Whether blocks may join the extent before them: same holder, same content, no other copy of them."""
+    return (
+        extent.end == first
+        and extent.home is copies
+        and extent.ref_cnt == 1
+        and extent.num_keeps == 0
+        and all(other.end <= first or other.first >= end for other in copies)
+    )

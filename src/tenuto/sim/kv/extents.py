@@ -1,0 +1,105 @@
+"""Extents: runs of consecutive cached blocks that share one fate, and rows of blocks made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from tenuto.sim.kv.segments import Segment
+
+
+class Extent:
+    """The cached blocks `first` to before `end` of a segment, counted from the sequence's start."""
+
+    __slots__ = (
+        "after",
+        "end",
+        "first",
+        "home",
+        "next",
+        "num_holds",
+        "num_keeps",
+        "order",
+        "previous",
+        "ref_cnt",
+        "segment",
+    )
+
+    def __init__(self, segment: Segment, home: list[Extent], first: int, end: int, order: int) -> None:
+        self.segment = segment
+        self.home = home
+        """Where look-ups find it: one of the segment's lists of copies."""
+        self.first = first
+        self.end = end
+        self.order = order
+        """When it was cached; the smallest number is hit."""
+        self.ref_cnt = 1
+        self.num_holds = 0
+        """References among them that leases have."""
+        self.num_keeps = 0
+        self.after: Extent | None = None
+        """What was split off behind it, so that ranges made before still find all their blocks."""
+        self.previous = self.next = self
+
+    def __repr__(self) -> str:
+        return f"Extent({self.first}-{self.end}, ref_cnt={self.ref_cnt}, num_keeps={self.num_keeps})"
+
+
+class Range(NamedTuple):
+    """The blocks `first` to before `end`: in this extent and in what is split off behind it."""
+
+    extent: Extent
+    first: int
+    end: int
+
+
+class Row:
+    """Cached blocks in a row, as the driver handles them: it has a length and its tail can be cut off."""
+
+    __slots__ = ("num_blocks", "ranges")
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self.ranges = list(ranges)
+        self.num_blocks = sum(part.end - part.first for part in self.ranges)
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+    def __getitem__(self, tail: slice) -> Row:
+        """The blocks from `tail.start` on."""
+        skip, ranges = tail.start or 0, []
+        for extent, first, end in self.ranges:
+            if end - first > skip:
+                ranges.append(Range(extent, first + skip, end))
+            skip = max(0, skip - (end - first))
+        return Row(ranges)
+
+    def __delitem__(self, tail: slice) -> None:
+        """Forget the blocks from `tail.start` on."""
+        left = self.num_blocks = min(self.num_blocks, tail.start or 0)
+        ranges, self.ranges = self.ranges, []
+        for extent, first, end in ranges:
+            if left > 0:
+                self.ranges.append(Range(extent, first, min(end, first + left)))
+            left -= end - first
+
+    def get_extents(self) -> Iterator[Extent]:
+        """The extents that hold these blocks, in order; the first and the last of a range may hold more."""
+        for extent, first, end in self.ranges:
+            while first < end:
+                extent = skip_to(extent, first)
+                yield extent
+                first = extent.end
+
+    def append(self, extent: Extent, first: int, end: int) -> None:
+        """Add blocks at the end."""
+        self.ranges.append(Range(extent, first, end))
+        self.num_blocks += end - first
+
+
+def skip_to(extent: Extent, block: int) -> Extent:
+    """The first extent that ends behind a block, from this one on."""
+    while extent.end <= block:
+        assert extent.after is not None
+        extent = extent.after
+    return extent

@@ -1,0 +1,238 @@
+"""The KV cache of the simulated engine: prefix hits, block tables and slots for new tokens.
+
+Models may mix full attention with sliding windows; each layer group has its own blocks, of one size, from one
+pool. Source: vllm/v1/core/kv_cache_manager.py, kv_cache_coordinator.py and
+single_type_kv_cache_manager.py@0.32.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tenuto.core.errors import ConfigError
+from tenuto.sim.engine.config import KvConfig
+from tenuto.sim.engine.request import BlockTable, Request
+from tenuto.sim.kv.extents import Row
+from tenuto.sim.kv.pool import ExtentPool
+from tenuto.sim.kv.segments import Path
+
+
+class Hit(NamedTuple):
+    """The longest cached prefix of a request: tokens, and its blocks in each layer group."""
+
+    num_tokens: int
+    rows: tuple[Row, ...]
+    """Of a sliding window only the blocks it still sees."""
+    num_loaded_tokens: int = 0
+    """Tokens behind it that come from a tier below the GPU."""
+    waits: bool = False
+    """Whether the request waits for these: its blocks are cached once they are there."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """All that need not be computed."""
+        return self.num_tokens + self.num_loaded_tokens
+
+
+class KvCache:
+    """Who has which blocks."""
+
+    def __init__(self, config: KvConfig, max_in_flight_tokens: int) -> None:
+        """An empty cache; `max_in_flight_tokens` is the most that scheduled steps may hold unprocessed."""
+        self.config = config
+        self.pool = ExtentPool(config.num_blocks - 1, len(config.windows))
+        self.watermark_blocks = int(config.watermark * config.num_blocks)
+        self._block_size = config.block_size
+        self._full_groups = [n for n, window in enumerate(config.windows) if window is None]
+        self._window_groups: dict[int, list[int]] = {}
+        for group, window in enumerate(config.windows):
+            if window is not None:
+                self._window_groups.setdefault(window, []).append(group)
+        # A window's blocks are given back as it moves on, so admission need not count a whole prompt's.
+        self._max_admission_blocks = [
+            None if window is None else self._count_window_blocks(window, max_in_flight_tokens)
+            for window in config.windows
+        ]
+
+    @property
+    def can_truncate(self) -> bool:
+        """Whether block i of a request always holds tokens i·size to (i+1)·size: full attention only."""
+        return self.config.windows == (None,)
+
+    def enter(self, request: Request) -> None:
+        """A new request: find its place among all content, and give it empty tables.
+
+        Raises ConfigError if it can never run here.
+        """
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        num_blocks, limit = self.count_most_blocks(num_tokens), self.config.max_model_len
+        if request.num_prompt_tokens >= limit:
+            raise ConfigError(
+                f"turn {request.turn_id}: {request.num_prompt_tokens} prompt tokens, max_model_len is {limit}"
+            )
+        if num_blocks > self.pool.num_blocks:
+            raise ConfigError(
+                f"turn {request.turn_id} needs {num_blocks} KV blocks, there are {self.pool.num_blocks}"
+            )
+        spans = (*request.prompt, request.output)
+        request.path = Path(self.pool.root, request.key, spans, self._block_size)
+        request.tables = tuple(BlockTable() for _ in self.config.windows)
+
+    def get_hit(self, request: Request) -> Hit:
+        """The longest cached prefix; at least its last token is left to compute. Changes nothing."""
+        end = (request.num_tokens - 1) // self._block_size
+        path, find = request.path, self.pool.find
+        if self.can_truncate:
+            row = find(path, 0, 0, end)
+            if self.config.drops_last_hit_block:
+                del row[max(0, len(row) - 1) :]
+            return Hit(len(row) * self._block_size, (row,))
+        if self._full_groups:
+            end = min(len(find(path, group, 0, end)) for group in self._full_groups)
+        # Each kind of window accepts the length or shortens it, until all accept it.
+        previous_end = None
+        while end != previous_end:
+            previous_end = end
+            for window, groups in self._window_groups.items():
+                end = self._get_window_hit(path, window, groups, end)
+        num_tokens = end * self._block_size
+        rows = (
+            find(path, group, self._count_skipped_blocks(window, num_tokens), end)
+            for group, window in enumerate(self.config.windows)
+        )
+        return Hit(num_tokens, tuple(rows))
+
+    def try_allocate(self, request: Request, num_new_tokens: int, hit: Hit | None, *, is_busy: bool) -> bool:
+        """Slots for a request's next tokens, and what they complete cached; False if blocks are short.
+
+        A request that starts brings its hit. A running one's blocks that its window has left are freed either
+        way. Source: kv_cache_manager.py:allocate_slots@0.32.
+        """
+        if hit is None and self.can_truncate and self._has_slots(request, num_new_tokens):
+            return True
+        if hit is None and self._window_groups:
+            self._leave_windows(request)
+        if self.count_missing(request, num_new_tokens, hit, is_busy=is_busy) > 0:
+            return False
+        num_computed_tokens = request.num_computed_tokens
+        if hit is not None:
+            num_computed_tokens = hit.num_computed_tokens
+            for table, row, window in zip(request.tables, hit.rows, self.config.windows, strict=True):
+                self.pool.hold(row)
+                table.row = row
+                table.num_nulls = self._count_skipped_blocks(window, hit.num_tokens)
+        num_tokens = num_computed_tokens + num_new_tokens
+        num_blocks = self._count_blocks(num_tokens + self.config.num_lookahead_tokens)
+        for table in request.tables:
+            num_new_blocks = num_blocks - table.num_blocks
+            if num_new_blocks > 0:
+                self.pool.take(num_new_blocks)
+                table.num_blanks += num_new_blocks
+        if hit is None or not hit.waits:
+            # Drafts may be rejected: only what is certain is cached.
+            self.cache(request, min(num_tokens, request.num_tokens))
+        return True
+
+    def count_missing(self, request: Request, num_new_tokens: int, hit: Hit | None, *, is_busy: bool) -> int:
+        """How many free blocks an allocation is short of; 0 or less if it fits.
+
+        `is_busy` says that other requests run, so that a starting one must leave the watermark free.
+        """
+        num_computed_tokens = request.num_computed_tokens if hit is None else hit.num_computed_tokens
+        num_tokens = num_computed_tokens + num_new_tokens + self.config.num_lookahead_tokens
+        num_blocks = self._count_blocks(num_tokens)
+        if hit is None:
+            num_wanted = sum(max(0, num_blocks - table.num_blocks) for table in request.tables)
+            return num_wanted - self.pool.num_free_blocks
+        # Blocks of the hit that are free leave the free queue too.
+        num_free_hits = sum(self.pool.count_free(row) for row in hit.rows)
+        num_hit_blocks = hit.num_tokens // self._block_size
+        num_wanted = max(0, num_blocks - num_hit_blocks) * len(hit.rows)
+        if self.config.reserve_full_sequence:
+            num_blocks = self._count_blocks(request.num_tokens)
+            num_full = sum(
+                max(0, min(num_blocks, most or num_blocks) - num_hit_blocks)
+                for most in self._max_admission_blocks
+            )
+            num_wanted = max(num_wanted, num_full)
+        watermark_blocks = self.watermark_blocks if is_busy else 0
+        return num_wanted + num_free_hits + watermark_blocks - self.pool.num_free_blocks
+
+    def cache(self, request: Request, num_tokens: int) -> None:
+        """Make the full blocks of a request's first tokens findable."""
+        num_full_blocks = num_tokens // self._block_size
+        for group, table in enumerate(request.tables):
+            num_cached = table.num_cached
+            if num_full_blocks > num_cached:
+                table.num_blanks -= num_full_blocks - num_cached
+                self.pool.cache(table.row, request.path, group, num_cached, num_full_blocks)
+
+    def free(self, request: Request) -> None:
+        """Give all blocks of a request back."""
+        for table in request.tables:
+            self.pool.release(table.row)
+            self.pool.give_back(table.num_blanks)
+        request.tables = tuple(BlockTable() for _ in request.tables)
+
+    def count_most_blocks(self, num_tokens: int) -> int:
+        """How many blocks a request of so many tokens, output included, will have at once if it is alone."""
+        num_blocks = self._count_blocks(num_tokens + self.config.num_lookahead_tokens)
+        return sum(min(num_blocks, most or num_blocks) for most in self._max_admission_blocks)
+
+    def count_most_tokens(self) -> int:
+        """The longest request that can run here, output included."""
+        lengths = range(1, self.config.max_model_len + 1)
+        return bisect_right(lengths, self.pool.num_blocks, key=self.count_most_blocks)
+
+    # Inside.
+
+    def _has_slots(self, request: Request, num_new_tokens: int) -> bool:
+        """Whether the next tokens neither need nor fill a block, as most that are decoded one by one."""
+        table, size = request.tables[0], self._block_size
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        return (
+            num_tokens + self.config.num_lookahead_tokens <= table.num_blocks * size
+            and min(num_tokens, request.num_tokens) < (table.num_cached + 1) * size
+        )
+
+    def _count_blocks(self, num_tokens: int) -> int:
+        return -(-min(num_tokens, self.config.max_model_len) // self._block_size)
+
+    def _count_window_blocks(self, window: int, max_in_flight_tokens: int) -> int:
+        # One more, for a window need not start where a block does.
+        return self._count_blocks(window - 1 + max_in_flight_tokens) + 1
+
+    def _count_skipped_blocks(self, window: int | None, num_tokens: int) -> int:
+        """Blocks that the next token's window has left behind."""
+        return 0 if window is None else max(0, num_tokens - window + 1) // self._block_size
+
+    def _leave_windows(self, request: Request) -> None:
+        # Steps in flight still read what only the processed tokens' window has left.
+        num_tokens = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        for table, window in zip(request.tables, self.config.windows, strict=True):
+            num_skipped = min(self._count_skipped_blocks(window, num_tokens), table.num_blocks)
+            if num_skipped > table.num_nulls:
+                self.pool.release_head(table.row, num_skipped - table.num_nulls)
+                table.num_nulls = num_skipped
+
+    def _get_window_hit(self, path: Path, window: int, groups: Sequence[int], end: int) -> int:
+        """The longest prefix, at most `end` blocks, whose window is cached in all these groups.
+
+        The start of a sequence is a hit even where it is shorter than the window.
+        """
+        runs = self.pool.find_runs(path, groups[0], end)
+        for group in groups[1:]:
+            runs = _intersect(runs, self.pool.find_runs(path, group, end))
+        num_window_blocks = -(-(window - 1) // self._block_size)
+        for first, last in reversed(runs):
+            if last - first >= num_window_blocks or first == 0:
+                return last
+        return 0
+
+
+def _intersect(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What two rising lists of runs have in common."""
+    common = ((max(p[0], q[0]), min(p[1], q[1])) for p in a for q in b)
+    return [run for run in common if run[0] < run[1]]

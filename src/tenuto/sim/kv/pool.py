@@ -1,0 +1,301 @@
+"""The simulator's block pool: vLLM's prefix cache, kept by extents instead of by blocks.
+
+An *extent* is a run of cached blocks of one segment that share one fate: as many references, one place in the
+free queue. Runs are split when their fates part. Every operation costs O(extents), that is O(turns), and
+hands out, hits and evicts the very blocks that vLLM's pool does:
+
+    free queue    [blanks: a number]   extent → extent → …   |   kept extents → …
+                  evicted first        each from its last block to its first
+
+- Blocks without content are only ever put at the queue's front, so all of them are there, and nothing tells
+  them apart: a number will do. So will it for blocks in use that have no content yet.
+- A request's blocks are freed last first, so every run in the queue reads backwards.
+- Of several blocks with one content the one cached first is hit: extents are numbered as they are cached.
+
+Source: vllm/v1/core/block_pool.py:BlockPool@0.32; `tenuto.core.blocks` has the same rules block by block, and
+`tests/sim/test_scheduler_pool.py` holds the two against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tenuto.core.errors import IntegrityError
+from tenuto.sim.kv.copies import can_grow, get_first_cached
+from tenuto.sim.kv.extents import Extent, Range, Row, skip_to
+from tenuto.sim.kv.segments import Path, Segment
+
+
+class _Queue:
+    """Extents in eviction order: a doubly linked ring around a sentinel."""
+
+    def __init__(self) -> None:
+        self.sentinel = Extent(Segment(0), [], 0, 0, 0)
+
+    def __iter__(self) -> Iterator[Extent]:
+        extent = self.sentinel.next
+        while extent is not self.sentinel:
+            yield extent
+            extent = extent.next
+
+    def append(self, extent: Extent) -> None:
+        _link_before(self.sentinel, extent)
+
+
+def _link_before(behind: Extent, extent: Extent) -> None:
+    before = behind.previous
+    before.next = behind.previous = extent
+    extent.previous, extent.next = before, behind
+
+
+def _unlink(extent: Extent) -> None:
+    extent.previous.next, extent.next.previous = extent.next, extent.previous
+    # What is evicted must not hold on to its neighbours, and through them to all that is evicted later.
+    extent.previous = extent.next = extent
+
+
+class ExtentPool:
+    """All blocks of one engine: take, hit, hold, free, cache, keep last."""
+
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
+        """A pool of `num_blocks` blocks, the null block not counted, for so many layer groups."""
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs a block, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.num_free_blocks = num_blocks
+        self.num_leased_blocks = 0
+        """Distinct blocks that leases hold references to."""
+        self.num_covered_blocks = 0
+        """Distinct blocks that leases hold or keep last."""
+        self.make_room: Callable[[int], None] | None = None
+        """Called with a number until enough blocks are not kept any more; it must give some up each time."""
+        self._num_groups = num_groups
+        self._num_blanks = num_blocks
+        self._num_kept_free = 0
+        self._num_keeps = 0
+        self._num_cached = 0
+        self._ordinary = _Queue()
+        self._kept = _Queue()
+        self.root = Segment(num_groups)
+
+    @property
+    def num_unkept_free_blocks(self) -> int:
+        """Free blocks that no lease keeps last."""
+        return self.num_free_blocks - self._num_kept_free
+
+    # Content.
+
+    def find(self, path: Path, group: int, first: int, end: int) -> Row:
+        """Cached blocks of a sequence from block `first` up to the first miss, or to before `end`."""
+        row = Row()
+        for segment, start, stop in path.get_ranges(first, end):
+            copies = segment.copies[group]
+            if len(copies) == 1 and copies[0].first <= start and stop <= copies[0].end:
+                row.append(copies[0], start, stop)
+                continue
+            for extent, begin, last in get_first_cached(copies, start, stop):
+                row.append(extent, begin, last)
+                start = last
+            if start < stop:
+                break
+        return row
+
+    def find_runs(self, path: Path, group: int, end: int) -> list[tuple[int, int]]:
+        """All cached blocks of a sequence before block `end`, as runs (first, end) with gaps between them."""
+        runs: list[tuple[int, int]] = []
+        for segment, start, stop in path.get_ranges(0, end):
+            for copy in sorted(segment.copies[group], key=lambda copy: copy.first):
+                first, last = max(copy.first, start), min(copy.end, stop)
+                if first < last and runs and first <= runs[-1][1]:
+                    runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+                elif first < last:
+                    runs.append((first, last))
+        return runs
+
+    def cache(self, row: Row, path: Path, group: int, first: int, end: int) -> None:
+        """Make the blocks `first` to before `end` of a sequence findable, and append them to its row.
+
+        The caller took them and is the only one to hold them.
+        """
+        self._num_cached += 1
+        for segment, start, stop in path.get_ranges(first, end):
+            copies = segment.copies[group]
+            last = row.ranges[-1].extent if row.ranges else None
+            if last is not None and can_grow(last, copies, start, stop):
+                # Blocks that decoding fills one by one make one extent.
+                last.end = stop
+                row.ranges[-1] = Range(last, row.ranges[-1].first, stop)
+                row.num_blocks += stop - start
+            else:
+                extent = Extent(segment, copies, start, stop, self._num_cached)
+                copies.append(extent)
+                row.append(extent, start, stop)
+
+    def reset(self) -> bool:
+        """Forget all content; False, and nothing changes, while any block is referenced."""
+        if self.num_free_blocks != self.num_blocks:
+            return False
+        if self._num_keeps:
+            raise IntegrityError(f"{self._num_keeps} blocks are kept: leases must end before a reset")
+        for extent in self._ordinary:
+            extent.home.clear()
+        self._ordinary = _Queue()
+        self._num_blanks = self.num_blocks
+        return True
+
+    # References.
+
+    def take(self, num_blocks: int) -> None:
+        """Take blocks from the front of the free queue, evicting what they hold; they are blank then.
+
+        Raises ValueError, and changes nothing, if fewer are free.
+        """
+        if num_blocks > self.num_free_blocks:
+            raise ValueError(f"{num_blocks} blocks wanted, {self.num_free_blocks} are free")
+        while (short := num_blocks - self.num_unkept_free_blocks) > 0:
+            self._make_room(short)
+        self.num_free_blocks -= num_blocks
+        num_blanks = min(num_blocks, self._num_blanks)
+        self._num_blanks -= num_blanks
+        num_blocks -= num_blanks
+        while num_blocks > 0:
+            extent = self._ordinary.sentinel.next
+            num_evicted = min(num_blocks, extent.end - extent.first)
+            extent.end -= num_evicted
+            num_blocks -= num_evicted
+            if extent.end == extent.first:
+                _unlink(extent)
+                extent.home.remove(extent)
+
+    def give_back(self, num_blanks: int) -> None:
+        """Free taken blocks that were never cached."""
+        self._num_blanks += num_blanks
+        self.num_free_blocks += num_blanks
+
+    def hold(self, row: Row) -> None:
+        """Take one more reference to each block (a prefix hit, a lease); free ones leave the queue."""
+        for extent in self._get_extents(row):
+            if extent.ref_cnt == 0:
+                _unlink(extent)
+                num_blocks = extent.end - extent.first
+                self.num_free_blocks -= num_blocks
+                if extent.num_keeps:
+                    self._num_kept_free -= num_blocks
+            extent.ref_cnt += 1
+
+    def release(self, row: Row) -> None:
+        """Give one reference to each block up, the last block first."""
+        for extent in reversed(self._get_extents(row)):
+            extent.ref_cnt -= 1
+            if extent.ref_cnt == 0:
+                num_blocks = extent.end - extent.first
+                self.num_free_blocks += num_blocks
+                if extent.num_keeps:
+                    self._num_kept_free += num_blocks
+                    self._kept.append(extent)
+                else:
+                    self._ordinary.append(extent)
+
+    def release_head(self, row: Row, num_blocks: int) -> None:
+        """Give the references of a row's first blocks up, the last of them first, and drop them from it."""
+        head = Row()
+        while num_blocks > 0:
+            extent, first, end = row.ranges[0]
+            stop = min(end, first + num_blocks)
+            head.append(extent, first, stop)
+            num_blocks -= stop - first
+            row.ranges[: 1 if stop == end else 0] = []
+            if stop < end:
+                row.ranges[0] = Range(extent, stop, end)
+        row.num_blocks -= head.num_blocks
+        self.release(head)
+        if row.ranges:
+            # Else walks would start further and further ahead of the blocks they look for.
+            extent, first, end = row.ranges[0]
+            row.ranges[0] = Range(skip_to(extent, first), first, end)
+
+    def mark_leased(self, row: Row, change: int) -> None:
+        """Count a lease's references to each block (1), or stop to (-1), as `num_leased_blocks` needs it."""
+        for extent in self._get_extents(row):
+            was_leased = extent.num_holds > 0
+            extent.num_holds += change
+            num_more = (extent.end - extent.first) * ((extent.num_holds > 0) - was_leased)
+            self.num_leased_blocks += num_more
+            self.num_covered_blocks += num_more if extent.num_keeps == 0 else 0
+
+    def count_free(self, row: Row) -> int:
+        """How many blocks of a row are in the free queue."""
+        num_free = 0
+        for extent, first, end in row.ranges:
+            while first < end:
+                extent = skip_to(extent, first)
+                stop = min(extent.end, end)
+                if extent.ref_cnt == 0:
+                    num_free += stop - first
+                first = stop
+        return num_free
+
+    def get_queue(self) -> tuple[int, list[Extent], list[Extent]]:
+        """The free queue: blank blocks, then ordinary extents, then kept ones, in eviction order."""
+        return self._num_blanks, list(self._ordinary), list(self._kept)
+
+    # Keeping last (see `tenuto.core.keep_last`).
+
+    def keep(self, row: Row) -> None:
+        """Keep blocks last; each keep needs its own `unkeep`. Blocks in use move when they are freed."""
+        for extent in reversed(self._get_extents(row)):
+            if extent.num_keeps == 0 and extent.ref_cnt == 0:
+                _unlink(extent)
+                self._kept.append(extent)
+                self._num_kept_free += extent.end - extent.first
+            extent.num_keeps += 1
+            self._num_keeps += extent.end - extent.first
+            if extent.num_keeps == 1 and extent.num_holds == 0:
+                self.num_covered_blocks += extent.end - extent.first
+
+    def unkeep(self, row: Row) -> None:
+        """Take one keep back; free blocks nobody keeps join the ordinary part's most recent end."""
+        for extent in reversed(self._get_extents(row)):
+            extent.num_keeps -= 1
+            self._num_keeps -= extent.end - extent.first
+            if extent.num_keeps == 0 and extent.num_holds == 0:
+                self.num_covered_blocks -= extent.end - extent.first
+            if extent.num_keeps == 0 and extent.ref_cnt == 0:
+                _unlink(extent)
+                self._ordinary.append(extent)
+                self._num_kept_free -= extent.end - extent.first
+
+    # Inside.
+
+    def _make_room(self, num_blocks: int) -> None:
+        num_keeps = self._num_keeps
+        if self.make_room is not None:
+            self.make_room(num_blocks)
+        if self._num_keeps == num_keeps:
+            raise IntegrityError(f"{num_keeps} blocks are kept that no lease gives up")
+
+    def _get_extents(self, row: Row) -> list[Extent]:
+        """The extents of exactly these blocks, in order; splits those that reach beyond them."""
+        extents = []
+        for extent, first, end in row.ranges:
+            extent = skip_to(extent, first)
+            if extent.first < first:
+                extent = self._split(extent, first)
+            while extent.end < end:
+                extents.append(extent)
+                extent = skip_to(extent, extent.end)
+            if extent.end > end:
+                self._split(extent, end)
+            extents.append(extent)
+        return extents
+
+    def _split(self, extent: Extent, at: int) -> Extent:
+        """Part an extent before block `at`; returns the new one behind it."""
+        tail = Extent(extent.segment, extent.home, at, extent.end, extent.order)
+        tail.ref_cnt, tail.num_holds, tail.num_keeps = extent.ref_cnt, extent.num_holds, extent.num_keeps
+        tail.after, extent.after = extent.after, tail
+        extent.end = at
+        extent.home.append(tail)
+        if extent.ref_cnt == 0:
+            _link_before(extent, tail)
+        return tail

@@ -1,0 +1,99 @@
+"""Content without tokens: which blocks of which requests are equal.
+
+A sequence is a row of spans, each the beginning of some named text. The tree of segments gives every span a
+node at its place behind all spans before it:
+
+    root ── system@0 ── job3/task@80 ── job3/out0@92 ── …
+                   └─── job4/task@80 ── …
+
+Two sequences that run through one segment are equal up to where both end in it. So (segment, block index) is
+what vLLM's chained block hash is, exact and without hashing a token.
+
+A segment lives as long as somebody knows of it: a request, a cached block, a tier's chunk, a job's memory.
+The tree itself holds none, so that an engine that runs for weeks forgets what it has evicted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    from tenuto.sim.kv.extents import Extent
+
+Span = tuple[Hashable, int]
+"""A text's name and how many of its first tokens; what the KV of a token depends on is part of the name."""
+
+BlockHash = tuple["Segment", int]
+
+
+class Segment:
+    """One span at its place behind everything before it."""
+
+    __slots__ = ("__weakref__", "_before", "_following", "copies")
+
+    def __init__(self, num_groups: int, before: Segment | None = None) -> None:
+        # What is cached behind a segment is found through it.
+        self._before = before
+        self._following: WeakValueDictionary[tuple[Hashable, int], Segment] = WeakValueDictionary()
+        self.copies: tuple[list[Extent], ...] = tuple([] for _ in range(num_groups))
+        """Per layer group, the cached extents that hold blocks of this segment (see `tenuto.sim.kv.pool`)."""
+
+    def follow(self, content_id: Hashable, start: int) -> Segment:
+        """The segment of the text that begins at token `start`, where this one ends."""
+        key = (content_id, start)
+        segment = self._following.get(key)
+        if segment is None:
+            segment = self._following[key] = Segment(len(self.copies), self)
+        return segment
+
+
+class Path:
+    """The segments a sequence runs through, in blocks.
+
+    A block belongs to the segment that holds its last token. The last segment has no end: the path stays the
+    same while the sequence grows into it.
+    """
+
+    __slots__ = ("first_blocks", "segments", "starts")
+
+    def __init__(self, root: Segment, key: Hashable, spans: Iterable[Span], block_size: int) -> None:
+        """The path of these spans; `key` is what all of their KV depends on: the cache salt, the adapter."""
+        segment, start = root.follow(key, 0), 0
+        self.starts: list[int] = []
+        self.segments: list[Segment] = []
+        for content_id, num_tokens in spans:
+            segment = segment.follow(content_id, start)
+            self.starts.append(start)
+            self.segments.append(segment)
+            start += num_tokens
+        self.first_blocks = [start // block_size for start in self.starts]
+
+    def get_ranges(self, first: int, end: int) -> Iterator[tuple[Segment, int, int]]:
+        """The blocks from `first` to before `end`, as (segment, first block, end) of each segment."""
+        index = bisect_right(self.first_blocks, first) - 1
+        while first < end:
+            is_last = index + 1 == len(self.segments)
+            stop = end if is_last else min(end, self.first_blocks[index + 1])
+            if stop > first:
+                yield self.segments[index], first, stop
+                first = stop
+            index += 1
+
+    def get_segment(self, block: int) -> Segment:
+        """The segment that a block belongs to."""
+        return self.segments[bisect_right(self.first_blocks, block) - 1]
+
+
+def count_shared_tokens(a: Iterable[Span], b: Iterable[Span]) -> int:
+    """Leading tokens that two rows of spans have in common."""
+    num_shared = 0
+    for (left, num_left), (right, num_right) in zip(a, b, strict=False):
+        if left != right:
+            break
+        num_shared += min(num_left, num_right)
+        if num_left != num_right:
+            break
+    return num_shared

@@ -1,0 +1,280 @@
+"""From names and sizes to a simulated engine: what `tenuto simulate`, `compare`, `plan` and `serve` share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast, get_args
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.limits import Limits
+from tenuto.core.policy import Policy, load_policy
+from tenuto.core.policy_caller import DecisionLog
+from tenuto.sim.cost import (
+    BACKENDS,
+    FittedStepCost,
+    HostOverhead,
+    NoTablesError,
+    StepCost,
+    default_backend,
+    load_step_cost,
+)
+from tenuto.sim.engine.config import EngineConfig, KvConfig, Offload
+from tenuto.sim.engine.scheduler import PUBLISHED, Scheduler
+from tenuto.sim.hardware.gpus import GIB, Gpu, get_gpu
+from tenuto.sim.hardware.kv_budget import ProfileRun, default_profile_run, kv_budget
+from tenuto.sim.hardware.model import Model
+from tenuto.sim.hardware.models import CONFIGS, load_model
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
+
+DEFAULT_UTILIZATION = 0.9
+"""vLLM's `gpu_memory_utilization` in the releases of the published sweeps."""
+UNBOUNDED_KV_TOKENS = 10**9
+"""For yardsticks: more than any workload that finishes."""
+LIMITS: Mapping[str, Limits] = MappingProxyType({"published": PUBLISHED, "plugin": Limits()})
+"""What leases may do: as in the published engines, or as inside vLLM with Tenuto's plugin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One simulated machine. Names as in the commands' options; None takes what vLLM would on that GPU."""
+
+    gpu: str = "H100"
+    model: str = "llama-3.1-8b"
+    policy: str = "stock"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tp: int = 1
+    dtype: str | None = None
+    """What the weights are loaded as; None takes what the model's config says."""
+    kv_cache_dtype: str | None = None
+    step_cost: str | None = None
+    """"tables", "roofline" or a file of `tenuto profile`; None takes tables where there are some."""
+    gpu_memory_utilization: float | None = None
+    kv_tokens: int | None = None
+    host_gb: float | None = None
+    """Host memory for offloaded KV in GiB, as LMCache and vLLM count it; None takes what the machine with
+    that GPU had in the published sweeps."""
+    disk_gb: float = 0.0
+    offload: str | None = None
+    """"sync", "async", "asked" or "none"; None takes what the policy wants."""
+    link_gb_s: float | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    long_prefill_token_threshold: int | None = None
+    watermark: float | None = None
+    async_scheduling: bool = False
+    limits: str = "published"
+    """A name in `LIMITS`."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a setup names, found and checked."""
+
+    setup: Setup
+    gpu: Gpu
+    model: Model
+    policy: Policy
+    config: EngineConfig
+    step_cost: StepCost
+    step_cost_name: str
+    """Where step times come from: "tables", "roofline", or a file that `tenuto profile` wrote."""
+    tiers: OffloadTiers | None
+    limits: Limits
+    notes: tuple[str, ...]
+    """What its user should know: where it is a rougher guess, or not all that the policy wants."""
+
+    def make_scheduler(self, log: DecisionLog | None = None) -> Scheduler:
+        """The engine's scheduler, for one run."""
+        return Scheduler(self.config, self.policy, self.limits, tiers=self.tiers, log=log)
+
+
+def build(setup: Setup) -> Machine:
+    """Find all that a setup names. Raises ConfigError or PolicyError saying what is wrong."""
+    _check_numbers(setup)
+    gpu = get_gpu(setup.gpu)
+    model = load_model(setup.model, dtype=setup.dtype, kv_cache_dtype=setup.kv_cache_dtype)
+    policy = load_policy(setup.policy, setup.options)
+    notes: list[str] = []
+    offload = _get_offload(setup, gpu, model, policy, notes)
+    profile = _get_profile(setup, gpu)
+    config = EngineConfig(
+        kv=KvConfig(
+            num_blocks=_get_num_blocks(setup, gpu, model, policy, profile),
+            block_size=setup.block_size,
+            windows=tuple(group.window for group in model.kv_groups()),
+            max_model_len=setup.max_model_len or model.max_model_len,
+            watermark=_get(setup.watermark, policy.wants.get("watermark"), 0.0),
+        ),
+        max_num_batched_tokens=profile.max_num_batched_tokens,
+        max_num_seqs=profile.max_num_seqs,
+        long_prefill_token_threshold=_get(
+            setup.long_prefill_token_threshold, policy.wants.get("long_prefill_token_threshold"), 0
+        ),
+        max_steps_in_flight=2 if setup.async_scheduling else 1,
+        offload=offload,
+    )
+    step_cost, step_cost_name = _load_step_cost(setup, gpu, model, notes)
+    fitted_link = step_cost.link_bytes_per_s if isinstance(step_cost, FittedStepCost) else None
+    tiers = _make_tiers(setup, gpu, model, config, fitted_link) if offload is not None else None
+    return Machine(
+        setup=setup,
+        gpu=gpu,
+        model=model,
+        policy=policy,
+        config=config,
+        step_cost=step_cost,
+        step_cost_name=step_cost_name,
+        tiers=tiers,
+        limits=_get_limits(setup),
+        notes=tuple(notes),
+    )
+
+
+def _check_numbers(setup: Setup) -> None:
+    """None takes a default, zero does not; numbers are named as the options are."""
+    above_zero = (
+        "kv_tokens",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "max_model_len",
+        "block_size",
+        "link_gb_s",
+    )
+    for name in (*above_zero, "gpu_memory_utilization"):
+        value = getattr(setup, name)
+        if value is not None and not 0 < value < math.inf:
+            option = "max_num_batched_tokens" if name == "max_num_batched_tokens" else name
+            raise ConfigError(f"{option} must be a finite number above 0, got {value}")
+    for name in ("host_gb", "disk_gb", "long_prefill_token_threshold"):
+        value = getattr(setup, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{name} must be a finite number of 0 or more, got {value}")
+    if setup.kv_tokens is not None and setup.kv_tokens < 2 * setup.block_size:
+        raise ConfigError(
+            f"kv_tokens must be two blocks of {setup.block_size} or more, got {setup.kv_tokens}"
+        )
+
+
+def _load_step_cost(setup: Setup, gpu: Gpu, model: Model, notes: list[str]) -> tuple[StepCost, str]:
+    name = setup.step_cost or default_backend(gpu)
+    if name not in BACKENDS:
+        # What was observed has the host's time in it already.
+        return _load_fit(Path(name)), name
+    host = HostOverhead(overlapped=setup.async_scheduling)
+    if setup.step_cost is None:
+        why = f"aiconfigurator-core has no measured times of {model.name} on it (tp {setup.tp})"
+        if name == "tables":
+            try:
+                return load_step_cost(name, gpu, model, setup.tp, host), name
+            except NoTablesError:
+                name = "roofline"
+        elif gpu.table_system is not None:
+            why = "measured ones need: pip install 'tenuto[tables]'"
+        notes.append(f"step times on {gpu.name} are a roofline's, a rougher guess: {why}")
+    return load_step_cost(name, gpu, model, setup.tp, host), name
+
+
+@cache
+def _load_fit(path: Path) -> FittedStepCost:
+    try:
+        return FittedStepCost.load(path)
+    except OSError as error:
+        raise ConfigError(
+            f"--step-cost is one of {', '.join(BACKENDS)}, or a file that `tenuto profile` wrote; "
+            f"{path}: {error.strerror or error}"
+        ) from error
+
+
+def _get(given: Any, wanted: Any, default: Any) -> Any:
+    return next(value for value in (given, wanted, default) if value is not None)
+
+
+def _get_limits(setup: Setup) -> Limits:
+    if setup.limits not in LIMITS:
+        raise ConfigError(f"limits must be one of {', '.join(LIMITS)}; got {setup.limits!r}")
+    return LIMITS[setup.limits]
+
+
+def _get_offload(setup: Setup, gpu: Gpu, model: Model, policy: Policy, notes: list[str]) -> Offload | None:
+    """How KV is offloaded; None where the policy wants it, but the model cannot have tiers here."""
+    offload = setup.offload or policy.wants.get("offload", "none")
+    if offload == "none":
+        return None
+    if offload not in get_args(Offload):
+        raise ConfigError(f"offload must be one of none, {', '.join(get_args(Offload))}; got {offload!r}")
+    if any(model.windows):
+        if setup.offload is not None:
+            raise ConfigError("tiers below the GPU are simulated for models with full attention only")
+        notes.append(
+            f"policy {setup.policy} runs without tiers below the GPU: {model.name} has sliding-window "
+            "layers, and tiers are simulated for models with full attention only"
+        )
+        return None
+    if not _get_host_gb(setup, gpu) and setup.host_gb is None:
+        notes.append(
+            f"policy {setup.policy} runs without tiers below the GPU: how much host memory a machine with "
+            f"{gpu.name} has is not known; say it with --host-gb"
+        )
+    return cast(Offload, offload)
+
+
+def _get_profile(setup: Setup, gpu: Gpu) -> ProfileRun:
+    default = default_profile_run(gpu)
+    return ProfileRun(
+        max_num_batched_tokens=setup.max_num_batched_tokens or default.max_num_batched_tokens,
+        max_num_seqs=setup.max_num_seqs or default.max_num_seqs,
+    )
+
+
+def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, policy: Policy, profile: ProfileRun) -> int:
+    if policy.wants.get("unbounded_kv"):
+        return UNBOUNDED_KV_TOKENS // setup.block_size
+    num_tokens = setup.kv_tokens
+    # What the servers reported is for the published model in its own types.
+    is_published = (
+        model.config_path.parent == CONFIGS and setup.dtype is None and setup.kv_cache_dtype is None
+    )
+    if num_tokens is None and setup.gpu_memory_utilization is None and setup.tp == 1 and is_published:
+        num_tokens = dict(gpu.measured_kv_tokens).get(model.name)
+    if num_tokens is not None:
+        return num_tokens // setup.block_size
+    utilization = setup.gpu_memory_utilization or DEFAULT_UTILIZATION
+    budget = kv_budget(gpu, model, utilization=utilization, tp=setup.tp, profile=profile)
+    return budget.num_blocks(setup.block_size)
+
+
+def _get_host_gb(setup: Setup, gpu: Gpu) -> float:
+    if setup.host_gb is not None:
+        return setup.host_gb
+    return 0.0 if gpu.host_memory_bytes is None else gpu.host_memory_bytes / GIB
+
+
+def _make_tiers(
+    setup: Setup, gpu: Gpu, model: Model, config: EngineConfig, fitted_link: float | None
+) -> OffloadTiers | None:
+    """Host memory and disk behind all GPUs of the machine together; `fitted_link` is in bytes per second."""
+    host_gb = _get_host_gb(setup, gpu)
+    if not host_gb:
+        return None
+    # Every GPU copies its own share over its own link.
+    token_bytes = model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(setup.tp)
+    chunk_bytes = config.offload_chunk_tokens * token_bytes
+    given_link = setup.link_gb_s * 1e9 if setup.link_gb_s else None
+    link_bytes_per_s = _get(given_link, fitted_link, gpu.host_link_bytes_per_s)
+    tiers = [Tier("host", int(host_gb * GIB) // setup.tp, chunk_bytes, Link(link_bytes_per_s))]
+    if setup.disk_gb:
+        link = Link(DISK_BYTES_PER_S / setup.tp)
+        tiers.append(Tier("disk", int(setup.disk_gb * GIB) // setup.tp, chunk_bytes, link))
+    return OffloadTiers(tiers)
+
+
+DISK_BYTES_PER_S = 6.5e9
+"""Sequential reads of one data-center NVMe drive over PCIe Gen4 x4: 7.0 GB/s in Samsung's PM9A3 datasheet,
+3.5-4.1 GB/s for writes; between the two, as the simulator's link carries both."""

@@ -1,0 +1,262 @@
+"""The event loop: clients send turns, the engine steps, all on virtual time.
+
+    send → (engine) → first token → … → last token → [tool] → send of the next turn
+
+Steps take what a `StepCost` says. With two steps in flight the second is scheduled while the first runs, as
+vLLM's batch queue does (vllm/v1/engine/core.py:step_with_batch_queue@0.32).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tenuto.core.errors import IntegrityError
+from tenuto.core.step_clock import StepClock
+from tenuto.core.types import ToolCall
+from tenuto.sim.clients import Clients, Job, Loop, SayHints, Send, say_job_and_last
+from tenuto.sim.cost.batch import StepBatch, StepCost
+from tenuto.sim.engine.fast_forward import count_uneventful_steps, fast_forward
+from tenuto.sim.engine.request import Request, Status
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.engine.step import Step, get_decode_batch
+from tenuto.sim.kv.segments import count_shared_tokens
+
+Watch = Callable[[float, Scheduler], None]
+"""Looks at the engine at a time and changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """What became of one turn; times in seconds on the simulation's clock."""
+
+    job_id: str
+    turn: int
+    """Index in its job, from 0."""
+    arrival_s: float
+    start_s: float
+    """When its first step was scheduled."""
+    first_token_s: float
+    finish_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_hit_tokens: int
+    """Prompt tokens served from cache when it first started."""
+    num_recomputed_tokens: int
+    """Tokens computed once more: of the job's previous turn, and its own that preemptions took."""
+    num_preemptions: int
+
+
+@dataclass(slots=True)
+class _LiveTurn:
+    send: Send
+    request: Request
+    num_reusable_tokens: int
+    start_s: float | None = None
+    first_token_s: float | None = None
+    num_hit_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_lost_tokens: int = 0
+
+
+class Simulation:
+    """One engine and its clients. `run` it once."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        step_cost: StepCost,
+        jobs: Sequence[Job],
+        *,
+        loop: Loop = "closed",
+        say_hints: SayHints = say_job_and_last,
+        watch: Watch | None = None,
+    ) -> None:
+        """`watch` is called after every step, or stretch of quiet ones."""
+        self.scheduler = scheduler
+        self.now_s = 0.0
+        self.num_steps = 0
+        self.fast_forwards = True
+        """Whether stretches without events are advanced in one piece; the result is the same."""
+        self._step_cost = step_cost
+        self._say_hints = say_hints
+        self._watch = watch
+        self._clients = Clients(jobs, loop)
+        self._sends: list[tuple[float, int, Send]] = []
+        self._num_sends = 0
+        self._turns: dict[str, _LiveTurn] = {}
+        self._records: list[TurnRecord] = []
+        self._in_flight: deque[tuple[Step, float, float]] = deque()
+        """Each step, and when it was scheduled and will end."""
+        self._last_step: Step | None = None
+        self._last_end_s = 0.0
+        self._tells_steps = scheduler.driver.policy.overrides("on_step")
+        self._step_clock = StepClock(0.0)
+        for send in self._clients.first_sends:
+            self._plan(send)
+
+    def run(self) -> list[TurnRecord]:
+        """Run until every turn has finished; the records in the order in which they did.
+
+        Raises ConfigError for a turn that can never run, IntegrityError if the engine stalls.
+        """
+        while True:
+            if self._watch is not None:
+                self._watch(self.now_s, self.scheduler)
+            self._send_until(self.now_s)
+            if self.fast_forwards and self._fast_forward():
+                continue
+            step = self._schedule()
+            if len(self._in_flight) == self.scheduler.config.max_steps_in_flight or (
+                self._in_flight and not step.num_tokens
+            ):
+                self._finish_oldest()
+            elif not step.num_tokens and not step.preempted:
+                # After a preemption others can have their turn at once, as in vLLM's next step.
+                next_s = self._get_next_event_s()
+                if next_s is None:
+                    break
+                self.now_s = next_s
+        if self._turns:
+            raise IntegrityError(f"the engine stalls at {self.now_s} s over turns {sorted(self._turns)}")
+        return self._records
+
+    # Steps.
+
+    def _schedule(self) -> Step:
+        step = self.scheduler.schedule(self.now_s)
+        for turn_id, num_hit_tokens in step.new.items():
+            turn = self._turns[turn_id]
+            turn.start_s, turn.num_hit_tokens = self.now_s, num_hit_tokens
+            turn.num_recomputed_tokens = max(0, turn.num_reusable_tokens - num_hit_tokens)
+        for turn_id, num_lost_tokens in step.preempted.items():
+            self._turns[turn_id].num_lost_tokens = num_lost_tokens
+        for turn_id, num_hit_tokens in step.resumed.items():
+            turn = self._turns[turn_id]
+            turn.num_recomputed_tokens += max(0, turn.num_lost_tokens - num_hit_tokens)
+        self._last_step = step
+        if step.num_tokens:
+            self.num_steps += 1
+            self._last_end_s = max(self._get_end_s(self.now_s, step.batch), step.copies_done_s)
+            self._in_flight.append((step, self.now_s, self._last_end_s))
+        return step
+
+    def _get_end_s(self, scheduled_s: float, batch: StepBatch) -> float:
+        """When a step ends that runs behind those in flight."""
+        return max(scheduled_s, self._last_end_s) + self._step_cost.seconds(batch)
+
+    def _finish_oldest(self) -> None:
+        step, scheduled_s, end_s = self._in_flight.popleft()
+        self._send_until(end_s, inclusive=False)
+        self.now_s = end_s
+        if self._tells_steps:
+            self._tell_step(step, scheduled_s, end_s)
+        for request, num_new_tokens in self.scheduler.finish_step(step, end_s):
+            if request.num_output_tokens == num_new_tokens:
+                self._turns[request.turn_id].first_token_s = end_s
+            if request.status is Status.FINISHED:
+                self._finish_turn(request.turn_id)
+
+    def _fast_forward(self) -> bool:
+        """Advance to the end of a quiet stretch or to the first event in it; False if there is none."""
+        if self._last_step is None or not self._last_step.is_decode_only:
+            return False
+        num_quiet_steps = count_uneventful_steps(self.scheduler)
+        if num_quiet_steps < 2:
+            return False
+        event_s = self._get_next_event_s()
+        tick_s = self.scheduler.driver.get_next_tick_s()
+        next_s = tick_s if event_s is None else min(event_s, tick_s)
+        depth = self.scheduler.config.max_steps_in_flight
+        running = self.scheduler.running
+        num_context_tokens = sum(request.num_computed_tokens for request in running)
+        # As full as the last: a policy that bounds steps has no other reason to in these.
+        quiet_step = Step(self._last_step.budget, 0, {request.turn_id: 1 for request in running})
+        in_flight = self._in_flight
+        num_steps = 0
+        while num_steps < num_quiet_steps and self.now_s < next_s:
+            self._last_end_s = self._get_end_s(self.now_s, get_decode_batch(len(running), num_context_tokens))
+            in_flight.append((quiet_step, self.now_s, self._last_end_s))
+            if len(in_flight) == depth:
+                step, scheduled_s, self.now_s = in_flight.popleft()
+                if self._tells_steps:
+                    self._tell_step(step, scheduled_s, self.now_s)
+            num_context_tokens += len(running)
+            num_steps += 1
+        if num_steps == 0:
+            return False
+        fast_forward(self.scheduler, num_steps)
+        self.num_steps += num_steps
+        return True
+
+    def _tell_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
+        """Tell the policy of a step, just before what the step brings."""
+        tokens, drafts = step.num_tokens.values(), step.num_drafts.values()
+        is_full = step.budget == 0
+        view = self._step_clock.finish(end_s, scheduled_s, tokens, drafts, is_full=is_full)
+        self.scheduler.driver.step(view)
+
+    # Turns.
+
+    def _plan(self, send: Send) -> None:
+        self._num_sends += 1
+        heapq.heappush(self._sends, (send.at_s, self._num_sends, send))
+
+    def _get_next_event_s(self) -> float | None:
+        """When something happens that is not a step's end: a turn is sent, a lease runs out, a copy ends."""
+        times_s = [self._sends[0][0]] if self._sends else []
+        event_s = self.scheduler.get_next_event_s()
+        if event_s is not None:
+            times_s.append(event_s)
+        return min(times_s, default=None)
+
+    def _send_until(self, now_s: float, *, inclusive: bool = True) -> None:
+        while self._sends and (self._sends[0][0] < now_s or (inclusive and self._sends[0][0] == now_s)):
+            self._send(heapq.heappop(self._sends)[2])
+
+    def _send(self, send: Send) -> None:
+        job, turn = send.job, send.job.turns[send.turn]
+        request = Request(
+            turn_id=f"{job.job_id}/{send.turn}",
+            prompt=turn.prompt,
+            output=turn.output,
+            arrival_s=send.at_s,
+            hints=self._say_hints(job, send.turn),
+            tool=None if turn.tool is None else ToolCall(turn.tool, turn.command),
+            is_last=turn.tool is None,
+        )
+        num_reusable_tokens = 0
+        if send.turn > 0:
+            before = job.turns[send.turn - 1]
+            num_shared_tokens = count_shared_tokens((*before.prompt, before.output), turn.prompt)
+            # The last token of an output is never computed, nor is the last of a prompt ever hit.
+            num_before = sum(num_tokens for _, num_tokens in before.prompt) + before.output[1]
+            num_reusable_tokens = min(num_shared_tokens, num_before - 1, request.num_prompt_tokens - 1)
+        self._turns[request.turn_id] = _LiveTurn(send, request, num_reusable_tokens)
+        self.scheduler.add_request(request, send.at_s)
+        for following in self._clients.tell(job, send.turn, "sent", send.at_s):
+            self._plan(following)
+
+    def _finish_turn(self, turn_id: str) -> None:
+        turn = self._turns.pop(turn_id)
+        request, (arrival_s, job, index) = turn.request, turn.send
+        assert turn.start_s is not None and turn.first_token_s is not None
+        self._records.append(
+            TurnRecord(
+                job_id=job.job_id,
+                turn=index,
+                arrival_s=arrival_s,
+                start_s=turn.start_s,
+                first_token_s=turn.first_token_s,
+                finish_s=self.now_s,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_output_tokens=request.num_output_tokens,
+                num_hit_tokens=turn.num_hit_tokens,
+                num_recomputed_tokens=turn.num_recomputed_tokens,
+                num_preemptions=request.num_preemptions,
+            )
+        )
+        for following in self._clients.tell(job, index, "finished", self.now_s):
+            self._plan(following)

@@ -1,0 +1,150 @@
+"""A sweep: every cell once, on all cores or a Ray cluster; what is in the results file already stays."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tenuto.core.errors import ConfigError, DataError
+from tenuto.sim.machine import Setup, build
+from tenuto.sim.run import Load, get_config, run
+
+RESULTS = "results.jsonl"
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep."""
+
+    setup: Setup
+    load: Load
+
+    @property
+    def key(self) -> str:
+        """What tells it from every other run."""
+        return json.dumps(get_config(self.setup, self.load), sort_keys=True)
+
+    @property
+    def title(self) -> str:
+        """As progress shows it."""
+        load = "" if self.load.jps is None else f" {self.load.jps:g}/s"
+        return f"{self.setup.gpu} {self.setup.policy}{load} seed {self.load.seed}"
+
+
+def check_cells(cells: Sequence[Cell]) -> list[str]:
+    """Build every machine and read every workload once, before any time is spent on runs.
+
+    Returns what the machines have to say of themselves.
+    """
+    setups = {json.dumps(get_config(cell.setup, Load())): cell.setup for cell in cells}.values()
+    notes = [note for setup in setups for note in build(setup).notes]
+    for load in dict.fromkeys(cell.load for cell in cells):
+        load.make()
+    return notes
+
+
+def read_results(folder: Path) -> dict[str, Record]:
+    """Records of the runs that are done, by key; a last line that was cut off is taken out of the file.
+
+    Raises DataError, and leaves the file as it is, for any other line that is not a record.
+    """
+    path, done = folder / RESULTS, {}
+    if not path.exists():
+        return {}
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            done[json.dumps(record["config"], sort_keys=True)] = check_record(record)
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines) and not line.endswith(b"\n"):
+                path.write_bytes(b"".join(lines[:-1]))
+                return done
+            raise DataError(f"{path}:{number}: not a record of a run ({error}); move the file away") from None
+    if lines and not lines[-1].endswith(b"\n"):
+        path.write_bytes(b"".join(lines) + b"\n")
+    return done
+
+
+def check_record(record: Record) -> Record:
+    """A record itself, if it holds what a sweep's table is made of; raises KeyError or TypeError."""
+    for key in ("gpu", "model", "workload", "policy", "jps", "seed"):
+        record[key]
+    for key in ("avg_duration_s", "p95_duration_s", "recomputed_tokens", "prompt_tokens"):
+        if isinstance(record[key], bool) or not isinstance(record[key], int | float):
+            raise TypeError(f"{key} is no number")
+    return record
+
+
+def run_cells(
+    cells: Iterable[Cell], folder: Path, *, workers: int | None = None, ray: str | None = None
+) -> Iterator[tuple[Cell, Record]]:
+    """Run what is not done yet; yields every cell's record as it comes, and appends it to the results."""
+    done = read_results(folder)
+    missing = []
+    for cell in cells:
+        if cell.key in done:
+            yield cell, done[cell.key]
+        else:
+            missing.append(cell)
+    if not missing:
+        return
+    with open(folder / RESULTS, "a", encoding="utf-8") as file:
+        for cell, record in _run_on_ray(missing, ray) if ray else _run_here(missing, workers):
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            yield cell, record
+
+
+def run_cell(cell: Cell) -> Record:
+    """One run's record."""
+    return run(cell.setup, cell.load).record
+
+
+def _run_here(cells: list[Cell], workers: int | None) -> Iterator[tuple[Cell, Record]]:
+    workers = min(workers or len(os.sched_getaffinity(0)), len(cells))
+    if workers == 1:
+        yield from ((cell, run_cell(cell)) for cell in cells)
+        return
+    # The longest runs first, so that no core waits for one at the end.
+    cells = sorted(cells, key=lambda cell: -(cell.load.jps or 0))
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        futures = {pool.submit(run_cell, cell): cell for cell in cells}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_on_ray(cells: list[Cell], address: str) -> Iterator[tuple[Cell, Record]]:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("--ray needs Ray: pip install ray") from None
+    if not ray.is_initialized():
+        ray.init(address=address)
+    remote = ray.remote(run_cell)
+    futures = {remote.remote(cell): cell for cell in cells}
+    waiting = list(futures)
+    while waiting:
+        [ready], waiting = ray.wait(waiting, num_returns=1)
+        yield futures[ready], ray.get(ready)
+
+
+def make_cells(setups: Iterable[Setup], loads: Iterable[Load]) -> list[Cell]:
+    """Every setup under every load, each once."""
+    cells = itertools.starmap(Cell, itertools.product(setups, loads))
+    return list({cell.key: cell for cell in cells}.values())

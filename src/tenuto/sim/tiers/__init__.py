@@ -1,0 +1,1 @@
+"""Host memory and disk behind the simulated GPU."""

@@ -1,0 +1,1 @@
+"""One file a format: public traces, agents' logs, Tenuto's own."""

@@ -1,0 +1,218 @@
+"""`dynamo.agentic_mooncake`, version 2: JSONL of requests and what each waits for (ai-dynamo/aisimulate).
+
+    {"schema": "dynamo.agentic_mooncake", "version": 2, "block_size": 64, "hash_id_scope": "local",
+     "source": {"format": "weka", "digest": "…"}}
+    {"request_id": "r1", "play_id": "p", "session_id": "main", "model": "m", "input_length": 128,
+     "output_length": 20, "hash_ids": [1, 2], "not_before_ms": 0.0, "dependencies": []}
+    {"request_id": "r2", …, "not_before_ms": 900.0, "dependencies": [{"request_id": "r1",
+     "trigger": "completion", "delay_ms": 500.0, "relation": "sequence"}]}
+
+A play is one run of an agent with all it starts; ids of blocks and of sessions mean something within a play.
+Rows come in any order. A request waits for all its dependencies: for "completion" or "dispatch" of another
+request of its play, plus a delay.
+
+A row that follows one of its own session in "sequence" is the next turn of that row's job; any other row
+begins a job, whose first turn has the dependencies as its `after` events. Every turn that another follows is
+taken to have called a tool, for the format names none. `not_before_ms` is the recorded time since the play
+began: the arrival of its first request, and for the rest the time of an open loop. Dynamo's own replay never
+sends anything earlier than recorded; our closed loop does, or a faster engine could not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tenuto.core.errors import DataError
+from tenuto.records.strict_fields import Record
+from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
+from tenuto.workload.formats.mooncake import read_hashed_prompt
+from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
+
+SCHEMA = "dynamo.agentic_mooncake"
+VERSION = 2
+TOOL = "tool_use"
+"""The tool of every turn that another one follows."""
+
+_RELATIONS = ("sequence", "spawn", "join", "replay_barrier")
+_EVENTS: dict[str, Event] = {"dispatch": "sent", "completion": "finished"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Dependency:
+    record: Record
+    request_id: str
+    event: Event
+    delay_s: float
+    relation: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    record: Record
+    request_id: str
+    play_id: str
+    session_id: str
+    not_before_s: float
+    num_output_tokens: int
+    prompt: HashedPrompt
+    dependencies: list[_Dependency]
+
+
+def read_agentic_mooncake(records: Sequence[Record]) -> list[Job]:
+    """The jobs of all plays, in the order of their rows. Raises DataError naming file, line and field."""
+    block_size = _read_header(records[0])
+    rows: dict[str, _Row] = {}
+    for record in records[1:]:
+        row = _read_row(record, block_size)
+        if row.request_id in rows:
+            place = rows[row.request_id].record.place
+            raise record.error("request_id", f"{row.request_id!r} is also in {place}")
+        rows[row.request_id] = row
+    if not rows:
+        raise DataError(f"{records[0].place}: there is a header but no request")
+    _check_dependencies(rows)
+    _anchor_roots(rows)
+    chains = _find_chains(rows)
+    jobs = _make_jobs(chains, _make_prompts_by_play(rows, block_size))
+    if (stuck := find_circle(jobs)) is not None:
+        job_id, index = stuck
+        raise chains[job_id][index].record.error("dependencies", "requests wait for each other in a circle")
+    return jobs
+
+
+def _read_header(record: Record) -> int:
+    if record.text("schema") != SCHEMA:
+        raise record.error("schema", f"must be {SCHEMA!r}")
+    if record.integer("version", low=0) != VERSION:
+        raise record.error("version", f"must be {VERSION}, the one version understood")
+    if record.text("hash_id_scope") != "local":
+        raise record.error("hash_id_scope", "must be 'local'")
+    return record.integer("block_size", low=1)
+
+
+def _read_row(record: Record, block_size: int) -> _Row:
+    request_id = record.text("request_id")
+    return _Row(
+        record=record,
+        request_id=request_id,
+        play_id=record.text("play_id"),
+        session_id=record.text("session_id"),
+        not_before_s=record.milliseconds("not_before_ms"),
+        num_output_tokens=max(1, record.integer("output_length", low=0)),
+        prompt=read_hashed_prompt(record, block_size),
+        dependencies=[
+            _read_dependency(entry)
+            for entry in (record.records("dependencies") if "dependencies" in record else [])
+        ],
+    )
+
+
+def _read_dependency(record: Record) -> _Dependency:
+    trigger, relation = record.text("trigger"), record.text("relation")
+    if trigger not in _EVENTS:
+        raise record.error("trigger", f"must be one of {', '.join(_EVENTS)}, got {trigger!r}")
+    if relation not in _RELATIONS:
+        raise record.error("relation", f"must be one of {', '.join(_RELATIONS)}, got {relation!r}")
+    delay_s = record.milliseconds("delay_ms")
+    return _Dependency(record, record.text("request_id"), _EVENTS[trigger], delay_s, relation)
+
+
+def _check_dependencies(rows: dict[str, _Row]) -> None:
+    for row in rows.values():
+        for dependency in row.dependencies:
+            other = rows.get(dependency.request_id)
+            if other is None or other.play_id != row.play_id:
+                problem = f"{dependency.request_id!r} is no request of play {row.play_id!r}"
+                raise dependency.record.error("request_id", problem)
+
+
+def _anchor_roots(rows: dict[str, _Row]) -> None:
+    """Tie what else waits for nothing to the play's first request, so that a play stays together."""
+    roots: dict[str, _Row] = {}
+    free = [row for row in rows.values() if not row.dependencies]
+    for row in sorted(free, key=lambda row: row.not_before_s):
+        root = roots.setdefault(row.play_id, row)
+        if row is not root:
+            delay_s = row.not_before_s - root.not_before_s
+            row.dependencies.append(_Dependency(row.record, root.request_id, "sent", delay_s, "spawn"))
+
+
+def _find_chains(rows: dict[str, _Row]) -> dict[str, list[_Row]]:
+    """The jobs by id: rows of one session, each in sequence after the one before it."""
+    next_row: dict[str, _Row] = {}
+    heads = []
+    for row in rows.values():
+        edge = _find_sequence(row)
+        if edge and rows[edge.request_id].session_id == row.session_id and edge.request_id not in next_row:
+            next_row[edge.request_id] = row
+        else:
+            heads.append(row)
+    chains: dict[str, list[_Row]] = {}
+    for head in heads:
+        job_id = f"{head.play_id}/{head.session_id}"
+        while job_id in chains:  # a session may do several things at once
+            job_id = f"{job_id}/{head.request_id}"
+        chain = chains[job_id] = [head]
+        while chain[-1].request_id in next_row:
+            chain.append(next_row[chain[-1].request_id])
+    reached = {row.request_id for chain in chains.values() for row in chain}
+    for row in rows.values():
+        if row.request_id not in reached:
+            raise row.record.error("dependencies", "the request waits for itself")
+    return chains
+
+
+def _find_sequence(row: _Row) -> _Dependency | None:
+    """The dependency that makes a row the next turn of a job, if it has one."""
+    edges = (d for d in row.dependencies if d.relation == "sequence" and d.event == "finished")
+    return next(edges, None)
+
+
+def _make_prompts_by_play(rows: dict[str, _Row], block_size: int) -> dict[str, Prompt]:
+    plays: dict[str, list[_Row]] = {}
+    for row in rows.values():
+        plays.setdefault(row.play_id, []).append(row)
+    prompts: dict[str, Prompt] = {}
+    for play_id, members in plays.items():
+        made = make_prompts([row.prompt for row in members], block_size, scope=f"{play_id}/")
+        prompts.update(zip((row.request_id for row in members), made, strict=True))
+    return prompts
+
+
+def _make_jobs(chains: dict[str, list[_Row]], prompts: dict[str, Prompt]) -> list[Job]:
+    where = {row.request_id: (job_id, n) for job_id, chain in chains.items() for n, row in enumerate(chain)}
+    jobs = []
+    for job_id, chain in chains.items():
+        head = chain[0]
+        parent = None
+        if head.dependencies:
+            spawns = [edge for edge in head.dependencies if edge.relation == "spawn"]
+            parent, _ = where[(spawns or head.dependencies)[0].request_id]
+        turns = [_make_turn(chain, index, job_id, where, prompts) for index in range(len(chain))]
+        jobs.append(Job(job_id, head.not_before_s, tuple(turns), parent=parent))
+    return jobs
+
+
+def _make_turn(
+    chain: list[_Row],
+    index: int,
+    job_id: str,
+    where: dict[str, tuple[str, int]],
+    prompts: dict[str, Prompt],
+) -> TurnSpec:
+    row = chain[index]
+    following = _find_sequence(chain[index + 1]) if index + 1 < len(chain) else None
+    in_job = _find_sequence(row) if index else None  # tool_s of the turn before says this one
+    return TurnSpec(
+        prompt=prompts[row.request_id],
+        output=Span(f"{job_id}/out{index}", row.num_output_tokens),
+        tool=TOOL if following else None,
+        tool_s=following.delay_s if following else 0.0,
+        at_s=row.not_before_s if index else None,
+        after=tuple(
+            After(*where[edge.request_id], edge.event, edge.delay_s)
+            for edge in row.dependencies
+            if edge is not in_job
+        ),
+    )

@@ -1,0 +1,134 @@
+"""OpenAI-style chat logs: JSONL of requests as they were sent, or of whole conversations (fine-tuning data).
+
+    {"messages": [{"role": "user", "content": "…"}], "tools": […], "timestamp": 1700000000.5,
+     "response": {"choices": [{"message": {…}}], "usage": {"prompt_tokens": 92, "completion_tokens": 20}}}
+
+A row that ends with an answer and says nothing else is a whole conversation: a job, each answer in it a turn.
+Any other row is a request, its answer the row's `response` (or `choices` and `usage`), or what the next row
+of its conversation says it was. Rows belong to one job by `session_id`, `session`, `conversation_id` or
+`user_session`, else by content: a request that goes on from an earlier one is that job's next turn.
+
+`timestamp`, `created` or `created_at`, seconds, milliseconds or ISO 8601, says when a request was sent. How
+long answers took is not in such logs, so the time between two requests counts as the tool's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+from tenuto.records.strict_fields import Record
+from tenuto.workload.formats.conversations import JobMaker, Said
+from tenuto.workload.formats.messages import write_message
+from tenuto.workload.schema import Job
+
+_SESSIONS = ("session_id", "session", "conversation_id", "user_session")
+_TIMES = ("timestamp", "created", "created_at")
+_MILLISECONDS = 1e11
+"""Larger numbers are milliseconds since 1970; as seconds, it is the year 5138."""
+
+
+@dataclass(slots=True)
+class _Conversation:
+    turns: list[Said] = field(default_factory=list)
+
+
+def read_chat_logs(records: Sequence[Record]) -> list[Job]:
+    """The jobs in the order of their first rows. Raises DataError naming file, line and field."""
+    conversations: dict[str, _Conversation] = {}
+    by_prompt: dict[tuple[str, ...], str] = {}
+    for record in records:
+        pieces = _read_pieces(record)
+        messages = [message.values for message in record.records("messages")]
+        name = next((str(record.values[key]) for key in _SESSIONS if key in record), None)
+        sent_s = _read_time(record)
+        answer, usage = _read_answer(record)
+        is_whole = messages[-1].get("role") == "assistant" and answer is None and name is None
+        if name is None and not (is_whole and sent_s is None):
+            ends = (by_prompt.get(pieces[:end]) for end in range(len(pieces) - 1, 0, -1))
+            name = next((each for each in ends if each is not None), None)
+        if name is None:
+            name = f"chat-{len(conversations)}"
+        conversation = conversations.setdefault(name, _Conversation())
+        _add_row(conversation, messages, pieces, answer, usage, sent_s)
+        if not is_whole:
+            by_prompt[pieces] = name
+    return _make_jobs(conversations)
+
+
+def _add_row(
+    conversation: _Conversation,
+    messages: list[dict[str, Any]],
+    pieces: tuple[str, ...],
+    answer: Mapping[str, Any] | None,
+    usage: Mapping[str, Any],
+    sent_s: float | None,
+) -> None:
+    """The answers that a row holds, but for those that an earlier row held or asked for."""
+    shift = len(pieces) - len(messages)
+    known = {turn.prompt: index for index, turn in enumerate(conversation.turns)}
+    for index, message in enumerate(messages):
+        if message.get("role") != "assistant" or index + shift == 0:
+            continue
+        prompt = pieces[: index + shift]
+        if prompt in known:
+            turn = conversation.turns[known[prompt]]
+            if turn.message is None:
+                conversation.turns[known[prompt]] = replace(turn, message=message)
+        else:
+            conversation.turns.append(Said(prompt, message, {}))
+    if messages[-1].get("role") != "assistant" or answer is not None:
+        conversation.turns.append(Said(pieces, answer, usage, sent_s))
+
+
+def _make_jobs(conversations: Mapping[str, _Conversation]) -> list[Job]:
+    times = [turn.sent_s for each in conversations.values() for turn in each.turns if turn.sent_s is not None]
+    start_s = min(times, default=0.0)
+    maker = JobMaker()
+    jobs = []
+    for name, conversation in conversations.items():
+        turns = conversation.turns
+        for index, (turn, following) in enumerate(list(pairwise(turns))):
+            if turn.sent_s is not None and following.sent_s is not None:
+                turns[index] = replace(turn, tool_s=max(0.0, following.sent_s - turn.sent_s))
+        if turns:
+            jobs.append(maker.make_job(name, turns, start_s))
+    return jobs
+
+
+def _read_pieces(record: Record) -> tuple[str, ...]:
+    messages = record.records("messages")
+    if not messages:
+        raise record.error("messages", "is empty")
+    for message in messages:
+        message.text("role")
+    tools = [str(record.values["tools"])] if record.values.get("tools") else []
+    return (*tools, *(write_message(message.values) for message in messages))
+
+
+def _read_answer(record: Record) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
+    response = record.values.get("response")
+    source = response if isinstance(response, dict) else record.values
+    usage = source.get("usage")
+    choices = source.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    message = first.get("message") if isinstance(first, dict) else None
+    return message if isinstance(message, dict) else None, usage if isinstance(usage, dict) else {}
+
+
+def _read_time(record: Record) -> float | None:
+    key = next((key for key in _TIMES if key in record), None)
+    if key is None:
+        return None
+    value = record.values[key]
+    if isinstance(value, str):
+        try:
+            at = datetime.fromisoformat(value)
+        except ValueError:
+            raise record.error(key, f"must be a number or ISO 8601, got {value[:40]!r}") from None
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+    seconds = record.number(key, high=_MILLISECONDS * 1000)
+    return seconds / 1000 if seconds > _MILLISECONDS else seconds

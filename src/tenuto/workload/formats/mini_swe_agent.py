@@ -1,0 +1,118 @@
+"""Trajectories of mini-swe-agent 2: one JSON object per task, as it saves them (`*.traj.json`).
+
+    {"trajectory_format": "mini-swe-agent-1.1", "info": {…}, "messages": [
+      {"role": "system", "content": "…"}, {"role": "user", "content": "…"},
+      {"role": "assistant", "content": "…", "extra": {"actions": [{"command": "ls"}], "timestamp": 17.5,
+       "response": {"created": 15, "usage": {"prompt_tokens": 820, "completion_tokens": 48}, …}}},
+      {"role": "user", "content": "<returncode>…", "extra": {"timestamp": 18.1, "raw_output": "…"}}, …,
+      {"role": "exit", …}]}
+
+What the fields mean was read off minisweagent 2.4.6 (agents/default.py, models/litellm_model.py): the
+`timestamp` of an answer is when it had come, that of an observation when the command had ended, and `created`
+the server's whole second. An answer that could not be parsed is in the `extra` of the complaint about it, and
+no later prompt holds it. A task is a job; of the times between, the command's is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tenuto.core.errors import DataError
+from tenuto.records.strict_fields import Record
+from tenuto.workload.formats.conversations import JobMaker, Said
+from tenuto.workload.formats.messages import write_message
+from tenuto.workload.schema import Job
+
+FORMAT = "trajectory_format"
+"""The key that only these files have."""
+SUFFIX = ".traj.json"
+
+
+def read_mini_swe_agent(records: Iterable[Record]) -> list[Job]:
+    """One job per trajectory, named after its file. Raises DataError naming file and field."""
+    tasks: dict[str, list[Said]] = {}
+    for record in records:
+        said = list(_read_turns(record))
+        if not said:
+            raise record.error("messages", "the model answered nothing in this trajectory")
+        name = base = re.sub(r":\d+\Z", "", Path(record.place).name).removesuffix(SUFFIX)
+        while name in tasks:
+            name = f"{base}~{len(tasks)}"
+        tasks[name] = said
+    starts = [said[0].sent_s for said in tasks.values() if said[0].sent_s is not None]
+    maker = JobMaker()
+    return [maker.make_job(name, said, min(starts, default=0.0)) for name, said in tasks.items()]
+
+
+def _read_turns(record: Record) -> Iterator[Said]:
+    version = record.text(FORMAT)
+    if not version.startswith("mini-swe-agent-1"):
+        raise record.error(FORMAT, f"must be mini-swe-agent-1 or 1.1, got {version!r}")
+    pieces: list[str] = []
+    pending: Said | None = None
+    answered_s = ended_s = None
+    for message in record.records("messages"):
+        extra = _get(message.values, "extra")
+        response = _get(extra, "response")
+        is_answer = message.values.get("role") == "assistant"
+        now_s = _get_seconds(extra.get("timestamp"))
+        if is_answer or response:
+            if not pieces:
+                raise message.error("role", "an answer stands before any question")
+            if pending is not None:
+                yield pending
+            sent_s = _get_seconds(response.get("created")) if ended_s is None else ended_s
+            said = _get_message(message.values, response, is_answer)
+            pending = Said(tuple(pieces), said, _get(response, "usage"), sent_s, calls=_get_calls(extra))
+            answered_s = now_s
+        elif pending is not None and now_s is not None and answered_s is not None:
+            pending = replace(pending, tool_s=max(0.0, now_s - answered_s))
+        if message.values.get("role") != "exit":
+            pieces.append(write_message(message.values))
+        ended_s = ended_s if now_s is None else now_s
+    if pending is not None:
+        yield pending
+
+
+def _get_calls(extra: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    actions = extra.get("actions")
+    return tuple(
+        ("bash", {"command": action["command"]})
+        for action in (actions if isinstance(actions, list) else [])
+        if isinstance(action, dict) and isinstance(action.get("command"), str)
+    )
+
+
+def _get_message(
+    message: Mapping[str, Any], response: Mapping[str, Any], is_answer: bool
+) -> Mapping[str, Any]:
+    if is_answer:
+        return message
+    choices = response.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    return _get(first, "message")
+
+
+def _get(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _get_seconds(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e11:
+        return None
+    return float(value)
+
+
+def find_trajectories(folder: Path) -> list[Path]:
+    """The trajectories in a folder, however deep, as mini-swe-agent's batch runs write them."""
+    found = sorted(folder.rglob(f"*{SUFFIX}"))
+    if not found:
+        raise DataError(
+            f"{folder}: no .json or .json.gz in this directory, nor a {SUFFIX} in those within it"
+        )
+    return found

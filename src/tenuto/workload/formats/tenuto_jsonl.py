@@ -1,0 +1,241 @@
+"""Tenuto's own traces: JSONL with Mooncake's fields plus session, tool, delay, and what else a job needs.
+
+    {"session": "a", "timestamp": 0, "input_length": 92, "output_length": 20, "tool": "ls"}
+    {"session": "a", "delay": 500, "input_length": 1840, "output_length": 20}
+
+One row per turn; the rows of a session are a job's turns in order, and rows of other sessions may stand
+between them. `session_id`, as AIPerf and Dynamo write it, is read as `session`. Times are milliseconds.
+
+    session         the job's id
+    timestamp       when the turn is sent; needed in a session's first row, elsewhere for open loops only
+    delay           from the end of the turn before until this one is sent; needed in all rows but the first
+    input_length    tokens of the prompt
+    output_length   tokens of the output
+    tool, command   the tool this turn's output calls, and the whole command line
+    prompt          exact content: [[content id, tokens], …], see `schema`; adds up to input_length
+    hash_ids        or content as block ids, `block_size` tokens each (512 unless the row says otherwise)
+    output          the output's content id
+    after           other turns to wait for: [{"session", "turn", "event": "sent" | "finished", "delay"}, …]
+    tenant, parent  in the first row: who pays, and the session that started this one
+
+Rows whose `kind` is "recording" or "failed" are notes of `tenuto record` and are passed over.
+
+A row that says nothing about its content extends the turn before: its prompt, its output, then new text. If
+it is too short for that, the conversation was rewritten and all its text is new. All other keys are kept and
+written again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+
+from tenuto.core.errors import DataError
+from tenuto.records.strict_fields import MAX_TOKENS, Record
+from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
+from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_hashed_prompt
+from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
+
+_KEYS = (
+    "session",
+    "session_id",
+    "timestamp",
+    "delay",
+    "input_length",
+    "output_length",
+    "tool",
+    "command",
+    "prompt",
+    "hash_ids",
+    "block_size",
+    "output",
+    "after",
+    "tenant",
+    "parent",
+)
+NOTE_KINDS = ("recording", "failed")
+"""What a recording holds besides turns: its head, and requests that brought no whole answer."""
+_EVENTS: dict[str, Event] = {"sent": "sent", "finished": "finished"}
+
+
+def read_tenuto_jsonl(records: Sequence[Record]) -> list[Job]:
+    """One job per session, in the order of their first rows. Raises DataError naming file, line and field."""
+    notes = [record for record in records if is_note(record)]
+    records = [record for record in records if not is_note(record)]
+    if not records:
+        raise DataError(f"{notes[0].place}: notes of a recording, but not one turn was recorded")
+    sessions: dict[str, list[Record]] = {}
+    for record in records:
+        session = record.text("session" if "session" in record else "session_id")
+        sessions.setdefault(session, []).append(record)
+    hashed = _make_hashed_prompts(records)
+    jobs = [_read_job(session, rows, hashed) for session, rows in sessions.items()]
+    _check_parents(jobs, sessions)
+    _check_events(jobs, sessions)
+    return jobs
+
+
+def is_note(record: Record) -> bool:
+    """Whether a row tells of a recording and is no turn."""
+    return record.values.get("kind") in NOTE_KINDS
+
+
+def _read_job(session: str, rows: list[Record], hashed: Mapping[str, Prompt]) -> Job:
+    first = rows[0]
+    if "delay" in first and first.milliseconds("delay"):
+        raise first.error("delay", "the first row of a session has no turn before it; use timestamp")
+    turns: list[TurnSpec] = []
+    for index, row in enumerate(rows):
+        for field in ("tenant", "parent"):
+            if field in row and row.text(field) != first.values.get(field):
+                raise row.error(field, "differs from the first row of the session")
+        turns.append(
+            TurnSpec(
+                prompt=_read_prompt(row, session, turns, hashed),
+                output=_read_output(row, session, index),
+                tool=row.optional_text("tool"),
+                command=row.optional_text("command"),
+                tool_s=rows[index + 1].milliseconds("delay") if index + 1 < len(rows) else 0.0,
+                at_s=row.milliseconds("timestamp") if index and "timestamp" in row else None,
+                after=tuple(_read_event(e) for e in (row.records("after") if "after" in row else [])),
+                extra={key: value for key, value in row.values.items() if key not in _KEYS},
+            )
+        )
+    return Job(
+        session,
+        first.milliseconds("timestamp"),
+        tuple(turns),
+        tenant=first.optional_text("tenant"),
+        parent=first.optional_text("parent"),
+    )
+
+
+def _check_parents(jobs: Sequence[Job], sessions: Mapping[str, list[Record]]) -> None:
+    parents = {job.job_id: job.parent for job in jobs}
+    for session, parent in parents.items():
+        seen = [session]
+        while parent is not None:
+            if parent not in parents or parent in seen:
+                problem = "is no session of the file" if parent not in parents else "comes from this session"
+                raise sessions[seen[-1]][0].error("parent", f"{parent!r} {problem}")
+            seen.append(parent)
+            parent = parents[parent]
+
+
+def _check_events(jobs: Sequence[Job], sessions: Mapping[str, list[Record]]) -> None:
+    for rows in sessions.values():
+        for entry in (entry for row in rows if "after" in row for entry in row.records("after")):
+            other = entry.text("session")
+            if other not in sessions:
+                raise entry.error("session", f"{other!r} is no session of the file")
+            entry.integer("turn", low=0, high=len(sessions[other]) - 1)
+    if (stuck := find_circle(jobs)) is not None:
+        session, index = stuck
+        raise sessions[session][index].error("after", "turns wait for each other in a circle")
+
+
+def _read_prompt(row: Record, session: str, before: list[TurnSpec], hashed: Mapping[str, Prompt]) -> Prompt:
+    num_tokens = row.integer("input_length", low=1)
+    if "prompt" in row:
+        return _read_spans(row, num_tokens)
+    if row.place in hashed:
+        return hashed[row.place]
+    text_id = f"{session}/text{len(before)}"
+    if before:
+        num_new = num_tokens - before[-1].num_prompt_tokens - before[-1].num_output_tokens
+        if num_new > 0:
+            return before[-1].followed_by(Span(text_id, num_new))
+    return (Span(text_id, num_tokens),)
+
+
+def _read_spans(row: Record, num_tokens: int) -> Prompt:
+    if "hash_ids" in row:
+        raise row.error("prompt", "stands beside hash_ids; only one of them can say what the prompt holds")
+    value = row.values["prompt"]
+    spans = []
+    for index, pair in enumerate(value if isinstance(value, list) else [value]):
+        match pair:
+            case [str(content_id), int(length)] if type(length) is int and 0 < length <= MAX_TOKENS:
+                spans.append(Span(content_id, length))
+            case _:
+                problem = f"must be a pair of content id and tokens (1 to {MAX_TOKENS})"
+                raise row.error(f"prompt[{index}]", problem)
+    if sum(span.num_tokens for span in spans) != num_tokens:
+        raise row.error("prompt", f"does not add up to the input_length of {num_tokens}")
+    return tuple(spans)
+
+
+def _make_hashed_prompts(records: Sequence[Record]) -> dict[str, Prompt]:
+    """The prompts given as block ids, by the row's place; an id means one text per block size."""
+    by_size: dict[int, list[tuple[str, HashedPrompt]]] = {}
+    for row in records:
+        if "hash_ids" in row:
+            block_size = row.integer("block_size", low=1) if "block_size" in row else BLOCK_SIZE
+            by_size.setdefault(block_size, []).append((row.place, read_hashed_prompt(row, block_size)))
+    made: dict[str, Prompt] = {}
+    for block_size, rows in by_size.items():
+        prompts = make_prompts([hashed for _, hashed in rows], block_size, scope=f"block{block_size}/")
+        made.update(zip((place for place, _ in rows), prompts, strict=True))
+    return made
+
+
+def _read_output(row: Record, session: str, index: int) -> Span:
+    return Span(row.optional_text("output") or f"{session}/out{index}", row.integer("output_length", low=1))
+
+
+def _read_event(entry: Record) -> After:
+    event = entry.text("event")
+    if event not in _EVENTS:
+        raise entry.error("event", f"must be sent or finished, got {event!r}")
+    return After(
+        entry.text("session"), entry.integer("turn", low=0), _EVENTS[event], entry.milliseconds("delay")
+    )
+
+
+def write_tenuto_jsonl(path: Path, jobs: Sequence[Job]) -> None:
+    """Write jobs so that `read_tenuto_jsonl` gives back equal ones, to the last digit of every time."""
+    rows = (dump_json(row) for job in jobs for row in make_tenuto_rows(job))
+    path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8", newline="\n")
+
+
+def make_tenuto_rows(job: Job) -> Iterator[dict[str, object]]:
+    """One row per turn."""
+    for index, turn in enumerate(job.turns):
+        sent_s = turn.at_s if index else job.arrival_s
+        known = {
+            "session": job.job_id,
+            "timestamp": None if sent_s is None else to_ms(sent_s),
+            "delay": to_ms(job.turns[index - 1].tool_s) if index else None,
+            "input_length": turn.num_prompt_tokens,
+            "output_length": turn.num_output_tokens,
+            "tool": turn.tool,
+            "command": turn.command,
+            "prompt": turn.prompt,
+            "output": turn.output.content_id,
+            "after": [
+                {"session": a.job_id, "turn": a.turn, "event": a.event, "delay": to_ms(a.delay_s)}
+                for a in turn.after
+            ]
+            or None,
+            "tenant": job.tenant,
+            "parent": None if index else job.parent,
+        }
+        yield {**turn.extra, **{key: value for key, value in known.items() if value is not None}}
+
+
+def to_ms(seconds: float) -> Decimal:
+    """Milliseconds, exactly, which multiplying a float is not."""
+    return Decimal(repr(seconds)).scaleb(3)
+
+
+def dump_json(value: object) -> str:
+    """JSON of a row; like json.dumps, which cannot write a Decimal."""
+    if isinstance(value, Decimal):
+        return f"{value:f}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)}: {dump_json(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(dump_json, value)) + "]"
+    return json.dumps(value, allow_nan=False)

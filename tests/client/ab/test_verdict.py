@@ -1,0 +1,113 @@
+"""What is said of the numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.client.ab.measures import MEASURES, Values
+from tenuto.client.ab.notes import describe_errors
+from tenuto.client.ab.verdict import compare, describe_change, describe_span, format_verdict
+
+
+def make_pairs(ratios: list[float], baseline: float = 10.0) -> list[dict[str, Values]]:
+    """Times grow with the ratio, throughput shrinks."""
+    return [
+        {
+            arm: {m.name: baseline * (ratio if m.is_time else 1 / ratio) for m in MEASURES}
+            for arm, ratio in (("stock", 1.0), ("hold", each))
+        }
+        for each in ratios
+    ]
+
+
+def say(ratios: list[float], threshold: float = 0.01) -> str:
+    pairs = make_pairs(ratios)
+    return format_verdict(compare(pairs, threshold), len(pairs), 6, ["Errors: none."])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "is_time", "words"),
+    [
+        (0.742, True, "26 % shorter"),
+        (1.26, True, "26 % longer"),
+        (0.987, False, "1.3 % lower"),
+        (1.5, False, "50 % higher"),
+        (1.0, True, "the same"),
+        (0.9996, True, "the same"),
+    ],
+)
+def test_a_ratio_in_words(ratio: float, is_time: bool, words: str) -> None:
+    assert describe_change(ratio, is_time=is_time) == words
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.69, 0.80, "20 % to 31 % shorter"),
+        (1.1, 1.3, "10 % to 30 % longer"),
+        (0.96, 1.09, "4.0 % shorter to 9.0 % longer"),
+    ],
+)
+def test_an_interval_in_words(low: float, high: float, words: str) -> None:
+    assert describe_span(low, high, is_time=True) == words
+
+
+def test_a_clear_win() -> None:
+    text = say([0.74, 0.75, 0.76, 0.74, 0.75, 0.76])
+    assert "6 of 6 pairs of runs" in text
+    assert "hold against stock: hold is faster than stock." in text
+    assert "mean job time: 25 % shorter (95 % interval: 24 % to 26 % shorter; 6 pairs)" in text
+    assert "throughput: 33 % higher (95 % interval: 32 % to 35 % higher; 6 pairs)" in text
+    assert text.endswith("Errors: none.")
+
+
+def test_a_clear_loss() -> None:
+    assert "stock is faster than hold." in say([1.3, 1.31, 1.29, 1.3, 1.31, 1.29])
+
+
+def test_noise() -> None:
+    text = say([0.9, 1.12, 0.95, 1.05, 1.1, 0.93])
+    assert "no difference in job time was seen." in text
+    assert "mean job time: no difference seen (95 % interval: " in text
+    assert "To see a difference of 5 % in mean job time takes about" in text
+
+
+def test_few_pairs() -> None:
+    text = say([0.74, 0.75, 0.76])
+    assert "nothing is proved yet" in text
+    assert "25 % shorter in 3 pairs, too few to trust" in text
+
+
+def test_one_pair() -> None:
+    assert "25 % shorter in the only pair, which proves nothing" in say([0.75])
+
+
+def test_a_difference_below_the_threshold() -> None:
+    assert "no difference that matters: 0.5 % longer, below the threshold" in say([1.004, 1.005, 1.006] * 2)
+
+
+def test_no_pairs() -> None:
+    assert format_verdict(compare([], 0.01), 0, 6, ["Errors: none."]) == (
+        "0 of 6 pairs of runs: no verdict, as that takes a run on every arm\n\nErrors: none."
+    )
+
+
+def test_a_measure_of_zero_is_left_out() -> None:
+    pairs = make_pairs([1.1, 1.2])
+    pairs[0]["hold"]["mean_ttft_s"] = 0.0
+    assert "mean_ttft_s" not in {each.measure.name for each in compare(pairs, 0.01)}
+    assert len(compare(pairs, 0.01)) == len(MEASURES) - 1
+
+
+def test_every_arm_is_compared_with_the_first() -> None:
+    pairs = [{**pair, "third": pair["stock"]} for pair in make_pairs([0.8] * 6)]
+    assert {(each.arm, each.baseline) for each in compare(pairs, 0.01)} == {
+        ("hold", "stock"), ("third", "stock"),
+    }  # fmt: skip
+
+
+def test_an_arm_without_a_run_had_no_errors_because_it_had_nothing() -> None:
+    turns = {"planned": 3, "ok": 3, "failed": 0, "cancelled": 0, "not_sent": 0}
+    run = {"client": {"turns": turns, "failed_attempts": {}}}
+    assert describe_errors({"a": [run], "b": []}) == ["Errors: none in the runs that ended; b had none."]
+    assert describe_errors({"a": [run], "b": [run]}) == ["Errors: none."]

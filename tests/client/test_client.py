@@ -1,0 +1,169 @@
+"""One request to a server that behaves, or does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from tenuto.client.http.client import Client, RequestFailed
+from tenuto.client.http.stream import Answer
+from tests.client.fake_server import FakeServer, Reply
+
+HEADERS = {"X-Session-ID": "job"}
+
+
+def make_body(num_tokens: int = 4, prompt_tokens: int = 20) -> bytes:
+    body = {"max_tokens": num_tokens, "return_token_ids": True, "prompt": list(range(prompt_tokens))}
+    return json.dumps(body).encode()
+
+
+def ask(reply: Reply, *, timeout_s: float = 10.0, times: int = 1) -> tuple[Answer, FakeServer]:
+    """The last answer to the same request, sent that many times."""
+
+    async def run() -> tuple[Answer, FakeServer]:
+        async with (
+            FakeServer(lambda request: reply) as server,
+            Client(f"{server.url}/v1/", api_key="secret", timeout_s=timeout_s) as client,
+        ):
+            for _ in range(times):
+                answer = await client.stream_answer("/v1/completions", make_body(), HEADERS)
+            return answer, server
+
+    return asyncio.run(run())
+
+
+def fail(reply: Reply, *, timeout_s: float = 10.0) -> RequestFailed:
+    with pytest.raises(RequestFailed) as caught:
+        ask(reply, timeout_s=timeout_s)
+    return caught.value
+
+
+def test_an_answer() -> None:
+    answer, server = ask(Reply(ttft_s=0.02, tpot_s=0.02))
+    assert answer.num_tokens == 4
+    assert answer.text == "".join(f" w{each}" for each in answer.token_ids or ())
+    assert (answer.usage.prompt_tokens, answer.usage.output_tokens) == (20, 4)
+    (request,) = server.requests
+    assert request.path == "/v1/completions"
+    assert request.headers["authorization"] == "Bearer secret"
+    assert request.session == "job"
+    # Three sleeps of the server lie between; a timer never ends early by more than its clock's grain.
+    assert answer.last_token_s - answer.first_token_s > 0.05
+    assert answer.first_token_s - request.at_s > 0.015
+
+
+def test_a_second_request_finds_the_first_in_the_cache() -> None:
+    answer, _ = ask(Reply(), times=2)
+    assert answer.usage.cached_tokens == 16
+
+
+@pytest.mark.parametrize("fault", ["hang after done", "no done"])
+def test_an_answer_that_ends_badly_is_an_answer(fault: Any) -> None:
+    answer, _ = ask(Reply(fault=fault), times=2)
+    assert answer.num_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("reset", "reset", "disconnected|reset"),
+        ("reset midway", "reset", "reset|payload|closed"),
+        ("cut off", "cut off", "after 2 pieces"),
+        ("not json", "malformed", "{nonsense"),
+        ("no event stream", "malformed", "It works!"),
+        ("error event", "server error", "the engine died"),
+        ("empty", "empty", "no token"),
+    ],
+)
+def test_a_faulty_answer_says_what_it_is(fault: Any, kind: str, words: str) -> None:
+    error = fail(Reply(fault=fault))
+    assert (error.kind, error.can_retry) == (kind, True)
+    with pytest.raises(RequestFailed, match=rf"(?i){words}"):
+        raise error
+
+
+@pytest.mark.parametrize("fault", ["hang", "hang midway"])
+def test_a_server_that_hangs_times_out(fault: Any) -> None:
+    error = fail(Reply(fault=fault), timeout_s=0.2)
+    assert (error.kind, str(error)) == ("timeout", "no whole answer within 0.2 s")
+
+
+@pytest.mark.parametrize(
+    ("status", "can_retry"), [(400, False), (404, False), (301, False), (429, True), (500, True), (503, True)]
+)
+def test_an_error_status(status: int, can_retry: bool) -> None:
+    error = fail(Reply(status=status))
+    assert (error.kind, str(error), error.can_retry) == (f"http {status}", f"made-up {status}", can_retry)
+    assert error.retry_after_s is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "malformed", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n\r\n", "malformed", "not HTTP"),
+        (b"HTTP/1.1 500 X\r\nContent-Length: 1900\r\n\r\n" + b"[" * 1900, "http 500", r"^\[\[\["),
+    ],
+)
+def test_an_answer_that_is_none(answer: bytes, kind: str, words: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"]}")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, Client(url, api_key=None, timeout_s=10.0) as client:
+            await client.stream_answer("/v1/completions", make_body(), HEADERS)
+
+    with pytest.raises(RequestFailed, match=words) as caught:
+        asyncio.run(run())
+    assert (caught.value.kind, caught.value.can_retry) == (kind, True)
+
+
+@pytest.mark.parametrize(("header", "seconds"), [("7", 7.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None)])
+def test_a_server_may_ask_to_wait(header: str, seconds: float | None) -> None:
+    assert fail(Reply(status=429, headers={"Retry-After": header})).retry_after_s == seconds
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+    async def run() -> None:
+        async with Client(url, api_key=None, timeout_s=10.0) as client:
+            await client.stream_answer("/v1/completions", make_body(), HEADERS)
+
+    with pytest.raises(RequestFailed) as caught:
+        asyncio.run(run())
+    assert caught.value.kind == "connect"
+
+
+def test_a_prompt_of_megabytes_goes_through() -> None:
+    async def run() -> Answer:
+        async with FakeServer() as server, Client(server.url, api_key=None, timeout_s=20.0) as client:
+            body = make_body(prompt_tokens=400_000)
+            assert len(body) > 2**21
+            return await client.stream_answer("/v1/completions", body, HEADERS)
+
+    assert asyncio.run(run()).usage.prompt_tokens == 400_000
+
+
+def test_pages() -> None:
+    async def run() -> None:
+        async with FakeServer() as server, Client(server.url, api_key=None, timeout_s=10.0) as client:
+            assert await client.get_json("/version") == {"version": "0.0.fake"}
+            assert "vllm:num_preemptions_total" in await client.get_text("/metrics")
+            with pytest.raises(RequestFailed, match="no such page"):
+                await client.get_text("/nowhere")
+            with pytest.raises(RequestFailed, match="/metrics is not JSON"):
+                await client.get_json("/metrics")
+
+    asyncio.run(run())

@@ -1,0 +1,102 @@
+"""Recent times: the empirical distribution, the bounds on memory, the cold-start ladder."""
+
+from __future__ import annotations
+
+import json
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from tenuto.estimators.empirical import RecentTimes
+from tenuto.estimators.samples import ToolSamples
+
+
+def make_samples(**times_s: list[float]) -> ToolSamples:
+    samples = ToolSamples()
+    for tool, each in times_s.items():
+        for tool_s in each:
+            samples.observe(tool, tool_s)
+    return samples
+
+
+def test_the_share_within_a_time_counts_samples_up_to_and_with_it() -> None:
+    times = RecentTimes([4.0, 1.0, 2.0, 2.0])
+    assert [times.get_share_within(t) for t in (0.9, 1.0, 2.0, 3.0, 4.0)] == [0.0, 0.25, 0.75, 0.75, 1.0]
+    assert RecentTimes().get_share_within(1.0) == 0.0
+
+
+def test_a_quantile_is_the_least_sample_that_covers_the_share() -> None:
+    times = RecentTimes([4.0, 1.0, 2.0, 3.0])
+    assert [times.get_quantile_s(share) for share in (0.1, 0.25, 0.26, 0.75, 1.0)] == [
+        1.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+    ]
+    for share in (0.0, 1.1):
+        with pytest.raises(ValueError, match="share in"):
+            times.get_quantile_s(share)
+    with pytest.raises(ValueError, match="needs samples"):
+        RecentTimes().get_quantile_s(0.5)
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=40), st.integers(1, 12))
+def test_only_the_last_samples_count(times_s: list[float], max_times: int) -> None:
+    times = RecentTimes(times_s, max_times)
+    assert times.get_sorted() == sorted(times_s[-max_times:])
+    assert times.get_state() == times_s[-max_times:]
+    assert len(times) == min(len(times_s), max_times)
+
+
+@pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf")])
+def test_what_is_no_time_is_refused_and_changes_nothing(bad: float) -> None:
+    samples = make_samples(ls=[1.0])
+    before = repr(samples)
+    with pytest.raises(ValueError, match="a time must be finite"):
+        samples.observe("ls", bad)
+    with pytest.raises(ValueError, match="a time must be finite"):
+        samples.observe("new", bad)
+    assert repr(samples) == before
+
+
+def test_the_ladder_climbs_from_nothing_to_all_tools_to_the_tool_itself() -> None:
+    samples = make_samples(ls=[1.0] * 100)
+    assert samples.try_get_trusted("ls") is None  # 100 in all: no more than K
+    samples.observe("make", 9.0)
+    for tool in ("ls", "make", "never seen"):  # 101 in all, none with more than 100 of its own
+        times = samples.try_get_trusted(tool)
+        assert times is not None and len(times) == 101
+    samples.observe("ls", 1.0)
+    own = samples.try_get_trusted("ls")
+    assert own is not None and own.get_sorted() == [1.0] * 101
+    everyones = samples.try_get_trusted("make")
+    assert everyones is not None and everyones.get_sorted() == [1.0] * 101 + [9.0]
+
+
+def test_of_too_many_tools_the_longest_unseen_is_forgotten() -> None:
+    samples = ToolSamples(max_tools=2, max_times=3)
+    for tool in ("a", "b", "a", "c"):
+        samples.observe(tool, 1.0)
+    assert samples.try_get("b") is None
+    assert samples.try_get("a") is not None and samples.try_get("c") is not None
+
+
+def test_state_goes_through_json_and_back() -> None:
+    samples = make_samples(ls=[1.0, 0.5], make=[9.0])
+    again = ToolSamples()
+    again.set_state(json.loads(json.dumps(samples.get_state())))
+    assert repr(again) == repr(samples)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"all": [], "tools": []}, {"all": [1], "tools": {"ls": [-1.0]}}, {"all": ["x"], "tools": {}}],
+)
+def test_a_bad_state_changes_nothing(state: dict) -> None:
+    samples = make_samples(ls=[1.0])
+    before = repr(samples)
+    with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
+        samples.set_state(state)
+    assert repr(samples) == before

@@ -1,0 +1,74 @@
+"""The tables of docs/results.md: what runs, and how it is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from experiments.results.rows import DEFAULTS, OPTIONS, TABLES, Row
+from experiments.results.tables import format_means, format_ratios, format_winners, put_section
+from tenuto.core.policy import get_policy_names, load_policy
+from tenuto.policies.tenuto import Tenuto
+from tenuto.sim.machine import Setup, build
+from tenuto.sim.run import Load
+
+ROWS = [Row(f"H100, {jps}/s", Setup(), Load(jps=jps), "H100", f"{jps}/s") for jps in (1, 2)]
+
+
+def make_records(times: dict[str, tuple[float, float]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    return {
+        (row.title, policy): [{"avg_duration_s": each[n], "seed": 42}]
+        for policy, each in times.items()
+        for n, row in enumerate(ROWS)
+    }
+
+
+def test_the_options_are_the_policys() -> None:
+    own = {field.name: field.default for field in dataclasses.fields(Tenuto) if field.init}
+    assert own == DEFAULTS
+    for policy in OPTIONS:
+        setup, _ = ROWS[0].place(policy, 1)
+        load_policy(setup.policy, setup.options)
+
+
+def test_a_place_names_layer_options_and_seed() -> None:
+    setup, load = ROWS[0].place("continuum/async", 7)
+    assert (setup.policy, setup.offload, setup.options, load.seed) == ("continuum", "async", {}, 7)
+    setup, _ = ROWS[0].place("tenuto?stretch=125", 7)
+    assert (setup.policy, setup.offload, setup.options) == ("tenuto", None, {"stretch": 125.0})
+
+
+@pytest.mark.parametrize("name", ["ab8", "swe-bench", "bfcl", "70b"])
+def test_every_row_can_be_built(name: str) -> None:
+    table = TABLES[name]
+    rows = list(table.make_rows())
+    assert len({row.title for row in rows}) == len(rows)
+    for policy in table.policies:
+        setup, _ = rows[-1].place(policy, 42)
+        assert setup.policy in get_policy_names()
+        build(dataclasses.replace(setup, step_cost="roofline"))
+
+
+def test_the_best_is_bold_and_a_loss_is_red() -> None:
+    policies = ["stock", "concur", "unbounded", "tenuto"]
+    times = {"stock": (10.0, 20.0), "concur": (9.0, 10.0), "unbounded": (1.0, 1.0), "tenuto": (8.0, 11.0)}
+    records = make_records(times)
+    first, second = format_means(ROWS, policies, records).splitlines()[2:]
+    assert first == "| H100, 1/s | 10.0 | 9.0 | 1.0 | **8.0** |"
+    assert second == "| H100, 2/s | 20.0 | **10.0** | 1.0 | 🔴 11.0 |"
+    best = format_ratios(ROWS, policies, records).splitlines()[2]
+    # 8 / 9 and 11 / 10; their geometric mean is 0.989.
+    assert best == "| the best other of each row | 0.99 | 0.89 | 1.10 | H100, 2/s |"
+    assert (
+        format_winners(ROWS, policies, records).splitlines()[2]
+        == "| H100 | tenuto (0.89) | 🔴 concur (1.10) |"
+    )
+
+
+def test_a_section_takes_its_own_place() -> None:
+    page = put_section("# Results\n", "a", "first")
+    page = put_section(page, "b", "other")
+    again = put_section(page, "a", r"second \1")
+    assert again == page.replace("first", r"second \1")

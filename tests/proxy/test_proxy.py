@@ -1,0 +1,317 @@
+"""The proxy: whatever passes comes through as it was, whatever goes wrong goes wrong as without it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import json
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from multidict import CIMultiDict
+
+from tenuto.proxy.turn import TurnWriter
+from tests.client.fake_server import FakeServer, Reply
+from tests.proxy.conftest import Model, make_client, serving_with
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
+PATH = "/v1/chat/completions"
+
+
+class Echo:
+    """Notes what it is asked, and answers with odd but lawful headers."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        headers = sorted((name.lower(), value) for name, value in request.headers.items())
+        # No body and an empty one are the same.
+        kept = [
+            pair
+            for pair in headers
+            if pair[0] not in ("host", "connection") and pair != ("content-length", "0")
+        ]
+        self.seen.append((request.method, request.raw_path, kept, hashlib.sha256(body).hexdigest()))
+        pairs = [("X-One", "1"), ("X-One", "2"), ("Set-Cookie", "a=b"), ("Set-Cookie", "c=d"), ("X-Two", "é")]
+        return web.Response(status=207, reason="Odd", body=b"fine", headers=CIMultiDict(pairs))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/models?x=%2F&y=a+b&y=", None),
+        ("HEAD", "/health", None),
+        ("POST", "/v1/embeddings", b"\x00\xff not json"),
+        ("POST", PATH, b"{broken"),
+        ("POST", PATH, json.dumps(CHAT).encode()),
+        ("POST", "/v1/audio/%2e%2e/..;/x%20y", b""),
+        ("PUT", "/", b"x" * 3_000_000),
+        ("DELETE", "/v1/files/1", None),
+        ("OPTIONS", "/v1/chat/completions", None),
+        ("PATCH", "/a//b/", b"{}"),
+    ],
+)
+def test_requests_and_answers_pass_as_they_are(
+    recording: Any, method: str, path: str, body: bytes | None
+) -> None:
+    async def run() -> None:
+        echo = Echo()
+        headers = {"Authorization": "Bearer sk-1", "X-Odd": "ü".encode(), "Cookie": "q=r", "TE": "trailers"}
+        async with (
+            serving_with(echo.handle) as server,
+            recording(server) as record,
+            make_client() as client,
+        ):
+            direct, passed = [
+                await client.request(method, f"{url}{path}", content=body, headers=headers)
+                for url in (server, record.url)
+            ]
+        wanted, seen = echo.seen
+        wanted[2].remove(("te", "trailers"))  # is for the neighbour
+        assert seen == wanted
+        assert (passed.status_code, passed.reason_phrase, passed.content) == (
+            direct.status_code,
+            direct.reason_phrase,
+            direct.content,
+        )
+        assert get_headers(passed) == get_headers(direct)
+
+    asyncio.run(run())
+
+
+def get_headers(answer: httpx.Response) -> list[tuple[bytes, bytes]]:
+    return sorted((name.lower(), value) for name, value in answer.headers.raw if name.lower() != b"date")
+
+
+def test_a_stream_passes_piece_by_piece(recording: Any) -> None:
+    async def run() -> None:
+        seen = asyncio.Event()
+
+        async def drip(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
+            # The rest is sent only when the client has the beginning.
+            await asyncio.wait_for(seen.wait(), 30)
+            await response.write(
+                b'data: {"choices": [{"delta": {"content": "b"}, "finish_reason": "stop"}]}\n\n'
+            )
+            return response
+
+        async with (
+            serving_with(drip) as server,
+            recording(server, tokens="text") as record,
+            make_client() as client,
+            client.stream("POST", record.url + PATH, json={**CHAT, "stream": True}) as answer,
+        ):
+            async for _ in answer.aiter_raw():
+                seen.set()
+        (turn,) = record.turns
+        assert turn["output_length"] == 2
+        assert 0 < turn["ttft_ms"] <= turn["latency_ms"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_client_that_leaves_takes_its_request_along(recording: Any, starts: bool) -> None:
+    async def run() -> None:
+        came, left = asyncio.Event(), asyncio.Event()
+
+        async def hang(request: web.Request) -> web.StreamResponse:
+            await request.read()
+            response = web.StreamResponse()
+            try:
+                if starts:
+                    await response.prepare(request)
+                    await response.write(b"data: {}\n\n")
+                came.set()
+                await asyncio.Event().wait()
+            finally:
+                left.set()
+            return response
+
+        async with serving_with(hang) as server, recording(server) as record:
+            async with make_client() as client:
+                asking = asyncio.create_task(client.post(record.url + PATH, json=CHAT, timeout=60))
+                await asyncio.wait_for(came.wait(), 30)
+                asking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asking
+            await asyncio.wait_for(left.wait(), 30)
+        (failed,) = record.failed
+        assert failed["why"] == "client left"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", [20_000_000])
+def test_bodies_may_be_big(recording: Any, size: int) -> None:
+    async def run() -> None:
+        async def mirror(request: web.Request) -> web.Response:
+            return web.Response(body=await request.read())
+
+        async with serving_with(mirror) as server, recording(server) as record, make_client() as client:
+            body = bytes(range(256)) * (size // 256)
+            for path in ("/v1/files", PATH):
+                assert (await client.post(record.url + path, content=body, timeout=60)).content == body
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (Reply(status=429, headers={"Retry-After": "7"}), "http 429"),
+        (Reply(status=500), "http 500"),
+        (Reply(fault="reset"), "server broke off"),
+        (Reply(fault="reset midway"), "server broke off"),
+        (Reply(fault="cut off"), "the stream ended early"),
+        (Reply(fault="not json"), "it is not JSON"),
+        (Reply(fault="error event"), "an error within the stream"),
+        (Reply(fault="no event stream"), "it is not JSON"),
+    ],
+)
+def test_a_server_s_faults_reach_the_client_and_have_a_line(recording: Any, reply: Reply, why: str) -> None:
+    async def ask(url: str) -> tuple[Any, ...]:
+        request = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "stream": True}
+        content = json.dumps(request).encode()
+        body = b""
+        async with make_client() as client:
+            try:
+                async with client.stream(
+                    "POST", f"{url}/v1/completions", content=content, headers={"X-Session-ID": "s"}
+                ) as answer:
+                    async for piece in answer.aiter_raw():
+                        body += piece
+            except httpx.TransportError as error:
+                return type(error).__bases__[0], body
+        return answer.status_code, answer.headers.get("retry-after"), body
+
+    async def run() -> None:
+        async with FakeServer(lambda request: reply) as server, recording(server.url) as record:
+            # What had come before a connection broke may or may not have been read by then.
+            direct, passed = await ask(server.url), await ask(record.url)
+            assert passed[:-1] == direct[:-1]
+            if reply.fault != "reset midway":
+                assert passed == direct
+            reply_to_next = await ask(record.url)
+            assert reply_to_next[:-1] == direct[:-1]
+        assert [failed["why"] for failed in record.failed] == [why, why]
+        assert record.failed[0]["session"] == "s"
+        assert record.turns == []
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_not_there(recording: Any) -> None:
+    async def run() -> None:
+        async with recording("http://127.0.0.1:9") as record, make_client() as client:
+            answer = await client.post(record.url + PATH, json=CHAT)
+            assert answer.status_code == 502
+            assert "cannot be reached" in answer.json()["error"]["message"]
+            assert (await client.get(f"{record.url}/health")).status_code == 502
+        assert record.failed[0]["why"] == "no server"
+
+    asyncio.run(run())
+
+
+def test_a_websocket_is_refused_in_words(recording: Any) -> None:
+    async def run() -> None:
+        async with (
+            serving_with(Echo().handle) as server,
+            recording(server) as record,
+            make_client() as client,
+        ):
+            headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
+            answer = await client.get(f"{record.url}/v1/realtime", headers=headers)
+            assert answer.status_code == 501
+            assert "websockets" in answer.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_packed_answers_pass_packed_and_are_read(recording: Any) -> None:
+    async def run() -> None:
+        usage = {"prompt_tokens": 5, "completion_tokens": 2}
+        whole = {"choices": [{"message": {"content": "hi"}}], "usage": usage}
+        packed = gzip.compress(json.dumps(whole).encode())
+
+        async def pack(request: web.Request) -> web.Response:
+            if request.path != PATH:
+                return web.Response(status=404)
+            encoding = request.headers.get("X-Wish", "gzip")
+            return web.Response(
+                body=packed, headers={"Content-Encoding": encoding, "Content-Type": "application/json"}
+            )
+
+        async with (
+            serving_with(pack) as server,
+            recording(server) as record,
+            make_client() as client,
+        ):
+            async with client.stream("POST", record.url + PATH, json=CHAT) as answer:
+                assert b"".join([piece async for piece in answer.aiter_raw()]) == packed
+            async with client.stream(
+                "POST", record.url + PATH, json=CHAT, headers={"X-Wish": "odd"}
+            ) as answer:
+                assert b"".join([piece async for piece in answer.aiter_raw()]) == packed
+        (turn,) = record.turns
+        assert (turn["input_length"], turn["output_length"]) == (5, 2)
+        assert record.failed[0]["why"] == "the answer is packed as odd"
+
+    asyncio.run(run())
+
+
+def test_a_fault_of_the_recorder_s_own_costs_a_line_and_no_traffic(
+    recording: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("quotes a SECRET")
+
+    monkeypatch.setattr(TurnWriter, "make_row", fail)
+
+    async def run() -> None:
+        async with (
+            serving_with(Model().handle) as server,
+            recording(server) as record,
+            make_client() as client,
+        ):
+            for _ in range(3):
+                assert (await client.post(record.url + PATH, json=CHAT)).status_code == 200
+        assert record.recorder.num_lost == 3
+        (said,) = record.said
+        assert "RuntimeError" in said
+        assert "SECRET" not in said
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("has_asked", [False, True])
+def test_usage_is_asked_for_without_the_client_s_seeing_it(recording: Any, has_asked: bool) -> None:
+    async def run() -> None:
+        model = Model()
+        model.answers = [{"role": "assistant", "content": "one two three"}] * 2
+        request = {**CHAT, "stream": True} | (
+            {"stream_options": {"include_usage": True}} if has_asked else {}
+        )
+        async with (
+            serving_with(model.handle) as server,
+            recording(server, tokens="text", ask_usage=True) as record,
+            make_client() as client,
+        ):
+            direct = (await client.post(server + PATH, json=request)).content
+            passed = (await client.post(record.url + PATH, json=request)).content
+            assert passed == direct
+            assert (b"usage" in passed) == has_asked
+        assert model.requests[1]["stream_options"] == {"include_usage": True}
+        (turn,) = record.turns
+        assert turn["output_length"] == 4  # the model counts its end token, three events came
+        assert "complaints" not in turn
+
+    asyncio.run(run())

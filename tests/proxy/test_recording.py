@@ -1,0 +1,358 @@
+"""What is written down: jobs, lengths, what prompts share; and what must never be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+from tenuto.core.errors import ConfigError
+from tenuto.proxy import tokens
+from tenuto.proxy.options import RecordOptions
+from tenuto.workload import count_shared_tokens, load_workload
+from tests.proxy.conftest import Model, encode, make_client, render, serving_with
+
+PATH = "/v1/chat/completions"
+SECRETS = (
+    "sk-PLANTEDKEY",
+    "PLANTEDSYSTEM",
+    "PLANTEDTASK",
+    "PLANTEDANSWER",
+    "PLANTEDFILE",
+    "PLANTEDOUTPUT",
+    "hunter2",
+)
+TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {}}}]
+
+
+def call_bash(command: str, text: str | None = None) -> dict[str, Any]:
+    function = {"name": "bash", "arguments": json.dumps({"command": command})}
+    call = {"id": "c1", "type": "function", "function": function}
+    return {"role": "assistant", "content": text, "tool_calls": [call]}
+
+
+class Agent:
+    """Sends its whole conversation again with each turn, as agents do."""
+
+    def __init__(self, url: str, task: str, headers: dict[str, str] | None = None, **fields: Any) -> None:
+        system = "you are PLANTEDSYSTEM " + "and behave well " * 10
+        self.messages: list[dict[str, Any]] = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": task},
+        ]
+        self._url = url
+        self._headers = {"Authorization": "Bearer sk-PLANTEDKEY", **(headers or {})}
+        self._fields = fields
+
+    async def ask(self, output: str | None = None) -> httpx.Response:
+        if output is not None:
+            self.messages.append({"role": "tool", "tool_call_id": "c1", "content": output})
+        body = {"model": "m", "messages": self.messages, "tools": TOOLS, **self._fields}
+        async with make_client() as client:
+            answer = await client.post(self._url + PATH, json=body, headers=self._headers)
+        if answer.status_code == 200 and not self._fields.get("stream"):
+            # What clients add and drop on the way: the text stays.
+            message = answer.json()["choices"][0]["message"]
+            self.messages.append({**message, "refusal": None, "annotations": []})
+        return answer
+
+
+async def run_two_jobs(url: str, model: Model, headers: dict[str, str] | None = None) -> None:
+    looking = "PLANTEDANSWER I shall look " + "and think " * 12
+    model.answers = [
+        call_bash("API_KEY=hunter2 /home/PLANTEDFILE/bin/grep -r x PLANTEDFILE"),
+        {
+            "role": "assistant",
+            "content": f"{looking}\n\n```bash\nls PLANTEDFILE\n```",
+        },
+        {"role": "assistant", "content": "done with PLANTEDANSWER"},
+        {"role": "assistant", "content": "the other PLANTEDANSWER"},
+    ]
+    agent = Agent(url, "PLANTEDTASK number one please", headers)
+    await agent.ask()
+    await agent.ask("PLANTEDOUTPUT " * 40)
+    await agent.ask("PLANTEDOUTPUT again")
+    await Agent(url, "PLANTEDTASK number two", headers).ask()
+
+
+@pytest.mark.parametrize("tokenizes", [True, False])
+def test_jobs_are_known_by_their_content(recording: Any, tokenizes: bool) -> None:
+    model = Model(tokenizes=tokenizes)
+
+    async def run() -> Any:
+        async with serving_with(model.handle) as server, recording(server) as record:
+            await run_two_jobs(record.url, model)
+        return record
+
+    record = asyncio.run(run())
+    first, second, third, other = record.turns
+    assert [turn["session"] for turn in record.turns] == ["job-1", "job-1", "job-1", "job-2"]
+    asked = [len(encode(render(body["messages"], True))) for body in model.requests]
+    assert [turn["input_length"] for turn in record.turns] == asked
+    assert first["tool"] == "grep"
+    assert second["tool"] == "ls"
+    assert "tool" not in third
+    assert "delay" not in first
+    assert second["delay"] >= 0
+    assert third["blocks_of"] == ("16 tokens" if tokenizes else "messages")
+    one, two = load_workload(record.path).jobs
+    shared = count_shared_tokens((*one.turns[0].prompt, one.turns[0].output), one.turns[1].prompt)
+    assert shared >= len(encode(render(one_messages(model, 0), False))) // 16 * 16
+    # The second answer is plain text, so its tokens are known to be the next prompt's.
+    whole = (*one.turns[1].prompt, one.turns[1].output)
+    assert count_shared_tokens(whole, one.turns[2].prompt) > one.turns[1].num_prompt_tokens
+    assert 16 <= count_shared_tokens(one.turns[0].prompt, two.turns[0].prompt) < other["input_length"]
+
+
+def one_messages(model: Model, number: int) -> list[dict[str, Any]]:
+    return list(model.requests[number]["messages"])
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens": "text"}, {"salt": "known"}, {"hide_ids": True}])
+@pytest.mark.parametrize("tokenizes", [True, False])
+def test_no_text_header_or_key_is_ever_written(recording: Any, options: Any, tokenizes: bool) -> None:
+    model = Model(tokenizes=tokenizes)
+
+    async def run() -> Any:
+        async with serving_with(model.handle) as server, recording(server, **options) as record:
+            await run_two_jobs(record.url, model)
+            async with make_client() as client:
+                # Failures quote what they choke on, and keys stand in odd places.
+                await client.post(f"{record.url}{PATH}?key=sk-PLANTEDKEY", content=b"PLANTEDTASK {")
+                await client.post(
+                    f"{record.url}/sk-PLANTEDKEY{PATH}",
+                    json={"messages": "PLANTEDTASK", "api_key": "sk-PLANTEDKEY"},
+                )
+        return record
+
+    record = asyncio.run(run())
+    assert len(record.turns) == 4
+    assert len(record.failed) == 2
+    for secret in SECRETS:
+        assert secret not in record.text
+        assert not any(secret in said for said in record.said)
+    assert record.path.stat().st_mode & 0o077 == 0
+
+
+def test_text_is_kept_when_asked_for_but_no_key(recording: Any) -> None:
+    model = Model()
+
+    async def run() -> Any:
+        async with serving_with(model.handle) as server, recording(server, keep_text=True) as record:
+            await run_two_jobs(record.url, model)
+        return record
+
+    record = asyncio.run(run())
+    assert record.rows[0]["text"] is True
+    assert "sk-PLANTEDKEY" not in record.text
+    for text in ("PLANTEDSYSTEM", "PLANTEDTASK", "PLANTEDANSWER", "PLANTEDOUTPUT"):
+        assert text in record.text
+    assert record.turns[1]["command"] == "ls PLANTEDFILE"
+    assert load_workload(record.path).jobs[0].turns[1].command == "ls PLANTEDFILE"
+
+
+def test_hashes_agree_within_a_salt_and_nowhere_else(recording: Any) -> None:
+    async def run(**options: Any) -> set[str]:
+        model = Model(tokenizes=True)
+        async with serving_with(model.handle) as server, recording(server, **options) as record:
+            await run_two_jobs(record.url, model)
+        return {each for turn in record.turns for each in turn["block_hashes"]}
+
+    same, again = asyncio.run(run(salt="a")), asyncio.run(run(salt="a"))
+    assert same == again
+    assert not same & asyncio.run(run(salt="b"))
+    assert not asyncio.run(run()) & asyncio.run(run())
+
+
+def test_clients_may_name_their_jobs(recording: Any) -> None:
+    model = Model()
+    headers = {"X-Session-ID": "task-7"}
+
+    async def run(**options: Any) -> Any:
+        async with serving_with(model.handle) as server, recording(server, **options) as record:
+            await Agent(record.url, "one", headers).ask()
+            await Agent(record.url, "another thing altogether", headers).ask()
+            await Agent(record.url, "one", job_id="task-7", tenant="acme").ask()
+        return record
+
+    turns = asyncio.run(run()).turns
+    assert [turn["session"] for turn in turns] == ["task-7", "task-7", "task-7~2"]
+    assert [turn.get("tenant") for turn in turns] == [None, None, "acme"]
+    assert "parent" not in turns[2]  # the same id of another tenant is another job
+    hidden = asyncio.run(run(hide_ids=True))
+    assert "task-7" not in hidden.text
+    assert "acme" not in hidden.text
+    assert [turn["session"] == hidden.turns[0]["session"] for turn in hidden.turns] == [True, True, False]
+
+
+def test_turns_that_overlap_are_jobs_of_their_own(recording: Any) -> None:
+    model = Model()
+
+    async def run() -> Any:
+        async with serving_with(model.handle) as server, recording(server) as record:
+            headers = {"X-Session-ID": "s"}
+            await Agent(record.url, "first", headers).ask()
+            model.gate = asyncio.Event()
+            asking = [asyncio.create_task(Agent(record.url, f"sub {n}", headers).ask()) for n in range(3)]
+            while len(model.requests) < 4:
+                await asyncio.sleep(0.01)
+            model.gate.set()
+            await asyncio.gather(*asking)
+        return record
+
+    record = asyncio.run(run())
+    assert sorted(turn["session"] for turn in record.turns) == ["s", "s", "s~2", "s~3"]
+    jobs = {job.job_id: job for job in load_workload(record.path).jobs}  # the references hold
+    assert jobs["s~2"].parent == jobs["s~3"].parent == "s"
+
+
+@pytest.mark.parametrize(
+    ("usage", "complaint"),
+    [
+        ({"prompt_tokens": 10**9, "completion_tokens": 10**9}, "no usage"),
+        ({"prompt_tokens": -5, "completion_tokens": -1}, "no usage"),
+        ({"prompt_tokens": "many", "completion_tokens": None}, "no usage"),
+        ({"prompt_tokens": True, "completion_tokens": 1.5}, "no usage"),
+        ({"prompt_tokens": 0, "completion_tokens": 0}, "no usage"),
+        ({"prompt_tokens": 1}, None),
+        ({"prompt_tokens_details": {"cached_tokens": 10**6}}, None),
+        ({"prompt_tokens_details": "x"}, None),
+    ],
+)
+def test_a_server_that_lies_about_its_usage(
+    recording: Any, usage: dict[str, Any], complaint: str | None
+) -> None:
+    model = Model(usage=usage)
+
+    async def run() -> Any:
+        async with serving_with(model.handle) as server, recording(server) as record:
+            agent = Agent(record.url, "count me")
+            await agent.ask()
+            await agent.ask("and go on")
+        return record
+
+    record = asyncio.run(run())
+    assert len(record.turns) == 2
+    for turn in record.turns:
+        assert "cached_tokens" not in turn
+        assert (complaint is None) == ("complaints" not in turn)
+        assert turn["output_length"] >= 1
+    assert len(load_workload(record.path).jobs[0].turns) == 2
+
+
+def test_a_count_that_contradicts_the_tokens_is_complained_about(recording: Any) -> None:
+    model = Model(tokenizes=True, usage={"prompt_tokens": 7})
+
+    async def run() -> Any:
+        async with serving_with(model.handle) as server, recording(server) as record:
+            await Agent(record.url, "count me").ask()
+        return record
+
+    (turn,) = asyncio.run(run()).turns
+    assert "7 counted" in turn["complaints"][0]
+    assert turn["blocks_of"] == "messages"
+
+
+def test_a_tokenizer_that_hangs_is_asked_once(recording: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "LIMIT_S", 0.05)
+    model = Model()
+    asked = 0
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        if request.path == "/tokenize":
+            asked += 1
+            await asyncio.Event().wait()
+        return await model.handle(request)
+
+    async def run() -> Any:
+        async with serving_with(handle) as server, recording(server) as record:
+            for _ in range(3):
+                await Agent(record.url, "task").ask()
+        return record
+
+    record = asyncio.run(run())
+    assert asked == 1
+    assert len(record.turns) == 3
+    assert "hangs" in record.said[0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"choices": [{"text": "x", "token_ids": []}], "prompt_token_ids": []}',
+        b"",
+        b"[]",
+        b"null",
+        b'{"choices": 3}',
+        b'{"choices": [null]}',
+        b"\xff",
+        b"{" * 5000,
+    ],
+)
+def test_hostile_answers_pass_and_have_a_line(recording: Any, answer: bytes) -> None:
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(body=answer, content_type="application/json")
+
+    async def run() -> Any:
+        async with serving_with(handle) as server, recording(server) as record, make_client() as client:
+            body = {"messages": [{"role": "user", "content": "x"}]}
+            assert (await client.post(record.url + PATH, json=body)).content == answer
+        return record
+
+    record = asyncio.run(run())
+    assert record.recorder.num_lost == 0
+    assert len(record.rows) == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": []},
+        {"messages": [1]},
+        {"messages": {"role": "user"}},
+        {"prompt": [1, "x"]},
+        {"prompt": [-1]},
+        {"prompt": [[1], [2]]},
+        {"prompt": [10**30]},
+        {"prompt": ""},
+        {"input": 7},
+        {},
+    ],
+)
+@pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_hostile_requests_pass_and_have_a_line(recording: Any, path: str, body: Any) -> None:
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response({"got": await request.json()})
+
+    async def run() -> Any:
+        async with (
+            serving_with(handle) as server,
+            recording(server, tokens="text") as record,
+            make_client() as client,
+        ):
+            answer = await client.post(record.url + path, json=body)
+            assert answer.json() == {"got": body}
+        return record
+
+    record = asyncio.run(run())
+    assert record.recorder.num_lost == 0
+    assert len(record.failed) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"url": "localhost:8000"}, "--url"),
+        ({"url": "http://h/?x=1"}, "--url"),
+        ({"port": 70000}, "--port"),
+        ({"salt": ""}, "--salt"),
+    ],
+)
+def test_options_are_checked(tmp_path: Any, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RecordOptions(**{"url": "http://h:1", "out": tmp_path / "x", **change})

@@ -1,0 +1,290 @@
+"""A line per turn, result records, a run's folder, the prototype's file; and the command itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.cli import main
+from tenuto.core.errors import DataError
+from tenuto.report.diagnosis.run import analyze
+from tests.report.diagnosis.conftest import TraceFile
+
+
+def make_turn(number: int, at_s: float, **facts: Any) -> dict[str, Any]:
+    """Turn N has a prompt of 100·N tokens, an answer of 50 and takes two seconds."""
+    times = {"intended_s": at_s, "sent_s": at_s, "first_token_s": at_s + 1, "last_token_s": at_s + 2}
+    tokens = {"prompt_tokens": 100 * number, "output_tokens": 50, "cached_tokens": 0}
+    return {"job": "a", "turn": number, "status": "ok", **times, **tokens, **facts}
+
+
+def write_lines(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+# A line per turn.
+
+
+def test_turns_in_any_order(tmp_path: Path) -> None:
+    turns = [make_turn(2, 5.0, cached_tokens=64, start_s=5.5, preemptions=2), make_turn(1, 0.0)]
+    report = analyze(write_lines(tmp_path / "turns.jsonl", *turns), jobs=["a"])
+    assert report["kind"] == "turns"
+    assert report["jct_s"]["mean"] == 7.0
+    assert report["ttft_s"]["mean"] == 1.0
+    assert report["queue_s"]["mean"] == 0.5
+    assert report["tool_s"]["mean"] == 3.0
+    assert report["preemptions"] == 2
+    second = report["jobs_shown"][0]["turn_by_turn"][1]
+    assert (second["best_tokens"], second["hit_tokens"], second["cause"]) == (150, 64, "untold")
+
+
+def test_turns_that_failed_or_tell_nothing_of_the_cache(tmp_path: Path) -> None:
+    failed = make_turn(2, 5.0, status="failed", last_token_s=None, first_token_s=None, prompt_tokens=None,
+                       planned_prompt_tokens=200, output_tokens=None, cached_tokens=None)  # fmt: skip
+    first = make_turn(1, 0.0, cached_tokens=None)
+    report = analyze(write_lines(tmp_path / "turns.jsonl", first, failed))
+    assert report["jobs"] == {"total": 1, "finished": 0, "aborted": 1, "unfinished": 0}
+    assert report["tokens"]["hit_ratio"] is None
+    assert report["latency_s"]["mean"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("status", "fine"), ("turn", 0), ("intended_s", None), ("job", 1)]
+)
+def test_a_malformed_turn(tmp_path: Path, field: str, value: object) -> None:
+    path = write_lines(tmp_path / "turns.jsonl", make_turn(1, 0.0), make_turn(2, 5.0, **{field: value}))
+    with pytest.raises(DataError, match=rf"turns\.jsonl:2: {field}"):
+        analyze(path)
+
+
+def test_a_folder_adds_what_was_run(tmp_path: Path) -> None:
+    write_lines(tmp_path / "turns.jsonl", make_turn(1, 0.0), make_turn(2, 5.0))
+    result = {**make_result(3, {"1": 1.0}), "client": {"block_size": 32, "turns": {"ok": 2}}}
+    (tmp_path / "result.json").write_text(json.dumps(result, indent=1))
+    write_lines(tmp_path / "occupancy.jsonl", {"now_s": 0, "free": 7}, {"now_s": 1, "free": 9})
+    report = analyze(tmp_path)
+    assert report["labels"]["policy"] == "stock"
+    assert report["block_size"] == 32
+    assert list(report["causes"]) == ["never kept"]  # stock keeps nothing
+    assert report["engine"]["num_free_blocks"]["mean"] == 8
+
+
+# Result records.
+
+
+def make_result(jps: float | None, latency_ms: dict[str, float], **facts: Any) -> dict[str, Any]:
+    return {
+        "policy": "stock", "gpu": "H200", "model": "m", "workload": "ab8", "jps": jps, "seed": 1, "jobs": 10,
+        "avg_duration_s": 20.0, "p95_duration_s": 30.0, "per_turn_avg_latency_ms": latency_ms,
+        "prompt_tokens": 1000, "hit_tokens": 200, "recomputed_tokens": 600, "preemptions": 0, **facts,
+    }  # fmt: skip
+
+
+GROWING = {"1": 6804.0, "2": 9000.0, "8": 30812.0}
+
+
+def get_modes(cell: dict[str, Any]) -> list[str]:
+    return [finding["mode"] for finding in cell["diagnosis"]]
+
+
+def test_a_sweep_has_a_diagnosis_per_cell(tmp_path: Path) -> None:
+    healthy = make_result(1, {"1": 1000.0, "2": 2000.0, "8": 2400.0})
+    moving = {"policy": "offload-sync", "tokens_loaded": 5, "tokens_stored": 10**12}
+    path = write_lines(
+        tmp_path / "results.jsonl",
+        make_result(6, GROWING),
+        healthy,
+        {**healthy, **moving},
+        make_result(15, {"1": 12000.0, "2": 20000.0, "8": 60000.0}, **moving),
+        make_result(6, GROWING, preemptions=50),
+    )
+    cells = analyze(path)["cells"]
+    assert [get_modes(cell) for cell in cells] == [
+        ["linear growth"],
+        [],
+        [],
+        ["link collapse"],  # T8/T1 is 5, but turn 1 takes 12 times what it does at 1 job/s
+        ["linear growth", "preemption storm"],
+    ]
+    assert cells[0]["growth"] == {"turn": 8, "ratio": pytest.approx(30.812 / 6.804)}
+    assert (cells[0]["hit_ratio"], cells[0]["best_ratio"]) == (0.2, 0.8)
+    assert cells[4]["preemptions_per_turn"] == pytest.approx(50 / 30)
+
+
+def test_an_explosion_is_set_against_stock_at_the_same_load(tmp_path: Path) -> None:
+    exploding = make_result(6, {"1": 9000.0, "2": 20000.0, "8": 800.0}, policy="p", avg_duration_s=41.0)
+    others = make_result(6, GROWING, avg_duration_s=190.0), make_result(3, GROWING, avg_duration_s=28.0)
+    cells = analyze(write_lines(tmp_path / "results.jsonl", exploding, *others))["cells"]
+    assert get_modes(cells[0]) == ["turn-2 explosion"]
+    assert "jobs take 41.0 s, with stock 190.0 s at this load" in cells[0]["diagnosis"][0]["seen"]
+    alone = analyze(write_lines(tmp_path / "results.jsonl", exploding))["cells"]
+    assert "stock" not in alone[0]["diagnosis"][0]["seen"]
+
+
+def test_a_run_in_which_no_turn_succeeded(tmp_path: Path) -> None:
+    cells = analyze(write_lines(tmp_path / "results.jsonl", make_result(6, {}, jobs=0)))["cells"]
+    assert (cells[0]["growth"], cells[0]["diagnosis"]) == (None, [])
+
+
+def test_a_sweeps_table_is_in_order_and_says_once_what_a_diagnosis_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = [(6.0, "b", 1), (1.0, "b", 2), (10.0, "a", 1), (1.0, "a\x1b[31m", 1), (1.0, "b", 1)]
+    rows = [make_result(jps, GROWING, policy=policy, seed=seed) for jps, policy, seed in order]
+    assert main(["analyze", str(write_lines(tmp_path / "results.jsonl", *rows))]) == 0
+    text = capsys.readouterr().out
+    table = [line.split() for line in text.splitlines()[1:7]]
+    assert [(row[0], row[3], row[4]) for row in table] == [
+        ("policy", "jps", "seed"),
+        ("a\\x1b[31m", "1.0", "1"),
+        ("b", "1.0", "1"),
+        ("b", "1.0", "2"),
+        ("b", "6.0", "1"),
+        ("a", "10.0", "1"),
+    ]
+    assert "LINEAR GROWTH, in 5 of 5:" in text
+    assert (text.count("means "), text.count("seen ")) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"per_turn_avg_latency_ms": {}, "jps": NaN}', ":1: not valid JSON: NaN is not JSON"),
+        ('{"per_turn_avg_latency_ms": {}, "jps": 1' + "0" * 400 + "}", ":1: jps: must be a number"),
+        ('{"per_turn_avg_latency_ms": ' + "[" * 100_000, ":1: not valid JSON"),
+    ],
+)
+def test_a_hostile_result(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=said):
+        analyze(path)
+
+
+def test_one_result_over_many_lines(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(make_result(None, GROWING), indent=1))
+    assert [get_modes(cell) for cell in analyze(path)["cells"]] == [["linear growth"]]
+
+
+@pytest.mark.parametrize("latencies", [{"0": 1.0}, {"first": 1.0}, {"1": "x"}, {"1": -1}, [1], None])
+def test_a_malformed_result(tmp_path: Path, latencies: Any) -> None:
+    path = write_lines(tmp_path / "r.jsonl", make_result(1, GROWING), make_result(1, latencies))
+    with pytest.raises(DataError, match=r"r\.jsonl:2: per_turn_avg_latency_ms"):
+        analyze(path)
+
+
+# The prototype's file.
+
+T = 1_790_000_000.0
+
+
+def make_history(*, unpinned: float, hit: int) -> list[dict[str, float]]:
+    return [
+        {"Request_arrival_time": T},
+        {"waiting_to_running": T + 1, "prompt_length": 500, "hit_length": 0},
+        {"Request_departure_time": T + 2},
+        {"pinned_time": T + 2},
+        {"unpinned_time": T + unpinned},
+        {"Request_arrival_time": T + 6},
+        {"waiting_to_running": T + 7, "prompt_length": 800, "hit_length": hit},
+        {"Request_evicted_from_running_queue_time": T + 8},
+        {"evicted_to_running": T + 9, "prompt_length": 800, "hit_length": 0},
+        {"Request_departure_time": T + 10},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("unpinned", "hit", "end", "cause"),
+    [
+        (4.1, 0, "expired", "expired"),  # two seconds after the pin
+        (3.0, 0, "revoked", "evicted"),
+        (6.5, 496, "hit", "none"),  # while its job waited, and hit whole
+        (9.0, 496, "hit", "none"),
+    ],
+)
+def test_the_prototypes_history(tmp_path: Path, unpinned: float, hit: int, end: str, cause: str) -> None:
+    events = make_history(unpinned=unpinned, hit=hit)
+    times = [next(iter(event.values())) for event in events]
+    events = [event for _, event in sorted(zip(times, events, strict=True), key=lambda pair: pair[0])]
+    path = tmp_path / "scheduler_timestamps"
+    path.write_text(json.dumps({"job-1": events, "job-2": [{"Request_arrival_time": T}]}, indent=2))
+    report = analyze(path, jobs=["job-1"])
+    assert report["kind"] == "prototype"
+    assert report["jct_s"]["mean"] == pytest.approx(10.0)
+    assert report["jobs"]["unfinished"] == 1
+    assert report["preemptions"] == 1
+    assert report["leases"]["ended"] == {end: 1}
+    turn = report["jobs_shown"][0]["turn_by_turn"][1]
+    assert (turn["best_tokens"], turn["cause"], turn["queue_s"]) == (500, cause, pytest.approx(1.0))
+
+
+def test_a_forks_deadline_and_unknown_events(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = make_history(unpinned=5.0, hit=0)
+    events[3]["deadline"] = T + 30
+    events.insert(3, {"ttl_decision": {"ttl": 28}})
+    path = tmp_path / "scheduler_timestamps"
+    path.write_text(json.dumps({"null": events}))
+    report = analyze(path)
+    assert report["leases"]["ended"] == {"revoked": 1}
+    assert "1 events 'ttl_decision'" in report["notes"][0]
+    assert "without a job id" in report["notes"][1]
+
+
+@pytest.mark.parametrize(
+    ("event", "field"),
+    [({"waiting_to_running": T}, "prompt_length"), ({"pinned_time": "x"}, "pinned_time")],
+)
+def test_a_malformed_event(tmp_path: Path, event: dict[str, Any], field: str) -> None:
+    path = tmp_path / "scheduler_timestamps"
+    path.write_text(json.dumps({"j": [{"Request_arrival_time": T}, event]}))
+    with pytest.raises(DataError, match=rf"j\[1\]\.{field}"):
+        analyze(path)
+
+
+# The command.
+
+
+def test_the_command_prints_the_report(two_turns: TraceFile, capsys: pytest.CaptureFixture[str]) -> None:
+    two_turns.arrive("a", 2, 3.0, 160)
+    two_turns.start("a", 2, 3.0, 16)
+    two_turns.finish("a", 2, 4.0, 8)
+    assert main(["analyze", str(two_turns.write())]) == 0
+    text = capsys.readouterr().out
+    assert "\n  jobs       1: 1 finished, 0 aborted, 0 unfinished\n" in text
+    assert "Job a (it computed most again; others: --job ID): 4.00 s" in text
+    assert "80  never kept" in text
+    assert "Diagnosis:\n  Nothing" in text
+    assert max(map(len, text.splitlines())) <= 100 + len(str(two_turns.path))
+
+
+def test_the_command_prints_json(two_turns: TraceFile, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(two_turns.write())
+    assert main(["analyze", path, path, "--json", "--job", "a*"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [run["jobs_shown"][0]["job"] for run in found["runs"]] == ["a", "a"]
+
+
+def test_the_command_explains_errors(
+    two_turns: TraceFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyze", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("tenuto: ")
+    assert main(["analyze", str(two_turns.write()), "--job", "z"]) == 2
+    assert "no such job" in capsys.readouterr().err
+
+
+def test_words_of_a_diagnosis_reach_the_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", str(write_lines(tmp_path / "r.jsonl", make_result(6, GROWING)))]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "LINEAR GROWTH",
+        "seen  turn 1 takes 6.8 s",
+        "means Jobs lose their KV cache",
+        "do    Hold",
+    ):
+        assert words in text

@@ -1,0 +1,195 @@
+"""The view: one picture, lines for a log, JSON, a server that goes and comes back."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tenuto.cli import main
+from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.report.top import watch as watch_module
+from tenuto.report.top.options import TopOptions
+from tenuto.report.top.page import parse_page
+from tenuto.report.top.screen import make_line, make_screen, make_spark
+from tenuto.report.top.state import make_state
+from tenuto.report.top.watch import watch
+from tenuto.report.top.window import Window
+from tests.report.top.conftest import FakeMetrics, FakeServer
+
+HISTORY: dict[str, list[float | None]] = {
+    "running": [1, 2, None, 4] * 40, "leased": [0.0] * 40, "hit_ratio": [0.5, 1.0]
+}  # fmt: skip
+
+
+def make_busy_state(metrics: FakeMetrics) -> dict[str, Any]:
+    """Large numbers everywhere: what could break the layout."""
+    window = Window(60)
+    window.add(parse_page(metrics.text(), 0.0))
+    for engine in metrics.engines:
+        metrics.of("vllm:num_requests_running", engine).set(1024)
+        metrics.of("vllm:num_requests_waiting", engine).set(123456)
+        metrics.of("vllm:kv_cache_usage_perc", engine).set(0.999)
+        for name in ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries"):
+            metrics.of(name, engine).inc(1e9)
+        metrics.of("vllm:prefix_cache_hits", engine).inc(9e8)
+        metrics.of("vllm:time_to_first_token_seconds", engine).observe(9)
+        if "tenuto:retained_blocks" in metrics.text():
+            metrics.of("tenuto:retained_blocks", engine).set(33)
+            metrics.of("tenuto:recomputed_tokens", engine).inc(1e9)
+            metrics.of("tenuto:tool_time_seconds", engine).observe(5)
+            metrics.of("tenuto:next_lease_deadline_timestamp_seconds", engine).set(599)
+            for why in ("hit", "expired", "revoked", "superseded", "replaced", "job-ended", "reset"):
+                metrics.ended.labels("tiny", engine, why).inc(1e5)
+    window.add(parse_page(metrics.text(), 2.0))
+    return make_state(window, {"url": "http://localhost:8000", "vllm": "0.32.0"})
+
+
+def render(state: dict[str, Any], width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(make_screen(state, HISTORY))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("engines", [1, 12])
+@pytest.mark.parametrize("has_tenuto", [True, False])
+def test_the_picture_fits_a_terminal(engines: int, *, has_tenuto: bool) -> None:
+    lines = render(make_busy_state(FakeMetrics(engines, has_tenuto=has_tenuto))).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= (36 if engines > 1 else 24)
+    text = "\n".join(lines)
+    assert "KV cache" in text
+    assert ("next ends in" in text) == has_tenuto
+    assert ("without Tenuto's scheduler" in text) == (not has_tenuto)
+
+
+def test_the_picture_says_what_is_there() -> None:
+    metrics = FakeMetrics()
+    state = make_busy_state(metrics)
+    text = render(state)
+    for words in (
+        "vLLM 0.32.0 · Tenuto 0.1.0 · policy continuum-fixed · tiny",
+        "1,024 running, 123,456 waiting",
+        "running 67%  leased 33%  free 0%",
+        "next ends in 597.0 s",
+        "90% of prompt tokens",
+    ):
+        assert words in text
+    bar = next(line for line in text.splitlines() if line.startswith("KV cache"))
+    assert (bar.count("█"), bar.count("▓"), bar.count("░")) == (27, 13, 0)
+    assert "leases 0 blocks 33" in make_line(state)
+
+
+def test_sparks() -> None:
+    assert make_spark([0, 1, 2, None, 4]) == "▁▂▄ █"
+    assert make_spark([0.5, 2.0], highest=1.0) == "▄█"
+    assert make_spark([None, 0]) == " ▁"
+    assert len(make_spark([1.0] * 500)) == 30
+
+
+# The command.
+
+
+def test_once(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", server.url, "--once", "--interval", "0.1"]) == 0
+    assert "policy continuum-fixed" in capsys.readouterr().out
+    assert main(["top", "--url", server.url + "/", "--once", "--interval", "0.1", "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert state["server"]["vllm"] == "0.32.0"
+    assert state["window_s"] > 0
+
+
+def test_once_without_a_server(server: FakeServer) -> None:
+    with pytest.raises(TenutoError, match="no answer from"):
+        watch(TopOptions(url="http://127.0.0.1:1", once=True))
+    server.metrics.status = 503
+    with pytest.raises(TenutoError, match="status 503"):
+        watch(TopOptions(url=server.url, once=True))
+    server.metrics.status, server.body = 200, "hello 1\n"
+    with pytest.raises(TenutoError, match="is this a vLLM server"):
+        watch(TopOptions(url=server.url, once=True))
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, looks: int, before: Callable[[int], None]) -> None:
+    """Ctrl-C after that many looks; `before` each pause it may change the world."""
+    pauses = iter(range(1, looks + 1))
+
+    def sleep(seconds: float) -> None:
+        number = next(pauses)
+        if number == looks:
+            raise KeyboardInterrupt
+        before(number)
+
+    monkeypatch.setattr(watch_module, "time", _Clock(sleep))
+
+
+class _Clock:
+    """The time module, with another sleep."""
+
+    def __init__(self, sleep: Callable[[float], None]) -> None:
+        self.sleep = sleep
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+def test_a_server_that_goes_and_comes_back(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(number: int) -> None:
+        server.metrics.status = 503 if number == 1 else 200
+
+    stop_after(monkeypatch, 3, change)
+    out = io.StringIO()
+    assert watch(TopOptions(url=server.url), out) == 0
+    lines = out.getvalue().splitlines()
+    assert "running 0 waiting 0" in lines[0]
+    assert lines[1].endswith("answers /metrics with status 503; trying again")
+    assert "running 0 waiting 0" in lines[2]
+
+
+def test_json_lines(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(number: int) -> None:
+        server.metrics.status = 500
+
+    stop_after(monkeypatch, 2, change)
+    out = io.StringIO()
+    watch(TopOptions(url=server.url, as_json=True), out)
+    states = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert "requests" in states[0]
+    assert "status 500" in states[1]["problem"]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_live_picture_and_its_trouble(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(number: int) -> None:
+        server.metrics.status = 500
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stop_after(monkeypatch, 2, change)
+    out = _Terminal()
+    watch(TopOptions(url=server.url), out)
+    assert "KV cache" in out.getvalue()
+    assert "trying again" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"url": "localhost:8000"}, "--url"),
+        ({"url": "http://h:99999"}, "--url"),
+        ({"url": "http://h", "api_key": "sk-1\nsk-2"}, "API key [^1]* line break"),
+        ({"url": "http://x", "interval_s": 0.0}, "--interval"),
+        ({"url": "http://x", "window_s": float("nan")}, "--window"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        TopOptions(**options)
