@@ -245,7 +245,7 @@ def show(title: str, tables: dict[str, list[Score]]) -> str:
 
 def show_training() -> str:
     """What the training says of itself."""
-    model = json.loads((ROOT / "src" / "tenuto" / "learn" / SHIPPED).read_text(encoding="utf-8"))
+    model = json.loads((ROOT / "src" / "tenuto" / "estimators" / SHIPPED).read_text(encoding="utf-8"))
     errors = "; ".join(f"{name} {error}" for name, error in model["cross_validated_log10_error"].items())
     return (
         f"{len(model['trees'])} trees from {model['num_commands']} commands. Error of log10 seconds within "

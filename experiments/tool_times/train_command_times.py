@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, default=data, help="measured commands (default: the shipped ones)"
     )
-    out = ROOT / "src" / "tenuto" / "learn" / SHIPPED
+    out = ROOT / "src" / "tenuto" / "estimators" / SHIPPED
     parser.add_argument("--out", type=Path, default=out, help="model to write (default: the shipped one)")
     options = parser.parse_args()
     model = train(options.data)

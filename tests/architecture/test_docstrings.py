@@ -1,4 +1,4 @@
-"""Everything public in core, learn and policies says what it is."""
+"""Everything public in core, estimators and policies says what it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "tenuto"
-FILES = [path for room in ("core", "learn", "policies") for path in sorted((PACKAGE / room).rglob("*.py"))]
+FILES = [path for room in ("core", "estimators", "policies") for path in sorted((PACKAGE / room).rglob("*.py"))]
 
 
 def find_undocumented(source: str) -> list[str]:
@@ -40,7 +40,7 @@ def test_everything_public_is_documented(path: Path) -> None:
 
 def test_all_rooms_are_looked_at() -> None:
     names = {path.relative_to(PACKAGE).as_posix() for path in FILES}
-    assert {"core/driver.py", "learn/tool_times.py", "policies/stock.py"} <= names
+    assert {"core/driver.py", "estimators/tool_times.py", "policies/stock.py"} <= names
 
 
 def test_a_missing_docstring_is_found() -> None:

@@ -45,7 +45,7 @@ def test_every_decision_is_made_again(trace: Path, capsys: pytest.CaptureFixture
     assert verdict["asked"] == len(asked) > 100
     assert {record["hook"] for record in asked} >= {"queue_key", "retain", "evict_key"}
     assert verdict["differences"] == 0
-    assert verdict["policies"] == ["tenuto.policies.published.continuum_fixed:ContinuumFixed"]
+    assert verdict["policies"] == ["continuum-fixed"]
 
 
 def test_another_policy_differs(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

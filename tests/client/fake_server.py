@@ -1,6 +1,6 @@
 """A light OpenAI-like server: streams made-up tokens with given delays, and misbehaves on request.
 
-    python -m tests.bench.fake_server --port 8123 --ttft 0.5 --tpot 0.02
+    python -m tests.client.fake_server --port 8123 --ttft 0.5 --tpot 0.02
 
 Tests run it in their own event loop, say for each request how to answer, and look at what it has seen.
 """

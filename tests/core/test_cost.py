@@ -163,7 +163,7 @@ class Crowd:
     def tell_walks(self) -> None:
         """Make dictionaries with an entry for each job, turn or lease tell when they are walked through."""
         driver, leases = self.engine.driver, self.engine.driver.leases
-        driver._book.jobs, driver._turns = Walked(driver._book.jobs), Walked(driver._turns)
+        driver._jobs.jobs, driver._turns = Walked(driver._jobs.jobs), Walked(driver._turns)
         leases._leases = Walked(leases._leases)
         for order in (self.engine.waiting, leases._deadlines, *leases._evict_order.values()):
             order._keys = Walked(order._keys)

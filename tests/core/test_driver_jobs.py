@@ -72,7 +72,7 @@ def test_a_job_without_an_id_is_recognised_turn_after_turn() -> None:
         prompt = prompt + OUTPUT + make_tokens(1000 * (number + 1), 7)
     engine.arrive("t4", 10, prompt)
     assert get_job(engine, "t4").num_turns == 5
-    assert len(engine.driver._book.jobs) == 1
+    assert len(engine.driver._jobs.jobs) == 1
 
 
 def test_jobs_are_not_inferred_when_that_is_switched_off() -> None:
@@ -92,7 +92,7 @@ def test_an_explicit_id_counts_more_than_the_content() -> None:
 def test_a_client_cannot_name_a_job_that_was_inferred() -> None:
     engine = ToyEngine(KeepFor(), 40)
     run(engine, "t1", 0, PROMPT, tool=LS)
-    [inferred] = engine.driver._book.jobs
+    [inferred] = engine.driver._jobs.jobs
     assert not inferred.isprintable()  # ids from clients are (see test_hints)
     engine.arrive("t2", 2, PROMPT, hints=Hints(job_id="turn:t1"))
     assert get_job(engine, "t2").num_turns == 1
@@ -129,9 +129,9 @@ def test_a_job_with_another_live_turn_does_not_end() -> None:
     engine.arrive("other", 0, make_tokens(300, 10), OUTPUT, hints)
     engine.start_first(0)
     run(engine, "last", 1, PROMPT, hints=hints, is_last=True)
-    assert "job" in engine.driver._book.jobs
+    assert "job" in engine.driver._jobs.jobs
     engine.finish("other", 3, is_last=True)
-    assert engine.driver._book.jobs == {}
+    assert engine.driver._jobs.jobs == {}
     assert engine.driver.policy.heard[-1] == ("job ended", "job", 2)
 
 
@@ -141,8 +141,8 @@ def test_an_ended_job_is_forgotten_and_may_begin_anew() -> None:
         run(engine, f"t{now_s}", now_s, PROMPT, hints=Hints(job_id="job"), tool=LS)
         run(engine, f"t{now_s + 2}", now_s + 2, PROMPT + OUTPUT, hints=Hints(job_id="job"), is_last=True)
     assert engine.driver.policy.heard.count(("job ended", "job", 2)) == 2
-    assert engine.driver._book.jobs == {}
-    assert len(engine.driver._book.lineage) == 0
+    assert engine.driver._jobs.jobs == {}
+    assert len(engine.driver._jobs.lineage) == 0
 
 
 def test_events_of_unknown_turns_are_ignored() -> None:
@@ -161,9 +161,9 @@ def test_a_job_of_which_nothing_was_finished_is_not_remembered() -> None:
     engine.start_first(0)
     engine.arrive("t2", 1, PROMPT, OUTPUT, Hints(job_id="job"))
     engine.abort("t1", 2)
-    assert "job" in engine.driver._book.jobs
+    assert "job" in engine.driver._jobs.jobs
     engine.abort("t2", 3)
-    assert engine.driver._book.jobs == {}
+    assert engine.driver._jobs.jobs == {}
     assert engine.driver.policy.heard[-1] == ("job ended", "job", 2)
 
 
@@ -171,7 +171,7 @@ def test_a_policy_that_tells_no_jobs_apart_needs_none_recognised() -> None:
     for policy, is_recognised in ((Policy(), False), (KeepFor(), True)):
         engine = ToyEngine(policy, 40)
         run(engine, "t1", 0, PROMPT, tool=LS)
-        assert len(engine.driver._book.lineage) == is_recognised
+        assert len(engine.driver._jobs.lineage) == is_recognised
         engine.arrive("t2", 2, PROMPT + OUTPUT + RESULT)
         assert get_job(engine, "t2").num_turns == 1 + is_recognised
 
@@ -203,8 +203,8 @@ def test_the_longest_silent_job_is_forgotten_first_and_its_lease_ends() -> None:
         run(engine, f"t{number}", number * 2, prompt, hints=Hints(job_id=job_id), tool=LS)
     # Two may be idle: a is forgotten when c falls idle, b when the new a does.
     assert [heard[1] for heard in engine.driver.policy.heard if heard[0] == "job ended"] == ["a", "b"]
-    assert set(engine.driver._book.jobs) == {"c", "a"}
-    assert len(engine.driver._book.lineage) == 2
+    assert set(engine.driver._jobs.jobs) == {"c", "a"}
+    assert len(engine.driver._jobs.lineage) == 2
 
 
 def test_a_forgotten_job_leaves_no_lease() -> None:

@@ -258,10 +258,10 @@ class DriverMachine(RuleBasedStateMachine):
     @invariant()
     def driver_knows_the_turns_and_no_others(self) -> None:
         assert self.driver._turns.keys() == self.engine.turns.keys()
-        idle = self.driver._book.jobs.keys() - {turn.job.job_id for turn in self.driver._turns.values()}
-        assert idle == self.driver._book.idle.keys()
+        idle = self.driver._jobs.jobs.keys() - {turn.job.job_id for turn in self.driver._turns.values()}
+        assert idle == self.driver._jobs.idle.keys()
         assert len(idle) <= self.limits.max_remembered_jobs
-        assert {lease.job_id for lease in self.driver.leases} <= self.driver._book.jobs.keys()
+        assert {lease.job_id for lease in self.driver.leases} <= self.driver._jobs.jobs.keys()
         assert self.driver.num_policy_faults == 0
 
     def teardown(self) -> None:

@@ -378,5 +378,3 @@ def run_policies(parsed: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())

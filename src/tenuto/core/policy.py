@@ -188,15 +188,22 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
 
 
 def describe_policy(policy: Policy) -> dict[str, Any]:
-    """A policy's path, its options and what it has learned: enough to make one like it."""
+    """A policy's name or path, its options and what it has learned: enough to make one like it."""
     cls = type(policy)
     options = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
-    described = {"policy": f"{cls.__module__}:{cls.__qualname__}", "options": options}
+    described = {"policy": _get_name(cls), "options": options}
     try:
         state = policy.get_state()
     except Exception:  # it is code from outside; who keeps its state says what is wrong with it
         state = None
     return described if state is None else {**described, "state": state}
+
+
+def _get_name(cls: type[Policy]) -> str:
+    """What `load_policy` finds this class by."""
+    if cls.__module__.startswith(f"{POLICIES_PACKAGE}."):
+        return _get_policy_name(cls.__module__)
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _find_modules() -> dict[str, str]:

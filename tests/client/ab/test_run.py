@@ -250,7 +250,7 @@ def replace_servers(monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
     monkeypatch.chdir(ROOT)
 
 
-FAKE = (sys.executable, "-m", "tests.bench.fake_server", "--port", "PORT")
+FAKE = (sys.executable, "-m", "tests.client.fake_server", "--port", "PORT")
 LOCAL = ("--arm", "a=vllm", "--arm", "b=policy:stock", "--model", "m")
 
 

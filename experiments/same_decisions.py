@@ -1,0 +1,114 @@
+"""Whether a change of the code changed a decision: a digest of every cell of the result tables.
+
+    python -m experiments.same_decisions --write FILE       before the change
+    python -m experiments.same_decisions                    after it: names the cells that differ; status 1 if any
+
+A cell's `answers` are what the policy answered to each question, in order; its `turns` are when each turn
+arrived, started and finished and what it hit. Cells run with short windows: the point is every policy on every
+kind of machine, not the load. `--tables` and `--policies` choose some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from experiments.results.rows import ROOT, TABLES
+from tenuto.sim.run import run
+
+KEPT = ROOT / "experiments" / "records" / "decisions.jsonl"
+WINDOW_S = {
+    "ab8": 8.0, "ablation": 8.0, "options": 8.0, "70b": 10.0, "sensitivity": 10.0,
+    "swe-bench": 20.0, "bfcl": 20.0,
+}
+LEFT_OUT = ("yields", "strength")
+"""Parts of an answer whose names changed since 0.1.0."""
+HOOKS = {"gives_way": "may_reclaim", "displaces": "may_preempt"}
+
+
+def digest_cell(place: tuple[str, str, str]) -> dict[str, Any]:
+    table, title, policy = place
+    row = next(each for each in TABLES[table].make_rows() if each.title == title)
+    setup, load = row.place(policy, 42)
+    if load.jps is not None and not Path(load.workload).exists():
+        load = dataclasses.replace(load, window_s=WINDOW_S[table])
+    answers = hashlib.sha256()
+    num_answers = 0
+
+    def log(record: dict[str, Any]) -> None:
+        nonlocal num_answers
+        if record["kind"] != "asked":
+            return
+        answer = record["answer"]
+        if isinstance(answer, dict):
+            answer = {key: value for key, value in answer.items() if key not in LEFT_OUT}
+        hook = HOOKS.get(record["hook"], record["hook"])
+        answers.update(json.dumps([hook, answer]).encode())
+        num_answers += 1
+
+    outcome = run(setup, load, log=log)
+    turns = hashlib.sha256()
+    for turn in outcome.turns:
+        values = (
+            *(turn.job_id, turn.turn, turn.arrival_s, turn.start_s, turn.first_token_s, turn.finish_s),
+            *(turn.num_hit_tokens, turn.num_preemptions),
+        )
+        turns.update(json.dumps(values).encode())
+    return {
+        "table": table,
+        "row": title,
+        "policy": policy,
+        "turns": turns.hexdigest()[:16],
+        "answers": answers.hexdigest()[:16],
+        "num_turns": len(outcome.turns),
+        "num_answers": num_answers,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tables", default="ab8,swe-bench,bfcl,70b,sensitivity,ablation,options")
+    parser.add_argument("--policies", help="only these")
+    parser.add_argument("--every", type=int, default=1, help="only every Nth cell")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--write", type=Path)
+    group.add_argument("--against", type=Path, default=KEPT)
+    parsed = parser.parse_args()
+    places = [
+        (table, row.title, policy)
+        for table in parsed.tables.split(",")
+        for row in TABLES[table].make_rows()
+        for policy in TABLES[table].policies
+        if parsed.policies is None or policy in parsed.policies.split(",")
+    ][:: parsed.every]
+    before = {}
+    if not parsed.write:
+        for line in parsed.against.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            before[record["table"], record["row"], record["policy"]] = record
+    found, num_different = [], 0
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for number, record in enumerate(pool.map(digest_cell, places), start=1):
+            found.append(record)
+            was = before.get((record["table"], record["row"], record["policy"]))
+            if was is not None and was != record:
+                num_different += 1
+                print("differs:", json.dumps(was), json.dumps(record), flush=True)
+            if number % 20 == 0:
+                print(f"{number} of {len(places)}", file=sys.stderr, flush=True)
+            if parsed.write:
+                with parsed.write.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+    print(f"{len(found)} cells, {num_different} differ")
+    return 1 if num_different else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
