@@ -3,8 +3,11 @@
     make demo
 
 Each job is a conversation of several turns through the OpenAI client. After each answer the agent runs a
-tool (a sleep and a canned output: the demo's model is too small to write tool calls one could run) and
-sends the whole conversation back. The servers differ in the scheduler, and in nothing else.
+tool, then sends the whole conversation back. The tool is a sleep and a canned output, because the demo's
+model is too small to write tool calls that one could run. The two servers differ only in the scheduler.
+
+Both servers start at the same time, because a start is mostly imports. The jobs then run on one server after
+the other; the server that is not measured is idle.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +47,10 @@ class TurnResult:
     cached_tokens: int
     output_tokens: int
     latency_s: float
+
+
+Arms = dict[str, tuple[list[TurnResult], list[float]]]
+"""For each arm: its turns, and how long each job took."""
 
 
 def say(text: str) -> None:
@@ -125,10 +133,10 @@ async def run_jobs(url: str, args: argparse.Namespace) -> tuple[list[TurnResult]
 
 
 @contextmanager
-def serve(arm: str, extra: list[str], args: argparse.Namespace) -> Iterator[str]:
+def serve(arm: str, extra: list[str], port: int, args: argparse.Namespace) -> Iterator[str]:
     """A vLLM server for one arm; its URL."""
     command = [
-        args.vllm, "serve", args.model, "--served-model-name", "demo", "--port", str(args.port),
+        args.vllm, "serve", args.model, "--served-model-name", "demo", "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE),
         "--num-gpu-blocks-override", str(args.blocks), "--max-model-len", "2048", "--max-num-seqs", "8",
         "--max-num-batched-tokens", "512", "--enable-prompt-tokens-details", *extra, *args.vllm_arg,
@@ -136,7 +144,7 @@ def serve(arm: str, extra: list[str], args: argparse.Namespace) -> Iterator[str]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     say(f"{arm}: {shlex.join(command)}")
     with run_server(
-        command, args.port, args.out / f"{arm}.log", env=env, say=lambda text: say(f"{arm}: {text}")
+        command, port, args.out / f"{arm}.log", env=env, say=lambda text: say(f"{arm}: {text}")
     ) as server:
         yield server.url
 
@@ -159,7 +167,7 @@ def get_p95(values: list[float]) -> float:
     return ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
 
 
-def print_tables(arms: dict[str, tuple[list[TurnResult], list[float]]], num_turns: int) -> None:
+def print_tables(arms: Arms, num_turns: int) -> None:
     print("\nPer turn, mean over the jobs:")
     print(f"{'':>6}{'prompt':>9}" + "".join(f"{arm + ' cached':>16}{arm + ' latency':>17}" for arm in arms))
     for turn in range(1, num_turns + 1):
@@ -205,6 +213,22 @@ def print_timeline(trace: Path, job: str) -> None:
     print(f"  at the end: {held} blocks held")
 
 
+def run_arms(extras: dict[str, list[str]], args: argparse.Namespace) -> Arms:
+    """Start all servers together, then run the same jobs on one after the other."""
+    with ExitStack() as servers:
+        with ThreadPoolExecutor() as pool:
+            starts = {
+                arm: pool.submit(servers.enter_context, serve(arm, extra, args.port + index, args))
+                for index, (arm, extra) in enumerate(extras.items())
+            }
+        urls = {arm: start.result() for arm, start in starts.items()}
+        arms = {}
+        for arm, url in urls.items():
+            say(f"{arm}: {args.jobs} jobs of {args.turns} turns, tools of {args.tool_seconds:g} s")
+            arms[arm] = asyncio.run(run_jobs(url, args))
+        return arms
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -212,8 +236,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=".demo/smollm2", help="model folder or name")
     parser.add_argument("--vllm", default=str(Path(sys.executable).parent / "vllm"), help="the vllm to run")
     parser.add_argument("--vllm-arg", action="append", default=[], help="one more argument for vLLM")
-    parser.add_argument("--policy", default="continuum-fixed", help="Tenuto's policy")
-    parser.add_argument("--port", type=int, default=8077)
+    parser.add_argument("--policy", default="tenuto", help="Tenuto's policy (see `tenuto policies`)")
+    parser.add_argument(
+        "--port", type=int, default=8077, help="port of the first server; the second has the next"
+    )
     parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--words", type=int, default=130, help="length of each tool output")
@@ -234,14 +260,10 @@ def main() -> None:
         "stock": [],
         "tenuto": ["--scheduler-cls", "tenuto.vllm.Scheduler", "--additional-config", config],
     }
-    arms = {}
-    for arm, extra in extras.items():
-        try:
-            with serve(arm, extra, args) as url:
-                say(f"{arm}: {args.jobs} jobs of {args.turns} turns, tools of {args.tool_seconds:g} s")
-                arms[arm] = asyncio.run(run_jobs(url, args))
-        except ServerError as error:
-            raise SystemExit(f"[demo] {arm}: {error}") from None
+    try:
+        arms = run_arms(extras, args)
+    except ServerError as error:
+        raise SystemExit(f"[demo] {error}") from None
     print_tables(arms, args.turns)
     print_timeline(trace, "demo-0")
     records = {
