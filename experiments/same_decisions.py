@@ -25,8 +25,13 @@ from tenuto.sim.run import run
 
 KEPT = ROOT / "experiments" / "records" / "decisions.jsonl"
 WINDOW_S = {
-    "ab8": 8.0, "ablation": 8.0, "options": 8.0, "70b": 10.0, "sensitivity": 10.0,
-    "swe-bench": 20.0, "bfcl": 20.0,
+    "ab8": 8.0,
+    "ablation": 8.0,
+    "options": 8.0,
+    "70b": 10.0,
+    "sensitivity": 10.0,
+    "swe-bench": 20.0,
+    "bfcl": 20.0,
 }
 LEFT_OUT = ("yields", "strength")
 """Parts of an answer whose names changed since 0.1.0."""

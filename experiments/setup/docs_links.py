@@ -1,8 +1,8 @@
 """A hook of mkdocs: links from docs/ to files elsewhere in the repository point to the repository's site.
 
-`docs/*.md` are read in two places, in the repository and on the docs site. A link such as `../CONTRIBUTING.md`
-works in the first only. On the site it becomes an address below `repo_url` of `mkdocs.yml`. A link to a file
-that does not exist is a warning, so `mkdocs build --strict` fails.
+`docs/*.md` are read in the repository and on the docs site. A link such as `../CONTRIBUTING.md` works in the
+first only. On the site it becomes an address below `repo_url` of `mkdocs.yml`. A link to a file that does not
+exist is a warning, so `mkdocs build --strict` fails.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "tenuto"
-FILES = [path for room in ("core", "estimators", "policies") for path in sorted((PACKAGE / room).rglob("*.py"))]
+FILES = [
+    path for room in ("core", "estimators", "policies") for path in sorted((PACKAGE / room).rglob("*.py"))
+]
 
 
 def find_undocumented(source: str) -> list[str]:

@@ -75,6 +75,7 @@ def test_an_engine_setting_of_the_user_stands(flag: str) -> None:
     assert sum(part in ("--watermark", "--long-prefill-token-threshold") for part in command) == 1
 
 
+@pytest.mark.slow
 def test_vllm_knows_the_flags_of_engine_settings() -> None:
     config = pytest.importorskip("vllm.config.scheduler").SchedulerConfig
     assert set(launch.WANTED_FLAGS) <= set(config.__dataclass_fields__)

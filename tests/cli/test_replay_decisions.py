@@ -38,6 +38,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_decision_is_made_again(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "--decisions", str(trace), "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)

@@ -61,6 +61,7 @@ def test_a_second_request_finds_the_first_in_the_cache() -> None:
     assert answer.usage.cached_tokens == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hang after done", "no done"])
 def test_an_answer_that_ends_badly_is_an_answer(fault: Any) -> None:
     answer, _ = ask(Reply(fault=fault), times=2)

@@ -21,6 +21,8 @@ from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 from tests.client.conftest import Ran, read_lines
 from tests.client.fake_server import FakeServer, Reply, Request
 
+pytestmark = pytest.mark.slow
+
 
 def make_job(*commands: str, job_id: str = "job") -> Job:
     """A job of one turn more than commands."""

@@ -145,6 +145,7 @@ def test_hints_name_job_tool_and_end(bench: Bench) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_two_runs_share_neither_content_nor_names(bench: Bench, tmp_path: Path) -> None:
     first = group(bench().server)["job0"][0]
     (tmp_path / "out").rename(tmp_path / "before")
@@ -219,6 +220,7 @@ RETRIED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reply", "kind"), RETRIED)
 def test_retries_mend_and_stay_visible(bench: Bench, reply: Reply, kind: str) -> None:
     ran = bench(FakeServer(Once(reply)), retries=1, timeout_s=0.5)

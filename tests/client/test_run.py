@@ -162,6 +162,7 @@ def test_control_c_keeps_what_there_is(
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_control_c_after_the_load_loses_nothing(
     trace: Path,

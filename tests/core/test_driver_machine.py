@@ -17,6 +17,8 @@ from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, Strength, ToolCall, Turn, Yields
 from tests.core.toy_engine import ToyEngine, ToyTurn
 
+pytestmark = pytest.mark.slow
+
 NUM_BLOCKS = 12
 BLOCK_SIZE = 4
 SYSTEM_PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]

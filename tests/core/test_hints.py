@@ -52,6 +52,7 @@ def test_a_job_id_is_private_to_its_tenant() -> None:
     assert parse_hints({"tenant": "a"}, "session").job_id != "session"
 
 
+@pytest.mark.slow
 @given(
     st.tuples(st.none() | st.text(), st.text()),
     st.tuples(st.none() | st.text(), st.text()),

@@ -313,6 +313,7 @@ def test_hostile_text_takes_linear_time(pattern):
         assert measure_s(long) < 24 * measure_s(short) + 0.01
 
 
+@pytest.mark.slow
 def test_a_megabyte_of_each_mark_is_read_soon():
     for pattern in ("[", '{"a":', "<tool_call>", "```\n", "<think>", '"\\', "<function=a>"):
         assert measure_s(pattern * (2**20 // len(pattern))) < 5

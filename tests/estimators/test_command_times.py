@@ -144,6 +144,7 @@ def test_the_data_set_is_whole_small_and_neutral() -> None:
     assert num_shared < len(rows) / 100
 
 
+@pytest.mark.slow
 def test_training_again_makes_the_shipped_model_and_it_predicts_as_the_library_does() -> None:
     sklearn = pytest.importorskip("sklearn")
     training = load_script("train_command_times")

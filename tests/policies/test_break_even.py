@@ -103,6 +103,7 @@ def test_its_known_weakness_it_holds_as_long_on_an_idle_server_as_on_one_with_a_
     assert policy.retain(make_turn(), crowded) == policy.retain(make_turn(), VIEW)
 
 
+@pytest.mark.slow
 def test_its_known_weakness_overloaded_it_is_little_better_than_stock() -> None:
     """Everyone holds for as long, so nobody has enough: the order of turns decides, and that is stock's."""
     jobs = load_workload("ab8", jps=3, window_s=12, seed=1).jobs

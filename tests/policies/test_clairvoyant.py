@@ -151,6 +151,7 @@ def test_weakness_a_long_job_starves_while_shorter_ones_come() -> None:
     assert (fair["long"], greedy["long"]) == (70.0, 140.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "workload", "jps", "window_s"), [("A100-80", "ab8", 2.5, 25), ("A100-80", "bfcl", 1.6, 25)]
 )

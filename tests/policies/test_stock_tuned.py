@@ -16,6 +16,7 @@ def test_it_decides_what_stock_decides() -> None:
     assert overridden == ["wants"]
 
 
+@pytest.mark.slow
 def test_its_settings_reach_the_engine_and_yield_to_the_user_s() -> None:
     config = build(Setup(gpu="H200", policy="stock-tuned")).config
     assert (config.long_prefill_token_threshold, config.kv.watermark, config.offload) == (512, 0.01, "async")

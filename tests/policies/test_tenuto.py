@@ -219,6 +219,7 @@ def test_an_idle_engine_is_as_fast_as_stock() -> None:
     assert ours["avg_duration_s"] <= 1.01 * stock["avg_duration_s"]
 
 
+@pytest.mark.slow
 def test_a_long_job_is_not_starved_by_a_stream_of_short_ones() -> None:
     def make_job(name: str, arrival_s: float, num_turns: int, num_tokens: int) -> JobSpec:
         prompt, turns = (Span(f"{name}-0", num_tokens),), []
@@ -253,6 +254,7 @@ def test_clients_that_say_nothing_and_are_not_recognised_fare_as_with_stock() ->
     assert means["tenuto"] <= 1.05 * means["stock"]
 
 
+@pytest.mark.slow
 def test_wrong_hints_hurt_little() -> None:
     load = Load(jps=2, window_s=30)
     true, wrong = (

@@ -21,6 +21,8 @@ from tenuto.cli import main
 from tenuto.workload import load_workload
 from tests.client.fake_server import FakeServer, Reply, Request
 
+pytestmark = pytest.mark.slow
+
 CHAT = {"model": "fake", "prompt": [1, 2, 3] * 20, "max_tokens": 4, "stream": True}
 
 

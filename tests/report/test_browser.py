@@ -9,6 +9,8 @@ import pytest
 
 from tests.report.conftest import Look
 
+pytestmark = pytest.mark.slow
+
 POLICIES, LOADS, GPUS = 3, 3, 2
 
 CONTRAST = """() => {

@@ -18,6 +18,8 @@ from tenuto.cli import build_parser, main
 from tests.report.conftest import Look
 from tests.report.data import make_job, make_record, write_lines, write_run, write_sweep
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 
 

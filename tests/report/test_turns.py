@@ -73,6 +73,7 @@ def test_jobs_are_in_the_order_of_their_first_turns() -> None:
     assert list(group_by_job(read([*make_job("b", 5), *make_job("a", 1)]))) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_many_turns_are_sampled_by_whole_jobs_evenly() -> None:
     turns = read([turn for job in range(4000) for turn in make_job(f"j{job}", job, 8)])
     timeline = make_timeline([Detail("run", turns)])

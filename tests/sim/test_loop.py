@@ -107,6 +107,7 @@ print(json.dumps([asdict(r) for r in simulate(jobs, LinearSteps(), policy="conti
 """
 
 
+@pytest.mark.slow
 def test_the_same_under_every_hash_seed() -> None:
     outputs = [
         subprocess.run(

@@ -497,6 +497,7 @@ def simulate(
     return simulation.run(), simulation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "offload", "depth"),
     [
@@ -540,6 +541,7 @@ print(json.dumps([offloader.num_loaded_tokens, offloader.num_stored_tokens, *map
 """
 
 
+@pytest.mark.slow
 def test_the_same_under_every_hash_seed() -> None:
     outputs = [
         subprocess.run(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -19,6 +20,8 @@ from tenuto.sim.checks import check_pool
 from tenuto.sim.kv.extents import Row
 from tenuto.sim.kv.pool import ExtentPool
 from tenuto.sim.kv.segments import Path
+
+pytestmark = pytest.mark.slow
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24

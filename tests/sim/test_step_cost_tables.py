@@ -158,6 +158,7 @@ def random_steps(kind: str, count: int) -> Iterator[StepBatch]:
         yield StepBatch.of([chunk] * num_prefills, [size(16, 32_768)] * num_decodes)
 
 
+@pytest.mark.slow
 @needs_tables
 @pytest.mark.parametrize("gpu", MEASURED, ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize(

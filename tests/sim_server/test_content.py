@@ -25,6 +25,7 @@ def count_common(a: list[Any], b: list[Any]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_blocks_are_equal_exactly_where_tokens_are(data: st.DataObject) -> None:

@@ -217,6 +217,7 @@ def count_known() -> int:
     return sum(type(each) in (Text, Segment) for each in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stock", "continuum-fixed"])
 def test_what_is_evicted_is_forgotten(policy: str) -> None:
     """The content that is known is what the cache holds, however many requests have been."""

@@ -121,6 +121,7 @@ FIELDS = [
 ]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=6),

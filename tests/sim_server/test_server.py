@@ -32,6 +32,8 @@ from tenuto.sim.simulation import Simulation
 from tenuto.workload.schema import Job
 from tests.sim_server.live import Live, serve
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

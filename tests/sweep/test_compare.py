@@ -47,6 +47,7 @@ def test_a_sweep_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert output.out.count("*") >= 2
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
     main([*COMPARE, "--out", str(tmp_path / "one")])
     main([*COMPARE[:-1], "2", "--out", str(tmp_path / "two")])

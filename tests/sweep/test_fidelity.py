@@ -13,6 +13,8 @@ from tenuto.sim.cost.aiconfigurator import AICONFIGURATOR_VERSION, installed_ver
 from tenuto.sim.machine import Setup
 from tenuto.sim.run import Load, run
 
+pytestmark = pytest.mark.slow
+
 if installed_version() != AICONFIGURATOR_VERSION:
     pytest.skip(f"aiconfigurator-core=={AICONFIGURATOR_VERSION} is not installed", allow_module_level=True)
 

@@ -53,6 +53,7 @@ def test_a_job_alone_has_a_slowdown_of_one() -> None:
     assert record["slowdown"]["max"] == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_same_under_every_hash_seed() -> None:
     code = (
         "import json; from tests.sweep.test_run import SMALL, LOAD; from tenuto.sim.run import run\n"

@@ -59,6 +59,7 @@ def convert(jobs, name, block_size=None):
     return written, find_losses(jobs, written, chosen.get_names(jobs))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(workloads(), st.sampled_from(NAMES))
 def test_any_workload_survives_any_format(workload, name):
@@ -75,6 +76,7 @@ def test_any_workload_survives_any_format(workload, name):
         assert losses == []
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(workloads(), st.sampled_from([name for name in NAMES if name != "tenuto"]))
 def test_what_a_format_can_say_it_can_say_again(workload, name):

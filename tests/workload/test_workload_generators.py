@@ -86,6 +86,7 @@ def test_the_tools_together_have_the_published_moments_exactly(family, mean_s, s
     assert (square - mean**2) ** 0.5 == pytest.approx(sd_s, rel=0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["swe-bench", "bfcl"])
 def test_turns_and_tokens_meet_the_published_statistics(name, drawn):
     family = {"swe-bench": SWE_BENCH, "bfcl": BFCL}[name]
@@ -132,6 +133,7 @@ def test_a_job_does_not_depend_on_how_many_there_are():
     assert swe_bench_jobs([0.0], seed=5) != swe_bench_jobs([0.0], seed=6)
 
 
+@pytest.mark.slow
 def test_every_process_draws_the_same_workload():
     code = (
         "import hashlib; from tenuto.workload import load_workload;"

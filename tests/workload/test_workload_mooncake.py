@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +54,7 @@ def hashed_prompts(draw):
     return prompts
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(hashed_prompts())
 def test_spans_share_what_the_ids_share(hashed):

@@ -122,6 +122,7 @@ def workloads(draw):
     return Workload("w", tuple(jobs))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(workloads())
 def test_writing_and_reading_gives_back_the_same_jobs(workload):

@@ -376,5 +376,3 @@ def run_policies(parsed: argparse.Namespace, rest: list[str]) -> int:
         for key, option in each["options"].items():
             print(f"    {key} = {option['default']}: {option['help']}")
     return 0
-
-

@@ -35,6 +35,8 @@ from tenuto.workload import Workload
 from tests.client.conftest import read_lines
 from tests.client.fake_server import FakeServer, Reply, Request, serving
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 QUICK = ("--repeats", "1", "--warmup-jobs", "0")
 
