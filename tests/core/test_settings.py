@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.settings import check_settings, setting
+from tenuto.core.settings import Options, check_settings, option, parse_policy_options, setting
+from tenuto.core.suggest import suggest
 
 
 @dataclass
@@ -91,3 +92,48 @@ def test_an_unknown_key_is_answered_with_the_known_ones() -> None:
 def test_settings_are_an_object(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"^example: must be an object"):
         check_settings(Example, given, "example")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(Options):
+    """Options of a command."""
+
+    url: str = option(MISSING, "the server")
+    window_s: float | None = option(None, "how long", above=0)
+    link_gb_s: float = option(1.0, "how fast", flag="--link-gb-s", minimum=0)
+    loop: str = option("open", "which loop", choices=("open", "closed"))
+    jps: tuple[float, ...] = option((), "rates", above=0, below=100)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"window_s": 0.0}, "--window must be above 0, got 0.0"),
+        ({"window_s": float("inf")}, "--window must be finite"),
+        ({"link_gb_s": -1}, "--link-gb-s must be at least 0"),
+        ({"loop": "opne"}, "--loop must be one of open, closed; got 'opne'; did you mean open?"),
+        ({"jps": (1.0, 100.0)}, "--jps must be below 100, got 100.0"),
+    ],
+)
+def test_an_option_out_of_bounds_is_refused_by_its_flag(given: dict[str, Any], words: str) -> None:
+    assert Told(url="u", window_s=None, jps=(1.0, 2.0)).window_s is None
+    with pytest.raises(ConfigError) as caught:
+        Told(url="u", **given)
+    assert str(caught.value).startswith(words)
+
+
+def test_an_option_may_be_required() -> None:
+    with pytest.raises(TypeError):
+        Told()  # type: ignore[call-arg]
+
+
+def test_policy_options_may_be_for_one_policy() -> None:
+    given = ["ttl_s=3", "a:name=x", "b:name=y"]
+    assert parse_policy_options(given, "a") == {"ttl_s": 3, "name": "x"}
+    with pytest.raises(ConfigError, match="KEY=VALUE or POLICY:KEY=VALUE, got 'x'"):
+        parse_policy_options(["x"], "a")
+
+
+def test_the_nearest_name_is_suggested() -> None:
+    assert suggest("h10", ["H100", "L40S"]) == "; did you mean H100?"
+    assert suggest("quantum", ["H100", "L40S"]) == ""

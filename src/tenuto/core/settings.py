@@ -1,15 +1,28 @@
-"""Settings: dataclass fields that carry their own help and bounds, and the check that reads them."""
+"""Settings: dataclass fields that carry their own help and bounds, and the checks that read them.
+
+`setting` declares a field of a policy or of the plugin, which is given as JSON. `option` declares a field that a
+command line gives; `tenuto.cli.options` makes the flag from it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
 from tenuto.core.errors import ConfigError
+from tenuto.core.suggest import suggest
+
+_BOUNDS = (
+    ("minimum", "at least", operator.ge),
+    ("maximum", "at most", operator.le),
+    ("above", "above", operator.gt),
+    ("below", "below", operator.lt),
+)
 
 
 def setting(
@@ -25,11 +38,92 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+class Form(TypedDict, total=False):
+    """How a command line gives an option, and what it may be."""
+
+    flag: str
+    """Its name; without, the field's name: `window_s` is `--window`, `max_jobs` is `--max-jobs`."""
+    metavar: str
+    """What the help shows in the place of the value."""
+    group: str
+    """The help's heading for it; without, the class's `GROUP`."""
+    is_positional: bool
+    """It has no flag; `metavar` is its name."""
+    is_repeatable: bool
+    """For a tuple: the flag may be given again. Without: one list with commas."""
+    environment: str
+    """The environment variable that is used where the flag is not given."""
+    shown_default: str
+    """What the help names as the default, where that is not the field's own."""
+    minimum: float
+    maximum: float
+    above: float
+    below: float
+    choices: tuple[str, ...]
+
+
+def option(default: Any, help: str, **form: Unpack[Form]) -> Any:
+    """Declare one option of a command: a dataclass field. With `dataclasses.MISSING` it must be given."""
+    return dataclasses.field(default=default, metadata={"help": help, "is_option": True, **form})
+
+
+class Options:
+    """Base of a command's options: frozen dataclasses whose fields are checked when one is made."""
+
+    GROUP = "options"
+    """The help's heading for the fields that a class declares."""
+
+    def __post_init__(self) -> None:
+        """Check what `option` says of each field. Raises ConfigError naming the flag."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, field.name)
+            for each in value if isinstance(value, tuple) else (value,):
+                if problem := find_problem(each, field.metadata):
+                    raise ConfigError(f"{get_flag(field)} {problem}")
+
+
+def get_flag(field: dataclasses.Field[Any]) -> str:
+    """How the command line names a field."""
+    if field.metadata.get("is_positional"):
+        return str(field.metadata["metavar"])
+    flag = field.metadata.get("flag")
+    return str(flag) if flag else "--" + field.name.removesuffix("_s").replace("_", "-")
+
+
+def find_problem(value: Any, metadata: Mapping[str, Any]) -> str | None:
+    """What is wrong with a value by its field's bounds and choices, in words; None if nothing is."""
+    if value is None:
+        return None
+    choices = metadata.get("choices")
+    if choices is not None and value not in choices:
+        return f"must be one of {', '.join(choices)}; got {value!r}{suggest(value, choices)}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"must be finite, got {value}"
+    for name, words, is_kept in _BOUNDS:
+        bound = metadata.get(name)
+        if bound is not None and not is_kept(value, bound):
+            return f"must be {words} {bound:g}, got {value!r}"
+    return None
+
+
+def parse_policy_options(given: Iterable[str], policy: str) -> dict[str, Any]:
+    """One policy's options from a command line's `KEY=VALUE` and `POLICY:KEY=VALUE`. Raises ConfigError."""
+    options = {}
+    for text in given:
+        key, value = parse_option(text)
+        whose, colon, name = key.rpartition(":")
+        if not colon or whose == policy:
+            options[name] = value
+    return options
+
+
 def parse_option(text: str) -> tuple[str, Any]:
     """A command line's `KEY=VALUE`, the value JSON or else the text itself. Raises ConfigError."""
     key, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--option wants KEY=VALUE, got {text!r}")
+        raise ConfigError(f"--option wants KEY=VALUE or POLICY:KEY=VALUE, got {text!r}")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
@@ -49,7 +143,8 @@ def check_settings(cls: type, given: Mapping[str, Any], where: str) -> dict[str,
     for key, value in given.items():
         if key not in fields:
             known = ", ".join(sorted(fields)) or "none"
-            raise ConfigError(f"{where}: unknown key {key!r}; known keys: {known}")
+            near = suggest(key, fields)
+            raise ConfigError(f"{where}: unknown key {key!r}; known keys: {known}{near}")
         try:
             checked[key] = _check_value(value, types[key], fields[key].metadata)
         except ConfigError as error:
@@ -69,13 +164,6 @@ def _check_value(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
     if not any(type(value) is one for one in allowed):
         wanted = " or ".join(getattr(one, "__name__", str(one)) for one in allowed)
         raise ConfigError(f"must be {wanted}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"must be finite, got {value}")
-    minimum, maximum, choices = (metadata.get(k) for k in ("minimum", "maximum", "choices"))
-    if minimum is not None and value is not None and value < minimum:
-        raise ConfigError(f"must be at least {minimum:g}, got {value!r}")
-    if maximum is not None and value is not None and value > maximum:
-        raise ConfigError(f"must be at most {maximum:g}, got {value!r}")
-    if choices is not None and value not in choices:
-        raise ConfigError(f"must be one of {', '.join(choices)}; got {value!r}")
+    if problem := find_problem(value, metadata):
+        raise ConfigError(problem)
     return value

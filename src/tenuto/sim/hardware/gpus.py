@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tenuto.core.errors import ConfigError
+from tenuto.core.suggest import suggest
 
 GIB = 1024**3
 MIB = 1024**2
@@ -209,5 +210,5 @@ def get_gpu(name: str) -> Gpu:
     """
     gpu = GPUS.get(name.upper())
     if gpu is None:
-        raise ConfigError(f"unknown GPU {name!r}; choose one of {', '.join(GPUS)}")
+        raise ConfigError(f"unknown GPU {name!r}; choose one of {', '.join(GPUS)}{suggest(name, GPUS)}")
     return gpu

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
+from tenuto.core.suggest import suggest
 from tenuto.sim.hardware.model import Model
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -77,7 +78,7 @@ def _config_path(source: str | Path) -> Path:
         return bundled[name]
     raise ConfigError(
         f"unknown model {str(source)!r}; choose one of {', '.join(bundled)}, "
-        "or give the path of a config.json"
+        f"or give the path of a config.json{suggest(source, bundled)}"
     )
 
 

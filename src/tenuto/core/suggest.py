@@ -1,0 +1,13 @@
+"""Did you mean …? The known name that is nearest to one that is not known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """The end of an error message, "; did you mean X?", or nothing where no known name is near."""
+    by_folded = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(str(name).lower(), by_folded, n=1, cutoff=0.6)
+    return f"; did you mean {by_folded[near[0]]}?" if near else ""
