@@ -24,7 +24,6 @@ from tenuto.client.ab.arms import Arm, make_command
 from tenuto.client.ab.options import AbOptions
 from tenuto.client.ab.run import run_ab
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import LoadOptions
 from tenuto.client.profile.options import ProfileOptions
 from tenuto.client.profile.run import run_profile
 from tenuto.client.servers.local_server import run_server
@@ -32,7 +31,8 @@ from tenuto.core.errors import TenutoError
 from tenuto.sim.cost import fit_step_cost, read_observations
 from tenuto.sim.cost.fit import format_fit
 from tenuto.sim.machine import Setup
-from tenuto.sim.run import Load, run
+from tenuto.sim.run import run
+from tenuto.workload.load_options import LoadOptions
 
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
 BLOCK_SIZE = 32
@@ -127,10 +127,12 @@ def profile(url: str, parsed: argparse.Namespace) -> None:
 
 
 def make_ab_options(urls: dict[str, str], parsed: argparse.Namespace) -> AbOptions:
-    load = LoadOptions(jps=parsed.jps, window_s=parsed.window, seed=parsed.seed, scale=parsed.scale)
+    load = LoadOptions(
+        jps=parsed.jps, window_s=parsed.window, seed=parsed.seed, scale_lengths=parsed.scale, hints="tool"
+    )
     return AbOptions(
         arms=tuple(Arm(policy, "url", url) for policy, url in urls.items()),
-        bench=BenchOptions(url=next(iter(urls.values())), load=load, hints=True),
+        bench=BenchOptions(url=next(iter(urls.values())), load=load),
         out=parsed.out / "ab",
         repeats=parsed.repeats,
     )
@@ -173,7 +175,7 @@ def simulate(policy: str, seed: int, parsed: argparse.Namespace) -> dict[str, An
         # Every lease yields, as under the plugin: not as in the published engines.
         limits="plugin",
     )
-    load = Load(jps=parsed.jps, window_s=parsed.window, seed=seed, scale_lengths=parsed.scale)
+    load = LoadOptions(jps=parsed.jps, window_s=parsed.window, seed=seed, scale_lengths=parsed.scale)
     return run(setup, load).record
 
 

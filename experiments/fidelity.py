@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.sim.machine import Setup
-from tenuto.sim.run import Load, get_versions, run
+from tenuto.sim.run import get_versions, run
+from tenuto.workload.load_options import LoadOptions
 
 HERE = Path(__file__).parent
 
@@ -40,7 +41,7 @@ def make_rows(published: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for policy, figures in published["avg_duration_s"].items():
         for jps, expected_s in zip(published["jps"], figures, strict=True):
-            record = run(Setup(gpu=published["gpu"], policy=policy), Load(jps=jps)).record
+            record = run(Setup(gpu=published["gpu"], policy=policy), LoadOptions(jps=jps)).record
             print(f"{policy} {jps}/s: {record['avg_duration_s']:.2f} s", file=sys.stderr, flush=True)
             rows.append(
                 {

@@ -23,8 +23,8 @@ from typing import Any
 
 from tenuto.client.load.files import RunFiles
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import LoadOptions, make_workload
 from tenuto.client.load.run import measure
+from tenuto.workload.load_options import LoadOptions, make_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 

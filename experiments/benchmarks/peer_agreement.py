@@ -36,8 +36,8 @@ from tenuto.client.http.prompts import Conversation, TokenIds
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.load.files import RunFiles
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import LoadOptions, make_workload
 from tenuto.client.load.run import measure
+from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,7 +150,7 @@ def measure_pairs(args: argparse.Namespace, server: Server) -> list[dict[str, Ti
     pairs = []
     for number in range(args.pairs):
         load = LoadOptions(
-            workload=args.workload, jps=args.jps, max_jobs=args.jobs, scale=args.scale, seed=number
+            workload=args.workload, jps=args.jps, max_jobs=args.jobs, scale_lengths=args.scale, seed=number
         )
         workload = make_workload(load)
         pair: dict[str, Times] = {}

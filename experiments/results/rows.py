@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tenuto.sim.machine import Setup
-from tenuto.sim.run import Load
 from tenuto.workload.arrivals import arrival_times, within
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.generators.agent import agent_jobs
 from tenuto.workload.generators.swe_bench import SWE_BENCH
+from tenuto.workload.load_options import LoadOptions
 from tenuto.workload.schema import Job, Span, TurnSpec
 
 ROOT = Path(__file__).parents[2]
@@ -45,12 +45,12 @@ class Row:
 
     title: str
     setup: Setup
-    load: Load
+    load: LoadOptions
     group: str = ""
     """The machine in a map of winners, with `column` across."""
     column: str = ""
 
-    def place(self, policy: str, seed: int) -> tuple[Setup, Load]:
+    def place(self, policy: str, seed: int) -> tuple[Setup, LoadOptions]:
         """The row's run with a policy: POLICY, POLICY/OFFLOAD with that layer, POLICY?OPTION=NUMBER."""
         policy, _, option = policy.partition("?")
         name, _, offload = policy.partition("/")
@@ -73,7 +73,7 @@ class Table:
 def make_ab8() -> Iterable[Row]:
     for gpu in ("A100-40", "L40S", "H100", "H200"):
         for jps in (1, 3, 6, 10, 15):
-            yield Row(f"{gpu}, {jps}/s", Setup(gpu=gpu), Load(jps=jps), gpu, f"{jps}/s")
+            yield Row(f"{gpu}, {jps}/s", Setup(gpu=gpu), LoadOptions(jps=jps), gpu, f"{jps}/s")
 
 
 def make_agents(workload: str, loads: Mapping[str, tuple[float, ...]]) -> Iterable[Row]:
@@ -82,25 +82,27 @@ def make_agents(workload: str, loads: Mapping[str, tuple[float, ...]]) -> Iterab
             tier = f"{host_gb} GiB host" if host_gb else "no host tier"
             for jps, column in zip(rates, ("idle", "full", "overload"), strict=True):
                 setup = Setup(gpu=gpu, host_gb=host_gb)
-                load = Load(workload=workload, jps=jps, window_s=90)
+                load = LoadOptions(workload=workload, jps=jps, window_s=90)
                 yield Row(f"{gpu}, {jps:g}/s, {tier}", setup, load, f"{gpu}, {tier}", column)
 
 
 def make_weka() -> Iterable[Row]:
     for gpu in ("H200", "B200"):
         for jps in (0.05, 0.2):
-            yield Row(f"{gpu}, {jps:g}/s", Setup(gpu=gpu), Load(workload=str(WEKA), jps=jps, window_s=600))
+            yield Row(
+                f"{gpu}, {jps:g}/s", Setup(gpu=gpu), LoadOptions(workload=str(WEKA), jps=jps, window_s=600)
+            )
 
 
 def make_70b() -> Iterable[Row]:
     for jps in (0.5, 1, 2):
         setup = Setup(gpu="H100", model="llama-3.1-70b", tp=4, host_gb=200)
-        yield Row(f"4 x H100, {jps:g}/s", setup, Load(jps=jps))
+        yield Row(f"4 x H100, {jps:g}/s", setup, LoadOptions(jps=jps))
 
 
 def make_sensitivity() -> Iterable[Row]:
     base = Setup(gpu="H100", host_gb=0)
-    swe = Load(workload="swe-bench", jps=2, window_s=60)
+    swe = LoadOptions(workload="swe-bench", jps=2, window_s=60)
     yield Row("swe-bench, H100, 2/s", base, swe)
     for share in (0.25, 0.5, 2):
         yield Row(f"KV x {share:g}", dataclasses.replace(base, kv_tokens=int(434_000 * share)), swe)
@@ -116,10 +118,10 @@ def make_sensitivity() -> Iterable[Row]:
         yield Row(f"hints: {hints}", base, dataclasses.replace(swe, hints=hints))
     for num_turns, jps in ((10, 2.0), (20, 0.8), (30, 0.4), (50, 0.15)):
         path = write_trace(f"turns-{num_turns}", make_jobs(jps, num_turns=num_turns))
-        yield Row(f"{num_turns} turns, {jps:g}/s", base, Load(workload=str(path)))
+        yield Row(f"{num_turns} turns, {jps:g}/s", base, LoadOptions(workload=str(path)))
     for chat_jps in (1.0, 4.0):
         path = write_trace(f"chats-{chat_jps:g}", [*make_jobs(1.5), *make_chats(chat_jps)])
-        yield Row(f"1.5/s and {chat_jps:g} chats/s", base, Load(workload=str(path)))
+        yield Row(f"1.5/s and {chat_jps:g} chats/s", base, LoadOptions(workload=str(path)))
 
 
 def make_jobs(jps: float, *, num_turns: float = SWE_BENCH.turns_mean, seed: int = 42) -> list[Job]:

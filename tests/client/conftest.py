@@ -15,8 +15,8 @@ from tenuto.client.load import run as run_module
 from tenuto.client.load import runner as load_module
 from tenuto.client.load.files import METRICS, TURNS, RunFiles
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import LoadOptions, make_workload
 from tenuto.workload import Workload
+from tenuto.workload.load_options import LoadOptions, make_workload
 from tests.client.fake_server import FakeServer
 
 SYSTEM_TOKENS, TASK_TOKENS, TOOL_TOKENS, OUTPUT_TOKENS = 40, 30, 50, 6

@@ -15,8 +15,9 @@ import pytest
 from tenuto.client.load import commands as commands_module
 from tenuto.client.load.commands import CommandRecord, CommandRunner, check_commands
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import Agenda, LoadOptions
+from tenuto.client.load.plan import Agenda
 from tenuto.core.errors import ConfigError
+from tenuto.workload.load_options import LoadOptions
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 from tests.client.conftest import Ran, read_lines
 from tests.client.fake_server import FakeServer, Reply, Request

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.load.plan import LoadOptions
 from tenuto.client.load.runner import get_pause_s
+from tenuto.workload.load_options import LoadOptions
 from tests.client.conftest import GAP_S, OUTPUT_TOKENS, SYSTEM_TOKENS, TOOL_S, Ran
 from tests.client.fake_server import BLOCK_SIZE, FakeServer, Reply, Request
 
@@ -49,7 +49,7 @@ def test_lengths_are_the_plans(bench: Bench) -> None:
                 True,
             ]
             assert request.body["stream_options"] == {"include_usage": True}
-            assert "vllm_xargs" not in request.body
+            assert request.body["vllm_xargs"].keys() == {"job_id", "is_last_step"}
     assert ran.result["client"]["complaints"] == {}
     assert ran.result["per_turn_avg_prompt_tokens"] == {"1": 70, "2": 126, "3": 182}
 
@@ -135,8 +135,8 @@ def test_users_begin_jobs_as_others_end(bench: Bench, trace: Path) -> None:
     assert (ran.client["arrival"], ran.client["users"]) == ("users", 1)
 
 
-def test_hints_name_job_tool_and_end(bench: Bench) -> None:
-    ran = bench(hints=True, run_id="r1")
+def test_hints_name_job_tool_and_end(bench: Bench, trace: Path) -> None:
+    ran = bench(load=LoadOptions(workload=str(trace), hints="tool"), run_id="r1")
     hints = [request.body["vllm_xargs"] for request in group(ran.server)["job1"]]
     assert hints == [
         {"job_id": "r1/job1", "tool": "ls", "is_last_step": 0},

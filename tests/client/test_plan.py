@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.load.plan import USER_GAP_S, Agenda, Due, LoadOptions, make_workload
+from tenuto.client.load.plan import USER_GAP_S, Agenda, Due
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.workload import After, Job, Span, TurnSpec, Workload, load_workload
+from tenuto.workload.load_options import LoadOptions, make_workload
 
 
 def make_job(
@@ -236,7 +237,7 @@ def test_options_make_the_workload_of_the_same_name() -> None:
 
 def test_scale_speed_and_max_jobs() -> None:
     plain = make_workload(LoadOptions(jps=3.0))
-    workload = make_workload(LoadOptions(jps=3.0, scale=0.5, speed=2.0, max_jobs=4))
+    workload = make_workload(LoadOptions(jps=3.0, scale_lengths=0.5, scale_rate=2.0, max_jobs=4))
     assert [job.job_id for job in workload.jobs] == [job.job_id for job in plain.jobs[:4]]
     for short, long in zip(workload.jobs, plain.jobs, strict=False):
         assert short.arrival_s == long.arrival_s / 2
@@ -264,11 +265,17 @@ def test_users_take_any_number_of_generated_jobs() -> None:
         (LoadOptions(jps=1.0, window_s=0.01), "no job arrives"),
         (LoadOptions(jps=1.0, arrival="sometimes"), "arrival must be"),
         (LoadOptions(jps=1.0, loop="open"), "no recorded time"),
-        (LoadOptions(jps=1.0, scale=0.0), "scale factor"),
+        (LoadOptions(jps=1.0, scale_lengths=0.0), "scale factor"),
         (LoadOptions(users=3), "say --max-jobs"),
         (LoadOptions(users=0, max_jobs=3), "--users must be 1 or more"),
         (LoadOptions(users=3, jps=1.0), "with --users"),
         (LoadOptions(users=3, loop="open"), "with --users"),
+        (LoadOptions(users=3, scale_rate=2.0, max_jobs=9), "leave --jps, --window, --scale-rate"),
+        (LoadOptions(jps=1.0, loop="half"), "--loop must be one of closed, open; got 'half'"),  # type: ignore[arg-type]
+        (
+            LoadOptions(jps=1.0, hints="some"),
+            "--hints must be one of none, job, last, tool, tool-time, wrong",
+        ),
         (LoadOptions(workload="nowhere.jsonl"), "no such file"),
     ],
 )

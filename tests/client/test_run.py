@@ -18,9 +18,9 @@ from tenuto.client.http.probe import ServerError
 from tenuto.client.load import run as run_module
 from tenuto.client.load.files import RunFiles
 from tenuto.client.load.options import DESCRIPTION, EPILOG, BenchOptions, add_options, read_options
-from tenuto.client.load.plan import LoadOptions
 from tenuto.client.load.run import run_bench
 from tenuto.core.errors import ConfigError
+from tenuto.workload.load_options import LoadOptions
 from tests.client.conftest import Ran, read_lines
 from tests.client.fake_server import FakeServer, Reply, Request, serving
 
@@ -41,15 +41,34 @@ def parse(*arguments: str) -> BenchOptions:
 def test_options_as_parsed() -> None:
     options = parse(
         *("--url", "http://h:1", "--workload", "bfcl", "--jps", "2", "--window", "9", "--seed", "3"),
-        *("--arrival", "gamma:2", "--scale", "0.4", "--speed", "2", "--max-jobs", "5", "--timeout", "60"),
-        *("--retries", "1", "--hints", "--policy", "stock", "--gpu", "H200", "--out", "d", "--json"),
+        *(
+            "--arrival",
+            "gamma:2",
+            "--scale-lengths",
+            "0.4",
+            "--scale-rate",
+            "2",
+            "--max-jobs",
+            "5",
+            "--timeout",
+            "60",
+        ),
+        *("--retries", "1", "--hints", "tool", "--policy", "stock", "--gpu", "H200", "--out", "d", "--json"),
         *("--model", "m", "--api-key", "k", "--prompts", "words", "--answers", "workload", "--run-id", "r"),
     )
     load = LoadOptions(
-        workload="bfcl", jps=2.0, window_s=9.0, seed=3, arrival="gamma:2", scale=0.4, speed=2.0, max_jobs=5
+        workload="bfcl",
+        jps=2.0,
+        window_s=9.0,
+        seed=3,
+        arrival="gamma:2",
+        scale_lengths=0.4,
+        scale_rate=2.0,
+        max_jobs=5,
+        hints="tool",
     )
     assert options == BenchOptions(
-        url="http://h:1", load=load, model="m", api_key="k", prompts="words", answers="workload", hints=True,
+        url="http://h:1", load=load, model="m", api_key="k", prompts="words", answers="workload",
         timeout_s=60.0, retries=1, run_id="r", policy="stock", gpu="H200", out=Path("d"), as_json=True,
     )  # fmt: skip
     plain = parse("--url", "http://h:1", "--users", "3", "--loop", "open")
@@ -260,7 +279,7 @@ def test_nobody_listens(trace: Path) -> None:
 
 def test_turns_longer_than_the_context(bench: Callable[..., Ran]) -> None:
     with pytest.raises(
-        ConfigError, match=r"job 'job0' turn 3 has 188 tokens, the server takes 187; .*--scale"
+        ConfigError, match=r"job 'job0' turn 3 has 188 tokens, the server takes 187; .*--scale-lengths"
     ):
         bench(FakeServer(max_model_len=187))
     assert bench(FakeServer(max_model_len=188)).result["jobs"] == 3

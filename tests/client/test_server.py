@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import LoadOptions
 from tenuto.client.load.run import run_bench
 from tenuto.client.servers.local_server import LocalServer, run_server
+from tenuto.workload.load_options import LoadOptions
 from tests.client.conftest import read_lines
 from tests.vllm.test_server import BLOCK_SIZE, ENV, get_command, get_free_port
 
@@ -26,7 +26,7 @@ pytestmark = [
         reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it",
     ),
 ]
-LOAD = LoadOptions(jps=1.0, window_s=4.0, scale=0.1, max_jobs=2)
+LOAD = LoadOptions(jps=1.0, window_s=4.0, scale_lengths=0.1, max_jobs=2, hints="tool")
 """Two jobs of eight turns, up to 1,319 tokens of context."""
 
 
@@ -48,7 +48,7 @@ def run(
 
 
 def test_token_ids_are_exact(server: LocalServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result, turns = run(server, tmp_path / "ids", capsys, hints=True)
+    result, turns = run(server, tmp_path / "ids", capsys)
     client = result["client"]
     # No complaint: the server counted what was sent, and as many tokens came as were asked for.
     assert (client["complaints"], client["answers"], client["block_size"]) == ({}, "server", BLOCK_SIZE)

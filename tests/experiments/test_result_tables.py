@@ -12,9 +12,9 @@ from experiments.results.tables import format_means, format_ratios, format_winne
 from tenuto.core.policy import get_policy_names, load_policy
 from tenuto.policies.tenuto import Tenuto
 from tenuto.sim.machine import Setup, build
-from tenuto.sim.run import Load
+from tenuto.workload.load_options import LoadOptions
 
-ROWS = [Row(f"H100, {jps}/s", Setup(), Load(jps=jps), "H100", f"{jps}/s") for jps in (1, 2)]
+ROWS = [Row(f"H100, {jps}/s", Setup(), LoadOptions(jps=jps), "H100", f"{jps}/s") for jps in (1, 2)]
 
 
 def make_records(times: dict[str, tuple[float, float]]) -> dict[tuple[str, str], list[dict[str, Any]]]:

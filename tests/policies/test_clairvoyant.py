@@ -11,9 +11,10 @@ from tenuto.core.policy import load_policy
 from tenuto.core.types import EngineView, Job, Keep, Lease, Release, StepView, Strength, Turn
 from tenuto.policies.oracles.clairvoyant import FIRST, LATE_S, MIN_LOOK_S, Clairvoyant
 from tenuto.sim.machine import Setup
-from tenuto.sim.run import Load, run
+from tenuto.sim.run import run
 from tenuto.sim.simulation import TurnRecord
 from tenuto.workload import schema
+from tenuto.workload.load_options import LoadOptions
 from tests.policies.simulated import (
     PrefillSteps,
     count_recomputed,
@@ -160,7 +161,7 @@ def test_on_an_overloaded_gpu_it_is_no_slower_than_orders_by_arrival(
 ) -> None:
     def get_jct_s(policy: str) -> float:
         setup = Setup(gpu=gpu, policy=policy, step_cost="roofline")
-        record = run(setup, Load(workload=workload, jps=jps, window_s=window_s, seed=1)).record
+        record = run(setup, LoadOptions(workload=workload, jps=jps, window_s=window_s, seed=1)).record
         return fmean(record["job_durations"])
 
     known_s = get_jct_s("clairvoyant")

@@ -23,12 +23,13 @@ from tenuto.core.types import (
     Turn,
 )
 from tenuto.policies.tenuto import FIRST, Tenuto
-from tenuto.sim.client_hints import say_nothing
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.machine import Setup, build
-from tenuto.sim.run import Load, run
+from tenuto.sim.run import run
 from tenuto.sim.simulation import Simulation
 from tenuto.workload import Job as JobSpec
+from tenuto.workload.hints import say_nothing
+from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Span, TurnSpec
 
 IDLE = EngineView(100.0, 16, 1000, 900, 1, 0, 8192)
@@ -201,12 +202,12 @@ def test_a_load_behind_a_long_queue_is_not_waited_for() -> None:
     assert not policy.load(make_turn(), LoadOffer(1000, 0.5), IDLE)
 
 
-def simulate(setup: Setup, load: Load) -> dict[str, Any]:
+def simulate(setup: Setup, load: LoadOptions) -> dict[str, Any]:
     return run(setup, load).record
 
 
 def test_overload_is_where_it_wins() -> None:
-    load = Load(jps=2, window_s=30)
+    load = LoadOptions(jps=2, window_s=30)
     stock, ours = (simulate(dataclasses.replace(SMALL, policy=name), load) for name in ("stock", "tenuto"))
     assert ours["avg_duration_s"] < 0.5 * stock["avg_duration_s"]
     assert ours["p95_duration_s"] < stock["p95_duration_s"]
@@ -214,7 +215,7 @@ def test_overload_is_where_it_wins() -> None:
 
 
 def test_an_idle_engine_is_as_fast_as_stock() -> None:
-    load = Load(jps=0.1, window_s=60)
+    load = LoadOptions(jps=0.1, window_s=60)
     stock, ours = (simulate(dataclasses.replace(SMALL, policy=name), load) for name in ("stock", "tenuto"))
     assert ours["avg_duration_s"] <= 1.01 * stock["avg_duration_s"]
 
@@ -244,19 +245,21 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones() -> None:
 
 
 def test_clients_that_say_nothing_and_are_not_recognised_fare_as_with_stock() -> None:
-    load = Load(jps=2, window_s=30)
+    load = LoadOptions(jps=2, window_s=30)
     means = {}
     for name in ("stock", "tenuto"):
         machine = build(dataclasses.replace(SMALL, policy=name))
         scheduler = Scheduler(machine.config, machine.policy, Limits(infer_jobs=False))
-        turns = Simulation(scheduler, machine.step_cost, load.make().jobs, say_hints=say_nothing).run()
+        turns = Simulation(
+            scheduler, machine.step_cost, make_workload(load).jobs, say_hints=say_nothing
+        ).run()
         means[name] = sum(turn.finish_s - turn.arrival_s for turn in turns) / len(turns)
     assert means["tenuto"] <= 1.05 * means["stock"]
 
 
 @pytest.mark.slow
 def test_wrong_hints_hurt_little() -> None:
-    load = Load(jps=2, window_s=30)
+    load = LoadOptions(jps=2, window_s=30)
     true, wrong = (
         simulate(SMALL, dataclasses.replace(load, hints=hints))["avg_duration_s"]
         for hints in ("last", "wrong")

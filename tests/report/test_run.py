@@ -201,8 +201,9 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
         "arrival": "poisson",
         "loop": "closed",
         "users": None,
-        "hints": True,
-        "scale": 1.0,
+        "hints": "tool",
+        "scale_lengths": 1.0,
+        "scale_rate": 1.0,
     }
     live = make_record("tenuto", 2.0, 7, simulated=False, client=client)
     page = tmp_path / "p.html"
@@ -215,7 +216,7 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
         "tenuto compare --gpu H100,H200 --policies stock,tenuto --jps 1,2.5 --seed 41,42 "
         "--kv-tokens 9000 --out sweep",
         "tenuto simulate --gpu H200 --policy tenuto --option a=1 --max-num-batched-tokens 64",
-        "tenuto bench --url http://x --workload ab8 --jps 2 --seed 7 --hints",
+        "tenuto bench --url http://x --workload ab8 --jps 2 --seed 7 --hints tool",
     ]
     for command in commands:
         build_parser().parse_args(shlex.split(command)[1:])

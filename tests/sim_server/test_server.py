@@ -23,12 +23,12 @@ from tenuto import cli
 from tenuto.client.load import run as run_module
 from tenuto.client.load.files import METRICS, TURNS, RunFiles
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import LoadOptions, make_workload
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.machine import Setup, build
 from tenuto.sim.result import get_durations
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.simulation import Simulation
+from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Job
 from tests.sim_server.live import Live, serve
 
@@ -57,9 +57,9 @@ def bench(live: Live, folder: Path, load: LoadOptions, **options: Any) -> tuple[
 
 @pytest.mark.parametrize("prompts", ["ids", "words"])
 def test_the_bench_runs_a_small_workload(tmp_path: Path, prompts: Any) -> None:
-    load = LoadOptions(workload="ab8", jps=2.0, window_s=3, max_jobs=4, scale=0.1)
+    load = LoadOptions(workload="ab8", jps=2.0, window_s=3, max_jobs=4, scale_lengths=0.1, hints="tool")
     with serve("continuum-fixed", options={"ttl_s": 300}, kv_tokens=131_072) as live:
-        result, turns = bench(live, tmp_path, load, prompts=prompts, hints=True)
+        result, turns = bench(live, tmp_path, load, prompts=prompts)
         live.wait_until_idle()
     assert len(turns) == 32
     assert all(turn["status"] == "ok" and not turn["failures"] for turn in turns)
@@ -97,14 +97,14 @@ def test_clients_see_the_times_of_the_simulation(tmp_path: Path) -> None:
     """
     speed = 2.0
     setup: dict[str, Any] = {"gpu": "A100-40", "step_cost": "roofline", "kv_tokens": 65_536}
-    load = LoadOptions(workload="ab8", jps=0.5, window_s=6, seed=3)
+    load = LoadOptions(workload="ab8", jps=0.5, window_s=6, seed=3, hints="tool")
     jobs = [stretch(job, speed) for job in make_workload(load).jobs]
     machine = build(Setup(policy="stock", **setup))
     simulated = Simulation(machine.make_scheduler(), machine.step_cost, jobs).run()
     durations_s = list(get_durations(simulated, {}).values())
     latencies_s = [turn.finish_s - turn.arrival_s for turn in simulated]
     with serve("stock", speed=speed, **setup) as live:
-        result, turns = bench(live, tmp_path, load, hints=True)
+        result, turns = bench(live, tmp_path, load)
         stats = live.engine.stats
         assert sum(stats.latency_s.counts) == len(simulated) + 1  # the bench's probe
         assert stats.latency_s.total == pytest.approx(sum(latencies_s), rel=0.2)

@@ -14,9 +14,9 @@ from tenuto.cli import main
 from tenuto.core.errors import DataError
 from tenuto.sim.machine import Setup
 from tenuto.sim.plan import make_plans
-from tenuto.sim.run import Load
 from tenuto.sim.sweep import RESULTS, read_results
 from tenuto.sim.sweep_table import format_rows, make_rows
+from tenuto.workload.load_options import LoadOptions
 
 COMPARE = [
     *("compare", "--gpu", "L40S", "--policies", "stock,continuum-fixed", "--jps", "0.5,1", "--window", "6"),
@@ -147,7 +147,7 @@ def test_without_ray_the_message_says_so(
     ("arguments", "message"),
     [
         (["--jps", "fast"], "--jps: could not convert"),
-        (["--jps", ""], "jps, the jobs per second, must be given"),
+        (["--jps", ""], "how many ab8 jobs? Say --jps 1"),
         (["--gpu", "H3000"], "unknown GPU"),
         (["--policies", "stock,best"], "no policy 'best'"),
         (["--workload", "nowhere.jsonl"], "no such file"),
@@ -211,11 +211,11 @@ def test_the_plan_is_the_fewest_that_meet_the_target() -> None:
         return {"p95_duration_s": 10 * cell.load.jps}
 
     # 12 jobs/s on N machines have a P95 of 120/N s: 20 s takes 6 machines, and 5 give 24 s.
-    [plan] = make_plans([Setup(gpu="H100", tp=2)], Load(jps=12.0), 20.0, run=run)
+    [plan] = make_plans([Setup(gpu="H100", tp=2)], LoadOptions(jps=12.0), 20.0, run=run)
     assert (plan.num_machines, plan.num_gpus) == (6, 12)
     assert (plan.p95_s, plan.p95_with_fewer_s) == (20.0, 24.0)
     assert len(asked) == len(set(asked)) <= 6
-    [plan] = make_plans([Setup(gpu="H100")], Load(jps=12.0), 20.0, max_machines=4, run=run)
+    [plan] = make_plans([Setup(gpu="H100")], LoadOptions(jps=12.0), 20.0, max_machines=4, run=run)
     assert (plan.num_machines, plan.p95_s) == (None, 30.0)
 
 
@@ -226,10 +226,14 @@ def test_a_small_share_is_simulated_for_long_enough() -> None:
         windows_s[cell.load.jps] = cell.load.window_s
         return {"p95_duration_s": 100.0}
 
-    list(make_plans([Setup(gpu="H100")], Load(jps=1.0), 20.0, max_machines=4, run=run))
+    list(make_plans([Setup(gpu="H100")], LoadOptions(jps=1.0), 20.0, max_machines=4, run=run))
     # 45 s of the whole load, then 20 jobs of a half and of a quarter of it.
     assert windows_s == {1.0: 45.0, 0.5: 45.0, 0.25: 80.0}
-    list(make_plans([Setup(gpu="H100")], Load(jps=1.0, workload="a.jsonl"), 20.0, max_machines=1, run=run))
+    list(
+        make_plans(
+            [Setup(gpu="H100")], LoadOptions(jps=1.0, workload="a.jsonl"), 20.0, max_machines=1, run=run
+        )
+    )
     assert windows_s[1.0] is None
 
 

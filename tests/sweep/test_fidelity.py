@@ -11,7 +11,8 @@ import pytest
 
 from tenuto.sim.cost.aiconfigurator import AICONFIGURATOR_VERSION, installed_version
 from tenuto.sim.machine import Setup
-from tenuto.sim.run import Load, run
+from tenuto.sim.run import run
+from tenuto.workload.load_options import LoadOptions
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ PUBLISHED = json.loads(
 @pytest.fixture(scope="module")
 def records() -> dict[tuple[str, int], dict[str, Any]]:
     return {
-        (policy, jps): run(Setup(gpu="H200", policy=policy), Load(jps=jps)).record
+        (policy, jps): run(Setup(gpu="H200", policy=policy), LoadOptions(jps=jps)).record
         for policy in PUBLISHED["avg_duration_s"]
         for jps in PUBLISHED["jps"]
     }

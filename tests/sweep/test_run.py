@@ -17,13 +17,14 @@ from tenuto.sim.engine.config import KvConfig
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import Setup
 from tenuto.sim.occupancy import Occupancy, write_run
-from tenuto.sim.run import Load, run
+from tenuto.sim.run import run
 from tenuto.sim.truncate import truncate_to_fit
 from tenuto.workload import Job, Workload
+from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import After, Span, TurnSpec
 
 SMALL = Setup(gpu="L40S", policy="stock", step_cost="roofline", kv_tokens=60_000)
-LOAD = Load(jps=2, window_s=8)
+LOAD = LoadOptions(jps=2, window_s=8)
 
 KEYS = {
     *("policy", "gpu", "model", "workload", "jps", "seed", "jobs", "avg_duration_s", "median_duration_s"),
@@ -36,7 +37,7 @@ KEYS = {
 def test_the_record_has_all_that_the_schema_names() -> None:
     record = run(SMALL, LOAD).record
     assert set(record) >= KEYS
-    assert record["jobs"] == len(record["job_durations"]) == len(LOAD.make().jobs)
+    assert record["jobs"] == len(record["job_durations"]) == len(make_workload(LOAD).jobs)
     assert list(record["per_turn_avg_latency_ms"]) == [str(turn) for turn in range(1, 9)]
     assert record["prompt_tokens"] == record["jobs"] * (
         92 + 1840 + 3449 + 6025 + 7454 + 10299 + 12333 + 13193
@@ -48,7 +49,7 @@ def test_the_record_has_all_that_the_schema_names() -> None:
 
 
 def test_a_job_alone_has_a_slowdown_of_one() -> None:
-    record = run(SMALL, Load(jps=0.05, window_s=20, arrival="fixed")).record
+    record = run(SMALL, LoadOptions(jps=0.05, window_s=20, arrival="fixed")).record
     assert record["jobs"] == 1
     assert record["slowdown"]["max"] == pytest.approx(1, abs=0.01)
 
@@ -76,7 +77,7 @@ def test_the_same_under_every_hash_seed() -> None:
 def test_turns_that_cannot_fit_end_their_job() -> None:
     # 13,193 prompt tokens do not fit 12,500; the job ends before its last turn, so has 7.
     setup = Setup(gpu="L40S", policy="stock", step_cost="roofline", kv_tokens=12_500)
-    outcome = run(setup, Load(jps=0.5, window_s=8))
+    outcome = run(setup, LoadOptions(jps=0.5, window_s=8))
     num_jobs = len(outcome.workload.jobs)
     assert outcome.record["turns_refused"] == num_jobs
     assert {len(job.turns) for job in outcome.workload.jobs} == {7}
@@ -91,10 +92,10 @@ def test_turns_that_cannot_fit_end_their_job() -> None:
             LOAD,
             "ab8: nothing to run: none of its .* turns fits this machine",
         ),
-        (SMALL, Load(jps=1e-9, window_s=1), "ab8: nothing to run: no job arrives"),
+        (SMALL, LoadOptions(jps=1e-9, window_s=1), "ab8: nothing to run: no job arrives"),
     ],
 )
-def test_nothing_to_run_is_said(setup: Setup, load: Load, message: str) -> None:
+def test_nothing_to_run_is_said(setup: Setup, load: LoadOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(setup, load)
 
@@ -102,7 +103,7 @@ def test_nothing_to_run_is_said(setup: Setup, load: Load, message: str) -> None:
 def test_turns_that_cannot_fit_a_hybrid_model_are_left_out_too() -> None:
     # 1,250 blocks: too few for the 13,193 tokens of full attention and five groups of windows.
     setup = Setup(gpu="H100", model="gemma-3-12b", policy="stock", step_cost="roofline", kv_tokens=20_000)
-    record = run(setup, Load(jps=0.5, window_s=8)).record
+    record = run(setup, LoadOptions(jps=0.5, window_s=8)).record
     assert 0 < record["turns_refused"] < 8 * record["jobs"]
 
 
@@ -147,7 +148,7 @@ def test_watching_changes_nothing() -> None:
 
 
 def test_the_record_says_what_the_machine_has_to_say() -> None:
-    record = run(Setup(gpu="H100", model="gemma-3-12b", policy="offload-sync"), Load(jps=0.2)).record
+    record = run(Setup(gpu="H100", model="gemma-3-12b", policy="offload-sync"), LoadOptions(jps=0.2)).record
     assert record["step_cost"] == "roofline"
     assert len(record["notes"]) == 2
     assert run(SMALL, LOAD).record["notes"] == []
@@ -157,7 +158,8 @@ def test_pins_starve_nobody_under_the_plugins_limits() -> None:
     """Many quick tools on a small cache: pins that yield only on a stall hold the others up."""
     setup = replace(SMALL, policy="continuum-fixed", kv_tokens=30_000)
     published, plugin = (
-        run(replace(setup, limits=name), Load(jps=1, window_s=10)).record for name in ("published", "plugin")
+        run(replace(setup, limits=name), LoadOptions(jps=1, window_s=10)).record
+        for name in ("published", "plugin")
     )
     assert "limits" not in published["config"]
     assert plugin["config"]["limits"] == "plugin"

@@ -34,7 +34,7 @@ Exit status: 0 if it does, 1 if an answer differs, 2 if the trace cannot be repl
 EPILOG = """\
 examples:
   tenuto replay recorded.jsonl --url http://localhost:8000 --out runs/replayed
-  tenuto replay recorded.jsonl --url http://localhost:8000 --loop open --speed 2
+  tenuto replay recorded.jsonl --url http://localhost:8000 --loop open --scale-rate 2
       every turn at its recorded time, twice as fast
   tenuto replay --decisions scheduler.jsonl
   tenuto replay --decisions scheduler.jsonl --policy continuum-fixed --option ttl_s=3

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.client_hints import HINTS
 from tenuto.sim.hardware.gpus import GPUS, get_gpu
 from tenuto.sim.machine import LIMITS, Setup
-from tenuto.sim.run import Load
+from tenuto.workload.hints import HINTS
+from tenuto.workload.load_options import LoadOptions
 
 _SIMULATE_TEXT = """\
 Run one workload on one simulated GPU: vLLM's scheduler decision by decision, GPU time from measured tables.
@@ -137,8 +137,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "--hints",
         default="last",
         choices=tuple(HINTS),
-        help="what clients say: the job's id and its last turn (default), its id alone, nothing, the coming "
-        "tool call's time too, or that time ten times wrong",
+        help="what clients say about a job: nothing, its id, also whether a turn is its last (default), also "
+        "the tool's name, also how long the tool will take, or a wrong time",
     )
     load.add_argument(
         "--scale-lengths", type=float, default=1.0, metavar="X", help="multiply all text lengths"
@@ -146,6 +146,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--scale-rate", type=float, default=1.0, metavar="X", help="let a trace's jobs come faster"
     )
+    load.add_argument("--max-jobs", type=int, metavar="N", help="only the first N jobs and what they start")
 
 
 def add_simulate_options(parser: argparse.ArgumentParser) -> None:
@@ -233,9 +234,9 @@ def read_setup(parsed: argparse.Namespace, gpu: str, policy: str) -> Setup:
     )
 
 
-def read_load(parsed: argparse.Namespace, jps: float | None, seed: int) -> Load:
+def read_load(parsed: argparse.Namespace, jps: float | None, seed: int) -> LoadOptions:
     """The load that options name."""
-    return Load(
+    return LoadOptions(
         workload=parsed.workload,
         jps=jps,
         seed=seed,
@@ -245,6 +246,7 @@ def read_load(parsed: argparse.Namespace, jps: float | None, seed: int) -> Load:
         scale_lengths=parsed.scale_lengths,
         scale_rate=parsed.scale_rate,
         hints=parsed.hints,
+        max_jobs=parsed.max_jobs,
     )
 
 

@@ -5,11 +5,10 @@ Jobs are plain data of the shape below; `tenuto.workload.schema` has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from tenuto.core.requests.hints import Hints
 from tenuto.sim.kv.segments import Span
 
 Loop = Literal["closed", "open"]
@@ -95,20 +94,6 @@ class Send(NamedTuple):
     job: Job
     turn: int
     """Its index in the job, from 0."""
-
-
-SayHints = Callable[[Job, int], Hints]
-"""What a client says about the turn with that index."""
-
-
-def say_job_and_last(job: Job, index: int) -> Hints:
-    """The job's id and whether this is its last turn, as the published agents say."""
-    return Hints(job_id=job.job_id, tenant=job.tenant, is_last=index == len(job.turns) - 1)
-
-
-def say_job(job: Job, index: int) -> Hints:
-    """The job's id and nothing else."""
-    return Hints(job_id=job.job_id, tenant=job.tenant)
 
 
 @dataclass(slots=True)

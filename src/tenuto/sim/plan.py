@@ -13,10 +13,10 @@ from typing import Any
 from tenuto.core.errors import ConfigError
 from tenuto.sim.hardware.kv_budget import ModelTooLargeError
 from tenuto.sim.machine import Setup, build
-from tenuto.sim.run import Load
 from tenuto.sim.sweep import Cell, run_cell
 from tenuto.workload.generators.ab8 import WINDOW_S as DEFAULT_WINDOW_S
 from tenuto.workload.load import GENERATORS
+from tenuto.workload.load_options import LoadOptions
 
 MIN_JOBS = 20
 """Jobs that one machine's share is simulated for, at least: a P95 of fewer is only their slowest."""
@@ -45,7 +45,12 @@ class Plan:
 
 
 def make_plans(
-    setups: Sequence[Setup], load: Load, target_s: float, *, max_machines: int = 64, run: RunCell = run_cell
+    setups: Sequence[Setup],
+    load: LoadOptions,
+    target_s: float,
+    *,
+    max_machines: int = 64,
+    run: RunCell = run_cell,
 ) -> Iterator[Plan]:
     """The fewest machines for each setup. Raises ConfigError without a rate or with a senseless target."""
     if load.jps is None or load.jps <= 0:
@@ -80,7 +85,7 @@ def get_best(plans: Sequence[Plan]) -> Plan | None:
     return min(meeting, key=lambda plan: (plan.num_gpus or 0, plan.p95_s), default=None)
 
 
-def _find_fewest(setup: Setup, load: Load, target_s: float, max_machines: int, run: RunCell) -> Plan:
+def _find_fewest(setup: Setup, load: LoadOptions, target_s: float, max_machines: int, run: RunCell) -> Plan:
     assert load.jps is not None
     jps = load.jps
     known: dict[int, float] = {}
@@ -104,7 +109,7 @@ def _find_fewest(setup: Setup, load: Load, target_s: float, max_machines: int, r
     return Plan(setup.gpu, setup.policy, enough, enough * setup.tp, known[enough], fewer_s)
 
 
-def _get_share(load: Load, jps: float) -> Load:
+def _get_share(load: LoadOptions, jps: float) -> LoadOptions:
     """One machine's share of the jobs, for longer where too few would come. A whole trace has its length."""
     if load.window_s is None and load.workload not in GENERATORS:
         return replace(load, jps=jps)

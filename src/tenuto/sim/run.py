@@ -13,47 +13,15 @@ from typing import Any
 from tenuto import __version__
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy_caller import DecisionLog
-from tenuto.sim.client_hints import HINTS
 from tenuto.sim.cost.aiconfigurator import installed_version
 from tenuto.sim.isolated_time import get_isolated_time_s
 from tenuto.sim.machine import Machine, Setup, build
 from tenuto.sim.result import RunInfo, get_durations, get_percentile, make_record
 from tenuto.sim.simulation import Simulation, TurnRecord, Watch
 from tenuto.sim.truncate import truncate_to_fit
-from tenuto.workload import Job, Workload, load_workload, scale_lengths, scale_rate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What a run is given to do. Names as in the commands' options."""
-
-    workload: str = "ab8"
-    jps: float | None = None
-    """Jobs arriving per second; generators need it, a trace then keeps its order but not its times."""
-    seed: int = 42
-    window_s: float | None = None
-    arrival: str = "poisson"
-    loop: str = "closed"
-    scale_lengths: float = 1.0
-    scale_rate: float = 1.0
-    hints: str = "last"
-    """What clients say of their jobs: a name in `tenuto.sim.client_hints.HINTS`."""
-
-    def make(self) -> Workload:
-        """Generate or read it. Raises ConfigError or DataError."""
-        if self.hints not in HINTS:
-            raise ConfigError(f"hints must be one of {', '.join(HINTS)}; got {self.hints!r}")
-        workload = load_workload(
-            self.workload,
-            jps=self.jps,
-            seed=self.seed,
-            window_s=self.window_s,
-            arrival=self.arrival,
-            loop="open" if self.loop == "open" else "closed",
-        )
-        if self.scale_lengths != 1:
-            workload = scale_lengths(workload, self.scale_lengths)
-        return workload if self.scale_rate == 1 else scale_rate(workload, self.scale_rate)
+from tenuto.workload import Job, Workload
+from tenuto.workload.hints import HINTS
+from tenuto.workload.load_options import LoadOptions, make_workload
 
 
 @dataclass(frozen=True)
@@ -68,7 +36,7 @@ class Outcome:
 
 def run(
     setup: Setup,
-    load: Load,
+    load: LoadOptions,
     *,
     watch: Watch | None = None,
     log: DecisionLog | None = None,
@@ -76,10 +44,9 @@ def run(
     """Run a load on a setup. Raises ConfigError, PolicyError or DataError for what makes no sense."""
     machine = build(setup)
     scheduler = machine.make_scheduler(log)
-    workload, num_cut = truncate_to_fit(load.make(), scheduler.kv)
+    workload, num_cut = truncate_to_fit(make_workload(load), scheduler.kv)
     if not workload.jobs:
-        why = f"none of its {num_cut} turns fits this machine" if num_cut else "no job arrives in its time"
-        raise ConfigError(f"{load.workload}: nothing to run: {why}")
+        raise ConfigError(f"{load.workload}: nothing to run: none of its {num_cut} turns fits this machine")
     machine.policy.set_oracle(workload.jobs)
     simulation = Simulation(
         scheduler,
@@ -119,7 +86,7 @@ def run(
     return Outcome(record, turns, workload, machine)
 
 
-def get_config(setup: Setup, load: Load) -> dict[str, Any]:
+def get_config(setup: Setup, load: LoadOptions) -> dict[str, Any]:
     """All that makes a run what it is, in JSON types; what is at its default is left out."""
     config: dict[str, Any] = {}
     for part in (setup, load):

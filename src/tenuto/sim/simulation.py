@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from tenuto.core.errors import IntegrityError
 from tenuto.core.step_clock import StepClock
 from tenuto.core.types import ToolCall
-from tenuto.sim.clients import Clients, Job, Loop, SayHints, Send, say_job_and_last
+from tenuto.sim.clients import Clients, Job, Loop, Send
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine.fast_forward import count_uneventful_steps, fast_forward
 from tenuto.sim.engine.request import Request, Status
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step, get_decode_batch
 from tenuto.sim.kv.segments import count_shared_tokens
+from tenuto.workload.hints import SayHints, say_last
 
 Watch = Callable[[float, Scheduler], None]
 """Looks at the engine at a time and changes nothing."""
@@ -71,7 +72,7 @@ class Simulation:
         jobs: Sequence[Job],
         *,
         loop: Loop = "closed",
-        say_hints: SayHints = say_job_and_last,
+        say_hints: SayHints = say_last,
         watch: Watch | None = None,
     ) -> None:
         """`watch` is called after every step, or stretch of quiet ones."""

@@ -14,7 +14,8 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.sim.machine import Setup, build
-from tenuto.sim.run import Load, get_config, run
+from tenuto.sim.run import get_config, run
+from tenuto.workload.load_options import LoadOptions, make_workload
 
 RESULTS = "results.jsonl"
 
@@ -26,7 +27,7 @@ class Cell:
     """One run of a sweep."""
 
     setup: Setup
-    load: Load
+    load: LoadOptions
 
     @property
     def key(self) -> str:
@@ -45,10 +46,10 @@ def check_cells(cells: Sequence[Cell]) -> list[str]:
 
     Returns what the machines have to say of themselves.
     """
-    setups = {json.dumps(get_config(cell.setup, Load())): cell.setup for cell in cells}.values()
+    setups = {json.dumps(get_config(cell.setup, LoadOptions())): cell.setup for cell in cells}.values()
     notes = [note for setup in setups for note in build(setup).notes]
     for load in dict.fromkeys(cell.load for cell in cells):
-        load.make()
+        make_workload(load)
     return notes
 
 
@@ -144,7 +145,7 @@ def _run_on_ray(cells: list[Cell], address: str) -> Iterator[tuple[Cell, Record]
         yield futures[ready], ray.get(ready)
 
 
-def make_cells(setups: Iterable[Setup], loads: Iterable[Load]) -> list[Cell]:
+def make_cells(setups: Iterable[Setup], loads: Iterable[LoadOptions]) -> list[Cell]:
     """Every setup under every load, each once."""
     cells = itertools.starmap(Cell, itertools.product(setups, loads))
     return list({cell.key: cell for cell in cells}.values())

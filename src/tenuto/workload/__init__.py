@@ -2,18 +2,21 @@
 
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.load import load_workload
+from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.scaling import scale_lengths, scale_rate
 from tenuto.workload.schema import After, Job, Prompt, Span, TurnSpec, Workload, count_shared_tokens
 
 __all__ = [
     "After",
     "Job",
+    "LoadOptions",
     "Prompt",
     "Span",
     "TurnSpec",
     "Workload",
     "count_shared_tokens",
     "load_workload",
+    "make_workload",
     "scale_lengths",
     "scale_rate",
     "write_tenuto_jsonl",

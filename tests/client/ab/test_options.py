@@ -18,7 +18,19 @@ def test_options_as_parsed() -> None:
     options = parse(
         *("--arm", "a=vllm", "--arm", "b=policy:stock", "--model", "m", "--out", "d", "--repeats", "8"),
         *("--serve-args", "--x 'y z'", "--arm-args", "b=--p 1", "--arm-args", "b=--q", "--keep-up"),
-        *("--port", "9000", "--warmup-jobs", "0", "--threshold", "2.5", "--json", "--jps", "2", "--hints"),
+        *(
+            "--port",
+            "9000",
+            "--warmup-jobs",
+            "0",
+            "--threshold",
+            "2.5",
+            "--json",
+            "--jps",
+            "2",
+            "--hints",
+            "job",
+        ),
         *("--api-key", "k", "--gpu", "G", "--start-limit", "5"),
     )
     assert options.serve_args == ("--x", "y z")
@@ -32,7 +44,7 @@ def test_options_as_parsed() -> None:
     )
     bench = options.get_run_options(options.arms[1], "http://h:9", 3, "r")
     assert (bench.url, bench.policy, bench.run_id, bench.load.seed) == ("http://h:9", "b", "r", 45)
-    assert (bench.load.jps, bench.hints, bench.api_key, bench.gpu) == (2.0, True, "k", "G")
+    assert (bench.load.jps, bench.load.hints, bench.api_key, bench.gpu) == (2.0, "job", "k", "G")
     assert (bench.model, bench.out) == (None, None)
 
 

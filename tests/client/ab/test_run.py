@@ -218,7 +218,7 @@ def test_more_repeats_can_be_added(options: Callable[..., AbOptions], tmp_path: 
         run_ab(options(*name_arms(a, b), *QUICK, "--repeats", "2"))
         assert read_verdict(tmp_path)["pairs"] == 2
         with pytest.raises(ConfigError, match="another hints"):
-            run_ab(options(*name_arms(a, b), *QUICK, "--hints"))
+            run_ab(options(*name_arms(a, b), *QUICK, "--hints", "job"))
 
 
 def test_the_verdict_as_json(

@@ -37,7 +37,7 @@ examples:
   tenuto ab --arm stock=vllm --arm hold=policy:continuum-fixed --model Qwen/Qwen3-8B --jps 6 --out ab1
   tenuto ab --arm a=http://10.0.0.1:8000 --arm b=http://10.0.0.2:8000 --workload swe-bench --jps 0.5 --out ab2
   tenuto ab --arm short=policy:continuum-fixed,ttl_s=1 --arm long=policy:continuum-fixed,ttl_s=10 \\
-      --model Qwen/Qwen3-8B --serve-args "--max-model-len 32768 --max-num-seqs 64" --hints --out ab3
+      --model Qwen/Qwen3-8B --serve-args "--max-model-len 32768 --max-num-seqs 64" --hints tool --out ab3
   tenuto ab --arm stock=sim:stock --arm hold=sim:continuum-fixed --model llama-3.1-8b --max-jobs 20 --out ab4
 """
 

@@ -22,9 +22,9 @@ from tenuto.client.ab.servers import Ready, Servers, check_arm, empty_cache
 from tenuto.client.ab.verdict import Comparison, compare, format_verdict
 from tenuto.client.load.files import RunFiles
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import make_workload
 from tenuto.client.load.run import measure
 from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.workload.load_options import make_workload
 
 _UNLIKE = ("url", "api_key", "out", "as_json", "policy", "run_id")
 """Options of bench that do not say what is compared, or are each run's own."""

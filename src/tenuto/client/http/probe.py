@@ -77,7 +77,7 @@ def check_lengths(workload: Workload, server: Server) -> None:
             if num_tokens > server.max_model_len:
                 raise ConfigError(
                     f"{workload.name}: job {job.job_id!r} turn {index + 1} has {num_tokens} tokens, "
-                    f"the server takes {server.max_model_len}; shorten the texts with --scale"
+                    f"the server takes {server.max_model_len}; shorten the texts with --scale-lengths"
                 )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tenuto.client.http.prompts import Form
-from tenuto.core.requests.hints import get_bounded_id
+from tenuto.core.requests.hints import get_bounded_id, make_fields
+from tenuto.workload.hints import SayHints, say_job
 from tenuto.workload.schema import Job
 
 SESSION_HEADER = "X-Session-ID"
@@ -19,15 +20,16 @@ class RequestWriter:
     """Writes the requests of one run.
 
     The output's length is fixed (`min_tokens` = `max_tokens`, `ignore_eos`) unless its format is forced, and
-    its content greedy, so that the same prompts get the same answers. Every request names its job in
-    `X-Session-ID`; with `hints` also in `vllm_xargs`, with its tool and whether it is the job's last turn.
+    its content greedy, so that the same prompts get the same answers. The job's id goes into `X-Session-ID`,
+    which any server and router takes; what else the client says about the job goes into `vllm_xargs`.
     """
 
     model: str
     form: Form
     run_id: str
     """Begins every job id on the wire, so that a server tells the jobs of two runs apart."""
-    hints: bool = False
+    say_hints: SayHints = say_job
+    """What the client says about a job."""
     quotes_answers: bool = True
     """Later prompts quote the answers: ask for their token ids. vLLM then repeats the prompt's ids too."""
     forced_format: Mapping[str, Any] | None = None
@@ -35,7 +37,8 @@ class RequestWriter:
 
     def write_headers(self, job: Job) -> dict[str, str]:
         """The headers of a job's requests."""
-        return {SESSION_HEADER: self._get_job_id(job)}
+        is_named = self.say_hints(job, 0).job_id is not None
+        return {SESSION_HEADER: self._get_job_id(job)} if is_named else {}
 
     def write_body(self, job: Job, index: int, prompt_field: str) -> bytes:
         """The body of a job's turn, its prompt already written."""
@@ -53,19 +56,15 @@ class RequestWriter:
             fields["structured_outputs"] = self.forced_format
         if self.form.is_exact and self.quotes_answers:
             fields["return_token_ids"] = True
-        if self.hints:
-            fields["vllm_xargs"] = self._get_hints(job, index)
+        hints = self.say_hints(job, index)
+        if hints.job_id is not None:
+            hints = replace(hints, job_id=self._get_job_id(job))
+        hint_fields = make_fields(hints)
+        if hint_fields.keys() - {"job_id"}:  # the header says the id alone
+            fields["vllm_xargs"] = hint_fields
         # Joined as text: prompts are long, and most of a prompt was already written for the turn before.
         return f"{json.dumps(fields)[:-1]}, {prompt_field}}}".encode()
 
     def _get_job_id(self, job: Job) -> str:
         # A trace's ids may hold what no header can; the bound makes a digest of those.
         return get_bounded_id(f"{self.run_id}/{job.job_id}") or self.run_id
-
-    def _get_hints(self, job: Job, index: int) -> dict[str, str | int]:
-        hints: dict[str, str | int] = {
-            "job_id": self._get_job_id(job),
-            "is_last_step": int(index == len(job.turns) - 1),
-        }
-        tool = job.turns[index].tool
-        return hints if tool is None else {**hints, "tool": tool}

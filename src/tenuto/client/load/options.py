@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tenuto.client.http.address import check_api_key, check_url
-from tenuto.client.load.plan import DEFAULT_ARRIVAL, LoadOptions
 from tenuto.core.errors import ConfigError
+from tenuto.workload.hints import HINTS
+from tenuto.workload.load_options import DEFAULT_ARRIVAL, LoadOptions
 
 DESCRIPTION = """\
 Run agent jobs against any OpenAI-compatible server and measure them.
@@ -29,11 +30,11 @@ EPILOG = """\
 examples:
   tenuto bench --url http://localhost:8000 --jps 6
       the 8-turn workload of the published sweeps, 255 jobs arriving within 45 s
-  tenuto bench --url http://localhost:8000 --workload swe-bench --jps 0.5 --window 600 --hints --out runs/swe
+  tenuto bench --url http://localhost:8000 --workload swe-bench --jps 0.5 --hints tool --out runs/swe
       with each turn's tool named to Tenuto; result.json, turns.jsonl and metrics.jsonl go to runs/swe
   tenuto bench --url http://localhost:8000 --users 32 --max-jobs 200
       32 users, each beginning a job when their last one has ended
-  tenuto bench --url http://localhost:8000 --workload trace.jsonl --loop open --speed 2
+  tenuto bench --url http://localhost:8000 --workload trace.jsonl --loop open --scale-rate 2
       a recorded trace at its own times, twice as fast
 """
 
@@ -48,7 +49,6 @@ class BenchOptions:
     api_key: str | None = None
     prompts: Literal["ids", "words"] = "ids"
     answers: Literal["server", "workload"] = "server"
-    hints: bool = False
     run_commands: bool = False
     command_limit_s: float = 60.0
     force_format: str | None = None
@@ -138,12 +138,27 @@ def add_load_options(group: Any, *, is_replay: bool = False) -> None:
         "its recorded time, whatever the server has answered by then",
     )
     group.add_argument(
-        "--scale", type=float, default=1.0, metavar="X", help="multiply the length of every text (default 1)"
+        "--scale-lengths",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiply the length of every text (default 1)",
     )
     group.add_argument(
-        "--speed", type=float, default=1.0, metavar="X", help="let jobs arrive X times as fast (default 1)"
+        "--scale-rate",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="let jobs arrive X times as fast (default 1)",
     )
     group.add_argument("--max-jobs", type=int, metavar="N", help="only the first N jobs and what they start")
+    group.add_argument(
+        "--hints",
+        choices=tuple(HINTS),
+        default="last",
+        help="what clients say about a job: nothing, its id (in X-Session-ID), also whether a turn is its "
+        "last (in vllm_xargs; default), also the tool's name, also how long the tool takes, or a wrong time",
+    )
 
 
 def _add_workload_option(group: Any) -> None:
@@ -181,11 +196,6 @@ def add_request_options(group: Any) -> None:
         default="server",
         help="what later prompts quote as the model's words: what the server really answered (default), or "
         "the workload's own text, which makes prompts independent of the server",
-    )
-    group.add_argument(
-        "--hints",
-        action="store_true",
-        help="send job_id, tool and is_last_step in vllm_xargs; without, the job's id in X-Session-ID only",
     )
     group.add_argument(
         "--run-commands",

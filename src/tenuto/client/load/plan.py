@@ -1,4 +1,4 @@
-"""What to send, and when: the workload to run, and the agenda that says when each turn is due.
+"""When each turn is to be sent: the agenda.
 
 An agenda is told what happened and when, and answers with the turns that now have a time:
 
@@ -13,84 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from tenuto.core.errors import ConfigError
-from tenuto.workload.load import GENERATORS, load_workload
-from tenuto.workload.scaling import scale_lengths, scale_rate
-from tenuto.workload.schema import Event, Job, Loop, TurnSpec, Workload, find_roots
+from tenuto.workload.schema import Event, Job, TurnSpec, Workload, find_roots
 
-DEFAULT_ARRIVAL = "poisson"
 USER_GAP_S = 0.01
 """Between the beginnings of two users: all at one moment, the client would measure its own crowd."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadOptions:
-    """Which workload, and how it is driven; the command line's options of the same names."""
-
-    workload: str = "ab8"
-    jps: float | None = None
-    users: int | None = None
-    window_s: float | None = None
-    seed: int = 42
-    arrival: str = DEFAULT_ARRIVAL
-    loop: Loop = "closed"
-    scale: float = 1.0
-    speed: float = 1.0
-    max_jobs: int | None = None
-
-
-def make_workload(options: LoadOptions) -> Workload:
-    """Load, shorten and scale a workload. Raises ConfigError for settings, DataError for files."""
-    if options.max_jobs is not None and options.max_jobs < 1:
-        raise ConfigError(f"--max-jobs must be 1 or more, got {options.max_jobs}")
-    workload = _load(options)
-    if options.max_jobs is not None:
-        workload = _take_first(workload, options.max_jobs)
-    if not workload.jobs:
-        raise ConfigError(f"{options.workload}: no job arrives within the window")
-    if options.speed != 1.0:
-        workload = scale_rate(workload, options.speed)
-    return workload if options.scale == 1.0 else scale_lengths(workload, options.scale)
-
-
-def _load(options: LoadOptions) -> Workload:
-    if options.jps is None and options.arrival != DEFAULT_ARRIVAL:
-        raise ConfigError(f"--arrival {options.arrival} says how --jps arrives; give --jps")
-    if options.users is None:
-        if options.jps is None and options.workload in GENERATORS:
-            raise ConfigError(
-                f"how many {options.workload} jobs? Say --jps 1 for one a second, or --users 8 --max-jobs 40 "
-                "for 8 at a time"
-            )
-        return load_workload(
-            options.workload,
-            jps=options.jps,
-            window_s=options.window_s,
-            arrival=options.arrival,
-            seed=options.seed,
-            loop=options.loop,
-        )
-    if options.users < 1:
-        raise ConfigError(f"--users must be 1 or more, got {options.users}")
-    if options.jps is not None or options.window_s is not None or options.loop == "open":
-        raise ConfigError("with --users, jobs start as others end: leave --jps, --window and --loop open out")
-    if options.workload not in GENERATORS:
-        return load_workload(options.workload, seed=options.seed)
-    if options.max_jobs is None:
-        raise ConfigError(f"{options.workload} makes any number of jobs: with --users say --max-jobs")
-    return load_workload(
-        options.workload, jps=1.0, window_s=float(options.max_jobs), arrival="fixed", seed=options.seed
-    )
-
-
-def _take_first(workload: Workload, num_jobs: int) -> Workload:
-    """The first jobs that no other one started, with all that they started."""
-    roots = find_roots(workload.name, workload.jobs)
-    kept = frozenset([job.job_id for job in workload.jobs if job.parent is None][:num_jobs])
-    return replace(workload, jobs=tuple(job for job in workload.jobs if roots[job.job_id] in kept))
 
 
 class Due(NamedTuple):

@@ -26,11 +26,13 @@ from tenuto.client.load.interruption import Interruption
 from tenuto.client.load.lag import sample_lag
 from tenuto.client.load.metrics import Outcome
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import Agenda, make_workload
+from tenuto.client.load.plan import Agenda
 from tenuto.client.load.records import TurnRecord
 from tenuto.client.load.result import Labels, format_result, make_result
 from tenuto.client.load.runner import Load
 from tenuto.client.servers import scrape
+from tenuto.workload.hints import HINTS
+from tenuto.workload.load_options import make_workload
 from tenuto.workload.schema import Workload
 
 SETTLE_S = 1.0
@@ -110,7 +112,7 @@ async def _prepare(client: Client, options: BenchOptions, workload: Workload) ->
         server.model,
         form,
         run_id,
-        options.hints,
+        HINTS[options.load.hints],
         quotes_answers=quotes_answers,
         forced_format=forced_format,
     )
@@ -212,11 +214,11 @@ def _get_settings(setup: _Setup) -> dict[str, object]:
         "users": load.users,
         "window_s": load.window_s,
         "loop": load.loop,
-        "scale": load.scale,
-        "speed": load.speed,
+        "scale_lengths": load.scale_lengths,
+        "scale_rate": load.scale_rate,
         "prompts": options.prompts,
         "answers": "server" if setup.writer.quotes_answers else "workload",
-        "hints": options.hints,
+        "hints": load.hints,
         "run_commands": options.run_commands,
         "force_format": options.force_format,
         "metrics_interval_s": options.metrics_interval_s,

@@ -77,6 +77,18 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
     )
 
 
+def make_fields(hints: Hints) -> dict[str, str | int | float]:
+    """The request fields that say these hints, fit for `vllm_xargs`; what `parse_hints` reads."""
+    fields = {
+        "job_id": hints.job_id,
+        "is_last_step": None if hints.is_last is None else int(hints.is_last),
+        "tool": hints.tool,
+        "expected_tool_seconds": hints.expected_tool_s,
+        "tenant": hints.tenant,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def get_usable_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The hint fields among these that say something usable, each bounded and of its one type."""
     usable = {name: _READERS[name](fields.get(name)) for name in HINT_FIELDS}

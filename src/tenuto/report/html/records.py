@@ -18,7 +18,7 @@ MAX_NAME = 48
 COUNTS = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "preemptions", "tokens_loaded")
 IDENTITY = ("policy", "options", "gpu", "model", "workload", "jps", "seed")
 """What a run is compared by; all else in a configuration must be equal."""
-BENCH_LOAD = {"users": None, "loop": "closed", "scale": 1.0, "speed": 1.0, "window_s": None}
+BENCH_LOAD = {"users": None, "loop": "closed", "scale_lengths": 1.0, "scale_rate": 1.0, "window_s": None}
 """What of a bench's settings changes the load, and the value that goes without saying."""
 
 

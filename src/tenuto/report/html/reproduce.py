@@ -21,8 +21,8 @@ SPELLED = {"max_num_batched_tokens": "max-num-batched-tokens", "window_s": "wind
 GRID = {"gpu": "--gpu", "policy": "--policies", "jps": "--jps", "seed": "--seed"}
 """What `tenuto compare` takes lists of, and the options for it."""
 BENCH_USUAL = {
-    "arrival": "poisson", "users": None, "window_s": None, "loop": "closed", "scale": 1, "speed": 1,
-    "prompts": "ids", "answers": "server", "hints": False, "retries": 0,
+    "arrival": "poisson", "users": None, "window_s": None, "loop": "closed", "scale_lengths": 1,
+    "scale_rate": 1, "prompts": "ids", "answers": "server", "hints": "last", "retries": 0,
 }  # fmt: skip
 """The bench's settings that are options, and the values that need not be said."""
 

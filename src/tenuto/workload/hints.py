@@ -1,0 +1,68 @@
+"""What clients say about their jobs: one table for the simulated clients and for the bench.
+
+Each choice says all that the one before it says, and one thing more:
+
+    none → job (its id, its tenant) → last (is this turn its last?) → tool (the tool's name) → tool-time
+
+`wrong` is `tool-time` with wrong times. In the simulator `tool` decides what `last` decides, for its engine
+always reads the tool from the output. Behind the bench a server knows the tool from the hint alone: answers
+of a fixed length hold no tool call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from tenuto.core.requests.hints import Hints
+from tenuto.workload.schema import Job
+
+WRONG_BY = 10.0
+"""The times that `wrong` says are this factor too long on even turns, and too short on odd ones."""
+
+SayHints = Callable[[Job, int], Hints]
+"""What a client says about the turn of a job with that index, counted from 0."""
+
+
+def say_nothing(job: Job, index: int) -> Hints:
+    """Nothing: the engine recognises jobs by their content, or not at all."""
+    return Hints()
+
+
+def say_job(job: Job, index: int) -> Hints:
+    """The job's id, and the tenant that it belongs to."""
+    return Hints(job_id=job.job_id, tenant=job.tenant)
+
+
+def say_last(job: Job, index: int) -> Hints:
+    """The job, and whether this is its last turn, as the agents of the published systems say."""
+    return Hints(job_id=job.job_id, tenant=job.tenant, is_last=index == len(job.turns) - 1)
+
+
+def say_tool(job: Job, index: int) -> Hints:
+    """The job, whether this is its last turn, and which tool the turn will call."""
+    return replace(say_last(job, index), tool=job.turns[index].tool)
+
+
+def say_tool_time(job: Job, index: int) -> Hints:
+    """All of that, and how long the tool will really take."""
+    return replace(say_tool(job, index), expected_tool_s=job.turns[index].tool_s)
+
+
+def say_wrong_tool_time(job: Job, index: int) -> Hints:
+    """The same with a time that is ten times too long or too short."""
+    factor = WRONG_BY if index % 2 == 0 else 1 / WRONG_BY
+    return replace(say_tool(job, index), expected_tool_s=factor * job.turns[index].tool_s)
+
+
+HINTS: Mapping[str, SayHints] = MappingProxyType(
+    {
+        "none": say_nothing,
+        "job": say_job,
+        "last": say_last,
+        "tool": say_tool,
+        "tool-time": say_tool_time,
+        "wrong": say_wrong_tool_time,
+    }
+)
