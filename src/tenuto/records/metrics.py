@@ -1,0 +1,135 @@
+"""Every metric, defined once, from turn records. docs/glossary.md has the words and an example by hand.
+
+The token arithmetic of one turn is in `tenuto.core.reuse`, where the driver needs it too. A function gives
+None where the turns do not tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+
+from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_reusable_tokens
+from tenuto.records.schema import Stats, TurnMeans, TurnRecord
+
+
+def get_percentile(values: Iterable[float], percent: float) -> float:
+    """The value at position (n - 1)·percent/100 of the n sorted values, counted from 0.
+
+    Between two values it is interpolated linearly, as NumPy does by default. Raises ValueError if there are
+    no values.
+    """
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("no values")
+    return _interpolate(ordered, percent)
+
+
+def summarise(values: Iterable[float | None]) -> Stats | None:
+    """Mean, percentiles and maximum of the values that are known; None without any."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return None
+    p50, p90, p95, p99 = (_interpolate(known, percent) for percent in (50, 90, 95, 99))
+    return Stats(mean=fmean(known), p50=p50, p90=p90, p95=p95, p99=p99, max=known[-1])
+
+
+def get_job_times_s(
+    turns: Iterable[TurnRecord],
+    num_turns: Mapping[str, int] | None = None,
+    parents: Mapping[str, str | None] | None = None,
+) -> dict[str, float]:
+    """Job time by id, in the order of arrival: from when the first turn was due to the last token.
+
+    Tool calls are part of it. `num_turns`: turns that each job has; a job with fewer `ok` turns did not
+    finish and is left out. `parents`: a job that another one started is part of that one's time and left out.
+    """
+    by_job: defaultdict[str, list[TurnRecord]] = defaultdict(list)
+    for turn in turns:
+        by_job[turn.job].append(turn)
+    arrivals_s, times_s = {}, {}
+    for job, its_turns in by_job.items():
+        ends_s = [turn.last_token_s for turn in its_turns if turn.status == "ok"]
+        known_s = [end_s for end_s in ends_s if end_s is not None]
+        wanted = len(its_turns) if num_turns is None else num_turns.get(job, len(its_turns))
+        if (parents or {}).get(job) is not None or not known_s or len(known_s) < wanted:
+            continue
+        arrivals_s[job] = min(turn.due_s for turn in its_turns)
+        times_s[job] = max(known_s) - arrivals_s[job]
+    return {job: times_s[job] for job in sorted(times_s, key=lambda job: (arrivals_s[job], job))}
+
+
+def get_makespan_s(turns: Sequence[TurnRecord]) -> float | None:
+    """From when the first turn was due to the last token of an `ok` turn."""
+    ends_s = [turn.last_token_s for turn in get_ok(turns) if turn.last_token_s is not None]
+    return max(ends_s) - min(turn.due_s for turn in turns) if ends_s else None
+
+
+def get_turn_means(turns: Iterable[TurnRecord]) -> dict[str, TurnMeans]:
+    """Means over all jobs' first turns, second turns and so on, by the turn's number; `ok` turns only."""
+    by_turn: defaultdict[int, list[TurnRecord]] = defaultdict(list)
+    for turn in get_ok(turns):
+        by_turn[turn.turn].append(turn)
+    return {
+        str(number): TurnMeans(
+            len(by_turn[number]),
+            _mean(turn.latency_s for turn in by_turn[number]),
+            _mean(turn.prompt_tokens for turn in by_turn[number]),
+        )
+        for number in sorted(by_turn)
+    }
+
+
+def get_slowdown(times_s: Mapping[str, float], isolated_s: Mapping[str, float]) -> Stats | None:
+    """Job times over what each job would take alone on the machine, both by id."""
+    return summarise(times_s[job] / isolated_s[job] for job in times_s if isolated_s.get(job))
+
+
+def add_up(values: Iterable[int | None]) -> int | None:
+    """The sum; None if a value is unknown, or if there is none."""
+    known = list(values)
+    return None if not known or None in known else sum(value for value in known if value is not None)
+
+
+def get_ok(turns: Iterable[TurnRecord]) -> list[TurnRecord]:
+    """The turns that got their whole answer."""
+    return [turn for turn in turns if turn.status == "ok"]
+
+
+def estimate_reusable_tokens(before: TurnRecord | None, turn: TurnRecord, block_size: int) -> int | None:
+    """Reusable tokens where the record does not say: as if the prompt extended the turn before.
+
+    `before`: the job's turn before, None for a first turn.
+    """
+    if turn.reusable_tokens is not None:
+        return turn.reusable_tokens
+    if before is None:
+        return 0
+    if turn.prompt_tokens is None or before.prompt_tokens is None or before.output_tokens is None:
+        return None
+    computed = count_computed_tokens(before.prompt_tokens, before.output_tokens)
+    return count_reusable_tokens(computed, computed, turn.prompt_tokens, block_size)
+
+
+def estimate_missed_tokens(before: TurnRecord | None, turn: TurnRecord, block_size: int) -> int | None:
+    """Reusable tokens that were not hit; what preemptions took is not in it."""
+    reusable = estimate_reusable_tokens(before, turn, block_size)
+    return (
+        None
+        if reusable is None or turn.hit_tokens is None
+        else count_missed_tokens(reusable, turn.hit_tokens)
+    )
+
+
+def _interpolate(ordered: Sequence[float], percent: float) -> float:
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
