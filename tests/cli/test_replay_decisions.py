@@ -77,7 +77,7 @@ def test_a_server_that_starts_again_begins_with_a_fresh_policy(trace: Path, tmp_
     twice.write_text(lines[:-40] + lines)
     verdict = check_decisions(twice)
     assert (verdict.num_runs, verdict.num_differences) == (2, 0)
-    assert verdict.cut is not None
+    assert "the line is cut off" in verdict.notes[0]
 
 
 @dataclass
@@ -130,7 +130,7 @@ def test_a_cut_last_line_is_left_out_and_told(trace: Path, tmp_path: Path, capsy
         (lambda lines: [{**lines[0], "schema": 99}, *lines[1:]], ":1: schema: must be 1, got 99"),
         (lambda lines: [{**lines[0], "policy": None}, *lines[1:]], ":1: policy: .*--policy"),
         (lambda lines: [{**lines[0], "policy": "no.such:Policy"}], "no.such:Policy"),
-        (lambda lines: [lines[0], '{"kind": "as', *lines[1:]], ":2: not valid JSON, the trace is damaged"),
+        (lambda lines: [lines[0], '{"kind": "as', *lines[1:]], ":2: not valid JSON"),
         (lambda lines: [lines[0], "[]"], ":2: must be a JSON object"),
         (lambda lines: [lines[0], {"kind": "asked", "hook": "dream", "inputs": []}], ":2: .*asked 'dream'"),
         (lambda lines: [lines[0], {"kind": "told", "hook": "retain", "inputs": []}], ":2: .*told 'retain'"),

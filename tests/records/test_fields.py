@@ -1,181 +1,81 @@
-"""Input files: every malformed one gets an error that names file, line and field."""
+"""Fields of a JSON object: an error names the place and the field, and says what is wanted."""
 
 from __future__ import annotations
 
-import gzip
-import json
-from pathlib import Path
+import re
 
 import pytest
 
 from tenuto.core.errors import DataError
-from tenuto.records import fields as fields_module
-from tenuto.records.fields import Fields, clean, read_objects
-from tenuto.report.html.sources import read_sources
-from tests.report.data import make_job, make_record, make_sample, make_turn, write_lines
+from tenuto.records.fields import Fields, clean
+from tenuto.workload.formats.hash_ids import read_hash_ids
+
+
+@pytest.mark.parametrize("value", [True, -1, 1.0, 10**18, "7", None, [7]])
+def test_a_length_is_a_whole_number_within_bounds(value):
+    with pytest.raises(DataError, match=re.escape("f:3: n: must be a whole number from 1 to 16777216")):
+        Fields("f:3", {"n": value}).integer("n", low=1)
+
+
+@pytest.mark.parametrize("value", [True, -0.5, 1e10, "7", None])
+def test_a_time_is_a_number_within_bounds(value):
+    with pytest.raises(DataError, match="f:3: t: must be a number from 0 to 1e"):
+        Fields("f:3", {"t": value}).number("t")
+
+
+@pytest.mark.parametrize("value", ["", 7, None, ["a"]])
+def test_a_name_is_a_string(value):
+    with pytest.raises(DataError, match="f:3: s: must be a string"):
+        Fields("f:3", {"s": value}).text("s")
+
+
+def test_a_missing_field_and_a_nested_one_are_named():
+    record = Fields("f:3", {"requests": [{"a": 1}, 5]})
+    with pytest.raises(DataError, match="f:3: t: is missing"):
+        record.number("t")
+    with pytest.raises(DataError, match=r"f:3: requests\[1\]: must be an object, got 5"):
+        record.records("requests")
+    inner = Fields("f:3", {"requests": [{"deps": [{}]}]}).records("requests")[0].records("deps")[0]
+    with pytest.raises(DataError, match=r"f:3: requests\[0\]\.deps\[0\]\.id: is missing"):
+        inner.text("id")
 
 
 @pytest.mark.parametrize(
-    "text", ['{"a": 1}', '[{"a": 1}]', '{"a": 1}\n', '\n{"a": 1}\n\n', '{\n "a":\n 1\n}', '\ufeff{"a": 1}']
-)
-def test_json_and_jsonl_are_read_alike(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(text, encoding="utf-8")
-    assert [fields.values for fields in read_objects(path, [])] == [{"a": 1}]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
+    ("value", "words"),
     [
-        ("", "x.json: is empty"),
-        (" \n", "x.json: is empty"),
-        ('{"a": 1}\n{"a": \n', "x.json:2: not valid JSON: Expecting value"),
-        ('{"a": 1}\n7\n', "x.json:2: must be a JSON object, got 7"),
-        ('{\n"a": 1,\n}', "x.json:3: not valid JSON"),
-        ('[{"a": 1}, 3]', r"x.json\[1\]: must be a JSON object, got 3"),
-        ("nonsense", "x.json:1: not valid JSON"),
-        ("[" * 100_000, "x.json: not valid JSON"),
-        ('{"a": ' + "9" * 5000 + "}", "x.json: not valid JSON"),
+        ("1, 2", "f:3: hash_ids: must be a list"),
+        ([1, True], r"f:3: hash_ids\[1\]: must be a whole number"),
+        ([1, -2], r"f:3: hash_ids\[1\]"),
+        ([1, 2.0], r"f:3: hash_ids\[1\]"),
+        ([1], "f:3: hash_ids: 2 blocks are needed for the prompt's length, got 1"),
+        ([1, 2, 3], "got 3"),
     ],
 )
-def test_malformed_files(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(DataError, match=said):
-        read_objects(path, [])
+def test_block_ids_are_whole_numbers_one_a_block(value, words):
+    with pytest.raises(DataError, match=words):
+        read_hash_ids(Fields("f:3", {"hash_ids": value}), 2)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_cut_last_line_is_left_out_with_a_note(tmp_path: Path, is_packed: bool) -> None:
-    path = tmp_path / "x.jsonl"
-    data = b'{"a": 1}\n{"a": 2}\n{"a": '
-    path.write_bytes(gzip.compress(data) if is_packed else data)
-    notes: list[str] = []
-    assert [fields.values for fields in read_objects(path, notes)] == [{"a": 1}, {"a": 2}]
-    assert notes == [f"{path}:3: the last line is cut; it was left out."]
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+def test_a_number_is_finite(value):
+    with pytest.raises(DataError, match="f:3: t: must be a number from 0 to 1e"):
+        Fields("f:3", {"t": value}).number("t")
 
 
-def test_a_packed_file_that_is_cut(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-20])
-    with pytest.raises(DataError, match=r"x\.jsonl\.gz: cannot be read: Compressed file ended"):
-        read_objects(path, [])
+@pytest.mark.parametrize("value", [5, {"a": 1}, [1, "x"], [-1], [float("nan")]])
+def test_a_list_of_numbers_is_one(value):
+    with pytest.raises(DataError, match="f:3: l: must be a list of numbers"):
+        Fields("f:3", {"l": value}).numbers("l")
 
 
-def test_a_file_that_unpacks_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields_module, "MAX_FILE_BYTES", 1000)
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(gzip.compress(b" " * 100_000))
-    with pytest.raises(DataError, match="more than 1000 bytes unpacked"):
-        read_objects(path, [])
+def test_what_may_be_missing():
+    fields = Fields("f:3", {"a": None, "b": 2.5, "l": [1, None, 2], "p": {"q": "x"}})
+    assert [fields.optional(fields.number, name) for name in "abz"] == [None, 2.5, None]
+    assert fields.numbers("l") == (1.0, 2.0)
+    assert "q" in fields.optional_part("p") and not fields.optional_part("z").values
+    with pytest.raises(DataError, match=r"f:3: p\.q: must be true or false, got 'x'"):
+        fields.part("p").flag("q")
 
 
-def test_bytes_that_are_not_text_are_named_by_line(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
-    with pytest.raises(DataError, match=r"x\.jsonl:2: not UTF-8"):
-        read_objects(path, [])
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere\.jsonl: cannot be read: No such file"):
-        read_sources([tmp_path / "nowhere.jsonl"])
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("policy", 3, "policy: must be a string, got 3"),
-        ("jps", -1, "jps: must be a number from 0 to 1e[+]15, got -1"),
-        ("jps", True, "jps: must be a number"),
-        ("jps", "3", "jps: must be a number from 0 to 1e[+]15, got '3'"),
-        ("jps", 10**400, "jps: must be a number"),
-        ("seed", 1.5, "seed: must be a whole number, got 1.5"),
-        ("simulated", "yes", "simulated: must be true or false"),
-        ("job_durations", [1, "x"], "job_durations: must be a list of numbers"),
-        ("job_durations", {"a": 1}, "job_durations: must be a list of numbers"),
-        (
-            "per_turn_avg_latency_ms",
-            {"0": 1},
-            "per_turn_avg_latency_ms: must be an object of numbers by turn",
-        ),
-        ("per_turn_avg_latency_ms", [1], "per_turn_avg_latency_ms: must be an object"),
-        ("ttft_s", {"p95": "x"}, "ttft_s: p95: must be a number"),
-        ("versions", 3, "versions: must be an object"),
-        ("client", {"interrupted": 1}, "client: interrupted: must be true or false"),
-    ],
-)
-def test_a_wrong_field_of_a_record(tmp_path: Path, field: str, value: object, said: str) -> None:
-    path = write_lines(tmp_path / "results.jsonl", [make_record("a"), {**make_record("b"), field: value}])
-    with pytest.raises(DataError, match=rf"results\.jsonl:2: {said}"):
-        read_sources([path])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"job": None}, "job: must be a name"),
-        ({"turn": 0}, "turn: must be a whole number from 1"),
-        ({"intended_s": None, "sent_s": None}, "intended_s: must be a number of seconds"),
-        ({"start_s": 1.0}, "start_s: must be no earlier than 5, what came before it, got 1.0"),
-        ({"last_token_s": 6.5}, "last_token_s: must be no earlier than 7"),
-        ({"cached_tokens": "many"}, "cached_tokens: must be a number"),
-    ],
-)
-def test_a_wrong_field_of_a_turn(tmp_path: Path, change: dict[str, object], said: str) -> None:
-    path = write_lines(tmp_path / "turns.jsonl", [make_turn("a", 1, 0), {**make_turn("b", 1, 5), **change}])
-    with pytest.raises(DataError, match=rf"turns\.jsonl:2: {said}"):
-        read_sources([path])
-
-
-def test_a_wrong_sample(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "occupancy.jsonl", [make_sample(0), {**make_sample(1), "now_s": "later"}])
-    with pytest.raises(DataError, match=r"occupancy\.jsonl:2: now_s: must be a number"):
-        read_sources([path])
-
-
-def test_a_file_of_something_else_is_refused_by_name_and_left_out_of_a_folder(tmp_path: Path) -> None:
-    other = write_lines(tmp_path / "other.jsonl", [{"t": 1}])
-    (tmp_path / "broken.json").write_text("{", encoding="utf-8")
-    with pytest.raises(DataError, match=r"other\.jsonl: holds no result records"):
-        read_sources([other])
-    with pytest.raises(DataError, match="no result records, turns"):
-        read_sources([tmp_path])
-    write_lines(tmp_path / "results.jsonl", [make_record("a")])
-    sources = read_sources([tmp_path])
-    assert [run.policy for run in sources.runs] == ["a"]
-    broken, others = sources.notes
-    assert "broken.json:1: not valid JSON: Expecting property name" in broken
-    assert others.startswith("Left out, as they hold no result records")
-    assert others.endswith(": other.jsonl.")
-
-
-def test_a_broken_file_of_ours_in_a_folder_is_an_error(tmp_path: Path) -> None:
-    write_lines(tmp_path / "results.jsonl", [make_record("a")])
-    (tmp_path / "turns.jsonl").write_text('{"job": ', encoding="utf-8")
-    with pytest.raises(DataError, match=r"turns\.jsonl:1: not valid JSON"):
-        read_sources([tmp_path])
-
-
-def test_what_is_no_number_is_missing() -> None:
-    fields = Fields("x", {"a": float("nan"), "b": None, "c": float("inf"), "d": [1, None, float("nan"), 2]})
-    assert [fields.number(name) for name in "abcz"] == [None] * 4
-    assert fields.numbers("d") == (1.0, 2.0)
-
-
-def test_unknown_fields_are_ignored_and_copies_count_once(tmp_path: Path) -> None:
-    record = make_record("a", unheard_of={"x": [1]})
-    write_lines(tmp_path / "results.jsonl", [record, make_record("a", seed=2)])
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "result.json").write_text(json.dumps(record), encoding="utf-8")
-    write_lines(tmp_path / "run" / "turns.jsonl", make_job("j", 0))
-    sources = read_sources([tmp_path, tmp_path / "results.jsonl"])
-    assert [run.seed for run in sources.runs] == [1, 2]
-    assert sources.notes == ["Copies of 1 records were there; each counts once."]
-    assert [(detail.label, len(detail.turns)) for detail in sources.details] == [
-        ("a, H200, 1 job/s, seed 1", 3)
-    ]
-
-
-def test_text_from_outside_is_printable() -> None:
+def test_text_from_outside_is_printable():
     assert clean("a\x00b\n\u202ec\ud800\ufffe ") == "a b c"

@@ -94,7 +94,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     path = write_observations(tmp_path / "steps.jsonl")
     path.write_text(path.read_text() + '{"decodes": [1], "seconds": "soon"}\n')
     assert cli.main(["profile", "--observations", str(path), "--out", str(tmp_path / "costs.json")]) == 2
-    assert f"{path}:13: field 'seconds'" in capsys.readouterr().err
+    assert f"{path}:13: seconds: must be a number" in capsys.readouterr().err
     assert not (tmp_path / "costs.json").exists()
 
 

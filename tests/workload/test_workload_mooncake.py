@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.records.strict_fields import read_records
+from tenuto.records.files import read_objects
 from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.formats.mooncake import read_mooncake
 from tenuto.workload.load import load_workload
@@ -34,7 +34,7 @@ def test_rows_are_jobs_of_one_turn_that_share_equal_blocks(write_rows):
 
 def test_another_block_size_is_the_readers_to_say(write_rows):
     path = write_rows(row(0, 100, [1, 2]), row(1, 100, [1, 3]))
-    a, b = read_mooncake(read_records(path), block_size=64)
+    a, b = read_mooncake(read_objects(path, exact=True), block_size=64)
     assert count_shared_tokens(a.turns[0].prompt, b.turns[0].prompt) == 64
 
 

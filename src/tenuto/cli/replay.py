@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 import time
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from tenuto.core.decision_replay import Difference, Replay
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.policy import Policy, load_policy
 from tenuto.core.settings import parse_option
-from tenuto.records.strict_fields import Record
+from tenuto.records.fields import Fields
+from tenuto.records.files import stream_objects
 from tenuto.records.trace import SCHEMA
 
 DESCRIPTION = """\
@@ -41,7 +40,6 @@ examples:
       what another policy would have answered to the same questions
 """
 
-_HEADER = b'{"step":0,"kind":"header"'
 _PROGRESS_S = 2.0
 _SHOWN_CHARS = 300
 
@@ -97,8 +95,8 @@ class Verdict:
     differences: list[tuple[str, Difference]] = field(default_factory=list)
     """With their places; the first few."""
     num_differences: int = 0
-    cut: str | None = None
-    """The place of a line that was cut off with its writer, if one was."""
+    notes: list[str] = field(default_factory=list)
+    """Where the file was cut off with its writer, if it was."""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -109,7 +107,7 @@ class Verdict:
             "told": self.num_told,
             "asked": self.num_asked,
             "differences": self.num_differences,
-            "cut": self.cut,
+            "notes": self.notes,
             "first": [
                 {"place": place, "hook": each.hook, "inputs": each.inputs, "was": each.was, "is": each.answer}
                 for place, each in self.differences
@@ -136,7 +134,7 @@ def check_decisions(
     verdict = Verdict(path)
     replay: Replay | None = None
     next_report_s = time.monotonic() + _PROGRESS_S
-    for record in _read(path, verdict):
+    for record in stream_objects(path, verdict.notes.append):
         kind = record.values.get("kind")
         if kind == "header":
             replay = _start_run(record, verdict, policy, options or {})
@@ -165,13 +163,13 @@ def check_decisions(
     return verdict
 
 
-def _start_run(record: Record, verdict: Verdict, policy: str | None, options: Mapping[str, Any]) -> Replay:
+def _start_run(record: Fields, verdict: Verdict, policy: str | None, options: Mapping[str, Any]) -> Replay:
     """A server that starts again goes on in the same file, with a header and a policy of its own."""
     if record.values.get("schema") != SCHEMA:
         raise record.error(
             "schema", f"must be {SCHEMA}, got {record.values.get('schema')!r}: another version's"
         )
-    name = policy or record.optional_text("policy")
+    name = policy or record.optional(record.text, "policy")
     if name is None:
         raise record.error("policy", "the trace does not name its policy; say --policy and --option")
     if policy is None and not options:
@@ -188,7 +186,7 @@ def _start_run(record: Record, verdict: Verdict, policy: str | None, options: Ma
     return Replay(made)
 
 
-def _restore(policy: Policy, state: Any, record: Record) -> None:
+def _restore(policy: Policy, state: Any, record: Fields) -> None:
     """Let the policy go on with what it had learned when the trace began."""
     try:
         policy.set_state(state)
@@ -198,38 +196,6 @@ def _restore(policy: Policy, state: Any, record: Record) -> None:
             f"is none that this policy goes on with ({error!r}): another version of it wrote the trace, or "
             "its file is damaged",
         ) from None
-
-
-def _read(path: Path, verdict: Verdict) -> Iterator[Record]:
-    """The records one by one, for a day's trace is larger than memory; a cut last line is left out."""
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(file, 1):
-                place = f"{path}:{number}"
-                try:
-                    value = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    verdict.cut = place
-                    if not line.endswith(b"\n"):
-                        return
-                    # A server that was killed and started again goes on in the line that was cut.
-                    if (at := line.find(_HEADER, 1)) < 0:
-                        raise DataError(f"{place}: not valid JSON, the trace is damaged: {error}") from None
-                    value = json.loads(line[at:])
-                if not isinstance(value, dict):
-                    raise DataError(f"{place}: must be a JSON object, got {str(value)[:60]}")
-                yield Record(place, value)
-    except (EOFError, zlib.error):
-        verdict.cut = f"{path}: the compressed file"
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def _open(path: Path) -> IO[bytes]:
-    with path.open("rb") as file:
-        is_packed = file.read(2) == b"\x1f\x8b"
-    # Its type is no IO, though it is one in all but name.
-    return cast("IO[bytes]", gzip.open(path)) if is_packed else path.open("rb")
 
 
 def format_verdict(verdict: Verdict) -> str:
@@ -244,8 +210,7 @@ def format_verdict(verdict: Verdict) -> str:
     hidden = verdict.num_differences - len(verdict.differences)
     if hidden:
         lines.append(f"… and {hidden:,} more")
-    if verdict.cut:
-        lines.append(f"{verdict.cut} is cut off: its writer was killed there, and the record is left out")
+    lines += verdict.notes
     lines.append(
         f"{verdict.num_differences:,} answers differ"
         if verdict.num_differences

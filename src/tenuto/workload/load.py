@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.records.strict_fields import Record, read_records
+from tenuto.records.fields import Fields
+from tenuto.records.files import read_objects
 from tenuto.workload.arrivals import arrival_times, reassign_arrivals, within
 from tenuto.workload.formats.agentic_mooncake import read_agentic_mooncake
 from tenuto.workload.formats.chat_logs import read_chat_logs
@@ -70,16 +71,16 @@ def read_trace(path: Path) -> list[Job]:
         files = sorted(file for file in path.iterdir() if file.name.endswith((".json", ".json.gz")))
         if not files or any(file.name.endswith(SUFFIX) for file in files):
             return read_mini_swe_agent(
-                record for file in find_trajectories(path) for record in read_records(file)
+                record for file in find_trajectories(path) for record in read_objects(file, exact=True)
             )
-        return read_weka(record for file in files for record in read_records(file))
+        return read_weka(record for file in files for record in read_objects(file, exact=True))
     if not path.exists():
         raise ConfigError(f"{path}: no such file, nor a generator ({', '.join(GENERATORS)})")
-    records = read_records(path)
+    records = read_objects(path, exact=True)
     return _find_reader(records[0])(records)
 
 
-def _find_reader(first: Record) -> Callable[[Sequence[Record]], list[Job]]:
+def _find_reader(first: Fields) -> Callable[[Sequence[Fields]], list[Job]]:
     if FORMAT in first:
         return read_mini_swe_agent
     if "messages" in first:
@@ -104,4 +105,4 @@ def holds_text(path: Path) -> bool:
     """Whether a trace holds what agents and models said: trajectories and chat logs do."""
     if path.is_dir():
         return any(path.rglob(f"*{SUFFIX}"))
-    return _find_reader(read_records(path)[0]) in (read_mini_swe_agent, read_chat_logs)
+    return _find_reader(read_objects(path, exact=True)[0]) in (read_mini_swe_agent, read_chat_logs)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tenuto.core.errors import DataError
-from tenuto.records import lines as files
-from tenuto.records.lines import read_lines
+from tenuto.records import files
+from tenuto.records.files import stream_objects
 from tenuto.report.diagnosis.run import analyze
 from tests.report.diagnosis.conftest import HEADER, TraceFile
 
@@ -30,7 +30,7 @@ def test_a_cut_last_line_is_left_out_with_a_note(two_turns: TraceFile) -> None:
     with path.open("a") as file:
         file.write('{"step":7,"kind":"job","event":"arr')
     cut = analyze(path)
-    assert cut["notes"] == [f"{path}:6: the last line is cut; left out"]
+    assert cut["notes"] == [f"{path}:6: the last line is cut off; it was left out"]
     assert {**cut, "notes": []} == whole
 
 
@@ -46,7 +46,7 @@ def test_a_server_that_was_killed_and_started_again(two_turns: TraceFile) -> Non
     two_turns.path.write_text(text)
     report = analyze(two_turns.path, jobs=["*"])
     assert [job["job"] for job in report["jobs_shown"]] == ["a", "a #2"]
-    assert "cut when the server before was killed" in report["notes"][0]
+    assert "cut off, as the server was killed" in report["notes"][0]
 
 
 def test_a_compressed_trace_reads_the_same(two_turns: TraceFile, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_compressed_trace_that_is_cut(two_turns: TraceFile, tmp_path: Path) ->
     packed = tmp_path / "trace.jsonl.gz"
     packed.write_bytes(data[: len(data) * 3 // 4])
     report = analyze(packed)
-    assert "the compressed file is cut after line" in report["notes"][-1]
+    assert "the compressed file is cut off after line" in report["notes"][-1]
     assert 1000 < report["jobs"]["total"] < 5000
 
 
@@ -105,7 +105,7 @@ def test_what_is_no_json_value_of_ours(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     refuse(path, "", "is empty")
     refuse(path, HEAD + "[1]\n", ":2:", "must be a JSON object")
-    refuse(path, HEAD + '{"kind": "job", "now_s": NaN}\n', ":2:", "NaN")
+    refuse(path, HEAD + '{"kind": "step", "now_s": NaN}\n', ":2:", "now_s")
     refuse(path, (HEAD + '{"kind": "\xff"}\n').encode("latin-1"), ":2:")
     refuse(path, HEAD, "no turn arrived")
     refuse(path, HEAD.replace('"schema": 1', '"schema": 2'), ":1:", "schema")
@@ -146,7 +146,7 @@ def test_memory_does_not_grow_with_lines(tmp_path: Path) -> None:
 def test_lines_come_one_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"a": 1}\n\n{"a": 2}\nbroken\n')
-    records = read_lines(path, lambda text: None, lambda text: None)
+    records = stream_objects(path, lambda text: None)
     assert [next(records).values, next(records).values] == [{"a": 1}, {"a": 2}]
     with pytest.raises(DataError, match=":4: not valid JSON"):
         next(records)

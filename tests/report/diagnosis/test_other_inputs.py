@@ -153,7 +153,6 @@ def test_a_sweeps_table_is_in_order_and_says_once_what_a_diagnosis_means(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"per_turn_avg_latency_ms": {}, "jps": NaN}', ":1: not valid JSON: NaN is not JSON"),
         ('{"per_turn_avg_latency_ms": {}, "jps": 1' + "0" * 400 + "}", ":1: jps: must be a number"),
         ('{"per_turn_avg_latency_ms": ' + "[" * 100_000, ":1: not valid JSON"),
     ],

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 
 from tenuto.core.errors import DataError
-from tenuto.records.strict_fields import Record
+from tenuto.records.fields import Fields
 from tenuto.report.diagnosis.history import DEFAULT_BLOCK_SIZE, Fate, History, Job, Lease, Turn
 
 ARRIVED = "Request_arrival_time"
@@ -37,7 +37,7 @@ def is_prototype(values: dict[str, object]) -> bool:
     )
 
 
-def read_prototype(history: History, record: Record) -> None:
+def read_prototype(history: History, record: Fields) -> None:
     """Fill a history from the file's one object. Raises DataError if an event is malformed."""
     unknown: Counter[str] = Counter()
     for job_id in record.values:
@@ -63,7 +63,7 @@ class _JobReader:
         self._lease: Lease | None = None
         self._deadline_s = 0.0
 
-    def read(self, event: Record) -> None:
+    def read(self, event: Fields) -> None:
         """Take one event in."""
         name = next((name for name in EVENTS if name in event), None)
         if name is None:
@@ -85,7 +85,7 @@ class _JobReader:
             turn.tool_s = max(0.0, at_s - self._finished.finish_s)
         self.job.turns.append(turn)
 
-    def _on_turn(self, event: Record, name: str, at_s: float) -> None:
+    def _on_turn(self, event: Fields, name: str, at_s: float) -> None:
         turn = self.job.turns[-1]
         if name == STARTED:
             turn = next((each for each in self.job.turns if each.start_s is None), turn)
@@ -104,7 +104,7 @@ class _JobReader:
             turn.finish_s = at_s
             self._finished, self._lease = turn, None
 
-    def _pin(self, event: Record, name: str, at_s: float) -> None:
+    def _pin(self, event: Fields, name: str, at_s: float) -> None:
         if name == PINNED:
             self._lease = Lease(granted_s=at_s, num_blocks=None)
             self._deadline_s = event.number("deadline", _MAX_UNIX_S) if "deadline" in event else at_s + TTL_S

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenuto.core.errors import DataError
-from tenuto.records.strict_fields import Record
+from tenuto.records.fields import Fields
 from tenuto.report.diagnosis.diagnosis import Evidence, diagnose
 from tenuto.report.diagnosis.summary import get_growth
 
@@ -57,7 +57,7 @@ def is_result(values: dict[str, object]) -> bool:
     return "per_turn_avg_latency_ms" in values
 
 
-def summarise_results(source: str, records: Iterable[Record], notes: list[str]) -> dict[str, Any]:
+def summarise_results(source: str, records: Iterable[Fields], notes: list[str]) -> dict[str, Any]:
     """All cells of a file, each with its figures and its diagnosis. Raises DataError."""
     cells = [_read_cell(record) for record in records]
     if not cells:
@@ -76,7 +76,7 @@ def summarise_results(source: str, records: Iterable[Record], notes: list[str]) 
     }
 
 
-def _read_cell(record: Record) -> Cell:
+def _read_cell(record: Fields) -> Cell:
     values = record.values.get("per_turn_avg_latency_ms")
     if not isinstance(values, dict):
         raise record.error("per_turn_avg_latency_ms", "must be an object of a latency per turn, and is not")
@@ -84,7 +84,7 @@ def _read_cell(record: Record) -> Cell:
     for name in values:
         if not name.isdecimal() or not 1 <= int(name) <= _MAX_TURN:
             raise record.error(f"per_turn_avg_latency_ms.{name}", "is not the number of a turn")
-        turns = Record(record.place, values, "per_turn_avg_latency_ms.")
+        turns = Fields(record.place, values, "per_turn_avg_latency_ms.")
         latency_s[int(name)] = turns.number(name, 1e12) / 1000
     if "jps" in record:
         record.number("jps")
@@ -101,7 +101,7 @@ def _read_cell(record: Record) -> Cell:
     )
 
 
-def _count_turns(record: Record, num_numbers: int) -> int:
+def _count_turns(record: Fields, num_numbers: int) -> int:
     """As the client counted; else as if all jobs had as many turns, as those of the sweeps have."""
     client = record.values.get("client")
     turns = client.get("turns") if isinstance(client, dict) else None
@@ -109,11 +109,11 @@ def _count_turns(record: Record, num_numbers: int) -> int:
     return counted if isinstance(counted, int) else (_get_count(record, "jobs") or 0) * num_numbers
 
 
-def _get_count(record: Record, name: str) -> int | None:
+def _get_count(record: Fields, name: str) -> int | None:
     return record.integer(name, 0, _MAX_TOKENS) if name in record else None
 
 
-def _get_reusable_share(record: Record) -> float | None:
+def _get_reusable_share(record: Fields) -> float | None:
     """Of all prompt tokens, those that were hit or could have been."""
     prompt, hit, recomputed = (
         _get_count(record, name) for name in ("prompt_tokens", "hit_tokens", "recomputed_tokens")

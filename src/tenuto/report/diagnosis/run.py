@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.records.lines import Say, read_head, read_lines, say_on_stderr
-from tenuto.records.strict_fields import Record, read_records
+from tenuto.records.fields import Fields
+from tenuto.records.files import Say, read_first, read_objects, stream_objects
 from tenuto.report.diagnosis import prototype, results
 from tenuto.report.diagnosis.history import History, Job
 from tenuto.report.diagnosis.summary import describe_job, get_worst_job, summarise
@@ -39,44 +40,32 @@ def run_analyze(paths: Sequence[Path], *, jobs: Sequence[str] = (), as_json: boo
     return 0
 
 
+def say_on_stderr(text: str) -> None:
+    """Progress, away from the result."""
+    print(f"[analyze] {text}", file=sys.stderr, flush=True)
+
+
 def analyze(path: Path, *, jobs: Sequence[str] = (), say: Say = say_on_stderr) -> dict[str, Any]:
     """The report on one file or folder, in JSON types. Raises DataError."""
     notes: list[str] = []
     if path.is_dir():
         history = _read_folder(path, say, notes)
     else:
-        head, is_alone = read_head(path)
-        if head is not None and results.is_result(head):
-            return results.summarise_results(str(path), read_lines(path, say, notes.append), notes)
-        if head is None or (is_alone and prototype.is_prototype(head)):
-            record = _read_whole(path)
-            if results.is_result(record.values):
-                return results.summarise_results(str(path), [record], notes)
-            history = _read_prototype(path, record, notes)
-        else:
-            history = _read_history(path, head, say, notes)
+        first = read_first(path)
+        if results.is_result(first.values):
+            return results.summarise_results(str(path), read_objects(path, notes.append), notes)
+        history = _read_history(path, first.values, say, notes)
     report = summarise(history)
     report["jobs_shown"] = _show_jobs(history, jobs)
     return report
 
 
-def _read_whole(path: Path) -> Record:
-    records = read_records(path)
-    if len(records) != 1:
-        raise DataError(f"{path}: holds {len(records)} records of no known kind; it reads {READABLE}")
-    return records[0]
-
-
-def _read_prototype(path: Path, record: Record, notes: list[str]) -> History:
-    if not prototype.is_prototype(record.values):
-        raise DataError(f"{path}: is none of what can be analysed: {READABLE}")
-    history = History(str(path), "prototype", notes=notes)
-    prototype.read_prototype(history, record)
-    return history
-
-
-def _read_history(path: Path, head: dict[str, Any], say: Say, notes: list[str]) -> History:
-    records = read_lines(path, say, notes.append)
+def _read_history(path: Path, head: dict[str, object], say: Say, notes: list[str]) -> History:
+    if prototype.is_prototype(head):
+        history = History(str(path), "prototype", notes=notes)
+        prototype.read_prototype(history, read_first(path))
+        return history
+    records = stream_objects(path, notes.append, say)
     if "kind" in head:
         history = History(str(path), "trace", notes=notes)
         read_trace(history, records)
@@ -96,14 +85,14 @@ def _read_folder(folder: Path, say: Say, notes: list[str]) -> History:
         raise DataError(f"{folder}: holds no {_TURNS}; name a file, or the folder of a bench or a simulation")
     history = History(str(folder), "turns", notes=notes)
     if (folder / _RESULT).exists():
-        _add_result(history, _read_whole(folder / _RESULT))
-    read_turns(history, read_lines(path, say, notes.append))
+        _add_result(history, read_first(folder / _RESULT))
+    read_turns(history, stream_objects(path, notes.append, say))
     if (folder / _OCCUPANCY).exists():
-        _read_occupancy(history, read_lines(folder / _OCCUPANCY, say, notes.append))
+        _read_occupancy(history, stream_objects(folder / _OCCUPANCY, notes.append, say))
     return history
 
 
-def _read_occupancy(history: History, records: Iterable[Record]) -> None:
+def _read_occupancy(history: History, records: Iterable[Fields]) -> None:
     """Samples of the KV cache, in blocks by what is in them, and of the queue."""
     names = {**{name: f"num_{name}_blocks" for name in _BLOCKS}, **{name: name for name in _COUNTS}}
     for record in records:
@@ -112,7 +101,7 @@ def _read_occupancy(history: History, records: Iterable[Record]) -> None:
                 history.see(gauge, record.number(name))
 
 
-def _add_result(history: History, record: Record) -> None:
+def _add_result(history: History, record: Fields) -> None:
     history.labels = {
         name: record.values[name] for name in results.LABELS if record.values.get(name) is not None
     }

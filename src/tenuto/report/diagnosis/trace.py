@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tenuto.core.errors import DataError
-from tenuto.records.strict_fields import Record
+from tenuto.records.fields import Fields
 from tenuto.records.trace import SCHEMA
 from tenuto.report.diagnosis.history import Fate, History, Job, Lease, Turn
 
@@ -60,7 +60,7 @@ class TraceReader:
         """When free blocks were scarce last; None before the first step."""
         self._just_ended: list[Lease] = []
         """Leases that ended in the step whose record is still to come."""
-        self._events: dict[str, Callable[[Record, _JobState], None]] = {
+        self._events: dict[str, Callable[[Fields, _JobState], None]] = {
             "started": self._on_started,
             "resumed": self._on_resumed,
             "preempted": self._on_preempted,
@@ -69,7 +69,7 @@ class TraceReader:
             "lease-ended": self._on_lease_ended,
         }
 
-    def read(self, records: Iterable[Record]) -> None:
+    def read(self, records: Iterable[Fields]) -> None:
         """Take all records in. Raises DataError for one that is not of the schema."""
         kinds = {
             "header": self._on_header,
@@ -85,7 +85,7 @@ class TraceReader:
             elif kind != "told":
                 raise record.error("kind", f"{kind!r} is not a record of a trace")
 
-    def _on_header(self, record: Record) -> None:
+    def _on_header(self, record: Fields) -> None:
         schema = record.integer("schema", 0)
         if schema != SCHEMA:
             raise record.error("schema", f"this Tenuto reads {SCHEMA}, got {schema}")
@@ -96,7 +96,7 @@ class TraceReader:
         self._last_step_s = self._pressed_s = None
         self._just_ended.clear()
 
-    def _on_job(self, record: Record) -> None:
+    def _on_job(self, record: Fields) -> None:
         event, job_id, turn_id = record.text("event"), record.text("job"), record.text("turn")
         if event == "arrived":
             self._on_arrived(record, job_id, turn_id)
@@ -105,7 +105,7 @@ class TraceReader:
         elif job_id in self._jobs:  # else the trace began in the midst of it
             self._events[event](record, self._jobs[job_id])
 
-    def _on_arrived(self, record: Record, job_id: str, turn_id: str) -> None:
+    def _on_arrived(self, record: Fields, job_id: str, turn_id: str) -> None:
         state = self._jobs.get(job_id)
         number = record.integer("turn_number", 1)
         if state is None or number == 1:
@@ -124,7 +124,7 @@ class TraceReader:
         state.live[turn_id] = turn
         self._turns[turn_id] = state, turn
 
-    def _on_started(self, record: Record, state: _JobState) -> None:
+    def _on_started(self, record: Fields, state: _JobState) -> None:
         turn = state.live.get(record.text("turn"))
         if turn is None:
             return
@@ -142,15 +142,15 @@ class TraceReader:
                 if before is None:
                     turn.num_before_tokens = earlier[-1].num_prompt_tokens
 
-    def _on_resumed(self, record: Record, state: _JobState) -> None:
+    def _on_resumed(self, record: Fields, state: _JobState) -> None:
         record.integer("num_hit_tokens", 0)
 
-    def _on_preempted(self, record: Record, state: _JobState) -> None:
+    def _on_preempted(self, record: Fields, state: _JobState) -> None:
         turn = state.live.get(record.text("turn"))
         if turn is not None:
             turn.num_preemptions += 1
 
-    def _on_finished(self, record: Record, state: _JobState) -> None:
+    def _on_finished(self, record: Fields, state: _JobState) -> None:
         turn_id = record.text("turn")
         turn = state.live.pop(turn_id, None)
         self._turns.pop(turn_id, None)
@@ -163,7 +163,7 @@ class TraceReader:
             state.finished = turn
             state.lease, state.fate = None, Fate.RELEASED
 
-    def _on_lease_granted(self, record: Record, state: _JobState) -> None:
+    def _on_lease_granted(self, record: Fields, state: _JobState) -> None:
         lease = Lease(
             granted_s=record.number("now_s"),
             num_blocks=record.integer("num_blocks", 0),
@@ -173,7 +173,7 @@ class TraceReader:
         state.open_leases[record.text("turn")] = lease
         state.lease, state.fate = lease, Fate.LEASED
 
-    def _on_lease_ended(self, record: Record, state: _JobState) -> None:
+    def _on_lease_ended(self, record: Fields, state: _JobState) -> None:
         lease = state.open_leases.pop(record.text("turn"), None)
         if lease is None:
             return
@@ -183,7 +183,7 @@ class TraceReader:
         lease.was_pressed = self._pressed_s is None or self._pressed_s >= lease.granted_s
         self._just_ended.append(lease)
 
-    def _on_asked(self, record: Record) -> None:
+    def _on_asked(self, record: Fields) -> None:
         inputs, answer = record.values.get("inputs"), record.values.get("answer")
         if not isinstance(inputs, list):
             raise record.error("inputs", "must be a list")
@@ -196,7 +196,7 @@ class TraceReader:
             if state is not None and answer.get("type") == "Offload":
                 state.fate = Fate.OFFLOADED
 
-    def _on_admission(self, record: Record) -> None:
+    def _on_admission(self, record: Fields) -> None:
         num_loaded = 0
         if "num_external_hit_tokens" in record:
             num_loaded = record.integer("num_external_hit_tokens", 0)
@@ -205,7 +205,7 @@ class TraceReader:
             self.history.has_tiers = True
             turn.num_loaded_tokens = num_loaded
 
-    def _on_step(self, record: Record) -> None:
+    def _on_step(self, record: Fields) -> None:
         now_s = record.number("now_s")
         for name in _ENGINE_NUMBERS:
             self.history.see(name, record.integer(name, 0))
@@ -232,7 +232,7 @@ def _name_policy(path: str) -> str:
     return name.replace("_plus", "+").replace("_", "-") if room == "tenuto.policies" else path
 
 
-def read_trace(history: History, records: Iterable[Record]) -> None:
+def read_trace(history: History, records: Iterable[Fields]) -> None:
     """Fill a history from a trace. Raises DataError for a malformed record, or if there is no turn."""
     TraceReader(history).read(records)
     if not history.jobs:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tenuto.core.errors import DataError
-from tenuto.records.strict_fields import Record
+from tenuto.records.fields import Fields
 from tenuto.report.diagnosis.history import Fate, History, Job, Turn
 
 _STATUSES = ("ok", "failed", "cancelled")
 
 
-def read_turns(history: History, records: Iterable[Record]) -> None:
+def read_turns(history: History, records: Iterable[Fields]) -> None:
     """Fill a history from turns in any order. Raises DataError for a malformed one, or if there is none."""
     jobs: dict[str, Job] = {}
     for record in records:
@@ -34,7 +34,7 @@ def _get_fate(policy: object) -> Fate:
     return Fate.OFFLOADED if str(policy).startswith("offload") else Fate.UNTOLD
 
 
-def _make_turn(record: Record) -> Turn:
+def _make_turn(record: Fields) -> Turn:
     status = record.text("status")
     if status not in _STATUSES:
         raise record.error("status", f"must be one of {', '.join(_STATUSES)}, got {status!r}")
@@ -68,9 +68,9 @@ def _link(job: Job, fate: Fate) -> None:
         turn.fate = Fate.RUNNING if is_running else fate
 
 
-def _get_time(record: Record, field: str) -> float | None:
+def _get_time(record: Fields, field: str) -> float | None:
     return record.number(field) if field in record else None
 
 
-def _get_count(record: Record, field: str) -> int | None:
+def _get_count(record: Fields, field: str) -> int | None:
     return record.integer(field, 0) if field in record else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tenuto.records.fields import Fields
+from tenuto.records.fields import Fields, clean
 from tenuto.report.html.turns import Sample, Turn
 
 TRACE_NOTE = (
@@ -51,39 +51,44 @@ class _Reader:
             self._read_step(fields)
 
     def _read_event(self, fields: Fields) -> None:
-        event, now_s, turn_id = fields.text("event"), _need_time(fields), fields.text("turn")
-        if turn_id is None:
-            raise fields.error("turn", "a turn's id")
+        event, now_s, turn_id = fields.text("event"), fields.number("now_s"), fields.text("turn")
         if event == "arrived":
-            job, number = fields.text("job"), fields.integer("turn_number")
             self.turns[turn_id] = _Live(
-                job or turn_id, number or 1, now_s, fields.integer("num_prompt_tokens")
+                clean(fields.text("job")),
+                fields.integer("turn_number", 1),
+                now_s,
+                fields.integer("num_prompt_tokens"),
             )
             return
         turn = self.turns.get(turn_id)
         if turn is None:  # It arrived before the trace began.
             return
         if event == "started" and turn.start_s is None:
-            turn.start_s, turn.cached_tokens = now_s, fields.integer("num_hit_tokens")
+            turn.start_s, turn.cached_tokens = now_s, fields.optional(fields.integer, "num_hit_tokens")
             turn.left_tokens = (turn.prompt_tokens or 0) - (turn.cached_tokens or 0)
         elif event == "finished":
-            turn.last_token_s, turn.output_tokens = now_s, fields.integer("num_output_tokens")
-            turn.is_ok = not fields.flag("aborted")
+            turn.last_token_s, turn.output_tokens = (
+                now_s,
+                fields.optional(fields.integer, "num_output_tokens"),
+            )
+            turn.is_ok = not fields.optional(fields.flag, "aborted")
 
     def _read_step(self, fields: Fields) -> None:
-        now_s = _need_time(fields)
+        now_s = fields.number("now_s")
         for turn in self._computed:
             if turn.last_token_s is None:
                 turn.first_token_s = now_s
         self._computed = []
-        counts = fields.part("num_tokens")
+        counts = fields.optional_part("num_tokens")
         for turn_id in counts.values:
             live = self.turns.get(turn_id)
             if live is not None and live.left_tokens > 0:
-                live.left_tokens -= counts.integer(turn_id) or 0
+                live.left_tokens -= counts.integer(turn_id)
                 if live.left_tokens <= 0:
                     self._computed.append(live)
-        free, retained = fields.integer("num_free_blocks"), fields.integer("num_retained_blocks")
+        free, retained = (
+            fields.optional(fields.count, name) for name in ("num_free_blocks", "num_retained_blocks")
+        )
         if free is not None:
             self.steps.append((now_s, free, retained or 0))
 
@@ -98,13 +103,6 @@ def read_trace(objects: Iterable[Fields]) -> tuple[list[Turn], list[Sample]]:
     return [_make_turn(turn, origin_s) for turn in reader.turns.values()], _make_samples(
         reader.steps, origin_s
     )
-
-
-def _need_time(fields: Fields) -> float:
-    now_s = fields.number("now_s")
-    if now_s is None:
-        raise fields.error("now_s", "a number of seconds")
-    return now_s
 
 
 def _make_turn(turn: _Live, origin_s: float) -> Turn:

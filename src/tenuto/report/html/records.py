@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,33 +79,36 @@ class Run:
 
 def read_run(fields: Fields) -> Run:
     """The run of a result record. Raises DataError."""
-    durations = fields.numbers("job_durations")
+    durations = fields.optional(fields.numbers, "job_durations") or ()
     setting = Setting(
         _name(fields, "workload", "unnamed workload"),
         _name(fields, "model", "unnamed model"),
         _name(fields, "gpu", NO_GPU),
-        fields.flag("simulated"),
+        fields.optional(fields.flag, "simulated"),
         _describe_variant(fields),
     )
     return Run(
         place=fields.place,
         policy=_name(fields, "policy", NO_POLICY) + _describe_options(fields),
         setting=setting,
-        jps=fields.number("jps"),
-        seed=fields.integer("seed"),
-        num_jobs=fields.integer("jobs"),
-        mean_s=_or(fields.number("avg_duration_s"), statistics.fmean(durations) if durations else None),
-        p50_s=_or(fields.number("median_duration_s"), get_percentile(durations, 50)),
-        p95_s=_or(fields.number("p95_duration_s"), get_percentile(durations, 95)),
-        p99_s=_or(fields.number("p99_duration_s"), get_percentile(durations, 99)),
+        jps=fields.optional(fields.number, "jps"),
+        seed=fields.optional(fields.count, "seed"),
+        num_jobs=fields.optional(fields.count, "jobs"),
+        mean_s=_or(
+            fields.optional(fields.number, "avg_duration_s"),
+            statistics.fmean(durations) if durations else None,
+        ),
+        p50_s=_or(fields.optional(fields.number, "median_duration_s"), get_percentile(durations, 50)),
+        p95_s=_or(fields.optional(fields.number, "p95_duration_s"), get_percentile(durations, 95)),
+        p99_s=_or(fields.optional(fields.number, "p99_duration_s"), get_percentile(durations, 99)),
         durations_s=durations,
-        turn_latency_s={turn: ms / 1000 for turn, ms in fields.by_turn("per_turn_avg_latency_ms").items()},
-        ttft_p95_s=fields.part("ttft_s").number("p95"),
-        **{name: fields.integer(name) for name in COUNTS},
-        wall_s=fields.number("wall_s"),
-        versions=_read_texts(fields.part("versions")),
-        config=fields.part("config").values,
-        client=fields.part("client").values,
+        turn_latency_s=_read_by_turn(fields),
+        ttft_p95_s=_get_number(fields.optional_part("ttft_s"), "p95"),
+        **{name: fields.optional(fields.count, name) for name in COUNTS},
+        wall_s=fields.optional(fields.number, "wall_s"),
+        versions=_read_texts(fields.optional_part("versions")),
+        config=fields.optional_part("config").values,
+        client=fields.optional_part("client").values,
         complaint=_find_complaint(fields),
     )
 
@@ -122,19 +126,19 @@ def shorten(name: str, most: int = MAX_NAME) -> str:
 
 
 def _name(fields: Fields, field: str, default: str) -> str:
-    return fields.text(field) or default
+    return clean(fields.optional(fields.text, field) or "") or default
 
 
 def _describe_options(fields: Fields) -> str:
     """A policy's options are part of its name: two settings of one policy are two policies."""
-    options = fields.part("config").part("options").values
+    options = fields.optional_part("config").optional_part("options").values
     shown = ", ".join(f"{clean(key)}={_to_text(options[key])}" for key in sorted(options))
     return f" ({shown})" if shown else ""
 
 
 def _describe_variant(fields: Fields) -> str:
-    config = fields.part("config").values
-    client = fields.part("client").values
+    config = fields.optional_part("config").values
+    client = fields.optional_part("client").values
     found = {key: config[key] for key in config if key not in IDENTITY}
     found |= {key: client[key] for key, usual in BENCH_LOAD.items() if client.get(key, usual) != usual}
     return ", ".join(f"{clean(key)} {_to_text(found[key])}" for key in sorted(found))
@@ -155,10 +159,26 @@ def _to_text(value: object) -> str:
 
 
 def _find_complaint(fields: Fields) -> str | None:
-    client = fields.part("client")
-    planned, done = client.integer("jobs_planned"), fields.integer("jobs")
-    if client.flag("interrupted"):
+    client = fields.optional_part("client")
+    planned, done = client.optional(client.count, "jobs_planned"), fields.optional(fields.count, "jobs")
+    if client.optional(client.flag, "interrupted"):
         return f"was interrupted: {done} of {planned} jobs finished"
     if planned is not None and done is not None and done < planned:
         return f"{done} of {planned} jobs finished; the times are of those alone"
     return None
+
+
+def _get_number(fields: Fields, field: str) -> float | None:
+    return fields.optional(fields.number, field)
+
+
+def _read_by_turn(fields: Fields) -> dict[int, float]:
+    """Seconds by turn, in the turns' order. They are written in milliseconds, `{"1": 3500.0, ...}`."""
+    part = fields.optional_part("per_turn_avg_latency_ms")
+    latency_s = {}
+    for key in part.values:
+        if not re.fullmatch("[1-9][0-9]{0,8}", key):
+            raise part.error(key, "must be the number of a turn")
+        if key in part:
+            latency_s[int(key)] = part.number(key, 1e12) / 1000
+    return dict(sorted(latency_s.items()))

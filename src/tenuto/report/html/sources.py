@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tenuto.core.errors import DataError
-from tenuto.records.fields import Fields, clean, read_objects
+from tenuto.records.fields import Fields, clean
+from tenuto.records.files import read_objects
 from tenuto.report.html.live_trace import TRACE_NOTE, read_trace
 from tenuto.report.html.records import RESULT_FIELDS, Run, read_run, shorten
 from tenuto.report.html.turns import Sample, Turn, read_sample, read_turn
@@ -121,7 +122,7 @@ def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 
 def _try_objects(path: Path, is_named: bool, sources: Sources) -> list[Fields] | None:
     try:
-        return read_objects(path, sources.notes)
+        return read_objects(path, sources.notes.append)
     except DataError as error:
         if is_named or path.name in OUR_NAMES:
             raise

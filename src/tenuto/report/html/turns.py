@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from tenuto.records.fields import Fields
+from tenuto.records.fields import Fields, clean
 
 State = Literal["queue", "wait", "prefill", "decode", "tool", "failed"]
 Verdict = Literal["first", "hit", "part", "miss", "unknown"]
@@ -64,49 +64,42 @@ class Sample:
 
 def read_turn(fields: Fields) -> Turn:
     """One line of turns.jsonl. Raises DataError."""
-    job, number = fields.text("job"), fields.integer("turn")
-    if job is None:
-        raise fields.error("job", "a name")
-    if not number:
-        raise fields.error("turn", "a whole number from 1")
-    asked_s = fields.number("intended_s")
-    asked_s = fields.number("sent_s") if asked_s is None else asked_s
-    if asked_s is None:
-        raise fields.error("intended_s", "a number of seconds")
-    times = {name: fields.number(name) for name in ("start_s", "first_token_s", "last_token_s")}
+    asked_s = fields.number("intended_s" if "intended_s" in fields else "sent_s")
+    times = {
+        name: fields.optional(fields.number, name) for name in ("start_s", "first_token_s", "last_token_s")
+    }
     latest_s = asked_s
     for name, time_s in times.items():
         if time_s is not None and time_s < latest_s - 1e-6:
-            raise fields.error(name, f"no earlier than {latest_s:g}, what came before it")
+            raise fields.error(
+                name, f"must be no earlier than {latest_s:g}, what came before it, got {time_s:g}"
+            )
         latest_s = latest_s if time_s is None else time_s
     return Turn(
-        job=job,
-        turn=number,
-        is_ok=(fields.text("status") or "ok") == "ok",
+        job=clean(fields.text("job")),
+        turn=fields.integer("turn", 1),
+        is_ok=(fields.optional(fields.text, "status") or "ok") == "ok",
         asked_s=asked_s,
-        prompt_tokens=fields.integer("prompt_tokens"),
-        output_tokens=fields.integer("output_tokens"),
-        cached_tokens=fields.integer("cached_tokens"),
-        tool=fields.text("tool"),
-        tool_s=fields.number("tool_s"),
+        prompt_tokens=fields.optional(fields.integer, "prompt_tokens"),
+        output_tokens=fields.optional(fields.integer, "output_tokens"),
+        cached_tokens=fields.optional(fields.integer, "cached_tokens"),
+        tool=fields.optional(fields.text, "tool"),
+        tool_s=fields.optional(fields.number, "tool_s"),
         **times,
     )
 
 
 def read_sample(fields: Fields) -> Sample:
     """One line of occupancy.jsonl. Raises DataError."""
-    now_s = fields.number("now_s")
-    if now_s is None:
-        raise fields.error("now_s", "a number of seconds")
     return Sample(
-        now_s=now_s,
-        num_blocks=fields.integer("num_blocks") or 0,
-        running=fields.integer("running") or 0,
-        retained=fields.integer("retained") or 0,
-        cached=fields.integer("cached"),
-        free=fields.integer("free") or 0,
-        host=fields.integer("host"),
-        disk=fields.integer("disk"),
+        now_s=fields.number("now_s"),
+        num_blocks=fields.optional(fields.count, "num_blocks") or 0,
+        running=fields.optional(fields.count, "running") or 0,
+        retained=fields.optional(fields.count, "retained") or 0,
+        cached=fields.optional(fields.count, "cached"),
+        free=fields.optional(fields.count, "free") or 0,
+        host=fields.optional(fields.count, "host"),
+        disk=fields.optional(fields.count, "disk"),
     )
 
 

@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tenuto.core.errors import ConfigError, DataError
+from tenuto.records.fields import Fields, show
+from tenuto.records.files import read_objects
 from tenuto.sim.cost.batch import StepBatch
 
 
@@ -30,51 +30,32 @@ class ObservedTransfer(NamedTuple):
 
 
 def read_observations(path: Path) -> tuple[list[ObservedStep], list[ObservedTransfer]]:
-    """The steps and the transfers in a file; empty lines are skipped.
-
-    Raises:
-        DataError: a line is malformed; the message names file, line and field.
-    """
+    """The steps and the transfers in a file. Raises DataError, which names file, line and field."""
     steps: list[ObservedStep] = []
     transfers: list[ObservedTransfer] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = _parse(line)
-        except (ValueError, ConfigError) as error:
-            raise DataError(f"{path}:{number}: {error}") from error
-        if isinstance(record, ObservedStep):
-            steps.append(record)
+    for fields in read_objects(path):
+        seconds = fields.number("seconds")
+        if seconds == 0:
+            raise fields.error("seconds", "must be more than 0")
+        if "num_bytes" in fields:
+            transfers.append(ObservedTransfer(fields.count("num_bytes"), seconds))
         else:
-            transfers.append(record)
+            steps.append(ObservedStep(_read_batch(fields), seconds))
     return steps, transfers
 
 
-def _parse(line: str) -> ObservedStep | ObservedTransfer:
-    values = json.loads(line)
-    if not isinstance(values, dict):
-        raise ValueError("not a JSON object")
-    seconds = values.get("seconds")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise ValueError(f"field 'seconds' must be a positive number, not {seconds!r}")
-    if "num_bytes" in values:
-        return ObservedTransfer(_whole_numbers("num_bytes", [values["num_bytes"]])[0], seconds)
-    chunks, contexts = values.get("prefills", []), values.get("decodes", [])
-    if not isinstance(chunks, list) or any(
-        not isinstance(chunk, list) or len(chunk) != 2 for chunk in chunks
-    ):
-        raise ValueError(f"field 'prefills' must be a list of [tokens, context tokens], not {chunks!r}")
-    batch = StepBatch.of(
-        prefills=[(n, c) for n, c in (_whole_numbers("prefills", chunk) for chunk in chunks)],
-        decodes=_whole_numbers("decodes", contexts),
-    )
-    if not batch.num_prefills and not batch.num_decodes:
-        raise ValueError("field 'prefills' or 'decodes' must not be empty")
-    return ObservedStep(batch, seconds)
+def _read_batch(fields: Fields) -> StepBatch:
+    decodes = fields.optional(fields.integers, "decodes") or []
+    chunks = fields.values.get("prefills") or []
+    if not isinstance(chunks, list) or not all(map(_is_chunk, chunks)):
+        raise fields.error("prefills", f"must be a list of [tokens, context tokens], got {show(chunks)}")
+    if not chunks and not decodes:
+        raise fields.error("prefills", "is empty, and so is decodes; one of them must hold something")
+    try:
+        return StepBatch.of(prefills=[(tokens, context) for tokens, context in chunks], decodes=decodes)
+    except ConfigError as error:
+        raise DataError(f"{fields.place}: {error}") from None
 
 
-def _whole_numbers(field: str, values: Any) -> list[int]:
-    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"field {field!r} must hold whole numbers of 0 or more, not {values!r}")
-    return values
+def _is_chunk(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(n) is int and n >= 0 for n in value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tenuto.records.strict_fields import MAX_SECONDS
+from tenuto.records.fields import MAX_SECONDS
 from tenuto.workload.schema import Job
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, TextIO, cast
 
 from tenuto.core.errors import ConfigError
-from tenuto.records.strict_fields import read_records
+from tenuto.records.files import read_objects
 from tenuto.workload.convert.agentic_mooncake import make_agentic_mooncake, name_agentic
 from tenuto.workload.convert.mooncake import make_mooncake
 from tenuto.workload.convert.weka import make_weka
@@ -68,7 +68,7 @@ def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int)
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror or error}") from error
     if chosen.get_names(jobs) is None:
-        return read_mooncake(read_records(out), block_size)
+        return read_mooncake(read_objects(out, exact=True), block_size)
     return read_trace(out)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tenuto.core.errors import DataError
-from tenuto.records.strict_fields import Record
+from tenuto.records.fields import Fields
 from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.formats.mooncake import read_hashed_prompt
 from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
@@ -40,7 +40,7 @@ _EVENTS: dict[str, Event] = {"dispatch": "sent", "completion": "finished"}
 
 @dataclass(frozen=True, slots=True)
 class _Dependency:
-    record: Record
+    record: Fields
     request_id: str
     event: Event
     delay_s: float
@@ -49,7 +49,7 @@ class _Dependency:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    record: Record
+    record: Fields
     request_id: str
     play_id: str
     session_id: str
@@ -59,7 +59,7 @@ class _Row:
     dependencies: list[_Dependency]
 
 
-def read_agentic_mooncake(records: Sequence[Record]) -> list[Job]:
+def read_agentic_mooncake(records: Sequence[Fields]) -> list[Job]:
     """The jobs of all plays, in the order of their rows. Raises DataError naming file, line and field."""
     block_size = _read_header(records[0])
     rows: dict[str, _Row] = {}
@@ -81,7 +81,7 @@ def read_agentic_mooncake(records: Sequence[Record]) -> list[Job]:
     return jobs
 
 
-def _read_header(record: Record) -> int:
+def _read_header(record: Fields) -> int:
     if record.text("schema") != SCHEMA:
         raise record.error("schema", f"must be {SCHEMA!r}")
     if record.integer("version", low=0) != VERSION:
@@ -91,7 +91,7 @@ def _read_header(record: Record) -> int:
     return record.integer("block_size", low=1)
 
 
-def _read_row(record: Record, block_size: int) -> _Row:
+def _read_row(record: Fields, block_size: int) -> _Row:
     request_id = record.text("request_id")
     return _Row(
         record=record,
@@ -108,7 +108,7 @@ def _read_row(record: Record, block_size: int) -> _Row:
     )
 
 
-def _read_dependency(record: Record) -> _Dependency:
+def _read_dependency(record: Fields) -> _Dependency:
     trigger, relation = record.text("trigger"), record.text("relation")
     if trigger not in _EVENTS:
         raise record.error("trigger", f"must be one of {', '.join(_EVENTS)}, got {trigger!r}")

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-from tenuto.records.strict_fields import Record
+from tenuto.records.fields import Fields
 from tenuto.workload.formats.conversations import JobMaker, Said
 from tenuto.workload.formats.messages import write_message
 from tenuto.workload.schema import Job
@@ -36,7 +36,7 @@ class _Conversation:
     turns: list[Said] = field(default_factory=list)
 
 
-def read_chat_logs(records: Sequence[Record]) -> list[Job]:
+def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
     """The jobs in the order of their first rows. Raises DataError naming file, line and field."""
     conversations: dict[str, _Conversation] = {}
     by_prompt: dict[tuple[str, ...], str] = {}
@@ -99,7 +99,7 @@ def _make_jobs(conversations: Mapping[str, _Conversation]) -> list[Job]:
     return jobs
 
 
-def _read_pieces(record: Record) -> tuple[str, ...]:
+def _read_pieces(record: Fields) -> tuple[str, ...]:
     messages = record.records("messages")
     if not messages:
         raise record.error("messages", "is empty")
@@ -109,7 +109,7 @@ def _read_pieces(record: Record) -> tuple[str, ...]:
     return (*tools, *(write_message(message.values) for message in messages))
 
 
-def _read_answer(record: Record) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
+def _read_answer(record: Fields) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
     response = record.values.get("response")
     source = response if isinstance(response, dict) else record.values
     usage = source.get("usage")
@@ -119,7 +119,7 @@ def _read_answer(record: Record) -> tuple[Mapping[str, Any] | None, Mapping[str,
     return message if isinstance(message, dict) else None, usage if isinstance(usage, dict) else {}
 
 
-def _read_time(record: Record) -> float | None:
+def _read_time(record: Fields) -> float | None:
     key = next((key for key in _TIMES if key in record), None)
     if key is None:
         return None

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from tenuto.records.fields import Fields
 from tenuto.workload.schema import Prompt, Span
 
 
@@ -23,6 +24,16 @@ class HashedPrompt(NamedTuple):
 
     ids: Sequence[int]
     num_tokens: int
+
+
+def read_hash_ids(record: Fields, num_blocks: int) -> list[int]:
+    """A row's `hash_ids`: one id for each of `num_blocks` blocks. Raises DataError."""
+    ids = record.integers("hash_ids")
+    if len(ids) != num_blocks:
+        raise record.error(
+            "hash_ids", f"{num_blocks} blocks are needed for the prompt's length, got {len(ids)}"
+        )
+    return ids
 
 
 def make_prompts(hashed: Sequence[HashedPrompt], block_size: int, scope: str) -> list[Prompt]:

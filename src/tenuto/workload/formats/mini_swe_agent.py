@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import DataError
-from tenuto.records.strict_fields import Record
+from tenuto.records.fields import Fields
 from tenuto.workload.formats.conversations import JobMaker, Said
 from tenuto.workload.formats.messages import write_message
 from tenuto.workload.schema import Job
@@ -32,7 +32,7 @@ FORMAT = "trajectory_format"
 SUFFIX = ".traj.json"
 
 
-def read_mini_swe_agent(records: Iterable[Record]) -> list[Job]:
+def read_mini_swe_agent(records: Iterable[Fields]) -> list[Job]:
     """One job per trajectory, named after its file. Raises DataError naming file and field."""
     tasks: dict[str, list[Said]] = {}
     for record in records:
@@ -48,7 +48,7 @@ def read_mini_swe_agent(records: Iterable[Record]) -> list[Job]:
     return [maker.make_job(name, said, min(starts, default=0.0)) for name, said in tasks.items()]
 
 
-def _read_turns(record: Record) -> Iterator[Said]:
+def _read_turns(record: Fields) -> Iterator[Said]:
     version = record.text(FORMAT)
     if not version.startswith("mini-swe-agent-1"):
         raise record.error(FORMAT, f"must be mini-swe-agent-1 or 1.1, got {version!r}")

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tenuto.records.strict_fields import Record
-from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
+from tenuto.records.fields import Fields
+from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts, read_hash_ids
 from tenuto.workload.schema import Job, Span, TurnSpec
 
 BLOCK_SIZE = 512
 """Tokens per block in the published traces; the files do not say."""
 
 
-def read_mooncake(records: Sequence[Record], block_size: int = BLOCK_SIZE) -> list[Job]:
+def read_mooncake(records: Sequence[Fields], block_size: int = BLOCK_SIZE) -> list[Job]:
     """One job of one turn per row. Raises DataError naming file, line and field."""
     prompts = make_prompts([read_hashed_prompt(r, block_size) for r in records], block_size, scope="block")
     jobs = []
@@ -30,7 +30,7 @@ def read_mooncake(records: Sequence[Record], block_size: int = BLOCK_SIZE) -> li
     return jobs
 
 
-def read_hashed_prompt(record: Record, block_size: int) -> HashedPrompt:
+def read_hashed_prompt(record: Fields, block_size: int) -> HashedPrompt:
     """A row's `input_length` and `hash_ids`: an id for every block, the last block even if not full."""
     num_tokens = record.integer("input_length", low=1)
-    return HashedPrompt(record.hash_ids("hash_ids", -(-num_tokens // block_size)), num_tokens)
+    return HashedPrompt(read_hash_ids(record, -(-num_tokens // block_size)), num_tokens)

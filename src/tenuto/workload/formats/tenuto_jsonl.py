@@ -33,7 +33,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from tenuto.core.errors import DataError
-from tenuto.records.strict_fields import MAX_TOKENS, Record
+from tenuto.records.fields import MAX_TOKENS, Fields
 from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_hashed_prompt
 from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
@@ -60,13 +60,13 @@ NOTE_KINDS = ("recording", "failed")
 _EVENTS: dict[str, Event] = {"sent": "sent", "finished": "finished"}
 
 
-def read_tenuto_jsonl(records: Sequence[Record]) -> list[Job]:
+def read_tenuto_jsonl(records: Sequence[Fields]) -> list[Job]:
     """One job per session, in the order of their first rows. Raises DataError naming file, line and field."""
     notes = [record for record in records if is_note(record)]
     records = [record for record in records if not is_note(record)]
     if not records:
         raise DataError(f"{notes[0].place}: notes of a recording, but not one turn was recorded")
-    sessions: dict[str, list[Record]] = {}
+    sessions: dict[str, list[Fields]] = {}
     for record in records:
         session = record.text("session" if "session" in record else "session_id")
         sessions.setdefault(session, []).append(record)
@@ -77,12 +77,12 @@ def read_tenuto_jsonl(records: Sequence[Record]) -> list[Job]:
     return jobs
 
 
-def is_note(record: Record) -> bool:
+def is_note(record: Fields) -> bool:
     """Whether a row tells of a recording and is no turn."""
     return record.values.get("kind") in NOTE_KINDS
 
 
-def _read_job(session: str, rows: list[Record], hashed: Mapping[str, Prompt]) -> Job:
+def _read_job(session: str, rows: list[Fields], hashed: Mapping[str, Prompt]) -> Job:
     first = rows[0]
     if "delay" in first and first.milliseconds("delay"):
         raise first.error("delay", "the first row of a session has no turn before it; use timestamp")
@@ -95,8 +95,8 @@ def _read_job(session: str, rows: list[Record], hashed: Mapping[str, Prompt]) ->
             TurnSpec(
                 prompt=_read_prompt(row, session, turns, hashed),
                 output=_read_output(row, session, index),
-                tool=row.optional_text("tool"),
-                command=row.optional_text("command"),
+                tool=row.optional(row.text, "tool"),
+                command=row.optional(row.text, "command"),
                 tool_s=rows[index + 1].milliseconds("delay") if index + 1 < len(rows) else 0.0,
                 at_s=row.milliseconds("timestamp") if index and "timestamp" in row else None,
                 after=tuple(_read_event(e) for e in (row.records("after") if "after" in row else [])),
@@ -107,12 +107,12 @@ def _read_job(session: str, rows: list[Record], hashed: Mapping[str, Prompt]) ->
         session,
         first.milliseconds("timestamp"),
         tuple(turns),
-        tenant=first.optional_text("tenant"),
-        parent=first.optional_text("parent"),
+        tenant=first.optional(first.text, "tenant"),
+        parent=first.optional(first.text, "parent"),
     )
 
 
-def _check_parents(jobs: Sequence[Job], sessions: Mapping[str, list[Record]]) -> None:
+def _check_parents(jobs: Sequence[Job], sessions: Mapping[str, list[Fields]]) -> None:
     parents = {job.job_id: job.parent for job in jobs}
     for session, parent in parents.items():
         seen = [session]
@@ -124,7 +124,7 @@ def _check_parents(jobs: Sequence[Job], sessions: Mapping[str, list[Record]]) ->
             parent = parents[parent]
 
 
-def _check_events(jobs: Sequence[Job], sessions: Mapping[str, list[Record]]) -> None:
+def _check_events(jobs: Sequence[Job], sessions: Mapping[str, list[Fields]]) -> None:
     for rows in sessions.values():
         for entry in (entry for row in rows if "after" in row for entry in row.records("after")):
             other = entry.text("session")
@@ -136,7 +136,7 @@ def _check_events(jobs: Sequence[Job], sessions: Mapping[str, list[Record]]) -> 
         raise sessions[session][index].error("after", "turns wait for each other in a circle")
 
 
-def _read_prompt(row: Record, session: str, before: list[TurnSpec], hashed: Mapping[str, Prompt]) -> Prompt:
+def _read_prompt(row: Fields, session: str, before: list[TurnSpec], hashed: Mapping[str, Prompt]) -> Prompt:
     num_tokens = row.integer("input_length", low=1)
     if "prompt" in row:
         return _read_spans(row, num_tokens)
@@ -150,7 +150,7 @@ def _read_prompt(row: Record, session: str, before: list[TurnSpec], hashed: Mapp
     return (Span(text_id, num_tokens),)
 
 
-def _read_spans(row: Record, num_tokens: int) -> Prompt:
+def _read_spans(row: Fields, num_tokens: int) -> Prompt:
     if "hash_ids" in row:
         raise row.error("prompt", "stands beside hash_ids; only one of them can say what the prompt holds")
     value = row.values["prompt"]
@@ -167,7 +167,7 @@ def _read_spans(row: Record, num_tokens: int) -> Prompt:
     return tuple(spans)
 
 
-def _make_hashed_prompts(records: Sequence[Record]) -> dict[str, Prompt]:
+def _make_hashed_prompts(records: Sequence[Fields]) -> dict[str, Prompt]:
     """The prompts given as block ids, by the row's place; an id means one text per block size."""
     by_size: dict[int, list[tuple[str, HashedPrompt]]] = {}
     for row in records:
@@ -181,11 +181,13 @@ def _make_hashed_prompts(records: Sequence[Record]) -> dict[str, Prompt]:
     return made
 
 
-def _read_output(row: Record, session: str, index: int) -> Span:
-    return Span(row.optional_text("output") or f"{session}/out{index}", row.integer("output_length", low=1))
+def _read_output(row: Fields, session: str, index: int) -> Span:
+    return Span(
+        row.optional(row.text, "output") or f"{session}/out{index}", row.integer("output_length", low=1)
+    )
 
 
-def _read_event(entry: Record) -> After:
+def _read_event(entry: Fields) -> After:
     event = entry.text("event")
     if event not in _EVENTS:
         raise entry.error("event", f"must be sent or finished, got {event!r}")

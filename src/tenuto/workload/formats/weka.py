@@ -29,8 +29,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from tenuto.records.strict_fields import Record
-from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
+from tenuto.records.fields import Fields
+from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts, read_hash_ids
 from tenuto.workload.schema import After, Job, Prompt, Span, TurnSpec
 
 TOOL = "tool_use"
@@ -61,7 +61,7 @@ class _SubAgent:
     requests: list[_Request]
 
 
-def read_weka(records: Iterable[Record]) -> list[Job]:
+def read_weka(records: Iterable[Fields]) -> list[Job]:
     """The sessions' jobs, each session's followed by its sub-agents', with recorded times for an open loop.
 
     Every session begins at its own time 0. Raises DataError naming file, JSON path and field.
@@ -77,7 +77,7 @@ def read_weka(records: Iterable[Record]) -> list[Job]:
     return jobs
 
 
-def _read_session(record: Record, trace_id: str) -> list[Job]:
+def _read_session(record: Fields, trace_id: str) -> list[Job]:
     if record.text("hash_id_scope") != "local":
         raise record.error("hash_id_scope", "only ids local to the session are understood")
     block_size = record.integer("block_size", low=1)
@@ -98,7 +98,7 @@ def _read_session(record: Record, trace_id: str) -> list[Job]:
     return _make_jobs(trace_id, own, [agent for agent in sub_agents.values() if agent.requests], block_size)
 
 
-def _read_sub_agent(entry: Record, block_size: int, trace_id: str, spawner: int) -> _SubAgent:
+def _read_sub_agent(entry: Fields, block_size: int, trace_id: str, spawner: int) -> _SubAgent:
     status = entry.text("status")
     if status not in ("completed", "async_launched"):
         raise entry.error("status", f"must be completed or async_launched, got {status!r}")
@@ -113,7 +113,7 @@ def _read_sub_agent(entry: Record, block_size: int, trace_id: str, spawner: int)
     return _SubAgent(job_id, spawner, blocking, start_s, requests)
 
 
-def _read_request(entry: Record, block_size: int, before: list[_Request], start_s: float) -> _Request:
+def _read_request(entry: Fields, block_size: int, before: list[_Request], start_s: float) -> _Request:
     if entry.text("type") not in ("n", "s"):
         raise entry.error("type", "must be n, s or subagent, the last not within a sub-agent")
     sent_s = start_s + entry.number("t")
@@ -125,7 +125,7 @@ def _read_request(entry: Record, block_size: int, before: list[_Request], start_
         sent_s=sent_s,
         finished_s=sent_s + entry.number("api_time") if "api_time" in entry else None,
         think_s=entry.number("think_time") if "think_time" in entry else None,
-        prompt=HashedPrompt(entry.hash_ids("hash_ids", num_blocks), num_tokens - num_tail_tokens),
+        prompt=HashedPrompt(read_hash_ids(entry, num_blocks), num_tokens - num_tail_tokens),
         num_tail_tokens=num_tail_tokens,
         num_output_tokens=max(1, entry.integer("out", low=0)),
         calls_tool=entry.values.get("stop") == TOOL,

@@ -1,0 +1,229 @@
+"""Reading input files: JSON objects one by one, each with its place.
+
+A file is JSONL, one JSON object over any number of lines, or a list of objects; plain or gzip. Every error is
+a DataError that names the file and the line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from tenuto.core.errors import DataError
+from tenuto.records.fields import Fields, clean, show
+
+Say = Callable[[str], None]
+Note = Callable[[str], None]
+
+MAX_FILE_BYTES = 2**30
+"""Largest file after unpacking, where a whole file is held in memory. It stops a gzip bomb; the largest
+public workload in one file is 570 MB. A trace that is read line by line may be longer, but no line of it."""
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_QUIET_S = 2.0
+"""A file that is read faster needs no progress."""
+_LINES_PER_LOOK = 20_000
+_HEADER = b'{"step":0,"kind":"header"'
+
+
+def read_objects(path: Path, note: Note | None = None, *, exact: bool = False) -> list[Fields]:
+    """All objects of a file. It is read whole before the first one is used, so that nothing is half read.
+
+    With `note`, a file that was cut is read as `stream_objects` reads it. With `exact`, numbers keep the
+    digits they were written with (`Fields.milliseconds` needs them), and neither NaN nor a key that appears
+    twice is allowed. Raises DataError if the file cannot be read, is too large, is not UTF-8 or JSON, is
+    empty or cut, or holds anything but objects.
+    """
+    return list(_Reader(path, note=note, exact=exact, max_bytes=MAX_FILE_BYTES).read())
+
+
+def stream_objects(path: Path, note: Note, say: Say | None = None) -> Iterator[Fields]:
+    """The objects of a file one at a time: a day's trace is larger than memory.
+
+    What a killed writer leaves is no error: a last line that was cut, a compressed file that was cut, and a
+    line that was cut and then continued by the header of the next start. It is left out, and `note` is told.
+    `say` hears how far a long file is. Raises DataError as `read_objects` does.
+    """
+    return _Reader(path, note=note, say=say).read()
+
+
+def read_first(path: Path) -> Fields:
+    """The first object of a file; only as much is read as that takes. Raises DataError."""
+    return next(_Reader(path, note=lambda text: None, max_bytes=MAX_FILE_BYTES).read())
+
+
+@dataclass
+class _Reader:
+    """Reads one file. Without `note`, a cut is an error."""
+
+    path: Path
+    note: Note | None = None
+    say: Say | None = None
+    exact: bool = False
+    max_bytes: int | None = None
+    """Of the whole file, unpacked; None for one that is read line by line."""
+    number: int = 0
+    """Of the line that was read last, from 1."""
+    _num_bytes: int = 0
+    _next_say_s: float = field(default_factory=lambda: time.monotonic() + _QUIET_S)
+
+    def read(self) -> Iterator[Fields]:
+        try:
+            with _open(self.path) as file:
+                yield from self._read_file(file)
+        except (EOFError, zlib.error) as error:
+            if self.note is None or not self.number:
+                raise DataError(f"{self.path}: cannot be read: {error}") from None
+            self.note(f"{self.path}: the compressed file is cut off after line {self.number}: {error}")
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+
+    def _read_file(self, file: BinaryIO) -> Iterator[Fields]:
+        every_line = self._read_lines(file)
+        lines = (line for line in every_line if line.strip())
+        first = next(lines, None)
+        if first is None:
+            raise DataError(f"{self.path}: is empty")
+        try:
+            value = self._decode(first)
+        except (ValueError, RecursionError):
+            yield from self._read_whole(first, every_line)
+            return
+        number, second = self.number, next(lines, None)
+        if second is None:
+            yield from self._split(value, f":{number}")
+            return
+        yield self._make_fields(value, f"{self.path}:{number}")
+        yield from self._parse_line(second)
+        for line in lines:
+            yield from self._parse_line(line)
+
+    def _read_lines(self, file: BinaryIO) -> Iterator[bytes]:
+        # Only "\n" ends a line: other Unicode line ends may stand inside a JSON string.
+        while line := file.readline(MAX_FILE_BYTES + 1):
+            self.number += 1
+            self._num_bytes += len(line)
+            if len(line) > MAX_FILE_BYTES or (
+                self.max_bytes is not None and self._num_bytes > self.max_bytes
+            ):
+                raise DataError(f"{self.path}: holds more than {MAX_FILE_BYTES} bytes; split it")
+            if self.say is not None and self.number % _LINES_PER_LOOK == 0:
+                self._say_progress(file)
+            yield line.removeprefix(_BYTE_ORDER_MARK) if self.number == 1 else line
+
+    def _read_whole(self, first: bytes, lines: Iterator[bytes]) -> Iterator[Fields]:
+        """One JSON value over several lines."""
+        first_number = self.number
+        blank = b"\n" * (first_number - 1)
+        self.max_bytes = MAX_FILE_BYTES
+        data = blank + first + b"".join(lines)
+        try:
+            value = self._decode(data)
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            raise DataError(f"{self.path}:{line}: not UTF-8: {error.reason}") from None
+        except (ValueError, RecursionError) as error:
+            number = error.lineno if isinstance(error, json.JSONDecodeError) else first_number
+            raise DataError(f"{self.path}:{number}: not valid JSON: {_explain(error)}") from None
+        yield from self._split(value, "")
+
+    def _split(self, value: object, place: str) -> Iterator[Fields]:
+        """The objects of a value that is all the file holds."""
+        if not isinstance(value, list):
+            yield self._make_fields(value, f"{self.path}{place}")
+            return
+        for index, each in enumerate(value):
+            yield self._make_fields(each, f"{self.path}[{index}]")
+        if not value:
+            raise DataError(f"{self.path}: is empty")
+
+    def _parse_line(self, line: bytes) -> Iterator[Fields]:
+        place = f"{self.path}:{self.number}"
+        try:
+            yield self._make_fields(self._decode(line), place)
+        except (ValueError, RecursionError) as error:
+            if self.note is not None and not line.endswith(b"\n"):
+                self.note(f"{place}: the last line is cut off; it was left out")
+            elif self.note is not None and (at := line.find(_HEADER, 1)) > 0:
+                # A server that was killed and started again appends its header to the line that was cut.
+                self.note(f"{place}: the line is cut off, as the server was killed; it was left out")
+                yield from self._parse_line(line[at:])
+            elif isinstance(error, UnicodeDecodeError):
+                raise DataError(f"{place}: not UTF-8: {error.reason}") from None
+            else:
+                raise DataError(f"{place}: not valid JSON: {_explain(error)}") from None
+
+    def _decode(self, data: bytes) -> object:
+        return (_EXACT if self.exact else _PLAIN).decode(data.decode())
+
+    @staticmethod
+    def _make_fields(value: object, place: str) -> Fields:
+        if not isinstance(value, dict):
+            raise DataError(f"{place}: must be a JSON object, got {show(value)}")
+        return Fields(place, value)
+
+    def _say_progress(self, file: BinaryIO) -> None:
+        if self.say is None or time.monotonic() < self._next_say_s:
+            return
+        self._next_say_s = time.monotonic() + _QUIET_S
+        raw = getattr(file, "fileobj", None) or file
+        size = self.path.stat().st_size
+        share = f", {raw.tell() / size:.0%}" if size else ""
+        self.say(f"{self.path}: {self.number:,} lines{share}")
+
+
+def _open(path: Path) -> BinaryIO:
+    with path.open("rb") as file:
+        is_packed = file.read(2) == _GZIP_MAGIC
+    return gzip.open(path) if is_packed else path.open("rb")  # type: ignore[return-value]
+
+
+class _Float(float):
+    """A number with the digits it was written with."""
+
+    text: str
+
+
+def _parse_float(text: str) -> float:
+    value = _Float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    value.text = text
+    return value
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _make_null(name: str) -> object:
+    """Python writes NaN where a run measured nothing."""
+    return None
+
+
+def _make_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"key {counts.most_common(1)[0][0]!r} appears twice")
+    return values
+
+
+_PLAIN = json.JSONDecoder(parse_constant=_make_null)
+_EXACT = json.JSONDecoder(
+    parse_float=_parse_float, parse_constant=_refuse_constant, object_pairs_hook=_make_object
+)
+
+
+def _explain(error: Exception) -> str:
+    text = error.msg if isinstance(error, json.JSONDecodeError) else str(error) or type(error).__name__
+    return clean(text)

@@ -1,0 +1,102 @@
+"""What a report reads: every malformed file gets an error that names file, line and field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tenuto.core.errors import DataError
+from tenuto.report.html.sources import read_sources
+from tests.report.data import make_job, make_record, make_sample, make_turn, write_lines
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.jsonl: cannot be read: No such file"):
+        read_sources([tmp_path / "nowhere.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("policy", 3, "policy: must be a string that is not empty, got 3"),
+        ("jps", -1, "jps: must be a number from 0 to 1e[+]09, got -1"),
+        ("jps", True, "jps: must be a number"),
+        ("jps", "3", "jps: must be a number from 0 to 1e[+]09, got '3'"),
+        ("jps", 10**400, "jps: must be a number"),
+        ("seed", 1.5, "seed: must be a whole number from 0 to .*, got 1.5"),
+        ("simulated", "yes", "simulated: must be true or false"),
+        ("job_durations", [1, "x"], "job_durations: must be a list of numbers"),
+        ("job_durations", {"a": 1}, "job_durations: must be a list of numbers"),
+        ("per_turn_avg_latency_ms", {"0": 1}, "per_turn_avg_latency_ms.0: must be the number of a turn"),
+        ("per_turn_avg_latency_ms", [1], "per_turn_avg_latency_ms: must be an object"),
+        ("ttft_s", {"p95": "x"}, "ttft_s.p95: must be a number"),
+        ("versions", 3, "versions: must be an object"),
+        ("client", {"interrupted": 1}, "client.interrupted: must be true or false"),
+    ],
+)
+def test_a_wrong_field_of_a_record(tmp_path: Path, field: str, value: object, said: str) -> None:
+    path = write_lines(tmp_path / "results.jsonl", [make_record("a"), {**make_record("b"), field: value}])
+    with pytest.raises(DataError, match=rf"results\.jsonl:2: {said}"):
+        read_sources([path])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"job": None}, "job: must be a string"),
+        ({"turn": 0}, "turn: must be a whole number from 1"),
+        ({"intended_s": None, "sent_s": None}, "sent_s: must be a number"),
+        ({"start_s": 1.0}, "start_s: must be no earlier than 5, what came before it, got 1"),
+        ({"last_token_s": 6.5}, "last_token_s: must be no earlier than 7"),
+        ({"cached_tokens": "many"}, "cached_tokens: must be a whole number"),
+    ],
+)
+def test_a_wrong_field_of_a_turn(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    path = write_lines(tmp_path / "turns.jsonl", [make_turn("a", 1, 0), {**make_turn("b", 1, 5), **change}])
+    with pytest.raises(DataError, match=rf"turns\.jsonl:2: {said}"):
+        read_sources([path])
+
+
+def test_a_wrong_sample(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "occupancy.jsonl", [make_sample(0), {**make_sample(1), "now_s": "later"}])
+    with pytest.raises(DataError, match=r"occupancy\.jsonl:2: now_s: must be a number"):
+        read_sources([path])
+
+
+def test_a_file_of_something_else_is_refused_by_name_and_left_out_of_a_folder(tmp_path: Path) -> None:
+    other = write_lines(tmp_path / "other.jsonl", [{"t": 1}])
+    (tmp_path / "broken.json").write_text("{", encoding="utf-8")
+    with pytest.raises(DataError, match=r"other\.jsonl: holds no result records"):
+        read_sources([other])
+    with pytest.raises(DataError, match="no result records, turns"):
+        read_sources([tmp_path])
+    write_lines(tmp_path / "results.jsonl", [make_record("a")])
+    sources = read_sources([tmp_path])
+    assert [run.policy for run in sources.runs] == ["a"]
+    broken, others = sources.notes
+    assert "broken.json:1: not valid JSON: Expecting property name" in broken
+    assert others.startswith("Left out, as they hold no result records")
+    assert others.endswith(": other.jsonl.")
+
+
+def test_a_broken_file_of_ours_in_a_folder_is_an_error(tmp_path: Path) -> None:
+    write_lines(tmp_path / "results.jsonl", [make_record("a")])
+    (tmp_path / "turns.jsonl").write_text('{"job": ', encoding="utf-8")
+    with pytest.raises(DataError, match=r"turns\.jsonl:1: not valid JSON"):
+        read_sources([tmp_path])
+
+
+def test_unknown_fields_are_ignored_and_copies_count_once(tmp_path: Path) -> None:
+    record = make_record("a", unheard_of={"x": [1]})
+    write_lines(tmp_path / "results.jsonl", [record, make_record("a", seed=2)])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result.json").write_text(json.dumps(record), encoding="utf-8")
+    write_lines(tmp_path / "run" / "turns.jsonl", make_job("j", 0))
+    sources = read_sources([tmp_path, tmp_path / "results.jsonl"])
+    assert [run.seed for run in sources.runs] == [1, 2]
+    assert sources.notes == ["Copies of 1 records were there; each counts once."]
+    assert [(detail.label, len(detail.turns)) for detail in sources.details] == [
+        ("a, H200, 1 job/s, seed 1", 3)
+    ]
