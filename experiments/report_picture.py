@@ -1,0 +1,58 @@
+"""The README's picture: the first screen of `tenuto report` on the kept records of swe-bench.
+
+    python -m experiments.report_picture
+
+Needs playwright and a Chromium. Writes docs/figures/report.png.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "experiments" / "records" / "swe-bench.jsonl"
+PICTURE = ROOT / "docs" / "figures" / "report.png"
+POLICIES = {"stock", "continuum", "autellix+", "tenuto"}
+WIDTH, HEIGHT = 1000, 880
+
+
+def write_selection(path: Path) -> None:
+    """The records of a few policies without a host tier, so that the page is quick to read."""
+    with path.open("w", encoding="utf-8") as output:
+        for line in RECORDS.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            policy = record["policy"].partition("/")[0]
+            if policy in POLICIES and "no host tier" in record["row"]:
+                output.write(json.dumps({**record, "policy": policy, "simulated": True}) + "\n")
+
+
+def take_picture(page: Path) -> None:
+    """The top of the page, in the light scheme, as a PNG of few colours."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium)
+        tab = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
+        tab.goto(page.as_uri())
+        tab.screenshot(path=PICTURE)
+        browser.close()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        selection, page = Path(folder) / "swe-bench.jsonl", Path(folder) / "report.html"
+        write_selection(selection)
+        command = [sys.executable, "-m", "tenuto.cli", "report", str(selection), "--out", str(page)]
+        subprocess.run(command, check=True)
+        take_picture(page)
+    print(f"{PICTURE}: {PICTURE.stat().st_size // 1000} kB")
+
+
+if __name__ == "__main__":
+    main()
