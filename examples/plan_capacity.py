@@ -25,7 +25,9 @@ def main() -> None:
             p95_s = {r["jps"]: r["job_s"]["p95"] for r in records}
             fits = [jps for jps in LOADS if p95_s[jps] <= LIMIT_S]
             curve = "  ".join(f"{jps:g}: {p95_s[jps]:6.1f}" for jps in LOADS)
-            print(f"{gpu:>8} {policy:>8}   {curve}   up to {max(fits, default=0):g} jobs/s within {LIMIT_S:g} s")
+            print(
+                f"{gpu:>8} {policy:>8}   {curve}   up to {max(fits, default=0):g} jobs/s within {LIMIT_S:g} s"
+            )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,12 @@ def write_trace(path: Path, num_jobs: int = 40, num_turns: int = 6) -> None:
     for job in range(num_jobs):
         num_tokens = rng.randrange(2000, 6000)
         for turn in range(num_turns):
-            row = {"session": f"job-{job}", "input_length": num_tokens, "output_length": 150, "tool": "pytest"}
+            row = {
+                "session": f"job-{job}",
+                "input_length": num_tokens,
+                "output_length": 150,
+                "tool": "pytest",
+            }
             if turn == 0:
                 row["timestamp"] = job * 500  # when the job begins, milliseconds
             else:

@@ -18,6 +18,8 @@ from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.types import EngineView, Job, Turn
 from tenuto.records.trace import TraceWriter
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,7 +40,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_every_decision_is_made_again(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "--decisions", str(trace), "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)

@@ -16,6 +16,8 @@ from tenuto.workload.load_options import LoadOptions
 from tests.client.conftest import GAP_S, OUTPUT_TOKENS, SYSTEM_TOKENS, TOOL_S, Ran
 from tests.client.fake_server import BLOCK_SIZE, FakeServer, Reply, Request
 
+pytestmark = pytest.mark.slow
+
 Bench = Callable[..., Ran]
 
 
@@ -145,7 +147,6 @@ def test_hints_name_job_tool_and_end(bench: Bench, trace: Path) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_two_runs_share_neither_content_nor_names(bench: Bench, tmp_path: Path) -> None:
     first = group(bench().server)["job0"][0]
     (tmp_path / "out").rename(tmp_path / "before")
@@ -220,7 +221,6 @@ RETRIED = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("reply", "kind"), RETRIED)
 def test_retries_mend_and_stay_visible(bench: Bench, reply: Reply, kind: str) -> None:
     ran = bench(FakeServer(Once(reply)), retries=1, timeout_s=0.5)

@@ -24,6 +24,8 @@ from tenuto.workload.load_options import LoadOptions
 from tests.client.conftest import Ran, read_lines
 from tests.client.fake_server import FakeServer, Reply, Request, serving
 
+pytestmark = pytest.mark.slow
+
 KEYS = """
 policy gpu model workload jps seed jobs avg_duration_s median_duration_s p90_duration_s p95_duration_s
 p99_duration_s per_turn_avg_latency_ms per_turn_avg_prompt_tokens ttft_s prompt_tokens hit_tokens
@@ -181,7 +183,6 @@ def test_control_c_keeps_what_there_is(
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_control_c_after_the_load_loses_nothing(
     trace: Path,

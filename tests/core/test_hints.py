@@ -152,11 +152,13 @@ def test_a_tool_name_is_bounded() -> None:
     assert parse_hints({"tool": "x" * 10_000}).tool == "x" * MAX_TOOL_CHARS
 
 
+@pytest.mark.slow
 @given(json_values)
 def test_any_json_value_as_fields(fields) -> None:
     assert isinstance(parse_hints(fields), Hints)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(FIELDS), json_values), json_values)
 def test_any_json_value_in_a_field_is_bounded(fields, session_id) -> None:
     hints = parse_hints(fields, session_id)

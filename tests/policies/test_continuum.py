@@ -332,6 +332,7 @@ def test_its_pins_are_not_the_prototype_s() -> None:
 # On the simulated engine, more work than memory.
 
 
+@pytest.mark.slow
 def test_overloaded_it_is_far_better_than_stock_and_not_worse_than_the_prototype() -> None:
     jobs = load_workload("ab8", jps=3, window_s=12, seed=1).jobs
     engine = {"num_blocks": 16_000, "max_num_batched_tokens": 8192, "cost": ScaledSteps()}

@@ -150,6 +150,7 @@ def test_a_client_that_leaves_takes_its_request_along(recording: Any, starts: bo
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [20_000_000])
 def test_bodies_may_be_big(recording: Any, size: int) -> None:
     async def run() -> None:

@@ -17,6 +17,8 @@ from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.hardware.models import bundled_models, load_model
 from tenuto.sim.machine import Setup, build
 
+pytestmark = pytest.mark.slow
+
 needs_tables = pytest.mark.skipif(
     installed_version() != AICONFIGURATOR_VERSION,
     reason=f"needs aiconfigurator-core=={AICONFIGURATOR_VERSION}",
@@ -158,7 +160,6 @@ def random_steps(kind: str, count: int) -> Iterator[StepBatch]:
         yield StepBatch.of([chunk] * num_prefills, [size(16, 32_768)] * num_decodes)
 
 
-@pytest.mark.slow
 @needs_tables
 @pytest.mark.parametrize("gpu", MEASURED, ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize(
