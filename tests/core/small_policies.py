@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tenuto.core.policy import Policy
-from tenuto.core.types import EngineView, Keep, Lease, Release, Strength, ToolCall, Turn, Yields
+from tenuto.core.types import EngineView, Keep, Lease, Release, ToolCall, Turn, Yields
 
 
 @dataclass
@@ -13,7 +13,6 @@ class KeepFor(Policy):
     """Keeps every finished turn for some time, leased turns first; reconsiders as told; hears everything."""
 
     ttl_s: float = 10.0
-    strength: Strength = Strength.HOLD
     yields: Yields = Yields.ALWAYS
     renew_s: float | None = None
     """How much longer a lease lasts whose deadline has passed; None: no longer."""
@@ -23,12 +22,12 @@ class KeepFor(Policy):
         return (0 if turn.has_lease else 1, turn.arrival_s)
 
     def retain(self, turn: Turn, view: EngineView):
-        return Keep(view.now_s + self.ttl_s, self.strength, yields=self.yields)
+        return Keep(view.now_s + self.ttl_s, yields=self.yields)
 
     def reconsider(self, lease: Lease, view: EngineView):
         if self.renew_s is None:
             return Release()
-        return Keep(view.now_s + self.renew_s, self.strength, yields=self.yields)
+        return Keep(view.now_s + self.renew_s, yields=self.yields)
 
     def evict_key(self, lease: Lease, view: EngineView):
         return (lease.granted_s,)

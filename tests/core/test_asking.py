@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import PolicyCaller, is_key, to_json
-from tenuto.core.types import EngineView, Job, Keep, Offload, Release, Strength, ToolCall, Turn, Yields
+from tenuto.core.types import EngineView, Job, Keep, Offload, Release, ToolCall, Turn, Yields
 
 TURN = Turn("t", Job("j", 1.0, 2), arrival_s=5.0, num_prompt_tokens=10, tool=ToolCall("ls", "ls -l"))
 VIEW = EngineView(6.0, 16, 100, 90, 1, 2, 2048)
@@ -115,13 +115,13 @@ def test_only_hooks_that_are_heard_need_telling() -> None:
 
 def test_the_log_holds_inputs_and_the_answer_that_counted() -> None:
     records: list[dict] = []
-    caller = PolicyCaller(Answering(Keep(8.0, Strength.KEEP_LAST, 0.5, Yields.ON_DEADLOCK)), records.append)
+    caller = PolicyCaller(Answering(Keep(8.0, 0.5, Yields.ON_DEADLOCK)), records.append)
     caller.ask("retain", DECISION, TURN, VIEW)
     caller.tell("on_turn_finished", TURN, 6.0)
     caller.policy.answer = None
     caller.ask("retain", DECISION, TURN, VIEW)
     turn, view = to_json(TURN), to_json(VIEW)
-    keep = {"type": "Keep", "until_s": 8.0, "strength": "keep-last", "value": 0.5, "yields": "on-deadlock"}
+    keep = {"type": "Keep", "until_s": 8.0, "value": 0.5, "yields": "on-deadlock"}
     assert json.loads(json.dumps(records)) == [
         {"kind": "asked", "hook": "retain", "inputs": [turn, view], "answer": keep},
         {"kind": "told", "hook": "on_turn_finished", "inputs": [turn, 6.0]},
@@ -136,7 +136,7 @@ def test_views_as_json_carry_their_type() -> None:
         "Job",
         {"type": "ToolCall", "name": "ls", "command": "ls -l"},
     )
-    assert to_json((1, ["a", Strength.HOLD])) == [1, ["a", "hold"]]
+    assert to_json((1, ["a", Yields.ALWAYS])) == [1, ["a", "always"]]
 
 
 def test_keys_are_tuples_of_numbers_and_strings() -> None:

@@ -10,23 +10,22 @@ import pytest
 from tenuto.core.checks import check_integrity
 from tenuto.core.errors import IntegrityError
 from tenuto.core.policy import Policy
-from tenuto.core.types import EngineView, Keep, Strength, ToolCall, Turn
+from tenuto.core.types import EngineView, Keep, ToolCall, Turn
 from tests.core.toy_engine import ToyEngine, make_tokens
 
 
 @dataclass
-class KeepBoth(Policy):
-    """Holds the first job's blocks and keeps the second's last."""
+class KeepAll(Policy):
+    """Leases the blocks of every turn."""
 
     def retain(self, turn: Turn, view: EngineView):
-        strength = Strength.HOLD if turn.job.arrival_s == 0 else Strength.KEEP_LAST
-        return Keep(view.now_s + 10, strength)
+        return Keep(view.now_s + 10)
 
 
 @pytest.fixture
 def engine() -> ToyEngine:
-    """20 blocks: 5 held, 5 kept last, 5 in use."""
-    engine = ToyEngine(KeepBoth(), 20)
+    """20 blocks: 10 leased, 5 in use."""
+    engine = ToyEngine(KeepAll(), 20)
     for number in range(3):
         # 18 prompt + 3 output − 1 never computed = 20 tokens = 5 blocks of 4.
         engine.arrive(f"turn-{number}", number, make_tokens(100 * number, 18), [1, 2, 3])
@@ -36,12 +35,8 @@ def engine() -> ToyEngine:
     return engine
 
 
-def hold(engine: ToyEngine):
-    return next(lease for lease in engine.driver.leases if lease.terms.strength is Strength.HOLD)
-
-
-def kept(engine: ToyEngine):
-    return next(lease for lease in engine.driver.leases if lease.terms.strength is Strength.KEEP_LAST)
+def get_lease(engine: ToyEngine):
+    return next(iter(engine.driver.leases))
 
 
 def check(engine: ToyEngine, *, idle: bool = False) -> None:
@@ -52,7 +47,7 @@ def test_a_sound_pool_passes(engine: ToyEngine) -> None:
     check(engine)
     engine.finish("turn-2", 2, is_last=True)
     check(engine, idle=True)
-    assert len(hold(engine).blocks) == len(kept(engine).blocks) == 5
+    assert [len(lease.blocks) for lease in engine.driver.leases] == [5, 5]
 
 
 def lose_a_free_block(engine: ToyEngine) -> None:
@@ -81,32 +76,13 @@ def free_the_null_block(engine: ToyEngine) -> None:
     engine.pool.free_block_queue.append_n([engine.pool.null_block])
 
 
-def put_a_kept_block_in_front(engine: ToyEngine) -> None:
-    block = kept(engine).blocks[0]
-    queue = engine.pool.free_block_queue
-    queue._unlink(block)
-    queue._link_before(queue.get_all_free_blocks()[0], block)
-
-
-def miscount_kept_blocks(engine: ToyEngine) -> None:
-    engine.pool.free_block_queue._num_kept_free += 1
-
-
-def keep_a_block_for_nobody(engine: ToyEngine) -> None:
-    engine.pool.free_block_queue.keep([engine.running["turn-2"].blocks[0]])
-
-
-def forget_to_keep_a_block(engine: ToyEngine) -> None:
-    engine.pool.free_block_queue.unkeep([kept(engine).blocks[-1]])
-
-
 def miscount_leased_blocks(engine: ToyEngine) -> None:
-    engine.driver.leases.num_blocks[Strength.HOLD] -= 1
+    engine.driver.leases.num_blocks -= 1
 
 
 def lease_a_block_without_a_reference(engine: ToyEngine) -> None:
     # The lease's own reference is given up behind its back, so the block is in the free queue.
-    engine.pool.free([hold(engine).blocks[-1]])
+    engine.pool.free([get_lease(engine).blocks[-1]])
 
 
 @pytest.mark.parametrize(
@@ -118,10 +94,6 @@ def lease_a_block_without_a_reference(engine: ToyEngine) -> None:
         (queue_a_block_in_use, "not both counts say so"),
         (free_a_block_too_often, "negative ref count"),
         (free_the_null_block, "null block"),
-        (put_a_kept_block_in_front, "kept block stands before"),
-        (miscount_kept_blocks, "miscounted"),
-        (keep_a_block_for_nobody, "kept blocks are not those"),
-        (forget_to_keep_a_block, "kept blocks are not those"),
         (miscount_leased_blocks, "leases cover"),
         (lease_a_block_without_a_reference, "1 leases hold it"),
     ],
@@ -134,7 +106,7 @@ def test_a_fault_is_caught(engine: ToyEngine, fault: Callable[[ToyEngine], None]
 
 def test_a_reference_that_no_lease_explains_is_a_leak_once_the_engine_is_idle(engine: ToyEngine) -> None:
     engine.finish("turn-2", 2, is_last=True)
-    engine.pool.touch([hold(engine).blocks[0]])
+    engine.pool.touch([get_lease(engine).blocks[0]])
     check(engine)
     with pytest.raises(IntegrityError, match="1 leases hold it"):
         check(engine, idle=True)

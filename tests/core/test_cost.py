@@ -18,7 +18,7 @@ from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.prefix import count_common, hash_blocks
 from tenuto.core.requests.hints import Hints
 from tenuto.core.requests.lineage import Lineage
-from tenuto.core.types import Keep, Strength, ToolCall
+from tenuto.core.types import Keep, ToolCall
 from tests.core.small_policies import KeepFor
 from tests.core.toy_engine import ToyEngine, make_tokens
 
@@ -73,7 +73,7 @@ class CountedKeys(KeepFor):
 
     def retain(self, turn, view):
         # Deadlines all differ, and not in the order of the grants.
-        return Keep(Counted(100 + round(view.now_s * 1000) * 7919 % 10_007 / 10_007), self.strength)
+        return Keep(Counted(100 + round(view.now_s * 1000) * 7919 % 10_007 / 10_007))
 
     def evict_key(self, lease, view):
         return (Counted(lease.granted_s % 5), Counted(lease.granted_s))
@@ -99,8 +99,8 @@ def count_calls(event: Callable[[], object]) -> int:
 class Crowd:
     """An engine with n leases and n waiting turns, all of jobs of their own; blocks hold 4 tokens."""
 
-    def __init__(self, num_jobs: int, strength: Strength) -> None:
-        self.engine = ToyEngine(CountedKeys(strength=strength), 4 * num_jobs + 200)
+    def __init__(self, num_jobs: int) -> None:
+        self.engine = ToyEngine(CountedKeys(), 4 * num_jobs + 200)
         self.num_turns = 0
         self.now_s = 0.0
         self.jobs: list[tuple[str, list[int]]] = []
@@ -151,9 +151,6 @@ class Crowd:
     def reclaim(self) -> None:
         assert self.engine.driver.reclaim(1, self.now_s) == 1
 
-    def make_room(self) -> None:
-        self.engine.driver.make_room(1)
-
     def ask_key(self) -> None:
         self.engine.driver.get_queue_key(self.engine.waiting.get_first(), self.now_s)
 
@@ -184,9 +181,9 @@ EVENTS: list[tuple[str, ...]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=Strength)
-def crowds(request) -> tuple[Crowd, Crowd]:
-    return Crowd(FEW, request.param), Crowd(MANY, request.param)
+@pytest.fixture(scope="module")
+def crowds() -> tuple[Crowd, Crowd]:
+    return Crowd(FEW), Crowd(MANY)
 
 
 def measure(crowd: Crowd, steps: tuple[str, ...]) -> float:
@@ -205,27 +202,23 @@ def test_an_event_costs_the_same_among_many(crowds: tuple[Crowd, Crowd], steps: 
     assert many <= ALLOWED_GROWTH * few
 
 
-@pytest.mark.parametrize(
-    ("strength", "step"), [(Strength.HOLD, "reclaim"), (Strength.KEEP_LAST, "make_room")]
-)
-def test_taking_a_block_back_costs_the_same_among_many(strength: Strength, step: str) -> None:
-    few, many = (measure(Crowd(num_jobs, strength), (step,)) for num_jobs in (FEW, MANY))
+def test_reclaiming_a_block_costs_the_same_among_many() -> None:
+    few, many = (measure(Crowd(num_jobs), ("reclaim",)) for num_jobs in (FEW, MANY))
     assert many <= ALLOWED_GROWTH * few
 
 
-@pytest.mark.parametrize("strength", Strength)
-def test_nobody_walks_through_all_leases_jobs_or_waiting_turns(strength: Strength) -> None:
-    crowd = Crowd(FEW, strength)
+def test_nobody_walks_through_all_leases_jobs_or_waiting_turns() -> None:
+    crowd = Crowd(FEW)
     crowd.tell_walks()
     for steps in EVENTS:
         for step in steps:
             getattr(crowd, step)()
-    crowd.reclaim() if strength is Strength.HOLD else crowd.make_room()
+    crowd.reclaim()
     assert Walked.num_walks == 0
 
 
 def test_the_walks_are_seen() -> None:
-    crowd = Crowd(5, Strength.HOLD)
+    crowd = Crowd(5)
     crowd.tell_walks()
     list(crowd.engine.driver.leases)
     list(crowd.engine.waiting)

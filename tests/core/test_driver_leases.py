@@ -13,7 +13,7 @@ from tenuto.core.checks import check_integrity
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
-from tenuto.core.types import Keep, LeaseEnd, Offload, Release, Strength, ToolCall, Turn, Yields
+from tenuto.core.types import Keep, LeaseEnd, Offload, Release, ToolCall, Turn, Yields
 from tests.core.small_policies import KeepFor
 from tests.core.toy_engine import ToyEngine, make_tokens
 
@@ -51,13 +51,12 @@ def ended(engine: ToyEngine) -> dict[LeaseEnd, int]:
 # Granting.
 
 
-@pytest.mark.parametrize("strength", Strength)
-def test_a_lease_covers_what_the_turn_cached_until_the_next_one_hits_it(strength: Strength) -> None:
-    engine = ToyEngine(KeepFor(strength=strength), 20)
+def test_a_lease_covers_what_the_turn_cached_until_the_next_one_hits_it() -> None:
+    engine = ToyEngine(KeepFor(), 20)
     run(engine, 0)
     assert sizes(engine) == {"j0": 5}
-    # Held blocks are in use; kept ones are free.
-    assert engine.pool.num_free_blocks == (15 if strength is Strength.HOLD else 20)
+    # Held blocks are in use.
+    assert engine.pool.num_free_blocks == 15
     come_back(engine, 0, 3)
     engine.start_first(3)
     assert engine.turns["t0b"].num_hit_blocks == 5
@@ -169,9 +168,8 @@ def test_the_job_s_end_ends_its_lease() -> None:
         (Limits(max_tenant_share=0.24), ["j2"]),
     ],
 )
-@pytest.mark.parametrize("strength", Strength)
-def test_a_lease_over_the_quota_is_not_granted(limits, granted, strength) -> None:
-    engine = ToyEngine(KeepFor(strength=strength), 20, limits=limits)
+def test_a_lease_over_the_quota_is_not_granted(limits, granted) -> None:
+    engine = ToyEngine(KeepFor(), 20, limits=limits)
     for number, tenant in enumerate(("a", "a", None)):
         run(engine, number, tenant=tenant)
     assert list(sizes(engine)) == granted
@@ -185,17 +183,15 @@ def run_alike(engine: ToyEngine, job_id: str, number: int = 0, tenant: str | Non
 
 
 @pytest.mark.parametrize("limits", [Limits(max_leased_share=0.25), Limits(max_tenant_share=0.25)])
-@pytest.mark.parametrize("strength", Strength)
-def test_a_prefix_that_many_jobs_share_does_not_use_the_quota_up(limits: Limits, strength) -> None:
+def test_a_prefix_that_many_jobs_share_does_not_use_the_quota_up(limits: Limits) -> None:
     # 20 leases of the same 5 blocks in a pool of 20: counted for each lease they are 100.
-    engine = ToyEngine(KeepFor(strength=strength), 20, limits=limits)
+    engine = ToyEngine(KeepFor(), 20, limits=limits)
     for number in range(20):
         run_alike(engine, f"j{number}")
     assert len(engine.driver.leases) == 20
     assert engine.driver.get_view(0).num_leased_blocks == 5
     # Five others are too many, as 0.25 × 20 = 5; with one lease less nothing changes.
     engine.driver.reclaim(1, 0)
-    engine.driver.make_room(1)
     run_alike(engine, "another", 1)
     assert "another" not in sizes(engine)
 
@@ -357,9 +353,8 @@ def test_a_limit_of_no_time_means_no_leases() -> None:
 @pytest.mark.parametrize(
     ("answer", "is_renewed"),
     [
-        (Keep(30.0, Strength.HOLD), True),
-        (Keep(30.0, Strength.KEEP_LAST), False),  # a lease's strength never changes
-        (Keep(20.0, Strength.HOLD), False),  # a deadline that has passed already
+        (Keep(30.0), True),
+        (Keep(20.0), False),  # a deadline that has passed already
         (Release(), False),
         (Offload(), False),
         (None, False),  # a fault: stock's answer
@@ -503,58 +498,6 @@ def test_an_engine_that_cannot_use_part_of_a_lease_takes_it_back_whole() -> None
     assert sizes(engine) == {"j1": 5}
 
 
-# Pressure on blocks that are kept last.
-
-
-def test_kept_blocks_go_after_all_others_and_in_the_policy_s_order() -> None:
-    engine = ToyEngine(KeepFor(strength=Strength.KEEP_LAST), 20)
-    run(engine, 0, 0)
-    run(engine, 1, 1)
-    assert engine.grab(10, 2)  # 20 − 2 × 5 ordinary blocks
-    assert sizes(engine) == {"j0": 5, "j1": 5}
-    assert engine.grab(12, 2)
-    assert sizes(engine) == {"j0": 3, "j1": 5}
-    assert engine.grab(20, 2)
-    assert sizes(engine) == {}
-    assert ended(engine) == {LeaseEnd.REVOKED: 2}
-
-
-def test_leases_that_keep_the_same_blocks_all_give_them_up() -> None:
-    engine = ToyEngine(KeepFor(strength=Strength.KEEP_LAST), 8)
-    run(engine, 0)
-    engine.arrive("same", 1, prompt_of(0), OUTPUT, Hints(job_id="x"))
-    engine.start_first(1)
-    engine.finish("same", 1, tool=LS)
-    assert sizes(engine) == {"j0": 5, "x": 5}
-    assert engine.grab(8, 2)
-    assert sizes(engine) == {}
-    check_integrity(engine.pool, engine.driver.leases, idle=True)
-
-
-def test_a_hold_and_a_keep_of_the_same_blocks() -> None:
-    @dataclass
-    class First(KeepFor):
-        def retain(self, turn, view):
-            if turn.turn_id == "t0":
-                return Keep(10, Strength.HOLD)
-            return Keep(20, Strength.KEEP_LAST)
-
-    engine = ToyEngine(First(), 12)
-    run(engine, 0)
-    engine.arrive("same", 1, prompt_of(0), OUTPUT, Hints(job_id="x"))
-    engine.start_first(1)
-    engine.finish("same", 1, tool=LS)
-    queue = engine.pool.free_block_queue
-    # The first 4 blocks are one and the same; the fifth, which the output ends in, was computed twice,
-    # but looking it up finds the one cached first.
-    assert (queue.num_kept_blocks, queue.num_kept_free_blocks) == (5, 0)
-    engine.driver.expire(10)
-    assert queue.num_kept_free_blocks == 5
-    check_integrity(engine.pool, engine.driver.leases, idle=True)
-    engine.driver.expire(20)
-    assert queue.num_kept_blocks == 0
-
-
 # Ends.
 
 
@@ -615,5 +558,5 @@ def test_the_log_tells_a_job_s_history() -> None:
         ("finished", "t0b", 8),
     ]
     granted, lease_ended = history[3], history[5]
-    assert (granted["num_blocks"], granted["until_s"], granted["strength"]) == (5, 11, "hold")
+    assert (granted["num_blocks"], granted["until_s"]) == (5, 11)
     assert (lease_ended["num_blocks"], lease_ended["why"], lease_ended["held_s"]) == (5, "hit", 4)

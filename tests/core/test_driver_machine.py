@@ -14,7 +14,7 @@ from tenuto.core.checks import check_integrity
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
-from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, Strength, ToolCall, Turn, Yields
+from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, ToolCall, Turn, Yields
 from tests.core.toy_engine import ToyEngine, ToyTurn
 
 pytestmark = pytest.mark.slow
@@ -45,13 +45,13 @@ class Scripted(Policy):
 
 
 @st.composite
-def decisions(draw: st.DrawFn) -> tuple[float, Strength, Yields, float] | None:
+def decisions(draw: st.DrawFn) -> tuple[float, Yields, float] | None:
     """Keep for so many seconds with such terms, or None for Release."""
     if draw(st.integers(0, 4)) == 0:
         return None
     ttl_s = draw(st.sampled_from([1.0, 3.0, 10.0, 1e6]))
     value = float(draw(st.integers(0, 2)))
-    return ttl_s, draw(st.sampled_from(Strength)), draw(st.sampled_from(Yields)), value
+    return ttl_s, draw(st.sampled_from(Yields)), value
 
 
 limits = st.builds(
@@ -187,8 +187,8 @@ class DriverMachine(RuleBasedStateMachine):
     def _script(self, decision) -> None:
         answer: Decision = Release()
         if decision is not None:
-            ttl_s, strength, yields, value = decision
-            answer = Keep(self.now_s + ttl_s, strength, value, yields)
+            ttl_s, yields, value = decision
+            answer = Keep(self.now_s + ttl_s, value, yields)
         self.policy.script[0] = answer
 
     @rule(num_blocks=st.integers(1, NUM_BLOCKS))
@@ -228,16 +228,6 @@ class DriverMachine(RuleBasedStateMachine):
             assert block.ref_cnt == references[block.block_id]
 
     @invariant()
-    def kept_blocks_are_those_of_leases(self) -> None:
-        keeps = Counter(
-            block.block_id
-            for lease in self.driver.leases
-            if lease.terms.strength is Strength.KEEP_LAST
-            for block in lease.blocks
-        )
-        assert getattr(self.engine.pool.free_block_queue, "_num_keeps", {}) == keeps
-
-    @invariant()
     def leases_are_bounded(self) -> None:
         leases = list(self.driver.leases)
         assert len({lease.job_id for lease in leases}) == len(leases)
@@ -267,7 +257,7 @@ class DriverMachine(RuleBasedStateMachine):
         assert self.driver.num_policy_faults == 0
 
     def teardown(self) -> None:
-        """All turns end, all time passes: nothing is held, nothing kept, no count left over."""
+        """All turns end, all time passes: nothing is held, no count left over."""
         self._script(None)
         for turn_id in list(self.engine.turns):
             self.engine.abort(turn_id, self.now_s)
@@ -276,7 +266,6 @@ class DriverMachine(RuleBasedStateMachine):
         assert self.driver.get_next_deadline_s() is None
         check_integrity(self.engine.pool, self.driver.leases, idle=True)
         assert self.engine.pool.num_free_blocks == NUM_BLOCKS
-        assert getattr(self.engine.pool.free_block_queue, "num_kept_blocks", 0) == 0
         assert len(self.driver._retention._quota) == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
-from tenuto.core.types import Lease, Strength, Turn
+from tenuto.core.types import Lease, Turn
 from tests.core.small_policies import KeepFor
 from tests.core.toy_engine import ToyEngine, make_tokens
 
@@ -71,13 +71,11 @@ def test_the_lowest_priority_is_preempted_first() -> None:
     assert engine.driver.get_victim(["t1", "t3"], 9) == "t3"
 
 
-@pytest.mark.parametrize("strength", Strength)
-def test_the_lowest_priority_s_lease_yields_first(strength: Strength) -> None:
-    engine = make_engine(100, ByArrival(strength=strength))
+def test_the_lowest_priority_s_lease_yields_first() -> None:
+    engine = make_engine(100, ByArrival())
     for number, priority in enumerate((2, 0, 1)):
         lease(engine, number, priority)
     engine.driver.reclaim(1, 9)
-    engine.driver.make_room(1)
     assert [(each.job_id, len(each.blocks)) for each in engine.driver.leases] == [
         ("j0", 4),
         ("j1", 5),

@@ -15,7 +15,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import TOLD_HOOKS, Policy, get_policy_names, load_policy
 from tenuto.core.policy_caller import to_json
 from tenuto.core.requests.hints import Hints
-from tenuto.core.types import EngineView, Job, Keep, Lease, Strength, ToolCall, Turn, Yields
+from tenuto.core.types import EngineView, Job, Keep, Lease, ToolCall, Turn, Yields
 from tests.core.toy_engine import ToyEngine, make_tokens
 
 TOOLS = [ToolCall("ls", "ls"), ToolCall("pytest", "pytest -x"), None]
@@ -122,9 +122,9 @@ def test_a_policy_that_fails_is_replayed_with_stock_s_answers() -> None:
     [
         Turn("t", Job("j\tk", 1.5, 2, "tenant"), 2.0, 30, tool=ToolCall("ls", "ls -l"), is_last=False),
         Turn("t", Job("j", 1.5, 2), 2.0, 30, expected_tool_s=0.25),
-        Lease(Turn("t", Job("j", 1, 1), 2, 3), 1.0, 2.0, Strength.KEEP_LAST, 0.5, 3, next_turn_waiting=True),
+        Lease(Turn("t", Job("j", 1, 1), 2, 3), 1.0, 2.0, 0.5, 3, next_turn_waiting=True),
         EngineView(1.0, 16, 100, 50, 1, 2, 2048, num_leases=3),
-        Keep(3.0, Strength.KEEP_LAST, 0.1, Yields.ON_DEADLOCK),
+        Keep(3.0, 0.1, Yields.ON_DEADLOCK),
         (1, "a", None, 2.5),
     ],
 )
@@ -155,3 +155,24 @@ def test_a_record_of_another_version_is_refused(change: dict[str, Any], words: s
     changed = {key: value for key, value in {**asked, **change}.items() if value is not ...}
     with pytest.raises(DataError, match=words):
         Replay(load_policy("stock")).feed(changed)
+
+
+def add_strength(value: Any, strength: str) -> Any:
+    """A record as 0.1 wrote it: leases and `Keep` had a strength."""
+    if isinstance(value, dict):
+        old = {key: add_strength(part, strength) for key, part in value.items()}
+        return {**old, "strength": strength} if value.get("type") in ("Keep", "Lease") else old
+    return [add_strength(part, strength) for part in value] if isinstance(value, list) else value
+
+
+def test_a_log_of_0_1_is_replayed() -> None:
+    records = run_random(load_policy("continuum-fixed"), 0)
+    old = [add_strength(record, "hold") for record in records]
+    assert old != records
+    assert replay(old, load_policy("continuum-fixed")) == []
+
+
+def test_a_log_of_0_1_with_keep_last_leases_is_refused() -> None:
+    records = run_random(load_policy("continuum-fixed"), 0)
+    with pytest.raises(DataError, match="replay this log with tenuto"):
+        replay([add_strength(record, "keep-last") for record in records], load_policy("continuum-fixed"))

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tenuto.core.stats import Histogram
-from tenuto.core.types import EngineView, Job, Keep, Lease, Strength, Turn
+from tenuto.core.types import EngineView, Job, Keep, Lease, Turn
 
 INF, NAN = float("inf"), float("nan")
 TURN = Turn("t", Job("j", 0.0, 1), 0.0, 10)
@@ -19,10 +19,10 @@ def test_a_deadline_and_a_value_are_finite(until_s: float, value: float) -> None
         Keep(until_s, value=value)
 
 
-@pytest.mark.parametrize("terms", [{"strength": "hold"}, {"strength": None}, {"yields": "always"}])
-def test_strength_and_yields_are_of_their_enums(terms: dict) -> None:
-    with pytest.raises(TypeError, match="enums"):
-        Keep(1.0, **terms)
+@pytest.mark.parametrize("yields", ["always", None])
+def test_yields_is_of_its_enum(yields: object) -> None:
+    with pytest.raises(TypeError, match="yields must be a Yields"):
+        Keep(1.0, yields=yields)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_strength_and_yields_are_of_their_enums(terms: dict) -> None:
     [
         TURN,
         TURN.job,
-        Lease(TURN, 0.0, 1.0, Strength.HOLD, 0.0, 1, next_turn_waiting=False),
+        Lease(TURN, 0.0, 1.0, 0.0, 1, next_turn_waiting=False),
         EngineView(0.0, 16, 10, 10, 0, 0, 1),
     ],
 )

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from tenuto.core.blocks import Block, BlockPool, KeepLastQueue
+from tenuto.core.blocks import Block, BlockPool
 from tenuto.core.driver import Driver
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import Arrival, Finish
@@ -20,7 +20,7 @@ from tenuto.core.policy import Policy
 from tenuto.core.prefix import get_hit_blocks, hash_blocks
 from tenuto.core.quota import BlockRefCounts
 from tenuto.core.requests.hints import Hints
-from tenuto.core.types import EngineView, Strength, ToolCall
+from tenuto.core.types import EngineView, ToolCall
 
 
 @dataclass
@@ -63,7 +63,6 @@ class ToyEngine:
         self.stored: list[list[int]] = []
         self.coverage = BlockRefCounts()
         self.driver = Driver(policy, self, limits, by_priority=by_priority, log=log)
-        self._kept: KeepLastQueue | None = None
 
     # What clients and time do.
 
@@ -159,12 +158,7 @@ class ToyEngine:
 
     def count_held(self) -> Counter[int]:
         """References that leases hold, by block id."""
-        return Counter(
-            block.block_id
-            for lease in self.driver.leases
-            if lease.terms.strength is Strength.HOLD
-            for block in lease.blocks
-        )
+        return Counter(block.block_id for lease in self.driver.leases for block in lease.blocks)
 
     # What the driver needs.
 
@@ -197,9 +191,6 @@ class ToyEngine:
             num_common += 1
         return num_common
 
-    def get_num_held_blocks(self) -> int:
-        return len(self.count_held())
-
     def get_num_leased_blocks(self) -> int:
         return len(self.coverage)
 
@@ -213,17 +204,6 @@ class ToyEngine:
     def release(self, blocks: list[Block]) -> None:
         self.coverage.remove(self.get_block_ids(blocks))
         self.pool.free(reversed(blocks))
-
-    def keep_last(self, blocks: list[Block]) -> None:
-        if self._kept is None:
-            self._kept = self.pool.enable_keep_last(self.driver.make_room)
-        self._kept.keep(reversed(blocks))
-        self.coverage.add(self.get_block_ids(blocks))
-
-    def unkeep(self, blocks: list[Block]) -> None:
-        assert self._kept is not None
-        self._kept.unkeep(reversed(blocks))
-        self.coverage.remove(self.get_block_ids(blocks))
 
     def store(self, blocks) -> None:
         self.stored.append([block.block_id for block in blocks])

@@ -47,9 +47,7 @@ class Decision:
     running: list[str]
     waiting: list[str]
     free_queue: list[Any]
-    """What every free block that is not kept last holds, in eviction order; None for nothing."""
-    kept: set[Any]
-    """What the free blocks hold that are: their order means nothing until they are given up."""
+    """What every free block holds, in eviction order; None for nothing."""
 
 
 def accept_none(turn_id: str, num_tokens: int, num_drafts: int) -> int:
@@ -115,7 +113,6 @@ class VllmSide:
             if turn_id in cached.resumed_req_ids
         ]
         queue = scheduler.kv_cache_manager.block_pool.free_block_queue
-        num_ordinary = queue.num_free_blocks - getattr(queue, "num_kept_free_blocks", 0)
         hashes = [block.block_hash for block in queue.get_all_free_blocks()]
         contents = [h if h is None else (get_group_id(h), get_block_hash(h)) for h in hashes]
         return Decision(
@@ -125,8 +122,7 @@ class VllmSide:
             num_drafts={t: len(ids) for t, ids in output.scheduled_spec_decode_tokens.items()},
             running=[request.request_id for request in scheduler.running],
             waiting=[request.request_id for request in scheduler.waiting],
-            free_queue=contents[:num_ordinary],
-            kept=set(contents[num_ordinary:]),
+            free_queue=contents,
         )
 
     def _process(self, output: Any, samples: list[str]) -> None:
@@ -196,7 +192,7 @@ class SimSide:
 
     def _describe(self, step: Step) -> Decision:
         scheduler = self.scheduler
-        num_blanks, ordinary, kept = scheduler.kv.pool.get_queue()
+        num_blanks, free = scheduler.kv.pool.get_queue()
         preempted, self._reset_ids = sorted([*step.preempted, *self._reset_ids]), []
         return Decision(
             num_tokens=list(step.num_tokens.items()),
@@ -205,8 +201,7 @@ class SimSide:
             num_drafts=step.num_drafts,
             running=[request.turn_id for request in scheduler.running],
             waiting=[request.turn_id for request in scheduler.waiting],
-            free_queue=[None] * num_blanks + self._list_blocks(ordinary),
-            kept=set(self._list_blocks(kept)),
+            free_queue=[None] * num_blanks + self._list_blocks(free),
         )
 
     def _list_blocks(self, extents: list[Extent]) -> list[Any]:
@@ -252,5 +247,4 @@ class Names:
         return replace(
             decision,
             free_queue=[held and (held[0], self._ours[held[1]]) for held in decision.free_queue],
-            kept={(group, self._ours[block_hash]) for group, block_hash in decision.kept},
         )

@@ -25,17 +25,15 @@ NUM_ARRIVAL_STEPS = 250
 STEP_S = 0.25
 
 KEEP_ALL = "tests.vllm.policies:KeepAll"
-HOLD, KEEP_LAST = {"strength": "hold", "ttl_s": 20.0}, {"strength": "keep-last", "ttl_s": 20.0}
+TTL = {"ttl_s": 20.0}
 LIMITS = {"max_leased_share": 0.8, "max_lease_s": 4.0}
 
 CASES: dict[str, tuple[Setup, str, dict[str, Any]]] = {
-    "hold": (Setup(), KEEP_ALL, HOLD),
-    "hold, priority": (Setup(order="priority", num_blocks=60), KEEP_ALL, HOLD),
-    "hold, watermark": (Setup(watermark=0.15, num_blocks=60), KEEP_ALL, HOLD),
-    "keep-last": (Setup(num_blocks=60), KEEP_ALL, KEEP_LAST),
-    "keep-last, no gate": (Setup(reserve_full_sequence=False, num_blocks=80), KEEP_ALL, KEEP_LAST),
-    "hybrid hold": (Setup(windows=(None, 64), num_blocks=60), KEEP_ALL, HOLD),
-    "hybrid keep-last": (Setup(windows=(None, 64), num_blocks=60), KEEP_ALL, KEEP_LAST),
+    "hold": (Setup(), KEEP_ALL, TTL),
+    "hold, priority": (Setup(order="priority", num_blocks=60), KEEP_ALL, TTL),
+    "hold, watermark": (Setup(watermark=0.15, num_blocks=60), KEEP_ALL, TTL),
+    "hold, no gate": (Setup(reserve_full_sequence=False, num_blocks=80), KEEP_ALL, TTL),
+    "hybrid hold": (Setup(windows=(None, 64), num_blocks=60), KEEP_ALL, TTL),
     "continuum-fixed": (Setup(max_num_seqs=4), "continuum-fixed", {}),
     "continuum-fixed A": (Setup(), "continuum-fixed", {"variant": "A"}),
     "admission and budget": (Setup(num_blocks=60), "tests.vllm.policies:OneJobAtATime", {"step_tokens": 40}),

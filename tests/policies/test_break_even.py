@@ -13,7 +13,6 @@ from tenuto.core.types import (
     Keep,
     Lease,
     Offload,
-    Strength,
     TierView,
     ToolCall,
     Turn,
@@ -74,7 +73,7 @@ def test_a_short_context_is_not_worth_a_load() -> None:
 
 @pytest.mark.parametrize("is_waiting", [True, False])
 def test_then_it_stores_what_nobody_waits_for(is_waiting: bool) -> None:
-    lease = Lease(make_turn(), 8.0, 10.0, Strength.HOLD, 0.0, 5, next_turn_waiting=is_waiting)
+    lease = Lease(make_turn(), 8.0, 10.0, 0.0, 5, next_turn_waiting=is_waiting)
     assert isinstance(BreakEven().reconsider(lease, VIEW), Keep if is_waiting else Offload)
 
 

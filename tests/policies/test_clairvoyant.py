@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tenuto.core.policy import load_policy
-from tenuto.core.types import EngineView, Job, Keep, Lease, Release, StepView, Strength, Turn
+from tenuto.core.types import EngineView, Job, Keep, Lease, Release, StepView, Turn
 from tenuto.policies.oracles.clairvoyant import FIRST, LATE_S, MIN_LOOK_S, Clairvoyant
 from tenuto.sim.machine import Setup
 from tenuto.sim.run import run
@@ -44,7 +44,7 @@ def make_turn(name: str, number: int, arrival_s: float = 0.0) -> Turn:
 
 
 def make_lease(turn: Turn, terms: Keep) -> Lease:
-    return Lease(turn, 10.0, terms.until_s, Strength.HOLD, terms.value, 10, next_turn_waiting=False)
+    return Lease(turn, 10.0, terms.until_s, terms.value, 10, next_turn_waiting=False)
 
 
 def learn_token_s(policy: Clairvoyant, token_s: float) -> None:

@@ -25,7 +25,6 @@ from tenuto.core.types import (
     Lease,
     Offload,
     Release,
-    Strength,
     TierView,
     ToolCall,
     Turn,
@@ -38,7 +37,7 @@ from tests.core.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
 TIERS = (TierView("host", 1000, 0, 1e-4, 0.0),)
-PIN = Keep(13.0, Strength.HOLD, yields=Yields.ON_DEADLOCK)  # finished at 10 s + 3 s
+PIN = Keep(13.0, yields=Yields.ON_DEADLOCK)  # finished at 10 s + 3 s
 OPTIONS = list(FEATURES).index("num_options")
 MODEL = {
     "format": FORMAT,
@@ -240,9 +239,9 @@ def test_the_draw_is_the_turn_s_own_and_spreads_as_the_belief_does(model: str) -
 
 def test_an_expired_pin_is_stored_and_freed_unless_the_job_already_waits() -> None:
     policy = ContextServe()
-    lease = Lease(make_turn(), 7.0, 10.0, Strength.HOLD, 0.0, 5, next_turn_waiting=False)
+    lease = Lease(make_turn(), 7.0, 10.0, 0.0, 5, next_turn_waiting=False)
     assert policy.reconsider(lease, VIEW) == Offload()
-    waiting = Lease(make_turn(), 7.0, 10.0, Strength.HOLD, 0.0, 5, next_turn_waiting=True)
+    waiting = Lease(make_turn(), 7.0, 10.0, 0.0, 5, next_turn_waiting=True)
     assert isinstance(policy.reconsider(waiting, VIEW), Keep)
 
 

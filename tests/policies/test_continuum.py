@@ -22,7 +22,6 @@ from tenuto.core.types import (
     Lease,
     Offload,
     Release,
-    Strength,
     TierView,
     ToolCall,
     Turn,
@@ -70,7 +69,7 @@ def get_ttl_s(decision: Decision) -> float:
     """Of a decision made at 10 s."""
     if isinstance(decision, Offload):
         return 0.0
-    assert decision == Keep(decision.until_s, Strength.HOLD, yields=Yields.ON_DEADLOCK)
+    assert decision == Keep(decision.until_s, yields=Yields.ON_DEADLOCK)
     return decision.until_s - 10.0
 
 
@@ -217,7 +216,7 @@ def test_the_job_that_came_last_yields_first() -> None:
     old, new = (make_turn(job=Job(name, arrival_s, 2)) for name, arrival_s in (("a", 1.0), ("b", 5.0)))
     assert policy.preempt_key(new, VIEW) < policy.preempt_key(old, VIEW)
     leases = [
-        Lease(turn, 9.0, until_s, Strength.HOLD, 0.0, 5, next_turn_waiting=False)
+        Lease(turn, 9.0, until_s, 0.0, 5, next_turn_waiting=False)
         for turn, until_s in ((old, 20.0), (new, 11.0))
     ]
     assert policy.evict_key(leases[1], VIEW) < policy.evict_key(leases[0], VIEW)
@@ -225,7 +224,7 @@ def test_the_job_that_came_last_yields_first() -> None:
 
 @pytest.mark.parametrize("is_waiting", [True, False])
 def test_an_expired_pin_stays_only_for_a_turn_that_waits(is_waiting: bool) -> None:
-    lease = Lease(make_turn(), 8.0, 10.0, Strength.HOLD, 0.0, 5, next_turn_waiting=is_waiting)
+    lease = Lease(make_turn(), 8.0, 10.0, 0.0, 5, next_turn_waiting=is_waiting)
     answer = make_policy().reconsider(lease, VIEW)
     assert isinstance(answer, Keep if is_waiting else Offload)
 

@@ -10,12 +10,12 @@ import pytest
 
 from tenuto.core.limits import Limits
 from tenuto.core.requests.hints import Hints
-from tenuto.core.types import EngineView, Job, Keep, Lease, Release, Strength, ToolCall, Turn, Yields
+from tenuto.core.types import EngineView, Job, Keep, Lease, Release, ToolCall, Turn, Yields
 from tenuto.policies.published.continuum_fixed import ContinuumFixed
 from tests.core.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
-PIN = Keep(12.0, Strength.HOLD, yields=Yields.ON_DEADLOCK)  # finished at 10 s + 2 s
+PIN = Keep(12.0, yields=Yields.ON_DEADLOCK)  # finished at 10 s + 2 s
 OUTPUT = make_tokens(500, 3)
 
 
@@ -99,15 +99,14 @@ def test_the_newest_job_that_is_not_on_its_last_turn_is_preempted() -> None:
     ("variant", "is_waiting", "is_kept"), [("A", True, True), ("A", False, False), ("B", True, False)]
 )
 def test_which_expired_pins_are_kept(variant: str, is_waiting: bool, is_kept: bool) -> None:
-    lease = Lease(make_turn(), 10.0, 12.0, Strength.HOLD, 0.0, 5, next_turn_waiting=is_waiting)
+    lease = Lease(make_turn(), 10.0, 12.0, 0.0, 5, next_turn_waiting=is_waiting)
     answer = make_policy(variant=variant).reconsider(lease, VIEW)
     assert isinstance(answer, Keep if is_kept else Release)
 
 
 def test_of_two_pins_the_one_with_the_latest_deadline_yields_first() -> None:
     early, late = (
-        Lease(make_turn(), 10.0, until_s, Strength.HOLD, 0.0, 5, next_turn_waiting=False)
-        for until_s in (12.0, 12.5)
+        Lease(make_turn(), 10.0, until_s, 0.0, 5, next_turn_waiting=False) for until_s in (12.0, 12.5)
     )
     policy = make_policy()
     assert policy.evict_key(late, VIEW) < policy.evict_key(early, VIEW)

@@ -20,7 +20,6 @@ from tenuto.core.types import (
     Offload,
     Release,
     StepView,
-    Strength,
     TierView,
     ToolCall,
     Turn,
@@ -54,7 +53,7 @@ def make_policy(**paused_since_s: float) -> InferCept:
 
 
 def make_lease(job_id: str, *, is_waiting: bool = False) -> Lease:
-    return Lease(make_turn(job_id), 9.0, 10.0, Strength.HOLD, 0.0, 8, next_turn_waiting=is_waiting)
+    return Lease(make_turn(job_id), 9.0, 10.0, 0.0, 8, next_turn_waiting=is_waiting)
 
 
 def get_answers(policy: InferCept, view: EngineView = VIEW) -> dict[str, type]:

@@ -17,7 +17,6 @@ from tenuto.core.types import (
     LoadOffer,
     Offload,
     StepView,
-    Strength,
     TierView,
     ToolCall,
     Turn,
@@ -102,12 +101,11 @@ def test_kv_is_kept_while_nobody_needs_the_room() -> None:
     policy = Tenuto()
     answer = policy.retain(make_turn(), IDLE)
     assert isinstance(answer, Keep)
-    assert answer.strength is Strength.HOLD
     assert answer.value > FIRST
 
 
 def make_lease(turn: Turn, *, idle_s: float, value: float = 0.0, waiting: bool = False) -> Lease:
-    return Lease(turn, 100.0 - idle_s, 100.0, Strength.HOLD, value, 60, next_turn_waiting=waiting)
+    return Lease(turn, 100.0 - idle_s, 100.0, value, 60, next_turn_waiting=waiting)
 
 
 def test_a_tool_that_takes_too_long_makes_a_lease_give_way_first() -> None:

@@ -30,7 +30,6 @@ from tenuto.core.types import (
     LoadOffer,
     Offload,
     Release,
-    Strength,
     ToolCall,
     Turn,
 )
@@ -407,12 +406,12 @@ def test_the_checker_sees_a_request_that_got_lost() -> None:
 
 @dataclass
 class AtRandom(Policy):
-    """Keeps, keeps last, stores and lets go, by the length of the prompt."""
+    """Keeps, stores and lets go, by the length of the prompt."""
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         answers = (
             Keep(view.now_s + 1.5),
-            Keep(view.now_s + 2, strength=Strength.KEEP_LAST),
+            Keep(view.now_s + 2),
             Offload(),
             Release(),
         )

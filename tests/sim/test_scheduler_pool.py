@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tenuto.core.blocks import Block, BlockPool, KeepLastQueue
+from tenuto.core.blocks import Block, BlockPool
 from tenuto.core.prefix import get_hit_blocks
 from tenuto.sim.checks import check_pool
 from tenuto.sim.kv.extents import Row
@@ -74,27 +74,9 @@ class Pools(RuleBasedStateMachine):
         super().__init__()
         self.ours = ExtentPool(NUM_BLOCKS, num_groups=2)
         self.theirs = BlockPool(NUM_BLOCKS + 1)
-        self.queue: KeepLastQueue = self.theirs.enable_keep_last(self.make_room_in_theirs)
-        self.ours.make_room = self.make_room_in_ours
         self.holders: list[Holder] = []
         self.held: list[tuple[list[Block], Row]] = []
-        self.kept_blocks: list[list[Block]] = []
-        self.kept_rows: list[Row] = []
         self.contents: dict[Any, Any] = {}
-
-    # Both pools ask the first lease that keeps blocks to give some up.
-
-    def make_room_in_ours(self, num_blocks: int) -> None:
-        row = next(row for row in self.kept_rows if row)
-        tail = row[max(0, len(row) - num_blocks) :]
-        del row[max(0, len(row) - num_blocks) :]
-        self.ours.unkeep(tail)
-
-    def make_room_in_theirs(self, num_blocks: int) -> None:
-        blocks = next(blocks for blocks in self.kept_blocks if blocks)
-        tail = blocks[max(0, len(blocks) - num_blocks) :]
-        del blocks[max(0, len(blocks) - num_blocks) :]
-        self.queue.unkeep(reversed(tail))
 
     # Requests.
 
@@ -185,58 +167,42 @@ class Pools(RuleBasedStateMachine):
     # Leases.
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data(), holds=st.booleans())
-    def lease(self, data: st.DataObject, holds: bool) -> None:
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         blocks, row = self.find(holder.spans, holder.path, holder.group, holder.num_blocks)
-        if holds:
-            self.theirs.touch(blocks)
-            self.ours.hold(row)
-            self.held.append((blocks, row))
-        else:
-            self.queue.keep(reversed(blocks))
-            self.ours.keep(row)
-            self.kept_blocks.append(blocks)
-            self.kept_rows.append(row)
+        self.theirs.touch(blocks)
+        self.ours.hold(row)
+        self.held.append((blocks, row))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), num_left=st.integers(0, 5))
-    def cut_held(self, data: st.DataObject, num_left: int) -> None:
+    def truncate_held(self, data: st.DataObject, num_left: int) -> None:
         blocks, row = data.draw(st.sampled_from(self.held))
         self.theirs.free(reversed(blocks[num_left:]))
         self.ours.release(row[num_left:])
         del blocks[num_left:], row[num_left:]
 
-    @precondition(lambda self: self.kept_rows)
-    @rule(data=st.data(), num_left=st.integers(0, 5))
-    def cut_kept(self, data: st.DataObject, num_left: int) -> None:
-        n = data.draw(st.integers(0, len(self.kept_rows) - 1))
-        self.queue.unkeep(reversed(self.kept_blocks[n][num_left:]))
-        self.ours.unkeep(self.kept_rows[n][num_left:])
-        del self.kept_blocks[n][num_left:], self.kept_rows[n][num_left:]
-
-    @precondition(lambda self: not any(self.kept_rows))
     @rule()
     def reset(self) -> None:
         assert self.ours.reset() == self.theirs.reset()
 
     @invariant()
     def queues_are_equal(self) -> None:
-        num_blanks, ordinary, kept = self.ours.get_queue()
+        num_blanks, free = self.ours.get_queue()
         ours: list[Any] = [None] * num_blanks
-        for extent in (*ordinary, *kept):
+        for extent in free:
             group = [n for n in (0, 1) if extent.segment.copies[n] is extent.home]
             for block in reversed(range(extent.first, extent.end)):
                 ours.append((*group, self.contents[extent.segment, block]))
-        assert ours == [block.block_hash for block in self.queue.get_all_free_blocks()]
+        assert ours == [block.block_hash for block in self.theirs.free_block_queue.get_all_free_blocks()]
         assert self.ours.num_free_blocks == self.theirs.num_free_blocks == len(ours)
-        assert self.ours.num_unkept_free_blocks == len(ours) - self.queue.num_kept_free_blocks
 
     @invariant()
     def references_have_holders(self) -> None:
         rows = [holder.row for holder in self.holders] + [row for _, row in self.held]
         num_blanks = sum(holder.num_blanks for holder in self.holders)
-        check_pool(self.ours, rows, self.kept_rows, num_blanks=num_blanks)
+        check_pool(self.ours, rows, num_blanks=num_blanks)
 
 
 TestPools = Pools.TestCase

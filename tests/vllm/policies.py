@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tenuto.core.policy import Policy, setting
-from tenuto.core.types import Decision, EngineView, Keep, Lease, StepView, Strength, Turn
+from tenuto.core.types import Decision, EngineView, Keep, Lease, StepView, Turn
 
 
 @dataclass
@@ -14,10 +14,9 @@ class KeepAll(Policy):
     """Leases every turn's blocks, whatever tool follows."""
 
     ttl_s: float = setting(100.0, "seconds", minimum=0)
-    strength: str = setting("hold", "of the leases", choices=("hold", "keep-last"))
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
-        return Keep(view.now_s + self.ttl_s, Strength(self.strength))
+        return Keep(view.now_s + self.ttl_s)
 
 
 @dataclass
@@ -57,10 +56,10 @@ class Faulty(Policy):
 
 @dataclass
 class WrongTerms(Policy):
-    """Names a strength as a word, as a configuration file would."""
+    """Says when its leases yield as a word, as a configuration file would."""
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
-        return Keep(view.now_s + 1, strength="hold")  # type: ignore[arg-type]
+        return Keep(view.now_s + 1, yields="always")  # type: ignore[arg-type]
 
 
 @dataclass

@@ -12,10 +12,9 @@ differential test can hold one against the other and `check_integrity` reads bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from tenuto.core.errors import IntegrityError
-from tenuto.core.keep_last import KeepLastMixin
 
 BlockHash = Hashable
 
@@ -99,12 +98,8 @@ class FreeQueue:
         self.num_free_blocks += len(blocks)
 
 
-class KeepLastQueue(KeepLastMixin, FreeQueue):
-    """The free queue with a kept part."""
-
-
 class BlockPool:
-    """All blocks of one engine: allocate, hit, free, cache, keep last."""
+    """All blocks of one engine: allocate, hit, free, cache."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
@@ -118,7 +113,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks an allocation can take now, kept ones included."""
+        """Blocks an allocation can take now."""
         return self.free_block_queue.num_free_blocks
 
     def get_cached_block(self, block_hash: BlockHash) -> Block | None:
@@ -161,14 +156,6 @@ class BlockPool:
             raise IntegrityError(f"{block} cannot be cached as {block_hash!r}")
         block.block_hash = block_hash
         self._cached.setdefault(block_hash, {})[block.block_id] = block
-
-    def enable_keep_last(self, make_room: Callable[[int], None]) -> KeepLastQueue:
-        """Give the free queue a kept part (see `KeepLastMixin.install_fence`); returns it."""
-        queue = self.free_block_queue
-        queue.__class__ = KeepLastQueue
-        assert isinstance(queue, KeepLastQueue)
-        queue.install_fence(Block(-1), make_room)
-        return queue
 
     def reset(self) -> bool:
         """Forget all content; False, and nothing changes, while any block is referenced."""

@@ -22,7 +22,6 @@ from tenuto.core.types import (
     Offload,
     Release,
     StepView,
-    Strength,
     TierView,
     ToolCall,
     Turn,
@@ -32,8 +31,8 @@ from tenuto.core.types import (
 def check_integrity(pool: Any, leases: LeaseTable | None = None, *, idle: bool = False) -> None:
     """Check a block pool's invariants, ours or vLLM's; O(blocks), for tests and debugging.
 
-    Free + referenced = total; in the free queue exactly with ref count 0; no block twice; every kept block
-    in its part of the queue, and some lease's. With `idle` (no request anywhere) also: only leases hold
+    Free + referenced = total; in the free queue exactly with ref count 0; no block twice;
+    every leased block referenced. With `idle` (no request anywhere) also: only leases hold
     anything. Raises IntegrityError naming the first block that is wrong.
     """
     free = pool.free_block_queue.get_all_free_blocks()
@@ -52,30 +51,16 @@ def check_integrity(pool: Any, leases: LeaseTable | None = None, *, idle: bool =
             raise IntegrityError(f"{block} has a negative ref count")
         if (block.ref_cnt == 0) != (block.block_id in in_queue):
             raise IntegrityError(f"{block} is free or in use, but not both counts say so")
-    num_kept = getattr(pool.free_block_queue, "num_kept_free_blocks", None)
-    if num_kept is not None:
-        _check_kept(pool.free_block_queue, free, num_kept)
     if leases is not None:
         _check_leases(pool, leases, idle)
 
 
-def _check_kept(queue: Any, free: list[Any], num_kept: int) -> None:
-    kept = [block.block_id in queue._num_keeps for block in free]
-    if sum(kept) != num_kept or kept != sorted(kept):
-        raise IntegrityError("a kept block stands before an ordinary one, or kept blocks are miscounted")
-
-
 def _check_leases(pool: Any, leases: LeaseTable, idle: bool) -> None:
-    counts: dict[Strength, Counter[int]] = {strength: Counter() for strength in Strength}
-    num_blocks = dict.fromkeys(Strength, 0)
+    held: Counter[int] = Counter()
     for lease in leases:
-        num_blocks[lease.terms.strength] += len(lease.blocks)
-        counts[lease.terms.strength].update(block.block_id for block in lease.blocks)
-    held = counts[Strength.HOLD]
-    if getattr(pool.free_block_queue, "_num_keeps", {}) != counts[Strength.KEEP_LAST]:
-        raise IntegrityError("the kept blocks are not those that leases keep")
-    if num_blocks != leases.num_blocks:
-        raise IntegrityError(f"leases cover {num_blocks} blocks, counted {leases.num_blocks}")
+        held.update(block.block_id for block in lease.blocks)
+    if held.total() != leases.num_blocks:
+        raise IntegrityError(f"leases cover {held.total()} blocks, counted {leases.num_blocks}")
     for block in pool.blocks:
         references = held[block.block_id]
         if block.is_null:
@@ -93,7 +78,7 @@ def check_policy(policy: Policy) -> None:
     """
     shapes: dict[str, tuple[bool, ...]] = {}
     for turn, view in itertools.product(_get_turns(), _get_views()):
-        lease = Lease(turn, view.now_s - 1, view.now_s, Strength.HOLD, 0.0, 3, next_turn_waiting=False)
+        lease = Lease(turn, view.now_s - 1, view.now_s, 0.0, 3, next_turn_waiting=False)
         _check_asked(policy, "queue_key", tuple, turn, view.now_s)
         _check_asked(policy, "admit", bool, turn, view)
         _check_asked(policy, "retain", Decision, turn, view)

@@ -77,18 +77,31 @@ class Replay:
         self.num_asked += 1
         # Through JSON, as the logged answer went: what it makes equal is equal.
         answer = json.loads(json.dumps(to_json(self._caller.ask(hook, ANSWERS[hook], *inputs))))
-        was = record["answer"]
+        was = _forget_strength(record["answer"])
         return None if answer == was else Difference(hook, written, was, answer)
 
 
 def from_json(value: Any) -> Any:
     """The view or decision that `asking.to_json` wrote down."""
     if isinstance(value, dict) and "type" in value:
+        value = _forget_strength(value)
         cls, kinds = _get_view(value["type"])
         return cls(**{name: _read_field(value[name], kind) for name, kind in kinds})
     if isinstance(value, list):
         return tuple(from_json(item) for item in value)
     return value
+
+
+def _forget_strength(value: Any) -> Any:
+    """A lease or `Keep` of 0.1 as it is written now, without a strength. Raises DataError for keep-last."""
+    if not isinstance(value, dict) or "strength" not in value:
+        return value
+    if value["strength"] != "hold":
+        raise DataError(
+            f"a lease of strength {value['strength']!r}: keep-last leases ended with 0.1, "
+            "replay this log with tenuto 0.1"
+        )
+    return {key: part for key, part in value.items() if key != "strength"}
 
 
 @cache

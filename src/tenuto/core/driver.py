@@ -187,10 +187,6 @@ class Driver:
         turn = self._turns.get(for_turn_id) if for_turn_id is not None else None
         return self._retention.reclaim(num_blocks, turn, stalled=stalled)
 
-    def make_room(self, num_blocks: int) -> None:
-        """Give up to `num_blocks` kept-last blocks of the lease that yields first (see `KeepLastMixin`)."""
-        self._retention.make_room(num_blocks)
-
     def drop_all(self, why: LeaseEnd = LeaseEnd.RESET) -> None:
         """End every lease (a cache reset, a shutdown)."""
         self._retention.drop_all(why)

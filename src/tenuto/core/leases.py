@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
 from tenuto.core.quota import Quota
-from tenuto.core.types import EngineView, Keep, Lease, LeaseEnd, Strength, Turn, Yields
+from tenuto.core.types import EngineView, Keep, Lease, LeaseEnd, Turn, Yields
 
 
 class Engine(Protocol):
@@ -40,11 +40,8 @@ class Engine(Protocol):
     def count_common_blocks(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
         """How many leading blocks of the list a prompt with these chained hashes runs through."""
 
-    def get_num_held_blocks(self) -> int:
-        """Distinct blocks that `hold` has references to now; several leases may hold one block."""
-
     def get_num_leased_blocks(self) -> int:
-        """Distinct blocks that leases hold or keep last now."""
+        """Distinct blocks that `hold` has references to now; several leases may hold one block."""
 
     def get_block_ids(self, blocks: list[Any]) -> Collection[Hashable]:
         """What tells these blocks apart from all others, in the same order."""
@@ -54,12 +51,6 @@ class Engine(Protocol):
 
     def release(self, blocks: list[Any]) -> None:
         """Give one reference to each block up; the last is evicted first."""
-
-    def keep_last(self, blocks: list[Any]) -> None:
-        """Let these blocks, once free, be evicted after all others."""
-
-    def unkeep(self, blocks: list[Any]) -> None:
-        """Take `keep_last` back."""
 
     def store(self, blocks: list[Any]) -> None:
         """Copy blocks to the tiers below the GPU, before they are freed; nothing where there are none."""
@@ -90,7 +81,6 @@ class LeaseState:
             turn=self.turn,
             granted_s=self.granted_s,
             until_s=terms.until_s,
-            strength=terms.strength,
             value=terms.value,
             num_blocks=len(self.blocks),
             next_turn_waiting=self.next_turn_id is not None,
@@ -106,8 +96,8 @@ class LeaseTable:
         self._on_end = on_end
         self._leases: dict[str, LeaseState] = {}
         self._deadlines = IndexedHeap()
-        self._evict_order = {(strength, yields): IndexedHeap() for strength in Strength for yields in Yields}
-        self.num_blocks = dict.fromkeys(Strength, 0)
+        self._evict_order = {yields: IndexedHeap() for yields in Yields}
+        self.num_blocks = 0
         """Of all leases together: a block that several share counts for each."""
 
     def __len__(self) -> int:
@@ -124,17 +114,14 @@ class LeaseTable:
         """Enter a lease and take its blocks; the job must have none."""
         assert lease.job_id not in self._leases
         self._leases[lease.job_id] = lease
-        if lease.terms.strength is Strength.HOLD:
-            self._engine.hold(lease.blocks)
-        else:
-            self._engine.keep_last(lease.blocks)
-        self.num_blocks[lease.terms.strength] += len(lease.blocks)
+        self._engine.hold(lease.blocks)
+        self.num_blocks += len(lease.blocks)
         if self._quota.are_limited:
             self._quota.add(lease.turn.job.tenant, self._engine.get_block_ids(lease.blocks))
         self._enter(lease, evict_key)
 
     def renew(self, lease: LeaseState, terms: Keep, evict_key: Key) -> None:
-        """Change a lease's deadline, value or yielding; its strength stays."""
+        """Change a lease's deadline, value or yielding."""
         self._get_order(lease).discard(lease.job_id)
         lease.terms = terms
         self._enter(lease, evict_key)
@@ -153,13 +140,10 @@ class LeaseTable:
         if not tail:
             return
         del lease.blocks[num_blocks:]
-        self.num_blocks[lease.terms.strength] -= len(tail)
+        self.num_blocks -= len(tail)
         if self._quota.are_limited:
             self._quota.remove(lease.turn.job.tenant, self._engine.get_block_ids(tail))
-        if lease.terms.strength is Strength.HOLD:
-            self._engine.release(tail)
-        else:
-            self._engine.unkeep(tail)
+        self._engine.release(tail)
 
     def get_due(self, now_s: float) -> LeaseState | None:
         """A lease whose deadline has passed, earliest first."""
@@ -175,11 +159,9 @@ class LeaseTable:
         key = self._deadlines.get_first_key()
         return None if key is None else float(key[0])
 
-    def get_first_to_yield(
-        self, strength: Strength, yields: Yields, spare_job_id: str | None = None
-    ) -> LeaseState | None:
+    def get_first_to_yield(self, yields: Yields, spare_job_id: str | None = None) -> LeaseState | None:
         """The lease that yields first, other than the spared job's."""
-        order = self._evict_order[strength, yields]
+        order = self._evict_order[yields]
         first = order.get_first()
         if first is None or first != spare_job_id:
             return None if first is None else self._leases[first]
@@ -195,4 +177,4 @@ class LeaseTable:
         self._get_order(lease).push(lease.job_id, evict_key)
 
     def _get_order(self, lease: LeaseState) -> IndexedHeap:
-        return self._evict_order[lease.terms.strength, lease.terms.yields]
+        return self._evict_order[lease.terms.yields]

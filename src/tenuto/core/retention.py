@@ -21,7 +21,6 @@ from tenuto.core.types import (
     LeaseEnd,
     Offload,
     Release,
-    Strength,
     Turn,
     Yields,
 )
@@ -136,7 +135,7 @@ class Retention:
             view = view or self.get_view(self.now_s)
             answer = self._caller.ask("reconsider", (Keep, Offload, Release), lease.get_view(), view)
             terms = self._bound(answer, lease.granted_s) if isinstance(answer, Keep) else None
-            if terms is not None and terms.until_s > self.now_s and terms.strength is lease.terms.strength:
+            if terms is not None and terms.until_s > self.now_s:
                 self.leases.renew(lease, terms, self._get_evict_key(lease.get_view(terms), view))
                 num_renewed += 1
             else:
@@ -150,10 +149,9 @@ class Retention:
     # Memory.
 
     def get_num_reclaimable_blocks(self, turn: TurnState | None) -> int:
-        """Held blocks, at most, that `reclaim` could free for a turn while others run."""
+        """Leased blocks, at most, that `reclaim` could free for a turn while others run."""
         lease = self.get_claimed(turn)
-        spared = len(lease.blocks) if lease is not None and lease.terms.strength is Strength.HOLD else 0
-        return self._engine.get_num_held_blocks() - spared
+        return self._engine.get_num_leased_blocks() - (len(lease.blocks) if lease is not None else 0)
 
     def reclaim(self, num_blocks: int, turn: TurnState | None, *, stalled: bool) -> int:
         """Free at least so many held blocks for a turn if leases cover so many; see `Driver.reclaim`."""
@@ -165,30 +163,19 @@ class Retention:
         num_freed = 0
         for spare, yields in itertools.product(spares, kinds):
             while num_freed < num_blocks:
-                lease = self.leases.get_first_to_yield(Strength.HOLD, yields, spare)
+                lease = self.leases.get_first_to_yield(yields, spare)
                 if lease is None or not (stalled or self._may_reclaim(lease, turn)):
                     break
                 self._shrink(lease, num_blocks - num_freed)
                 num_freed = self._engine.get_num_free_blocks() - num_free_before
         return num_freed
 
-    def make_room(self, num_blocks: int) -> None:
-        """Give up to so many kept-last blocks of the lease that yields first."""
-        for yields in Yields:
-            lease = self.leases.get_first_to_yield(Strength.KEEP_LAST, yields)
-            if lease is not None:
-                self._shrink(lease, num_blocks)
-                return
-
     # Inside.
 
     def _grant(self, lease: LeaseState, view: EngineView) -> None:
         self.leases.grant(lease, self._get_evict_key(lease.get_view(), view))
         self._stats.num_leases_granted += 1
-        terms = lease.terms
-        self._history.record_lease(
-            "lease-granted", lease, self.now_s, until_s=terms.until_s, strength=terms.strength.value
-        )
+        self._history.record_lease("lease-granted", lease, self.now_s, until_s=lease.terms.until_s)
 
     def _bound(self, terms: Keep, granted_s: float) -> Keep:
         latest_s = granted_s + self._limits.max_lease_s

@@ -10,15 +10,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Strength(Enum):
-    """How firmly a lease holds its blocks."""
-
-    HOLD = "hold"
-    """Real references: the blocks leave the free queue and show as used. The field's *pin*."""
-    KEEP_LAST = "keep-last"
-    """No references: the blocks stay free but are evicted after all other free blocks."""
-
-
 class Yields(Enum):
     """When a lease gives way to an allocation that does not fit otherwise."""
 
@@ -99,7 +90,6 @@ class Lease:
     turn: Turn
     granted_s: float
     until_s: float
-    strength: Strength
     value: float
     num_blocks: int
     next_turn_waiting: bool
@@ -152,7 +142,7 @@ class EngineView:
     block_size: int
     num_blocks: int
     num_free_blocks: int
-    """Free for an allocation right now; kept-last blocks count, held ones do not."""
+    """Free for an allocation right now; leased blocks are not."""
     num_running: int
     num_waiting: int
     """Turns waiting for a first or a resumed start, without the parked ones."""
@@ -170,14 +160,13 @@ class Keep:
     """Lease the finished turn's cached blocks until a deadline."""
 
     until_s: float
-    strength: Strength = Strength.HOLD
     value: float = 0.0
     yields: Yields = Yields.ALWAYS
 
     def __post_init__(self) -> None:
         """Refuse what the lease table could not work with: a policy's mistake, found where it is made."""
-        if not isinstance(self.strength, Strength) or not isinstance(self.yields, Yields):
-            raise TypeError(f"strength and yields must be of their enums, got {self}")
+        if not isinstance(self.yields, Yields):
+            raise TypeError(f"yields must be a Yields, got {self}")
         if not (math.isfinite(self.until_s) and math.isfinite(self.value)):
             raise ValueError(f"until_s and value must be finite, got {self}")
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from tenuto.core.errors import IntegrityError
-from tenuto.core.types import Strength
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.extents import Extent, Row
 from tenuto.sim.kv.pool import ExtentPool
@@ -17,7 +16,7 @@ def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
     """Check the invariants of the KV cache, its block tables and leases; O(extents), for tests and debugging.
 
     Free + referenced = total; references = tables and leases that hold a block; in the free queue exactly
-    without references, kept blocks behind all others. With `idle` also: no request is left.
+    without references. With `idle` also: no request is left.
     Raises IntegrityError naming what is wrong.
     """
     pool = scheduler.kv.pool
@@ -28,11 +27,10 @@ def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
         raise IntegrityError(f"{len(scheduler.requests)} requests, but {num_placed} that run, wait or load")
     leases = list(scheduler.driver.leases)
     tables = [table for request in scheduler.requests.values() for table in request.tables]
-    held: list[Any] = [lease.blocks for lease in leases if lease.terms.strength is Strength.HOLD]
-    kept: list[Any] = [lease.blocks for lease in leases if lease.terms.strength is Strength.KEEP_LAST]
+    held: list[Any] = [lease.blocks for lease in leases]
     rows = [table.row for table in tables]
-    num_blocks = sum(len(row) for row in (*held, *kept))
-    if num_blocks != sum(scheduler.driver.leases.num_blocks.values()):
+    num_blocks = sum(map(len, held))
+    if num_blocks != scheduler.driver.leases.num_blocks:
         raise IntegrityError(
             f"leases cover {num_blocks} blocks, counted {scheduler.driver.leases.num_blocks}"
         )
@@ -41,31 +39,23 @@ def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
         extent.num_holds != num_holds for extent, num_holds in leased.items()
     ):
         raise IntegrityError(f"leases hold {_count_blocks(leased)} blocks, counted {pool.num_leased_blocks}")
-    num_covered = _count_blocks({**leased, **_count(kept)})
-    if num_covered != pool.num_covered_blocks:
-        raise IntegrityError(f"leases cover {num_covered} blocks, counted {pool.num_covered_blocks}")
     storing = [] if scheduler.offloader is None else scheduler.offloader.get_held_rows()
-    check_pool(pool, [*rows, *held, *storing], kept, num_blanks=sum(table.num_blanks for table in tables))
+    check_pool(pool, [*rows, *held, *storing], num_blanks=sum(table.num_blanks for table in tables))
 
 
-def check_pool(
-    pool: ExtentPool, held: Iterable[Row], kept: Iterable[Row] = (), *, num_blanks: int = 0
-) -> None:
-    """Check a pool against all rows that are held and kept, and the blank blocks in use."""
-    references, keeps = _count(held), _count(kept)
-    num_free_blanks, ordinary, behind = pool.get_queue()
-    free = [*ordinary, *behind]
+def check_pool(pool: ExtentPool, held: Iterable[Row], *, num_blanks: int = 0) -> None:
+    """Check a pool against all rows that are held, and the blank blocks in use."""
+    references = _count(held)
+    num_free_blanks, free = pool.get_queue()
     if len(set(free)) != len(free):
         raise IntegrityError("an extent is in the free queue twice")
-    for extent in {*free, *references, *keeps}:
-        if extent.ref_cnt != references[extent] or extent.num_keeps != keeps[extent]:
-            raise IntegrityError(f"{extent} has {references[extent]} holders and {keeps[extent]} keepers")
+    for extent in {*free, *references}:
+        if extent.ref_cnt != references[extent]:
+            raise IntegrityError(f"{extent} has {references[extent]} holders")
         if extent.first >= extent.end or extent not in extent.home:
             raise IntegrityError(f"{extent} is empty, or no look-up finds it")
         if (extent.ref_cnt == 0) != (extent in free):
             raise IntegrityError(f"{extent} is free or in use, but not both say so")
-    if any(extent.num_keeps for extent in ordinary) or not all(extent.num_keeps for extent in behind):
-        raise IntegrityError("a kept extent stands before an ordinary one")
     num_free = num_free_blanks + _count_blocks(free)
     num_used = num_blanks + _count_blocks(references)
     if num_free != pool.num_free_blocks or num_free + num_used != pool.num_blocks:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tenuto.core.types import Strength
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.run import Outcome
 
@@ -27,9 +26,7 @@ class Occupancy:
             return
         self._next_s = now_s + max(0.05, now_s * SAMPLES_EVERY)
         pool, leases = scheduler.kv.pool, scheduler.driver.leases
-        num_blanks, ordinary, kept = pool.get_queue()
-        num_kept = leases.num_blocks[Strength.KEEP_LAST]
-        num_content = sum(extent.end - extent.first for extent in (*ordinary, *kept))
+        num_blanks, cached = pool.get_queue()
         tiers = (
             {}
             if scheduler.offloader is None
@@ -40,8 +37,8 @@ class Occupancy:
                 "now_s": now_s,
                 "num_blocks": pool.num_blocks,
                 "running": pool.num_blocks - pool.num_free_blocks - pool.num_leased_blocks,
-                "retained": pool.num_leased_blocks + min(num_kept, num_content),
-                "cached": max(0, num_content - num_kept),
+                "retained": pool.num_leased_blocks,
+                "cached": sum(extent.end - extent.first for extent in cached),
                 "free": num_blanks,
                 "host": tiers.get("host"),
                 "disk": tiers.get("disk"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash
+from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
@@ -22,9 +22,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from tenuto.core.errors import IncompatibleError
-from tenuto.core.keep_last import KeepLastMixin
 
-__all__ = ["AsyncScheduler", "KVCacheBlock", "RequestQueue", "RequestStatus", "SyncScheduler"]
+__all__ = ["AsyncScheduler", "RequestQueue", "RequestStatus", "SyncScheduler"]
 
 OLDEST, NEWEST = (0, 30), (0, 33)
 
@@ -33,7 +32,6 @@ _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _BLOCK_MAP = "vllm.v1.core.block_pool:BlockHashToBlockMap"
-_QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
 _WAITING = "vllm.v1.core.sched.request_queue:RequestQueue"
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -71,13 +69,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     f"{_POOL}.touch": ("blocks",),
     f"{_POOL}.free_blocks": ("ordered_blocks",),
     f"{_POOL}.get_num_free_blocks": (),
-    f"{_QUEUE}.append": ("block",),
-    f"{_QUEUE}.append_n": ("blocks",),
-    f"{_QUEUE}.prepend_n": ("blocks",),
-    f"{_QUEUE}.remove": ("block",),
-    f"{_QUEUE}.popleft": (),
-    f"{_QUEUE}.popleft_n": ("n",),
-    f"{_QUEUE}.get_all_free_blocks": (),
     **{
         f"{_WAITING}.{name}": ()
         for name in (
@@ -308,19 +299,6 @@ def count_missing_blocks(scheduler: Any, request: Any, num_new_tokens: int, kwar
     if kwargs.get("has_scheduled_reqs", True) and request.status != RequestStatus.RUNNING:
         wanted += manager.watermark_blocks
     return int(wanted - manager.block_pool.get_num_free_blocks())
-
-
-def install_keep_last(pool: Any, make_room: Callable[[int], None]) -> Any:
-    """Give vLLM's free queue a part that is evicted last; returns the queue."""
-
-    class KeepLastQueue(KeepLastMixin, FreeKVCacheBlockQueue):  # type: ignore[misc]
-        pass
-
-    queue = pool.free_block_queue
-    # Swapped in place: the pool and connectors hold references to this object.
-    queue.__class__ = KeepLastQueue
-    queue.install_fence(KVCacheBlock(block_id=-1), make_room)
-    return queue
 
 
 def count_cached_blocks(pool: Any) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from tenuto.core.keep_last import KeepLastMixin
 from tenuto.core.quota import BlockRefCounts
 from tenuto.core.types import EngineView
 from tenuto.vllm import compat
@@ -27,8 +26,7 @@ class VllmEngine:
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         self._block_size = compat.get_block_size(scheduler)
-        self._held = self._leased = BlockRefCounts()
-        self._kept: KeepLastMixin | None = None
+        self._leased = BlockRefCounts()
         self.can_truncate = compat.can_cut_leases(scheduler)
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
@@ -83,12 +81,8 @@ class VllmEngine:
                 high = middle - 1
         return low
 
-    def get_num_held_blocks(self) -> int:
-        """Distinct blocks that leases hold now."""
-        return len(self._held)
-
     def get_num_leased_blocks(self) -> int:
-        """Distinct blocks that leases hold or keep last now."""
+        """Distinct blocks that leases hold now."""
         return len(self._leased)
 
     def get_block_ids(self, blocks: list[Any]) -> list[int]:
@@ -98,31 +92,11 @@ class VllmEngine:
     def hold(self, blocks: list[Any]) -> None:
         """Take one reference to each block."""
         self._pool.touch(blocks)
-        block_ids = self.get_block_ids(blocks)
-        self._held.add(block_ids)
-        if self._leased is not self._held:
-            self._leased.add(block_ids)
+        self._leased.add(self.get_block_ids(blocks))
 
     def release(self, blocks: list[Any]) -> None:
         """Give one reference to each block up, tails to be evicted first."""
         self._pool.free_blocks(reversed(blocks))
-        block_ids = self.get_block_ids(blocks)
-        self._held.remove(block_ids)
-        if self._leased is not self._held:
-            self._leased.remove(block_ids)
-
-    def keep_last(self, blocks: list[Any]) -> None:
-        """Let these blocks be evicted last; the free queue learns how at the first use."""
-        if self._kept is None:
-            self._kept = compat.install_keep_last(self._pool, self._scheduler.make_room)
-            self._leased = self._held.copy()
-        self._kept.keep(blocks)
-        self._leased.add(self.get_block_ids(blocks))
-
-    def unkeep(self, blocks: list[Any]) -> None:
-        """Take `keep_last` back."""
-        assert self._kept is not None
-        self._kept.unkeep(reversed(blocks))
         self._leased.remove(self.get_block_ids(blocks))
 
     def store(self, blocks: list[Any]) -> None:

@@ -192,10 +192,6 @@ class _DrivenScheduler(compat.PrivateHooks):
 
     # The engine adapter calls these.
 
-    def make_room(self, num_blocks: int) -> None:
-        """The free queue needs kept blocks."""
-        self.driver.make_room(num_blocks)
-
     def get_num_parked(self) -> int:
         """Waiting requests that admission holds back."""
         return self.waiting.num_parked if isinstance(self.waiting, TurnQueue) else 0

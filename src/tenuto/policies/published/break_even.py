@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tenuto.core.policy import setting
-from tenuto.core.types import Decision, EngineView, Keep, Lease, Offload, Strength, Turn, Yields
+from tenuto.core.types import Decision, EngineView, Keep, Lease, Offload, Turn, Yields
 from tenuto.estimators.prefill_cost import LearnsPrefill
 
 RENEW_S = 600.0
@@ -52,4 +52,4 @@ class BreakEven(LearnsPrefill):
 
 def _hold(until_s: float, view: EngineView) -> Keep:
     """Nobody may have it before it is stored, as in the paper; where it cannot be, the hold gives way."""
-    return Keep(until_s, Strength.HOLD, yields=Yields.ON_DEADLOCK if view.tiers else Yields.ALWAYS)
+    return Keep(until_s, yields=Yields.ON_DEADLOCK if view.tiers else Yields.ALWAYS)

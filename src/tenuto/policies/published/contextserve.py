@@ -21,7 +21,6 @@ from tenuto.core.types import (
     Offload,
     Release,
     StepView,
-    Strength,
     ToolCall,
     Turn,
     Yields,
@@ -143,12 +142,12 @@ class ContextServe(Policy):
             ttl_s = self._ttl.get_ttl_s(self._commands.read(_get_text(turn.tool)).program, turn, view)
         if prediction.speed is Speed.SLOW or ttl_s <= 0:
             return Offload()
-        return Keep(view.now_s + ttl_s, Strength.HOLD, yields=Yields.ON_DEADLOCK)
+        return Keep(view.now_s + ttl_s, yields=Yields.ON_DEADLOCK)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
         """The tool took longer than the pin: store and free, unless the job's next turn already waits."""
         if lease.next_turn_waiting:
-            return Keep(view.now_s + RENEW_S, Strength.HOLD, yields=Yields.ON_DEADLOCK)
+            return Keep(view.now_s + RENEW_S, yields=Yields.ON_DEADLOCK)
         return Offload()
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:

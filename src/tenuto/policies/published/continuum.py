@@ -14,7 +14,6 @@ from tenuto.core.types import (
     Lease,
     Offload,
     StepView,
-    Strength,
     ToolCall,
     Turn,
     Yields,
@@ -121,4 +120,4 @@ class Continuum(TakesPrefillProfile):
 
     def _pin(self, until_s: float) -> Keep:
         yields = Yields.ON_DEADLOCK if self.unpin == "stall" else Yields.ALWAYS
-        return Keep(until_s, Strength.HOLD, yields=yields)
+        return Keep(until_s, yields=yields)

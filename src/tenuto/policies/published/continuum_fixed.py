@@ -11,7 +11,6 @@ from tenuto.core.types import (
     Keep,
     Lease,
     Release,
-    Strength,
     ToolCall,
     Turn,
     Yields,
@@ -43,12 +42,12 @@ class ContinuumFixed(Policy):
         """Pin when a tool was found and it has been quick so far."""
         if turn.tool is None or self._tool_times.get_mean_s(turn.tool.name) > self.ttl_s:
             return Release()
-        return Keep(view.now_s + self.ttl_s, Strength.HOLD, yields=Yields.ON_DEADLOCK)
+        return Keep(view.now_s + self.ttl_s, yields=Yields.ON_DEADLOCK)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
         """Variant A waits for a job that is already in the queue."""
         if self.variant == "A" and lease.next_turn_waiting:
-            return Keep(view.now_s + RENEW_S, Strength.HOLD, yields=Yields.ON_DEADLOCK)
+            return Keep(view.now_s + RENEW_S, yields=Yields.ON_DEADLOCK)
         return Release()
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:

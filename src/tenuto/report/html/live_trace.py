@@ -130,7 +130,7 @@ def _make_samples(steps: list[tuple[float, int, int]], origin_s: float) -> list[
     samples = []
     for now_s, free, retained in steps:
         used = num_blocks - free
-        # Blocks kept last are leased and free at once; those held are neither free nor running.
+        # In traces of 0.1 some leased blocks (keep-last) are free at the same time.
         held = min(retained, used)
         samples.append(Sample(now_s - origin_s, num_blocks, used - held, held, None, free, None, None))
     return samples

@@ -68,7 +68,7 @@ def get_requests(window: Window) -> dict[str, Any]:
 def get_cache(page: Page, **labels: str) -> dict[str, Any]:
     """The KV cache in blocks: running, leased, free.
 
-    Blocks under a hold count as used in vLLM; those kept last count as free there, and as leased here.
+    Leased blocks count as used in vLLM.
     """
     sizes = {own.get("engine", "0"): own for own, _ in page.samples.get("vllm:cache_config_info", ())}
     wanted = labels.get("engine")

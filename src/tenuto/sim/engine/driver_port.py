@@ -47,7 +47,7 @@ class SimEngine:
             max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
             num_parked=scheduler.waiting.num_parked,
             num_leases=num_leases,
-            num_leased_blocks=self._pool.num_covered_blocks,
+            num_leased_blocks=self._pool.num_leased_blocks,
             tiers=() if scheduler.offloader is None else scheduler.offloader.get_views(now_s),
         )
 
@@ -55,13 +55,9 @@ class SimEngine:
         """Blocks an allocation could take now."""
         return self._pool.num_free_blocks
 
-    def get_num_held_blocks(self) -> int:
+    def get_num_leased_blocks(self) -> int:
         """Distinct blocks that leases hold now."""
         return self._pool.num_leased_blocks
-
-    def get_num_leased_blocks(self) -> int:
-        """Distinct blocks that leases hold or keep last now."""
-        return self._pool.num_covered_blocks
 
     def get_block_ids(self, blocks: Any) -> list[Hashable]:
         """An id for each block: extents are split and grow, but what they hold stays where it was cached."""
@@ -104,14 +100,6 @@ class SimEngine:
         """Give one reference to each block up, tails to be evicted first."""
         self._pool.mark_leased(blocks, -1)
         self._pool.release(blocks)
-
-    def keep_last(self, blocks: Any) -> None:
-        """Let these blocks be evicted last."""
-        self._pool.keep(blocks)
-
-    def unkeep(self, blocks: Any) -> None:
-        """Take `keep_last` back."""
-        self._pool.unkeep(blocks)
 
     def store(self, blocks: Any) -> None:
         """Copy blocks to the tiers."""

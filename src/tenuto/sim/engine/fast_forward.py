@@ -7,7 +7,7 @@ the step costs are still added up one by one, so that times are the same to the 
 from __future__ import annotations
 
 from tenuto.core.driver import Driver
-from tenuto.core.types import Strength, Yields
+from tenuto.core.types import Yields
 from tenuto.sim.engine.request import Request
 from tenuto.sim.engine.scheduler import Scheduler
 
@@ -25,7 +25,7 @@ def count_uneventful_steps(scheduler: Scheduler) -> int:
         return 0
     num_steps = min(_count_steps_to_end(scheduler, request) for request in running)
     # Ends on the same blocks as stepping, however full their last ones are.
-    num_steps = min(num_steps, pool.num_unkept_free_blocks // len(running) * config.kv.block_size)
+    num_steps = min(num_steps, pool.num_free_blocks // len(running) * config.kv.block_size)
     if num_steps == 0 or _may_start_one(scheduler) or _writes_twice(running):
         return 0
     return num_steps
@@ -78,7 +78,7 @@ def _may_start_one(scheduler: Scheduler) -> bool:
 
 def _may_yield(driver: Driver) -> bool:
     """Whether a lease could be taken back while something runs."""
-    return driver.limits.always_yield or bool(driver.leases.get_first_to_yield(Strength.HOLD, Yields.ALWAYS))
+    return driver.limits.always_yield or bool(driver.leases.get_first_to_yield(Yields.ALWAYS))
 
 
 def _writes_twice(running: list[Request]) -> bool:

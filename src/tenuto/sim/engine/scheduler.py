@@ -62,7 +62,6 @@ class Scheduler:
         self.now_s = 0.0
         """When it was called last."""
         self.driver = Driver(policy, SimEngine(self), limits, by_priority=self.by_priority, log=log)
-        self.kv.pool.make_room = self.driver.make_room
         self.allocator = Allocator(self, self.running)
         self._lifecycle = Lifecycle(self)
 

@@ -54,6 +54,5 @@ def can_grow(extent: Extent, copies: list[Extent], first: int, end: int) -> bool
         extent.end == first
         and extent.home is copies
         and extent.ref_cnt == 1
-        and extent.num_keeps == 0
         and all(other.end <= first or other.first >= end for other in copies)
     )

@@ -18,7 +18,6 @@ class Extent:
         "home",
         "next",
         "num_holds",
-        "num_keeps",
         "order",
         "previous",
         "ref_cnt",
@@ -36,13 +35,12 @@ class Extent:
         self.ref_cnt = 1
         self.num_holds = 0
         """References among them that leases have."""
-        self.num_keeps = 0
         self.after: Extent | None = None
         """What was split off behind it, so that ranges made before still find all their blocks."""
         self.previous = self.next = self
 
     def __repr__(self) -> str:
-        return f"Extent({self.first}-{self.end}, ref_cnt={self.ref_cnt}, num_keeps={self.num_keeps})"
+        return f"Extent({self.first}-{self.end}, ref_cnt={self.ref_cnt}, num_holds={self.num_holds})"
 
 
 class Range(NamedTuple):

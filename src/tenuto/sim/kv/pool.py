@@ -4,7 +4,7 @@ An *extent* is a run of cached blocks of one segment that share one fate: as man
 free queue. Runs are split when their fates part. Every operation costs O(extents), that is O(turns), and
 hands out, hits and evicts the very blocks that vLLM's pool does:
 
-    free queue    [blanks: a number]   extent → extent → …   |   kept extents → …
+    free queue    [blanks: a number]   extent → extent → …
                   evicted first        each from its last block to its first
 
 - Blocks without content are only ever put at the queue's front, so all of them are there, and nothing tells
@@ -12,15 +12,14 @@ hands out, hits and evicts the very blocks that vLLM's pool does:
 - A request's blocks are freed last first, so every run in the queue reads backwards.
 - Of several blocks with one content the one cached first is hit: extents are numbered as they are cached.
 
-Source: vllm/v1/core/block_pool.py:BlockPool@0.32; `tenuto.core.blocks` has the same rules block by block, and
-`tests/sim/test_scheduler_pool.py` holds the two against each other.
+Source: vllm/v1/core/block_pool.py:BlockPool@0.32; `tests.support.blocks` has the same rules block by block,
+and `tests/sim/test_scheduler_pool.py` holds the two against each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from tenuto.core.errors import IntegrityError
 from tenuto.sim.kv.copies import can_grow, get_first_cached
 from tenuto.sim.kv.extents import Extent, Range, Row, skip_to
 from tenuto.sim.kv.segments import Path, Segment
@@ -55,7 +54,7 @@ def _unlink(extent: Extent) -> None:
 
 
 class ExtentPool:
-    """All blocks of one engine: take, hit, hold, free, cache, keep last."""
+    """All blocks of one engine: take, hit, hold, free, cache."""
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         """A pool of `num_blocks` blocks, the null block not counted, for so many layer groups."""
@@ -65,23 +64,11 @@ class ExtentPool:
         self.num_free_blocks = num_blocks
         self.num_leased_blocks = 0
         """Distinct blocks that leases hold references to."""
-        self.num_covered_blocks = 0
-        """Distinct blocks that leases hold or keep last."""
-        self.make_room: Callable[[int], None] | None = None
-        """Called with a number until enough blocks are not kept any more; it must give some up each time."""
         self._num_groups = num_groups
         self._num_blanks = num_blocks
-        self._num_kept_free = 0
-        self._num_keeps = 0
         self._num_cached = 0
-        self._ordinary = _Queue()
-        self._kept = _Queue()
+        self._free = _Queue()
         self.root = Segment(num_groups)
-
-    @property
-    def num_unkept_free_blocks(self) -> int:
-        """Free blocks that no lease keeps last."""
-        return self.num_free_blocks - self._num_kept_free
 
     # Content.
 
@@ -135,11 +122,9 @@ class ExtentPool:
         """Forget all content; False, and nothing changes, while any block is referenced."""
         if self.num_free_blocks != self.num_blocks:
             return False
-        if self._num_keeps:
-            raise IntegrityError(f"{self._num_keeps} blocks are kept: leases must end before a reset")
-        for extent in self._ordinary:
+        for extent in self._free:
             extent.home.clear()
-        self._ordinary = _Queue()
+        self._free = _Queue()
         self._num_blanks = self.num_blocks
         return True
 
@@ -152,14 +137,12 @@ class ExtentPool:
         """
         if num_blocks > self.num_free_blocks:
             raise ValueError(f"{num_blocks} blocks wanted, {self.num_free_blocks} are free")
-        while (short := num_blocks - self.num_unkept_free_blocks) > 0:
-            self._make_room(short)
         self.num_free_blocks -= num_blocks
         num_blanks = min(num_blocks, self._num_blanks)
         self._num_blanks -= num_blanks
         num_blocks -= num_blanks
         while num_blocks > 0:
-            extent = self._ordinary.sentinel.next
+            extent = self._free.sentinel.next
             num_evicted = min(num_blocks, extent.end - extent.first)
             extent.end -= num_evicted
             num_blocks -= num_evicted
@@ -177,10 +160,7 @@ class ExtentPool:
         for extent in self._get_extents(row):
             if extent.ref_cnt == 0:
                 _unlink(extent)
-                num_blocks = extent.end - extent.first
-                self.num_free_blocks -= num_blocks
-                if extent.num_keeps:
-                    self._num_kept_free -= num_blocks
+                self.num_free_blocks -= extent.end - extent.first
             extent.ref_cnt += 1
 
     def release(self, row: Row) -> None:
@@ -188,13 +168,8 @@ class ExtentPool:
         for extent in reversed(self._get_extents(row)):
             extent.ref_cnt -= 1
             if extent.ref_cnt == 0:
-                num_blocks = extent.end - extent.first
-                self.num_free_blocks += num_blocks
-                if extent.num_keeps:
-                    self._num_kept_free += num_blocks
-                    self._kept.append(extent)
-                else:
-                    self._ordinary.append(extent)
+                self.num_free_blocks += extent.end - extent.first
+                self._free.append(extent)
 
     def release_head(self, row: Row, num_blocks: int) -> None:
         """Give the references of a row's first blocks up, the last of them first, and drop them from it."""
@@ -219,9 +194,7 @@ class ExtentPool:
         for extent in self._get_extents(row):
             was_leased = extent.num_holds > 0
             extent.num_holds += change
-            num_more = (extent.end - extent.first) * ((extent.num_holds > 0) - was_leased)
-            self.num_leased_blocks += num_more
-            self.num_covered_blocks += num_more if extent.num_keeps == 0 else 0
+            self.num_leased_blocks += (extent.end - extent.first) * ((extent.num_holds > 0) - was_leased)
 
     def count_free(self, row: Row) -> int:
         """How many blocks of a row are in the free queue."""
@@ -235,44 +208,11 @@ class ExtentPool:
                 first = stop
         return num_free
 
-    def get_queue(self) -> tuple[int, list[Extent], list[Extent]]:
-        """The free queue: blank blocks, then ordinary extents, then kept ones, in eviction order."""
-        return self._num_blanks, list(self._ordinary), list(self._kept)
-
-    # Keeping last (see `tenuto.core.keep_last`).
-
-    def keep(self, row: Row) -> None:
-        """Keep blocks last; each keep needs its own `unkeep`. Blocks in use move when they are freed."""
-        for extent in reversed(self._get_extents(row)):
-            if extent.num_keeps == 0 and extent.ref_cnt == 0:
-                _unlink(extent)
-                self._kept.append(extent)
-                self._num_kept_free += extent.end - extent.first
-            extent.num_keeps += 1
-            self._num_keeps += extent.end - extent.first
-            if extent.num_keeps == 1 and extent.num_holds == 0:
-                self.num_covered_blocks += extent.end - extent.first
-
-    def unkeep(self, row: Row) -> None:
-        """Take one keep back; free blocks nobody keeps join the ordinary part's most recent end."""
-        for extent in reversed(self._get_extents(row)):
-            extent.num_keeps -= 1
-            self._num_keeps -= extent.end - extent.first
-            if extent.num_keeps == 0 and extent.num_holds == 0:
-                self.num_covered_blocks -= extent.end - extent.first
-            if extent.num_keeps == 0 and extent.ref_cnt == 0:
-                _unlink(extent)
-                self._ordinary.append(extent)
-                self._num_kept_free -= extent.end - extent.first
+    def get_queue(self) -> tuple[int, list[Extent]]:
+        """The free queue in eviction order: how many blank blocks, then extents."""
+        return self._num_blanks, list(self._free)
 
     # Inside.
-
-    def _make_room(self, num_blocks: int) -> None:
-        num_keeps = self._num_keeps
-        if self.make_room is not None:
-            self.make_room(num_blocks)
-        if self._num_keeps == num_keeps:
-            raise IntegrityError(f"{num_keeps} blocks are kept that no lease gives up")
 
     def _get_extents(self, row: Row) -> list[Extent]:
         """The extents of exactly these blocks, in order; splits those that reach beyond them."""
@@ -292,7 +232,7 @@ class ExtentPool:
     def _split(self, extent: Extent, at: int) -> Extent:
         """Part an extent before block `at`; returns the new one behind it."""
         tail = Extent(extent.segment, extent.home, at, extent.end, extent.order)
-        tail.ref_cnt, tail.num_holds, tail.num_keeps = extent.ref_cnt, extent.num_holds, extent.num_keeps
+        tail.ref_cnt, tail.num_holds = extent.ref_cnt, extent.num_holds
         tail.after, extent.after = extent.after, tail
         extent.end = at
         extent.home.append(tail)
