@@ -11,8 +11,8 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Lease, Turn
-from tests.core.small_policies import KeepFor
-from tests.core.toy_engine import ToyEngine, make_tokens
+from tests.support.small_policies import KeepFor
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 PROMPT, OUTPUT = make_tokens(0, 18), make_tokens(500, 3)
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import pytest
 
 from tenuto.core.indexed_heap import IndexedHeap
-from tenuto.core.prefix import count_common, hash_blocks
 from tenuto.core.requests.hints import Hints
 from tenuto.core.requests.lineage import Lineage
 from tenuto.core.types import Keep, ToolCall
-from tests.core.small_policies import KeepFor
-from tests.core.toy_engine import ToyEngine, make_tokens
+from tests.support.prefix import count_common, hash_blocks
+from tests.support.small_policies import KeepFor
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 FEW, MANY = 100, 1000
 ALLOWED_GROWTH = 1.6

@@ -10,11 +10,11 @@ from tenuto.core.driver import Driver
 from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
-from tenuto.core.prefix import hash_blocks
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Job, ToolCall, Turn
-from tests.core.small_policies import KeepFor
-from tests.core.toy_engine import ToyEngine, make_tokens
+from tests.support.prefix import hash_blocks
+from tests.support.small_policies import KeepFor
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 LS = ToolCall("ls", "ls -l")
 PROMPT = make_tokens(0, 18)

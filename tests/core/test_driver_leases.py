@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from tenuto.core.checks import check_integrity
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Keep, LeaseEnd, Offload, Release, ToolCall, Turn, Yields
-from tests.core.small_policies import KeepFor
-from tests.core.toy_engine import ToyEngine, make_tokens
+from tests.support.checks import check_integrity
+from tests.support.small_policies import KeepFor
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 LS = ToolCall("ls")
 OUTPUT = make_tokens(500, 3)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tenuto.core.checks import check_integrity
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, ToolCall, Turn, Yields
-from tests.core.toy_engine import ToyEngine, ToyTurn
+from tests.support.checks import check_integrity
+from tests.support.toy_engine import ToyEngine, ToyTurn
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ import pytest
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Lease, Turn
-from tests.core.small_policies import KeepFor
-from tests.core.toy_engine import ToyEngine, make_tokens
+from tests.support.small_policies import KeepFor
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 OUTPUT = make_tokens(500, 3)
 

@@ -16,7 +16,7 @@ from tenuto.core.policy import TOLD_HOOKS, Policy, get_policy_names, load_policy
 from tenuto.core.policy_caller import to_json
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import EngineView, Job, Keep, Lease, ToolCall, Turn, Yields
-from tests.core.toy_engine import ToyEngine, make_tokens
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 TOOLS = [ToolCall("ls", "ls"), ToolCall("pytest", "pytest -x"), None]
 

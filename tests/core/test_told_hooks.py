@@ -10,7 +10,7 @@ import pytest
 from tenuto.core.policy import Key, Policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import EngineView, Job, Turn
-from tests.core.toy_engine import ToyEngine, make_tokens
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 PROMPT, OUTPUT = make_tokens(0, 20), make_tokens(500, 3)
 HINTS = Hints(job_id="j", is_last=True)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tenuto.core.policy import load_policy
-from tests.core.toy_engine import ToyEngine
+from tests.support.toy_engine import ToyEngine
 
 ADDED_BY_PROMETHEUS = frozenset({"instance", "job"})
 SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}

@@ -17,9 +17,9 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request as VllmRequest
 
-from tenuto.core.prefix import count_common
 from tenuto.sim.engine.request import BlockHashes, Request
 from tenuto.sim.kv.segments import Path, Segment
+from tests.support.prefix import count_common
 
 BLOCK_SIZE = 16
 IMAGE_TOKEN = 7

@@ -21,8 +21,8 @@ from tenuto.core.types import (
 from tenuto.policies.published.break_even import BreakEven
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.workload import load_workload
-from tests.core.toy_engine import ToyEngine, make_tokens
 from tests.policies.simulated import get_ends_s, simulate
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
 HOST = (TierView("host", 5000, 0, 0.001, 0.0),)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.checks import check_policy
+from tenuto.core.check_policy import check_policy
 from tenuto.core.errors import PolicyError
 from tenuto.core.policy import Policy, setting
 from tenuto.core.types import Keep, Release

@@ -33,7 +33,7 @@ from tenuto.core.types import (
 from tenuto.estimators.command_features import FEATURES
 from tenuto.estimators.command_times import FORMAT
 from tenuto.policies.published.contextserve import ContextServe, Speed
-from tests.core.toy_engine import ToyEngine, make_tokens
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
 TIERS = (TierView("host", 1000, 0, 1e-4, 0.0),)

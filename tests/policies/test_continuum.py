@@ -30,8 +30,8 @@ from tenuto.core.types import (
 from tenuto.policies.published.continuum import Continuum
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.workload import load_workload
-from tests.core.toy_engine import ToyEngine, make_tokens
 from tests.policies.simulated import count_recomputed, get_ends_s, simulate
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
 OUTPUT = make_tokens(500, 3)

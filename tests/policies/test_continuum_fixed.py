@@ -12,7 +12,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import EngineView, Job, Keep, Lease, Release, ToolCall, Turn, Yields
 from tenuto.policies.published.continuum_fixed import ContinuumFixed
-from tests.core.toy_engine import ToyEngine, make_tokens
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
 PIN = Keep(12.0, yields=Yields.ON_DEADLOCK)  # finished at 10 s + 2 s

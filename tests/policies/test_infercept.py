@@ -30,8 +30,8 @@ from tenuto.sim.engine.config import EngineConfig, KvConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.simulation import Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
-from tests.core.toy_engine import ToyEngine, make_tokens
 from tests.policies.simulated import make_job
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 40, 1, 2, 2048, num_leases=3, num_leased_blocks=20)
 OUTPUT = make_tokens(500, 3)

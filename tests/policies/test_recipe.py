@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.core.checks import check_policy
+from tenuto.core.check_policy import check_policy
 from tenuto.core.policy import load_policy
 from tenuto.core.types import EngineView, Job, Keep, Release, ToolCall, Turn
 

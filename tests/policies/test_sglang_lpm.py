@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tenuto.core.policy import load_policy
 from tenuto.core.types import Job, Turn
-from tests.core.toy_engine import ToyEngine, make_tokens
 from tests.policies.simulated import PrefillSteps, count_recomputed, get_ends_s, make_job, simulate
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 
 def make_turn(name: str, arrival_s: float, num_cached_tokens: int | None) -> Turn:

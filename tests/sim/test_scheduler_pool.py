@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tenuto.core.blocks import Block, BlockPool
-from tenuto.core.prefix import get_hit_blocks
 from tenuto.sim.checks import check_pool
 from tenuto.sim.kv.extents import Row
 from tenuto.sim.kv.pool import ExtentPool
 from tenuto.sim.kv.segments import Path
+from tests.support.blocks import Block, BlockPool
+from tests.support.prefix import get_hit_blocks
 
 pytestmark = pytest.mark.slow
 

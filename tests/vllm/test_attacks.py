@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 import tenuto.vllm
 import tenuto.vllm.scheduler
-from tenuto.core.checks import check_integrity
+from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 import tenuto.vllm
-from tenuto.core.checks import check_integrity
+from tests.support.checks import check_integrity
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 
 

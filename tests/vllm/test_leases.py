@@ -13,9 +13,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 import tenuto.vllm
-from tenuto.core.checks import check_integrity
 from tenuto.core.types import LeaseEnd
 from tenuto.vllm import compat
+from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import EOS, Engine, make_config, make_request, make_scheduler
 

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import tenuto.vllm
-from tenuto.core.checks import check_integrity
 from tenuto.core.types import LeaseEnd
+from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 

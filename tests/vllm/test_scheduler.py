@@ -15,9 +15,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 import tenuto.vllm
-from tenuto.core.checks import check_integrity
 from tenuto.core.errors import ConfigError, IncompatibleError, PolicyError
 from tenuto.vllm import compat, plugin
+from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 

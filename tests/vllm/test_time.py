@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import tenuto.vllm
-from tenuto.core.checks import check_integrity
 from tenuto.core.types import StepView
+from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import EOS, Engine, make_config, make_request, make_scheduler
 

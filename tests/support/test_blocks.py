@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tenuto.core.blocks import Block, BlockPool, FreeQueue
-from tenuto.core.checks import check_integrity
 from tenuto.core.errors import IntegrityError
+from tests.support.blocks import Block, BlockPool, FreeQueue
+from tests.support.checks import check_integrity
 
 
 def get_free_ids(pool: BlockPool) -> list[int]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from tenuto.core.checks import check_integrity
 from tenuto.core.errors import IntegrityError
 from tenuto.core.policy import Policy
 from tenuto.core.types import EngineView, Keep, ToolCall, Turn
-from tests.core.toy_engine import ToyEngine, make_tokens
+from tests.support.checks import check_integrity
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 
 @dataclass

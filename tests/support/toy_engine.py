@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from tenuto.core.blocks import Block, BlockPool
 from tenuto.core.driver import Driver
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
-from tenuto.core.prefix import get_hit_blocks, hash_blocks
 from tenuto.core.quota import BlockRefCounts
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import EngineView, ToolCall
+from tests.support.blocks import Block, BlockPool
+from tests.support.prefix import get_hit_blocks, hash_blocks
 
 
 @dataclass

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.core.prefix import count_common, get_hit_blocks, hash_block, hash_blocks
+from tests.support.prefix import count_common, get_hit_blocks, hash_block, hash_blocks
 
 # Two letters and short texts, so that texts often share a prefix.
 texts = st.lists(st.integers(0, 1), max_size=20)
