@@ -19,7 +19,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.kv.config import KvConfig
 from tests.differential.sides import Turn
 from tests.vllm.workerless import MAX_MODEL_LEN, make_config
 

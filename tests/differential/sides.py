@@ -12,10 +12,10 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tenuto.core.requests.hints import parse_hints
-from tenuto.sim.engine.request import BlockHashes, Request
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step
-from tenuto.sim.kv.extents import Extent
+from tenuto.sim.kv.request import BlockHashes, Request
+from tenuto.sim.kv.segments import Extent
 from tests.vllm.workerless import make_request
 
 Span = tuple[Hashable, int]
@@ -178,7 +178,7 @@ class SimSide:
 
     def reset(self, *, preempt_running: bool) -> bool:
         if preempt_running:
-            self._reset_ids = [request.turn_id for request in self.scheduler.running]
+            self._reset_ids = [request.turn_id for request in self.scheduler.state.running]
         return self.scheduler.reset_prefix_cache(self.now_s, preempt_running=preempt_running)
 
     def step(self) -> Decision:
@@ -199,8 +199,8 @@ class SimSide:
             preempted=preempted,
             started=[*step.new.items(), *step.resumed.items()],
             num_drafts=step.num_drafts,
-            running=[request.turn_id for request in scheduler.running],
-            waiting=[request.turn_id for request in scheduler.waiting],
+            running=[request.turn_id for request in scheduler.state.running],
+            waiting=[request.turn_id for request in scheduler.state.waiting],
             free_queue=[None] * num_blanks + self._list_blocks(free),
         )
 
@@ -215,9 +215,9 @@ class SimSide:
 
     def _process(self, step: Step) -> None:
         num_accepted = {
-            turn_id: self._accept(turn_id, self.scheduler.requests[turn_id].num_tokens, num_drafts)
+            turn_id: self._accept(turn_id, self.scheduler.state.requests[turn_id].num_tokens, num_drafts)
             for turn_id, num_drafts in step.num_drafts.items()
-            if turn_id in self.scheduler.requests
+            if turn_id in self.scheduler.state.requests
         }
         self.scheduler.finish_step(step, self.now_s, num_accepted)
 

@@ -15,10 +15,10 @@ import tenuto.vllm.scheduler
 from tenuto.core.driver import Driver, Limits
 from tenuto.core.policy import load_policy
 from tenuto.core.types import LeaseEnd
-from tenuto.sim.checks import check_integrity
 from tenuto.sim.engine.scheduler import Scheduler
 from tests.differential.setups import BLOCK_SIZE, Conversations, Setup
 from tests.differential.sides import Names, SimSide, Turn, VllmSide
+from tests.support.sim_checks import check_integrity
 from tests.vllm.conftest import Clock
 
 NUM_ARRIVAL_STEPS = 250
@@ -56,7 +56,7 @@ def make_sides(setup: Setup, policy: str, options: dict[str, Any]) -> tuple[Vllm
 
 def get_turn(turns: Conversations, rng: random.Random, ours: SimSide) -> Turn:
     """A turn that its client says something about; mostly of a job whose turns have all finished."""
-    live = {int(request.hints.job_id[3:]) for request in ours.scheduler.requests.values()}
+    live = {int(request.hints.job_id[3:]) for request in ours.scheduler.state.requests.values()}
     turn = turns.get_turn(ours.now_s, busy=live if rng.random() < 0.95 else ())
     said = rng.choice([{"tool": "ls"}, {"tool": "ls"}, {"tool": "pytest"}, {}, {"is_last_step": 1}])
     return replace(turn, xargs={**turn.xargs, **said})
@@ -75,13 +75,13 @@ def run(theirs: VllmSide, ours: SimSide, clock: Clock, seed: int) -> Driver:
     names = Names(BLOCK_SIZE)
     turns = Conversations(rng, max_output=30)
     step = 0
-    while step < NUM_ARRIVAL_STEPS or ours.scheduler.requests:
+    while step < NUM_ARRIVAL_STEPS or ours.scheduler.state.requests:
         ours.now_s = clock.now_s = step * STEP_S
         while step < NUM_ARRIVAL_STEPS and rng.random() < 0.2:
             turn = get_turn(turns, rng, ours)
             names.pair(theirs.add(turn), ours.add(turn))
-        if rng.random() < 0.03 and ours.scheduler.requests:
-            turn_id = rng.choice(sorted(ours.scheduler.requests))
+        if rng.random() < 0.03 and ours.scheduler.state.requests:
+            turn_id = rng.choice(sorted(ours.scheduler.state.requests))
             theirs.abort(turn_id)
             ours.abort(turn_id)
         if rng.random() < 0.01:

@@ -19,10 +19,10 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import load_policy
-from tenuto.sim.checks import check_integrity
 from tenuto.sim.engine.scheduler import Scheduler
 from tests.differential.setups import BLOCK_SIZE, Conversations, Setup
 from tests.differential.sides import Decision, Names, SimSide, Turn, VllmSide
+from tests.support.sim_checks import check_integrity
 
 NUM_ARRIVAL_STEPS = 150
 
@@ -68,12 +68,12 @@ def run(theirs: VllmSide, ours: SimSide, seed: int) -> Iterator[Decision]:
     names = Names(BLOCK_SIZE)
     turns = Conversations(rng, max_output=100)
     step = 0
-    while step < NUM_ARRIVAL_STEPS or ours.scheduler.requests:
+    while step < NUM_ARRIVAL_STEPS or ours.scheduler.state.requests:
         while step < NUM_ARRIVAL_STEPS and rng.random() < 0.3:
             turn = turns.get_turn(float(step))
             names.pair(theirs.add(turn), ours.add(turn))
-        if rng.random() < 0.03 and ours.scheduler.requests:
-            turn_id = rng.choice(sorted(ours.scheduler.requests))
+        if rng.random() < 0.03 and ours.scheduler.state.requests:
+            turn_id = rng.choice(sorted(ours.scheduler.state.requests))
             theirs.abort(turn_id)
             ours.abort(turn_id)
         if rng.random() < 0.01:
@@ -129,4 +129,4 @@ def test_a_turn_that_never_fits_is_refused_not_stalled() -> None:
         assert theirs.step().num_tokens == []
     with pytest.raises(ConfigError, match="needs 21 KV blocks, there are 19"):
         ours.add(turn)
-    assert not ours.scheduler.requests
+    assert not ours.scheduler.state.requests

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from tenuto.core.policy import load_policy
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.simulation import Simulation, TurnRecord
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload.schema import Job, Span, TurnSpec

@@ -26,8 +26,9 @@ from tenuto.core.types import (
 )
 from tenuto.policies.published.infercept import INTERVAL_S, InferCept
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.simulation import Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tests.policies.simulated import make_job

@@ -10,9 +10,10 @@ import pytest
 from tenuto.core.policy import Key, Policy
 from tenuto.core.types import EngineView, StepView, Turn
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig, KvConfig
-from tenuto.sim.engine.request import Request
+from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv.request import Request
 from tenuto.sim.simulation import Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
@@ -61,7 +62,7 @@ def test_a_turn_without_a_seat_takes_that_of_a_running_one() -> None:
     each = scheduler.schedule(0.0)
     assert (each.num_tokens, list(each.preempted)) == ({"middle": 1, "high": 8}, ["low"])
     scheduler.finish_step(each, 0.0)
-    assert [request.turn_id for request in scheduler.waiting] == ["low", "lowest"]
+    assert [request.turn_id for request in scheduler.state.waiting] == ["low", "lowest"]
 
 
 def test_nobody_displaces_an_equal_and_each_goes_once_a_step() -> None:
@@ -90,7 +91,7 @@ def test_a_load_from_the_host_displaces_too() -> None:
     scheduler.add_request(again, 2.0)
     each = scheduler.schedule(2.0)
     assert list(each.preempted) == ["low"]
-    assert scheduler.num_loading == 1
+    assert scheduler.state.num_loading == 1
 
 
 @pytest.mark.parametrize("num_blocks", [40, 120])
@@ -174,7 +175,7 @@ def test_waiting_turns_are_asked_for_their_keys_again() -> None:
             scheduler.add_request(make_request(f"t{number}", 8, 100, arrival_s=float(number)), float(number))
         for now_s in times_s:
             step(scheduler, now_s)
-        return [request.turn_id for request in scheduler.waiting]
+        return [request.turn_id for request in scheduler.state.waiting]
 
     assert get_order([4.0]) == ["t1", "t2", "t3"]
     assert get_order([4.0, 8.9]) == ["t1", "t2", "t3"]
@@ -198,9 +199,9 @@ def test_keys_see_what_is_cached_now() -> None:
     same = Request("same", [("running-prompt", 40)], ("same-output", 2), 2.0)
     scheduler.add_request(same, 2.0)
     step(scheduler, 3.0)
-    assert scheduler.waiting.get_first().turn_id == "other"  # nothing was cached when they came
+    assert scheduler.state.waiting.get_first().turn_id == "other"  # nothing was cached when they came
     step(scheduler, 4.0)
-    assert scheduler.waiting.get_first().turn_id == "same"
+    assert scheduler.state.waiting.get_first().turn_id == "same"
 
 
 # Steps.

@@ -14,8 +14,9 @@ import pytest
 
 from tenuto.core.policy import load_policy
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.result import RunInfo, make_record
 from tenuto.sim.simulation import Simulation, TurnRecord
 from tenuto.workload import load_workload

@@ -33,16 +33,17 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
-from tenuto.sim.checks import check_integrity
-from tenuto.sim.engine.config import EngineConfig, KvConfig
-from tenuto.sim.engine.request import Request, Status
+from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step
+from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv.request import Request, Status
 from tenuto.sim.simulation import Simulation, TurnRecord
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Span, TurnSpec
 from tests.sim.test_loop import LinearSteps, OneSecondSteps
+from tests.support.sim_checks import check_integrity
 
 MODES = ("sync", "async", "asked")
 
@@ -135,7 +136,7 @@ def test_a_turn_waits_for_its_load_while_others_run() -> None:
     scheduler.add_request(make_turn("a2", [("a", 32), ("more", 8)]), 10.0)
     scheduler.add_request(make_turn("c", [("c", 4)], 9), 10.0)
     assert run_step(scheduler, 10.0).num_tokens == {"c": 4}
-    assert (scheduler.num_loading, scheduler.requests["a2"].status) == (1, Status.LOADING)
+    assert (scheduler.state.num_loading, scheduler.state.requests["a2"].status) == (1, Status.LOADING)
     assert scheduler.get_next_event_s() == 12.0
     # Its blocks are taken: 10 for 40 tokens, 2 for c's prompt and the token behind it.
     assert scheduler.kv.pool.num_free_blocks == 1
@@ -157,7 +158,7 @@ def test_loads_share_the_link_in_order() -> None:
     for name in "ab":
         scheduler.add_request(make_turn(f"{name}2", [(name, 33)]), 10.0)
     run_step(scheduler, 10.0)
-    assert scheduler.num_loading == 2
+    assert scheduler.state.num_loading == 2
     assert [list(run_step(scheduler, now_s).new) for now_s in (11.9, 12.0, 13.9, 14.0)] == [
         [],
         ["a2"],
@@ -210,10 +211,10 @@ def test_a_load_that_does_not_fit_waits() -> None:
     run_step(scheduler, 10.0)
     scheduler.add_request(make_turn("a2", [("a", 32), ("more", 8)]), 10.0)  # 10 blocks; c leaves 9
     run_step(scheduler, 11.0)
-    assert scheduler.num_loading == 0
+    assert scheduler.state.num_loading == 0
     run_step(scheduler, 12.0)  # c's last token
     run_step(scheduler, 13.0)
-    assert scheduler.num_loading == 1
+    assert scheduler.state.num_loading == 1
     assert list(run_step(scheduler, 15.0).new) == ["a2"]
 
 
@@ -230,7 +231,7 @@ def test_what_the_gpu_has_is_not_loaded() -> None:
     scheduler.add_request(make_turn("a2", [("a", 32), ("more", 4)]), 2.7)
     # It needs 9 blocks: 5 of the lease, and 4 of b's, whose 3 chunks are copied from 2.5 to 4 s.
     run_step(scheduler, 3.9)
-    assert scheduler.num_loading == 0
+    assert scheduler.state.num_loading == 0
     # 20 tokens hit, 12 to load: chunks 3 and 4. Half of the third is there already, but a chunk comes whole.
     run_step(scheduler, 4.0)
     assert scheduler.get_next_event_s() == 5.0
@@ -292,7 +293,7 @@ def test_outputs_are_stored_at_the_end_of_a_turn(offload: Any, num_stored_tokens
     scheduler.add_request(make_turn("a", [("a", 16)], 17), 0.0)
     for number in range(17):
         run_step(scheduler, float(number))
-    assert not scheduler.requests
+    assert not scheduler.state.requests
     assert scheduler.offloader is not None
     assert scheduler.offloader.num_stored_tokens == num_stored_tokens
 
@@ -366,10 +367,10 @@ def test_an_aborted_load_leaks_nothing() -> None:
     scheduler.add_request(make_turn("c", [("c", 4)], 9), 21.0)
     run_step(scheduler, 21.0)
     run_step(scheduler, 22.0)
-    assert (scheduler.has_loaded, len(scheduler.running)) == (True, 1)
+    assert (len(scheduler.state.loaded), len(scheduler.state.running)) == (1, 1)
     scheduler.abort("a3", 23.0)
     check_integrity(scheduler)
-    assert not scheduler.has_loaded
+    assert not scheduler.state.loaded
     # 32 loaded tokens stay cached, for whoever comes next; they are free.
     assert scheduler.kv.pool.num_free_blocks == 10
 
@@ -395,8 +396,7 @@ def test_the_checker_sees_a_request_that_got_lost() -> None:
     warm(scheduler)
     scheduler.add_request(make_turn("a2", [("a", 33)]), 10.0)
     run_step(scheduler, 10.0)
-    assert scheduler.offloader is not None
-    scheduler.offloader.drop_load(scheduler.requests["a2"])
+    scheduler.state.loading.clear()
     with pytest.raises(IntegrityError, match="1 requests, but 0 that run, wait or load"):
         check_integrity(scheduler)
 
@@ -457,24 +457,24 @@ def test_chaos(offload: Any, seed: int) -> None:
             scheduler.add_request(
                 make_turn(f"{number % 7}-{number}", spans, rng.randint(1, 12), tool=tool), now_s
             )
-        if scheduler.requests and rng.random() < 0.1:
-            scheduler.abort(rng.choice(list(scheduler.requests)), now_s)
+        if scheduler.state.requests and rng.random() < 0.1:
+            scheduler.abort(rng.choice(list(scheduler.state.requests)), now_s)
             check_integrity(scheduler)
         if rng.random() < 0.03:
             scheduler.reset_prefix_cache(now_s, preempt_running=rng.random() < 0.5)
             check_integrity(scheduler)
         go()
     num_steps = 0
-    while scheduler.requests or in_flight:
+    while scheduler.state.requests or in_flight:
         go()
         num_steps += 1
-        assert num_steps < 5000, f"the engine stalled over {scheduler.requests}"
+        assert num_steps < 5000, f"the engine stalled over {scheduler.state.requests}"
     while (event_s := scheduler.get_next_event_s()) is not None:
         now_s = max(now_s, event_s)
         scheduler.schedule(now_s)
     check_integrity(scheduler, idle=True)
     assert scheduler.offloader is not None
-    assert (scheduler.offloader.get_held_rows(), scheduler.num_loading) == ([], 0)
+    assert (scheduler.offloader.get_held_rows(), scheduler.state.num_loading) == ([], 0)
     assert scheduler.kv.pool.num_free_blocks == scheduler.kv.pool.num_blocks
 
 

@@ -7,11 +7,12 @@ from typing import Any
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy, load_policy
 from tenuto.core.requests.hints import Hints
-from tenuto.sim.checks import check_integrity
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig, KvConfig
-from tenuto.sim.engine.request import Request
+from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv.request import Request
+from tests.support.sim_checks import check_integrity
 
 STOCK = load_policy("stock")
 
@@ -43,7 +44,7 @@ def step(scheduler: Scheduler, now_s: float = 0.0) -> dict[str, int]:
 def run(scheduler: Scheduler) -> list[dict[str, int]]:
     """Run until no request is left; the steps."""
     steps = []
-    while scheduler.requests:
+    while scheduler.state.requests:
         steps.append(step(scheduler))
         assert len(steps) < 1000, "the engine stalled"
     return steps
@@ -53,7 +54,7 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
     scheduler.add_request(make_request("a", 25, 3), 0.0)
     batches = []
-    while scheduler.requests:
+    while scheduler.state.requests:
         each = scheduler.schedule(0.0)
         batches.append(each.batch)
         scheduler.finish_step(each, 0.0)
@@ -114,7 +115,7 @@ def test_the_tail_is_preempted_and_comes_back_from_the_cache() -> None:
     # b's 3 cached blocks are free, and one blank: 13 tokens fit again, and 12 of them are still there.
     each = scheduler.schedule(0.0)
     assert (each.num_tokens, each.resumed) == ({"a": 1}, {})
-    assert scheduler.waiting.get_first() is scheduler.requests["b"]
+    assert scheduler.state.waiting.get_first() is scheduler.state.requests["b"]
     scheduler.finish_step(each, 0.0)
     steps = run(scheduler)
     # a goes on alone for two steps and ends with 6 outputs; then b computes the 13th token and 4 more.

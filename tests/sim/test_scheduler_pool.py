@@ -14,12 +14,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tenuto.sim.checks import check_pool
-from tenuto.sim.kv.extents import Row
 from tenuto.sim.kv.pool import ExtentPool
+from tenuto.sim.kv.rows import Row
 from tenuto.sim.kv.segments import Path
 from tests.support.blocks import Block, BlockPool
 from tests.support.prefix import get_hit_blocks
+from tests.support.sim_checks import check_pool
+
+pytestmark = pytest.mark.slow
 
 pytestmark = pytest.mark.slow
 

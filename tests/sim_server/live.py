@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import httpx
 from aiohttp import web
 
-from tenuto.sim.checks import check_integrity
 from tenuto.sim.machine import Setup, build
 from tenuto.sim.server.app import make_app
 from tenuto.sim.server.engine import Engine
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.server.pace import Pacer
 from tenuto.sim.server.serve import make_parts
+from tests.support.sim_checks import check_integrity
 
 T = TypeVar("T")
 QUICK = 100.0
@@ -71,7 +71,7 @@ class Live:
     def wait_until_idle(self) -> None:
         """Wait until no request is left and no lease runs, and check that nothing leaked."""
         scheduler = self.engine.scheduler
-        self.wait_until(lambda: not self.engine.num_turns and not scheduler.requests)
+        self.wait_until(lambda: not self.engine.num_turns and not scheduler.state.requests)
         self.call(lambda: check_integrity(scheduler, idle=True))
 
 

@@ -16,16 +16,17 @@ import pytest
 from tenuto.core.policy import load_policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import ToolCall
-from tenuto.sim.checks import check_integrity
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.segments import Segment
 from tenuto.sim.server.content import ContentTree, Text, TokenIds, make_token_ids
 from tenuto.sim.server.engine import Engine, ServedRequest, Turn
 from tenuto.sim.simulation import Simulation
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job
+from tests.support.sim_checks import check_integrity
 
 
 class LinearSteps:

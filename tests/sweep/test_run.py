@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.engine.config import KvConfig
+from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import Setup
 from tenuto.sim.occupancy import Occupancy, write_run

@@ -23,12 +23,14 @@ from tenuto.sim.cost import (
     default_backend,
     load_step_cost,
 )
-from tenuto.sim.engine.config import EngineConfig, KvConfig, Offload
+from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import PUBLISHED, Scheduler
 from tenuto.sim.hardware.gpus import GIB, Gpu, get_gpu
 from tenuto.sim.hardware.kv_budget import ProfileRun, default_profile_run, kv_budget
 from tenuto.sim.hardware.model import Model
 from tenuto.sim.hardware.models import CONFIGS, load_model
+from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.tiers.offload import Offload
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 
 DEFAULT_UTILIZATION = 0.9

@@ -42,8 +42,8 @@ class Occupancy:
                 "free": num_blanks,
                 "host": tiers.get("host"),
                 "disk": tiers.get("disk"),
-                "num_running": len(scheduler.running),
-                "num_waiting": len(scheduler.waiting) + scheduler.num_loading,
+                "num_running": len(scheduler.state.running),
+                "num_waiting": len(scheduler.state.waiting) + scheduler.state.num_loading,
                 "num_leases": len(leases),
             }
         )

@@ -18,10 +18,9 @@ from tenuto.core.step_clock import StepClock
 from tenuto.core.types import ToolCall
 from tenuto.sim.clients import Clients, Job, Loop, Send
 from tenuto.sim.cost.batch import StepBatch, StepCost
-from tenuto.sim.engine.fast_forward import count_uneventful_steps, fast_forward
-from tenuto.sim.engine.request import Request, Status
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step, get_decode_batch
+from tenuto.sim.kv.request import Request, Status
 from tenuto.sim.kv.segments import count_shared_tokens
 from tenuto.workload.hints import SayHints, say_last
 
@@ -164,14 +163,14 @@ class Simulation:
         """Advance to the end of a quiet stretch or to the first event in it; False if there is none."""
         if self._last_step is None or not self._last_step.is_decode_only:
             return False
-        num_quiet_steps = count_uneventful_steps(self.scheduler)
+        num_quiet_steps = self.scheduler.fast_forward.count_steps()
         if num_quiet_steps < 2:
             return False
         event_s = self._get_next_event_s()
         tick_s = self.scheduler.driver.get_next_tick_s()
         next_s = tick_s if event_s is None else min(event_s, tick_s)
         depth = self.scheduler.config.max_steps_in_flight
-        running = self.scheduler.running
+        running = self.scheduler.state.running
         num_context_tokens = sum(request.num_computed_tokens for request in running)
         # As full as the last: a policy that bounds steps has no other reason to in these.
         quiet_step = Step(self._last_step.budget, 0, {request.turn_id: 1 for request in running})
@@ -188,7 +187,7 @@ class Simulation:
             num_steps += 1
         if num_steps == 0:
             return False
-        fast_forward(self.scheduler, num_steps)
+        self.scheduler.fast_forward.run(num_steps)
         self.num_steps += num_steps
         return True
 

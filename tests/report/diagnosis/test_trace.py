@@ -13,10 +13,11 @@ from tenuto.core.policy import describe_policy, load_policy
 from tenuto.records.trace import TraceWriter
 from tenuto.report.diagnosis.run import analyze
 from tenuto.sim.cost import load_step_cost
-from tenuto.sim.engine.config import EngineConfig, KvConfig
+from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.hardware.models import load_model
+from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.result import RunInfo, make_record
 from tenuto.sim.simulation import Simulation
 from tenuto.workload import load_workload

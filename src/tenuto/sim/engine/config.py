@@ -6,42 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tenuto.core.errors import ConfigError
-
-Offload = Literal["sync", "async", "asked"]
-"""When KV is copied to the tiers below the GPU (see `tenuto.sim.tiers.offload`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KvConfig:
-    """Size and shape of the KV cache. Raises ConfigError for what makes no sense."""
-
-    num_blocks: int
-    """The null block included, as vLLM's `num_gpu_blocks` and `KvBudget.num_blocks` count."""
-    block_size: int = 16
-    windows: tuple[int | None, ...] = (None,)
-    """Of each layer group the sliding window in tokens; None for full attention."""
-    max_model_len: int = 131_072
-    reserve_full_sequence: bool = True
-    """A waiting request starts only when all its tokens so far fit (`scheduler_reserve_full_isl`)."""
-    watermark: float = 0.0
-    """Share of the blocks that starting a waiting request must leave free while others run."""
-    num_lookahead_tokens: int = 0
-    """Slots past the scheduled tokens that a drafter writes to."""
-    drops_last_hit_block: bool = False
-    """An EAGLE drafter needs the hidden states of the hit's last block: it is computed again."""
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.num_blocks < 2 or self.block_size < 1 or self.max_model_len < 2:
-            raise ConfigError(f"num_blocks and max_model_len must be 2 or more, block_size 1 or more: {self}")
-        if not self.windows or any(window is not None and window < 1 for window in self.windows):
-            raise ConfigError(f"windows must name one layer group or more, each of 1 token or more: {self}")
-        if not 0 <= self.watermark < 1:
-            raise ConfigError(f"watermark must be at least 0 and below 1: {self}")
-        if self.num_lookahead_tokens < 0:
-            raise ConfigError(f"num_lookahead_tokens must not be negative: {self}")
-        if self.drops_last_hit_block and self.windows != (None,):
-            raise ConfigError(f"drops_last_hit_block is for models with full attention only: {self}")
+from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.tiers.offload import Offload
 
 
 @dataclass(frozen=True, kw_only=True)

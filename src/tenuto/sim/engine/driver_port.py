@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tenuto.core.types import EngineView
-from tenuto.sim.engine.request import BlockHashes
-from tenuto.sim.kv.extents import Row
-
-if TYPE_CHECKING:
-    from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine.state import EngineState
+from tenuto.sim.kv.kv_cache import KvCache
+from tenuto.sim.kv.request import BlockHashes
+from tenuto.sim.kv.rows import Row
+from tenuto.sim.tiers.offload import Offloader
 
 
 class LeasedRow(Row):
@@ -22,42 +23,52 @@ class LeasedRow(Row):
 
 
 class SimEngine:
-    """Implements `tenuto.core.leases.Engine` on the simulator's scheduler; blocks are rows."""
+    """Implements `tenuto.core.leases.Engine` for the simulator; lists of blocks are rows."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._pool = scheduler.kv.pool
-        self.can_truncate = scheduler.kv.can_truncate
+    def __init__(
+        self, config: EngineConfig, state: EngineState, kv: KvCache, offloader: Offloader | None
+    ) -> None:
+        """`offloader` is None in an engine without tiers."""
+        self._config = config
+        self._state = state
+        self._kv = kv
+        self._offloader = offloader
+
+    @property
+    def can_truncate(self) -> bool:
+        """Whether the blocks before a row's tail are worth something without it."""
+        return self._kv.can_truncate
 
     @property
     def can_store(self) -> bool:
         """Whether there is a tier that `store` copies to."""
-        return self._scheduler.offloader is not None
+        return self._offloader is not None
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with so many leases."""
-        scheduler = self._scheduler
+        state, pool = self._state, self._kv.pool
+        num_parked = state.waiting.num_parked
         return EngineView(
             now_s=now_s,
-            block_size=scheduler.config.kv.block_size,
-            num_blocks=self._pool.num_blocks,
-            num_free_blocks=self._pool.num_free_blocks,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) - scheduler.waiting.num_parked + scheduler.num_loading,
-            max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
-            num_parked=scheduler.waiting.num_parked,
+            block_size=self._config.kv.block_size,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            num_running=len(state.running),
+            num_waiting=len(state.waiting) - num_parked + state.num_loading,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            num_parked=num_parked,
             num_leases=num_leases,
-            num_leased_blocks=self._pool.num_leased_blocks,
-            tiers=() if scheduler.offloader is None else scheduler.offloader.get_views(now_s),
+            num_leased_blocks=pool.num_leased_blocks,
+            tiers=() if self._offloader is None else self._offloader.get_views(now_s),
         )
 
     def get_num_free_blocks(self) -> int:
         """Blocks an allocation could take now."""
-        return self._pool.num_free_blocks
+        return self._kv.pool.num_free_blocks
 
     def get_num_leased_blocks(self) -> int:
         """Distinct blocks that leases hold now."""
-        return self._pool.num_leased_blocks
+        return self._kv.pool.num_leased_blocks
 
     def get_block_ids(self, blocks: Any) -> list[Hashable]:
         """An id for each block: extents are split and grow, but what they hold stays where it was cached."""
@@ -69,10 +80,10 @@ class SimEngine:
 
     def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> Any:
         """Cached blocks of a finishing request, every layer group, as a row."""
-        request = self._scheduler.requests[turn_id]
-        hit = self._scheduler.kv.get_hit(request)
+        request = self._state.requests[turn_id]
+        hit = self._kv.get_hit(request)
         row = LeasedRow(part for row in hit.rows for part in row.ranges)
-        last = (request.num_tokens - 1) // self._scheduler.config.kv.block_size - 1
+        last = (request.num_tokens - 1) // self._config.kv.block_size - 1
         row.last_hash = (request.path.get_segment(last), last) if row else None
         return row
 
@@ -93,23 +104,23 @@ class SimEngine:
 
     def hold(self, blocks: Any) -> None:
         """Take one reference to each block."""
-        self._pool.hold(blocks)
-        self._pool.mark_leased(blocks, 1)
+        self._kv.pool.hold(blocks)
+        self._kv.pool.mark_leased(blocks, 1)
 
     def release(self, blocks: Any) -> None:
         """Give one reference to each block up, tails to be evicted first."""
-        self._pool.mark_leased(blocks, -1)
-        self._pool.release(blocks)
+        self._kv.pool.mark_leased(blocks, -1)
+        self._kv.pool.release(blocks)
 
     def store(self, blocks: Any) -> None:
         """Copy blocks to the tiers."""
-        if self._scheduler.offloader is not None and blocks:
-            self._scheduler.offloader.store_asked(blocks, self._scheduler.now_s)
+        if self._offloader is not None and blocks:
+            self._offloader.store_asked(blocks, self._state.now_s)
 
     def get_num_cached_tokens(self, turn_id: str) -> int:
         """Prompt tokens of a waiting turn that are cached."""
-        return self._scheduler.kv.get_hit(self._scheduler.requests[turn_id]).num_tokens
+        return self._kv.get_hit(self._state.requests[turn_id]).num_tokens
 
     def reorder(self, turn_id: str) -> None:
         """Ask for a waiting request's key again."""
-        self._scheduler.waiting.reorder(turn_id)
+        self._state.waiting.reorder(turn_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.request import Request
+from tenuto.sim.kv.request import Request
 
 EMPTY_BATCH = StepBatch.of()
 

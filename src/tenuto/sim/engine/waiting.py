@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
-from tenuto.sim.engine.request import Request
+from tenuto.sim.kv.request import Request
 
 GetKey = Callable[[Request], Key]
 

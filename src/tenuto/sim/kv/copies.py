@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from tenuto.sim.kv.extents import Extent, Range
+from tenuto.sim.kv.rows import Range
+from tenuto.sim.kv.segments import Extent
 
 
 def get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Range]:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.engine.config import KvConfig
-from tenuto.sim.engine.request import BlockTable, Request
-from tenuto.sim.kv.extents import Row
+from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.pool import ExtentPool
+from tenuto.sim.kv.request import BlockTable, Request
+from tenuto.sim.kv.rows import Row
 from tenuto.sim.kv.segments import Path
 
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tenuto.sim.kv.copies import can_grow, get_first_cached
-from tenuto.sim.kv.extents import Extent, Range, Row, skip_to
-from tenuto.sim.kv.segments import Path, Segment
+from tenuto.sim.kv.rows import Range, Row, skip_to
+from tenuto.sim.kv.segments import Extent, Path, Segment
 
 
 class _Queue:

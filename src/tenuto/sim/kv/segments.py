@@ -17,11 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
-
-if TYPE_CHECKING:
-    from tenuto.sim.kv.extents import Extent
 
 Span = tuple[Hashable, int]
 """A text's name and how many of its first tokens; what the KV of a token depends on is part of the name."""
@@ -48,6 +44,41 @@ class Segment:
         if segment is None:
             segment = self._following[key] = Segment(len(self.copies), self)
         return segment
+
+
+class Extent:
+    """The cached blocks `first` to before `end` of a segment, counted from the sequence's start."""
+
+    __slots__ = (
+        "after",
+        "end",
+        "first",
+        "home",
+        "next",
+        "num_holds",
+        "order",
+        "previous",
+        "ref_cnt",
+        "segment",
+    )
+
+    def __init__(self, segment: Segment, home: list[Extent], first: int, end: int, order: int) -> None:
+        self.segment = segment
+        self.home = home
+        """Where look-ups find it: one of the segment's lists of copies."""
+        self.first = first
+        self.end = end
+        self.order = order
+        """When it was cached; the smallest number is hit."""
+        self.ref_cnt = 1
+        self.num_holds = 0
+        """References among them that leases have."""
+        self.after: Extent | None = None
+        """What was split off behind it, so that ranges made before still find all their blocks."""
+        self.previous = self.next = self
+
+    def __repr__(self) -> str:
+        return f"Extent({self.first}-{self.end}, ref_cnt={self.ref_cnt}, num_holds={self.num_holds})"
 
 
 class Path:

@@ -11,26 +11,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.jobs import Arrival
 from tenuto.core.step_clock import StepClock
 from tenuto.sim.cost.batch import StepCost
-from tenuto.sim.engine.request import Request, Status
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step
-from tenuto.sim.server.content import TokenIds, make_token_ids
+from tenuto.sim.kv.request import Request, Status
 from tenuto.sim.server.stats import EngineStats
 
 
 @dataclass(slots=True, eq=False)
 class ServedRequest(Request):
-    """A request, and what only a server knows of it."""
+    """A request, and why its answer ends."""
 
-    prompt_ids: TokenIds = field(default_factory=make_token_ids, kw_only=True)
-    """Its prompt's tokens, by which the driver recognises jobs that have no id."""
     ends_by: Literal["stop", "length"] = field(default="length", kw_only=True)
 
 
@@ -91,7 +87,6 @@ class Engine:
         self._waits_for_step = False
         self._tells_steps = scheduler.driver.policy.overrides("on_step")
         self._step_clock = StepClock(now_s)
-        _show_prompts(scheduler)
 
     @property
     def num_turns(self) -> int:
@@ -235,15 +230,3 @@ class Engine:
         if event_s is not None:
             times_s.append(event_s)
         return min(times_s, default=None)
-
-
-def _show_prompts(scheduler: Scheduler) -> None:
-    """Let the driver see prompts' tokens: the scheduler has none to show it."""
-    arrive = scheduler.driver.arrive
-
-    def arrive_with_prompt(turn_id: str, now_s: float, what: Arrival) -> None:
-        request = scheduler.requests[turn_id]
-        assert isinstance(request, ServedRequest)
-        arrive(turn_id, now_s, replace(what, prompt=request.prompt_ids))
-
-    scheduler.driver.arrive = arrive_with_prompt  # type: ignore[method-assign]

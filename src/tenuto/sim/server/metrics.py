@@ -46,8 +46,8 @@ class EngineMetrics(Collector):
     def _collect_engine(self) -> Iterator[Family]:
         stats, scheduler = self._engine.stats, self._engine.scheduler
         pool, kv = scheduler.kv.pool, scheduler.config.kv
-        num_waiting = len(scheduler.waiting) + scheduler.num_loading
-        yield self._gauge("vllm:num_requests_running", "Requests that run.", len(scheduler.running))
+        num_waiting = len(scheduler.state.waiting) + scheduler.state.num_loading
+        yield self._gauge("vllm:num_requests_running", "Requests that run.", len(scheduler.state.running))
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", num_waiting)
         usage = 1 - pool.num_free_blocks / pool.num_blocks
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 for all.", usage)

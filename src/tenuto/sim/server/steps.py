@@ -24,19 +24,19 @@ class StepTracer:
                     "kind": "admission",
                     "turn": turn_id,
                     "now_s": now_s,
-                    "num_prompt_tokens": scheduler.requests[turn_id].num_prompt_tokens,
+                    "num_prompt_tokens": scheduler.state.requests[turn_id].num_prompt_tokens,
                     "num_hit_tokens": num_hit_tokens,
                 }
             )
         pool, leases = scheduler.kv.pool, scheduler.driver.leases
         num_blanks, *_ = pool.get_queue()
-        tables = (table for request in scheduler.requests.values() for table in request.tables)
+        tables = (table for request in scheduler.state.requests.values() for table in request.tables)
         self._trace.write(
             {
                 "kind": "step",
                 "now_s": now_s,
-                "num_running": len(scheduler.running),
-                "num_waiting": len(scheduler.waiting) + scheduler.num_loading,
+                "num_running": len(scheduler.state.running),
+                "num_waiting": len(scheduler.state.waiting) + scheduler.state.num_loading,
                 "num_free_blocks": pool.num_free_blocks,
                 "num_cached_blocks": pool.num_blocks - num_blanks - sum(table.num_blanks for table in tables),
                 "num_retained_blocks": scheduler.driver.get_num_leased_blocks(),

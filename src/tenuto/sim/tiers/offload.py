@@ -16,16 +16,19 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator
+from typing import Literal
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.types import LoadOffer, TierView
-from tenuto.sim.engine.config import EngineConfig, Offload
-from tenuto.sim.engine.request import Request
-from tenuto.sim.kv.extents import Row, skip_to
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.pool import ExtentPool
+from tenuto.sim.kv.request import Request
+from tenuto.sim.kv.rows import Row, skip_to
 from tenuto.sim.kv.segments import Segment
 from tenuto.sim.tiers.tier import OffloadTiers
+
+Offload = Literal["sync", "async", "asked"]
+"""When KV is copied to the tiers below the GPU."""
 
 Chunk = tuple[Segment, int]
 """A chunk's chained hash: the segment and the number of its last block."""
@@ -48,7 +51,6 @@ class Offloader:
         self._chunk_tokens = chunk_blocks * block_size
         self._block_size = block_size
         self._numbers = itertools.count()
-        self._loads: list[tuple[float, int, Request]] = []
         self._stores: list[tuple[float, int, Row]] = []
 
     # Loads.
@@ -74,22 +76,6 @@ class Offloader:
         request.num_stored_chunks = num_chunks
         return copy.done_s
 
-    def wait_for(self, request: Request, done_s: float) -> None:
-        """`pop_loaded` gives the request back when its load is there."""
-        heapq.heappush(self._loads, (done_s, next(self._numbers), request))
-
-    def pop_loaded(self, now_s: float) -> Iterator[Request]:
-        """Requests whose loads are there now; blocks whose stores are complete are freed."""
-        while self._stores and self._stores[0][0] <= now_s:
-            self._pool.release(heapq.heappop(self._stores)[2])
-        while self._loads and self._loads[0][0] <= now_s:
-            yield heapq.heappop(self._loads)[2]
-
-    def drop_load(self, request: Request) -> None:
-        """A request that waits for its load went away."""
-        self._loads = [each for each in self._loads if each[2] is not request]
-        heapq.heapify(self._loads)
-
     # Stores.
 
     def store_computed(self, request: Request, now_s: float) -> float:
@@ -113,6 +99,11 @@ class Offloader:
         done_s = now_s if aborted else self._store(row, now_s)
         self._hold_until(row, max(done_s, request.stored_s), now_s)
 
+    def release_stored(self, now_s: float) -> None:
+        """Free the blocks whose stores are complete by now."""
+        while self._stores and self._stores[0][0] <= now_s:
+            self._pool.release(heapq.heappop(self._stores)[2])
+
     def store_asked(self, row: Row, now_s: float) -> None:
         """Store blocks because the policy says so; nothing where all are stored anyway."""
         if not self._stores_all:
@@ -120,18 +111,13 @@ class Offloader:
 
     # Questions.
 
-    @property
-    def num_loading(self) -> int:
-        """Requests that wait for their loads."""
-        return len(self._loads)
-
     def get_held_rows(self) -> list[Row]:
         """Blocks that are taken only because they are being stored."""
         return [row for _, _, row in self._stores]
 
-    def get_next_event_s(self) -> float | None:
-        """When the next copy is complete."""
-        return min((heap[0][0] for heap in (self._loads, self._stores) if heap), default=None)
+    def get_next_stored_s(self) -> float | None:
+        """When the next store is complete that blocks wait for, or None."""
+        return self._stores[0][0] if self._stores else None
 
     def get_views(self, now_s: float) -> tuple[TierView, ...]:
         """The tiers as a policy sees them."""
@@ -176,19 +162,16 @@ class Offloader:
                 last += self._chunk_blocks
 
 
-def make_offloader(config: EngineConfig, tiers: OffloadTiers | None, kv: KvCache) -> Offloader | None:
-    """The offloader of an engine with tiers; None without.
+def make_offloader(
+    offload: Offload | None, tiers: OffloadTiers | None, kv: KvCache, chunk_tokens: int
+) -> Offloader | None:
+    """The offloader of an engine with tiers, in chunks of so many tokens; None without.
 
     Raises ConfigError where the model's layers differ: a chunk's blocks are then not its tokens' alone.
     """
-    if tiers is None or config.offload is None:
+    if tiers is None or offload is None:
         return None
     if not kv.can_truncate:
         raise ConfigError("tiers below the GPU are simulated for models with full attention only")
-    return Offloader(
-        tiers,
-        kv.pool,
-        config.offload,
-        block_size=config.kv.block_size,
-        chunk_blocks=config.offload_chunk_tokens // config.kv.block_size,
-    )
+    block_size = kv.config.block_size
+    return Offloader(tiers, kv.pool, offload, block_size=block_size, chunk_blocks=chunk_tokens // block_size)

@@ -1,46 +1,11 @@
-"""Extents: runs of consecutive cached blocks that share one fate, and rows of blocks made of them."""
+"""Rows: the cached blocks of one request or lease, in the order of its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from tenuto.sim.kv.segments import Segment
-
-
-class Extent:
-    """The cached blocks `first` to before `end` of a segment, counted from the sequence's start."""
-
-    __slots__ = (
-        "after",
-        "end",
-        "first",
-        "home",
-        "next",
-        "num_holds",
-        "order",
-        "previous",
-        "ref_cnt",
-        "segment",
-    )
-
-    def __init__(self, segment: Segment, home: list[Extent], first: int, end: int, order: int) -> None:
-        self.segment = segment
-        self.home = home
-        """Where look-ups find it: one of the segment's lists of copies."""
-        self.first = first
-        self.end = end
-        self.order = order
-        """When it was cached; the smallest number is hit."""
-        self.ref_cnt = 1
-        self.num_holds = 0
-        """References among them that leases have."""
-        self.after: Extent | None = None
-        """What was split off behind it, so that ranges made before still find all their blocks."""
-        self.previous = self.next = self
-
-    def __repr__(self) -> str:
-        return f"Extent({self.first}-{self.end}, ref_cnt={self.ref_cnt}, num_holds={self.num_holds})"
+from tenuto.sim.kv.segments import Extent
 
 
 class Range(NamedTuple):

@@ -8,8 +8,9 @@ from typing import Any
 
 from tenuto.core.errors import IntegrityError
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.kv.extents import Extent, Row
 from tenuto.sim.kv.pool import ExtentPool
+from tenuto.sim.kv.rows import Row
+from tenuto.sim.kv.segments import Extent
 
 
 def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
@@ -19,14 +20,14 @@ def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
     without references. With `idle` also: no request is left.
     Raises IntegrityError naming what is wrong.
     """
-    pool = scheduler.kv.pool
-    if idle and (scheduler.requests or scheduler.running or len(scheduler.waiting)):
-        raise IntegrityError(f"requests are left: {sorted(scheduler.requests)}")
-    num_placed = len(scheduler.running) + len(scheduler.waiting) + scheduler.num_loading
-    if num_placed != len(scheduler.requests):
-        raise IntegrityError(f"{len(scheduler.requests)} requests, but {num_placed} that run, wait or load")
+    pool, state = scheduler.kv.pool, scheduler.state
+    if idle and (state.requests or state.running or len(state.waiting)):
+        raise IntegrityError(f"requests are left: {sorted(state.requests)}")
+    num_placed = len(state.running) + len(state.waiting) + state.num_loading
+    if num_placed != len(state.requests):
+        raise IntegrityError(f"{len(state.requests)} requests, but {num_placed} that run, wait or load")
     leases = list(scheduler.driver.leases)
-    tables = [table for request in scheduler.requests.values() for table in request.tables]
+    tables = [table for request in state.requests.values() for table in request.tables]
     held: list[Any] = [lease.blocks for lease in leases]
     rows = [table.row for table in tables]
     num_blocks = sum(map(len, held))

@@ -9,7 +9,7 @@ from typing import overload
 
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import ToolCall
-from tenuto.sim.kv.extents import Row
+from tenuto.sim.kv.rows import Row
 from tenuto.sim.kv.segments import Path, Segment, Span
 
 BlockHash = tuple[Segment, int]
@@ -71,6 +71,8 @@ class Request:
     is_last: bool | None = None
     """Whether its job ends with it, as far as its output tells."""
     key: Hashable = None
+    prompt_ids: Sequence[int] = ()
+    """Its prompt's tokens, where there are any: jobs without an id are recognised by them."""
 
     num_prompt_tokens: int = field(init=False)
     path: Path = field(init=False)

@@ -1,0 +1,76 @@
+"""Turns that load KV from the tiers: from the offer, over the copy, to their start."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+from tenuto.core.driver import Driver
+from tenuto.sim.engine.allocator import Allocator
+from tenuto.sim.engine.state import EngineState, Load
+from tenuto.sim.kv.kv_cache import Hit, KvCache
+from tenuto.sim.kv.request import Request, Status
+from tenuto.sim.tiers.offload import Offloader
+
+
+class Loading:
+    """Moves requests from `waiting` over `loading` to `loaded`, in an engine with tiers.
+
+    tokens of a request   [ hit | loaded from a tier | computed anew ]
+                           └─── num_computed_tokens ─┘
+    """
+
+    def __init__(
+        self, state: EngineState, kv: KvCache, driver: Driver, allocator: Allocator, offloader: Offloader
+    ) -> None:
+        self._state = state
+        self._kv = kv
+        self._driver = driver
+        self._allocator = allocator
+        self._offloader = offloader
+        self._numbers = itertools.count()
+
+    def collect(self) -> None:
+        """Move requests whose loads are there by now to `loaded`; what they loaded is cached from here on."""
+        state = self._state
+        while state.loading and state.loading[0].done_s <= state.now_s:
+            request = heapq.heappop(state.loading).request
+            self._kv.cache(request, request.num_computed_tokens)
+            state.loaded.append(request)
+
+    def add_offer(self, request: Request, hit: Hit) -> Hit:
+        """The hit with what the tiers have behind it, if the policy wants to load that."""
+        now_s = self._state.now_s
+        offer = self._offloader.get_offer(request, hit.num_tokens, now_s)
+        if offer is None or not self._driver.may_load(request.turn_id, offer, now_s):
+            return hit
+        return hit._replace(num_loaded_tokens=offer.num_tokens, waits=not self._offloader.is_sync)
+
+    def load(self, request: Request, hit: Hit) -> float:
+        """Begin to copy what a hit says; returns when it is there, in seconds."""
+        return self._offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self._state.now_s)
+
+    def try_begin(self, request: Request, hit: Hit) -> bool:
+        """Take the blocks of a whole request and begin to load; False if they are short.
+
+        vLLM takes only the loaded tokens' blocks here. This differs on purpose: requests that hold these and
+        wait for the rest could keep each other from starting for ever.
+        """
+        num_tokens = request.num_tokens - hit.num_computed_tokens
+        if not self._allocator.try_allocate(request, num_tokens, hit):
+            return False
+        self._state.waiting.remove(request)
+        request.status = Status.LOADING
+        request.num_computed_tokens = hit.num_computed_tokens
+        load = Load(self.load(request, hit), next(self._numbers), request)
+        heapq.heappush(self._state.loading, load)
+        return True
+
+    def drop(self, request: Request) -> None:
+        """A request that loads, or has loaded, went away."""
+        state = self._state
+        if request in state.loaded:
+            state.loaded.remove(request)
+        else:
+            state.loading = [load for load in state.loading if load.request is not request]
+            heapq.heapify(state.loading)

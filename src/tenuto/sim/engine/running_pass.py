@@ -1,0 +1,67 @@
+"""The first half of a step: tokens for the requests that run already.
+
+Source: vllm/v1/core/sched/scheduler.py:schedule@0.32, its first loop.
+"""
+
+from __future__ import annotations
+
+from tenuto.sim.engine.allocator import Allocator
+from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine.preemption import Preemption
+from tenuto.sim.engine.state import EngineState
+from tenuto.sim.engine.step import Step
+from tenuto.sim.kv.request import Request
+
+
+class RunningPass:
+    """Gives running requests their next tokens, and preempts from the tail where blocks are short."""
+
+    def __init__(
+        self, config: EngineConfig, state: EngineState, allocator: Allocator, preemption: Preemption
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._allocator = allocator
+        self._preemption = preemption
+
+    def schedule(self, step: Step) -> None:
+        """Spend the step's budget on running requests, in their order."""
+        running, allocator = self._state.running, self._allocator
+        index = 0
+        while index < len(running) and step.budget > 0:
+            request = running[index]
+            num_new_tokens = self._count_new_tokens(request, step)
+            if num_new_tokens == 0:
+                index += 1
+                continue
+            while not allocator.try_allocate(request, num_new_tokens, None):
+                victim = self._preemption.preempt_for_running(request, step)
+                if victim is request:
+                    return
+                index = running.index(request)
+            step.give(request, num_new_tokens)
+            step.has_prefill |= request.is_prefill_chunk
+            if request.num_drafts:
+                num_certain = request.num_tokens + request.num_placeholders - request.num_computed_tokens
+                if num_new_tokens > num_certain:
+                    step.num_drafts[request.turn_id] = num_new_tokens - num_certain
+                request.num_drafts = 0
+            index += 1
+
+    def _count_new_tokens(self, request: Request, step: Step) -> int:
+        """How many tokens a running request gets.
+
+        known tokens       [ prompt and output so far     | placeholders | drafts ]
+        computed tokens    [ num_computed_tokens                 |  ← the new ones  ]
+        """
+        num_computed_tokens, num_placeholders = request.num_computed_tokens, request.num_placeholders
+        if (
+            num_placeholders > 0
+            and num_computed_tokens + 2 - num_placeholders >= request.num_prompt_tokens + request.max_tokens
+        ):
+            # The steps in flight bring its last token, even if they reject all drafts.
+            return 0
+        num_tokens = request.num_tokens + request.num_drafts + num_placeholders
+        # One slot stays for the token that is sampled.
+        most = self._config.kv.max_model_len - num_computed_tokens - 1
+        return min(step.bound(num_tokens - num_computed_tokens), most)
