@@ -18,8 +18,9 @@ class Engine(Protocol):
     Blocks are opaque here. Lists of blocks run from the prompt's start to the end of the output.
     """
 
-    can_truncate: bool
-    """Whether a lease is still worth something without its tail; if not it is taken back whole."""
+    @property
+    def can_truncate(self) -> bool:
+        """Whether a lease is still worth something without its tail; if not it is reclaimed whole."""
 
     @property
     def can_store(self) -> bool:
