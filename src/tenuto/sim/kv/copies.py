@@ -1,4 +1,4 @@
-"""One text may be cached more than once: which of the copies is hit, and when one may grow instead."""
+"""A block may be cached more than once: which copy is hit, and when a new block may join an extent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from tenuto.sim.kv.segments import Extent
 
 
 def get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Range]:
-    """Of each block from `first` up to the first miss the copy that was cached first, as ranges."""
+    """For each block from `first` up to the first miss the copy that was cached first, as ranges.
+
+    copy 1          ├──────┤
+    copy 2    ├───────────────────┤
+    hit       │  2  │  1   │  2   │
+    """
     in_order = sorted(copies, key=_get_first)
-    # Copies of one block are rare, and an extent that was cut often has a great many parts.
+    # Copies of one block are rare, but an extent that was split often has very many parts: for these the loop
+    # below is linear.
     if any(one.end > other.first for one, other in pairwise(in_order)):
         while first < end and (extent := _get_copy(copies, first)) is not None:
             stop = _get_stop(copies, extent, first, end)
@@ -41,7 +47,7 @@ def _get_copy(copies: list[Extent], block: int) -> Extent | None:
 
 
 def _get_stop(copies: list[Extent], extent: Extent, first: int, end: int) -> int:
-    """Up to where, behind block `first`, a copy's blocks are those that were cached first."""
+    """The block at which, after `first`, another copy was cached earlier; or the copy's end."""
     stop = min(end, extent.end)
     for other in copies:
         if other.order < extent.order and first < other.first < stop:

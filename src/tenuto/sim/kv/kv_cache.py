@@ -1,7 +1,13 @@
 """The KV cache of the simulated engine: prefix hits, block tables and slots for new tokens.
 
-Models may mix full attention with sliding windows; each layer group has its own blocks, of one size, from one
-pool. Source: vllm/v1/core/kv_cache_manager.py, kv_cache_coordinator.py and
+Models may mix full attention with sliding windows. Each layer group has its own blocks; all have one size and
+come from one pool. The tokens of a request, from its start:
+
+    ├── hit ──┼── loaded ──┼───────────── new ─────────────┼── lookahead ──┤
+    │ from GPU│ from a tier│ computed in this step         │ slots only    │
+    ├── num_computed_tokens┤                               │ for a drafter │
+
+Source: vllm/v1/core/kv_cache_manager.py, kv_cache_coordinator.py and
 single_type_kv_cache_manager.py@0.32.
 """
 
@@ -20,24 +26,24 @@ from tenuto.sim.kv.segments import Path
 
 
 class Hit(NamedTuple):
-    """The longest cached prefix of a request: tokens, and its blocks in each layer group."""
+    """The longest cached prefix of a request, and what a tier has behind it."""
 
     num_tokens: int
     rows: tuple[Row, ...]
-    """Of a sliding window only the blocks it still sees."""
+    """Its blocks in each layer group; in a sliding window only those that the window still sees."""
     num_loaded_tokens: int = 0
-    """Tokens behind it that come from a tier below the GPU."""
+    """Tokens behind it that come from a tier."""
     waits: bool = False
-    """Whether the request waits for these: its blocks are cached once they are there."""
+    """Whether the request waits for them; its blocks are cached when they are there."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """All that need not be computed."""
+        """Tokens that need not be computed."""
         return self.num_tokens + self.num_loaded_tokens
 
 
 class KvCache:
-    """Who has which blocks."""
+    """Which request has which blocks."""
 
     def __init__(self, config: KvConfig, max_in_flight_tokens: int) -> None:
         """An empty cache; `max_in_flight_tokens` is the most that scheduled steps may hold unprocessed."""
@@ -105,10 +111,10 @@ class KvCache:
         return Hit(num_tokens, tuple(rows))
 
     def try_allocate(self, request: Request, num_new_tokens: int, hit: Hit | None, *, is_busy: bool) -> bool:
-        """Slots for a request's next tokens, and what they complete cached; False if blocks are short.
+        """Take slots for a request's next tokens and cache the blocks they fill; False if blocks are short.
 
-        A request that starts brings its hit. A running one's blocks that its window has left are freed either
-        way. Source: kv_cache_manager.py:allocate_slots@0.32.
+        A request that starts brings its hit, a running one None. Blocks of a running one that its sliding
+        window has left are freed in any case. Source: kv_cache_manager.py:allocate_slots@0.32.
         """
         if hit is None and self.can_truncate and self._has_slots(request, num_new_tokens):
             return True

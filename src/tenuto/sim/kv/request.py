@@ -30,9 +30,11 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class BlockTable:
-    """A request's blocks in one layer group: first null blocks, then cached ones, then blank ones.
+    """A request's blocks in one layer group, in the order of its tokens.
 
-    Null blocks stand for those that a sliding window has left behind; blank ones are not full yet.
+    │ null … │ cached …            │ blank … │
+    │        │ row                 │         │
+    └ behind its sliding window    └ not full, or not cached yet
     """
 
     num_nulls: int = 0
@@ -52,10 +54,14 @@ class BlockTable:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One turn: what it is (set by who sends it), and how far it has come (set by the scheduler).
+    """One turn: what it is (set by the sender), and how far it is (set by the engine).
 
     `key` is what all its KV depends on beside its tokens: the cache salt, the LoRA adapter. An image is a
     span named by its hash.
+
+        prompt and output so far                │ what steps in flight will add
+        ├────────────── num_tokens ─────────────┼── num_placeholders ──┼── num_drafts ──┤
+        ├────────── num_computed_tokens … (grows as steps are scheduled, before they are computed)
     """
 
     turn_id: str
@@ -67,9 +73,9 @@ class Request:
     """Smaller goes first, in an engine that schedules by priority."""
     hints: Hints = NO_HINTS
     tool: ToolCall | None = None
-    """The tool call that its output ends with."""
+    """The tool call at the end of its output."""
     is_last: bool | None = None
-    """Whether its job ends with it, as far as its output tells."""
+    """Whether its job ends with it; None if its output does not tell."""
     key: Hashable = None
     prompt_ids: Sequence[int] = ()
     """Its prompt's tokens, where there are any: jobs without an id are recognised by them."""
@@ -88,18 +94,18 @@ class Request:
     """Output tokens that steps in flight will bring, drafts included."""
     num_in_flight_tokens: int = field(init=False, default=0)
     num_stale_tokens: int = field(init=False, default=0)
-    """Tokens in flight when it was preempted; what they bring is output, but no progress."""
+    """Tokens that were in flight when it was preempted: their output counts, their KV is lost."""
     drops_stale: bool = field(init=False, default=False)
-    """Its stale output is thrown away, because it was resumed before that arrived."""
+    """Whether its stale output is dropped, because it was preempted for a reset of the cache."""
     is_prefill_chunk: bool = field(init=False, default=False)
-    """Its latest step ends before its prompt (or what a preemption took) does."""
+    """Whether its latest step leaves known tokens to compute."""
     num_preemptions: int = field(init=False, default=0)
     num_stored_chunks: int = field(init=False, default=0)
     """Chunks of its prompt that were stored below the GPU, or came from there."""
     stored_s: float = field(init=False, default=0.0)
-    """When the last of those stores is complete."""
+    """When the last of these stores is complete."""
     chunks: list[BlockHash] = field(init=False, default_factory=list)
-    """The chained hashes of its chunks (see `tenuto.sim.tiers.offload`), as far as they were asked for."""
+    """The chained hashes of its first chunks (see `tenuto.sim.tiers.offload`), made when they are needed."""
 
     def __post_init__(self) -> None:
         """Add the prompt up."""
@@ -119,7 +125,7 @@ class Request:
 
 
 class BlockHashes(Sequence[BlockHash]):
-    """The chained hashes of a request's full blocks, made on demand; they grow with its output."""
+    """The chained hashes of a request's full blocks, made on demand; the list grows with its output."""
 
     def __init__(self, request: Request, block_size: int) -> None:
         self.path = request.path

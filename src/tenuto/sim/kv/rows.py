@@ -9,7 +9,7 @@ from tenuto.sim.kv.segments import Extent
 
 
 class Range(NamedTuple):
-    """The blocks `first` to before `end`: in this extent and in what is split off behind it."""
+    """The blocks `first` to before `end` of a segment: in this extent and in those split off behind it."""
 
     extent: Extent
     first: int
@@ -17,7 +17,12 @@ class Range(NamedTuple):
 
 
 class Row:
-    """Cached blocks in a row, as the driver handles them: it has a length and its tail can be cut off."""
+    """Cached blocks of one sequence in order; behaves like a list of blocks that is only cut at its tail.
+
+    row        │ 0 1 2 3 4 5 │ 6 7 │ 8 9 …    blocks, counted from the row's start
+    ranges     │  segment A  │  B  │  C  …    each lies in one segment
+    row[7:]                    │ 7 │ 8 9 …    the tail that `del row[7:]` takes away
+    """
 
     __slots__ = ("num_blocks", "ranges")
 
@@ -47,7 +52,11 @@ class Row:
             left -= end - first
 
     def get_extents(self) -> Iterator[Extent]:
-        """The extents that hold these blocks, in order; the first and the last of a range may hold more."""
+        """The extents that hold these blocks, in order; some may hold blocks beside them.
+
+        range            [first ········· end)
+        extents     │ A ──┼──│ B    │ C ──┼──│      A has blocks before `first`, C has some from `end` on
+        """
         for extent, first, end in self.ranges:
             while first < end:
                 extent = skip_to(extent, first)
@@ -61,7 +70,7 @@ class Row:
 
 
 def skip_to(extent: Extent, block: int) -> Extent:
-    """The first extent that ends behind a block, from this one on."""
+    """The extent that holds a block: this one, or one that was split off behind it."""
     while extent.end <= block:
         assert extent.after is not None
         extent = extent.after

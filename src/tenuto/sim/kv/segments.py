@@ -1,16 +1,16 @@
 """Content without tokens: which blocks of which requests are equal.
 
-A sequence is a row of spans, each the beginning of some named text. The tree of segments gives every span a
-node at its place behind all spans before it:
+A sequence is a list of spans. Each span is the beginning of a named text. The tree of segments has a node for
+each span behind the spans before it:
 
     root ── system@0 ── job3/task@80 ── job3/out0@92 ── …
                    └─── job4/task@80 ── …
 
-Two sequences that run through one segment are equal up to where both end in it. So (segment, block index) is
-what vLLM's chained block hash is, exact and without hashing a token.
+Two sequences that go through the same segment are equal up to the point where one of them ends in it. So
+(segment, block index) says the same as vLLM's chained block hash, exactly and without hashing a token.
 
-A segment lives as long as somebody knows of it: a request, a cached block, a tier's chunk, a job's memory.
-The tree itself holds none, so that an engine that runs for weeks forgets what it has evicted.
+A segment lives as long as a request, a cached block, a tier's chunk or a remembered job refers to it. The
+tree has weak references only, so that an engine that runs for weeks forgets what it has evicted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Segment:
 
 
 class Extent:
-    """The cached blocks `first` to before `end` of a segment, counted from the sequence's start."""
+    """A run of cached blocks that share one fate: `first` to before `end`, counted from the sequence's start.
+
+    They lie in one segment, have the same number of references, and one place in the free queue.
+    """
 
     __slots__ = (
         "after",
@@ -65,16 +68,16 @@ class Extent:
     def __init__(self, segment: Segment, home: list[Extent], first: int, end: int, order: int) -> None:
         self.segment = segment
         self.home = home
-        """Where look-ups find it: one of the segment's lists of copies."""
+        """The list in which look-ups find it: the segment's copies in one layer group."""
         self.first = first
         self.end = end
         self.order = order
-        """When it was cached; the smallest number is hit."""
+        """Extents are numbered as they are cached; of several copies the smallest number is hit."""
         self.ref_cnt = 1
         self.num_holds = 0
         """References among them that leases have."""
         self.after: Extent | None = None
-        """What was split off behind it, so that ranges made before still find all their blocks."""
+        """The extent that was split off behind it, so that older ranges still find all their blocks."""
         self.previous = self.next = self
 
     def __repr__(self) -> str:
@@ -82,16 +85,20 @@ class Extent:
 
 
 class Path:
-    """The segments a sequence runs through, in blocks.
+    """The segments that a sequence goes through, in blocks.
 
-    A block belongs to the segment that holds its last token. The last segment has no end: the path stays the
-    same while the sequence grows into it.
+    A block belongs to the segment that holds its last token. The last segment has no end, so the path does
+    not change while the sequence grows.
+
+        tokens     │ system ····· │ task ······ │ output ···→
+        blocks     │ 0 │ 1 │ 2 │ 3  │ 4 │ 5 │ 6   │ 7 │ …
+        segment      S   S   S   T    T   T   O     O            block 3 ends in the task
     """
 
     __slots__ = ("first_blocks", "segments", "starts")
 
     def __init__(self, root: Segment, key: Hashable, spans: Iterable[Span], block_size: int) -> None:
-        """The path of these spans; `key` is what all of their KV depends on: the cache salt, the adapter."""
+        """The path of these spans; `key` is what all their KV depends on too: the cache salt, the adapter."""
         segment, start = root.follow(key, 0), 0
         self.starts: list[int] = []
         self.segments: list[Segment] = []
