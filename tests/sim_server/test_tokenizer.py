@@ -103,6 +103,7 @@ def test_content_in_parts_and_lone_surrogates() -> None:
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
     with pytest.raises(ConfigError, match=r"there is no .*tokenizer\.json"):
         HfTokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
