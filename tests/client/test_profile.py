@@ -141,7 +141,10 @@ def test_a_live_server_is_timed_and_fitted(tmp_path: Path, capsys: pytest.Captur
         ([], "name a server with --url"),
         (["--url", "localhost:8000"], "must begin with http"),
         (["--url", "http://127.0.0.1:9", "--max-batch", "1"], "--max-batch must be 2 or more"),
-        (["--observations", "/nonexistent/steps.jsonl"], "/nonexistent/steps.jsonl: cannot be read: No such file"),
+        (
+            ["--observations", "/nonexistent/steps.jsonl"],
+            "/nonexistent/steps.jsonl: cannot be read: No such file",
+        ),
         (["--url", "http://127.0.0.1:9", "--save", "/nonexistent/steps.jsonl"], "there is no folder"),
     ],
 )
