@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from tenuto.core.policy import Needs
+from tenuto.core.presets import EngineSettings
 from tenuto.core.types import Decision, EngineView, Keep, Lease, LoadOffer, Release, Turn
 from tenuto.policies.tenuto import Tenuto
 
@@ -55,7 +57,7 @@ class AnyoneTakes(Tenuto):
 class NoTier(Tenuto):
     """Host memory is not used."""
 
-    wants: ClassVar[Mapping[str, Any]] = {}
+    needs: ClassVar[Needs] = dataclasses.replace(Tenuto.needs, engine=EngineSettings())
 
 
 @dataclass

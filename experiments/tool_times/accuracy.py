@@ -146,7 +146,7 @@ class OfPolicy:
 
     def guess(self, call: Call) -> Guess:
         self._num_asked += 1
-        prediction = self._policy.predict(make_tool(call), str(self._num_asked))
+        prediction = self._policy._predict(make_tool(call), str(self._num_asked))
         return Guess(prediction.speed, prediction.expected_s)
 
     def learn(self, call: Call) -> None:

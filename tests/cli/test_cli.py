@@ -15,7 +15,8 @@ import pytest
 
 from tenuto import __version__, cli
 from tenuto.core.errors import ConfigError, PolicyError
-from tenuto.core.policy import get_policy_names
+from tenuto.core.policy_loader import get_policy_names
+from tenuto.core.presets import PRESETS
 from tenuto.vllm import launch
 from tenuto.vllm.launch import build_command, find_vllm, get_environment, redact
 
@@ -177,7 +178,8 @@ def test_an_unknown_argument_is_refused_where_nothing_is_passed_on(
 def test_policies_are_listed_with_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["policies", "--json"]) == 0
     listed = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
-    assert sorted(listed) == get_policy_names()
+    assert sorted(listed) == sorted({*get_policy_names(), *PRESETS})
+    assert listed["offload-async"]["preset_of"] == "stock"
     assert listed["continuum-fixed"]["options"]["ttl_s"]["default"] == 2.0
     assert cli.main(["policies"]) == 0
     assert "ttl_s = 2.0" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 from tenuto.cli import main
 from tenuto.cli.replay import check_decisions
 from tenuto.core.errors import DataError, TenutoError
-from tenuto.core.policy import Policy
+from tenuto.core.policy import Learns, Policy
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.types import EngineView, Job, Turn
 from tenuto.records.trace import TraceWriter
@@ -82,7 +82,7 @@ def test_a_server_that_starts_again_begins_with_a_fresh_policy(trace: Path, tmp_
 
 
 @dataclass
-class Counting(Policy):
+class Counting(Policy, Learns):
     """Answers with how much it has been told, this run and before."""
 
     _told: int = field(init=False, default=0)
@@ -108,7 +108,7 @@ def test_a_policy_goes_on_with_what_it_had_learned(tmp_path: Path) -> None:
     caller = PolicyCaller(policy, trace.write)
     for number in range(3):
         caller.tell("on_turn_arrived", Turn(f"t{number}", Job("j", 0.0, 1), 0.0, 9), 0.0)
-        assert caller.ask("step_budget", int, EngineView(0.0, 16, 9, 9, 0, 0, 99)) == 41 + number
+        assert caller.ask("step_budget", EngineView(0.0, 16, 9, 9, 0, 0, 99)) == 41 + number
     trace.close()
     verdict = check_decisions(path)
     assert (verdict.num_asked, verdict.num_differences) == (3, 0)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tenuto.core.limits import Limits
-from tenuto.core.policy import Policy
+from tenuto.core.policy import Needs, Policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Lease, Turn
 from tests.support.small_policies import KeepFor
@@ -35,7 +35,7 @@ class Nobody(Policy):
 
 @dataclass
 class NoTurn(Nobody):
-    admits: ClassVar[Any] = "turns"
+    needs: ClassVar[Needs] = Needs(admit="turns")
 
 
 class Door:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from tenuto.core.errors import PolicyError
 from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import PolicyCaller, is_key, to_json
-from tenuto.core.types import EngineView, Job, Keep, Offload, Release, ToolCall, Turn, Yields
+from tenuto.core.types import EngineView, Job, Keep, Release, ToolCall, Turn, Yields
 
 TURN = Turn("t", Job("j", 1.0, 2), arrival_s=5.0, num_prompt_tokens=10, tool=ToolCall("ls", "ls -l"))
 VIEW = EngineView(6.0, 16, 100, 90, 1, 2, 2048)
-DECISION = (Keep, Offload, Release)
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Answering(Policy):
 
 def test_a_good_answer_is_passed_on() -> None:
     caller = PolicyCaller(Answering(("a", 1)))
-    assert caller.ask("queue_key", tuple, TURN, 6.0) == ("a", 1)
+    assert caller.ask("queue_key", TURN, 6.0) == ("a", 1)
     assert caller.num_faults == 0
 
 
@@ -62,14 +62,14 @@ def test_a_good_answer_is_passed_on() -> None:
 def test_a_key_that_is_none_is_replaced_by_stock_s(answer: object) -> None:
     caller = PolicyCaller(Answering(answer))
     # Stock: preempted first (0), then arrival. This turn was not preempted and arrived at 5 s.
-    assert caller.ask("queue_key", tuple, TURN, 6.0) == (1, 5.0)
+    assert caller.ask("queue_key", TURN, 6.0) == (1, 5.0)
     assert caller.num_faults == 1
 
 
 @pytest.mark.parametrize("answer", [ValueError("no"), None, True, Keep, ("keep", 3.0)])
 def test_a_decision_that_is_none_is_replaced_by_stock_s(answer: object) -> None:
     caller = PolicyCaller(Answering(answer))
-    assert caller.ask("retain", DECISION, TURN, VIEW) == Release()
+    assert caller.ask("retain", TURN, VIEW) == Release()
     assert caller.num_faults == 1
 
 
@@ -77,9 +77,10 @@ def test_each_fault_is_counted_and_each_hook_reported_once(caplog) -> None:
     caller = PolicyCaller(Answering(ValueError("no")))
     with caplog.at_level(logging.ERROR, logger="tenuto"):
         for _ in range(3):
-            caller.ask("queue_key", tuple, TURN, 6.0)
+            caller.ask("queue_key", TURN, 6.0)
             caller.tell("on_turn_finished", TURN, 6.0)
     assert caller.num_faults == 6
+    assert caller.faults == {"queue_key": 3, "on_turn_finished": 3}
     assert [record.args[:2] for record in caplog.records] == [
         ("Answering", "queue_key"),
         ("Answering", "on_turn_finished"),
@@ -93,17 +94,21 @@ def test_an_interrupt_is_no_fault() -> None:
 
     caller = PolicyCaller(Interrupted())
     with pytest.raises(KeyboardInterrupt):
-        caller.ask("queue_key", tuple, TURN, 6.0)
+        caller.ask("queue_key", TURN, 6.0)
     with pytest.raises(KeyboardInterrupt):
         caller.tell("on_turn_finished", TURN, 6.0)
 
 
 def test_strict_faults_are_raised() -> None:
     caller = PolicyCaller(Answering(ValueError("no")), strict=True)
-    with pytest.raises(ValueError, match="no"):
-        caller.ask("queue_key", tuple, TURN, 6.0)
-    with pytest.raises(TypeError):
-        PolicyCaller(Answering(3), strict=True).ask("queue_key", tuple, TURN, 6.0)
+    with pytest.raises(
+        PolicyError, match=r"Answering: queue_key raised ValueError\('no'\); asked with Turn\("
+    ):
+        caller.ask("queue_key", TURN, 6.0)
+    with pytest.raises(PolicyError, match="on_turn_finished raised"):
+        caller.tell("on_turn_finished", TURN, 6.0)
+    with pytest.raises(PolicyError, match="answered 3, which is not a tuple"):
+        PolicyCaller(Answering(3), strict=True).ask("queue_key", TURN, 6.0)
 
 
 def test_only_hooks_that_are_heard_need_telling() -> None:
@@ -116,10 +121,10 @@ def test_only_hooks_that_are_heard_need_telling() -> None:
 def test_the_log_holds_inputs_and_the_answer_that_counted() -> None:
     records: list[dict] = []
     caller = PolicyCaller(Answering(Keep(8.0, 0.5, Yields.ON_DEADLOCK)), records.append)
-    caller.ask("retain", DECISION, TURN, VIEW)
+    caller.ask("retain", TURN, VIEW)
     caller.tell("on_turn_finished", TURN, 6.0)
     caller.policy.answer = None
-    caller.ask("retain", DECISION, TURN, VIEW)
+    caller.ask("retain", TURN, VIEW)
     turn, view = to_json(TURN), to_json(VIEW)
     keep = {"type": "Keep", "until_s": 8.0, "value": 0.5, "yields": "on-deadlock"}
     assert json.loads(json.dumps(records)) == [

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
-from tenuto.core.policy import Key, Policy
+from tenuto.core.policy import Key, Needs, Policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import EngineView, Job, Turn
 from tests.support.toy_engine import ToyEngine, make_tokens
@@ -20,7 +20,7 @@ HINTS = Hints(job_id="j", is_last=True)
 class Listener(Policy):
     """Writes down what it is told of turns; admits what it is told to."""
 
-    admits: ClassVar[Any] = "turns"
+    needs: ClassVar[Needs] = Needs(admit="turns")
     admitted: set[str] = field(init=False, default_factory=set)
     told: list[tuple[str, str, float]] = field(init=False, default_factory=list)
 
@@ -37,19 +37,13 @@ class Listener(Policy):
         self._hear("admitted", turn, now_s)
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        self._hear("started", turn, now_s)
+        self._hear("resumed" if turn.num_preemptions else "started", turn, now_s)
 
     def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
         self._hear("preempted", turn, now_s)
 
-    def on_turn_resumed(self, turn: Turn, now_s: float) -> None:
-        self._hear("resumed", turn, now_s)
-
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        self._hear("finished", turn, now_s)
-
-    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
-        self._hear("aborted", turn, now_s)
+        self._hear("aborted" if turn.is_aborted else "finished", turn, now_s)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
         self.told.append(("job ended", job.job_id, now_s))
@@ -96,7 +90,7 @@ def test_what_starts_because_the_engine_is_idle_is_told_too() -> None:
 def test_a_turn_that_needs_no_admission_is_not_told_of() -> None:
     @dataclass
     class PerJob(Listener):
-        admits: ClassVar[Any] = "jobs"
+        needs: ClassVar[Needs] = Needs(admit="jobs")
 
     policy = PerJob()
     engine = make_engine(policy)
@@ -126,7 +120,7 @@ def test_an_abort_is_told_and_is_no_finish(is_running: bool) -> None:
 
 @dataclass
 class Ticking(Policy):
-    rekey_s: ClassVar[float | None] = 2.0
+    needs: ClassVar[Needs] = Needs(rekey_s=2.0)
     views: list[EngineView] = field(init=False, default_factory=list)
 
     def on_tick(self, view: EngineView) -> None:
@@ -153,7 +147,7 @@ def test_a_policy_whose_keys_stay_right_has_no_ticks() -> None:
 def test_keys_are_asked_again_without_a_hook_for_ticks() -> None:
     @dataclass
     class Rekeyed(Policy):
-        rekey_s: ClassVar[float | None] = 0.0
+        needs: ClassVar[Needs] = Needs(rekey_s=0.0)
 
     engine = make_engine(Rekeyed())
     assert engine.driver.tick(1.0) and engine.driver.tick(1.0)
@@ -164,7 +158,7 @@ def test_keys_are_asked_again_without_a_hook_for_ticks() -> None:
 
 @dataclass
 class SeesHits(Policy):
-    sees_hits: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(max_waiting_with_hits=1000)
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         return (1000 if turn.num_cached_tokens is None else turn.num_cached_tokens,)
@@ -172,7 +166,7 @@ class SeesHits(Policy):
 
 @dataclass
 class SeesFewHits(SeesHits):
-    max_waiting_for_hits: ClassVar[int | None] = 1
+    needs: ClassVar[Needs] = Needs(max_waiting_with_hits=1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tenuto.core.policy import load_policy
+from tenuto.core.policy_loader import load_policy
 from tests.support.toy_engine import ToyEngine
 
 ADDED_BY_PROMETHEUS = frozenset({"instance", "job"})

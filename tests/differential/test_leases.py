@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 import tenuto.vllm
 import tenuto.vllm.scheduler
 from tenuto.core.driver import Driver, Limits
-from tenuto.core.policy import load_policy
+from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import LeaseEnd
 from tenuto.sim.engine.scheduler import Scheduler
 from tests.differential.setups import BLOCK_SIZE, Conversations, Setup

@@ -7,11 +7,9 @@ import random
 
 import pytest
 
-from tenuto.core.errors import ConfigError
 from tenuto.core.types import EngineView, Job, StepView, TierView, Turn
 from tenuto.estimators.prefill_cost import (
     MIN_STEPS,
-    LearnsPrefill,
     PrefillCost,
     PrefillProfile,
     get_load_s,
@@ -190,9 +188,3 @@ def test_a_state_that_is_none_changes_nothing(state: dict) -> None:
     with pytest.raises((KeyError, ValueError)):
         cost.set_state(state)
     assert repr(cost) == before
-
-
-def test_a_profile_in_the_settings_needs_its_main_part() -> None:
-    assert LearnsPrefill(prefill_token_s=0.5)._prefill.get_s(2) == 1.0
-    with pytest.raises(ConfigError, match="need prefill_token_s"):
-        LearnsPrefill(prefill_fixed_s=0.5)

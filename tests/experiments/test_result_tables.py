@@ -9,7 +9,8 @@ import pytest
 
 from experiments.results.rows import DEFAULTS, OPTIONS, TABLES, Row
 from experiments.results.tables import format_means, format_ratios, format_winners, put_section
-from tenuto.core.policy import get_policy_names, load_policy
+from tenuto.core.policy_loader import get_policy_names, load_policy
+from tenuto.core.presets import PRESETS
 from tenuto.policies.tenuto import Tenuto
 from tenuto.sim.machine import Setup, build
 from tenuto.workload.load_options import LoadOptions
@@ -47,7 +48,7 @@ def test_every_row_can_be_built(name: str) -> None:
     assert len({row.title for row in rows}) == len(rows)
     for policy in table.policies:
         setup, _ = rows[-1].place(policy, 42)
-        assert setup.policy in get_policy_names()
+        assert setup.policy in {*get_policy_names(), *PRESETS}
         build(dataclasses.replace(setup, step_cost="roofline"))
 
 

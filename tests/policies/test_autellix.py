@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from tenuto.core.policy import Policy, load_policy
+from tenuto.core.policy import Policy
+from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import EngineView, Job, Turn
+from tenuto.sim.machine import Setup, build
 from tests.policies.simulated import PrefillSteps, count_recomputed, get_ends_s, make_job, simulate
 
 EVEN = {"first_quantum_s": 1.0, "growth": 1.0, "num_levels": 20, "starvation_ratio": 1e9}
@@ -74,7 +78,7 @@ def test_a_preempted_turn_waits_in_its_queue_and_goes_on_from_there() -> None:
     policy.on_turn_preempted(turn, 2.0)
     policy.on_tick(make_view(9.0))
     assert policy.queue_key(turn, 9.0) == (1, 1.0)
-    policy.on_turn_resumed(turn, 9.0)
+    policy.on_turn_started(turn, 9.0)
     policy.on_tick(make_view(10.0))  # 2 s of the second queue's quantum, in two parts
     assert policy.queue_key(turn, 10.0) == (2, 10.0)
 
@@ -84,14 +88,14 @@ def test_an_aborted_turn_and_an_ended_job_leave_nothing_behind() -> None:
     before = repr(policy)
     turn = make_turn("t")
     policy.on_turn_arrived(turn, 0.0)
-    policy.on_turn_aborted(turn, 1.0)
+    policy.on_turn_finished(dataclasses.replace(turn, is_aborted=True), 1.0)
     policy.on_job_ended(turn.job, 2.0)
     assert repr(policy) == before
 
 
 def test_the_plus_is_the_host_tier() -> None:
-    assert load_policy("autellix").wants == {}
-    assert load_policy("autellix+").wants == {"offload": "async"}
+    assert build(Setup(policy="autellix")).config.offload is None
+    assert build(Setup(policy="autellix+")).config.offload == "async"
     assert load_policy("autellix+", {"num_levels": 3}).num_levels == 3
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from tenuto.core.errors import ConfigError
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import (
     EngineView,
@@ -47,7 +48,7 @@ def test_while_prefill_is_linear_all_contexts_break_even_at_the_same_time(num_pr
 def test_attention_makes_long_contexts_worth_more() -> None:
     policy = BreakEven(prefill_token_s=0.001, prefill_token_pair_s=1e-5)
     # (0.12 + 0.144) · 1,600 / 120
-    assert policy.get_hold_s(120, VIEW) == pytest.approx(3.52)
+    assert policy._get_hold_s(120, VIEW) == pytest.approx(3.52)
 
 
 def test_the_published_break_even_times() -> None:
@@ -55,8 +56,8 @@ def test_the_published_break_even_times() -> None:
     # computed again and 1.13 s against having it in host memory.
     policy = BreakEven(prefill_token_s=0.479 / 3000)
     pool = dataclasses.replace(VIEW, num_blocks=680_768 // 16)
-    assert policy.get_hold_s(3000, pool) == pytest.approx(109, rel=0.01)
-    assert policy.get_hold_s(3000, dataclasses.replace(pool, tiers=HOST)) == pytest.approx(1.13, rel=0.01)
+    assert policy._get_hold_s(3000, pool) == pytest.approx(109, rel=0.01)
+    assert policy._get_hold_s(3000, dataclasses.replace(pool, tiers=HOST)) == pytest.approx(1.13, rel=0.01)
 
 
 def test_with_a_tier_the_hold_is_short_and_firm() -> None:
@@ -68,7 +69,7 @@ def test_with_a_tier_the_hold_is_short_and_firm() -> None:
 def test_a_short_context_is_not_worth_a_load() -> None:
     policy = BreakEven(prefill_token_s=1e-5, load_cost_s=0.03)
     view = dataclasses.replace(VIEW, tiers=HOST)
-    assert policy.get_hold_s(120, view) == policy.get_hold_s(120, VIEW) == pytest.approx(0.016)
+    assert policy._get_hold_s(120, view) == policy._get_hold_s(120, VIEW) == pytest.approx(0.016)
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
@@ -113,3 +114,9 @@ def test_its_known_weakness_overloaded_it_is_little_better_than_stock() -> None:
         mean_s[name] = sum(ends_s[job.job_id] - job.arrival_s for job in jobs) / len(jobs)
     assert mean_s["break-even"] < 1.02 * mean_s["stock"]
     assert mean_s["break-even"] > 1.4 * mean_s["continuum"]
+
+
+def test_a_profile_in_the_settings_needs_its_main_part() -> None:
+    assert BreakEven(prefill_token_s=0.5)._prefill.get_s(2) == 1.0
+    with pytest.raises(ConfigError, match="need prefill_token_s"):
+        BreakEven(prefill_fixed_s=0.5)

@@ -12,7 +12,7 @@ import pytest
 
 from tenuto.core.check_policy import check_policy
 from tenuto.core.errors import PolicyError
-from tenuto.core.policy import Policy, setting
+from tenuto.core.policy import Learns, Policy, setting
 from tenuto.core.types import Keep, Release
 
 
@@ -119,8 +119,10 @@ def test_a_sound_policy_passes_and_may_learn_in_told_hooks() -> None:
     ],
 )
 def test_a_state_that_does_not_survive_a_restart_is_caught(given: Any, taken: Any, message: str) -> None:
-    policy = with_hook("get_state", lambda policy: getattr(policy, "state", given))
-    if taken is not None:
-        type(policy).set_state = taken
+    methods = {
+        "get_state": lambda policy: getattr(policy, "state", given),
+        "set_state": taken or (lambda policy, state: None),
+    }
+    policy = dataclass(type("Faulty", (Faulty, Learns), methods))()
     with pytest.raises(PolicyError, match=message):
         check_policy(policy)

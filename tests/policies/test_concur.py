@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.core.policy import load_policy
+from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import EngineView, Job, Turn
 from tenuto.policies.published.concur import Concur
 from tenuto.workload.schema import Job as SimJob
@@ -132,7 +132,7 @@ def test_active_jobs_go_first_then_jobs_by_their_first_arrival() -> None:
 
 def test_a_job_that_does_not_come_back_or_is_aborted_frees_its_place() -> None:
     policy = make_policy(1.0)
-    policy.on_turn_aborted(start(policy, "a"), 100.0)
+    policy.on_turn_finished(start(policy, "a"), 100.0)
     policy.on_tick(make_view(now_s=159.0))
     assert not policy.admit(arrive(policy, "b"), make_view())
     policy.on_tick(make_view(now_s=160.0))  # a minute

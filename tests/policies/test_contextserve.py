@@ -113,7 +113,7 @@ def test_rules_are_silent_where_a_quick_program_may_take_long_or_a_slow_one_only
 ) -> None:
     # The model knows none of these programs.
     policy = ContextServe(model=model, explore=False)
-    assert policy.predict(make_call(command), "t").speed is Speed.UNCERTAIN
+    assert policy._predict(make_call(command), "t").speed is Speed.UNCERTAIN
 
 
 def test_without_a_tool_the_cache_is_released() -> None:
@@ -129,7 +129,7 @@ def test_without_a_tool_the_cache_is_released() -> None:
 )
 def test_what_the_text_lets_expect_decides_with_a_margin(model: str, num_options: int, speed: Speed) -> None:
     policy = ContextServe(model=model, explore=False)
-    assert policy.predict(make_call(tool(num_options)), "t").speed is speed
+    assert policy._predict(make_call(tool(num_options)), "t").speed is speed
 
 
 def test_a_fast_tool_is_pinned_for_what_covers_most_of_its_calls_and_at_most_3_s(model: str) -> None:
@@ -143,15 +143,15 @@ def test_a_fast_tool_is_pinned_for_what_covers_most_of_its_calls_and_at_most_3_s
 
 def test_bounds_are_settings(model: str) -> None:
     call = make_call(tool(15))  # ln 1.5 = 4.5 s
-    prediction = ContextServe(model=model, explore=False, pin_s=8.0).predict(call, "t")
+    prediction = ContextServe(model=model, explore=False, pin_s=8.0)._predict(call, "t")
     assert (prediction.speed, prediction.expected_s, prediction.pin_s) == (
         Speed.FAST,
         pytest.approx(math.exp(1.5)),
         8.0,
     )
-    assert ContextServe(model=model, explore=False, slow_s=2.9).predict(call, "t").speed is Speed.SLOW
+    assert ContextServe(model=model, explore=False, slow_s=2.9)._predict(call, "t").speed is Speed.SLOW
     assert (
-        ContextServe(model=model, explore=False, confidence=0.999).predict(make_call(tool(0)), "t").speed
+        ContextServe(model=model, explore=False, confidence=0.999)._predict(make_call(tool(0)), "t").speed
         is Speed.UNCERTAIN
     )
 
@@ -182,7 +182,7 @@ def test_a_turn_that_was_pinned_or_gave_up_says_nothing_of_the_delay() -> None:
     gone = make_turn(turn_id="g", job=Job("g", 0.0, 2))
     for turn in (pinned, first, gone):
         policy.on_turn_arrived(turn, 0.0)
-    policy.on_turn_aborted(gone, 1.0)
+    policy.on_turn_finished(gone, 1.0)
     for turn in (pinned, first, gone):
         policy.on_turn_started(turn, 50.0)
     assert policy.retain(make_turn("frobnicate"), VIEW) == Offload()
@@ -204,8 +204,8 @@ def test_what_a_program_takes_is_learned_in_both_directions() -> None:
     policy = ContextServe()
     for tool_s, speed in ((0.2, Speed.FAST), (60.0, Speed.SLOW)):
         teach(policy, f"tool-of-{tool_s}", *[tool_s] * 30)
-        assert policy.predict(make_call(f"tool-of-{tool_s} --new-argument"), "t").speed is speed
-    assert 0.2 < policy.predict(make_call("tool-of-0.2"), "t").pin_s < 3.0
+        assert policy._predict(make_call(f"tool-of-{tool_s} --new-argument"), "t").speed is speed
+    assert 0.2 < policy._predict(make_call("tool-of-0.2"), "t").pin_s < 3.0
 
 
 def test_learning_by_hand(model: str) -> None:
@@ -227,10 +227,10 @@ def test_experience_overrules_a_rule_after_so_many_calls() -> None:
 def test_the_draw_is_the_turn_s_own_and_spreads_as_the_belief_does(model: str) -> None:
     policy = ContextServe(model=model)
     call = make_call(tool(7))  # 0.7, just above the 0.691 that is fast without draws
-    found = [policy.predict(call, f"turn-{n}").speed for n in range(400)]
-    assert found == [policy.predict(call, f"turn-{n}").speed for n in range(400)]
-    assert found == [ContextServe(model=model).predict(call, f"turn-{n}").speed for n in range(400)]
-    assert found != [ContextServe(model=model, seed=1).predict(call, f"turn-{n}").speed for n in range(400)]
+    found = [policy._predict(call, f"turn-{n}").speed for n in range(400)]
+    assert found == [policy._predict(call, f"turn-{n}").speed for n in range(400)]
+    assert found == [ContextServe(model=model)._predict(call, f"turn-{n}").speed for n in range(400)]
+    assert found != [ContextServe(model=model, seed=1)._predict(call, f"turn-{n}").speed for n in range(400)]
     assert 100 < found.count(Speed.FAST) < 300
 
 

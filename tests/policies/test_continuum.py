@@ -12,7 +12,7 @@ import math
 import pytest
 
 from tenuto.core.limits import Limits
-from tenuto.core.policy import load_policy
+from tenuto.core.policy_loader import load_policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import (
     Decision,
@@ -177,7 +177,7 @@ def test_only_turns_that_came_back_to_no_pin_make_the_queueing_delay() -> None:
     learn_delays(policy, 4.0)
     gone = make_turn(None, turn_id="gone", job=Job("k", 0.0, 2))
     policy.on_turn_arrived(gone, 0.0)
-    policy.on_turn_aborted(gone, 80.0)
+    policy.on_turn_finished(gone, 80.0)
     assert policy._ttl._queue_delay.get_mean_s() == 4.0
     assert "gone" not in repr(policy)
 

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from tenuto.core.check_policy import check_policy
-from tenuto.core.policy import get_policy_names, load_policy
+from tenuto.core.policy_loader import get_policy_names, load_policy
 
 every_policy = pytest.mark.parametrize("name", get_policy_names())
 

@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 
-from tenuto.core.policy import load_policy
+from tenuto.core.policy_loader import load_policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import (
     EngineView,
@@ -71,20 +71,20 @@ def with_tier(wait_s: float = 0.0) -> EngineView:
 
 
 def test_preserving_wastes_the_memory_for_as_long_as_the_call_takes() -> None:
-    assert make_policy().get_preserve_waste(120, 0.5) == 60.0
+    assert make_policy()._get_preserve_waste(120, 0.5) == 60.0
 
 
 def test_discarding_wastes_half_its_own_memory_and_all_of_the_others() -> None:
     # 0.12 · 120 / 2 + 1 · 0.12 · 640
-    assert make_policy().get_discard_waste(120, VIEW) == pytest.approx(7.2 + 76.8)
+    assert make_policy()._get_discard_waste(120, VIEW) == pytest.approx(7.2 + 76.8)
 
 
 def test_it_is_computed_again_in_chunks_that_fit_a_step() -> None:
     policy = InferCept(prefill_token_s=0.001, prefill_token_pair_s=1e-4)
     # A step has room for 48 − 8 = 40 tokens: 3 chunks of 0.04 + 0.16 s. In one: 0.12 + 1.44 s.
     view = dataclasses.replace(VIEW, max_num_batched_tokens=48, num_running=8)
-    assert policy.get_discard_waste(120, view) == pytest.approx(1.56 * 120 / 2 + 3 * 0.2 * 640)
-    assert policy.get_discard_waste(120, VIEW) == pytest.approx(1.56 * 120 / 2 + 1.56 * 640)
+    assert policy._get_discard_waste(120, view) == pytest.approx(1.56 * 120 / 2 + 3 * 0.2 * 640)
+    assert policy._get_discard_waste(120, VIEW) == pytest.approx(1.56 * 120 / 2 + 1.56 * 640)
 
 
 # The plan.
@@ -242,7 +242,7 @@ def test_its_known_weakness_a_call_that_has_just_begun_counts_as_about_to_end() 
 def test_its_known_weakness_the_wait_to_be_computed_again_is_not_counted() -> None:
     policy = make_policy()
     crowded = dataclasses.replace(VIEW, num_waiting=500)
-    assert policy.get_discard_waste(120, crowded) == policy.get_discard_waste(120, VIEW)
+    assert policy._get_discard_waste(120, crowded) == policy._get_discard_waste(120, VIEW)
 
 
 def test_its_known_weakness_an_idle_engine_is_where_it_discards_soonest() -> None:

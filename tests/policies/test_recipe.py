@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.core.check_policy import check_policy
-from tenuto.core.policy import load_policy
+from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import EngineView, Job, Keep, Release, ToolCall, Turn
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"

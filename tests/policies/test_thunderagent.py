@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.core.policy import Policy, load_policy
+from tenuto.core.policy import Policy
+from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import EngineView, Job, Turn
 from tenuto.workload.schema import Job as SimJob
 from tests.policies.simulated import PrefillSteps, count_recomputed, get_ends_s, make_job, simulate
@@ -90,7 +91,7 @@ def test_what_ended_and_what_was_aborted_frees_its_place() -> None:
     assert story.may_start(story.arrive("b", 1000))
     story = Story()
     turn = story.start("a", 600)
-    story.policy.on_turn_aborted(turn, 1.0)
+    story.policy.on_turn_finished(turn, 1.0)
     story.policy.on_job_ended(Job("a", 0.0, 1), 1.0)
     assert story.may_start(story.arrive("b", 1000))
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tenuto.core.policy import Key, Policy
+from tenuto.core.policy import Key, Needs, Policy
 from tenuto.core.types import EngineView, StepView, Turn
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
@@ -164,7 +164,7 @@ def test_waiting_turns_are_asked_for_their_keys_again() -> None:
     class Turning(Policy):
         """First come first served until 10 s, then the other way round."""
 
-        rekey_s: ClassVar[float | None] = 5.0
+        needs: ClassVar[Needs] = Needs(rekey_s=5.0)
 
         def queue_key(self, turn: Turn, now_s: float) -> Key:
             return (turn.arrival_s if now_s < 10 else -turn.arrival_s,)
@@ -187,8 +187,7 @@ def test_waiting_turns_are_asked_for_their_keys_again() -> None:
 def test_keys_see_what_is_cached_now() -> None:
     @dataclass
     class CachedFirst(Policy):
-        sees_hits: ClassVar[bool] = True
-        rekey_s: ClassVar[float | None] = 0.0
+        needs: ClassVar[Needs] = Needs(max_waiting_with_hits=1000, rekey_s=0.0)
 
         def queue_key(self, turn: Turn, now_s: float) -> Key:
             return (-turn.num_cached_tokens, turn.arrival_s)
@@ -211,7 +210,7 @@ def test_keys_see_what_is_cached_now() -> None:
 class Watching(Policy):
     """Writes down steps and ticks, and changes its order as time goes on."""
 
-    rekey_s: ClassVar[float | None] = 0.7
+    needs: ClassVar[Needs] = Needs(rekey_s=0.7)
     steps: list[StepView] = field(init=False, default_factory=list)
     ticks: list[EngineView] = field(init=False, default_factory=list)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.core.policy import load_policy
+from tenuto.core.policy_loader import get_engine_settings, load_policy
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
@@ -40,8 +40,14 @@ class LinearSteps:
 def simulate(
     jobs: tuple[Job, ...], cost: object, *, policy: str = "stock", num_blocks: int = 2000, skips: bool = True
 ) -> list[TurnRecord]:
-    config = EngineConfig(kv=KvConfig(num_blocks=num_blocks), max_num_batched_tokens=2048, max_num_seqs=256)
-    simulation = Simulation(Scheduler(config, load_policy(policy)), cost, jobs)  # type: ignore[arg-type]
+    made = load_policy(policy)
+    config = EngineConfig(
+        kv=KvConfig(num_blocks=num_blocks),
+        max_num_batched_tokens=2048,
+        max_num_seqs=256,
+        order=get_engine_settings(policy, made).order,
+    )
+    simulation = Simulation(Scheduler(config, made), cost, jobs)  # type: ignore[arg-type]
     simulation.fast_forwards = skips
     return simulation.run()
 

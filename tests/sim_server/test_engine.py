@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.policy import load_policy
+from tenuto.core.policy_loader import load_policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import ToolCall
 from tenuto.sim.cost.batch import StepBatch

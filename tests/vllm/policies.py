@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenuto.core.policy import Policy, setting
+from tenuto.core.policy import Needs, Policy, setting
 from tenuto.core.types import Decision, EngineView, Keep, Lease, StepView, Turn
 
 
@@ -66,7 +66,7 @@ class WrongTerms(Policy):
 class Watching(Policy):
     """Writes down the steps and ticks it is told of, and orders by arrival until 1,010 s, then backwards."""
 
-    rekey_s: ClassVar[float | None] = 5.0
+    needs: ClassVar[Needs] = Needs(rekey_s=5.0)
     steps: list[StepView] = field(init=False, default_factory=list)
     ticks_s: list[float] = field(init=False, default_factory=list)
 
@@ -84,7 +84,7 @@ class Watching(Policy):
 class CachedFirst(Policy):
     """The most cached tokens first."""
 
-    sees_hits: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(max_waiting_with_hits=1000)
 
     def queue_key(self, turn: Turn, now_s: float) -> tuple[float, ...]:
         assert turn.num_cached_tokens is not None

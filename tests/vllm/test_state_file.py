@@ -14,12 +14,12 @@ import pytest
 
 import tenuto.vllm.state
 from tenuto.core.errors import ConfigError
-from tenuto.core.policy import Policy
+from tenuto.core.policy import Learns, Policy
 from tenuto.vllm.state import StateFile, load_state, save_state
 
 
 @dataclass
-class Counting(Policy):
+class Counting(Policy, Learns):
     """Learns one number."""
 
     count: int = field(init=False, default=0)

@@ -357,22 +357,8 @@ def run_profile(parsed: argparse.Namespace, rest: list[str]) -> int:
 
 def run_policies(parsed: argparse.Namespace, rest: list[str]) -> int:
     """List the policies."""
-    from tenuto.core.policy import get_policy_names, load_policy
+    from tenuto.core.policy_list import format_policies, list_policies
 
-    listed: list[dict[str, Any]] = []
-    for name in get_policy_names():
-        policy = load_policy(name)
-        options = {
-            field.name: {"default": field.default, "help": field.metadata.get("help", "")}
-            for field in dataclasses.fields(policy)
-            if field.init
-        }
-        listed.append({"name": name, "help": (policy.__doc__ or "").splitlines()[0], "options": options})
-    if parsed.json:
-        print(json.dumps(listed, indent=2))
-        return 0
-    for each in listed:
-        print(f"{each['name']}\n    {each['help']}")
-        for key, option in each["options"].items():
-            print(f"    {key} = {option['default']}: {option['help']}")
+    listed = list_policies()
+    print(json.dumps(listed, indent=2) if parsed.json else format_policies(listed))
     return 0

@@ -13,7 +13,8 @@ from typing import Any
 
 from tenuto.core.decision_replay import Difference, Replay
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.core.policy import Policy, load_policy
+from tenuto.core.policy import Learns, Oracle, Policy
+from tenuto.core.policy_loader import load_policy
 from tenuto.core.settings import parse_option
 from tenuto.records.fields import Fields
 from tenuto.records.files import stream_objects
@@ -176,7 +177,7 @@ def _start_run(record: Fields, verdict: Verdict, policy: str | None, options: Ma
         said = record.values.get("options")
         options = said if isinstance(said, dict) else {}
     made = load_policy(name, options)
-    if made.overrides("set_oracle"):
+    if isinstance(made, Oracle):
         raise ConfigError(f"policy {name} is told the whole workload beforehand, which no trace holds")
     state = record.values.get("state")
     if policy is None and state is not None:
@@ -189,7 +190,8 @@ def _start_run(record: Fields, verdict: Verdict, policy: str | None, options: Ma
 def _restore(policy: Policy, state: Any, record: Fields) -> None:
     """Let the policy go on with what it had learned when the trace began."""
     try:
-        policy.set_state(state)
+        if isinstance(policy, Learns):
+            policy.set_state(state)
     except Exception as error:  # policies are code from outside, and the trace may hold anything
         raise record.error(
             "state",

@@ -12,7 +12,7 @@ from typing import Any
 
 from tenuto.cli.simulation_options import read_list, read_load, read_setup
 from tenuto.core.errors import ConfigError
-from tenuto.core.policy import load_policy
+from tenuto.core.policy_loader import load_policy
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.occupancy import Occupancy, write_run
 from tenuto.sim.plan import drop_too_small, format_plans, get_best, make_plans
@@ -34,7 +34,8 @@ def run_simulate(parsed: argparse.Namespace) -> int:
     if parsed.out:
         make_folder(parsed.out)
     occupancy = Occupancy() if parsed.out else None
-    trace = TraceWriter(str(parsed.trace), load_policy(setup.policy, setup.options)) if parsed.trace else None
+    policy = load_policy(setup.policy, setup.options)
+    trace = TraceWriter(str(parsed.trace), policy, setup.policy) if parsed.trace else None
     try:
         outcome = run(setup, load, watch=occupancy, log=trace.write if trace else None)
     finally:

@@ -20,7 +20,7 @@ class Admission:
         self._limits = limits
         self._stats = stats
         self._asks = caller.policy.overrides("admit")
-        self._asks_every_turn = caller.policy.admits == "turns"
+        self._asks_every_turn = caller.policy.needs.admit == "turns"
         self._waiting: dict[str, TurnState] = {}
         """Turns that are not admitted yet, as they arrived."""
 
@@ -56,7 +56,7 @@ class Admission:
         if self.needs(turn):
             free = idle or self._is_overdue(turn, now_s)
             view = self._retention.get_turn_view(turn)
-            if not free and not self._caller.ask("admit", bool, view, self._retention.get_view(now_s)):
+            if not free and not self._caller.ask("admit", view, self._retention.get_view(now_s)):
                 self._stats.num_admission_waits += 1
                 return False
             turn.is_admitted = turn.job.is_admitted = True

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from tenuto.core.errors import PolicyError
-from tenuto.core.policy import Policy
+from tenuto.core.policy import Learns, Policy
 from tenuto.core.policy_caller import is_key, to_json
 from tenuto.core.types import (
     Decision,
@@ -49,11 +49,12 @@ def check_policy(policy: Policy) -> None:
         if turn.job.num_turns > 1:
             _call(policy, "on_tool_returned", turn, ToolCall("ls"), 0.5)
         _call(policy, "on_turn_arrived", turn, view.now_s)
-        for hook in ("admitted", "started", "preempted", "resumed"):
+        for hook in ("admitted", "started", "preempted", "started"):
             _call(policy, f"on_turn_{hook}", turn, view.now_s)
         _call(policy, "on_tick", view)
         _call(policy, "on_step", StepView(view.now_s, 0.05, 300, 4))
-        _call(policy, "on_turn_aborted" if view.num_running else "on_turn_finished", turn, view.now_s)
+        ended = dataclasses.replace(turn, is_aborted=view.num_running > 0)
+        _call(policy, "on_turn_finished", ended, view.now_s)
         _call(policy, "on_job_ended", turn.job, view.now_s)
         for hook, key in (
             ("queue_key", policy.queue_key(turn, view.now_s)),
@@ -92,9 +93,9 @@ def _check_asked(policy: Policy, hook: str, kind: Any, *inputs: Any) -> None:
 
 
 def _check_state(policy: Policy) -> None:
-    state = _call(policy, "get_state")
-    if state is None:
+    if not isinstance(policy, Learns):
         return
+    state = _call(policy, "get_state")
     _check_json("get_state", state)
     again = json.loads(json.dumps(state))
     _call(policy, "set_state", again)

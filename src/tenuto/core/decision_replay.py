@@ -16,23 +16,18 @@ from typing import Any, get_args, get_type_hints
 
 from tenuto.core import types
 from tenuto.core.errors import DataError
-from tenuto.core.policy import TOLD_HOOKS, Policy
+from tenuto.core.policy import ANSWERS, TOLD_HOOKS, Policy
 from tenuto.core.policy_caller import PolicyCaller, to_json
 
-_DECISIONS = (types.Keep, types.Offload, types.Release)
-ANSWERS: dict[str, type | tuple[type, ...]] = {
-    "queue_key": tuple,
-    "admit": bool,
-    "load": bool,
-    "retain": _DECISIONS,
-    "reconsider": _DECISIONS,
-    "evict_key": tuple,
-    "may_reclaim": bool,
-    "preempt_key": tuple,
-    "may_preempt": bool,
-    "step_budget": (int, type(None)),
+# What 0.1 called things in its logs.
+_HOOKS_0_1 = {
+    "gives_way": "may_reclaim",
+    "displaces": "may_preempt",
+    "on_turn_resumed": "on_turn_started",
+    "on_turn_aborted": "on_turn_finished",
 }
-"""What each asked hook may answer."""
+_FIELDS_0_1 = {"max_step_tokens": "max_num_batched_tokens"}
+_VALUES_0_1 = {"on-stall": "on-deadlock"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,13 +57,18 @@ class Replay:
         if kind not in ("asked", "told"):
             return None
         hook, written = record.get("hook"), record.get("inputs")
+        is_aborted = hook == "on_turn_aborted"
+        hook = _HOOKS_0_1.get(hook, hook) if isinstance(hook, str) else hook
         known = ANSWERS if kind == "asked" else TOLD_HOOKS
         if not isinstance(hook, str) or hook not in known or not isinstance(written, list):
             raise DataError(f"no policy of this version is {kind} {hook!r} with {str(written)[:60]}")
         try:
             inputs = [from_json(value) for value in written]
+            was = to_json(from_json(record.get("answer")))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"the inputs of {hook} are not this version's: {error!r}") from None
+            raise DataError(f"what {hook} was given is not this version's: {error!r}") from None
+        if is_aborted:
+            inputs[0] = dataclasses.replace(inputs[0], is_aborted=True)
         if kind == "told":
             self._caller.tell(hook, *inputs)
             return None
@@ -76,17 +76,17 @@ class Replay:
             raise DataError(f"{hook} was asked, but its answer is missing")
         self.num_asked += 1
         # Through JSON, as the logged answer went: what it makes equal is equal.
-        answer = json.loads(json.dumps(to_json(self._caller.ask(hook, ANSWERS[hook], *inputs))))
-        was = _forget_strength(record["answer"])
+        answer = json.loads(json.dumps(to_json(self._caller.ask(hook, *inputs))))
         return None if answer == was else Difference(hook, written, was, answer)
 
 
 def from_json(value: Any) -> Any:
-    """The view or decision that `asking.to_json` wrote down."""
+    """The view or decision that `policy_caller.to_json` wrote down; fields it lacks have their defaults."""
     if isinstance(value, dict) and "type" in value:
         value = _forget_strength(value)
         cls, kinds = _get_view(value["type"])
-        return cls(**{name: _read_field(value[name], kind) for name, kind in kinds})
+        value = {_FIELDS_0_1.get(name, name): each for name, each in value.items()}
+        return cls(**{name: _read_field(value[name], kind) for name, kind in kinds if name in value})
     if isinstance(value, list):
         return tuple(from_json(item) for item in value)
     return value
@@ -118,5 +118,5 @@ def _read_field(value: Any, kind: Any) -> Any:
     if isinstance(kind, UnionType) and value is not None:
         [kind] = [one for one in get_args(kind) if one is not type(None)]
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
+        return kind(_VALUES_0_1.get(value, value))
     return from_json(value)

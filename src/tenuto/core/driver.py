@@ -99,8 +99,8 @@ class Driver:
         turn.num_held_tokens = num_hit_tokens
         if turn.started:
             self.stats.num_recomputed_tokens += max(0, turn.num_lost_tokens - num_hit_tokens)
-            if self._caller.hears("on_turn_resumed"):
-                self._caller.tell("on_turn_resumed", self._view(turn), now_s)
+            if self._caller.hears("on_turn_started"):
+                self._caller.tell("on_turn_started", self._view(turn), now_s)
             self._history.record("resumed", turn, now_s, num_hit_tokens=num_hit_tokens)
             return
         turn.started = turn.job.is_admitted = True
@@ -143,8 +143,8 @@ class Driver:
         )
         if not how.aborted:
             self._complete(turn, now_s, how)
-        elif self._caller.hears("on_turn_aborted"):
-            self._caller.tell("on_turn_aborted", turn.get_finished_view(how), now_s)
+        elif self._caller.hears("on_turn_finished"):
+            self._caller.tell("on_turn_finished", turn.get_finished_view(how), now_s)
         if job.job_id in self._jobs:
             self._leave(job, now_s)
 
@@ -200,9 +200,9 @@ class Driver:
     def get_queue_key(self, turn_id: str, now_s: float) -> Key:
         """Where a waiting turn stands; smaller goes first."""
         turn = self._view(self._turns[turn_id])
-        if self.policy.sees_hits and self._affords_look_up(now_s):
+        if self.policy.needs.max_waiting_with_hits and self._affords_look_up(now_s):
             turn = dataclasses.replace(turn, num_cached_tokens=self._engine.get_num_cached_tokens(turn_id))
-        key: Key = self._caller.ask("queue_key", tuple, turn, now_s)
+        key: Key = self._caller.ask("queue_key", turn, now_s)
         return (turn.priority, *key) if self._by_priority else key
 
     def get_victim(self, turn_ids: Sequence[str], now_s: float) -> str | None:
@@ -218,7 +218,7 @@ class Driver:
         for turn_id in turn_ids:
             if turn_id in self._turns:
                 turn = self._view(self._turns[turn_id])
-                key = self._caller.ask("preempt_key", tuple, turn, view)
+                key = self._caller.ask("preempt_key", turn, view)
                 keys[turn_id] = get_sort_key((-turn.priority, *key) if self._by_priority else key)
         return sorted(keys, key=lambda turn_id: (keys[turn_id], turn_id))
 
@@ -230,7 +230,7 @@ class Driver:
         turn, victim = (self._view(self._turns[each]) for each in (turn_id, victim_id))
         if self._by_priority and turn.priority > victim.priority:
             return None
-        answer = self._caller.ask("may_preempt", bool, turn, victim, self.get_view(now_s))
+        answer = self._caller.ask("may_preempt", turn, victim, self.get_view(now_s))
         return victim_id if answer else None
 
     def may_load(self, turn_id: str, offer: LoadOffer, now_s: float) -> bool:
@@ -238,7 +238,7 @@ class Driver:
         if turn_id not in self._turns or not self.policy.overrides("load"):
             return True
         turn = self._view(self._turns[turn_id])
-        return bool(self._caller.ask("load", bool, turn, offer, self.get_view(now_s)))
+        return bool(self._caller.ask("load", turn, offer, self.get_view(now_s)))
 
     def tick(self, now_s: float) -> bool:
         """Call before each step: whether all waiting turns are to be asked for their keys again now."""
@@ -251,7 +251,8 @@ class Driver:
 
     def get_next_tick_s(self) -> float:
         """When `tick` has something to do next; infinity for a policy whose keys stay right."""
-        return math.inf if self.policy.rekey_s is None else self._ticked_s + self.policy.rekey_s
+        rekey_s = self.policy.needs.rekey_s
+        return math.inf if rekey_s is None else self._ticked_s + rekey_s
 
     def step(self, step: StepView) -> None:
         """The engine computed a step; call only for a policy that overrides `on_step`."""
@@ -278,7 +279,7 @@ class Driver:
     def get_step_budget(self, now_s: float, max_num_batched_tokens: int) -> int:
         """Token budget of the next step: a token for each running turn at least, the engine's own at most."""
         view = self.get_view(now_s)
-        answer: int | None = self._caller.ask("step_budget", (int, type(None)), view)
+        answer: int | None = self._caller.ask("step_budget", view)
         if answer is None:
             return max_num_batched_tokens
         return max(1, min(max(answer, view.num_running), max_num_batched_tokens))
@@ -291,8 +292,7 @@ class Driver:
         self.stats.num_events += 1
 
     def _affords_look_up(self, now_s: float) -> bool:
-        most = self.policy.max_waiting_for_hits
-        return most is None or self._engine.get_view(now_s).num_waiting <= most
+        return self._engine.get_view(now_s).num_waiting <= self.policy.needs.max_waiting_with_hits
 
     def _complete(self, turn: TurnState, now_s: float, how: Finish) -> None:
         job, view = turn.job, turn.get_finished_view(how)

@@ -88,10 +88,17 @@ class TurnState:
 
     def get_finished_view(self, how: Finish) -> Turn:
         """The frozen view a policy sees of the finished turn; the client's words go before the output's."""
-        return self._make_view(False, how.num_output_tokens, self._tell_last(how), self._get_tool(how))
+        is_last, tool = self._tell_last(how), self._get_tool(how)
+        return self._make_view(False, how.num_output_tokens, is_last, tool, is_aborted=how.aborted)
 
     def _make_view(
-        self, has_lease: bool, num_output_tokens: int, is_last: bool | None, tool: ToolCall | None
+        self,
+        has_lease: bool,
+        num_output_tokens: int,
+        is_last: bool | None,
+        tool: ToolCall | None,
+        *,
+        is_aborted: bool = False,
     ) -> Turn:
         return Turn(
             turn_id=self.turn_id,
@@ -106,6 +113,7 @@ class TurnState:
             is_last=is_last,
             tool=tool,
             expected_tool_s=self.what.hints.expected_tool_s,
+            is_aborted=is_aborted,
         )
 
     def _get_tool(self, how: Finish) -> ToolCall | None:

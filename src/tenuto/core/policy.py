@@ -1,20 +1,20 @@
-"""The policy interface, and how a policy is found by name.
+"""The policy interface: the hooks, what a policy needs of its engine, and how a misspelt hook is found.
 
-A policy is *asked* and *told*. Asked hooks return a decision and change nothing; told hooks update the
-policy's own estimates. Every default is what stock vLLM does, so a policy overrides what it decides and
-nothing else. The driver (`tenuto.core.driver`) is the only caller.
+The driver (`tenuto.core.driver`) calls the hooks; `tenuto.core.policy_loader` finds policies by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import pkgutil
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from tenuto.core.errors import PolicyError
-from tenuto.core.settings import check_settings, setting
+from tenuto.core.presets import EngineSettings
+from tenuto.core.settings import setting
+from tenuto.core.suggest import suggest
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -27,221 +27,195 @@ from tenuto.core.types import (
     Turn,
 )
 
-POLICIES_PACKAGE = "tenuto.policies"
-
-WANTS = {
-    "offload": "sync or async: the engine copies KV below the GPU as it is computed, and loads it back; "
-    "asked: it copies what `retain` and `reconsider` say",
-    "long_prefill_token_threshold": "most tokens of one prompt in a step while others run",
-    "watermark": "share of the blocks that starting a request leaves free",
-    "unbounded_kv": "a KV cache without end (yardsticks in the simulator)",
-}
-"""Engine settings that a policy may want, and what they mean."""
-
-__all__ = ["TOLD_HOOKS", "Key", "Policy", "describe_policy", "get_policy_names", "load_policy", "setting"]
+__all__ = ["ANSWERS", "TOLD_HOOKS", "Key", "Learns", "Needs", "Oracle", "Policy", "setting"]
 
 Key = tuple[float | int | str, ...]
-"""What orders turns and leases: smaller first; all keys of one hook have the same shape."""
+"""An order: smaller goes first. All keys of one hook have the same shape."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a policy needs of the engine, beside the hooks that it overrides."""
+
+    admit: Literal["jobs", "turns"] = "jobs"
+    """Ask `admit` only for the first turns of jobs, or for every turn."""
+    rekey_s: float | None = None
+    """Tell `on_tick` and ask every waiting turn's `queue_key` again, every so many seconds; None: never."""
+    max_waiting_with_hits: int = 0
+    """Fill in `Turn.num_cached_tokens` for `queue_key`, a look-up each, while at most so many turns wait."""
+    engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
 
 
 @dataclasses.dataclass
 class Policy:
-    """Stock vLLM's behaviour; every policy is a subclass that overrides some hooks.
+    """Stock vLLM's behaviour. A subclass is a dataclass; it overrides what it decides, and nothing else.
 
-    A subclass is a dataclass: its fields are its parameters (see `setting`), and state it learns goes
-    into fields with `init=False`.
+    Fields made with `setting` are its parameters; what it learns is in fields with `init=False`. *Asked*
+    hooks return a decision and change nothing. *Told* hooks (`on_…`) update what the policy has learned.
     """
 
-    engine_order: ClassVar[Literal["fcfs", "priority"]] = "fcfs"
-    """The engine's own scheduling mode, in force for every hook that is not overridden."""
-    admits: ClassVar[Literal["jobs", "turns"]] = "jobs"
-    """What `admit` is asked for: the turns of jobs that have not started, or every turn."""
-    sees_hits: ClassVar[bool] = False
-    """Whether the turns that `queue_key` is asked for come with `num_cached_tokens`; a look-up each."""
-    max_waiting_for_hits: ClassVar[int | None] = None
-    """While more turns than this wait, they come without: look-ups would cost more than they bring."""
-    rekey_s: ClassVar[float | None] = None
-    """How often `on_tick` is told and all waiting turns are asked for their `queue_key` again, in seconds of
-    an engine at work; None where a key stays right."""
-    wants: ClassVar[Mapping[str, Any]] = {}
-    """Engine settings it is meant to run with, by the names of `tenuto.core.policy.WANTS`."""
+    needs: ClassVar[Needs] = Needs()
 
-    # Asked: return a decision, change nothing.
+    # Asked.
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
-        """Order of waiting turns, smallest first; ties go by turn id. Stock: preempted first, then FCFS.
-
-        Asked when a turn arrives or is preempted and when its job's lease is granted or ends.
-        """
+        """The place of a waiting turn: smallest first, ties by turn id."""
         return (0 if turn.num_preemptions else 1, turn.arrival_s)
 
     def admit(self, turn: Turn, view: EngineView) -> bool:
-        """Whether a job that has not started (see `admits`) may start now; asked again while False.
-
-        Not asked when nothing else could run: the driver never lets the engine idle over a waiting job.
-        """
+        """Whether a job may start now. If not it is asked again; on an idle engine every job starts."""
         return True
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
-        """Whether a turn about to start waits for what a tier has of it, or computes that again."""
+        """Whether a starting turn loads its KV from a lower tier, instead of computing it again."""
         return True
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
-        """What to do with the cached blocks of a turn that finished and is not its job's last."""
+        """What to do with the KV of a finished turn that is not its job's last."""
         return Release()
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
-        """What to do with a lease whose deadline has passed; `Keep` must name a later deadline."""
+        """What to do with a lease whose deadline has passed; `Keep` must name a later one."""
         return Release()
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
-        """Which lease yields first under pressure, smallest first; asked when granted or renewed."""
+        """Which lease yields first under memory pressure; asked when it is granted or renewed."""
         return (lease.until_s,)
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """Whether the lease that yields first does so for a turn that waits for its first start.
-
-        If not, the turn waits. Not asked for running turns, nor when nothing could run otherwise.
-        """
+        """Whether that lease yields to a turn that waits for its first start; if not, the turn waits."""
         return True
 
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
-        """Which running turn yields first, smallest first; asked only when no lease can yield."""
+        """Which running turn is preempted first; asked only when no lease can yield."""
         return (-turn.arrival_s,)
 
     def may_preempt(self, turn: Turn, running: Turn, view: EngineView) -> bool:
-        """Whether a waiting turn that does not fit preempts this running one, the first by `preempt_key`."""
+        """Whether a waiting turn that does not fit preempts this running one (the simulator asks)."""
         return False
 
     def step_budget(self, view: EngineView) -> int | None:
-        """Token budget of the next step, or None for the engine's own; never more than that."""
+        """Most tokens of the next step; None leaves the engine's own budget."""
         return None
 
-    # Told: update own estimates.
+    # Told.
 
     def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
         """A turn arrived and waits."""
 
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
-        """The tool call before this new turn took `tool_s` seconds: its arrival − the last finish."""
+        """Told before `on_turn_arrived`: the job's tool call before this turn took `tool_s` seconds."""
 
     def on_turn_admitted(self, turn: Turn, now_s: float) -> None:
-        """A turn that `admit` was to be asked for may start: it said so, or the engine was idle."""
+        """`admit` let the turn start, or the engine was idle."""
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """A turn got its first step; `num_hit_tokens` of its prompt came from cache."""
+        """The turn got its first step; with `turn.num_preemptions`, its first since it was preempted."""
 
     def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
-        """A running turn lost its blocks and waits again."""
-
-    def on_turn_resumed(self, turn: Turn, now_s: float) -> None:
-        """A preempted turn got its first step since."""
+        """The turn lost its blocks and waits again."""
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """A turn finished; told before `retain` is asked."""
-
-    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
-        """A turn went away unfinished, from the queue or while it ran: its client left, or it failed."""
+        """The turn ended; `retain` follows, unless `turn.is_aborted`: its client left, or it failed."""
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
-        """A job will not come back, or was silent for so long that it is forgotten."""
+        """The job ended, or was silent for so long that the driver forgets it."""
 
     def on_tick(self, view: EngineView) -> None:
-        """The engine's state every `rekey_s` seconds, before the waiting turns are asked for their keys."""
+        """`needs.rekey_s` seconds passed; all waiting turns are asked for their keys next."""
 
     def on_step(self, step: StepView) -> None:
-        """The engine computed a step; told only to policies that override it."""
-
-    def set_oracle(self, jobs: Sequence[Any]) -> None:
-        """For yardsticks alone: all jobs of a simulation (`tenuto.sim.clients.Job`), before it starts."""
-
-    # Kept across restarts, by engines that have a file for it (see `tenuto.vllm.state`).
-
-    def get_state(self) -> dict[str, Any] | None:
-        """What it learned, as JSON can hold it; None if there is nothing to keep. The caller may keep it."""
-        return None
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Take up what `get_state` gave in an earlier run; whatever it raises, nothing has changed then."""
+        """The engine computed a step."""
 
     @classmethod
     def overrides(cls, hook: str) -> bool:
-        """Whether this policy has its own version of a hook; engines skip the work of the others."""
+        """Whether this policy has its own version of a hook; engines skip the work for the others."""
         return getattr(cls, hook) is not getattr(Policy, hook)
 
-
-TOLD_HOOKS = tuple(hook for hook in vars(Policy) if hook.startswith("on_"))
-
-
-def get_policy_names() -> list[str]:
-    """Names of the policies that ship with Tenuto: one file each, the file's name is the policy's."""
-    return sorted(_find_modules())
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the names and the arguments of the hooks. Raises PolicyError."""
+        super().__init_subclass__(**kwargs)
+        _check_names(cls)
 
 
-def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """Make a policy from its name (`continuum-fixed`) or path (`my.module:Class`) and its options.
+class Learns(ABC):
+    """A policy whose learning survives a restart: `class Mine(Policy, Learns)`; see `tenuto.vllm.state`."""
 
-    Raises PolicyError if it cannot be loaded, ConfigError for an unknown option or a bad value.
-    """
-    cls = _import_class(name) if ":" in name else _find_class(name)
-    return cls(**check_settings(cls, options or {}, f"policy {name!r}"))
+    @abstractmethod
+    def get_state(self) -> dict[str, Any]:
+        """What it learned, in JSON types; the caller may keep it."""
+
+    @abstractmethod
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore what `get_state` returned in an earlier run. If it raises, nothing has changed."""
 
 
-def describe_policy(policy: Policy) -> dict[str, Any]:
-    """A policy's name or path, its options and what it has learned: enough to make one like it."""
-    cls = type(policy)
-    options = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
-    described = {"policy": _get_name(cls), "options": options}
+class Oracle(ABC):
+    """A policy that knows the future: `class Mine(Policy, Oracle)`; only the simulator can tell it."""
+
+    @abstractmethod
+    def set_oracle(self, jobs: Sequence[Any]) -> None:
+        """All jobs of a simulation (`tenuto.workload.Job`), told before it starts."""
+
+
+def _get_answer_types(hook: Any) -> tuple[type, ...]:
+    """The types that a hook's signature says it returns."""
+    hint = get_type_hints(hook)["return"]
+    if get_origin(hint) is tuple:
+        return (tuple,)
+    return get_args(hint) or (hint,)
+
+
+_HOOKS = {name: hook for name, hook in vars(Policy).items() if inspect.isfunction(hook) and name[0] != "_"}
+TOLD_HOOKS = tuple(name for name in _HOOKS if name.startswith("on_"))
+"""Hooks that a policy is told; they answer nothing."""
+ANSWERS: Mapping[str, tuple[type, ...]] = {
+    name: _get_answer_types(hook) for name, hook in _HOOKS.items() if name not in TOLD_HOOKS
+}
+"""Hooks that a policy is asked, and the types that each may answer."""
+
+_OF_0_1 = {
+    "gives_way": "may_reclaim",
+    "displaces": "may_preempt",
+    "on_turn_resumed": "on_turn_started, with turn.num_preemptions",
+    "on_turn_aborted": "on_turn_finished, with turn.is_aborted",
+    "know": "set_oracle of tenuto.core.policy.Oracle",
+    **dict.fromkeys(("admits", "sees_hits", "rekey_s", "wants", "engine_order"), "needs = Needs(…)"),
+}
+"""Names that 0.1 had, and where each went."""
+
+
+def _check_names(cls: type[Policy]) -> None:
+    """Refuse a public name that is neither a hook nor a field, and a hook with other arguments."""
+    annotations = vars(cls).get("__annotations__", {})
+    fields = {name for name, kind in annotations.items() if "ClassVar" not in str(kind)}
+    mixins = [base for base in (Learns, Oracle) if issubclass(cls, base)]
+    known = {*_HOOKS, "needs", "overrides", *(name for base in mixins for name in base.__abstractmethods__)}
+    for name in {**vars(cls), **annotations}:
+        if name.startswith("_") or name in fields:
+            continue
+        if name not in known:
+            raise PolicyError(f"{cls.__qualname__}.{name}: {_explain(name, known)}")
+        if name in _HOOKS:
+            _check_arguments(cls, name)
+
+
+def _explain(name: str, known: set[str]) -> str:
+    if name in _OF_0_1:
+        return f"is now {_OF_0_1[name]}"
+    for base in (Learns, Oracle):
+        if name in base.__abstractmethods__:
+            return f"is for policies that also inherit from tenuto.{base.__name__}"
+    hint = suggest(name, known)
+    return f"no hook has this name{hint}; begin the name of a helper with an underscore"
+
+
+def _check_arguments(cls: type[Policy], name: str) -> None:
+    """Refuse a hook that cannot be called with the arguments that the driver gives."""
+    wanted = list(inspect.signature(_HOOKS[name]).parameters)
+    hook = vars(cls)[name]
     try:
-        state = policy.get_state()
-    except Exception:  # it is code from outside; who keeps its state says what is wrong with it
-        state = None
-    return described if state is None else {**described, "state": state}
-
-
-def _get_name(cls: type[Policy]) -> str:
-    """What `load_policy` finds this class by."""
-    if cls.__module__.startswith(f"{POLICIES_PACKAGE}."):
-        return _get_policy_name(cls.__module__)
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _find_modules() -> dict[str, str]:
-    """The module of each policy that ships with Tenuto, by the policy's name."""
-    package = importlib.import_module(POLICIES_PACKAGE)
-    modules = pkgutil.walk_packages(package.__path__, f"{POLICIES_PACKAGE}.")
-    return {_get_policy_name(each.name): each.name for each in modules if not each.ispkg}
-
-
-def _get_policy_name(module: str) -> str:
-    return module.rpartition(".")[2].replace("_plus", "+").replace("_", "-")
-
-
-def _find_class(name: str) -> type[Policy]:
-    modules = _find_modules()
-    if name not in modules:
-        known = ", ".join(sorted(modules))
-        raise PolicyError(f"no policy {name!r}; choose one of: {known}; or name your own as my.module:Class")
-    module_name = modules[name]
-    module = importlib.import_module(module_name)
-    found = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Policy) and value.__module__ == module_name
-    ]
-    if len(found) != 1:
-        raise PolicyError(f"{module_name} must define exactly one Policy subclass, found {len(found)}")
-    return found[0]
-
-
-def _import_class(path: str) -> type[Policy]:
-    module_name, _, class_name = path.partition(":")
-    try:
-        cls = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:  # importing runs the module, and anything can go wrong in it
-        raise PolicyError(f"policy {path!r} cannot be imported: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Policy)):
-        raise PolicyError(f"{path!r} is not a subclass of tenuto.core.policy.Policy")
-    if "__dataclass_fields__" not in vars(cls):  # Policy's own are inherited
-        raise PolicyError(f"{path!r} must be a dataclass, so that its parameters can be checked")
-    return cls
+        inspect.signature(hook).bind(*wanted)
+    except (TypeError, ValueError):
+        arguments = ", ".join(wanted)
+        raise PolicyError(f"{cls.__qualname__}.{name} must be a method {name}({arguments})") from None

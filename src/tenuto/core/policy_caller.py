@@ -1,71 +1,79 @@
 """Calling a policy: guarded, and logged so that the decisions can be made again.
 
 A policy is code from outside. If a hook raises or answers with the wrong type, the engine must go on:
-the stock answer is used, the fault is counted and reported once per hook.
+stock's answer is used, the fault is counted, and each hook is reported once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from tenuto.core.policy import TOLD_HOOKS, Policy
+from tenuto.core.errors import PolicyError
+from tenuto.core.policy import ANSWERS, TOLD_HOOKS, Policy
 
 logger = logging.getLogger("tenuto")
 
 LogRecord = dict[str, Any]
 DecisionLog = Callable[[LogRecord], None]
 
+MAX_SHOWN_CHARS = 400
+"""Of a hook's inputs in an error message."""
+
 
 class PolicyCaller:
-    """Asks and tells one policy. With `strict`, faults are raised instead (tests, `check_policy`)."""
+    """Asks and tells one policy. With `strict`, a fault is raised as PolicyError instead."""
 
     def __init__(self, policy: Policy, log: DecisionLog | None = None, *, strict: bool = False) -> None:
         self.policy = policy
         self.log = log
-        self.num_faults = 0
+        self.faults: Counter[str] = Counter()
+        """How often each hook failed."""
         self._strict = strict
-        self._reported: set[str] = set()
         self._stock = Policy()
-        # A log tells all that happens to turns, but time's passing only to a policy that learns from it.
+        # A log has all that happens to turns; steps and ticks only for a policy that learns from them.
         told_of_turns = set(TOLD_HOOKS) - {"on_step", "on_tick"} if log is not None else set()
         self._heard = {hook for hook in TOLD_HOOKS if policy.overrides(hook) or hook in told_of_turns}
+
+    @property
+    def num_faults(self) -> int:
+        """How often a hook failed so far."""
+        return self.faults.total()
 
     def hears(self, hook: str) -> bool:
         """Whether telling this hook reaches anyone; its inputs need not be made otherwise."""
         return hook in self._heard
 
-    def ask(self, hook: str, kind: type | tuple[type, ...], *inputs: Any) -> Any:
-        """The policy's answer to an asked hook, or stock's if it faults."""
+    def ask(self, hook: str, *inputs: Any) -> Any:
+        """The policy's answer to an asked hook, or stock's if it faults. Raises PolicyError if strict."""
         try:
             answer = getattr(self.policy, hook)(*inputs)
-            if not (is_key(answer) if kind is tuple else isinstance(answer, kind)):
-                raise TypeError(f"answered {answer!r}")
+            check_answer(hook, answer)
         except Exception as error:
-            self._fault(hook, error)
+            self._fault(hook, inputs, error)
             answer = getattr(self._stock, hook)(*inputs)
         if self.log is not None:
             self.log({"kind": "asked", "hook": hook, "inputs": to_json(inputs), "answer": to_json(answer)})
         return answer
 
     def tell(self, hook: str, *inputs: Any) -> None:
-        """Tell the policy something; a fault is reported and the telling skipped."""
+        """Tell the policy something; a fault is counted and the telling skipped. Raises as `ask`."""
         if self.log is not None:
             self.log({"kind": "told", "hook": hook, "inputs": to_json(inputs)})
         try:
             getattr(self.policy, hook)(*inputs)
         except Exception as error:
-            self._fault(hook, error)
+            self._fault(hook, inputs, error)
 
-    def _fault(self, hook: str, error: Exception) -> None:
+    def _fault(self, hook: str, inputs: tuple[Any, ...], error: Exception) -> None:
         if self._strict:
-            raise error
-        self.num_faults += 1
-        if hook not in self._reported:
-            self._reported.add(hook)
+            raise PolicyError(describe_fault(self.policy, hook, inputs, error)) from error
+        self.faults[hook] += 1
+        if self.faults[hook] == 1:
             logger.error(
                 "policy %s: %s failed (%r); stock's answer is used there, further faults are only counted",
                 type(self.policy).__name__,
@@ -74,11 +82,29 @@ class PolicyCaller:
             )
 
 
+def check_answer(hook: str, answer: Any) -> None:
+    """Raise TypeError if an asked hook may not answer this."""
+    kinds = ANSWERS[hook]
+    if not (is_key(answer) if tuple in kinds else isinstance(answer, kinds)):
+        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        wanted = "tuple of numbers and strings" if tuple in kinds else wanted
+        raise TypeError(f"answered {answer!r}, which is not a {wanted}")
+
+
 def is_key(answer: Any) -> bool:
     """Whether an answer can order anything: a tuple of numbers and strings, no NaN."""
     return isinstance(answer, tuple) and all(
         isinstance(part, int | float | str) and part == part for part in answer
     )
+
+
+def describe_fault(policy: Policy, hook: str, inputs: tuple[Any, ...], error: Exception) -> str:
+    """What went wrong in which hook, with which inputs."""
+    shown = ", ".join(map(repr, inputs))
+    shown = shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}…"
+    is_answer = isinstance(error, TypeError) and str(error).startswith("answered")
+    what = str(error) if is_answer else f"raised {error!r}"
+    return f"policy {type(policy).__name__}: {hook} {what}; asked with {shown}"
 
 
 def to_json(value: Any) -> Any:

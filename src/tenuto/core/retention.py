@@ -20,7 +20,6 @@ from tenuto.core.types import (
     Lease,
     LeaseEnd,
     Offload,
-    Release,
     Turn,
     Yields,
 )
@@ -98,7 +97,7 @@ class Retention:
     def retain(self, state: TurnState, turn: Turn) -> None:
         """Ask what becomes of a finishing turn's blocks, and do it."""
         view = self.get_view(self.now_s)
-        answer = self._caller.ask("retain", (Keep, Offload, Release), turn, view)
+        answer = self._caller.ask("retain", turn, view)
         terms = self._bound(answer, self.now_s) if isinstance(answer, Keep) else None
         old = self.leases.get(turn.job.job_id)
         # Another turn of the job may wait for what is kept: that one is here, what follows this is not.
@@ -133,7 +132,7 @@ class Retention:
         while num_renewed < max_renewals and (lease := self.leases.get_due(self.now_s)) is not None:
             # Renewing many leases changes nothing of what the engine's view shows.
             view = view or self.get_view(self.now_s)
-            answer = self._caller.ask("reconsider", (Keep, Offload, Release), lease.get_view(), view)
+            answer = self._caller.ask("reconsider", lease.get_view(), view)
             terms = self._bound(answer, lease.granted_s) if isinstance(answer, Keep) else None
             if terms is not None and terms.until_s > self.now_s:
                 self.leases.renew(lease, terms, self._get_evict_key(lease.get_view(terms), view))
@@ -187,7 +186,7 @@ class Retention:
         return self._quota.fit(tenant, self._engine.get_block_ids(blocks), num_blocks)
 
     def _get_evict_key(self, lease: Lease, view: EngineView) -> Key:
-        key: Key = self._caller.ask("evict_key", tuple, lease, view)
+        key: Key = self._caller.ask("evict_key", lease, view)
         return (-lease.turn.priority, *key) if self._by_priority else key
 
     def _may_reclaim(self, lease: LeaseState, turn: TurnState | None) -> bool:
@@ -199,7 +198,7 @@ class Retention:
         if self._by_priority and lease.turn.priority != turn.what.priority:
             return lease.turn.priority > turn.what.priority
         view = self.get_view(self.now_s)
-        return bool(self._caller.ask("may_reclaim", bool, lease.get_view(), self.get_turn_view(turn), view))
+        return bool(self._caller.ask("may_reclaim", lease.get_view(), self.get_turn_view(turn), view))
 
     def _shrink(self, lease: LeaseState, num_blocks: int) -> None:
         num_left = max(0, len(lease.blocks) - num_blocks) if self._engine.can_truncate else 0

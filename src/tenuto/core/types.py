@@ -75,12 +75,14 @@ class Turn:
     has_lease: bool = False
     """Whether a lease on the job's earlier blocks waits for this turn."""
     num_cached_tokens: int | None = None
-    """Prompt tokens in the GPU's cache now; only for policies that say `sees_hits`."""
+    """Prompt tokens in the GPU's cache now; only for policies with `Needs.max_waiting_with_hits`."""
     is_last: bool | None = None
     """Whether the job ends with this turn; None while nobody can tell."""
     tool: ToolCall | None = None
     expected_tool_s: float | None = None
     """The client's own estimate of the coming tool call; a hint, already bounded."""
+    is_aborted: bool = False
+    """The turn ended because its client left or because it failed."""
 
 
 @dataclass(frozen=True, slots=True)

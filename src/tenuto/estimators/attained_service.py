@@ -3,16 +3,12 @@
     arrive → the queue of its job's service → quantum spent: one down → waited too long: back to the first
 
 Source: arXiv 2502.13965, Algorithm 1 and section 4.2 (process table, PLAS for jobs of one turn at a time,
-ATLAS for those with several). The policies `autellix` and `autellix+` are this, without and with a host tier.
+ATLAS for those with several). The policy `autellix` asks it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
-
-from tenuto.core.policy import Key, Policy, setting
-from tenuto.core.types import EngineView, Job, Turn
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -120,74 +116,3 @@ class ServiceQueues:
             call.quantum_left_s -= elapsed_s
         else:
             call.waited_s += elapsed_s
-
-
-@dataclass
-class LeastAttainedService(Policy):
-    """Turns in the order of their job's attained service, in queues; a better queue may_preempt a worse one.
-
-    A turn's engine time is the wall time from its start to its end, without what it waited after a
-    preemption: all requests of a step share it, so each is served for as long as the step takes.
-    """
-
-    rekey_s: ClassVar[float | None] = 0.25
-    """The paper looks every N steps (multi-step scheduling); this is 5 to 20 of them."""
-
-    num_levels: int = setting(8, "queues (the paper's K)", minimum=1)
-    first_quantum_s: float = setting(1.0, "seconds of engine time in the first queue", minimum=0.001)
-    growth: float = setting(2.0, "each queue's quantum, in those of the queue before", minimum=1)
-    starvation_ratio: float = setting(
-        10.0, "seconds waited per second served that bring a turn to the first queue (beta)", minimum=0
-    )
-    _queues: ServiceQueues = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Make the queues."""
-        self._queues = ServiceQueues(
-            self.num_levels, self.first_quantum_s, self.growth, self.starvation_ratio
-        )
-
-    def queue_key(self, turn: Turn, now_s: float) -> Key:
-        """By queue, then first come first served within it."""
-        return self._queues.get_rank(turn.turn_id)
-
-    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
-        """The turn in the worst queue, and there the one that joined it last."""
-        level, queued_s = self._queues.get_rank(turn.turn_id)
-        return (-level, -queued_s)
-
-    def may_preempt(self, turn: Turn, running: Turn, view: EngineView) -> bool:
-        """A turn takes the place of one in a worse queue, never of its equal."""
-        return self._queues.get_rank(turn.turn_id)[0] < self._queues.get_rank(running.turn_id)[0]
-
-    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
-        """It joins a queue."""
-        self._queues.arrive(turn.turn_id, turn.job.job_id, now_s)
-
-    def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """Its service begins."""
-        self._queues.run(turn.turn_id, now_s, is_running=True)
-
-    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
-        """Its service stops."""
-        self._queues.run(turn.turn_id, now_s, is_running=False)
-
-    def on_turn_resumed(self, turn: Turn, now_s: float) -> None:
-        """Its service goes on."""
-        self._queues.run(turn.turn_id, now_s, is_running=True)
-
-    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """Its service is its job's."""
-        self._queues.leave(turn.turn_id, now_s)
-
-    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
-        """What it had counts although it is lost."""
-        self._queues.leave(turn.turn_id, now_s)
-
-    def on_job_ended(self, job: Job, now_s: float) -> None:
-        """Its service is forgotten."""
-        self._queues.forget(job.job_id)
-
-    def on_tick(self, view: EngineView) -> None:
-        """Demote and promote."""
-        self._queues.update(view.now_s)

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from tenuto.core.errors import ConfigError
-from tenuto.core.policy import Policy, setting
 from tenuto.core.types import EngineView, StepView, Turn
 
 DECAY = 0.995
@@ -64,8 +62,8 @@ class PrefillCost:
         """Decayed sums of feature · feature, and of feature · seconds in the last column."""
 
     def on_started(self, turn: Turn) -> None:
-        """A turn started: what it did not hit will be computed. What a resumed one hits is not known."""
-        if self._learns:
+        """A turn started: what it did not hit will be computed. What a resumed turn hits is not known."""
+        if self._learns and not turn.num_preemptions:
             self._pending[turn.turn_id] = (turn.num_prompt_tokens - turn.num_hit_tokens, turn.num_hit_tokens)
 
     def on_stopped(self, turn: Turn) -> None:
@@ -131,68 +129,6 @@ class PrefillCost:
             else:
                 self._pending[turn_id] = (num_pending - taken, context + taken)
         return num_tokens, pairs, num_left
-
-
-@dataclass
-class TakesPrefillProfile(Policy):
-    """A policy whose settings may have a measured profile."""
-
-    prefill_token_s: float = setting(
-        0.0, "measured prefill time, seconds per token; 0 learns it from the engine's steps", minimum=0
-    )
-    prefill_token_pair_s: float = setting(
-        0.0, "measured prefill time, seconds per token squared; only with prefill_token_s", minimum=0
-    )
-    prefill_fixed_s: float = setting(
-        0.0, "measured prefill time, seconds whatever the tokens; only with prefill_token_s", minimum=0
-    )
-
-    def try_get_profile(self) -> PrefillProfile | None:
-        """The measured profile, None if there is none; raises ConfigError for one without its main part."""
-        if self.prefill_token_s:
-            return PrefillProfile(self.prefill_fixed_s, self.prefill_token_s, self.prefill_token_pair_s)
-        if self.prefill_fixed_s or self.prefill_token_pair_s:
-            raise ConfigError("prefill_fixed_s and prefill_token_pair_s need prefill_token_s beside them")
-        return None
-
-
-@dataclass
-class LearnsPrefill(TakesPrefillProfile):
-    """A policy that knows what prefill costs: told by its settings or, without these, by the steps."""
-
-    _prefill: PrefillCost = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Take the profile, if there is one."""
-        self._prefill = PrefillCost(self.try_get_profile())
-
-    def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """Its prefill begins."""
-        self._prefill.on_started(turn)
-
-    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
-        """Its prefill is cut off."""
-        self._prefill.on_stopped(turn)
-
-    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """Its prefill is over."""
-        self._prefill.on_stopped(turn)
-
-    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
-        """Its prefill is over."""
-        self._prefill.on_stopped(turn)
-
-    def on_step(self, step: StepView) -> None:
-        """Learn what prefill costs."""
-        self._prefill.observe(step)
-
-    def get_state(self) -> dict[str, Any] | None:
-        """The learned cost."""
-        return {"prefill": self._prefill.get_state()}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Take up what an earlier run learned."""
-        self._prefill.set_state(state["prefill"])
 
 
 def get_reload_s(num_tokens: int, cost: PrefillCost, view: EngineView) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.policy import Key, Learns, Needs, Policy, setting
+from tenuto.core.presets import EngineSettings
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -59,7 +59,7 @@ class _Returns:
 
 
 @dataclass
-class Tenuto(Policy):
+class Tenuto(Policy, Learns):
     """Least remaining work first, and everything follows from that order.
 
     - *Who goes next*: by arrival, put back by `stretch` seconds for each second of work that the job is
@@ -77,9 +77,7 @@ class Tenuto(Policy):
     times from the jobs before. Not in stock vLLM: `load`.
     """
 
-    admits: ClassVar = "jobs"
-    rekey_s: ClassVar[float | None] = 2.0
-    wants: ClassVar[Mapping[str, Any]] = {"offload": "async"}
+    needs: ClassVar[Needs] = Needs(rekey_s=2.0, engine=EngineSettings(offload="async"))
 
     stretch: float = setting(
         500.0, "seconds by which a job is put back for each second of work it still needs", minimum=0
@@ -204,6 +202,8 @@ class Tenuto(Policy):
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Learn how much work turns are, a generated token counted as the prefill tokens it costs."""
+        if turn.is_aborted:
+            return
         job_id = turn.job.job_id
         self._sizes.observe(turn.num_prompt_tokens - turn.num_hit_tokens, turn.num_output_tokens)
         if not turn.is_last:

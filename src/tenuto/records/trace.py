@@ -17,7 +17,8 @@ from typing import Any, TextIO
 
 from tenuto import __version__
 from tenuto.core.errors import ConfigError
-from tenuto.core.policy import Policy, describe_policy
+from tenuto.core.policy import Policy
+from tenuto.core.policy_loader import describe_policy
 
 SCHEMA = 1
 
@@ -31,8 +32,11 @@ class TraceWriter:
     running, the trace ends there with a message: it must not take the engine with it.
     """
 
-    def __init__(self, path: str, policy: Policy | None = None) -> None:
-        """With `policy`, the header names it and its options: `tenuto replay` needs no telling."""
+    def __init__(self, path: str, policy: Policy | None = None, name: str | None = None) -> None:
+        """With `policy`, the header has its name and options, so that `tenuto replay` finds it.
+
+        `name` is what the policy was loaded by; a preset's cannot be told from its policy.
+        """
         self._step = 0
         self._path = path
         try:
@@ -48,7 +52,7 @@ class TraceWriter:
                 "tenuto": __version__,
                 "wall_s": time.time(),
                 "now_s": time.monotonic(),
-                **({} if policy is None else describe_policy(policy)),
+                **({} if policy is None else describe_policy(policy, name)),
             }
         )
         self.flush()

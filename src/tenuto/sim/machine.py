@@ -12,8 +12,10 @@ from typing import Any, cast, get_args
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
-from tenuto.core.policy import Policy, load_policy
+from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import DecisionLog
+from tenuto.core.policy_loader import get_engine_settings, load_policy
+from tenuto.core.presets import EngineSettings
 from tenuto.sim.cost import (
     BACKENDS,
     FittedStepCost,
@@ -103,22 +105,24 @@ def build(setup: Setup) -> Machine:
     gpu = get_gpu(setup.gpu)
     model = load_model(setup.model, dtype=setup.dtype, kv_cache_dtype=setup.kv_cache_dtype)
     policy = load_policy(setup.policy, setup.options)
+    wanted = get_engine_settings(setup.policy, policy)
     notes: list[str] = []
-    offload = _get_offload(setup, gpu, model, policy, notes)
+    offload = _get_offload(setup, gpu, model, wanted, notes)
     profile = _get_profile(setup, gpu)
     config = EngineConfig(
         kv=KvConfig(
-            num_blocks=_get_num_blocks(setup, gpu, model, policy, profile),
+            num_blocks=_get_num_blocks(setup, gpu, model, wanted, profile),
             block_size=setup.block_size,
             windows=tuple(group.window for group in model.kv_groups()),
             max_model_len=setup.max_model_len or model.max_model_len,
-            watermark=_get(setup.watermark, policy.wants.get("watermark"), 0.0),
+            watermark=_get(setup.watermark, wanted.watermark, 0.0),
         ),
         max_num_batched_tokens=profile.max_num_batched_tokens,
         max_num_seqs=profile.max_num_seqs,
         long_prefill_token_threshold=_get(
-            setup.long_prefill_token_threshold, policy.wants.get("long_prefill_token_threshold"), 0
+            setup.long_prefill_token_threshold, wanted.long_prefill_token_threshold, 0
         ),
+        order=wanted.order,
         max_steps_in_flight=2 if setup.async_scheduling else 1,
         offload=offload,
     )
@@ -204,9 +208,11 @@ def _get_limits(setup: Setup) -> Limits:
     return LIMITS[setup.limits]
 
 
-def _get_offload(setup: Setup, gpu: Gpu, model: Model, policy: Policy, notes: list[str]) -> Offload | None:
+def _get_offload(
+    setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings, notes: list[str]
+) -> Offload | None:
     """How KV is offloaded; None where the policy wants it, but the model cannot have tiers here."""
-    offload = setup.offload or policy.wants.get("offload", "none")
+    offload = setup.offload or wanted.offload or "none"
     if offload == "none":
         return None
     if offload not in get_args(Offload):
@@ -235,8 +241,8 @@ def _get_profile(setup: Setup, gpu: Gpu) -> ProfileRun:
     )
 
 
-def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, policy: Policy, profile: ProfileRun) -> int:
-    if policy.wants.get("unbounded_kv"):
+def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings, profile: ProfileRun) -> int:
+    if wanted.unbounded_kv:
         return UNBOUNDED_KV_TOKENS // setup.block_size
     num_tokens = setup.kv_tokens
     # What the servers reported is for the published model in its own types.

@@ -12,6 +12,7 @@ from typing import Any
 
 from tenuto import __version__
 from tenuto.core.errors import ConfigError
+from tenuto.core.policy import Oracle
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.sim.cost.aiconfigurator import installed_version
 from tenuto.sim.isolated_time import get_isolated_time_s
@@ -47,7 +48,8 @@ def run(
     workload, num_cut = truncate_to_fit(make_workload(load), scheduler.kv)
     if not workload.jobs:
         raise ConfigError(f"{load.workload}: nothing to run: none of its {num_cut} turns fits this machine")
-    machine.policy.set_oracle(workload.jobs)
+    if isinstance(machine.policy, Oracle):
+        machine.policy.set_oracle(workload.jobs)
     simulation = Simulation(
         scheduler,
         machine.step_cost,

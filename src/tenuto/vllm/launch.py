@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.policy import Policy, load_policy
+from tenuto.core.policy_loader import get_engine_settings, load_policy
+from tenuto.core.presets import EngineSettings
 from tenuto.vllm.identity import DP_SIZE_VARIABLE
 from tenuto.vllm.settings import read_settings
 
@@ -20,14 +21,14 @@ WANTED_FLAGS = {
     "long_prefill_token_threshold": "--long-prefill-token-threshold",
     "watermark": "--watermark",
 }
-"""vLLM's flags for engine settings that a policy wants (`tenuto.core.policy.WANTS`)."""
+"""vLLM's flags for the engine settings of a policy or a preset (`tenuto.core.presets.EngineSettings`)."""
 OFFLOAD_FLAGS = ("--kv-offloading-size", "--kv-transfer-config")
 
 
 def build_command(model: str, settings: Mapping[str, Any], passed: Sequence[str]) -> list[str]:
     """The command: Tenuto's scheduler and middleware, cached tokens in the usage, then what was passed on.
 
-    Engine settings that the policy wants are there too, if they were not passed. `settings` goes under
+    Engine settings of the policy or the preset are there too, if they were not passed. `settings` goes under
     `tenuto` in the additional config, over what an `--additional-config` among the passed arguments says
     there. Raises ConfigError or PolicyError before anything starts.
     """
@@ -36,25 +37,26 @@ def build_command(model: str, settings: Mapping[str, Any], passed: Sequence[str]
         raise ConfigError("tenuto serve sets --scheduler-cls itself; run `vllm serve` to choose another")
     config = _parse_config(given)
     tenuto = {**config.get("tenuto", {}), **settings}
-    policy = _load_policy({"tenuto": tenuto})
+    wanted = _get_engine_settings({"tenuto": tenuto})
     if tenuto:
         config["tenuto"] = tenuto
     command = [find_vllm(), "serve", model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
     if not any(each.endswith("enable-prompt-tokens-details") for each in rest):
         command.append("--enable-prompt-tokens-details")
     for name, flag in WANTED_FLAGS.items():
-        if name in policy.wants and _take_option(list(rest), flag)[0] is None:
-            command += [flag, str(policy.wants[name])]
+        value = getattr(wanted, name)
+        if value is not None and _take_option(list(rest), flag)[0] is None:
+            command += [flag, str(value)]
     if config:
         command += ["--additional-config", json.dumps(config)]
     return command + rest
 
 
 def get_hints(command: Sequence[str]) -> list[str]:
-    """What the policy of a built command wants besides and only the operator can size, a line each."""
-    policy = _load_policy(_parse_config(_take_option(list(command), "--additional-config")[0]))
+    """What only the operator can size of what the policy of a built command needs, a line each."""
+    wanted = _get_engine_settings(_parse_config(_take_option(list(command), "--additional-config")[0]))
     has_tier = any(_take_option(list(command), flag)[0] is not None for flag in OFFLOAD_FLAGS)
-    if "offload" not in policy.wants or has_tier:
+    if wanted.offload is None or has_tier:
         return []
     return ["this policy is meant to run with KV in host memory too: add --kv-offloading-size GIB"]
 
@@ -93,9 +95,9 @@ def _take_option(arguments: list[str], name: str) -> tuple[str | None, list[str]
     return None, arguments
 
 
-def _load_policy(config: Mapping[str, Any]) -> Policy:
+def _get_engine_settings(config: Mapping[str, Any]) -> EngineSettings:
     settings = read_settings(config)
-    return load_policy(settings.policy, settings.options)
+    return get_engine_settings(settings.policy, load_policy(settings.policy, settings.options))
 
 
 def _parse_config(text: str | None) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import vllm
 from tenuto.core.driver import Driver
 from tenuto.core.errors import IncompatibleError
 from tenuto.core.jobs import Arrival
-from tenuto.core.policy import Key, Policy, load_policy
+from tenuto.core.policy import Key, Policy
+from tenuto.core.policy_loader import get_engine_settings, load_policy
 from tenuto.core.requests.hints import Hints, parse_hints
 from tenuto.records.trace import TraceWriter
 from tenuto.vllm import compat
@@ -57,7 +58,7 @@ class _DrivenScheduler(compat.PrivateHooks):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = read_settings(vllm_config.additional_config)
         policy = load_policy(settings.policy, settings.options)
-        if policy.engine_order == "priority":
+        if get_engine_settings(settings.policy, policy).order == "priority":
             vllm_config.scheduler_config.policy = "priority"
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         compat.check_attributes(self)
@@ -66,7 +67,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._state = _open_state(policy, settings, engine_index)
         # After that: the trace's header has what the policy goes on with.
         trace_path = _get_file(settings.trace, engine_index) if settings.trace else None
-        self._trace = TraceWriter(trace_path, policy) if trace_path else None
+        self._trace = TraceWriter(trace_path, policy, settings.policy) if trace_path else None
         self._engine = VllmEngine(self)
         log = self._trace.write if self._trace else None
         self.driver = Driver(

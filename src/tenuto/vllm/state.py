@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.policy import Policy
+from tenuto.core.policy import Learns, Policy
 
 FORMAT = "tenuto-state-1"
 MAX_BYTES = 64 << 20
@@ -86,7 +86,7 @@ class StateFile:
             raise ConfigError(f"tenuto.state: cannot make the folder of {path!r}: {error}") from error
         if self._path.is_dir() or not os.access(self._path.parent, os.W_OK):
             raise ConfigError(f"tenuto.state: {path!r} must be a file in a folder that can be written to")
-        if not policy.overrides("get_state"):
+        if not isinstance(policy, Learns):
             logger.info("policy %s learns nothing to keep: tenuto.state has no effect", policy_name)
         self._restore()
 
@@ -118,7 +118,9 @@ class StateFile:
 
     def _restore(self) -> None:
         try:
-            self._policy.set_state(load_state(self._path, self._policy_name))
+            state = load_state(self._path, self._policy_name)
+            if isinstance(self._policy, Learns):
+                self._policy.set_state(state)
         except FileNotFoundError:
             return
         except Exception as error:  # a policy is code from outside, and the file may hold anything
@@ -137,7 +139,7 @@ class StateFile:
 
     def _get_state(self) -> dict[str, Any] | None:
         try:
-            return self._policy.get_state()
+            return self._policy.get_state() if isinstance(self._policy, Learns) else None
         except Exception as error:
             self._report(error)
             return None

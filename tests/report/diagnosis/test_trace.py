@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.policy import describe_policy, load_policy
+from tenuto.core.policy_loader import describe_policy, load_policy
 from tenuto.records.trace import TraceWriter
 from tenuto.report.diagnosis.run import analyze
 from tenuto.sim.cost import load_step_cost
@@ -156,7 +156,7 @@ def test_where_a_tier_serves_what_is_missing_was_not_stored(two_turns: TraceFile
 
 
 def test_a_header_that_names_the_policy(two_turns: TraceFile) -> None:
-    policy = describe_policy(load_policy("offload-sync"))
+    policy = describe_policy(load_policy("offload-sync"), "offload-sync")
     two_turns.lines[0] = json.dumps({**HEADER, **policy})
     two_turns.arrive("a", 2, 3.0, 160)
     report = come_back(two_turns, 3.0, 0)

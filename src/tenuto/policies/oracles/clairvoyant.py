@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.policy import Key, Oracle, Policy, setting
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, StepView, Turn
 from tenuto.estimators.step_times import StepTimes
 
@@ -29,11 +29,11 @@ class _Future:
 
 
 @dataclass
-class Clairvoyant(Policy):
+class Clairvoyant(Policy, Oracle):
     """Least remaining work first, and KV is kept for those who are back soon: both known, not guessed.
 
-    For the simulator alone, which tells it all jobs before it starts (`know`). Elsewhere it knows none of
-    them, and is first come first served by jobs with nothing retained. Never deployable.
+    For the simulator alone, which tells it all jobs before it starts (`set_oracle`). Elsewhere it knows none
+    of them, and is first come first served by jobs with nothing retained. Never deployable.
 
     - *Order*: by the work that the job still has: prefill tokens it did not share with its turn before, and
       `tokens_per_output` for each token to generate; the shorter first, as Smith's rule (1956) says.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from tenuto.core.policy import setting
+from tenuto.core.policy import Needs, setting
+from tenuto.core.presets import EngineSettings
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Offload, Turn, Yields
-from tenuto.estimators.prefill_cost import LearnsPrefill
+from tenuto.policies.published._prefill import LearnsPrefill
 
 RENEW_S = 600.0
 """How far a hold's deadline moves once its job's turn waits; that turn's start ends it."""
@@ -25,13 +25,13 @@ class BreakEven(LearnsPrefill):
     Knows no load and no tool: the hold is as long on an idle server as on one with a queue.
     """
 
-    wants: ClassVar[Mapping[str, Any]] = {"offload": "asked"}
+    needs: ClassVar[Needs] = Needs(engine=EngineSettings(offload="asked"))
 
     load_cost_s: float = setting(
         0.005, "GPU seconds that a load from a tier costs (0.02 over the paper's four GPUs)", minimum=0
     )
 
-    def get_hold_s(self, num_tokens: int, view: EngineView) -> float:
+    def _get_hold_s(self, num_tokens: int, view: EngineView) -> float:
         """The break-even time: where holding has cost as much as having the tokens back."""
         reload_s = self._prefill.get_s(num_tokens)
         if view.tiers:
@@ -40,7 +40,7 @@ class BreakEven(LearnsPrefill):
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         """Hold until it breaks even."""
-        hold_s = self.get_hold_s(turn.num_prompt_tokens + turn.num_output_tokens, view)
+        hold_s = self._get_hold_s(turn.num_prompt_tokens + turn.num_output_tokens, view)
         return _hold(view.now_s + hold_s, view)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:

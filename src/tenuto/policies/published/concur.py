@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.policy import Key, Needs, Policy, setting
 from tenuto.core.types import EngineView, Job, Turn
 
 
@@ -34,8 +34,7 @@ class Concur(Policy):
     bounds nothing, and each halving takes another period of thrashing.
     """
 
-    admits: ClassVar[Literal["jobs", "turns"]] = "turns"
-    rekey_s: ClassVar[float | None] = 1.0
+    needs: ClassVar[Needs] = Needs(admit="turns", rekey_s=1.0)
 
     first_window: float = setting(16.0, "jobs that may be active at first", minimum=1)
     increase: float = setting(2.0, "jobs that the window opens by (alpha)", minimum=0)
@@ -75,16 +74,14 @@ class Concur(Policy):
         self._set_active(self._agents[turn.job.job_id], True)
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """What it found in cache is the hit rate."""
+        """What it found in cache, when it first started, is the hit rate."""
+        if turn.num_preemptions:
+            return
         self._num_hit_tokens += turn.num_hit_tokens
         self._num_prompt_tokens += turn.num_prompt_tokens
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Its job keeps its place if there are not too many."""
-        self._leave(turn, now_s)
-
-    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
-        """Its job is idle as after any turn."""
         self._leave(turn, now_s)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:

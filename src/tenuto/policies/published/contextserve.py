@@ -6,12 +6,12 @@ import math
 import random
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
-from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.policy import Key, Learns, Needs, Policy, setting
+from tenuto.core.presets import EngineSettings
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -81,7 +81,7 @@ class Prediction:
 
 
 @dataclass
-class ContextServe(Policy):
+class ContextServe(Policy, Learns):
     """Fast tools: pin. Slow ones: store to the host tier, if any, and free. Uncertain: Continuum's TTL.
 
     Source: the dispatch of ContextServe as it is described (rules, a Bayesian posterior with Thompson
@@ -93,7 +93,7 @@ class ContextServe(Policy):
     seen whatever is decided; and pins yield only on a stall: they starve new jobs as continuum-fixed's do.
     """
 
-    wants: ClassVar[Mapping[str, Any]] = {"offload": "asked"}
+    needs: ClassVar[Needs] = Needs(engine=EngineSettings(offload="asked"))
 
     pin_s: float = setting(3.0, "seconds a fast tool's pin lasts at most, and bound of fast", minimum=0.001)
     slow_s: float = setting(6.0, "a tool is slow from so many seconds on", minimum=0.001)
@@ -136,7 +136,7 @@ class ContextServe(Policy):
         """Pin what is fast, store and free what is slow, and what is uncertain hold for Continuum's TTL."""
         if turn.tool is None:
             return Release()
-        prediction = self.predict(turn.tool, turn.turn_id)
+        prediction = self._predict(turn.tool, turn.turn_id)
         ttl_s = prediction.pin_s
         if prediction.speed is Speed.UNCERTAIN:
             ttl_s = self._ttl.get_ttl_s(self._commands.read(_get_text(turn.tool)).program, turn, view)
@@ -158,7 +158,7 @@ class ContextServe(Policy):
         """The job that came last goes first."""
         return (-turn.job.arrival_s, -turn.arrival_s)
 
-    def predict(self, tool: ToolCall, turn_id: str) -> Prediction:
+    def _predict(self, tool: ToolCall, turn_id: str) -> Prediction:
         """How long a tool call will take; the turn's id seeds the draw."""
         text = self._commands.read(_get_text(tool))
         belief = self._beliefs.get(text.program)
@@ -195,15 +195,11 @@ class ContextServe(Policy):
         self._ttl.on_turn_started(turn, now_s)
 
     def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
-        """Its prefill is off."""
+        """Its prefill stops."""
         self._ttl.on_turn_stopped(turn)
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """Its prefill is done."""
-        self._ttl.on_turn_stopped(turn)
-
-    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
-        """It is gone."""
+        """Its prefill is over, and it waits no longer."""
         self._ttl.on_turn_stopped(turn)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.core.policy import Key, setting
+from tenuto.core.policy import Key, Learns, setting
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -18,16 +18,16 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.estimators.prefill_cost import TakesPrefillProfile
 from tenuto.estimators.samples import MIN_SAMPLES
 from tenuto.estimators.ttl_estimate import TtlEstimate
+from tenuto.policies.published._prefill import TakesPrefillProfile
 
 RENEW_S = 600.0
 """How far an expired pin's deadline moves while a turn of its job waits; that turn's start ends it."""
 
 
 @dataclass
-class Continuum(TakesPrefillProfile):
+class Continuum(TakesPrefillProfile, Learns):
     """Pin for the τ ≥ 0 that maximises P(tool time ≤ τ) · (T·η + PR) − τ; pinned jobs first, then by job.
 
     Source: arXiv 2511.02230. P is the empirical CDF of the tool's own times, of all tools' until more than K
@@ -51,7 +51,7 @@ class Continuum(TakesPrefillProfile):
 
     def __post_init__(self) -> None:
         """Begin with nothing learned."""
-        self._ttl = TtlEstimate(self.try_get_profile(), self.min_samples)
+        self._ttl = TtlEstimate(self._try_get_profile(), self.min_samples)
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """Preempted turns first, then those of pinned jobs, then by the job's arrival."""
@@ -91,15 +91,11 @@ class Continuum(TakesPrefillProfile):
         self._ttl.on_turn_started(turn, now_s)
 
     def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
-        """Its prefill is cut off."""
+        """Its prefill stops."""
         self._ttl.on_turn_stopped(turn)
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """Its prefill is over."""
-        self._ttl.on_turn_stopped(turn)
-
-    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
-        """It waits no longer."""
+        """Its prefill is over, and it waits no longer."""
         self._ttl.on_turn_stopped(turn)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from tenuto.core.policy import Key
+from tenuto.core.policy import Key, Needs
+from tenuto.core.presets import EngineSettings
 from tenuto.core.types import Decision, EngineView, Job, Keep, Lease, Offload, Release, StepView, Turn
-from tenuto.estimators.prefill_cost import LearnsPrefill
+from tenuto.policies.published._prefill import LearnsPrefill
 
 INTERVAL_S = 0.25
 """How often all paused jobs are decided on; the paper does it in every iteration."""
@@ -36,8 +36,7 @@ class InferCept(LearnsPrefill):
     not in its waste; and a call that has just begun counts as about to end.
     """
 
-    wants: ClassVar[Mapping[str, Any]] = {"offload": "asked"}
-    rekey_s: ClassVar[float | None] = INTERVAL_S
+    needs: ClassVar[Needs] = Needs(rekey_s=INTERVAL_S, engine=EngineSettings(offload="asked"))
 
     _paused: dict[str, _Paused] = field(init=False, default_factory=dict)
     _plan: dict[str, Offload | Release] = field(init=False, default_factory=dict)
@@ -67,11 +66,11 @@ class InferCept(LearnsPrefill):
         """The job that came last yields first."""
         return (-turn.job.arrival_s,)
 
-    def get_preserve_waste(self, num_tokens: int, paused_s: float) -> float:
+    def _get_preserve_waste(self, num_tokens: int, paused_s: float) -> float:
         """Token-seconds that keeping the cache wastes: T_int · C."""
         return paused_s * num_tokens
 
-    def get_discard_waste(self, num_tokens: int, view: EngineView) -> float:
+    def _get_discard_waste(self, num_tokens: int, view: EngineView) -> float:
         """Token-seconds that computing it again wastes: T_fwd(C) · C / 2 + n · T_fwd(C / n) · C_other.
 
         A chunk is what a step's budget leaves beside the running requests, whose memory waits meanwhile.
@@ -89,8 +88,8 @@ class InferCept(LearnsPrefill):
         budget = self._get_swap_budget(view)
         wastes = []
         for job_id, paused in self._paused.items():
-            preserve = self.get_preserve_waste(paused.num_tokens, view.now_s - paused.since_s)
-            discard = self.get_discard_waste(paused.num_tokens, view)
+            preserve = self._get_preserve_waste(paused.num_tokens, view.now_s - paused.since_s)
+            discard = self._get_discard_waste(paused.num_tokens, view)
             wastes.append((-min(preserve, discard), job_id, discard < preserve))
         for _, job_id, discards in sorted(wastes):
             if budget > 0:
@@ -120,9 +119,9 @@ class InferCept(LearnsPrefill):
         self._resume(turn.job)
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """Its job is paused, unless it ends."""
+        """Its job is paused, unless it ends or the turn was aborted."""
         super().on_turn_finished(turn, now_s)
-        if not turn.is_last:
+        if not (turn.is_last or turn.is_aborted):
             num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
             self._paused[turn.job.job_id] = _Paused(now_s, num_tokens)
 

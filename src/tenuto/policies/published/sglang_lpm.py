@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tenuto.core.policy import Key, Policy
+from tenuto.core.policy import Key, Needs, Policy
 from tenuto.core.types import Turn
 
 
@@ -14,15 +14,13 @@ class SglangLpm(Policy):
     """Longest cached prefix first; first come, first served while more than 128 turns wait.
 
     Source: sglang/srt/managers/schedule_policy.py (`_sort_by_longest_prefix`, `_determine_active_policy`);
-    arXiv 2312.07104. SGLang sorts before every step; here keys are up to `rekey_s` old. Left out: of several
+    arXiv 2312.07104. SGLang sorts before every step; here keys are up to 0.1 s old. Left out: of several
     waiting turns that share a prefix which is not cached yet, SGLang holds back all but the first. Known
     weakness: what is cached decides, not who has waited; while other jobs return, a new one may starve.
     """
 
-    sees_hits: ClassVar[bool] = True
-    max_waiting_for_hits: ClassVar[int | None] = 128
-    rekey_s: ClassVar[float | None] = 0.1
-    """A look-up of 128 prompts takes milliseconds in vLLM, so not in every step."""
+    # A look-up of 128 prompts takes milliseconds in vLLM, so not in every step.
+    needs: ClassVar[Needs] = Needs(max_waiting_with_hits=128, rekey_s=0.1)
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """The most cached tokens first; without look-ups, and among equals, the earliest arrival."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.policy import Key, Needs, Policy, setting
 from tenuto.core.types import EngineView, Job, Turn
 
 
@@ -41,8 +41,7 @@ class Thunderagent(Policy):
     pause jobs it started a moment ago, whose KV is then lost.
     """
 
-    admits: ClassVar[Literal["jobs", "turns"]] = "turns"
-    rekey_s: ClassVar[float | None] = 5.0
+    needs: ClassVar[Needs] = Needs(admit="turns", rekey_s=5.0)
 
     reserve_tokens: int = setting(256, "tokens set aside for each active job's next output", minimum=0)
     max_wait_s: float = setting(1800.0, "seconds after which a waiting turn starts in any case", minimum=0)
@@ -80,10 +79,6 @@ class Thunderagent(Policy):
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Its job is in a tool call, or paused if it was to be."""
-        self._leave(turn, now_s)
-
-    def on_turn_aborted(self, turn: Turn, now_s: float) -> None:
-        """Its job is idle as after any turn."""
         self._leave(turn, now_s)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:

@@ -22,7 +22,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     """Most tokens of one request in a step while there are others; 0 for no bound."""
     order: Literal["fcfs", "priority"] = "fcfs"
-    """Who goes first (`scheduling_policy`); a policy that wants "priority" gets it."""
+    """Who goes first, as vLLM's `--scheduling-policy` says."""
     max_steps_in_flight: int = 1
     """2 for asynchronous scheduling: the next step is scheduled while one runs; a pipeline has more."""
     num_draft_tokens: int = 0

@@ -57,7 +57,7 @@ class Scheduler:
         log: DecisionLog | None = None,
     ) -> None:
         """`tiers` belong to the engine that `config.offload` describes."""
-        by_priority = "priority" in (config.order, policy.engine_order)
+        by_priority = config.order == "priority"
         self._asks_admission = policy.overrides("admit")
         self._asks_budget = policy.overrides("step_budget")
         self.config = config

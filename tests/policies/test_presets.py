@@ -1,19 +1,34 @@
-"""stock-tuned: settings and nothing else; what they bring, and what they cost."""
+"""Presets: settings of the engine and nothing else; what those of stock-tuned bring, and what they cost."""
 
 from __future__ import annotations
 
 import pytest
 
-from tenuto.core.policy import WANTS, Policy, get_policy_names, load_policy
+from tenuto.core.policy_loader import get_engine_settings, get_policy_names, load_policy
+from tenuto.core.presets import PRESETS, EngineSettings
 from tenuto.sim.machine import Setup, build
+from tenuto.sim.run import Load, run
 from tenuto.workload.schema import Job
 from tests.policies.simulated import PrefillSteps, get_ends_s, make_job, simulate
 
 
-def test_it_decides_what_stock_decides() -> None:
-    hooks = [name for name in vars(Policy) if not name.startswith("_") and name != "overrides"]
-    overridden = [hook for hook in hooks if type(load_policy("stock-tuned")).overrides(hook)]
-    assert overridden == ["wants"]
+def test_a_preset_is_a_policy_that_is_there_under_a_name_that_is_free() -> None:
+    for name, preset in PRESETS.items():
+        assert name not in get_policy_names()
+        assert type(load_policy(name)) is type(load_policy(preset.policy))
+        assert get_engine_settings(name, load_policy(name)) == preset.engine != EngineSettings()
+        assert preset.help.endswith(".") and preset.source
+
+
+def test_a_policy_s_own_settings_are_not_the_preset_s() -> None:
+    assert get_engine_settings("autellix", load_policy("autellix")) == EngineSettings()
+    assert get_engine_settings("tenuto", load_policy("tenuto")).offload == "async"
+
+
+def test_the_record_names_the_preset() -> None:
+    setup = Setup(gpu="H100", policy="priority", step_cost="roofline")
+    record = run(setup, Load(jps=0.5, window_s=4)).record
+    assert (record["policy"], build(setup).config.order) == ("priority", "priority")
 
 
 @pytest.mark.slow
@@ -25,11 +40,6 @@ def test_its_settings_reach_the_engine_and_yield_to_the_user_s() -> None:
     )
     config = build(given).config
     assert (config.long_prefill_token_threshold, config.kv.watermark, config.offload) == (64, 0.1, None)
-
-
-@pytest.mark.parametrize("name", get_policy_names())
-def test_what_policies_want_is_known(name: str) -> None:
-    assert set(load_policy(name).wants) <= set(WANTS)
 
 
 @pytest.mark.parametrize("name", get_policy_names())

@@ -1,0 +1,92 @@
+"""Presets: a policy together with settings of the engine, under a name of its own.
+
+A preset decides nothing itself. Its name stands wherever a policy's does (`--policy offload-async`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+OffloadMode = Literal["async", "sync", "asked"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Settings of the engine, as far as a policy or a preset asks for them; the user's own go first."""
+
+    order: Literal["fcfs", "priority"] = "fcfs"
+    """vLLM's `--scheduling-policy`. With "priority", a request's own priority comes before every key."""
+    offload: OffloadMode | None = None
+    """How KV is copied to the tiers below the GPU: beside the steps (async), inside each step (sync), or
+    when `retain` and `reconsider` say so (asked)."""
+    long_prefill_token_threshold: int | None = None
+    """Most tokens of one prompt in a step while other requests wait or run."""
+    watermark: float | None = None
+    """Share of the KV blocks that starting a request leaves free."""
+    unbounded_kv: bool = False
+    """A KV cache without end; only the simulator has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A policy by its name, and the engine's settings that make the preset."""
+
+    policy: str
+    engine: EngineSettings
+    help: str
+    source: str
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "priority": Preset(
+            policy="stock",
+            engine=EngineSettings(order="priority"),
+            help="vLLM's own priority scheduling: smaller priority first, then earlier arrival.",
+            source="vllm/v1/core/sched/request_queue.py@0.32; as `--scheduling-policy priority`",
+        ),
+        # A prompt's cap of 512 tokens leaves a step's budget of 2,048 or 8,192 to others. A watermark of 0.01
+        # was vLLM's default before V1; it ends nearly all preemptions. Known weakness: the cap is a prompt's,
+        # not the step's. Sixteen long prompts still fill a step of 8,192, and each needs 16 times as many.
+        "stock-tuned": Preset(
+            policy="stock",
+            engine=EngineSettings(long_prefill_token_threshold=512, watermark=0.01, offload="async"),
+            help="Stock vLLM as a good operator sets it: capped prompts, a small reserve, KV in host memory.",
+            source="vLLM 0.32's --long-prefill-token-threshold, --watermark and --kv-offloading-size",
+        ),
+        # Starts every turn that fits, as stock does: turns in overload evict each other, and the tier fills
+        # with all of them.
+        "offload-async": Preset(
+            policy="stock",
+            engine=EngineSettings(offload="async"),
+            help="Stock vLLM with its own offloading: KV is copied to host memory beside the steps.",
+            source="vllm/v1/kv_offload and the offloading connector@0.32",
+        ),
+        # Good until the link saturates; then every step of every request waits for it.
+        "offload-sync": Preset(
+            policy="stock",
+            engine=EngineSettings(offload="sync"),
+            help="Stock vLLM with LMCache: every step waits for its copies to and from host memory.",
+            source="LMCache 0.3.7 behind vLLM (`start_load_kv` and `wait_for_save` around the forward pass)",
+        ),
+        # The paper's engine swaps what it preempts to the CPU, so this is nearer to it than `autellix` alone.
+        # Known weakness: overload makes more jobs take turns than the tier holds; then all is recomputed.
+        "autellix+": Preset(
+            policy="autellix",
+            engine=EngineSettings(offload="async"),
+            help="Autellix with KV in host memory: a preempted turn loads what it lost.",
+            source="arXiv 2502.13965, section 4.2.2",
+        ),
+        # What is left is the useful work alone: a policy that is slower wastes something, one that is faster
+        # has the better order. No server has such a cache.
+        "unbounded": Preset(
+            policy="job-order",
+            engine=EngineSettings(unbounded_kv=True),
+            help="An oracle: jobs in the order of their arrival, on a KV cache that never fills.",
+            source="this project",
+        ),
+    }
+)
