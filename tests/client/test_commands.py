@@ -15,10 +15,10 @@ import pytest
 from tenuto.client.load import commands as commands_module
 from tenuto.client.load.commands import CommandRecord, CommandRunner, check_commands
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import Agenda
 from tenuto.core.errors import ConfigError
 from tenuto.workload.load_options import LoadOptions
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
+from tenuto.workload.turn_driver import TurnDriver
 from tests.client.conftest import Ran, read_lines
 from tests.client.fake_server import FakeServer, Reply, Request
 
@@ -145,30 +145,30 @@ def make_workload(*jobs: Job) -> Workload:
 
 
 def test_a_turn_waits_for_its_command_and_no_longer() -> None:
-    agenda = Agenda(make_workload(make_job("x", job_id="a")), runs_commands=True)
-    (first,) = agenda.start()
+    turn_driver = TurnDriver(make_workload(make_job("x", job_id="a")), runs_commands=True)
+    (first,) = turn_driver.start()
     assert first.at_s == 0
-    assert agenda.on_sent("a", 0, 0.0) == []
-    assert agenda.on_finished("a", 0, 1.0) == []
-    (second,) = agenda.on_returned("a", 0, 1.5)
+    assert turn_driver.on_sent("a", 0, 0.0) == []
+    assert turn_driver.on_finished("a", 0, 1.0) == []
+    (second,) = turn_driver.on_returned("a", 0, 1.5)
     assert (second.turn, second.at_s) == (1, 1.5)  # not the 9 s it once took
-    assert agenda.on_finished("a", 1, 2.0) == []
-    assert agenda.is_over()
+    assert turn_driver.on_finished("a", 1, 2.0) == []
+    assert turn_driver.is_over()
 
 
 def test_a_turn_without_a_command_sleeps() -> None:
     turns = (TurnSpec((Span("p", 1),), Span("o", 1), tool_s=9.0), TurnSpec((Span("p", 2),), Span("q", 1)))
-    agenda = Agenda(make_workload(Job("a", 0.0, turns)), runs_commands=True)
-    agenda.start()
-    (second,) = agenda.on_finished("a", 0, 1.0)
+    turn_driver = TurnDriver(make_workload(Job("a", 0.0, turns)), runs_commands=True)
+    turn_driver.start()
+    (second,) = turn_driver.on_finished("a", 0, 1.0)
     assert second.at_s == 10.0
 
 
 def test_a_failed_turn_drops_what_waits_for_its_command() -> None:
-    agenda = Agenda(make_workload(make_job("x", job_id="a")), runs_commands=True)
-    agenda.start()
-    assert agenda.on_failed("a", 0, 1.0) == []
-    assert agenda.is_over()
+    turn_driver = TurnDriver(make_workload(make_job("x", job_id="a")), runs_commands=True)
+    turn_driver.start()
+    assert turn_driver.on_failed("a", 0, 1.0) == []
+    assert turn_driver.is_over()
 
 
 def test_workloads_without_commands_are_refused() -> None:

@@ -11,7 +11,7 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.simulation import Simulation, TurnRecord
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
-from tenuto.workload.schema import Job, Span, TurnSpec
+from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 
 
 class OneSecondSteps:
@@ -77,7 +77,7 @@ def make_simulation(
     if host_blocks:
         tiers = OffloadTiers([Tier("host", host_blocks, 1, Link(bytes_per_s=1e6))])
     scheduler = Scheduler(config, load_policy(policy, options), tiers=tiers)
-    return Simulation(scheduler, cost or OneSecondSteps(), tuple(jobs))  # type: ignore[arg-type]
+    return Simulation(scheduler, cost or OneSecondSteps(), Workload("w", tuple(jobs)))  # type: ignore[arg-type]
 
 
 def simulate(policy: str, jobs: Iterable[Job], **engine) -> list[TurnRecord]:

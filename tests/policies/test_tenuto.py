@@ -29,7 +29,7 @@ from tenuto.sim.simulation import Simulation
 from tenuto.workload import Job as JobSpec
 from tenuto.workload.hints import say_nothing
 from tenuto.workload.load_options import LoadOptions, make_workload
-from tenuto.workload.schema import Span, TurnSpec
+from tenuto.workload.schema import Span, TurnSpec, Workload
 
 IDLE = EngineView(100.0, 16, 1000, 900, 1, 0, 8192)
 SMALL = Setup(gpu="L40S", policy="tenuto", step_cost="roofline", kv_tokens=60_000, host_gb=0)
@@ -233,7 +233,7 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones() -> None:
     jobs = [make_job(f"s{n}", 0.25 * n, 2, 3000) for n in range(1200)]
     jobs.append(make_job("long", 20.0, 6, 6000))
     machine = build(SMALL)
-    turns = Simulation(machine.make_scheduler(), machine.step_cost, jobs).run()
+    turns = Simulation(machine.make_scheduler(), machine.step_cost, Workload("w", tuple(jobs))).run()
     ended_s = max(turn.finish_s for turn in turns)
     long_s = max(turn.finish_s for turn in turns if turn.job_id == "long")
     assert ended_s > 300
@@ -248,9 +248,7 @@ def test_clients_that_say_nothing_and_are_not_recognised_fare_as_with_stock() ->
     for name in ("stock", "tenuto"):
         machine = build(dataclasses.replace(SMALL, policy=name))
         scheduler = Scheduler(machine.config, machine.policy, Limits(infer_jobs=False))
-        turns = Simulation(
-            scheduler, machine.step_cost, make_workload(load).jobs, say_hints=say_nothing
-        ).run()
+        turns = Simulation(scheduler, machine.step_cost, make_workload(load), say_hints=say_nothing).run()
         means[name] = sum(turn.finish_s - turn.arrival_s for turn in turns) / len(turns)
     assert means["tenuto"] <= 1.05 * means["stock"]
 

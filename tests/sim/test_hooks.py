@@ -17,7 +17,7 @@ from tenuto.sim.kv.request import Request
 from tenuto.sim.simulation import Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
-from tenuto.workload.schema import Job, Span, TurnSpec
+from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 from tests.sim.test_loop import LinearSteps, OneSecondSteps
 from tests.sim.test_scheduler import make_request, make_scheduler, run, step
 
@@ -126,7 +126,8 @@ def test_with_displacement_every_turn_is_served(depth: int, num_blocks: int) -> 
         max_num_seqs=4,
         max_steps_in_flight=depth,
     )
-    simulation = Simulation(Scheduler(config, ByJobsEnd()), LinearSteps(), [make_job(n) for n in range(12)])
+    jobs = Workload("w", tuple(map(make_job, range(12))))
+    simulation = Simulation(Scheduler(config, ByJobsEnd()), LinearSteps(), jobs)
     records = simulation.run()
     assert len(records) == 48
     assert sum(record.num_preemptions for record in records) > 0
@@ -153,7 +154,7 @@ def test_a_step_that_only_preempts_is_followed_by_another() -> None:
     )
     tiers = OffloadTiers([Tier("host", 400, 1, Link(1e6))])
     scheduler = Scheduler(config, Policy(), tiers=tiers)
-    assert len(Simulation(scheduler, Steps(), [make_job(n) for n in range(6)]).run()) == 24
+    assert len(Simulation(scheduler, Steps(), Workload("w", tuple(map(make_job, range(6))))).run()) == 24
 
 
 # Ticks and keys.
@@ -232,7 +233,7 @@ def simulate(policy: Policy, jobs: Any, *, depth: int, num_blocks: int = 2000, s
         max_num_seqs=256,
         max_steps_in_flight=depth,
     )
-    simulation = Simulation(Scheduler(config, policy), LinearSteps(), jobs)
+    simulation = Simulation(Scheduler(config, policy), LinearSteps(), Workload("w", tuple(jobs)))
     simulation.fast_forwards = skips
     return simulation.run(), simulation
 
@@ -243,7 +244,7 @@ def test_each_step_is_told_with_its_time_and_its_tokens(depth: int) -> None:
     first = (Span("task", 40),)
     jobs = (Job("j", 10.0, (TurnSpec(first, Span("answer", 4)),)),)
     config = EngineConfig(kv=KvConfig(num_blocks=100), max_steps_in_flight=depth)
-    Simulation(Scheduler(config, policy), OneSecondSteps(), jobs).run()  # type: ignore[arg-type]
+    Simulation(Scheduler(config, policy), OneSecondSteps(), Workload("w", jobs)).run()  # type: ignore[arg-type]
     # 40 prompt tokens, then three decode steps. The first did not wait for a step before it: it was scheduled
     # at 10 s; with two in flight, the second is scheduled then too but begins when the first ends.
     assert policy.steps == [
@@ -273,7 +274,7 @@ def test_skipping_quiet_stretches_tells_the_same(depth: int, num_blocks: int) ->
 
 
 def test_a_policy_that_does_not_listen_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = load_workload("ab8", jps=1, window_s=2).jobs
+    jobs = load_workload("ab8", jps=1, window_s=2)
     config = EngineConfig(kv=KvConfig(num_blocks=2000))
     scheduler = Scheduler(config, Policy())
     monkeypatch.setattr(scheduler.driver, "step", lambda view: pytest.fail("told of a step"))

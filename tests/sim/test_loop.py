@@ -20,7 +20,9 @@ from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.result import RunInfo, make_record
 from tenuto.sim.simulation import Simulation, TurnRecord
 from tenuto.workload import load_workload
-from tenuto.workload.schema import Job, Span, TurnSpec
+from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.schema import Job, Span, TurnSpec, Workload
+from tenuto.workload.turn_driver import USER_GAP_S
 
 
 class OneSecondSteps:
@@ -47,7 +49,7 @@ def simulate(
         max_num_seqs=256,
         order=get_engine_settings(policy, made).order,
     )
-    simulation = Simulation(Scheduler(config, made), cost, jobs)  # type: ignore[arg-type]
+    simulation = Simulation(Scheduler(config, made), cost, Workload("w", jobs))  # type: ignore[arg-type]
     simulation.fast_forwards = skips
     return simulation.run()
 
@@ -95,6 +97,19 @@ def test_every_turn_is_served_in_order() -> None:
             assert after.num_hit_tokens < after.num_prompt_tokens
 
 
+@pytest.mark.parametrize("num_users", [1, 3])
+def test_users_have_one_job_each_and_begin_the_next_when_it_ends(num_users: int) -> None:
+    workload = make_workload(LoadOptions(users=num_users, max_jobs=9, scale_lengths=0.2))
+    config = EngineConfig(kv=KvConfig(num_blocks=2000))
+    scheduler = Scheduler(config, load_policy("stock"))
+    records = Simulation(scheduler, LinearSteps(), workload, users=num_users).run()
+    assert len(records) == 9 * 8
+    starts = sorted(record.arrival_s for record in records if record.turn == 0)
+    ends = sorted(record.finish_s for record in records if record.turn == 7)
+    assert starts[:num_users] == [USER_GAP_S * number for number in range(num_users)]
+    assert starts[num_users:] == ends[: 9 - num_users]
+
+
 def test_less_memory_never_recomputes_less() -> None:
     jobs = load_workload("ab8", jps=2, window_s=10).jobs
     recomputed = [
@@ -109,6 +124,8 @@ import json
 from dataclasses import asdict
 from tests.sim.test_loop import LinearSteps, simulate
 from tenuto.workload import load_workload
+from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.turn_driver import USER_GAP_S
 jobs = load_workload("swe-bench", jps=2, window_s=5).jobs
 print(json.dumps([asdict(r) for r in simulate(jobs, LinearSteps(), policy="continuum-fixed")]))
 """

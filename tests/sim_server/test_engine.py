@@ -25,7 +25,7 @@ from tenuto.sim.server.content import ContentTree, Text, TokenIds, make_token_id
 from tenuto.sim.server.engine import Engine, ServedRequest, Turn
 from tenuto.sim.simulation import Simulation
 from tenuto.workload import load_workload
-from tenuto.workload.schema import Job
+from tenuto.workload.schema import Job, Workload
 from tests.support.sim_checks import check_integrity
 
 
@@ -109,7 +109,7 @@ class Clients:
 def simulate(scheduler: Scheduler, jobs: Sequence[Job]) -> list[tuple[Any, ...]]:
     return [
         (r.job_id, r.turn, r.arrival_s, r.start_s, r.first_token_s, r.finish_s, r.num_hit_tokens)
-        for r in Simulation(scheduler, LinearSteps(), jobs).run()
+        for r in Simulation(scheduler, LinearSteps(), Workload("w", tuple(jobs))).run()
     ]
 
 

@@ -29,7 +29,7 @@ from tenuto.sim.result import get_durations
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.simulation import Simulation
 from tenuto.workload.load_options import LoadOptions, make_workload
-from tenuto.workload.schema import Job
+from tenuto.workload.schema import Job, Workload
 from tests.sim_server.live import Live, serve
 
 pytestmark = pytest.mark.slow
@@ -100,7 +100,7 @@ def test_clients_see_the_times_of_the_simulation(tmp_path: Path) -> None:
     load = LoadOptions(workload="ab8", jps=0.5, window_s=6, seed=3, hints="tool")
     jobs = [stretch(job, speed) for job in make_workload(load).jobs]
     machine = build(Setup(policy="stock", **setup))
-    simulated = Simulation(machine.make_scheduler(), machine.step_cost, jobs).run()
+    simulated = Simulation(machine.make_scheduler(), machine.step_cost, Workload("w", tuple(jobs))).run()
     durations_s = list(get_durations(simulated, {}).values())
     latencies_s = [turn.finish_s - turn.arrival_s for turn in simulated]
     with serve("stock", speed=speed, **setup) as live:

@@ -42,3 +42,20 @@ def write_rows(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def weka_file(tmp_path):
+    """A session with a sub-agent that it waits for."""
+
+    def make_request(**fields):
+        return {"type": "n", "in": 128, "out": 4, "hash_ids": [1, 2], "api_time": 1.0, **fields}
+
+    agent = {
+        "type": "subagent", "t": 9.0, "agent_id": "x", "status": "completed", "duration_ms": 5000,
+        "requests": [make_request(t=0.0), make_request(t=3.0, think_time=2.0)],
+    }  # fmt: skip
+    requests = [make_request(t=0.0, stop="tool_use"), agent, make_request(t=10.0, think_time=9.0)]
+    path = tmp_path / "session.json"
+    path.write_text(json.dumps({"id": "s", "block_size": 64, "hash_id_scope": "local", "requests": requests}))
+    return path

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tenuto.sim.cost import StepBatch, StepCost
-from tenuto.sim.kv.segments import Span, count_shared_tokens
-from tenuto.workload import Job
+from tenuto.workload.schema import Job, Span, count_shared_tokens
 
 
 def get_isolated_time_s(job: Job, step_cost: StepCost, max_num_batched_tokens: int) -> float:

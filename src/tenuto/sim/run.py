@@ -53,8 +53,8 @@ def run(
     simulation = Simulation(
         scheduler,
         machine.step_cost,
-        workload.jobs,
-        loop=workload.loop,
+        workload,
+        users=load.users,
         say_hints=HINTS[load.hints],
         watch=watch,
     )

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tenuto.core.errors import IntegrityError
 from tenuto.core.step_clock import StepClock
 from tenuto.core.types import ToolCall
-from tenuto.sim.clients import Clients, Job, Loop, Send
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step, get_decode_batch
 from tenuto.sim.kv.request import Request, Status
-from tenuto.sim.kv.segments import count_shared_tokens
 from tenuto.workload.hints import SayHints, say_last
+from tenuto.workload.schema import Workload, count_shared_tokens
+from tenuto.workload.turn_driver import Due, TurnDriver
 
 Watch = Callable[[float, Scheduler], None]
 """Looks at the engine at a time and changes nothing."""
@@ -51,7 +51,7 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class _LiveTurn:
-    send: Send
+    due: Due
     request: Request
     num_reusable_tokens: int
     start_s: float | None = None
@@ -68,13 +68,16 @@ class Simulation:
         self,
         scheduler: Scheduler,
         step_cost: StepCost,
-        jobs: Sequence[Job],
+        workload: Workload,
         *,
-        loop: Loop = "closed",
+        users: int | None = None,
         say_hints: SayHints = say_last,
         watch: Watch | None = None,
     ) -> None:
-        """`watch` is called after every step, or stretch of quiet ones."""
+        """`watch` is called after every step, or stretch of quiet ones; `users` as in `TurnDriver`.
+
+        Raises ConfigError if jobs of different users would wait for each other.
+        """
         self.scheduler = scheduler
         self.now_s = 0.0
         self.num_steps = 0
@@ -83,8 +86,8 @@ class Simulation:
         self._step_cost = step_cost
         self._say_hints = say_hints
         self._watch = watch
-        self._clients = Clients(jobs, loop)
-        self._sends: list[tuple[float, int, Send]] = []
+        self._turn_driver = TurnDriver(workload, users)
+        self._sends: list[tuple[float, int, Due]] = []
         self._num_sends = 0
         self._turns: dict[str, _LiveTurn] = {}
         self._records: list[TurnRecord] = []
@@ -94,8 +97,8 @@ class Simulation:
         self._last_end_s = 0.0
         self._tells_steps = scheduler.driver.policy.overrides("on_step")
         self._step_clock = StepClock(0.0)
-        for send in self._clients.first_sends:
-            self._plan(send)
+        for due in self._turn_driver.start():
+            self._plan(due)
 
     def run(self) -> list[TurnRecord]:
         """Run until every turn has finished; the records in the order in which they did.
@@ -200,9 +203,9 @@ class Simulation:
 
     # Turns.
 
-    def _plan(self, send: Send) -> None:
+    def _plan(self, due: Due) -> None:
         self._num_sends += 1
-        heapq.heappush(self._sends, (send.at_s, self._num_sends, send))
+        heapq.heappush(self._sends, (due.at_s, self._num_sends, due))
 
     def _get_next_event_s(self) -> float | None:
         """When something happens that is not a step's end: a turn is sent, a lease runs out, a copy ends."""
@@ -216,32 +219,33 @@ class Simulation:
         while self._sends and (self._sends[0][0] < now_s or (inclusive and self._sends[0][0] == now_s)):
             self._send(heapq.heappop(self._sends)[2])
 
-    def _send(self, send: Send) -> None:
-        job, turn = send.job, send.job.turns[send.turn]
+    def _send(self, due: Due) -> None:
+        job, index, at_s = due
+        turn = job.turns[index]
         request = Request(
-            turn_id=f"{job.job_id}/{send.turn}",
+            turn_id=f"{job.job_id}/{index}",
             prompt=turn.prompt,
             output=turn.output,
-            arrival_s=send.at_s,
-            hints=self._say_hints(job, send.turn),
+            arrival_s=at_s,
+            hints=self._say_hints(job, index),
             tool=None if turn.tool is None else ToolCall(turn.tool, turn.command),
             is_last=turn.tool is None,
         )
         num_reusable_tokens = 0
-        if send.turn > 0:
-            before = job.turns[send.turn - 1]
+        if index > 0:
+            before = job.turns[index - 1]
             num_shared_tokens = count_shared_tokens((*before.prompt, before.output), turn.prompt)
             # The last token of an output is never computed, nor is the last of a prompt ever hit.
-            num_before = sum(num_tokens for _, num_tokens in before.prompt) + before.output[1]
+            num_before = before.num_prompt_tokens + before.num_output_tokens
             num_reusable_tokens = min(num_shared_tokens, num_before - 1, request.num_prompt_tokens - 1)
-        self._turns[request.turn_id] = _LiveTurn(send, request, num_reusable_tokens)
-        self.scheduler.add_request(request, send.at_s)
-        for following in self._clients.tell(job, send.turn, "sent", send.at_s):
+        self._turns[request.turn_id] = _LiveTurn(due, request, num_reusable_tokens)
+        self.scheduler.add_request(request, at_s)
+        for following in self._turn_driver.on_sent(job.job_id, index, at_s):
             self._plan(following)
 
     def _finish_turn(self, turn_id: str) -> None:
         turn = self._turns.pop(turn_id)
-        request, (arrival_s, job, index) = turn.request, turn.send
+        request, (job, index, arrival_s) = turn.request, turn.due
         assert turn.start_s is not None and turn.first_token_s is not None
         self._records.append(
             TurnRecord(
@@ -258,5 +262,5 @@ class Simulation:
                 num_preemptions=request.num_preemptions,
             )
         )
-        for following in self._clients.tell(job, index, "finished", self.now_s):
+        for following in self._turn_driver.on_finished(job.job_id, index, self.now_s):
             self._plan(following)

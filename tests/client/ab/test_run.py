@@ -25,13 +25,13 @@ from tenuto.client.http.stream import Answer, Usage
 from tenuto.client.load.files import RunFiles
 from tenuto.client.load.metrics import Outcome
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import Due
 from tenuto.client.load.records import Flight, make_record
 from tenuto.client.load.result import Labels, make_result
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.report.html.sources import read_sources
 from tenuto.workload import Workload
+from tenuto.workload.turn_driver import Due
 from tests.client.conftest import read_lines
 from tests.client.fake_server import FakeServer, Reply, Request, serving
 

@@ -20,7 +20,7 @@ from tenuto.sim.hardware.models import load_model
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.result import RunInfo, make_record
 from tenuto.sim.simulation import Simulation
-from tenuto.workload import load_workload
+from tenuto.workload import Workload, load_workload
 from tests.report.diagnosis.conftest import HEADER, TraceFile
 
 
@@ -220,7 +220,7 @@ def test_a_simulation_and_its_trace_say_the_same(tmp_path: Path, policy: str, *,
     """The simulator's own record is made from its turns, not from the trace."""
     cost = load_step_cost("roofline", get_gpu("H200"), load_model("llama-3.1-8b"))
     config = EngineConfig(kv=KvConfig(num_blocks=3000))
-    jobs = load_workload("ab8", jps=6).jobs[:20]
+    jobs = Workload("w", load_workload("ab8", jps=6).jobs[:20])
     with closing(TraceWriter(str(tmp_path / "trace.jsonl"))) as trace:
         turns = Simulation(Scheduler(config, load_policy(policy), log=trace.write), cost, jobs).run()
     run = RunInfo(policy=policy, gpu="H200", model="m", workload="ab8", jps=6, seed=42, wall_s=0)

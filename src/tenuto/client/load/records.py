@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from tenuto.client.http.stream import Answer
-from tenuto.client.load.plan import Due
 from tenuto.workload.schema import TurnSpec
+from tenuto.workload.turn_driver import Due
 
 Status = Literal["ok", "failed", "cancelled"]
 

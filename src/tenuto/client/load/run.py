@@ -26,7 +26,6 @@ from tenuto.client.load.interruption import Interruption
 from tenuto.client.load.lag import sample_lag
 from tenuto.client.load.metrics import Outcome
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.plan import Agenda
 from tenuto.client.load.records import TurnRecord
 from tenuto.client.load.result import Labels, format_result, make_result
 from tenuto.client.load.runner import Load
@@ -34,6 +33,7 @@ from tenuto.client.servers import scrape
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load_options import make_workload
 from tenuto.workload.schema import Workload
+from tenuto.workload.turn_driver import TurnDriver
 
 SETTLE_S = 1.0
 """Servers bring their metrics up to date some time after the last token."""
@@ -70,11 +70,11 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
             f"--run-commands: {check_commands(workload)} commands of {workload.name} will run as you, in "
             "temporary folders; they can reach your files and the network"
         )
-    agenda = Agenda(workload, options.load.users, runs_commands=options.run_commands)
+    turns = TurnDriver(workload, options.load.users, runs_commands=options.run_commands)
     async with Client(options.url, api_key=options.api_key, timeout_s=options.timeout_s) as client:
         setup = await _prepare(client, options, workload)
         say(f"{len(workload.jobs)} jobs of {workload.name} on {setup.server.model} at {client.url}")
-        outcome = await _run_load(client, setup, agenda, files)
+        outcome = await _run_load(client, setup, turns, files)
     labels = Labels(
         model=setup.server.model,
         policy=options.policy,
@@ -119,7 +119,7 @@ async def _prepare(client: Client, options: BenchOptions, workload: Workload) ->
     return _Setup(options, workload, server, writer)
 
 
-async def _run_load(client: Client, setup: _Setup, agenda: Agenda, files: RunFiles) -> Outcome:
+async def _run_load(client: Client, setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcome:
     records: list[TurnRecord] = []
     commands: list[CommandRecord] = []
     progress = live.Progress(setup.workload)
@@ -138,7 +138,7 @@ async def _run_load(client: Client, setup: _Setup, agenda: Agenda, files: RunFil
     runner = CommandRunner(options.command_limit_s, on_command) if options.run_commands else None
     with Interruption() as interruption, runner or nullcontext():
         load = Load(
-            agenda,
+            turns,
             client,
             setup.writer,
             on_record,

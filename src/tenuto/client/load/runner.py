@@ -18,9 +18,9 @@ from tenuto.client.http.prompts import Conversation
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.http.stream import Answer
 from tenuto.client.load.commands import CommandRunner
-from tenuto.client.load.plan import Agenda, Due
 from tenuto.client.load.records import Failure, Flight, Status, TurnRecord, make_record
 from tenuto.workload.schema import Job
+from tenuto.workload.turn_driver import Due, TurnDriver
 
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 60.0
@@ -37,12 +37,12 @@ class _Family:
 class Load:
     """One run. `on_record` hears of every turn that ended, in the order of their ends.
 
-    With `commands`, tool calls whose command is known are run, and the agenda must know of that.
+    With `commands`, tool calls whose command is known are run, and `turns` must know of that.
     """
 
     def __init__(
         self,
-        agenda: Agenda,
+        turns: TurnDriver,
         client: Client,
         writer: RequestWriter,
         on_record: Callable[[TurnRecord], None],
@@ -53,7 +53,7 @@ class Load:
         self.num_in_flight = 0
         """Turns sent, or about to be, that have not ended."""
         self.num_started_jobs = 0
-        self._agenda = agenda
+        self._turns = turns
         self._client = client
         self._writer = writer
         self._on_record = on_record
@@ -70,7 +70,7 @@ class Load:
         """Run until every turn has ended or was given up, or until `stop`."""
         async with asyncio.TaskGroup() as self._group:
             self._start_s = self._loop.time()
-            self._schedule(self._agenda.start())
+            self._schedule(self._turns.start())
             await self._over.wait()
 
     def stop(self) -> None:
@@ -110,23 +110,23 @@ class Load:
             raise
         if flight.answer is None:
             self._record(flight, "failed")
-            self._schedule(self._agenda.on_failed(job.job_id, index, self.get_now_s()))
+            self._schedule(self._turns.on_failed(job.job_id, index, self.get_now_s()))
         else:
             self._record(flight, "ok")
             if self._writer.quotes_answers:
                 self._get_family(job).answers[job.turns[index].output.content_id] = flight.answer
-            self._schedule(self._agenda.on_finished(job.job_id, index, flight.answer.last_token_s))
+            self._schedule(self._turns.on_finished(job.job_id, index, flight.answer.last_token_s))
             if self._commands is not None and job.turns[index].command is not None:
                 self._start(self._run_command(self._commands, job, index))
-        if self._agenda.has_ended(root := self._agenda.get_root(job.job_id)):
+        if self._turns.has_ended(root := self._turns.get_root(job.job_id)):
             self._families.pop(root, None)
-        if self._agenda.is_over():
+        if self._turns.is_over():
             self._over.set()
 
     async def _run_command(self, commands: CommandRunner, job: Job, index: int) -> None:
         if index < len(job.turns) - 1:
             await commands.run(job, index)
-            self._schedule(self._agenda.on_returned(job.job_id, index, self.get_now_s()))
+            self._schedule(self._turns.on_returned(job.job_id, index, self.get_now_s()))
 
     async def _fetch_answer(self, flight: Flight) -> None:
         """Send the turn as often as it takes and is allowed."""
@@ -134,7 +134,7 @@ class Load:
         prompt = self._get_conversation(job).write_prompt(job.turns[index])
         body, headers = self._writer.write_body(job, index, prompt), self._writer.write_headers(job)
         flight.sent_s = self.get_now_s()
-        self._schedule(self._agenda.on_sent(job.job_id, index, flight.sent_s))
+        self._schedule(self._turns.on_sent(job.job_id, index, flight.sent_s))
         for attempt in count():
             sent_s = self.get_now_s()
             try:
@@ -149,7 +149,7 @@ class Load:
                 return
 
     def _get_family(self, job: Job) -> _Family:
-        return self._families.setdefault(self._agenda.get_root(job.job_id), _Family())
+        return self._families.setdefault(self._turns.get_root(job.job_id), _Family())
 
     def _get_conversation(self, job: Job) -> Conversation:
         family = self._get_family(job)

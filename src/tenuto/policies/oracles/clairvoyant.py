@@ -9,6 +9,7 @@ from typing import Any
 from tenuto.core.policy import Key, Oracle, Policy, setting
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, StepView, Turn
 from tenuto.estimators.step_times import StepTimes
+from tenuto.workload.schema import count_shared_tokens
 
 FIRST = -1e15
 """The value of a lease that is far from its return: below minus any work."""
@@ -112,18 +113,7 @@ class Clairvoyant(Policy, Oracle):
             prompt, (_, num_output_tokens) = turns[index].prompt, turns[index].output
             num_new_tokens = sum(num_tokens for _, num_tokens in prompt)
             if index:
-                num_new_tokens -= _count_shared((*turns[index - 1].prompt, turns[index - 1].output), prompt)
+                before = turns[index - 1]
+                num_new_tokens -= count_shared_tokens((*before.prompt, before.output), prompt)
             work_left.append(work_left[-1] + num_new_tokens + self.tokens_per_output * num_output_tokens)
         return _Future(tuple(reversed(work_left[1:])), tuple(turn.tool_s for turn in turns))
-
-
-def _count_shared(before: Sequence[Any], prompt: Sequence[Any]) -> int:
-    """Leading tokens that two rows of (text, tokens) have in common."""
-    num_shared = 0
-    for (left, num_left), (right, num_right) in zip(before, prompt, strict=False):
-        if left != right:
-            break
-        num_shared += min(num_left, num_right)
-        if num_left != num_right:
-            break
-    return num_shared

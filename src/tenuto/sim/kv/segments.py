@@ -123,15 +123,3 @@ class Path:
     def get_segment(self, block: int) -> Segment:
         """The segment that a block belongs to."""
         return self.segments[bisect_right(self.first_blocks, block) - 1]
-
-
-def count_shared_tokens(a: Iterable[Span], b: Iterable[Span]) -> int:
-    """Leading tokens that two rows of spans have in common."""
-    num_shared = 0
-    for (left, num_left), (right, num_right) in zip(a, b, strict=False):
-        if left != right:
-            break
-        num_shared += min(num_left, num_right)
-        if num_left != num_right:
-            break
-    return num_shared

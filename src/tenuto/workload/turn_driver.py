@@ -1,12 +1,15 @@
-"""When each turn is to be sent: the agenda.
+"""When each turn of a workload is sent: one set of rules for the simulator and for the bench.
 
-An agenda is told what happened and when, and answers with the turns that now have a time:
+The driver is told what happened and when. It answers with the turns whose time is now known:
 
-    start() ──► first turns    on_sent / on_finished / on_returned(turn, now) ──► the turns that waited for it
-                               on_failed(turn, now)                           ──► drops them instead
+    start() ──────────────────────────────► the first turns
+    on_sent / on_finished / on_returned ──► the turns that waited for this event alone
+    on_failed ────────────────────────────► none: the turns that waited for this one are never sent
 
-A turn's time follows from the plan and the events alone, never from when the client got round to it: what the
-client is late is seen in its records, and not made up for. No I/O and no clock here.
+With `users`, the end of a user's job is also the beginning of the next one.
+
+A turn's time follows from the workload and from the events alone. If the bench sends a turn late, its records
+show the delay; later turns are not moved to make up for it. No I/O and no clock here.
 """
 
 from __future__ import annotations
@@ -19,66 +22,74 @@ from tenuto.core.errors import ConfigError
 from tenuto.workload.schema import Event, Job, TurnSpec, Workload, find_roots
 
 USER_GAP_S = 0.01
-"""Between the beginnings of two users: all at one moment, the client would measure its own crowd."""
+"""Between the first jobs of two users: if all began at once, the client would measure its own crowd."""
 
 
 class Due(NamedTuple):
-    """A turn, and the time at which it is to be sent."""
+    """A turn, and when it is to be sent."""
 
     job: Job
     turn: int
     """Index of the turn in its job, from 0."""
     at_s: float
+    """On the workload's clock, in seconds."""
 
 
 class _Turn(NamedTuple):
     job_id: str
-    number: int
+    index: int
 
 
 _Event = Event | Literal["returned"]
-"""A turn's tool returned, where tools are run and not slept."""
+"""`returned`: the turn's command ended. Only where commands are run, and not slept for."""
 
 
-class Agenda:
-    """When each turn of a workload is due. Times are the workload's own, in seconds.
+class TurnDriver:
+    """Says when each turn is due. Times are in seconds on the workload's clock.
 
-    With `users`, that many users each work on one job at a time; whoever's job has ended, with all the jobs
-    it started, begins the next one in the workload's order at that moment. Raises ConfigError if jobs of
-    different users would wait for each other. With `runs_commands`, a turn that has a command is not followed
-    before `on_returned`.
+    - Closed loop: a turn is due `tool_s` after the job's previous turn finished, and not before any of its
+      `after` events and its delay. A first turn is due at its job's arrival, or after its `after` events.
+    - Open loop: every turn is due at its recorded time, whatever was finished by then.
+    - `users`: so many users have one job each. When a user's job and all jobs that it started have ended,
+      the user begins the next job of the workload at that moment.
+    - `runs_commands`: a turn with a command is followed when `on_returned` says that the command ended.
+
+    Raises ConfigError if jobs of different users would wait for each other.
     """
 
     def __init__(self, workload: Workload, users: int | None = None, *, runs_commands: bool = False) -> None:
-        self._loop = workload.loop
+        self._is_open_loop = workload.loop == "open"
+        self._users = users
         self._runs_commands = runs_commands
         self._jobs = {job.job_id: job for job in workload.jobs}
         self._roots = find_roots(workload.name, workload.jobs)
-        self._users = users
         self._families: dict[str, list[Job]] = {}
         for job in workload.jobs:
             self._families.setdefault(self._roots[job.job_id], []).append(job)
         self._num_open = {
             root: sum(len(job.turns) for job in family) for root, family in self._families.items()
         }
-        self._next_families = iter(self._families)
-        self._ready_s: dict[_Turn, float] = {}
-        self._num_awaited: dict[_Turn, int] = {}
+        self._next_roots = iter(self._families)
         self._waiting: dict[tuple[_Turn, _Event], list[tuple[_Turn, float]]] = {}
-        if self._loop == "closed":
+        """The turns that wait for an event, each with its delay in seconds."""
+        self._num_awaited: dict[_Turn, int] = {}
+        """How many events each waiting turn still waits for."""
+        self._ready_s: dict[_Turn, float] = {}
+        """The latest time that the events so far allow a waiting turn."""
+        if not self._is_open_loop:
             for job in workload.jobs:
                 self._add_events(job)
 
     def start(self) -> list[Due]:
-        """The turns whose time is known from the start; called once."""
-        if self._loop == "open":
+        """The turns whose time is known from the start, in the workload's order. Call it once."""
+        if self._is_open_loop:
             return [
                 Due(job, index, job.arrival_s if turn.at_s is None else turn.at_s)
                 for job in self._jobs.values()
                 for index, turn in enumerate(job.turns)
             ]
         if self._users is None:
-            return [due for root in self._families for due in self._begin(root, shift_s=0.0)]
+            return [Due(job, 0, job.arrival_s) for job in self._jobs.values() if not job.turns[0].after]
         return [due for user in range(self._users) for due in self._begin_next(user * USER_GAP_S)]
 
     def on_sent(self, job_id: str, turn: int, now_s: float) -> list[Due]:
@@ -95,7 +106,7 @@ class Agenda:
         return list(self._fire(_Turn(job_id, turn), "returned", now_s))
 
     def on_failed(self, job_id: str, turn: int, now_s: float) -> list[Due]:
-        """A turn was given up: all turns that wait for it, however indirectly, are dropped."""
+        """A turn was given up: drops all turns that wait for it, directly or through others."""
         due: list[Due] = []
         lost = deque([_Turn(job_id, turn)])
         while lost:
@@ -109,15 +120,15 @@ class Agenda:
         return due
 
     def get_root(self, job_id: str) -> str:
-        """The job that this job's chain of parents begins with."""
+        """The job at the beginning of this job's chain of parents; the job itself if no other started it."""
         return self._roots[job_id]
 
     def has_ended(self, root: str) -> bool:
-        """Whether that job's turns, and those of all it started, are finished, failed or dropped."""
+        """Whether all turns of this job, and of all jobs that it started, are finished, failed or dropped."""
         return root not in self._num_open
 
     def is_over(self) -> bool:
-        """Whether this holds of all jobs."""
+        """Whether all turns of the workload are finished, failed or dropped."""
         return not self._num_open
 
     def _add_events(self, job: Job) -> None:
@@ -126,14 +137,15 @@ class Agenda:
             for event in turn.after:
                 if self._users is not None and self._roots[event.job_id] != self._roots[job.job_id]:
                     raise ConfigError(
-                        f"no --users: job {job.job_id!r} waits for {event.job_id!r}, which it may never meet"
+                        f"--users does not go with this workload: job {job.job_id!r} waits for "
+                        f"{event.job_id!r}, a job of another user; leave --users out"
                     )
                 self._await(one, _Turn(event.job_id, event.turn), event.event, event.delay_s)
             if index:
                 self._await(one, _Turn(job.job_id, index - 1), *self._get_return(job.turns[index - 1]))
 
     def _get_return(self, turn: TurnSpec) -> tuple[_Event, float]:
-        """What a job's next turn waits for, and for how long after it."""
+        """The event of a turn that the job's next turn waits for, and the delay after it in seconds."""
         if self._runs_commands and turn.command is not None:
             return "returned", 0.0
         return "finished", turn.tool_s
@@ -142,14 +154,18 @@ class Agenda:
         self._waiting.setdefault((other, event), []).append((one, delay_s))
         self._num_awaited[one] = self._num_awaited.get(one, 0) + 1
 
-    def _begin(self, root: str, shift_s: float) -> Iterator[Due]:
-        for job in self._families[root]:
-            if not job.turns[0].after:
-                yield Due(job, 0, job.arrival_s + shift_s)
-
     def _begin_next(self, now_s: float) -> list[Due]:
-        root = next(self._next_families, None)
-        return [] if root is None else list(self._begin(root, now_s - self._jobs[root].arrival_s))
+        """The first turns of the next job, which begins now, and of the jobs that arrive with it."""
+        root = next(self._next_roots, None)
+        if root is None:
+            return []
+        start_s = self._jobs[root].arrival_s
+        # The difference first: the job itself then begins at exactly `now_s`.
+        return [
+            Due(job, 0, now_s + (job.arrival_s - start_s))
+            for job in self._families[root]
+            if not job.turns[0].after
+        ]
 
     def _fire(self, turn: _Turn, event: _Event, now_s: float) -> Iterator[Due]:
         for waiting, delay_s in self._waiting.pop((turn, event), []):
@@ -159,9 +175,10 @@ class Agenda:
             self._num_awaited[waiting] -= 1
             if self._num_awaited[waiting] == 0:
                 del self._num_awaited[waiting]
-                yield Due(self._jobs[waiting.job_id], waiting.number, self._ready_s.pop(waiting))
+                yield Due(self._jobs[waiting.job_id], waiting.index, self._ready_s.pop(waiting))
 
     def _close(self, job_id: str, now_s: float) -> list[Due]:
+        """One turn less to come; with `users`, the next job where that was the family's last turn."""
         root = self._roots[job_id]
         self._num_open[root] -= 1
         if self._num_open[root]:

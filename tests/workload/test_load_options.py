@@ -1,0 +1,73 @@
+"""Options of a load: which workload they make, and which do not go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tenuto.core.errors import ConfigError, DataError
+from tenuto.workload import load_workload
+from tenuto.workload.load_options import LoadOptions, make_workload
+
+
+def test_options_make_the_workload_of_the_same_name() -> None:
+    assert make_workload(LoadOptions(jps=3.0)) == load_workload("ab8", jps=3.0)
+    options = LoadOptions(workload="bfcl", jps=2.0, window_s=9.0, seed=7, arrival="gamma:2")
+    assert make_workload(options) == load_workload("bfcl", jps=2.0, window_s=9.0, seed=7, arrival="gamma:2")
+
+
+def test_scaling_and_max_jobs() -> None:
+    plain = make_workload(LoadOptions(jps=3.0))
+    workload = make_workload(LoadOptions(jps=3.0, scale_lengths=0.5, scale_rate=2.0, max_jobs=4))
+    assert [job.job_id for job in workload.jobs] == [job.job_id for job in plain.jobs[:4]]
+    for short, long in zip(workload.jobs, plain.jobs, strict=False):
+        assert short.arrival_s == long.arrival_s / 2
+        assert short.turns[0].num_prompt_tokens == long.turns[0].num_prompt_tokens / 2
+
+
+def test_max_jobs_counts_jobs_with_all_they_start(weka_file: Path) -> None:
+    jobs = make_workload(LoadOptions(workload=str(weka_file), max_jobs=1)).jobs
+    assert [job.job_id for job in jobs] == ["s", "s/x"]
+
+
+def test_users_take_any_number_of_generated_jobs() -> None:
+    workload = make_workload(LoadOptions(users=3, max_jobs=7))
+    assert len(workload.jobs) == 7
+    assert workload.jobs[0].turns == load_workload("ab8", jps=1.0).jobs[0].turns
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (LoadOptions(), "Say --jps 1 .* or --users 8"),
+        (LoadOptions(users=3, max_jobs=7, arrival="fixed"), "--arrival fixed .* give --jps"),
+        (LoadOptions(workload="nowhere.jsonl", arrival="fixed"), "--arrival fixed .* give --jps"),
+        (LoadOptions(jps=1.0, max_jobs=0), "--max-jobs must be 1 or more"),
+        (LoadOptions(jps=1.0, window_s=0.01), "no job arrives"),
+        (LoadOptions(jps=1.0, arrival="sometimes"), "arrival must be"),
+        (LoadOptions(jps=1.0, loop="open"), "no recorded time"),
+        (LoadOptions(jps=1.0, scale_lengths=0.0), "scale factor"),
+        (LoadOptions(users=3), "say --max-jobs"),
+        (LoadOptions(users=0, max_jobs=3), "--users must be 1 or more"),
+        (LoadOptions(users=3, jps=1.0), "with --users"),
+        (LoadOptions(users=3, loop="open"), "with --users"),
+        (LoadOptions(users=3, scale_rate=2.0, max_jobs=9), "leave --jps, --window, --scale-rate"),
+        (LoadOptions(jps=1.0, loop="half"), "--loop must be one of closed, open; got 'half'"),  # type: ignore[arg-type]
+        (
+            LoadOptions(jps=1.0, hints="some"),
+            "--hints must be one of none, job, last, tool, tool-time, wrong",
+        ),
+        (LoadOptions(workload="nowhere.jsonl"), "no such file"),
+    ],
+)
+def test_options_that_make_no_sense(options: LoadOptions, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_workload(options)
+
+
+def test_a_broken_trace_is_a_data_error(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"session": "a"}\n')
+    with pytest.raises(DataError, match=r"trace.jsonl:1"):
+        make_workload(LoadOptions(workload=str(path)))
