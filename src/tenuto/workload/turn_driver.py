@@ -37,7 +37,7 @@ class Due(NamedTuple):
 
 class _Turn(NamedTuple):
     job_id: str
-    index: int
+    number: int
 
 
 _Event = Event | Literal["returned"]
@@ -175,7 +175,7 @@ class TurnDriver:
             self._num_awaited[waiting] -= 1
             if self._num_awaited[waiting] == 0:
                 del self._num_awaited[waiting]
-                yield Due(self._jobs[waiting.job_id], waiting.index, self._ready_s.pop(waiting))
+                yield Due(self._jobs[waiting.job_id], waiting.number, self._ready_s.pop(waiting))
 
     def _close(self, job_id: str, now_s: float) -> list[Due]:
         """One turn less to come; with `users`, the next job where that was the family's last turn."""
