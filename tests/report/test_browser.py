@@ -81,7 +81,7 @@ def test_every_chart_draws_every_number(page: Any) -> None:
         assert count_marks(page, f"speed-up-{number}", "marks-") == (POLICIES - 1) * LOADS
         assert count_marks(page, f"turns-{number}", "marks-") == POLICIES * LOADS * 2
         assert count_marks(page, f"cdf-{number}", "line-", "path") == POLICIES * LOADS
-    for state in ("running", "retained", "cached", "free"):
+    for state in ("running", "leased", "cached", "free"):
         assert count_marks(page, "kv-1", f"area-{state}", "path") >= 1
     assert page.locator("#kv-1-wide-line-host path, #kv-1-wide-line-disk path").count() == 2
 

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from tenuto.records.fields import Fields
+from tenuto.records.load import read_run
 from tenuto.report.html.compare import Group, get_seed_spread, group_runs
-from tenuto.report.html.records import Run, get_percentile, read_run
+from tenuto.report.html.records import Run, make_run
 from tenuto.report.html.verdict import describe, format_seconds
 from tenuto.report.html.winners import _name_winner
 from tests.report.data import make_record
 
 
 def read(*records: dict[str, Any]) -> list[Run]:
-    return [read_run(Fields(f"r:{index}", record)) for index, record in enumerate(records)]
+    return [
+        make_run(read_run(Fields(f"r:{index}", record)), f"r:{index}") for index, record in enumerate(records)
+    ]
 
 
 def group(*records: dict[str, Any]) -> Group:
@@ -145,11 +148,6 @@ def test_the_spread_between_seeds() -> None:
     # (12 - 8) / 10 = 0.4 and nothing for a cell of one seed.
     cells = group(make_record("a", 1, 1, mean_s=8), make_record("a", 1, 2, mean_s=12), make_record("a", 2, 1))
     assert get_seed_spread([cells]) == (0.4, 0.4, 0.4)
-
-
-def test_percentiles_lie_on_a_straight_line() -> None:
-    assert get_percentile([1.0, 2.0, 3.0, 5.0], 90) == pytest.approx(4.4)
-    assert (get_percentile([7.0], 99), get_percentile([], 50)) == (7.0, None)
 
 
 def test_missing_percentiles_come_from_the_durations() -> None:

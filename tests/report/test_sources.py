@@ -68,16 +68,18 @@ def test_a_wrong_sample(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused_by_name_and_left_out_of_a_folder(tmp_path: Path) -> None:
     other = write_lines(tmp_path / "other.jsonl", [{"t": 1}])
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
-    with pytest.raises(DataError, match=r"other\.jsonl: holds no result records"):
+    with pytest.raises(
+        DataError, match=r"other\.jsonl: is of no kind that Tenuto writes, but a result record"
+    ):
         read_sources([other])
-    with pytest.raises(DataError, match="no result records, turns"):
+    with pytest.raises(DataError, match="nothing found of what a report shows"):
         read_sources([tmp_path])
     write_lines(tmp_path / "results.jsonl", [make_record("a")])
     sources = read_sources([tmp_path])
     assert [run.policy for run in sources.runs] == ["a"]
     broken, others = sources.notes
     assert "broken.json:1: not valid JSON: Expecting property name" in broken
-    assert others.startswith("Left out, as they hold no result records")
+    assert others.startswith("Left out, as they hold nothing that a report shows")
     assert others.endswith(": other.jsonl.")
 
 

@@ -10,24 +10,19 @@ from typing import Any
 import pytest
 
 from tenuto.records.fields import Fields
-from tenuto.report.html.live_trace import read_trace
+from tenuto.records.load import read_sample, read_turn
+from tenuto.records.run_data import RunData
+from tenuto.records.schema import TurnRecord
+from tenuto.records.trace_reader import read_trace
 from tenuto.report.html.sources import Detail
 from tenuto.report.html.time_charts import MAX_SAMPLES, average_samples
 from tenuto.report.html.timeline import MAX_TURNS, choose_jobs, make_timeline
 from tenuto.report.html.trace_events import make_events, write_trace_events
-from tenuto.report.html.turns import (
-    Turn,
-    get_slices,
-    get_tool_end_s,
-    get_verdicts,
-    group_by_job,
-    read_sample,
-    read_turn,
-)
+from tenuto.report.html.turns import get_cache_verdicts, get_slices, get_tool_end_s, group_by_job
 from tests.report.data import make_job, make_sample, make_turn
 
 
-def read(objects: list[dict[str, Any]]) -> list[Turn]:
+def read(objects: list[dict[str, Any]]) -> list[TurnRecord]:
     return [read_turn(Fields("t", each)) for each in objects]
 
 
@@ -56,17 +51,17 @@ def test_a_tool_without_a_next_turn_takes_as_long_as_it_was_to() -> None:
 
 @pytest.mark.parametrize(
     ("cached", "verdict"),
-    [(120, "hit"), (108, "hit"), (107, "part"), (12, "part"), (11, "miss"), (0, "miss"), (None, "unknown")],
+    [(112, "hit"), (101, "hit"), (100, "part"), (12, "part"), (11, "miss"), (0, "miss"), (None, "unknown")],
 )
 def test_hit_or_miss_counts_what_the_turn_before_left(cached: int | None, verdict: str) -> None:
-    # 100 prompt and 20 output tokens can be hit again.
+    # 119 of 100 prompt and 20 output tokens have KV: 7 full blocks, 112 tokens.
     turns = read([make_turn("a", 1, 0), make_turn("a", 2, 7, cached_tokens=cached)])
-    assert get_verdicts(turns) == ["first", verdict]
+    assert get_cache_verdicts(turns, 16) == ["first", verdict]
 
 
 def test_a_shortened_prompt_can_only_hit_what_it_has() -> None:
     turns = read([make_turn("a", 1, 0), make_turn("a", 2, 7, prompt_tokens=50, cached_tokens=48)])
-    assert get_verdicts(turns) == ["first", "hit"]
+    assert get_cache_verdicts(turns, 16) == ["first", "hit"]
 
 
 def test_jobs_are_in_the_order_of_their_first_turns() -> None:
@@ -94,16 +89,17 @@ def test_many_samples_are_averaged() -> None:
     ]
     averaged, thinned = average_samples(samples)
     assert (thinned, len(averaged)) == (True, MAX_SAMPLES)
-    assert {sample.running for sample in averaged[1:-1]} == {0.5}
-    assert averaged[0].host is None
+    assert {sample.running_blocks for sample in averaged[1:-1]} == {0.5}
+    assert averaged[0].host_blocks is None
 
 
 def make_trace() -> list[Fields]:
     """One turn of 100 prompt tokens, 40 of them hit, in steps of 30 tokens; then it decodes."""
     job = {"kind": "job", "job": "j", "turn": "t", "turn_number": 1}
-    step = {"kind": "step", "num_retained_blocks": 0}
+    counts = dict.fromkeys(("num_running", "num_waiting", "num_cached_blocks", "num_retained_jobs"), 0)
+    step = {"kind": "step", "num_retained_blocks": 0, **counts}
     records = [
-        {"kind": "header", "now_s": 90},
+        {"kind": "header", "schema": 1, "now_s": 90},
         {**job, "event": "arrived", "now_s": 100, "num_prompt_tokens": 100},
         {**job, "event": "started", "now_s": 101, "num_hit_tokens": 40},
         {**step, "now_s": 101, "num_free_blocks": 10, "num_tokens": {"t": 30}},
@@ -117,14 +113,15 @@ def make_trace() -> list[Fields]:
 
 
 def test_the_schedulers_trace_is_turns_and_samples() -> None:
-    (turn,), samples = read_trace(make_trace())
-    times = (turn.asked_s, turn.start_s, turn.first_token_s, turn.last_token_s)
-    assert times == (0, 1, 3, 5)
-    assert (turn.job, turn.prompt_tokens, turn.cached_tokens, turn.output_tokens) == ("j", 100, 40, 3)
-    assert [(sample.now_s, sample.running, sample.retained, sample.free) for sample in samples] == [
-        (1, 0, 0, 10), (2, 4, 0, 6), (3, 6, 0, 4), (6, 0, 0, 10),
-    ]  # fmt: skip
-    assert {(sample.num_blocks, sample.cached) for sample in samples} == {(10, None)}
+    data = RunData("t")
+    read_trace(data, make_trace())
+    (turn,), samples = data.turns, data.samples
+    times = (turn.due_s, turn.start_s, turn.first_token_s, turn.last_token_s)
+    assert times == (100, 101, 103, 105)
+    assert (turn.job, turn.prompt_tokens, turn.hit_tokens, turn.output_tokens) == ("j", 100, 40, 3)
+    blocks = [(each.now_s, each.running_blocks, each.leased_blocks, each.free_blocks) for each in samples]
+    assert blocks == [(101, 0, 0, 10), (102, 4, 0, 6), (103, 6, 0, 4), (106, 0, 0, 10)]
+    assert {(sample.num_blocks, sample.cached_blocks) for sample in samples} == {(10, None)}
 
 
 def make_details() -> list[Detail]:

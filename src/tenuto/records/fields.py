@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from tenuto.core.errors import DataError
@@ -40,17 +40,30 @@ class Fields:
     missing, null or NaN: `fields.optional(fields.number, "jps")`.
     """
 
-    __slots__ = ("_path", "place", "values")
+    __slots__ = ("_path", "_written_as", "place", "values")
 
-    def __init__(self, place: str, values: dict[str, object], path: str = "") -> None:
+    def __init__(
+        self,
+        place: str,
+        values: dict[str, object],
+        path: str = "",
+        written_as: Mapping[str, str] | None = None,
+    ) -> None:
+        """`written_as`: names of fields in the file, where `values` holds them under other names."""
         self.place = place
         """The file, and the line or index where there is one."""
         self.values = values
         self._path = path
+        self._written_as = written_as or {}
 
     def error(self, field: str, problem: str) -> DataError:
         """The error to raise about a field."""
-        return DataError(f"{self.place}: {self._path}{field}: {problem}")
+        return DataError(f"{self.place}: {self._path}{self._written_as.get(field, field)}: {problem}")
+
+    def rename(self, names: Mapping[str, str]) -> Fields:
+        """The same fields under new names, given by the old ones. Errors tell the old ones."""
+        values = {names.get(name, name): value for name, value in self.values.items()}
+        return Fields(self.place, values, self._path, {new: old for old, new in names.items()})
 
     def __contains__(self, field: str) -> bool:
         """Whether a field is there, and is neither null nor a float that is no finite number."""

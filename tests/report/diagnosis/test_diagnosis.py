@@ -115,12 +115,12 @@ def test_leases_that_end_without_a_hit() -> None:
     late = diagnose(make_evidence({1: 1.0}, lease_ends={"hit": 6, "expired": 4}, lease_p50_s=2, tool_p50_s=9))
     assert [finding.mode for finding in late] == ["leases too short"]
     assert "leases held 2.0 s, tool calls took 9.0 s" in late[0].seen
-    assert get_modes(make_evidence({1: 1.0}, lease_ends={"hit": 5, "revoked": 5})) == ["leases taken back"]
+    assert get_modes(make_evidence({1: 1.0}, lease_ends={"hit": 5, "revoked": 5})) == ["leases reclaimed"]
 
 
 def test_prompts_that_change() -> None:
     causes = {"prompt changed": 30, "never kept": 70}
-    assert get_modes(make_evidence({1: 1.0}, gap_tokens_by_cause=causes)) == ["prompts that change"]
+    assert get_modes(make_evidence({1: 1.0}, missed_tokens_by_cause=causes)) == ["prompts that change"]
 
 
 def test_nothing_known_is_nothing_found() -> None:

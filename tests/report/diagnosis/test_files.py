@@ -109,15 +109,17 @@ def test_what_is_no_json_value_of_ours(tmp_path: Path) -> None:
     refuse(path, (HEAD + '{"kind": "\xff"}\n').encode("latin-1"), ":2:")
     refuse(path, HEAD, "no turn arrived")
     refuse(path, HEAD.replace('"schema": 1', '"schema": 2'), ":1:", "schema")
-    refuse(path, '{"at_s": 1.0, "vllm:x": 2}\n{"at_s": 2.0}\n', ":1:", "at_s", "turns.jsonl")
+    refuse(
+        path, '{"at_s": 1.0, "vllm:x": 2}\n{"at_s": 2.0}\n', "samples of a server's /metrics", "turns.jsonl"
+    )
     refuse(path, "hello\nworld\n", "not valid JSON")
-    refuse(path, '{"a": 1}', "none of what can be analysed")
+    refuse(path, '{"a": 1}', "of no kind that Tenuto writes")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing\.jsonl: cannot be read"):
         analyze(tmp_path / "nothing.jsonl")
-    with pytest.raises(DataError, match=r"holds no turns\.jsonl"):
+    with pytest.raises(DataError, match=r"of no kind that Tenuto writes"):
         analyze(tmp_path)
 
 

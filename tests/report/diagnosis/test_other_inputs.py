@@ -33,13 +33,13 @@ def test_turns_in_any_order(tmp_path: Path) -> None:
     turns = [make_turn(2, 5.0, cached_tokens=64, start_s=5.5, preemptions=2), make_turn(1, 0.0)]
     report = analyze(write_lines(tmp_path / "turns.jsonl", *turns), jobs=["a"])
     assert report["kind"] == "turns"
-    assert report["jct_s"]["mean"] == 7.0
+    assert report["job_s"]["mean"] == 7.0
     assert report["ttft_s"]["mean"] == 1.0
     assert report["queue_s"]["mean"] == 0.5
     assert report["tool_s"]["mean"] == 3.0
     assert report["preemptions"] == 2
     second = report["jobs_shown"][0]["turn_by_turn"][1]
-    assert (second["best_tokens"], second["hit_tokens"], second["cause"]) == (150, 64, "untold")
+    assert (second["reusable_tokens"], second["hit_tokens"], second["cause"]) == (144, 64, "untold")
 
 
 def test_turns_that_failed_or_tell_nothing_of_the_cache(tmp_path: Path) -> None:
@@ -53,7 +53,8 @@ def test_turns_that_failed_or_tell_nothing_of_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("status", "fine"), ("turn", 0), ("intended_s", None), ("job", 1)]
+    ("field", "value"),
+    [("status", "fine"), ("turn", 0), ("intended_s", "x"), ("cached_tokens", -1), ("job", 1)],
 )
 def test_a_malformed_turn(tmp_path: Path, field: str, value: object) -> None:
     path = write_lines(tmp_path / "turns.jsonl", make_turn(1, 0.0), make_turn(2, 5.0, **{field: value}))
@@ -102,7 +103,7 @@ def test_a_sweep_has_a_diagnosis_per_cell(tmp_path: Path) -> None:
         make_result(15, {"1": 12000.0, "2": 20000.0, "8": 60000.0}, **moving),
         make_result(6, GROWING, preemptions=50),
     )
-    cells = analyze(path)["cells"]
+    cells = analyze(path)["records"]
     assert [get_modes(cell) for cell in cells] == [
         ["linear growth"],
         [],
@@ -118,15 +119,15 @@ def test_a_sweep_has_a_diagnosis_per_cell(tmp_path: Path) -> None:
 def test_an_explosion_is_set_against_stock_at_the_same_load(tmp_path: Path) -> None:
     exploding = make_result(6, {"1": 9000.0, "2": 20000.0, "8": 800.0}, policy="p", avg_duration_s=41.0)
     others = make_result(6, GROWING, avg_duration_s=190.0), make_result(3, GROWING, avg_duration_s=28.0)
-    cells = analyze(write_lines(tmp_path / "results.jsonl", exploding, *others))["cells"]
+    cells = analyze(write_lines(tmp_path / "results.jsonl", exploding, *others))["records"]
     assert get_modes(cells[0]) == ["turn-2 explosion"]
     assert "jobs take 41.0 s, with stock 190.0 s at this load" in cells[0]["diagnosis"][0]["seen"]
-    alone = analyze(write_lines(tmp_path / "results.jsonl", exploding))["cells"]
+    alone = analyze(write_lines(tmp_path / "results.jsonl", exploding))["records"]
     assert "stock" not in alone[0]["diagnosis"][0]["seen"]
 
 
 def test_a_run_in_which_no_turn_succeeded(tmp_path: Path) -> None:
-    cells = analyze(write_lines(tmp_path / "results.jsonl", make_result(6, {}, jobs=0)))["cells"]
+    cells = analyze(write_lines(tmp_path / "results.jsonl", make_result(6, {}, jobs=0)))["records"]
     assert (cells[0]["growth"], cells[0]["diagnosis"]) == (None, [])
 
 
@@ -167,10 +168,10 @@ def test_a_hostile_result(tmp_path: Path, text: str, said: str) -> None:
 def test_one_result_over_many_lines(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text(json.dumps(make_result(None, GROWING), indent=1))
-    assert [get_modes(cell) for cell in analyze(path)["cells"]] == [["linear growth"]]
+    assert [get_modes(cell) for cell in analyze(path)["records"]] == [["linear growth"]]
 
 
-@pytest.mark.parametrize("latencies", [{"0": 1.0}, {"first": 1.0}, {"1": "x"}, {"1": -1}, [1], None])
+@pytest.mark.parametrize("latencies", [{"0": 1.0}, {"first": 1.0}, {"1": "x"}, {"1": -1}, [1]])
 def test_a_malformed_result(tmp_path: Path, latencies: Any) -> None:
     path = write_lines(tmp_path / "r.jsonl", make_result(1, GROWING), make_result(1, latencies))
     with pytest.raises(DataError, match=r"r\.jsonl:2: per_turn_avg_latency_ms"):
@@ -214,12 +215,12 @@ def test_the_prototypes_history(tmp_path: Path, unpinned: float, hit: int, end: 
     path.write_text(json.dumps({"job-1": events, "job-2": [{"Request_arrival_time": T}]}, indent=2))
     report = analyze(path, jobs=["job-1"])
     assert report["kind"] == "prototype"
-    assert report["jct_s"]["mean"] == pytest.approx(10.0)
+    assert report["job_s"]["mean"] == pytest.approx(10.0)
     assert report["jobs"]["unfinished"] == 1
     assert report["preemptions"] == 1
     assert report["leases"]["ended"] == {end: 1}
     turn = report["jobs_shown"][0]["turn_by_turn"][1]
-    assert (turn["best_tokens"], turn["cause"], turn["queue_s"]) == (500, cause, pytest.approx(1.0))
+    assert (turn["reusable_tokens"], turn["cause"], turn["queue_s"]) == (496, cause, pytest.approx(1.0))
 
 
 def test_a_forks_deadline_and_unknown_events(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_the_command_prints_the_report(two_turns: TraceFile, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert "\n  jobs       1: 1 finished, 0 aborted, 0 unfinished\n" in text
     assert "Job a (it computed most again; others: --job ID): 4.00 s" in text
-    assert "80  never kept" in text
+    assert "64  never kept" in text
     assert "Diagnosis:\n  Nothing" in text
     assert max(map(len, text.splitlines())) <= 100 + len(str(two_turns.path))
 

@@ -1,4 +1,4 @@
-"""What a scheduler's trace comes to: figures by hand, and every cause of a gap."""
+"""What a scheduler's trace comes to: figures by hand, and every cause of a miss."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def test_figures_by_hand(two_turns: TraceFile) -> None:
     trace.finish("a", 2, 6.0, 8)
     report = analyze(trace.write(), jobs=["a"])
     assert report["jobs"] == {"total": 2, "finished": 1, "aborted": 0, "unfinished": 1}
-    assert report["jct_s"]["mean"] == report["jct_s"]["p50"] == report["jct_s"]["max"] == 6.0
+    assert report["job_s"]["mean"] == report["job_s"]["p50"] == report["job_s"]["max"] == 6.0
     assert report["queue_s"]["mean"] == pytest.approx((0.5 + 0.25 + 1.0) / 3)
     assert report["latency_s"]["mean"] == pytest.approx((2.0 + 3.0) / 2)
-    # 64 + 160 + 40 prompt tokens, 80 hit; turn 2 could have hit the 64 + 32 of turn 1.
+    # 64 + 160 + 40 prompt tokens, 80 hit. Turn 1 leaves 64 + 32 - 1 tokens: 5 full blocks, 80 tokens.
     tokens = report["tokens"]
-    assert (tokens["prompt"], tokens["hit"], tokens["best"], tokens["gap"]) == (264, 80, 96, 16)
+    assert (tokens["prompt"], tokens["hit"], tokens["reusable"], tokens["missed"]) == (264, 80, 80, 0)
     assert tokens["computed"] == 184
     assert tokens["hit_ratio"] == pytest.approx(80 / 264)
     turn = get_second_turn(report)
-    assert turn["best_ratio"] == pytest.approx(96 / 160)
+    assert turn["reusable_ratio"] == pytest.approx(80 / 160)
     assert turn["hit_ratio"] == pytest.approx(80 / 160)
-    assert turn["cause"] == "none"  # one block: the last is not full, and the last token never computed
+    assert turn["cause"] == "none"
     assert report["preemptions"] == 1
     assert report["leases"]["granted"] == 1
     assert report["leases"]["ended"] == {"hit": 1}
@@ -72,7 +72,7 @@ def test_no_lease_is_never_kept(two_turns: TraceFile) -> None:
     two_turns.arrive("a", 2, 3.0, 160)
     report = come_back(two_turns, 3.0, 16)
     assert get_second_turn(report)["cause"] == "never kept"
-    assert report["causes"] == {"never kept": {"turns": 1, "tokens": 80}}
+    assert report["causes"] == {"never kept": {"turns": 1, "tokens": 64}}
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def test_an_aborted_turn_neither_counts_nor_changes_what_was_kept(two_turns: Tra
     two_turns.finish("a", 3, 5.0, 8)
     report = analyze(two_turns.write(), jobs=["a"])
     assert report["jobs"]["aborted"] == 1
-    assert report["jct_s"]["mean"] is None
+    assert report["job_s"]["mean"] is None
     assert report["turns"] == {"total": 3, "aborted": 1}
-    assert report["jobs_shown"][0]["turn_by_turn"][2]["best_tokens"] == 96
+    assert report["jobs_shown"][0]["turn_by_turn"][2]["reusable_tokens"] == 80
 
 
 def test_two_starts_of_a_server_are_two_runs(two_turns: TraceFile) -> None:
@@ -192,7 +192,7 @@ def test_an_id_that_is_used_again_is_another_job(two_turns: TraceFile) -> None:
     two_turns.start("a", 1, 500.0, 0)
     two_turns.finish("a", 1, 501.0, 8)
     report = analyze(two_turns.write(), jobs=["*"])
-    assert [(job["job"], job["jct_s"]) for job in report["jobs_shown"]] == [("a", 2.0), ("a #2", 1.0)]
+    assert [(job["job"], job["job_s"]) for job in report["jobs_shown"]] == [("a", 2.0), ("a #2", 1.0)]
 
 
 def test_a_trace_that_begins_in_the_midst_of_a_job(trace: TraceFile) -> None:
@@ -204,7 +204,7 @@ def test_a_trace_that_begins_in_the_midst_of_a_job(trace: TraceFile) -> None:
     trace.finish("a", 4, 3.0, 8)
     report = analyze(trace.write(), jobs=["a"])
     turn = report["jobs_shown"][0]["turn_by_turn"][0]
-    assert (turn["turn"], turn["best_tokens"], turn["cause"]) == (4, None, "none")
+    assert (turn["turn"], turn["reusable_tokens"], turn["cause"]) == (4, None, "none")
 
 
 def test_what_the_engine_looked_like(two_turns: TraceFile) -> None:
@@ -226,12 +226,12 @@ def test_a_simulation_and_its_trace_say_the_same(tmp_path: Path, policy: str, *,
     run = RunInfo(policy=policy, gpu="H200", model="m", workload="ab8", jps=6, seed=42, wall_s=0)
     record = make_record(turns, run)
     report = analyze(tmp_path / "trace.jsonl")
-    assert report["jct_s"]["mean"] == pytest.approx(record["avg_duration_s"])
-    assert report["jct_s"]["p95"] == pytest.approx(record["p95_duration_s"])
+    assert report["job_s"]["mean"] == pytest.approx(record["avg_duration_s"])
+    assert report["job_s"]["p95"] == pytest.approx(record["p95_duration_s"])
     assert report["tokens"]["hit"] == record["hit_tokens"]
     assert report["tokens"]["prompt"] == record["prompt_tokens"]
     assert report["preemptions"] == record["preemptions"]
-    for row in report["per_turn"]:
+    for row in report["by_turn"]:
         assert row["latency_s"] * 1000 == pytest.approx(record["per_turn_avg_latency_ms"][str(row["turn"])])
     assert report["block_size"] == 16
     assert bool(report["leases"]["granted"]) == has_leases

@@ -1,19 +1,21 @@
-"""Why a turn's hit fell short of the best that its job's turn before made possible."""
+"""Why a turn did not hit all tokens that it could reuse of its job's turn before."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-from tenuto.report.diagnosis.history import Fate, Lease, Turn
+from tenuto.records.run_data import LeaseRecord
+from tenuto.records.schema import TurnRecord
+from tenuto.report.diagnosis.history import Fate, TurnStory
 
 
 class Cause(Enum):
     """Where the tokens went. The value is what tables and JSON say."""
 
     NONE = "none"
-    """No gap: at most one block, as only full blocks are kept and the last token is never computed."""
+    """Nothing was missed, or less than a block."""
     EVICTED = "evicted"
-    """A lease held them and was taken back, whole or from its tail, or dropped with the cache."""
+    """A lease held them and was reclaimed, whole or from its tail, or dropped with the cache."""
     EXPIRED = "expired"
     """A lease held them and ended before the job came back; then they were evicted."""
     NEVER_KEPT = "never kept"
@@ -27,7 +29,7 @@ class Cause(Enum):
 
 
 MEANINGS = {
-    Cause.EVICTED: "leased, but taken back for other turns",
+    Cause.EVICTED: "leased, but reclaimed for other turns",
     Cause.EXPIRED: "leased, but the job came back after the deadline",
     Cause.NEVER_KEPT: "no lease: evicted like any cached block",
     Cause.NOT_STORED: "not yet, or no more, in the cache or tier",
@@ -51,47 +53,41 @@ _FATES = {
 }
 
 
-def get_gap(turn: Turn) -> int | None:
-    """Tokens that were computed though the turn before had computed them; None if unknown."""
-    if turn.num_best_tokens is None or turn.num_hit_tokens is None:
-        return None
-    return max(0, turn.num_best_tokens - turn.num_hit_tokens)
-
-
-def get_cause(turn: Turn, block_size: int) -> Cause:
-    """Why the turn has a gap."""
-    gap = get_gap(turn)
-    if gap is None or gap <= block_size:
+def get_cause(turn: TurnStory, block_size: int) -> Cause:
+    """Why a turn computed tokens again that the turn before had computed."""
+    if turn.missed_tokens is None or turn.missed_tokens < block_size:
         return Cause.NONE
     if _left_at_the_answer(turn, block_size):
         return Cause.CHANGED
     if turn.lease is None:
         return _FATES.get(turn.fate, Cause.UNTOLD)
-    if turn.lease.why == "hit":
-        return _explain_short_hit(turn, turn.lease, block_size)
-    return _LEASE_ENDS.get(turn.lease.why or "", Cause.UNTOLD)
+    if turn.lease.reason == "hit":
+        return _explain_short_hit(turn.record, turn.lease, block_size)
+    return _LEASE_ENDS.get(turn.lease.reason or "", Cause.UNTOLD)
 
 
-def _left_at_the_answer(turn: Turn, block_size: int) -> bool:
+def _left_at_the_answer(turn: TurnStory, block_size: int) -> bool:
     """Whether the hit ends just where the last prompt did: the answer came back with other tokens.
 
     So it is when a chat template drops reasoning; an eviction rarely ends just there. Answers of one or two
     blocks are too short to tell.
     """
-    num_before = turn.num_before_tokens or 0
-    num_before_prompt = num_before - turn.num_before_output_tokens
-    ends_there = num_before_prompt - block_size < (turn.num_hit_tokens or 0) <= num_before_prompt
-    return ends_there and turn.num_before_output_tokens > 2 * block_size
+    before = turn.before
+    if before is None or before.prompt_tokens is None or before.output_tokens is None:
+        return False
+    num_hit = turn.record.hit_tokens or 0
+    ends_there = before.prompt_tokens - block_size < num_hit <= before.prompt_tokens
+    return ends_there and before.output_tokens > 2 * block_size
 
 
-def _explain_short_hit(turn: Turn, lease: Lease, block_size: int) -> Cause:
-    """The lease served, yet the hit is short: it had become shorter, or never covered everything."""
+def _explain_short_hit(turn: TurnRecord, lease: LeaseRecord, block_size: int) -> Cause:
+    """The lease served, yet the hit is short: the lease had become shorter, or never covered everything."""
     if lease.num_blocks is None or lease.num_blocks_left is None:
         return Cause.UNTOLD
     # A claim cuts the lease to what the prompt can hit, so a prompt that is short explains fewer blocks.
-    num_usable = min(lease.num_blocks, ((turn.num_prompt_tokens or 1) - 1) // block_size)
+    num_usable = min(lease.num_blocks, ((turn.prompt_tokens or 1) - 1) // block_size)
     if lease.num_blocks_left < num_usable:
         return Cause.EVICTED if lease.was_pressed else Cause.CHANGED
-    if (turn.num_hit_tokens or 0) < (lease.num_blocks_left - 1) * block_size:
+    if (turn.hit_tokens or 0) < (lease.num_blocks_left - 1) * block_size:
         return Cause.CHANGED
     return Cause.NOT_STORED

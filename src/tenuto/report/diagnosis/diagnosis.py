@@ -65,7 +65,7 @@ class Evidence:
     lease_ends: Mapping[str, int] = field(default_factory=dict)
     lease_p50_s: float | None = None
     tool_p50_s: float | None = None
-    gap_tokens_by_cause: Mapping[str, int] = field(default_factory=dict)
+    missed_tokens_by_cause: Mapping[str, int] = field(default_factory=dict)
     policy: str | None = None
     job_s: float | None = None
     """Mean job completion time."""
@@ -260,17 +260,17 @@ def _find_revoked_leases(evidence: Evidence) -> Finding | None:
     return _find_lease_ends(
         evidence,
         "revoked",
-        "leases taken back",
+        "leases reclaimed",
         "There is less memory than what is leased: running turns need the blocks before the jobs return.",
-        "Fewer jobs at a time, or a tier below the GPU for what is taken back.",
+        "Fewer jobs at a time, or a tier below the GPU for what is reclaimed.",
     )
 
 
-def _find_lease_ends(evidence: Evidence, why: str, mode: str, means: str, do: str) -> Finding | None:
-    total, count = sum(evidence.lease_ends.values()), evidence.lease_ends.get(why, 0)
+def _find_lease_ends(evidence: Evidence, reason: str, mode: str, means: str, do: str) -> Finding | None:
+    total, count = sum(evidence.lease_ends.values()), evidence.lease_ends.get(reason, 0)
     if not total or count < MANY_LEASES * total:
         return None
-    seen = f"{count:,} of {total:,} leases ended {why} ({count / total:.0%})"
+    seen = f"{count:,} of {total:,} leases ended {reason} ({count / total:.0%})"
     if evidence.lease_p50_s is not None and evidence.tool_p50_s is not None:
         seen += (
             f"; leases held {_s(evidence.lease_p50_s)}, tool calls took {_s(evidence.tool_p50_s)} (medians)"
@@ -280,8 +280,8 @@ def _find_lease_ends(evidence: Evidence, why: str, mode: str, means: str, do: st
 
 def _find_changed_prompts(evidence: Evidence) -> Finding | None:
     total, count = (
-        sum(evidence.gap_tokens_by_cause.values()),
-        evidence.gap_tokens_by_cause.get("prompt changed", 0),
+        sum(evidence.missed_tokens_by_cause.values()),
+        evidence.missed_tokens_by_cause.get("prompt changed", 0),
     )
     if not total or count < MANY_TOKENS * total:
         return None

@@ -1,156 +1,106 @@
-"""From result records (`result.json`, a sweep's `results.jsonl`): a diagnosis for each of them."""
+"""From result records (`result.json`, `results.jsonl` of a sweep or an ab): a diagnosis for each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from tenuto.core.errors import DataError
-from tenuto.records.fields import Fields
+from tenuto.records.schema import RunRecord
 from tenuto.report.diagnosis.diagnosis import Evidence, diagnose
-from tenuto.report.diagnosis.summary import get_growth
-
-LABELS = ("policy", "gpu", "model", "workload", "jps", "seed")
-_COUNTS = (
-    "prompt_tokens",
-    "hit_tokens",
-    "recomputed_tokens",
-    "preemptions",
-    "tokens_loaded",
-    "tokens_stored",
-)
-_MAX_TURN = 100_000
-_MAX_TOKENS = 2**53
-"""A whole sweep's tokens, not one prompt's; up to here JSON readers agree on whole numbers."""
+from tenuto.report.diagnosis.summary import LABELS, get_growth, get_labels
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One record, checked."""
-
-    labels: dict[str, object]
-    latency_s: dict[int, float]
-    figures: dict[str, float | None]
-    num_turns: int
-    reusable_share: float | None
-
-    @property
-    def series(self) -> tuple[str, ...]:
-        """What stays the same when only the load changes."""
-        return tuple(str(self.labels.get(name)) for name in ("policy", "gpu", "model", "workload"))
-
-    @property
-    def load(self) -> tuple[str, ...]:
-        """What stays the same when only the policy changes."""
-        return tuple(str(self.labels.get(name)) for name in LABELS if name != "policy")
-
-    @property
-    def jps(self) -> float | None:
-        """Jobs per second; None for recorded arrivals."""
-        value = self.labels.get("jps")
-        return float(value) if isinstance(value, int | float) else None
-
-
-def is_result(values: dict[str, object]) -> bool:
-    """Whether an object looks like a run's result."""
-    return "per_turn_avg_latency_ms" in values
-
-
-def summarise_results(source: str, records: Iterable[Fields], notes: list[str]) -> dict[str, Any]:
-    """All cells of a file, each with its figures and its diagnosis. Raises DataError."""
-    cells = [_read_cell(record) for record in records]
-    if not cells:
+def summarise_results(source: str, records: Sequence[RunRecord], notes: list[str]) -> dict[str, Any]:
+    """All records of a file, each with its figures and its diagnosis. Raises DataError without any."""
+    if not records:
         raise DataError(f"{source}: holds no record")
-    light: dict[tuple[str, ...], Cell] = {}
-    stock = {cell.load: cell for cell in cells if cell.labels.get("policy") == "stock"}
-    for cell in cells:
-        known = light.get(cell.series)
-        if cell.jps is not None and (known is None or cell.jps < (known.jps or 0.0)):
-            light[cell.series] = cell
+    light: dict[tuple[object, ...], RunRecord] = {}
+    stock = {_get_load(record): record for record in records if record.policy == "stock"}
+    for record in records:
+        known = light.get(_get_series(record))
+        if record.jps is not None and (known is None or record.jps < (known.jps or 0.0)):
+            light[_get_series(record)] = record
     return {
         "source": source,
         "kind": "results",
         "notes": notes,
-        "cells": [_describe(cell, light.get(cell.series), stock.get(cell.load)) for cell in cells],
+        "records": [
+            _describe(record, light.get(_get_series(record)), stock.get(_get_load(record)))
+            for record in records
+        ],
     }
 
 
-def _read_cell(record: Fields) -> Cell:
-    values = record.values.get("per_turn_avg_latency_ms")
-    if not isinstance(values, dict):
-        raise record.error("per_turn_avg_latency_ms", "must be an object of a latency per turn, and is not")
-    latency_s = {}
-    for name in values:
-        if not name.isdecimal() or not 1 <= int(name) <= _MAX_TURN:
-            raise record.error(f"per_turn_avg_latency_ms.{name}", "is not the number of a turn")
-        turns = Fields(record.place, values, "per_turn_avg_latency_ms.")
-        latency_s[int(name)] = turns.number(name, 1e12) / 1000
-    if "jps" in record:
-        record.number("jps")
-    return Cell(
-        labels={name: record.values[name] for name in LABELS if record.values.get(name) is not None},
-        latency_s=dict(sorted(latency_s.items())),
-        figures={
-            "avg_duration_s": record.number("avg_duration_s") if "avg_duration_s" in record else None,
-            "p95_duration_s": record.number("p95_duration_s") if "p95_duration_s" in record else None,
-            **{name: _get_count(record, name) for name in ("jobs", *_COUNTS)},
-        },
-        num_turns=_count_turns(record, len(latency_s)),
-        reusable_share=_get_reusable_share(record),
-    )
+def _get_series(record: RunRecord) -> tuple[object, ...]:
+    """What stays the same when only the load changes."""
+    return record.policy, record.gpu, record.model, record.workload
 
 
-def _count_turns(record: Fields, num_numbers: int) -> int:
-    """As the client counted; else as if all jobs had as many turns, as those of the sweeps have."""
-    client = record.values.get("client")
-    turns = client.get("turns") if isinstance(client, dict) else None
-    counted = turns.get("ok") if isinstance(turns, dict) else None
-    return counted if isinstance(counted, int) else (_get_count(record, "jobs") or 0) * num_numbers
+def _get_load(record: RunRecord) -> tuple[object, ...]:
+    """What stays the same when only the policy changes."""
+    return tuple(getattr(record, name) for name in LABELS if name != "policy")
 
 
-def _get_count(record: Fields, name: str) -> int | None:
-    return record.integer(name, 0, _MAX_TOKENS) if name in record else None
+def _get_latencies(record: RunRecord) -> dict[int, float]:
+    means = {int(number): mean.latency_s for number, mean in record.by_turn.items()}
+    return {number: latency_s for number, latency_s in means.items() if latency_s is not None}
 
 
-def _get_reusable_share(record: Fields) -> float | None:
+def _count_turns(record: RunRecord) -> int:
+    """As the client counted; else as if all jobs had as many turns, as those of 0.1's sweeps have."""
+    return record.turns.ok or (record.jobs or 0) * len(record.by_turn)
+
+
+def _get_best_share(record: RunRecord) -> float | None:
     """Of all prompt tokens, those that were hit or could have been."""
-    prompt, hit, recomputed = (
-        _get_count(record, name) for name in ("prompt_tokens", "hit_tokens", "recomputed_tokens")
-    )
-    if not prompt or hit is None or recomputed is None:
+    hit, recomputed = record.hit_tokens, record.recomputed_tokens
+    if not record.prompt_tokens or hit is None or recomputed is None:
         return None
-    return min(1.0, (hit + recomputed) / prompt)
+    return min(1.0, (hit + recomputed) / record.prompt_tokens)
 
 
-def _describe(cell: Cell, light: Cell | None, stock: Cell | None) -> dict[str, Any]:
-    growth = get_growth(cell.latency_s)
-    figures = cell.figures
-    prompt, hit = figures["prompt_tokens"], figures["hit_tokens"]
+def _get(record: RunRecord, name: str) -> float | None:
+    """A percentile of the job times; None if the record does not have it."""
+    value = math.nan if record.job_s is None else getattr(record.job_s, name)
+    return None if math.isnan(value) else value
+
+
+def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | None) -> dict[str, Any]:
+    latency_s, num_turns = _get_latencies(record), _count_turns(record)
+    growth = get_growth(latency_s)
+    prompt, hit, preemptions = record.prompt_tokens, record.hit_tokens, record.preemptions
     hit_ratio = hit / prompt if prompt and hit is not None else None
-    preemptions = figures["preemptions"]
+    job_s = _get(record, "mean")
     evidence = Evidence(
-        latency_s=cell.latency_s,
+        latency_s=latency_s,
         last_turn=growth.turn if growth else None,
-        num_turns=cell.num_turns,
-        num_preemptions=None if preemptions is None else int(preemptions),
+        num_turns=num_turns,
+        num_preemptions=preemptions,
         hit_share=hit_ratio,
-        best_share=cell.reusable_share,
-        num_moved_tokens=int((figures["tokens_loaded"] or 0) + (figures["tokens_stored"] or 0)),
-        light_first_s=light.latency_s.get(1) if light is not None and light is not cell else None,
-        policy=str(cell.labels["policy"]) if "policy" in cell.labels else None,
-        job_s=figures["avg_duration_s"],
-        stock_job_s=stock.figures["avg_duration_s"] if stock is not None and stock is not cell else None,
+        best_share=_get_best_share(record),
+        num_moved_tokens=(record.loaded_tokens or 0) + (record.stored_tokens or 0),
+        light_first_s=_get_latencies(light).get(1) if light is not None and light is not record else None,
+        policy=record.policy,
+        job_s=job_s,
+        stock_job_s=_get(stock, "mean") if stock is not None and stock is not record else None,
     )
     return {
-        "labels": cell.labels,
-        **figures,
+        "labels": get_labels(record),
+        "jobs": record.jobs,
+        "job_s": job_s,
+        "p95_job_s": _get(record, "p95"),
+        "prompt_tokens": prompt,
+        "hit_tokens": hit,
+        "recomputed_tokens": record.recomputed_tokens,
+        "preemptions": preemptions,
+        "loaded_tokens": record.loaded_tokens,
+        "stored_tokens": record.stored_tokens,
         "hit_ratio": hit_ratio,
-        "best_ratio": cell.reusable_share,
-        "preemptions_per_turn": preemptions / cell.num_turns
-        if preemptions is not None and cell.num_turns
-        else None,
-        "latency_s": {str(number): value for number, value in cell.latency_s.items()},
+        "best_ratio": _get_best_share(record),
+        "preemptions_per_turn": preemptions / num_turns if preemptions is not None and num_turns else None,
+        "latency_s": {str(number): value for number, value in latency_s.items()},
         "growth": growth._asdict() if growth else None,
         "diagnosis": [finding.to_json() for finding in diagnose(evidence)],
     }

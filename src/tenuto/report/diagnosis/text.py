@@ -25,7 +25,7 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 def _format_run(report: Mapping[str, Any]) -> list[str]:
     lines = _format_head(report)
-    lines += ["", "Per turn, means:", *_format_per_turn(report["per_turn"])]
+    lines += ["", "Per turn, means:", *_format_per_turn(report["by_turn"])]
     if report["causes"]:
         lines += ["", "Why tokens of the turn before were computed again:", *_format_causes(report)]
     for job in report["jobs_shown"]:
@@ -38,7 +38,7 @@ def _format_head(report: Mapping[str, Any]) -> list[str]:
     rows = [("what", ", ".join(f"{name} {value}" for name, value in report["labels"].items()))]
     rows += [
         ("jobs", _say_counts(jobs, ("finished", "aborted", "unfinished"))),
-        ("job time", _format_times(report["jct_s"])),
+        ("job time", _format_times(report["job_s"])),
         ("turns", _say_counts(turns, ("aborted",)) + f", {_n(report['preemptions'])} preemptions"),
         ("turn time", _format_times(report["latency_s"])),
         ("queue", _format_times(report["queue_s"])),
@@ -71,7 +71,7 @@ def _format_savings(tokens: Mapping[str, Any]) -> str:
     loaded = f" ({_n(tokens['loaded'])} of them loaded from a tier)" if tokens["loaded"] else ""
     return (
         f"{_n(tokens['hit'])} tokens saved{loaded}, {_n(tokens['computed'])} computed, "
-        f"{_n(tokens['gap'])} of these for the second time"
+        f"{_n(tokens['missed'])} of these for the second time"
     )
 
 
@@ -92,8 +92,9 @@ def _format_held(leases: Mapping[str, Any]) -> str:
 
 
 def _format_engine(report: Mapping[str, Any]) -> str:
-    names = [("num_running", "running"), ("num_waiting", "waiting"), ("num_free_blocks", "free blocks"),
-             ("num_retained_blocks", "retained blocks")]  # fmt: skip
+    names = [("num_running", "running"), ("num_running_turns", "running"), ("num_waiting", "waiting"),
+             ("num_waiting_turns", "waiting"), ("num_free_blocks", "free blocks"),
+             ("num_retained_blocks", "leased blocks"), ("num_leased_blocks", "leased blocks")]  # fmt: skip
     seen = [(label, report["engine"][name]) for name, label in names if name in report["engine"]]
     parts = [
         f"{label} mean {gauge['mean']:.1f}, {gauge['min']:g} to {gauge['max']:g}" for label, gauge in seen
@@ -130,18 +131,18 @@ def _format_job(job: Mapping[str, Any]) -> list[str]:
             turn["turn"],
             *(_s(turn[name]) for name in ("tool_s", "queue_s", "latency_s")),
             *(_n(turn[name]) for name in ("prompt_tokens", "hit_tokens")),
-            *(_p(turn[name]) for name in ("hit_ratio", "best_ratio")),
-            _n(turn["gap_tokens"]),
+            *(_p(turn[name]) for name in ("hit_ratio", "reusable_ratio")),
+            _n(turn["missed_tokens"]),
             "" if turn["cause"] == "none" else turn["cause"],
         )
         for turn in job["turn_by_turn"]
     ]
-    columns = ("turn", "tool", "queue", "latency", "prompt", "hit", "hit", "best", "gap", "because")
-    return [f"Job {show_id(job['job'])}{why}: {_s(job['jct_s'])}", *format_table(columns, rows, left=(9,))]
+    columns = ("turn", "tool", "queue", "latency", "prompt", "hit", "hit", "reusable", "missed", "because")
+    return [f"Job {show_id(job['job'])}{why}: {_s(job['job_s'])}", *format_table(columns, rows, left=(9,))]
 
 
 def _format_results(report: Mapping[str, Any]) -> list[str]:
-    cells = sorted(report["cells"], key=_get_place)
+    cells = sorted(report["records"], key=_get_place)
     labels = ["policy", "gpu", "workload", "jps"]
     if len({str(cell["labels"].get("seed")) for cell in cells}) > 1:
         labels.append("seed")
@@ -174,7 +175,7 @@ def _get_place(cell: Mapping[str, Any]) -> tuple[tuple[float, str], ...]:
 def _format_cell(cell: Mapping[str, Any]) -> tuple[str, ...]:
     latencies, growth = cell["latency_s"], cell["growth"]
     last = latencies[str(growth["turn"])] if growth else None
-    times = (cell["avg_duration_s"], latencies.get("1"), latencies.get("2"), last)
+    times = (cell["job_s"], latencies.get("1"), latencies.get("2"), last)
     modes = ", ".join(finding["mode"] for finding in cell["diagnosis"])
     return *map(_s, times), f"{growth['ratio']:.1f}" if growth else "–", _p(cell["hit_ratio"]), modes
 

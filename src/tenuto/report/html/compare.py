@@ -26,7 +26,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cell:
+class PolicyCell:
     """All runs of one policy at one load of one setting."""
 
     policy: str
@@ -48,9 +48,9 @@ class Cell:
         return {seed: statistics.fmean(values) for seed, values in by_seed.items()}
 
     @property
-    def durations_s(self) -> list[float]:
+    def job_times_s(self) -> list[float]:
         """The JCT of every job of every run, ascending."""
-        return sorted(duration for run in self.runs for duration in run.durations_s)
+        return sorted(duration for run in self.runs for duration in run.job_times_s)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Group:
     """All runs of one setting."""
 
     setting: Setting
-    cells: tuple[Cell, ...]
+    cells: tuple[PolicyCell, ...]
 
     @property
     def policies(self) -> list[str]:
@@ -85,11 +85,11 @@ class Group:
         """Ascending; None first."""
         return sort_loads(cell.load for cell in self.cells)
 
-    def try_cell(self, policy: str, load: Load) -> Cell | None:
+    def try_cell(self, policy: str, load: Load) -> PolicyCell | None:
         """The cell, if there are runs in it."""
         return next((cell for cell in self.cells if (cell.policy, cell.load) == (policy, load)), None)
 
-    def get_cells(self, policy: str) -> list[Cell]:
+    def get_cells(self, policy: str) -> list[PolicyCell]:
         """The policy's cells that have a mean JCT, by load."""
         cells = [self.try_cell(policy, load) for load in self.loads]
         return [cell for cell in cells if cell and cell.mean_s_by_seed]
@@ -137,7 +137,7 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     for run in runs:
         settings.setdefault(run.setting, {}).setdefault((run.policy, run.jps), []).append(run)
     return [
-        Group(setting, tuple(Cell(policy, load, tuple(each)) for (policy, load), each in cells.items()))
+        Group(setting, tuple(PolicyCell(policy, load, tuple(each)) for (policy, load), each in cells.items()))
         for setting, cells in sorted(settings.items(), key=lambda item: tuple(map(str, item[0])))
     ]
 

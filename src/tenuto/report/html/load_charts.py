@@ -19,7 +19,7 @@ from tenuto.report.html.axes import (
     set_value_axis,
 )
 from tenuto.report.html.chart import Chart, Table
-from tenuto.report.html.compare import BASELINE, Cell, Group, Load, Spread, sort_loads
+from tenuto.report.html.compare import BASELINE, Group, Load, PolicyCell, Spread, sort_loads
 from tenuto.report.html.style import LIGHT, make_panels
 from tenuto.report.html.verdict import format_load, format_ratio, format_seconds
 
@@ -76,7 +76,7 @@ def make_speed_up_chart(group: Group, looks: Looks, name: str) -> Chart | None:
     )
 
 
-def _draw_jct_lines(cells: Sequence[Cell], looks: Looks, is_narrow: bool) -> Figure:
+def _draw_jct_lines(cells: Sequence[PolicyCell], looks: Looks, is_narrow: bool) -> Figure:
     figure, (axes,) = make_panels(1, 3.6, is_narrow=is_narrow)
     loads = sort_loads(cell.load for cell in cells)
     values = []
@@ -101,7 +101,7 @@ def _draw_jct_lines(cells: Sequence[Cell], looks: Looks, is_narrow: bool) -> Fig
     return figure
 
 
-def _draw_jct_bars(cells: Sequence[Cell], looks: Looks, is_narrow: bool) -> Figure:
+def _draw_jct_bars(cells: Sequence[PolicyCell], looks: Looks, is_narrow: bool) -> Figure:
     figure, (axes,) = make_panels(1, 0.6 + 0.42 * len(cells), is_narrow=is_narrow)
     tops = []
     for row, cell in enumerate(cells):
@@ -149,7 +149,7 @@ def _draw_speed_ups(found: SpeedUps, looks: Looks, is_narrow: bool) -> Figure:
     return figure
 
 
-def _make_jct_row(group: Group, cell: Cell, looks: Looks) -> tuple[str, ...]:
+def _make_jct_row(group: Group, cell: PolicyCell, looks: Looks) -> tuple[str, ...]:
     mean, speed_up = cell.get("mean_s"), group.try_speed_up(cell.policy, cell.load)
     jobs = sum(run.num_jobs or 0 for run in cell.runs)
     times = [spread.middle if (spread := cell.get(name)) else None for name in ("p50_s", "p95_s", "p99_s")]
@@ -163,12 +163,12 @@ def _make_jct_row(group: Group, cell: Cell, looks: Looks) -> tuple[str, ...]:
         *map(format_seconds, times),
         format_ratio(speed_up.middle) if speed_up else "–",
         format_seconds(ttft.middle if (ttft := cell.get("ttft_p95_s")) else None),
-        *(_get_share(cell, name) for name in ("hit_tokens", "recomputed_tokens", "tokens_loaded")),
+        *(_get_share(cell, name) for name in ("hit_tokens", "recomputed_tokens", "loaded_tokens")),
         f"{preemptions.middle:,.0f}" if (preemptions := cell.get("preemptions")) else "–",
     )
 
 
-def _get_share(cell: Cell, field: str) -> str:
+def _get_share(cell: PolicyCell, field: str) -> str:
     """Tokens of the cell's runs as a share of their prompts'."""
     part, whole = cell.get(field), cell.get("prompt_tokens")
     return f"{part.middle / whole.middle:.1%}" if part and whole and whole.middle else "–"

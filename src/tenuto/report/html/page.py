@@ -24,7 +24,7 @@ from tenuto.report.html.style import DARK, LIGHT, make_looks, styled
 from tenuto.report.html.svg import to_inline_svg
 from tenuto.report.html.time_charts import make_occupancy_chart
 from tenuto.report.html.timeline import make_timeline
-from tenuto.report.html.verdict import Verdict, count, describe, describe_setting
+from tenuto.report.html.verdict import ReportVerdict, count, describe, describe_setting
 from tenuto.report.html.winners import make_winner_map
 
 MAX_SETTINGS = 12
@@ -50,7 +50,7 @@ class Report:
     sources: Sources
     groups: tuple[Group, ...]
     looks: Looks
-    verdict: Verdict
+    verdict: ReportVerdict
     sections: tuple[Section, ...]
     notes: tuple[str, ...]
 
@@ -143,7 +143,7 @@ def _draw(chart: Chart) -> _Picture:
     return _Picture(chart, wide, narrow)
 
 
-def _fold(verdict: Verdict) -> tuple[list[str], list[str]]:
+def _fold(verdict: ReportVerdict) -> tuple[list[str], list[str]]:
     """The sentences of the first screen, and those that are too many for it."""
     first = [verdict.headline]
     more: list[str] = []

@@ -8,10 +8,10 @@ from functools import partial
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from tenuto.records.metrics import get_percentile
 from tenuto.report.html.axes import Looks, add_legend, label_rows, plot, set_value_axis
 from tenuto.report.html.chart import Chart, Table
-from tenuto.report.html.compare import Cell, Group, Load
-from tenuto.report.html.records import get_percentile
+from tenuto.report.html.compare import Group, Load, PolicyCell
 from tenuto.report.html.style import make_panels
 from tenuto.report.html.verdict import format_load, format_seconds
 
@@ -54,14 +54,14 @@ def make_turn_chart(group: Group, looks: Looks, name: str) -> Chart | None:
 
 def make_cdf_chart(group: Group, looks: Looks, name: str) -> Chart | None:
     """Distribution of JCT over all jobs of all seeds, at up to three loads."""
-    loads = _choose_loads(group, lambda cell: any(run.durations_s for run in cell.runs))
+    loads = _choose_loads(group, lambda cell: any(run.job_times_s for run in cell.runs))
     if not loads:
         return None
     found = {
-        (load, policy): cell.durations_s
+        (load, policy): cell.job_times_s
         for load in loads
         for policy in group.policies
-        if (cell := group.try_cell(policy, load)) and cell.durations_s
+        if (cell := group.try_cell(policy, load)) and cell.job_times_s
     }
     rows = [
         (looks[policy].label, format_load(load), f"{len(seconds):,}", *_get_quantiles(seconds))
@@ -109,7 +109,7 @@ def _draw_cdfs(loads: Sequence[Load], found: Durations, looks: Looks, is_narrow:
     return figure
 
 
-def _choose_loads(group: Group, has_data: Callable[[Cell], bool]) -> list[Load]:
+def _choose_loads(group: Group, has_data: Callable[[PolicyCell], bool]) -> list[Load]:
     """The lowest, the middle and the highest load there is data for."""
     loads = [
         load for load in group.loads if any(cell.load == load and has_data(cell) for cell in group.cells)
@@ -119,7 +119,7 @@ def _choose_loads(group: Group, has_data: Callable[[Cell], bool]) -> list[Load]:
     return [loads[0], loads[len(loads) // 2], loads[-1]]
 
 
-def _average_turns(cell: Cell | None) -> dict[int, float]:
+def _average_turns(cell: PolicyCell | None) -> dict[int, float]:
     """Mean latency per turn; every run counts the same."""
     found: dict[int, list[float]] = {}
     for run in cell.runs if cell else ():

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
-import statistics
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tenuto.records.fields import Fields, clean
+from tenuto.records.fields import clean
+from tenuto.records.schema import RunRecord, Stats
 
 NO_POLICY, NO_GPU = "unnamed policy", "unnamed GPU"
-RESULT_FIELDS = ("avg_duration_s", "job_durations")
-"""An object with one of them is a result record."""
 MAX_NAME = 48
 """Longest name shown, in characters."""
-COUNTS = ("prompt_tokens", "hit_tokens", "recomputed_tokens", "preemptions", "tokens_loaded")
 IDENTITY = ("policy", "options", "gpu", "model", "workload", "jps", "seed")
 """What a run is compared by; all else in a configuration must be equal."""
 BENCH_LOAD = {"users": None, "loop": "closed", "scale_lengths": 1.0, "scale_rate": 1.0, "window_s": None}
@@ -57,7 +54,7 @@ class Run:
     p50_s: float | None
     p95_s: float | None
     p99_s: float | None
-    durations_s: tuple[float, ...]
+    job_times_s: tuple[float, ...]
     turn_latency_s: Mapping[int, float]
     """Mean latency of all jobs' first turns, second turns and so on; from 1."""
     ttft_p95_s: float | None
@@ -65,7 +62,7 @@ class Run:
     hit_tokens: int | None
     recomputed_tokens: int | None
     preemptions: int | None
-    tokens_loaded: int | None
+    loaded_tokens: int | None
     """From the tiers below the GPU."""
     wall_s: float | None
     versions: Mapping[str, str]
@@ -77,47 +74,43 @@ class Run:
     """Why the run is not a whole one, if it says so."""
 
 
-def read_run(fields: Fields) -> Run:
-    """The run of a result record. Raises DataError."""
-    durations = fields.optional(fields.numbers, "job_durations") or ()
+def make_run(record: RunRecord, place: str) -> Run:
+    """A result record as the report shows it."""
+    job_s = record.job_s
     setting = Setting(
-        _name(fields, "workload", "unnamed workload"),
-        _name(fields, "model", "unnamed model"),
-        _name(fields, "gpu", NO_GPU),
-        fields.optional(fields.flag, "simulated"),
-        _describe_variant(fields),
+        clean(record.workload),
+        clean(record.model),
+        clean(record.gpu or "") or NO_GPU,
+        record.simulated,
+        _describe_variant(record),
     )
     return Run(
-        place=fields.place,
-        policy=_name(fields, "policy", NO_POLICY) + _describe_options(fields),
+        place=place,
+        policy=(clean(record.policy or "") or NO_POLICY) + _describe_options(record),
         setting=setting,
-        jps=fields.optional(fields.number, "jps"),
-        seed=fields.optional(fields.count, "seed"),
-        num_jobs=fields.optional(fields.count, "jobs"),
-        mean_s=_or(
-            fields.optional(fields.number, "avg_duration_s"),
-            statistics.fmean(durations) if durations else None,
-        ),
-        p50_s=_or(fields.optional(fields.number, "median_duration_s"), get_percentile(durations, 50)),
-        p95_s=_or(fields.optional(fields.number, "p95_duration_s"), get_percentile(durations, 95)),
-        p99_s=_or(fields.optional(fields.number, "p99_duration_s"), get_percentile(durations, 99)),
-        durations_s=durations,
-        turn_latency_s=_read_by_turn(fields),
-        ttft_p95_s=_get_number(fields.optional_part("ttft_s"), "p95"),
-        **{name: fields.optional(fields.count, name) for name in COUNTS},
-        wall_s=fields.optional(fields.number, "wall_s"),
-        versions=_read_texts(fields.optional_part("versions")),
-        config=fields.optional_part("config").values,
-        client=fields.optional_part("client").values,
-        complaint=_find_complaint(fields),
+        jps=record.jps,
+        seed=record.seed,
+        num_jobs=record.jobs,
+        mean_s=_get(job_s, "mean"),
+        p50_s=_get(job_s, "p50"),
+        p95_s=_get(job_s, "p95"),
+        p99_s=_get(job_s, "p99"),
+        job_times_s=tuple(record.job_times_s.values()),
+        turn_latency_s={
+            int(turn): mean.latency_s for turn, mean in record.by_turn.items() if mean.latency_s is not None
+        },
+        ttft_p95_s=_get(record.ttft_s, "p95"),
+        prompt_tokens=record.prompt_tokens,
+        hit_tokens=record.hit_tokens,
+        recomputed_tokens=record.recomputed_tokens,
+        preemptions=record.preemptions,
+        loaded_tokens=record.loaded_tokens,
+        wall_s=record.wall_s,
+        versions={clean(name): clean(version or "") for name, version in record.versions.items()},
+        config=record.config,
+        client=record.client or {},
+        complaint=_find_complaint(record),
     )
-
-
-def get_percentile(values: Sequence[float], percent: int) -> float | None:
-    """The value below which `percent` per cent lie; between two values it is on their straight line."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def shorten(name: str, most: int = MAX_NAME) -> str:
@@ -125,31 +118,26 @@ def shorten(name: str, most: int = MAX_NAME) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def _name(fields: Fields, field: str, default: str) -> str:
-    return clean(fields.optional(fields.text, field) or "") or default
+def _get(stats: Stats | None, name: str) -> float | None:
+    """A percentile; None if the file does not have it."""
+    value = math.nan if stats is None else getattr(stats, name)
+    return None if math.isnan(value) else value
 
 
-def _describe_options(fields: Fields) -> str:
+def _describe_options(record: RunRecord) -> str:
     """A policy's options are part of its name: two settings of one policy are two policies."""
-    options = fields.optional_part("config").optional_part("options").values
+    options = record.config.get("options")
+    if not isinstance(options, dict):
+        return ""
     shown = ", ".join(f"{clean(key)}={_to_text(options[key])}" for key in sorted(options))
     return f" ({shown})" if shown else ""
 
 
-def _describe_variant(fields: Fields) -> str:
-    config = fields.optional_part("config").values
-    client = fields.optional_part("client").values
-    found = {key: config[key] for key in config if key not in IDENTITY}
+def _describe_variant(record: RunRecord) -> str:
+    client = record.client or {}
+    found = {key: value for key, value in record.config.items() if key not in IDENTITY}
     found |= {key: client[key] for key, usual in BENCH_LOAD.items() if client.get(key, usual) != usual}
     return ", ".join(f"{clean(key)} {_to_text(found[key])}" for key in sorted(found))
-
-
-def _or(value: float | None, other: float | None) -> float | None:
-    return other if value is None else value
-
-
-def _read_texts(fields: Fields) -> dict[str, str]:
-    return {clean(key): _to_text(value) for key, value in fields.values.items() if value is not None}
 
 
 def _to_text(value: object) -> str:
@@ -158,27 +146,10 @@ def _to_text(value: object) -> str:
     return clean(value if isinstance(value, str) else json.dumps(value))
 
 
-def _find_complaint(fields: Fields) -> str | None:
-    client = fields.optional_part("client")
-    planned, done = client.optional(client.count, "jobs_planned"), fields.optional(fields.count, "jobs")
-    if client.optional(client.flag, "interrupted"):
+def _find_complaint(record: RunRecord) -> str | None:
+    planned, done = record.jobs_planned, record.jobs
+    if (record.client or {}).get("interrupted"):
         return f"was interrupted: {done} of {planned} jobs finished"
     if planned is not None and done is not None and done < planned:
         return f"{done} of {planned} jobs finished; the times are of those alone"
     return None
-
-
-def _get_number(fields: Fields, field: str) -> float | None:
-    return fields.optional(fields.number, field)
-
-
-def _read_by_turn(fields: Fields) -> dict[int, float]:
-    """Seconds by turn, in the turns' order. They are written in milliseconds, `{"1": 3500.0, ...}`."""
-    part = fields.optional_part("per_turn_avg_latency_ms")
-    latency_s = {}
-    for key in part.values:
-        if not re.fullmatch("[1-9][0-9]{0,8}", key):
-            raise part.error(key, "must be the number of a turn")
-        if key in part:
-            latency_s[int(key)] = part.number(key, 1e12) / 1000
-    return dict(sorted(latency_s.items()))

@@ -7,17 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tenuto.core.errors import DataError
-from tenuto.records.fields import Fields, clean
+from tenuto.records import kinds
+from tenuto.records.fields import clean
 from tenuto.records.files import read_objects
-from tenuto.report.html.live_trace import TRACE_NOTE, read_trace
-from tenuto.report.html.records import RESULT_FIELDS, Run, read_run, shorten
-from tenuto.report.html.turns import Sample, Turn, read_sample, read_turn
+from tenuto.records.kinds import identify
+from tenuto.records.load import load_file, read_run, read_sample
+from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, RunData
+from tenuto.records.schema import Sample, TurnRecord
+from tenuto.report.html.records import Run, make_run, shorten
 
 OUR_NAMES = {"result.json", "results.jsonl", "turns.jsonl", "occupancy.jsonl"}
 """In a folder these must be readable; others are taken if they hold what we know."""
-OTHERS = {"metrics.jsonl"}
-"""Files that `tenuto bench` writes and no chart is made of."""
-WANTED = "result records, turns, occupancy samples or a scheduler's trace"
+OTHERS = {"metrics.jsonl", "commands.jsonl", "ab.json", "verdict.json"}
+"""Files that Tenuto writes and no chart is made of."""
+WANTED = "a result record, turns, samples of a KV cache, a scheduler's trace or a recording"
+TRACE_NOTE = (
+    "From a scheduler's trace: first tokens are taken to be there at the next step, and the most blocks ever "
+    "free for the size of the cache."
+)
 
 
 @dataclass
@@ -25,10 +32,16 @@ class Detail:
     """What happened inside one run, turn by turn."""
 
     label: str
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[TurnRecord] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     note: str = ""
     """What is inferred in it."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+
+    def add_turns(self, data: RunData) -> None:
+        """The turns of one more file."""
+        self.turns += data.turns
+        self.block_size = data.block_size
 
 
 @dataclass
@@ -52,7 +65,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
         reader.read(path, is_named)
     sources = reader.finish()
     if not sources.runs and not any(detail.turns or detail.samples for detail in sources.details):
-        raise DataError(f"{', '.join(map(str, paths))}: no {WANTED} found")
+        raise DataError(f"{', '.join(map(str, paths))}: nothing found of what a report shows: {WANTED}")
     return sources
 
 
@@ -68,25 +81,39 @@ class _Reader:
 
     def read(self, path: Path, is_named: bool) -> None:
         """Read one file; what is not ours is noted, or an error if it was named."""
-        objects = _try_objects(path, is_named, self._sources)
-        if objects is None:
+        must_be_ours = is_named or path.name in OUR_NAMES
+        try:
+            kind = identify(path)
+        except DataError as error:
+            if must_be_ours:
+                raise
+            self._sources.notes.append(f"{clean(str(error))}; it was left out.")
             return
-        kind = _get_kind(objects)
-        if kind is None:
-            if is_named or path.name in OUR_NAMES:
-                raise DataError(f"{path}: holds no {WANTED}; `tenuto report --help` says what they look like")
-            self._left_out.append(clean(path.name))
-        elif kind == "trace":
-            turns, samples = read_trace(objects)
-            self._sources.details.append(Detail(clean(path.name), turns, samples, TRACE_NOTE))
-        elif kind == "result":
-            self._runs.setdefault(path.parent, []).extend(read_run(fields) for fields in objects)
+        notes: list[str] = []
+        if kind is kinds.RUN:
+            runs = [make_run(read_run(each), each.place) for each in read_objects(path, notes.append)]
+            self._runs.setdefault(path.parent, []).extend(runs)
+        elif kind is kinds.SAMPLES:
+            detail = self._get_detail(path)
+            detail.samples += [read_sample(each) for each in read_objects(path, notes.append)]
+        elif kind in (kinds.TRACE, kinds.RECORDING):
+            data = load_file(path, kind)
+            data.shift_to_zero()
+            note = TRACE_NOTE if kind is kinds.TRACE else ""
+            self._sources.details.append(
+                Detail(clean(path.name), data.turns, data.samples, note, data.block_size)
+            )
+            notes += data.notes
+        elif kind is kinds.TURNS:
+            self._get_detail(path).add_turns(load_file(path, kind))
+        elif must_be_ours:
+            raise kinds.make_error(path, kind, WANTED)
         else:
-            detail = self._folders.setdefault(path.parent, Detail(clean(path.parent.resolve().name)))
-            if kind == "turn":
-                detail.turns += [read_turn(fields) for fields in objects]
-            else:
-                detail.samples += [read_sample(fields) for fields in objects]
+            self._left_out.append(clean(path.name))
+        self._sources.notes += [f"{clean(note)}." for note in notes]
+
+    def _get_detail(self, path: Path) -> Detail:
+        return self._folders.setdefault(path.parent, Detail(clean(path.parent.resolve().name)))
 
     def finish(self) -> Sources:
         """All that was read, named and without copies."""
@@ -94,7 +121,7 @@ class _Reader:
         if self._left_out:
             names = sorted(set(self._left_out))
             shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-            sources.notes.append(f"Left out, as they hold no {WANTED}: {shown}.")
+            sources.notes.append(f"Left out, as they hold nothing that a report shows: {shown}.")
         for folder, detail in self._folders.items():
             # A folder's one record says what its turns are of; with several nobody knows which.
             if len(runs := self._runs.get(folder, [])) == 1:
@@ -118,27 +145,6 @@ def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
             if (key := each.resolve()) not in seen:
                 seen.add(key)
                 yield each, each == path
-
-
-def _try_objects(path: Path, is_named: bool, sources: Sources) -> list[Fields] | None:
-    try:
-        return read_objects(path, sources.notes.append)
-    except DataError as error:
-        if is_named or path.name in OUR_NAMES:
-            raise
-        sources.notes.append(f"{clean(str(error))}; it was left out.")
-        return None
-
-
-def _get_kind(objects: Sequence[Fields]) -> str | None:
-    keys = objects[0].values.keys() if objects else set()
-    if "kind" in keys and "step" in keys:
-        return "trace"
-    if any(name in keys for name in RESULT_FIELDS):
-        return "result"
-    if {"job", "turn"} <= keys:
-        return "turn"
-    return "sample" if {"now_s", "num_blocks", "free"} <= keys else None
 
 
 def describe_run(run: Run) -> str:
@@ -178,6 +184,6 @@ def _drop_copies(sources: Sources) -> None:
 
 
 def _is_copy(run: Run, other: Run) -> bool:
-    return (run.durations_s, run.mean_s, run.hit_tokens, run.turn_latency_s) == (
-        other.durations_s, other.mean_s, other.hit_tokens, other.turn_latency_s,
+    return (run.job_times_s, run.mean_s, run.hit_tokens, run.turn_latency_s) == (
+        other.job_times_s, other.mean_s, other.hit_tokens, other.turn_latency_s,
     )  # fmt: skip

@@ -25,7 +25,7 @@ LIGHT = {
     "p4": "#b4558f", "p5": "#8f6a00", "p6": "#5b3fa0",
     "queue": "#8a6d00", "wait": "#7a4ca8", "prefill": "#d55e01", "decode": "#0072b3",
     "tool": "#6a7480", "failed": "#b3261e",
-    "running": "#0072b4", "retained": "#d55e02", "cached": "#00875e", "free": "#c3c9d0",
+    "running": "#0072b4", "leased": "#d55e02", "cached": "#00875e", "free": "#c3c9d0",
     "host": "#5b3fa1", "disk": "#8f6a01",
 }  # fmt: skip
 DARK = {
@@ -34,7 +34,7 @@ DARK = {
     "p4": "#e79bc7", "p5": "#e0bd2c", "p6": "#b7a2f5",
     "queue": "#e0bd2c", "wait": "#c9a2f0", "prefill": "#ff8c42", "decode": "#56b4e9",
     "tool": "#98a3ae", "failed": "#ff8a80",
-    "running": "#56b4e9", "retained": "#ff8c42", "cached": "#2fc99a", "free": "#4a535d",
+    "running": "#56b4e9", "leased": "#ff8c42", "cached": "#2fc99a", "free": "#4a535d",
     "host": "#b7a2f5", "disk": "#e0bd2c",
 }  # fmt: skip
 """The same names; every colour of LIGHT is different, as the page tells them apart by it."""
@@ -48,7 +48,7 @@ _DASHES: tuple[Dashes, ...] = (
     (0, (1.5, 1.2)),
     (0, (6, 1.5, 1, 1.5)),
 )
-HATCHES = {"running": "", "retained": "////", "cached": "---", "free": ""}
+HATCHES = {"running": "", "leased": "////", "cached": "---", "free": ""}
 
 WIDE_INCHES, NARROW_INCHES = 9.6, 3.8
 """In the page an inch is 96 px: up to 920 px wide, and from 360 px."""

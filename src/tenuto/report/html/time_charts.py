@@ -12,17 +12,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from tenuto.records.fields import clean
+from tenuto.records.schema import Sample, TurnRecord
 from tenuto.report.html.chart import Chart, Table
 from tenuto.report.html.records import shorten
 from tenuto.report.html.sources import Detail
 from tenuto.report.html.style import HATCHES, LIGHT, NARROW_INCHES, WIDE_INCHES, make_panels
 from tenuto.report.html.turns import (
-    Sample,
     State,
-    Turn,
+    get_cache_verdicts,
     get_slices,
     get_tool_end_s,
-    get_verdicts,
     group_by_job,
 )
 from tenuto.report.html.verdict import count, format_seconds
@@ -30,7 +30,7 @@ from tenuto.report.html.verdict import count, format_seconds
 MAX_SAMPLES = 300
 """Samples drawn of a run; more are averaged over equal stretches of time."""
 MAX_STILL_JOBS = 24
-STATES = ("running", "retained", "cached", "free")
+STATES = ("running", "leased", "cached", "free")
 HEIGHTS: dict[State, float] = {
     "queue": 0.18,
     "wait": 0.32,
@@ -48,16 +48,19 @@ def make_occupancy_chart(detail: Detail, name: str) -> Chart | None:
     if not detail.samples:
         return None
     samples, thinned = average_samples(detail.samples)
-    states = [state for state in STATES if state != "cached" or samples[0].cached is not None]
+    states = [state for state in STATES if state != "cached" or samples[0].cached_blocks is not None]
     tiers = [
-        tier for tier in ("host", "disk") if any(getattr(sample, tier) is not None for sample in samples)
+        tier
+        for tier in ("host", "disk")
+        if any(getattr(sample, f"{tier}_blocks") is not None for sample in samples)
     ]
     means = {
-        state: statistics.fmean(getattr(sample, state) or 0 for sample in samples)
+        state: statistics.fmean(getattr(sample, f"{state}_blocks") or 0 for sample in samples)
         for state in (*states, *tiers)
     }
     peaks = {
-        state: max(getattr(sample, state) or 0 for sample in detail.samples) for state in (*states, *tiers)
+        state: max(getattr(sample, f"{state}_blocks") or 0 for sample in detail.samples)
+        for state in (*states, *tiers)
     }
     size = max(sample.num_blocks for sample in detail.samples)
     rows = tuple(
@@ -72,7 +75,7 @@ def make_occupancy_chart(detail: Detail, name: str) -> Chart | None:
     return Chart(
         name,
         f"KV cache over time: {detail.label}",
-        "Blocks of the GPU's KV cache by state: running turns, retained for jobs in a tool call, "
+        "Blocks of the GPU's KV cache by state: running turns, leased for jobs in a tool call, "
         + (
             "cached (free, but can still be hit), free. "
             if "cached" in states
@@ -114,7 +117,10 @@ def _draw_occupancy(
     times = [sample.now_s for sample in samples]
     bottom = [0.0] * len(times)
     for state in states:
-        top = [below + (getattr(sample, state) or 0) for below, sample in zip(bottom, samples, strict=True)]
+        top = [
+            below + (getattr(sample, f"{state}_blocks") or 0)
+            for below, sample in zip(bottom, samples, strict=True)
+        ]
         panels[0].fill_between(
             times, bottom, top, facecolor=LIGHT[state], edgecolor=LIGHT["bg"], hatch=HATCHES[state] or None,
             linewidth=0, gid=f"area-{state}",
@@ -128,7 +134,7 @@ def _draw_occupancy(
     for tier, dashes, width in (("host", "solid", 3.2), ("disk", "dashed", 1.5)):
         if tier in tiers:
             (line,) = panels[1].plot(
-                times, [getattr(sample, tier) or 0 for sample in samples],
+                times, [getattr(sample, f"{tier}_blocks") or 0 for sample in samples],
                 color=LIGHT[tier], linestyle=dashes, linewidth=width, label=tier, gid=f"line-{tier}",
             )  # fmt: skip
             handles.append(line)  # type: ignore[arg-type]
@@ -154,11 +160,11 @@ def make_still_timeline(detail: Detail, name: str) -> Chart | None:
         f"Timeline: {detail.label}",
         f"The first {count(len(jobs), 'job')}: queue, prefill, decode, tool calls.",
         Table((), ()),
-        partial(_draw_timeline, jobs),
+        partial(_draw_timeline, jobs, detail.block_size),
     )
 
 
-def _draw_timeline(jobs: Sequence[tuple[str, list[Turn]]], is_narrow: bool) -> Figure:
+def _draw_timeline(jobs: Sequence[tuple[str, list[TurnRecord]]], block_size: int, is_narrow: bool) -> Figure:
     width = NARROW_INCHES if is_narrow else WIDE_INCHES
     figure = Figure(figsize=(width, 0.2 * len(jobs) + 1.2), layout="constrained")
     axes = figure.add_subplot()
@@ -181,22 +187,22 @@ def _draw_timeline(jobs: Sequence[tuple[str, list[Turn]]], is_narrow: bool) -> F
                 label=label,
                 gid=f"bars-{state}",
             )
-    _draw_marks(axes, jobs)
-    axes.set_yticks(range(len(jobs)), [shorten(job)[:18] for job, _ in jobs], fontsize=7)
+    _draw_marks(axes, jobs, block_size)
+    axes.set_yticks(range(len(jobs)), [shorten(clean(job))[:18] for job, _ in jobs], fontsize=7)
     axes.set_ylim(len(jobs) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
-    starts_s = [turn.asked_s for _, turns in jobs for turn in turns]
-    ends_s = [turn.last_token_s or turn.asked_s for _, turns in jobs for turn in turns]
+    starts_s = [turn.due_s for _, turns in jobs for turn in turns]
+    ends_s = [turn.last_token_s or turn.due_s for _, turns in jobs for turn in turns]
     _set_time_axis(axes, min(starts_s), max(ends_s), is_narrow)
     figure.legend(loc="outside upper left", ncols=3 if is_narrow else 8)
     return figure
 
 
-def _draw_marks(axes: Axes, jobs: Sequence[tuple[str, list[Turn]]]) -> None:
+def _draw_marks(axes: Axes, jobs: Sequence[tuple[str, list[TurnRecord]]], block_size: int) -> None:
     """Rings for what was hit, filled, partly or not at all."""
     marks: dict[str, list[tuple[float, int]]] = {}
     for row, (_, turns) in enumerate(jobs):
-        for turn, verdict in zip(turns, get_verdicts(turns), strict=True):
+        for turn, verdict in zip(turns, get_cache_verdicts(turns, block_size), strict=True):
             at_s = turn.first_token_s if turn.start_s is None else turn.start_s
             if at_s is not None:
                 marks.setdefault(verdict, []).append((at_s, row))

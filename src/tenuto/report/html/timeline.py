@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tenuto.records.fields import clean
+from tenuto.records.schema import TurnRecord
 from tenuto.report.html.sources import Detail
 from tenuto.report.html.time_charts import HEIGHTS
-from tenuto.report.html.turns import Turn, get_tool_end_s, get_verdicts, group_by_job
+from tenuto.report.html.turns import get_cache_verdicts, get_tool_end_s, group_by_job
 from tenuto.report.html.verdict import count
 
 MAX_TURNS = 20_000
@@ -27,7 +29,12 @@ def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
         chosen = choose_jobs(jobs, room)
         if len(chosen) < len(jobs):
             notes.append(f"{detail.label}: {len(chosen):,} of {count(len(jobs), 'job')}")
-        runs.append({"label": detail.label, "jobs": [[name, _make_rows(jobs[name])] for name in chosen]})
+        runs.append(
+            {
+                "label": detail.label,
+                "jobs": [[clean(name), _make_rows(jobs[name], detail.block_size)] for name in chosen],
+            }
+        )
         states |= _find_states(detail.turns)
     inferred = dict.fromkeys(detail.note for detail in details if detail.note)
     note = (
@@ -46,7 +53,7 @@ def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
     }
 
 
-def choose_jobs(jobs: dict[str, list[Turn]], max_turns: int) -> list[str]:
+def choose_jobs(jobs: dict[str, list[TurnRecord]], max_turns: int) -> list[str]:
     """Names of jobs that together have at most so many turns, spread evenly over the run; at least one."""
     num_turns = sum(map(len, jobs.values()))
     if num_turns <= max_turns:
@@ -61,12 +68,13 @@ def choose_jobs(jobs: dict[str, list[Turn]], max_turns: int) -> list[str]:
     return chosen
 
 
-def _make_rows(turns: Sequence[Turn]) -> list[list[Any]]:
+def _make_rows(turns: Sequence[TurnRecord], block_size: int) -> list[list[Any]]:
     """The job's turns, each in the order of fields that timeline.js names."""
     rows = []
-    for turn, following, verdict in zip(turns, [*turns[1:], None], get_verdicts(turns), strict=True):
+    verdicts = get_cache_verdicts(turns, block_size)
+    for turn, following, verdict in zip(turns, [*turns[1:], None], verdicts, strict=True):
         times = (
-            turn.asked_s,
+            turn.due_s,
             turn.start_s,
             turn.first_token_s,
             turn.last_token_s,
@@ -77,20 +85,20 @@ def _make_rows(turns: Sequence[Turn]) -> list[list[Any]]:
                 turn.turn,
                 *(None if time_s is None else round(time_s, 3) for time_s in times),
                 turn.prompt_tokens,
-                turn.cached_tokens,
+                turn.hit_tokens,
                 turn.output_tokens,
                 verdict,
-                int(turn.is_ok),
-                turn.tool,
+                int(turn.status == "ok"),
+                clean(turn.tool or "") or None,
             ]
         )
     return rows
 
 
-def _find_states(turns: Sequence[Turn]) -> set[str]:
+def _find_states(turns: Sequence[TurnRecord]) -> set[str]:
     states = {"decode", "tool"}
     for turn in turns:
         states |= {"queue", "prefill"} if turn.start_s is not None else {"wait"}
-        if not turn.is_ok:
+        if turn.status != "ok":
             states.add("failed")
     return states

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tenuto.records.fields import clean
+from tenuto.records.schema import TurnRecord
 from tenuto.report.html.sources import Detail
-from tenuto.report.html.turns import Turn, get_slices, get_tool_end_s, get_verdicts, group_by_job
+from tenuto.report.html.turns import get_cache_verdicts, get_slices, get_tool_end_s, group_by_job
 
 Event = dict[str, Any]
 
@@ -40,8 +42,8 @@ def make_events(details: Sequence[Detail]) -> Iterator[Event]:
             for sample in detail.samples:
                 counts = {
                     name: value
-                    for name in ("running", "retained", "cached", "free", "host", "disk")
-                    if (value := getattr(sample, name)) is not None
+                    for name in ("running", "leased", "cached", "free", "host", "disk")
+                    if (value := getattr(sample, f"{name}_blocks")) is not None
                 }
                 yield {
                     "name": "blocks",
@@ -53,8 +55,8 @@ def make_events(details: Sequence[Detail]) -> Iterator[Event]:
                 }
         for job, turns in group_by_job(detail.turns).items():
             process += 1
-            yield from _name_process(process, f"{detail.label}: {job}")
-            yield from _make_job_events(turns, process)
+            yield from _name_process(process, f"{detail.label}: {clean(job)}")
+            yield from _make_job_events(turns, process, detail.block_size)
 
 
 def _name_process(process: int, name: str) -> Iterator[Event]:
@@ -62,12 +64,13 @@ def _name_process(process: int, name: str) -> Iterator[Event]:
     yield {"name": "process_sort_index", "ph": "M", "pid": process, "tid": 0, "args": {"sort_index": process}}
 
 
-def _make_job_events(turns: Sequence[Turn], process: int) -> Iterator[Event]:
+def _make_job_events(turns: Sequence[TurnRecord], process: int, block_size: int) -> Iterator[Event]:
     ends_s: list[float] = []
     """When each thread is free again."""
-    for turn, following, verdict in zip(turns, [*turns[1:], None], get_verdicts(turns), strict=True):
+    verdicts = get_cache_verdicts(turns, block_size)
+    for turn, following, verdict in zip(turns, [*turns[1:], None], verdicts, strict=True):
         slices = get_slices(turn, get_tool_end_s(turn, following))
-        thread = next((index for index, end_s in enumerate(ends_s) if end_s <= turn.asked_s), len(ends_s))
+        thread = next((index for index, end_s in enumerate(ends_s) if end_s <= turn.due_s), len(ends_s))
         if thread == len(ends_s):
             ends_s.append(0.0)
             name = "turns" if thread == 0 else f"turns at the same time, {thread + 1}"
@@ -78,15 +81,15 @@ def _make_job_events(turns: Sequence[Turn], process: int) -> Iterator[Event]:
                 "tid": thread + 1,
                 "args": {"name": name},
             }
-        ends_s[thread] = slices[-1].end_s if slices else turn.asked_s
+        ends_s[thread] = slices[-1].end_s if slices else turn.due_s
         facts = {
             "turn": turn.turn,
-            "ok": turn.is_ok,
+            "ok": turn.status == "ok",
             "prompt_tokens": turn.prompt_tokens,
-            "hit_tokens": turn.cached_tokens,
+            "hit_tokens": turn.hit_tokens,
             "output_tokens": turn.output_tokens,
             "cache": verdict,
-            "tool": turn.tool,
+            "tool": clean(turn.tool or "") or None,
         }
         args = {key: value for key, value in facts.items() if value is not None}
         for state, start_s, end_s in slices:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from tenuto.report.html.compare import (
     BASELINE,
     TIE,
-    Cell,
     Group,
     Load,
+    PolicyCell,
     Spread,
     Winner,
     get_seed_spread,
@@ -24,7 +24,7 @@ MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReportVerdict:
     """Sentences."""
 
     headline: str
@@ -42,15 +42,15 @@ class Verdict:
         return [self.headline, *self.places, *self.speed_ups, *self.caveats]
 
 
-def describe(runs: Sequence[Run], groups: Sequence[Group]) -> Verdict:
+def describe(runs: Sequence[Run], groups: Sequence[Group]) -> ReportVerdict:
     """What came out of runs."""
     if not runs:
-        return Verdict("There are no result records here, only what happened turn by turn.")
+        return ReportVerdict("There are no result records here, only what happened turn by turn.")
     policies = sort_policies(run.policy for run in runs if run.policy != BASELINE)
     speed_ups = sorted(
         filter(None, (_describe_speed_up(policy, groups) for policy in policies)), reverse=True
     )
-    return Verdict(
+    return ReportVerdict(
         _describe_winners(groups),
         tuple(_describe_where(group) for group in groups if _has_winner(group)),
         tuple(sentence for _, sentence in speed_ups),
@@ -137,7 +137,7 @@ def _describe_no_winner(groups: Sequence[Group]) -> str:
     )
 
 
-def _describe_alone(cell: Cell) -> str:
+def _describe_alone(cell: PolicyCell) -> str:
     mean, p95 = cell.get("mean_s"), cell.get("p95_s")
     return (
         f"{shorten(cell.policy)} ran alone: mean job completion time {format_seconds(mean and mean.middle)}"

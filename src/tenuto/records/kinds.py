@@ -1,0 +1,119 @@
+"""What a file is, told by its first object, and which commands read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenuto.core.errors import DataError
+from tenuto.records.files import read_first
+
+RUN_FILES = ("turns.jsonl", "result.json", "occupancy.jsonl")
+"""In the folder of one run."""
+RESULTS = "results.jsonl"
+"""In the folder of a sweep or of `tenuto ab`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of file or folder."""
+
+    name: str
+    """With its article, as an error says it."""
+    commands: tuple[str, ...] = ()
+    """The commands that read it; {} is the path."""
+    is_workload: bool = False
+    """Whether its requests can be sent again."""
+
+
+_WORKLOAD_COMMANDS = ("tenuto replay {} --url URL", "tenuto simulate --workload {}", "tenuto convert {} OUT")
+_READERS = ("tenuto analyze {}", "tenuto report {}")
+RUN = Kind("the result of runs", _READERS)
+TURNS = Kind("the turns of a run", _READERS)
+SAMPLES = Kind("samples of a KV cache", ("tenuto report {}",))
+TRACE = Kind("a scheduler's trace", ("tenuto replay --decisions {}", *_READERS))
+RECORDING = Kind("a recording", (*_WORKLOAD_COMMANDS, *_READERS), is_workload=True)
+WORKLOAD = Kind("a workload", _WORKLOAD_COMMANDS, is_workload=True)
+PROTOTYPE = Kind("a file of the Continuum prototype", ("tenuto analyze {}",))
+STEP_TIMES = Kind("measured step times", ("tenuto profile --observations {} --out FILE",))
+FIT = Kind("a fit of step times", ("tenuto simulate --step-cost {}",))
+SERVER_SAMPLES = Kind("samples of a server's /metrics", ("tenuto analyze FOLDER, its folder",))
+COMMANDS = Kind("the commands that a bench ran", ("tenuto analyze FOLDER, its folder",))
+AB_SETTINGS = Kind("a file of tenuto ab", ("tenuto report FOLDER, its folder",))
+VIEW = Kind("lines of tenuto top, which no command reads again")
+ANALYSIS = Kind("a report of tenuto analyze, which no command reads again")
+EVENTS = Kind("events for Perfetto: open it at ui.perfetto.dev")
+STATE = Kind("what a policy learned", ("tenuto serve MODEL --state {}",))
+RUN_FOLDER = Kind("the folder of a run", _READERS)
+RESULTS_FOLDER = Kind("the folder of several runs", _READERS)
+UNKNOWN = Kind("of no kind that Tenuto writes")
+
+_BY_KEYS: tuple[tuple[frozenset[str], Kind], ...] = tuple(
+    (frozenset(keys.split()), kind)
+    for keys, kind in (
+        ("step kind", TRACE),
+        ("avg_duration_s", RUN),
+        ("per_turn_avg_latency_ms", RUN),
+        ("job_durations", RUN),
+        ("job_s", RUN),
+        ("job turn", TURNS),
+        ("now_s num_blocks", SAMPLES),
+        ("trajectory_format", WORKLOAD),
+        ("messages", WORKLOAD),
+        ("requests hash_id_scope", WORKLOAD),
+        ("requests id", WORKLOAD),
+        ("schema hash_id_scope", WORKLOAD),
+        ("session input_length", WORKLOAD),
+        ("session_id input_length", WORKLOAD),
+        ("hash_ids input_length", WORKLOAD),
+        ("at_s window_s server", VIEW),
+        ("at_s problem", VIEW),
+        ("at_s", SERVER_SAMPLES),
+        ("job after_turn command", COMMANDS),
+        ("seconds decodes", STEP_TIMES),
+        ("seconds prefills", STEP_TIMES),
+        ("seconds num_bytes", STEP_TIMES),
+        ("prefill decode", FIT),
+        ("schema runs", ANALYSIS),
+        ("traceEvents", EVENTS),
+        ("format policy state", STATE),
+        ("arms", AB_SETTINGS),
+        ("comparisons", AB_SETTINGS),
+    )
+)
+_BY_WORD = {"run": RUN, "turn": TURNS, "sample": SAMPLES, "recording": RECORDING, "failed": RECORDING}
+
+
+def identify(path: Path) -> Kind:
+    """What a file or folder is; UNKNOWN where it is nothing of ours. Raises DataError if it is unreadable."""
+    if path.is_dir():
+        if (path / RUN_FILES[0]).exists():
+            return RUN_FOLDER
+        return RESULTS_FOLDER if (path / RESULTS).exists() else UNKNOWN
+    return identify_object(read_first(path).values)
+
+
+def identify_object(values: Mapping[str, object]) -> Kind:
+    """What a file is whose first object this is."""
+    word = values.get("kind")
+    if isinstance(word, str) and "step" not in values and word in _BY_WORD:
+        return _BY_WORD[word]
+    keys = frozenset(values)
+    if (found := next((kind for wanted, kind in _BY_KEYS if wanted <= keys), None)) is not None:
+        # What `tenuto record` writes beside a session's turn.
+        return RECORDING if found is WORKLOAD and {"session", "latency_ms"} <= keys else found
+    if values and all(_is_event_list(events) for events in values.values()):
+        return PROTOTYPE
+    return UNKNOWN
+
+
+def _is_event_list(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(event, dict) for event in value)
+
+
+def make_error(path: Path, kind: Kind, wanted: str) -> DataError:
+    """The error of a command that reads something else: it names the commands that read this."""
+    said = f"{path}: is {kind.name}, but {wanted} is wanted here"
+    commands = " or ".join(f"`{command.format(path)}`" for command in kind.commands)
+    return DataError(f"{said}; try {commands}" if commands else said)

@@ -1,0 +1,96 @@
+"""Records of Tenuto 0.1, which have no `schema`, as the present schema has them.
+
+Every renamed key is here and nowhere else. What 0.1 did not write is missing afterwards, too.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tenuto.records.fields import Fields
+
+_MS = 1e12
+"""Largest time in milliseconds."""
+_RENAMED_IN_RUN = {"tokens_loaded": "loaded_tokens", "tokens_stored": "stored_tokens"}
+_RENAMED_IN_TURN = {"intended_s": "due_s", "cached_tokens": "hit_tokens"}
+_RENAMED_IN_SAMPLE = {
+    "running": "running_blocks",
+    "retained": "leased_blocks",
+    "cached": "cached_blocks",
+    "free": "free_blocks",
+    "host": "host_blocks",
+    "disk": "disk_blocks",
+    "num_running": "running_turns",
+    "num_waiting": "waiting_turns",
+    "num_leases": "leases",
+}
+_RENAMED_IN_CLIENT = {"scale": "scale_lengths", "speed": "scale_rate"}
+_FROM_CLIENT = {"turn_latency_s": "latency_s", "tpot_s": "tpot_s", "output_tokens": "output_tokens",
+                "block_size": "block_size", "jobs_planned": "jobs_planned", "turns": "turns"}  # fmt: skip
+
+
+def is_legacy(fields: Fields) -> bool:
+    """Whether a record of ours was written by 0.1."""
+    return "schema" not in fields
+
+
+def upgrade_turn(fields: Fields) -> Fields:
+    """A line of turns.jsonl."""
+    upgraded = fields.rename(_RENAMED_IN_TURN)
+    if "due_s" not in upgraded:
+        upgraded.values["due_s"] = fields.number("sent_s")
+    return upgraded
+
+
+def upgrade_sample(fields: Fields) -> Fields:
+    """A line of occupancy.jsonl."""
+    return fields.rename(_RENAMED_IN_SAMPLE)
+
+
+def upgrade_run(fields: Fields) -> Fields:
+    """A result record. Raises DataError for a renamed field that holds something else."""
+    upgraded = fields.rename(_RENAMED_IN_RUN)
+    values, client = upgraded.values, fields.optional_part("client")
+    for old, new in _FROM_CLIENT.items():
+        if old in client:
+            values.setdefault(new, client.values[old])
+    values.setdefault("jobs_planned", values.get("jobs"))
+    if "client" in fields:
+        values["client"] = client.rename(_RENAMED_IN_CLIENT).values
+    values["by_turn"] = _make_turn_means(fields)
+    durations_s = fields.optional(fields.numbers, "job_durations") or ()
+    values["job_times_s"] = _name_jobs(client, durations_s)
+    values["job_s"] = _make_job_stats(fields, durations_s)
+    return upgraded
+
+
+def _make_job_stats(fields: Fields, durations_s: tuple[float, ...]) -> dict[str, float] | None:
+    names = {"mean": "avg_duration_s", "p50": "median_duration_s"}
+    names |= {f"p{percent}": f"p{percent}_duration_s" for percent in (90, 95, 99)}
+    found = {new: fields.optional(fields.number, old) for new, old in names.items()}
+    known = {name: value for name, value in found.items() if value is not None}
+    return {**known, **({"max": max(durations_s)} if durations_s else {})} or None
+
+
+def _make_turn_means(fields: Fields) -> dict[str, object]:
+    latencies, prompts = (
+        fields.optional_part(name) for name in ("per_turn_avg_latency_ms", "per_turn_avg_prompt_tokens")
+    )
+    means: dict[str, object] = {}
+    for key in latencies.values:
+        if not re.fullmatch("[1-9][0-9]{0,8}", key):
+            raise latencies.error(key, "must be the number of a turn")
+        latency_ms = latencies.number(key, _MS) if key in latencies else None
+        means[key] = {
+            "latency_s": None if latency_ms is None else latency_ms / 1000,
+            "prompt_tokens": prompts.values.get(key),
+        }
+    return means
+
+
+def _name_jobs(client: Fields, durations_s: tuple[float, ...]) -> dict[str, float]:
+    """Job times by job. The simulator of 0.1 did not write the jobs' names."""
+    names = client.values.get("finished_jobs")
+    if not isinstance(names, list) or len(set(map(str, names))) != len(durations_s):
+        names = [f"job {number}" for number in range(1, len(durations_s) + 1)]
+    return {str(name): duration_s for name, duration_s in zip(names, durations_s, strict=True)}

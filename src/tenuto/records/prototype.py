@@ -1,0 +1,130 @@
+"""From the public Continuum prototype's `scheduler_timestamps`.
+
+Source of the shape: the class Continuum_Recorder of the prototype (vllm/v1/core/estimate_with_func.py in its
+vLLM fork). One JSON object: by job id, a list of events in the order they happened, each an object with one
+time in Unix seconds under the event's name, and for a start also `prompt_length` and `hit_length`. It does
+not say how long outputs were, so the tokens that a turn could reuse are known only from below: the prompt
+before. Forks add `deadline` to a pin, and events of their own, which are passed over and counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from tenuto.core.errors import DataError
+from tenuto.core.reuse import count_reusable_tokens
+from tenuto.records.fields import Fields
+from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, RunData
+from tenuto.records.schema import TurnRecord
+
+ARRIVED = "Request_arrival_time"
+STARTED = "waiting_to_running"
+PREEMPTED = "Request_evicted_from_running_queue_time"
+RESUMED = "evicted_to_running"
+FINISHED = "Request_departure_time"
+PINNED = "pinned_time"
+UNPINNED = "unpinned_time"
+EVENTS = (ARRIVED, STARTED, PREEMPTED, RESUMED, FINISHED, PINNED, UNPINNED)
+
+TTL_S = 2.0
+"""The prototype's fixed retention time. An unpin before that gave the blocks to others, or to a hit."""
+_MAX_UNIX_S = 1e11
+
+
+def read_prototype(data: RunData, fields: Fields) -> None:
+    """Fill `data` from the file's one object. Raises DataError for a malformed event."""
+    unknown: Counter[str] = Counter()
+    for job_id in fields.values:
+        job = _JobReader(data, job_id, unknown)
+        for event in fields.records(job_id):
+            job.read(event)
+        data.turns += job.turns
+    if not data.turns:
+        raise DataError(f"{data.source}: no request arrives in it")
+    data.tells_leases = True
+    for name, count in unknown.items():
+        data.notes.append(f"{data.source}: {count} events {name!r} are not known and were passed over")
+    if "null" in fields.values:
+        data.notes.append(f"{data.source}: requests without a job id are one job, 'null'")
+
+
+@dataclass
+class _JobReader:
+    data: RunData
+    job_id: str
+    unknown: Counter[str]
+
+    def __post_init__(self) -> None:
+        self.turns: list[TurnRecord] = []
+        self._finished: TurnRecord | None = None
+        self._lease: LeaseRecord | None = None
+        self._deadline_s = 0.0
+
+    def read(self, event: Fields) -> None:
+        """Take one event in."""
+        name = next((name for name in EVENTS if name in event), None)
+        if name is None:
+            self.unknown[next(iter(event.values), "without a name")] += 1
+            return
+        at_s = event.number(name, _MAX_UNIX_S)
+        if name == ARRIVED:
+            self.turns.append(TurnRecord(job=self.job_id, turn=len(self.turns) + 1, due_s=at_s))
+        elif not self.turns and name not in (PINNED, UNPINNED):
+            raise event.error(name, "comes before the job's first arrival")
+        elif name == STARTED:
+            self._start(event, at_s)
+        elif name == PREEMPTED:
+            last = self.turns[-1]
+            self.turns[-1] = replace(last, preemptions=(last.preemptions or 0) + 1)
+        elif name == FINISHED:
+            index = self._find("last_token_s")
+            self.turns[index] = self._finished = replace(self.turns[index], last_token_s=at_s)
+            self._lease = None
+        elif name == PINNED:
+            self._pin(event, at_s)
+        elif name == UNPINNED and self._lease is not None and self._lease.reason is None:
+            self._lease.ended_s, self._lease.reason = at_s, self._explain_end(at_s)
+
+    def _find(self, field: str) -> int:
+        """The first turn of which a time is not known yet, else the last."""
+        open_turns = (n for n, turn in enumerate(self.turns) if getattr(turn, field) is None)
+        return next(open_turns, len(self.turns) - 1)
+
+    def _start(self, event: Fields, at_s: float) -> None:
+        index = self._find("start_s")
+        turn = replace(
+            self.turns[index],
+            start_s=at_s,
+            prompt_tokens=event.integer("prompt_length"),
+            hit_tokens=event.integer("hit_length"),
+        )
+        if self._finished is not None:
+            before, now = self._finished.prompt_tokens or 0, turn.prompt_tokens or 0
+            turn = replace(
+                turn, reusable_tokens=count_reusable_tokens(before, before, now, DEFAULT_BLOCK_SIZE)
+            )
+            self._see_hit(turn, before)
+        self.turns[index] = turn
+
+    def _pin(self, event: Fields, at_s: float) -> None:
+        number = self._finished.turn if self._finished else 0
+        self._lease = LeaseRecord(self.job_id, number, granted_s=at_s, num_blocks=None)
+        deadline_s = event.optional(lambda field: event.number(field, _MAX_UNIX_S), "deadline")
+        self._deadline_s = at_s + TTL_S if deadline_s is None else deadline_s
+        self.data.leases.append(self._lease)
+
+    def _see_hit(self, turn: TurnRecord, num_before: int) -> None:
+        """A pin that ended while its job waited, and yet was hit whole, ended because the turn took over."""
+        lease = self._lease
+        if lease is None or lease.ended_s is None or lease.ended_s < turn.due_s:
+            return
+        if (turn.hit_tokens or 0) > num_before - DEFAULT_BLOCK_SIZE:
+            lease.reason = "hit"
+
+    def _explain_end(self, at_s: float) -> str:
+        """The prototype does not say why a pin ended; its times do."""
+        last = self.turns[-1] if self.turns else None
+        if last is not None and last.start_s is not None and last.last_token_s is None:
+            return "hit"  # the next turn runs on these blocks
+        return "expired" if at_s >= self._deadline_s else "revoked"

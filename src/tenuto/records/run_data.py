@@ -1,0 +1,120 @@
+"""What the files of one run say, whatever kind of file they are."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass, field, replace
+
+from tenuto.records.schema import RunRecord, Sample, TurnRecord
+
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens; vLLM's default on GPUs. Used where a run's files do not say."""
+_MAX_BLOCK_SIZE = 256
+_MIN_HITS = 4
+"""From so many different hit lengths on, their greatest common divisor is taken for the block size."""
+
+
+@dataclass(slots=True)
+class LeaseRecord:
+    """One lease on the blocks of a finished turn, from its grant to its end."""
+
+    job: str
+    turn: int
+    """The turn whose blocks it holds."""
+    granted_s: float
+    num_blocks: int | None
+    until_s: float | None = None
+    ended_s: float | None = None
+    """None while it lasts."""
+    reason: str | None = None
+    """Why it ended: a value of `tenuto.core.types.LeaseEnd`."""
+    num_blocks_left: int | None = None
+    """When it ended."""
+    was_pressed: bool = True
+    """Whether free blocks were scarce while it lasted, so that some may have been reclaimed."""
+
+
+@dataclass(slots=True)
+class Gauge:
+    """A number that was sampled many times: its mean, lowest and highest value."""
+
+    count: int = 0
+    total: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    def add(self, value: float) -> None:
+        """One more value."""
+        self.count += 1
+        self.total += value
+        self.low = min(self.low, value)
+        self.high = max(self.high, value)
+
+    def to_json(self) -> dict[str, float | None]:
+        """Mean, lowest and highest value; None each without any."""
+        if not self.count:
+            return {"mean": None, "min": None, "max": None}
+        return {"mean": self.total / self.count, "min": self.low, "max": self.high}
+
+
+@dataclass(slots=True)
+class RunData:
+    """All that is known of one run. Times are seconds on the run's own clock."""
+
+    source: str
+    """The file or folder."""
+    kind: str = "turns"
+    """turns, trace, recording or prototype."""
+    record: RunRecord | None = None
+    turns: list[TurnRecord] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    leases: list[LeaseRecord] = field(default_factory=list)
+    offloaded: set[tuple[str, int]] = field(default_factory=set)
+    """Job and number of the turns whose blocks were copied to a tier below the GPU."""
+    gauges: dict[str, Gauge] = field(default_factory=dict)
+    """The state of the engine, by its name in the file."""
+    step_s: array[float] = field(default_factory=lambda: array("d"))
+    """Times between the steps of a busy engine."""
+    policy: str | None = None
+    """As a trace names it, where there is no record."""
+    tells_leases: bool = False
+    """Whether a turn without a lease had none; else nobody wrote leases down."""
+    notes: list[str] = field(default_factory=list)
+    """What was odd about the files."""
+    known_block_size: int | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block: as the files say, else the greatest divisor of all hits, else vLLM's default."""
+        known = self.known_block_size or (self.record.block_size if self.record else None)
+        if known:
+            return known
+        hits = {turn.hit_tokens for turn in self.turns if turn.hit_tokens}
+        common = math.gcd(*hits) if len(hits) >= _MIN_HITS else 0
+        return common if 1 < common <= _MAX_BLOCK_SIZE else DEFAULT_BLOCK_SIZE
+
+    @property
+    def jobs(self) -> dict[str, list[TurnRecord]]:
+        """Each job's turns by their number; jobs in the order in which they were read."""
+        jobs: dict[str, list[TurnRecord]] = {}
+        for turn in self.turns:
+            jobs.setdefault(turn.job, []).append(turn)
+        return {job: sorted(turns, key=lambda turn: turn.turn) for job, turns in jobs.items()}
+
+    def shift_to_zero(self) -> None:
+        """Let the clock begin when the first turn is due or the first sample is taken."""
+        times = [turn.due_s for turn in self.turns] + [sample.now_s for sample in self.samples]
+        origin_s = min(times, default=0.0)
+        self.turns = [_shift_turn(turn, origin_s) for turn in self.turns]
+        self.samples = [replace(sample, now_s=sample.now_s - origin_s) for sample in self.samples]
+
+    def add_to_gauge(self, name: str, value: float) -> None:
+        """One more value of the engine's state."""
+        self.gauges.setdefault(name, Gauge()).add(value)
+
+
+def _shift_turn(turn: TurnRecord, origin_s: float) -> TurnRecord:
+    names = ("due_s", "sent_s", "start_s", "first_token_s", "last_token_s")
+    known = {name: value for name in names if (value := getattr(turn, name)) is not None}
+    return replace(turn, **{name: value - origin_s for name, value in known.items()})

@@ -1,0 +1,301 @@
+"""From a scheduler's trace (`tenuto.records.trace`): every job's turns and leases, and the engine's state.
+
+A trace may hold several starts of a server, each with its header. Clocks begin again there, so jobs do too:
+the second of one id is called `ID #2`. A trace does not say when first tokens came: a turn's is taken to be
+there at the next step after its prompt was computed. Nor does it say how large the KV cache is: the most
+blocks that were ever free are taken, which is exact if the engine was ever idle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tenuto.core.errors import DataError
+from tenuto.records.fields import Fields
+from tenuto.records.run_data import LeaseRecord, RunData
+from tenuto.records.schema import Sample, TurnRecord
+from tenuto.records.trace import SCHEMA
+
+SCARCE = 0.05
+"""Free blocks are scarce at this share of the most that were ever free. A lease that lost blocks while more
+were free lost them to its own job's prompt, not to others: a step that reclaims blocks ends with next to
+none."""
+_GAUGES = (
+    "num_running",
+    "num_waiting",
+    "num_free_blocks",
+    "num_cached_blocks",
+    "num_retained_blocks",
+    "num_retained_jobs",
+)
+
+
+@dataclass(slots=True)
+class _TracedTurn:
+    """A turn as far as the trace has told of it."""
+
+    job: str
+    turn: int
+    due_s: float
+    prompt_tokens: int
+    start_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    output_tokens: int | None = None
+    hit_tokens: int | None = None
+    loaded_tokens: int = 0
+    preemptions: int = 0
+    is_aborted: bool = False
+    num_left_tokens: int = 0
+    """Prompt tokens that are not computed yet."""
+
+    def to_record(self) -> TurnRecord:
+        return TurnRecord(
+            job=self.job,
+            turn=self.turn,
+            status="cancelled" if self.is_aborted else "ok",
+            due_s=self.due_s,
+            start_s=self.start_s,
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            hit_tokens=self.hit_tokens,
+            loaded_tokens=self.loaded_tokens,
+            preemptions=self.preemptions,
+        )
+
+
+@dataclass(slots=True)
+class _Step:
+    now_s: float
+    num_free: int
+    num_leased: int
+
+
+@dataclass
+class _TraceReader:
+    data: RunData
+    with_samples: bool
+    turns: list[_TracedTurn] = field(default_factory=list)
+    steps: list[_Step] = field(default_factory=list)
+    num_jobs: Counter[str] = field(default_factory=Counter)
+    """By id. More than one where a server was started again, or where the id was used again."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Names of the live jobs by id."""
+    live: dict[str, _TracedTurn] = field(default_factory=dict)
+    """Turns by id."""
+    leases: dict[str, LeaseRecord] = field(default_factory=dict)
+    """Those that last, by the turn that they are of."""
+    finished: dict[str, _TracedTurn] = field(default_factory=dict)
+    """Each job's last finished turn."""
+    computed: list[_TracedTurn] = field(default_factory=list)
+    """Turns whose prompts the last step completed."""
+    last_step_s: float | None = None
+    most_free: int = 0
+    pressed_s: float | None = None
+    """When free blocks were scarce last; None before the first step."""
+    just_ended: list[LeaseRecord] = field(default_factory=list)
+    """Leases that ended in the step whose record is still to come."""
+
+    def read(self, records: Iterable[Fields]) -> None:
+        kinds: dict[str, Callable[[Fields], None]] = {
+            "header": self._on_header,
+            "job": self._on_job,
+            "step": self._on_step,
+            "admission": self._on_admission,
+            "asked": self._on_asked,
+        }
+        for record in records:
+            kind = record.text("kind")
+            if kind in kinds:
+                kinds[kind](record)
+            elif kind != "told":
+                raise record.error("kind", f"{kind!r} is not a record of a trace")
+
+    def _on_header(self, record: Fields) -> None:
+        schema = record.integer("schema")
+        if schema != SCHEMA:
+            raise record.error("schema", f"this Tenuto reads {SCHEMA}, got {schema}")
+        if "policy" in record:
+            self.data.policy = _name_policy(record.text("policy"))
+        for each in (self.names, self.live, self.leases, self.finished, self.computed, self.just_ended):
+            each.clear()
+        self.last_step_s = self.pressed_s = None
+
+    def _on_job(self, record: Fields) -> None:
+        events = {
+            "started": self._on_started,
+            "resumed": self._on_resumed,
+            "preempted": self._on_preempted,
+            "finished": self._on_finished,
+            "lease-granted": self._on_lease_granted,
+            "lease-ended": self._on_lease_ended,
+        }
+        event, job_id, turn_id = record.text("event"), record.text("job"), record.text("turn")
+        if event == "arrived":
+            self._on_arrived(record, job_id, turn_id)
+        elif event not in events:
+            raise record.error("event", f"{event!r} is not an event of a trace")
+        elif job_id in self.names:  # else the trace began in the midst of it
+            events[event](record, turn_id)
+
+    def _on_arrived(self, record: Fields, job_id: str, turn_id: str) -> None:
+        number = record.integer("turn_number", 1)
+        if job_id not in self.names or number == 1:
+            # The driver counts from 1 again when a job had ended and its id is used for another.
+            self.num_jobs[job_id] += 1
+            times = self.num_jobs[job_id]
+            self.names[job_id] = job_id if times == 1 else f"{job_id} #{times}"
+        record.optional(record.number, "tool_s")  # checked; the turns' times say it too
+        due_s, prompt_tokens = record.number("now_s"), record.integer("num_prompt_tokens")
+        turn = _TracedTurn(self.names[job_id], number, due_s, prompt_tokens)
+        self.turns.append(turn)
+        self.live[turn_id] = turn
+
+    def _on_started(self, record: Fields, turn_id: str) -> None:
+        turn = self.live.get(turn_id)
+        if turn is not None:
+            turn.start_s = record.number("now_s")
+            turn.hit_tokens = record.integer("num_hit_tokens")
+            turn.num_left_tokens = turn.prompt_tokens - turn.hit_tokens
+
+    def _on_resumed(self, record: Fields, turn_id: str) -> None:
+        record.integer("num_hit_tokens")
+
+    def _on_preempted(self, record: Fields, turn_id: str) -> None:
+        if turn_id in self.live:
+            self.live[turn_id].preemptions += 1
+
+    def _on_finished(self, record: Fields, turn_id: str) -> None:
+        turn = self.live.get(turn_id)
+        if turn is None:
+            return
+        turn.last_token_s = record.number("now_s")
+        turn.output_tokens = record.integer("num_output_tokens")
+        turn.is_aborted = record.values.get("aborted") is True
+        if not turn.is_aborted:
+            self.finished[turn.job] = turn
+
+    def _on_lease_granted(self, record: Fields, turn_id: str) -> None:
+        turn = self.live.get(turn_id)
+        lease = LeaseRecord(
+            job=self.names[record.text("job")],
+            turn=turn.turn if turn else 0,
+            granted_s=record.number("now_s"),
+            num_blocks=record.integer("num_blocks"),
+            until_s=record.number("until_s"),
+        )
+        self.data.leases.append(lease)
+        self.leases[turn_id] = lease
+
+    def _on_lease_ended(self, record: Fields, turn_id: str) -> None:
+        lease = self.leases.pop(turn_id, None)
+        if lease is None:
+            return
+        lease.ended_s = record.number("now_s")
+        # 0.1 called it `why`.
+        lease.reason = record.text("reason" if "reason" in record else "why")
+        lease.num_blocks_left = record.integer("num_blocks")
+        # Without steps nobody knows. Blocks are reclaimed only when none are free.
+        lease.was_pressed = self.pressed_s is None or self.pressed_s >= lease.granted_s
+        self.just_ended.append(lease)
+
+    def _on_asked(self, record: Fields) -> None:
+        inputs, answer = record.values.get("inputs"), record.values.get("answer")
+        if not isinstance(inputs, list):
+            raise record.error("inputs", "must be a list")
+        for each in inputs:
+            if isinstance(each, dict) and type(each.get("block_size")) is int and each["block_size"] > 0:
+                self.data.known_block_size = each["block_size"]
+        if record.values.get("hook") == "retain" and _is_offload(answer) and inputs:
+            job = inputs[0].get("job") if isinstance(inputs[0], dict) else None
+            name = self.names.get(job.get("job_id", "")) if isinstance(job, dict) else None
+            if name in self.finished:
+                self.data.offloaded.add((name, self.finished[name].turn))
+
+    def _on_admission(self, record: Fields) -> None:
+        turn = self.live.get(record.text("turn"))
+        num_loaded = record.optional(record.integer, "num_external_hit_tokens") or 0
+        if turn is not None and num_loaded:
+            turn.loaded_tokens = num_loaded
+
+    def _on_step(self, record: Fields) -> None:
+        now_s = record.number("now_s")
+        values = {name: record.integer(name) for name in _GAUGES}
+        for name, value in values.items():
+            self.data.add_to_gauge(name, value)
+        self._see_pressure(values["num_free_blocks"], now_s)
+        counts = record.optional_part("num_tokens")
+        if counts.values and self.last_step_s is not None:
+            self.data.step_s.append(now_s - self.last_step_s)
+        self.last_step_s = now_s if counts.values else None
+        self._see_prefills(counts, now_s)
+        if self.with_samples:
+            self.steps.append(_Step(now_s, values["num_free_blocks"], values["num_retained_blocks"]))
+
+    def _see_prefills(self, counts: Fields, now_s: float) -> None:
+        for turn in self.computed:
+            if turn.last_token_s is None:
+                turn.first_token_s = now_s
+        self.computed = []
+        for turn_id in counts.values:
+            live = self.live.get(turn_id)
+            if live is not None and live.num_left_tokens > 0:
+                live.num_left_tokens -= counts.integer(turn_id)
+                if live.num_left_tokens <= 0:
+                    self.computed.append(live)
+
+    def _see_pressure(self, num_free: int, now_s: float) -> None:
+        self.most_free = max(self.most_free, num_free)
+        if num_free <= SCARCE * self.most_free:
+            self.pressed_s = now_s
+            for lease in self.just_ended:
+                lease.was_pressed = True
+        elif self.pressed_s is None:
+            self.pressed_s = -math.inf
+        self.just_ended.clear()
+
+    def make_samples(self) -> list[Sample]:
+        """The KV cache at each step. Which free blocks hold content, a trace does not say."""
+        samples = []
+        for step in self.steps:
+            used = self.most_free - step.num_free
+            held = max(0, min(step.num_leased, used))
+            samples.append(
+                Sample(
+                    now_s=step.now_s,
+                    num_blocks=self.most_free,
+                    running_blocks=used - held,
+                    leased_blocks=held,
+                    cached_blocks=None,
+                    free_blocks=step.num_free,
+                )
+            )
+        return samples
+
+
+def read_trace(data: RunData, records: Iterable[Fields], *, with_samples: bool = True) -> None:
+    """Fill `data`. Raises DataError for a malformed record, or if no turn arrived."""
+    reader = _TraceReader(data, with_samples)
+    reader.read(records)
+    if not reader.turns:
+        raise DataError(f"{data.source}: no turn arrived in this trace")
+    data.turns = [turn.to_record() for turn in reader.turns]
+    data.samples = reader.make_samples()
+    data.tells_leases = True
+
+
+def _is_offload(answer: Any) -> bool:
+    return isinstance(answer, dict) and answer.get("type") == "Offload"
+
+
+def _name_policy(path: str) -> str:
+    """A policy's name, where it is one of ours; else its path as given."""
+    module, _, _ = path.partition(":")
+    room, _, name = module.rpartition(".")
+    return name.replace("_plus", "+").replace("_", "-") if room == "tenuto.policies" else path
