@@ -265,6 +265,7 @@ class _TraceReader:
         samples = []
         for step in self.steps:
             used = self.most_free - step.num_free
+            # In traces of 0.1 some leased blocks (keep-last) are free at the same time.
             held = max(0, min(step.num_leased, used))
             samples.append(
                 Sample(
