@@ -20,11 +20,11 @@ class EngineConfig:
     max_num_seqs: int = 1024
     """Most requests that run at a time."""
     long_prefill_token_threshold: int = 0
-    """Most tokens of one request in a step while there are others; 0 for no bound."""
+    """Most tokens of one request in a step while there are other requests; 0 for no bound."""
     order: Literal["fcfs", "priority"] = "fcfs"
-    """Who goes first, as vLLM's `--scheduling-policy` says."""
+    """Which waiting request goes first, as vLLM's `--scheduling-policy` says."""
     max_steps_in_flight: int = 1
-    """2 for asynchronous scheduling: the next step is scheduled while one runs; a pipeline has more."""
+    """2 for asynchronous scheduling: a step is scheduled while the one before runs. Pipelines have more."""
     num_draft_tokens: int = 0
     """Tokens a drafter proposes per request and step (`num_speculative_tokens`)."""
     offload: Offload | None = None

@@ -1,4 +1,4 @@
-"""The simulated engine as the driver sees it: blocks, references, views."""
+"""The driver's side of the simulated engine: what the driver may see of it and do to its blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tenuto.sim.tiers.offload import Offloader
 
 
 class LeasedRow(Row):
-    """Blocks of one lease, with the hash of all they hold (for models whose layers differ)."""
+    """Blocks of one lease, and the chained hash of their last block (for models whose layers differ)."""
 
     __slots__ = ("last_hash",)
 
@@ -71,7 +71,7 @@ class SimEngine:
         return self._kv.pool.num_leased_blocks
 
     def get_block_ids(self, blocks: Any) -> list[Hashable]:
-        """An id for each block: extents are split and grow, but what they hold stays where it was cached."""
+        """An id for each block. Extents are split and grow, but a block's segment and number stay."""
         return [
             (id(extent.home), extent.order, block)
             for extent, first, end in blocks.ranges
@@ -79,7 +79,7 @@ class SimEngine:
         ]
 
     def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> Any:
-        """Cached blocks of a finishing request, every layer group, as a row."""
+        """Cached blocks of a finishing request as a row: the first layer group's, then the second's."""
         request = self._state.requests[turn_id]
         hit = self._kv.get_hit(request)
         row = LeasedRow(part for row in hit.rows for part in row.ranges)
@@ -88,11 +88,15 @@ class SimEngine:
         return row
 
     def count_common_blocks(self, blocks: Any, hashes: Sequence[Hashable]) -> int:
-        """How many leading blocks a prompt with these hashes runs through."""
+        """How many leading blocks a prompt with these hashes has in common with the row.
+
+        row       │ A 0-2 │ B 3-5 │ C 6-9 │         segments and their blocks
+        prompt    │ A 0-2 │ B 3-4 │ D 5-8 │         5 blocks in common
+        """
         assert isinstance(hashes, BlockHashes)
         if not self.can_truncate:
             _, last = blocks.last_hash
-            # The whole request or nothing: cut shorter, a sliding window's blocks would be the wrong ones.
+            # The whole row or nothing: a shorter prefix needs other blocks of a sliding window.
             return len(blocks) if last < len(hashes) and hashes[last] == blocks.last_hash else 0
         num_common = 0
         for extent, first, end in blocks.ranges:
@@ -108,7 +112,7 @@ class SimEngine:
         self._kv.pool.mark_leased(blocks, 1)
 
     def release(self, blocks: Any) -> None:
-        """Give one reference to each block up, tails to be evicted first."""
+        """Give one reference to each block up; the last block is evicted first."""
         self._kv.pool.mark_leased(blocks, -1)
         self._kv.pool.release(blocks)
 

@@ -1,4 +1,4 @@
-"""One step: what it computes, and what it did to the requests."""
+"""One step: what it computes, and which requests it started and preempted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EMPTY_BATCH = StepBatch.of()
 
 @dataclass(slots=True)
 class Step:
-    """A scheduled step. All of it is in order: running requests first, then those it starts."""
+    """A scheduled step. Its dicts are in scheduling order: running requests first, then those it starts."""
 
     budget: int
     """Tokens that are left to hand out."""
@@ -29,17 +29,17 @@ class Step:
     preempted: dict[str, int] = field(default_factory=dict)
     """Requests that lost their blocks, and their computed tokens."""
     chunks: set[str] = field(default_factory=set)
-    """Requests that sample nothing in this step: it does not reach the end of what they have."""
+    """Requests that sample no token in this step, because some of their known tokens are left to compute."""
     has_prefill: bool = False
-    """Whether a request that was running already is in its prefill."""
+    """Whether a request that was running before this step is in its prefill."""
     batch: StepBatch = EMPTY_BATCH
-    """What the time it computes depends on."""
+    """What its duration depends on."""
     copies_done_s: float = 0.0
-    """When the copies are complete that it waits for."""
+    """When the copies end that it waits for."""
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether it does nothing but compute one token for each of some running requests."""
+        """Whether it only computes one token for each of some running requests."""
         others = self.batch.num_prefills or self.new or self.resumed or self.preempted
         return self.batch.num_decodes > 0 and not others
 
@@ -54,7 +54,7 @@ class Step:
         self.num_drafts.pop(request.turn_id, None)
 
     def bound(self, num_tokens: int) -> int:
-        """As many tokens as one request may have."""
+        """How many of these tokens one request may have."""
         if 0 < self.long_prefill_threshold < num_tokens:
             num_tokens = self.long_prefill_threshold
         return min(num_tokens, self.budget)

@@ -12,10 +12,10 @@ GetKey = Callable[[Request], Key]
 
 
 class WaitingQueue:
-    """Requests by key, smallest first, ties by id; those that admission holds back are *parked*.
+    """Requests in the order of their keys, smallest first; equal keys in the order of their ids.
 
-    Parked requests count in `len` but never go first. Without `get_key` the order is vLLM's "fcfs": by
-    arrival, and a request that comes back goes to the front.
+    Requests that admission holds back are *parked*: they count in `len` but never go first. Without `get_key`
+    the order is vLLM's "fcfs": by arrival, and a preempted request goes to the front.
     Source: vllm/v1/core/sched/request_queue.py@0.32.
     """
 
@@ -31,7 +31,7 @@ class WaitingQueue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """All requests, those that may go first, each part in order."""
+        """All requests: those that may start, then those that are parked, each part in order."""
         for order in (self._ready, self._parked):
             for turn_id in order:
                 yield self._requests[turn_id]
@@ -54,7 +54,7 @@ class WaitingQueue:
         return self._requests.pop(self._ready.pop())
 
     def skip_first(self) -> None:
-        """Set the request that goes first aside until `restore_skipped`."""
+        """Take the first request out of the order until `restore_skipped`."""
         key = self._ready.get_first_key()
         assert key is not None
         self._skipped.append((self.pop_first(), key))

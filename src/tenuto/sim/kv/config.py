@@ -12,10 +12,10 @@ class KvConfig:
     """Size and shape of the KV cache. Raises ConfigError for what makes no sense."""
 
     num_blocks: int
-    """The null block included, as vLLM's `num_gpu_blocks` and `KvBudget.num_blocks` count."""
+    """With the null block, as in vLLM's `num_gpu_blocks` and in `KvBudget.num_blocks`."""
     block_size: int = 16
     windows: tuple[int | None, ...] = (None,)
-    """Of each layer group the sliding window in tokens; None for full attention."""
+    """The sliding window of each layer group, in tokens; None for full attention."""
     max_model_len: int = 131_072
     reserve_full_sequence: bool = True
     """A waiting request starts only when all its tokens so far fit (`scheduler_reserve_full_isl`)."""
@@ -24,7 +24,7 @@ class KvConfig:
     num_lookahead_tokens: int = 0
     """Slots past the scheduled tokens that a drafter writes to."""
     drops_last_hit_block: bool = False
-    """An EAGLE drafter needs the hidden states of the hit's last block: it is computed again."""
+    """Whether the hit's last block is computed again: an EAGLE drafter needs its hidden states."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""

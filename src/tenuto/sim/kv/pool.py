@@ -1,16 +1,17 @@
-"""The simulator's block pool: vLLM's prefix cache, kept by extents instead of by blocks.
+"""The simulator's block pool: vLLM's prefix cache, stored as extents instead of single blocks.
 
-An *extent* is a run of cached blocks of one segment that share one fate: as many references, one place in the
-free queue. Runs are split when their fates part. Every operation costs O(extents), that is O(turns), and
-hands out, hits and evicts the very blocks that vLLM's pool does:
+An *extent* is a run of cached blocks of one segment with the same number of references and one place in the
+free queue. It is split when only a part of it is taken or freed. Every operation costs O(extents), which is
+O(turns), and takes, hits and evicts the same blocks as vLLM's pool:
 
     free queue    [blanks: a number]   extent → extent → …
                   evicted first        each from its last block to its first
 
-- Blocks without content are only ever put at the queue's front, so all of them are there, and nothing tells
-  them apart: a number will do. So will it for blocks in use that have no content yet.
-- A request's blocks are freed last first, so every run in the queue reads backwards.
-- Of several blocks with one content the one cached first is hit: extents are numbered as they are cached.
+- Blocks without content are always put at the queue's front, and nothing tells them apart. So a number is
+  enough for them, and for blocks in use that have no content yet.
+- A request's blocks are freed from the last to the first, so each extent in the queue is evicted backwards.
+- Of several blocks with the same content the one cached first is hit: extents are numbered as they are
+  cached.
 
 Source: vllm/v1/core/block_pool.py:BlockPool@0.32; `tests.support.blocks` has the same rules block by block,
 and `tests/sim/test_scheduler_pool.py` holds the two against each other.
@@ -49,7 +50,7 @@ def _link_before(behind: Extent, extent: Extent) -> None:
 
 def _unlink(extent: Extent) -> None:
     extent.previous.next, extent.next.previous = extent.next, extent.previous
-    # What is evicted must not hold on to its neighbours, and through them to all that is evicted later.
+    # An evicted extent must not refer to its neighbours: it would keep all that are evicted later in memory.
     extent.previous = extent.next = extent
 
 
@@ -57,7 +58,7 @@ class ExtentPool:
     """All blocks of one engine: take, hit, hold, free, cache."""
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
-        """A pool of `num_blocks` blocks, the null block not counted, for so many layer groups."""
+        """A pool of `num_blocks` blocks for so many layer groups; the null block is not counted."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs a block, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -73,7 +74,12 @@ class ExtentPool:
     # Content.
 
     def find(self, path: Path, group: int, first: int, end: int) -> Row:
-        """Cached blocks of a sequence from block `first` up to the first miss, or to before `end`."""
+        """Cached blocks of a sequence from block `first` up to the first miss, and before `end`.
+
+        blocks      │ first … │ … │ … │ … end)
+        segments    │    A    │ B     │ C          one range for each segment, or for each copy in it
+        cached      ├─────────┼───┤   ├──┤         the row ends where the first block is missing
+        """
         row = Row()
         for segment, start, stop in path.get_ranges(first, end):
             copies = segment.copies[group]
@@ -100,9 +106,9 @@ class ExtentPool:
         return runs
 
     def cache(self, row: Row, path: Path, group: int, first: int, end: int) -> None:
-        """Make the blocks `first` to before `end` of a sequence findable, and append them to its row.
+        """Let look-ups find the blocks `first` to before `end` of a sequence, and append them to its row.
 
-        The caller took them and is the only one to hold them.
+        The caller has taken the blocks, and nobody else holds them.
         """
         self._num_cached += 1
         for segment, start, stop in path.get_ranges(first, end):
@@ -131,9 +137,12 @@ class ExtentPool:
     # References.
 
     def take(self, num_blocks: int) -> None:
-        """Take blocks from the front of the free queue, evicting what they hold; they are blank then.
+        """Take blocks from the front of the free queue; what they hold is evicted.
 
         Raises ValueError, and changes nothing, if fewer are free.
+
+        free queue    [ 3 blanks ]   [ extent 4-9 ]  [ … ]
+        take(5)       └─ all 3 ──┘          └ 8, 9           the extent keeps 4-7
         """
         if num_blocks > self.num_free_blocks:
             raise ValueError(f"{num_blocks} blocks wanted, {self.num_free_blocks} are free")
@@ -151,7 +160,7 @@ class ExtentPool:
                 extent.home.remove(extent)
 
     def give_back(self, num_blanks: int) -> None:
-        """Free taken blocks that were never cached."""
+        """Free blocks that were taken and never cached."""
         self._num_blanks += num_blanks
         self.num_free_blocks += num_blanks
 
@@ -172,7 +181,11 @@ class ExtentPool:
                 self._free.append(extent)
 
     def release_head(self, row: Row, num_blocks: int) -> None:
-        """Give the references of a row's first blocks up, the last of them first, and drop them from it."""
+        """Give up the references to a row's first blocks, the last of them first, and drop them from the row.
+
+        row    │ first num_blocks blocks │ the rest … │
+                ←─────── freed ─────────   stays in the row
+        """
         head = Row()
         while num_blocks > 0:
             extent, first, end = row.ranges[0]
@@ -185,12 +198,12 @@ class ExtentPool:
         row.num_blocks -= head.num_blocks
         self.release(head)
         if row.ranges:
-            # Else walks would start further and further ahead of the blocks they look for.
+            # Without this, every later walk would begin at an extent far before the row's first block.
             extent, first, end = row.ranges[0]
             row.ranges[0] = Range(skip_to(extent, first), first, end)
 
     def mark_leased(self, row: Row, change: int) -> None:
-        """Count a lease's references to each block (1), or stop to (-1), as `num_leased_blocks` needs it."""
+        """A lease took a reference to each block (`change` 1), or gave it up (-1): count leased blocks."""
         for extent in self._get_extents(row):
             was_leased = extent.num_holds > 0
             extent.num_holds += change
@@ -215,7 +228,12 @@ class ExtentPool:
     # Inside.
 
     def _get_extents(self, row: Row) -> list[Extent]:
-        """The extents of exactly these blocks, in order; splits those that reach beyond them."""
+        """The extents of exactly these blocks, in order; an extent that reaches beyond them is split.
+
+        row        │    ├─────────────┤    │
+        before     ├─── A ───┼─── B ───────┤
+        after      ├ A ─┼ A' ┼── B ───┼ B' ┤      returns A' and B
+        """
         extents = []
         for extent, first, end in row.ranges:
             extent = skip_to(extent, first)
@@ -230,7 +248,7 @@ class ExtentPool:
         return extents
 
     def _split(self, extent: Extent, at: int) -> Extent:
-        """Part an extent before block `at`; returns the new one behind it."""
+        """Split an extent before block `at`; returns the new extent, which holds the blocks from `at` on."""
         tail = Extent(extent.segment, extent.home, at, extent.end, extent.order)
         tail.ref_cnt, tail.num_holds = extent.ref_cnt, extent.num_holds
         tail.after, extent.after = extent.after, tail

@@ -1,1 +1,1 @@
-"""Host memory and disk behind the simulated GPU."""
+"""Tiers: host memory and disk that hold KV below the simulated GPU."""

@@ -1,14 +1,14 @@
-"""Tiers below the GPU at work: what is stored when, what a turn loads, and which blocks wait for a copy.
+"""Offloading: what is stored in the tiers and when, what a turn loads, and which blocks wait for a copy.
 
     computed → store → tier … next turn: GPU hit | loaded from the tier | computed
 
-- *sync*: prompts are stored as they are computed, and a step ends only when its loads and stores are there
-  too (LMCache 0.3.7 in vLLM: `start_load_kv` and `wait_for_save`; outputs are not saved). They share the link
-  and run beside the computation: one after the other they would make the published sweep 1.7 times as slow
-  as it was at 6 jobs/s (see docs/fidelity.md).
-- *async*: the same beside the steps, outputs too. A turn waits, with its blocks, until its load is there;
-  what a turn that ends has not copied yet stays taken that long (vLLM's native offloading).
-- *asked*: asynchronous, and only what the policy answers `Offload` for.
+- *sync*: prompts are stored as they are computed. A step ends when its loads and stores have ended too
+  (LMCache 0.3.7 in vLLM: `start_load_kv` and `wait_for_save`; outputs are not stored). Copies share the link
+  and run beside the computation. If they ran one after the other, the published sweep at 6 jobs/s would take
+  1.7 times as long as it took (see docs/fidelity.md).
+- *async*: copies run beside the steps, and outputs are stored too. A turn waits, with its blocks, until its
+  load has ended. When a turn finishes, its blocks stay taken until they are stored (vLLM's native offloading).
+- *asked*: as async, but only what the policy answers `Offload` for is stored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ Chunk = tuple[Segment, int]
 
 
 class Offloader:
-    """The tiers of one engine, in its blocks."""
+    """Copies between one engine's blocks and its tiers.
+
+    blocks    │ 0 1 2 3 │ 4 5 6 7 │ 8 9 …      here 4 blocks a chunk
+    chunks    │    0    │    1    │            only whole chunks are stored and loaded
+    """
 
     def __init__(
         self, tiers: OffloadTiers, pool: ExtentPool, offload: Offload, *, block_size: int, chunk_blocks: int
@@ -56,7 +60,11 @@ class Offloader:
     # Loads.
 
     def get_offer(self, request: Request, num_hit_tokens: int, now_s: float) -> LoadOffer | None:
-        """What a request that is about to start could load behind its hit; at least a token is left over."""
+        """What a request that is about to start could load behind its hit; None if nothing.
+
+        tokens    │ hit from GPU   │ offer            │ rest │      at least one token is left to compute
+        chunks    │    0    │    1    │    2    │   3 │      │      the first may be partly hit already
+        """
         num_chunks = (request.num_tokens - 1) // self._chunk_tokens
         skip = num_hit_tokens // self._chunk_tokens
         if num_chunks <= skip:
@@ -68,7 +76,7 @@ class Offloader:
         return LoadOffer(num_tokens, self._tiers.get_loaded_s(chunks, now_s, skip) - now_s)
 
     def load(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> float:
-        """Bring an offer to the GPU; returns when it is there."""
+        """Begin to copy an offer to the GPU; returns when the copy ends, in seconds."""
         num_chunks = (num_hit_tokens + num_tokens) // self._chunk_tokens
         skip = num_hit_tokens // self._chunk_tokens
         copy = self._tiers.load(self._get_chunks(request, num_chunks), now_s, skip)
@@ -79,7 +87,7 @@ class Offloader:
     # Stores.
 
     def store_computed(self, request: Request, now_s: float) -> float:
-        """Store what of a request's prompt is computed; returns when it is there."""
+        """Store the computed part of a request's prompt; returns when the copy ends, in seconds."""
         if not self._stores_all:
             return now_s
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -93,7 +101,7 @@ class Offloader:
         return copy.done_s
 
     def store_finished(self, request: Request, row: Row, now_s: float, *, aborted: bool) -> None:
-        """A turn ends and its blocks are about to be freed: store its output too, unless it was aborted."""
+        """A turn ends: store its output too, unless it was aborted. Its blocks stay taken until then."""
         if not self._stores_all or self.is_sync:
             return
         done_s = now_s if aborted else self._store(row, now_s)
@@ -105,7 +113,7 @@ class Offloader:
             self._pool.release(heapq.heappop(self._stores)[2])
 
     def store_asked(self, row: Row, now_s: float) -> None:
-        """Store blocks because the policy says so; nothing where all are stored anyway."""
+        """Store blocks that the policy wants stored; does nothing where all blocks are stored anyway."""
         if not self._stores_all:
             self._hold_until(row, self._store(row, now_s), now_s)
 
@@ -116,7 +124,7 @@ class Offloader:
         return [row for _, _, row in self._stores]
 
     def get_next_stored_s(self) -> float | None:
-        """When the next store is complete that blocks wait for, or None."""
+        """When the next store ends that blocks wait for; None if no block waits."""
         return self._stores[0][0] if self._stores else None
 
     def get_views(self, now_s: float) -> tuple[TierView, ...]:
@@ -141,7 +149,7 @@ class Offloader:
         return copy.done_s
 
     def _hold_until(self, row: Row, done_s: float, now_s: float) -> None:
-        """Blocks stay taken until their copy is complete."""
+        """Keep blocks taken until their copy ends."""
         if done_s > now_s and row:
             row = Row(row.ranges)
             self._pool.hold(row)

@@ -1,7 +1,7 @@
-"""KV cache tiers behind the GPU: what they hold, and how long copies to and from them take.
+"""Tiers below the GPU: what they hold, and how long copies to and from them take.
 
-A tier keeps chunks of equal size (LMCache: 256 tokens) under chained prefix hashes, so requests with a
-common prefix share its chunks. Time is virtual: every call is given `now_s` and returns completion times.
+A tier holds chunks of equal size (LMCache: 256 tokens) by their chained prefix hashes, so requests with a
+common prefix share chunks. Time is virtual: calls are passed `now_s` and return when a copy ends.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tenuto.core.errors import ConfigError
 
 
 class Link:
-    """A channel that loads and stores share, first come first served.
+    """A channel that loads and stores share, first come first served. `now_s` must never decrease.
 
-    First come first served because the engine submits copies to one stream, and a copy engine works
-    through a stream in order. Both directions share the bandwidth although PCIe has a lane for each: on an
-    A100 a load falls to 11 GB/s beside a store at 25 (NVIDIA/nvbandwidth issue 53). `now_s` must not go back.
+    The engine submits copies to one stream, and a copy engine works through a stream in order. Both
+    directions share the bandwidth, although PCIe has lanes for each: on an A100 a load falls to 11 GB/s
+    beside a store at 25 GB/s (NVIDIA/nvbandwidth issue 53).
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float = 0.0) -> None:
@@ -36,15 +36,15 @@ class Link:
         self.free_at_s = 0.0
 
     def get_done_s(self, num_bytes: int, now_s: float) -> float:
-        """When a copy that is queued now would be complete. Changes nothing."""
+        """When a copy that is queued now would end. Changes nothing."""
         if num_bytes == 0:
             return now_s
         return max(now_s, self.free_at_s) + num_bytes / self.bytes_per_s + self.latency_s
 
     def transfer(self, num_bytes: int, now_s: float) -> float:
-        """Queue a copy and return when it will be complete; copying nothing is complete at once.
+        """Queue a copy and return when it will end; copying nothing ends at once.
 
-        Latency delays a copy but does not occupy the link: copies behind it start meanwhile.
+        Latency delays a copy but does not occupy the link: the next copy starts meanwhile.
         """
         if num_bytes == 0:
             return now_s
@@ -53,11 +53,11 @@ class Link:
 
 
 class Tier:
-    """A store of chunks with a byte capacity that evicts the least recently used, and the link to it.
+    """A store of chunks with a capacity in bytes, and the link to it. Evicts the least recently used chunk.
 
-    A chunk is never evicted before the chunks that continue it: every use touches a sequence from its end
-    to its start. So the chunks of a sequence that are present are always a prefix of it, and are found in
-    O(log n).
+    A use touches a sequence's chunks from the last to the first, so a chunk is evicted only after the chunks
+    that continue it. The chunks of a sequence that are present are therefore its first ones, and their number
+    is found in O(log n).
     """
 
     def __init__(self, name: str, capacity_bytes: int, chunk_bytes: int, link: Link) -> None:
@@ -91,7 +91,7 @@ class Tier:
         return low
 
     def put(self, chunks: Sequence[Hashable]) -> int:
-        """Hold a sequence's chunks, as many from its start as fit; returns how many were not present."""
+        """Hold a sequence's first chunks, as many as fit; returns how many of them are new."""
         fitting = chunks[: self.capacity_chunks]
         num_new = len(fitting) - self.hit_length(fitting)
         for chunk in reversed(fitting):
@@ -104,7 +104,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Copy:
-    """What one load or store moves, and when it is complete."""
+    """What one load or store moves, and when it ends."""
 
     num_chunks: int
     num_bytes: int
@@ -114,8 +114,11 @@ class Copy:
 class OffloadTiers:
     """Tiers from near to far, as LMCache and vLLM's offloading connectors use them.
 
-    Stores go to every tier. A load takes each chunk from the nearest tier that has it; chunks from a far
-    tier pass all nearer links as they come, so the busiest link decides, and stay in the nearer tiers.
+    A store goes to every tier. A load takes each chunk from the nearest tier that has it. Chunks from a far
+    tier pass through all nearer links at the same time, so the busiest link decides; they stay in the nearer
+    tiers too.
+
+        GPU  ◄── link ──►  host  ◄── link ──►  disk
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -135,7 +138,7 @@ class OffloadTiers:
         return max(tier.hit_length(chunks) for tier in self.tiers)
 
     def get_loaded_s(self, chunks: Sequence[Hashable], now_s: float, skip: int = 0) -> float:
-        """When `load` would be complete. Changes nothing."""
+        """When `load` would end. Changes nothing."""
         num_hit, nearer_hit, done_s = self.hit_length(chunks), skip, now_s
         for tier in self.tiers:
             num_bytes = max(0, num_hit - nearer_hit) * tier.chunk_bytes
@@ -144,7 +147,7 @@ class OffloadTiers:
         return done_s
 
     def load(self, chunks: Sequence[Hashable], now_s: float, skip: int = 0) -> Copy:
-        """Bring what the tiers have of a sequence to the GPU, which has its first `skip` chunks already."""
+        """Copy the chunks that the tiers have of a sequence to the GPU, but for the first `skip` chunks."""
         num_hit = self.hit_length(chunks)
         if num_hit <= skip:
             return Copy(0, 0, now_s)
@@ -159,7 +162,7 @@ class OffloadTiers:
         return Copy(num_hit - skip, (num_hit - skip) * chunk_bytes, done_s)
 
     def store(self, chunks: Sequence[Hashable], now_s: float) -> Copy:
-        """Copy what each tier lacks of a sequence to it; complete when the farthest copy is."""
+        """Copy to each tier the chunks of a sequence that it lacks; ends when the last copy does."""
         chunk_bytes = self.tiers[0].chunk_bytes
         num_stored, done_s = 0, now_s
         for tier in self.tiers:
