@@ -1,4 +1,4 @@
-"""How long a job would take alone on the machine, with all its KV kept: what its slowdown is measured by."""
+"""How long a job takes alone on a machine that keeps all its KV: the base of its slowdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def get_isolated_time_s(job: Job, step_cost: StepCost, max_num_batched_tokens: i
             num_tokens = min(max_num_batched_tokens, turn.num_prompt_tokens - num_cached)
             total_s += step_cost.seconds(StepBatch.of(prefills=[(num_tokens, num_cached)]))
             num_cached += num_tokens
-        # A decode's cost grows with its context, a token a step: the one in the middle stands for all.
+        # The context grows by a token a step, and the cost with it: the middle step is taken for all.
         middle = turn.num_prompt_tokens + turn.num_output_tokens // 2
         total_s += (turn.num_output_tokens - 1) * step_cost.seconds(StepBatch.of(decodes=[middle]))
         total_s += turn.tool_s

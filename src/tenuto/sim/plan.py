@@ -1,7 +1,8 @@
-"""The fewest GPUs that serve a load within a P95 target: a search over the simulator.
+"""The fewest GPUs that serve a load within a P95 target, found by simulation.
 
-A router with session affinity sends every job to one machine, so of N machines each gets a share of the jobs
-and runs by itself: one machine is simulated at 1/N of the rate, and N is found by doubling and bisection.
+A router with session affinity sends all turns of a job to the same machine. So each of N machines serves its
+share of the jobs and does not depend on the others: one machine is simulated at 1/N of the rate. N is found
+by doubling and bisection.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tenuto.workload.load import GENERATORS
 from tenuto.workload.load_options import LoadOptions
 
 MIN_JOBS = 20
-"""Jobs that one machine's share is simulated for, at least: a P95 of fewer is only their slowest."""
+"""The share of one machine is simulated until at least so many jobs arrived: the P95 of fewer jobs would only
+be the slowest of them."""
 
 RunCell = Callable[[Cell], dict[str, Any]]
 
@@ -35,9 +37,9 @@ class Plan:
     num_gpus: int | None
     """Tensor parallelism counted."""
     p95_s: float
-    """With that many machines; with the most allowed if none suffice."""
+    """The P95 with that many machines; with the most allowed if even these do not meet the target."""
     p95_with_fewer_s: float | None
-    """With one machine less; None for a single machine."""
+    """The P95 with one machine less; None for a single machine."""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -52,7 +54,7 @@ def make_plans(
     max_machines: int = 64,
     run: RunCell = run_cell,
 ) -> Iterator[Plan]:
-    """The fewest machines for each setup. Raises ConfigError without a rate or with a senseless target."""
+    """The fewest machines for each setup. Raises ConfigError without a rate or without a positive target."""
     if load.jps is None or load.jps <= 0:
         raise ConfigError("--jps: a plan needs the rate at which jobs arrive")
     if target_s <= 0 or max_machines < 1:
@@ -62,9 +64,9 @@ def make_plans(
 
 
 def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:
-    """The setups whose GPUs hold their model, and a line on each kind that does not.
+    """The setups whose GPUs have enough memory for their model, and a line about each kind that has not.
 
-    Raises ConfigError if none does, and for all else that is wrong with one.
+    Raises ConfigError if none has, and for anything else that is wrong with a setup.
     """
     fitting, lines = [], []
     for setup in setups:
@@ -80,7 +82,7 @@ def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:
 
 
 def get_best(plans: Sequence[Plan]) -> Plan | None:
-    """Of the plans that meet the target the one with the fewest GPUs, then with the lower P95."""
+    """The plan that meets the target with the fewest GPUs; of several the one with the lowest P95."""
     meeting = [plan for plan in plans if plan.num_gpus is not None]
     return min(meeting, key=lambda plan: (plan.num_gpus or 0, plan.p95_s), default=None)
 
@@ -110,7 +112,10 @@ def _find_fewest(setup: Setup, load: LoadOptions, target_s: float, max_machines:
 
 
 def _get_share(load: LoadOptions, jps: float) -> LoadOptions:
-    """One machine's share of the jobs, for longer where too few would come. A whole trace has its length."""
+    """One machine's share of the jobs; the window is longer where too few jobs would arrive in it.
+
+    A whole trace keeps its length.
+    """
     if load.window_s is None and load.workload not in GENERATORS:
         return replace(load, jps=jps)
     window_s = DEFAULT_WINDOW_S if load.window_s is None else load.window_s

@@ -1,4 +1,4 @@
-"""A sweep: every cell once, on all cores or a Ray cluster; what is in the results file already stays."""
+"""A sweep: each cell is run once, on all cores or a Ray cluster. Cells with a result are not run again."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """What tells it from every other run."""
+        """Its configuration as text: equal runs have equal keys."""
         return json.dumps(get_config(self.setup, self.load), sort_keys=True)
 
     @property
     def title(self) -> str:
-        """As progress shows it."""
+        """Its name in the progress output."""
         load = "" if self.load.jps is None else f" {self.load.jps:g}/s"
         return f"{self.setup.gpu} {self.setup.policy}{load} seed {self.load.seed}"
 
 
 def check_cells(cells: Sequence[Cell]) -> list[str]:
-    """Build every machine and read every workload once, before any time is spent on runs.
+    """Build every machine and read every workload once, so that mistakes are found before the runs.
 
-    Returns what the machines have to say of themselves.
+    Returns the machines' notes.
     """
     setups = {json.dumps(get_config(cell.setup, LoadOptions())): cell.setup for cell in cells}.values()
     notes = [note for setup in setups for note in build(setup).notes]
@@ -54,9 +54,9 @@ def check_cells(cells: Sequence[Cell]) -> list[str]:
 
 
 def read_results(folder: Path) -> dict[str, Record]:
-    """Records of the runs that are done, by key; a last line that was cut off is taken out of the file.
+    """Records of the runs that are done, by key. An incomplete last line is removed from the file.
 
-    Raises DataError, and leaves the file as it is, for any other line that is not a record.
+    Raises DataError, and does not change the file, for any other line that is not a record.
     """
     path, done = folder / RESULTS, {}
     if not path.exists():
@@ -80,7 +80,7 @@ def read_results(folder: Path) -> dict[str, Record]:
 
 
 def check_record(record: Record) -> Record:
-    """A record itself, if it holds what a sweep's table is made of; raises KeyError or TypeError."""
+    """The record itself, if it has what a sweep's table needs; raises KeyError or TypeError if not."""
     for key in ("gpu", "model", "workload", "policy", "jps", "seed"):
         record[key]
     for key in ("avg_duration_s", "p95_duration_s", "recomputed_tokens", "prompt_tokens"):
@@ -92,7 +92,7 @@ def check_record(record: Record) -> Record:
 def run_cells(
     cells: Iterable[Cell], folder: Path, *, workers: int | None = None, ray: str | None = None
 ) -> Iterator[tuple[Cell, Record]]:
-    """Run what is not done yet; yields every cell's record as it comes, and appends it to the results."""
+    """Run the cells that are not done yet. Yields each record as it comes and appends it to the results."""
     done = read_results(folder)
     missing = []
     for cell in cells:

@@ -42,7 +42,7 @@ def make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """The table as text; a star marks the winner of a cell, and whoever is within 2 % of it."""
+    """The table as text. A star marks the best policy of a cell and all policies within 2 % of it."""
     lines = [
         f"{'gpu':11} {'jobs/s':>6}  {'policy':18} {'mean':>9}  {'spread':>15} {'P95':>9} "
         f"{'/stock':>7} {'redone':>7}"
@@ -70,5 +70,5 @@ def _get_cell(row: Row) -> tuple[Any, ...]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The geometric mean, as ratios are what is compared."""
+    """The geometric mean, because policies are compared by ratios."""
     return math.exp(statistics.fmean(math.log(value) for value in values))

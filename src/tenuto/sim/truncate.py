@@ -1,4 +1,4 @@
-"""Turns that a machine can never run: a server refuses them, and their job ends there."""
+"""Turns that are too long for a machine: a server would refuse them, so their job ends before them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tenuto.workload import Job, Workload
 
 
 def truncate_to_fit(workload: Workload, kv: KvCache) -> tuple[Workload, int]:
-    """The workload without the turns that are too long, and how many were left out.
+    """The workload without the turns that are too long, and how many turns were left out.
 
     A job ends before its first turn that is longer than the model's context or the whole KV cache. Turns of
-    other jobs do not wait for what was left out.
+    other jobs no longer wait for turns that were left out.
     """
     lengths = {job.job_id: _count_fitting(job, kv) for job in workload.jobs}
     num_cut = sum(len(job.turns) - lengths[job.job_id] for job in workload.jobs)

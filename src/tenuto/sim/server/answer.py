@@ -1,8 +1,8 @@
-"""What the simulated model says: words without meaning, and tool calls when it is asked for one.
+"""The simulated model's answers: words without meaning, and tool calls on request.
 
-The answer to a prompt at temperature 0, or with a `seed`, is always the same; otherwise each is its own. A
-tool call is made when the request's `tool_choice` demands one, or names one, or when `vllm_xargs` says
-`sim_tool`; its arguments are `sim_arguments`, or else just what the tool's schema requires.
+A prompt at temperature 0, or with a `seed`, always gets the same answer; otherwise each answer is different.
+A tool is called when the request's `tool_choice` demands or names one, or when its `vllm_xargs` have
+`sim_tool`. The call's arguments are `sim_arguments`, or the least that the tool's schema requires.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ class Plan:
 def plan_answer(
     tokenizer: Tokenizer, sampling: Sampling, room: int, default_tokens: int, call: Call | None = None
 ) -> Plan:
-    """How long an answer is and how it ends.
+    """Decide how long an answer is and how it ends.
 
-    `room` is what the model's context leaves, `default_tokens` how long an answer without `max_tokens` is.
-    Raises RequestError if `max_tokens` is more than the room.
+    `room` is how many tokens fit into the model's context, `default_tokens` the length of an answer without
+    `max_tokens`. Raises RequestError if `max_tokens` is more than the room.
     """
     limit = _get_limit(sampling, room)
     call_ids = tokenizer.encode("" if call is None else write_call(call.name, call.arguments))
     if call is not None and len(call_ids) <= limit:
         num_tokens = limit if sampling.ignore_eos else min(limit, max(len(call_ids), sampling.min_tokens))
         return Plan(num_tokens - len(call_ids), call, call_ids, "tool_calls")
-    # Like a call that does not fit: cut off, it is none.
+    # A call that does not fit is cut off, and then it is not a call.
     runs_on = call is not None or sampling.ignore_eos or sampling.max_tokens is not None
     num_tokens = limit if runs_on else min(limit, max(default_tokens, sampling.min_tokens))
     return Plan(num_tokens, None, tokenizer.encode(""), "length" if num_tokens == limit else "stop")
 
 
 def choose_words(tokenizer: Tokenizer, plan: Plan, seed: str, *, begins: bool) -> TokenIds:
-    """The answer's tokens; `begins` says that no blank comes before the first word."""
+    """The answer's tokens; with `begins` there is no blank before the first word."""
     random, words = Random(seed), tokenizer.words
     token_ids = plan.call_ids[:0]
     if plan.num_words:
@@ -77,7 +77,7 @@ def choose_words(tokenizer: Tokenizer, plan: Plan, seed: str, *, begins: bool) -
 
 
 def get_seed(sampling: Sampling, prompt: TokenIds, request_id: str) -> str:
-    """What an answer's words depend on."""
+    """What the random words of an answer depend on."""
     if sampling.seed is None:
         return request_id
     return f"{blake2b(prompt.tobytes(), digest_size=16).hexdigest()}/{sampling.seed}"

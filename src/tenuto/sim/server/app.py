@@ -1,4 +1,4 @@
-"""The HTTP side: paths, keys, errors, and the pages that say what the server is."""
+"""The HTTP application: paths, API key, errors, and the pages about the server itself."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _Pages:
 
 
 def _make_guard(api_key: str | None) -> Middleware:
-    """What stands before every handler: the key, and errors in OpenAI's form."""
+    """The middleware around every handler: it checks the key and writes errors in OpenAI's form."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Simulated time, as fast as wanted."""
+"""Simulated time at any speed."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Clock:
         return self._start_s + (self._get_real_s() - self._start_s) * self.speed
 
     def get_real_duration_s(self, duration_s: float) -> float:
-        """How long something simulated takes for those who wait."""
+        """Real seconds in which so many simulated seconds pass."""
         return duration_s / self.speed

@@ -1,11 +1,11 @@
-"""Token ids as the simulator's content: equal beginnings of sequences become equal spans.
+"""From token ids to the simulator's spans: sequences that begin with equal tokens get equal spans.
 
     root ── [system, task 3] ── [answer 1] ── [tool 1 …] ── …
                          └───── [task 4, from where it differs] ── …
 
-Every text is known by the tokens it has, and begins where it first differed from all others. A sequence is
-then a row of spans, each the beginning of one text, and two sequences run through the same texts exactly as
-far as their tokens agree. A text lives as long as the engine knows its content (`tenuto.sim.kv.segments`).
+A text begins where its tokens first differed from all other texts. A sequence is a list of spans, each the
+beginning of one text. Two sequences go through the same texts exactly as far as their tokens are equal. A
+text lives as long as the engine refers to its content (`tenuto.sim.kv.segments`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TokenIds: TypeAlias = "array[int]"
 
 
 MAX_ANSWERS = 20
-"""Tries to find one that is new."""
+"""Attempts to find an answer that is new."""
 
 
 def make_token_ids(ids: Iterable[int] = ()) -> TokenIds:
@@ -39,10 +39,10 @@ class Text:
         self._before = before
         self.token_ids = token_ids
         self.following: WeakValueDictionary[tuple[int, int], Text] = WeakValueDictionary()
-        """By how many of these tokens come before it, and its first token."""
+        """The texts behind this one, by how many of its tokens come before them and by their first token."""
 
     def try_extend(self, token_ids: TokenIds) -> bool:
-        """Make it at least these tokens; False, and nothing changes, if it goes on otherwise."""
+        """Let the text begin with these tokens; False, and nothing changes, if it has others."""
         num_tokens = len(self.token_ids)
         if token_ids[:num_tokens] != self.token_ids[: len(token_ids)]:
             return False
@@ -60,7 +60,7 @@ class ContentTree:
         self._root = Text(make_token_ids())
 
     def place(self, token_ids: TokenIds) -> list[Span]:
-        """The spans of a prompt; what of it is new becomes known, for as long as the spans are held."""
+        """The spans of a prompt. New content is known from here on, as long as somebody holds the spans."""
         text, start = self._root, 0
         spans: list[Span] = []
         while True:
@@ -79,9 +79,9 @@ class ContentTree:
     def place_answer(self, prompt: list[Span], generate: Callable[[int], TokenIds]) -> tuple[Span, TokenIds]:
         """The span of an answer behind a prompt that was placed, and its tokens.
 
-        An answer is one span, so it should not begin like something else that is known to follow there:
-        `generate` is asked for answer 0, 1 and so on until one does not. It gives the same tokens for the
-        same number each time, as many as are wanted. Where it has no other answer, nobody finds this one.
+        An answer is one span, so its first token must differ from those of other known texts behind the
+        prompt. `generate` is asked for answer 0, 1 and so on until one does; it must return the same tokens
+        for the same number. If all are alike, the last answer is a text that no look-up finds.
         """
         text, num_tokens = prompt[-1]
         assert isinstance(text, Text)

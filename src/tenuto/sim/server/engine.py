@@ -1,10 +1,10 @@
-"""The simulated engine when nobody knows what comes next: requests come and go while it runs.
+"""The simulated engine of the server: requests come and go while it runs.
 
-It stands between a clock and the scheduler. `advance` is told how late it is and does what has happened by
-then, each thing at its own simulated time: a step that ended while the process was busy ends when it ended,
-and what follows it starts there. So simulated time never drifts, however late anyone looks.
+`advance` is passed the current time and does everything that is due by then, each thing at its own simulated
+time. If the process was busy when a step should have ended, the step still ends at the right simulated time,
+and the next one starts there. So simulated time never drifts.
 
-It does what `tenuto.sim.simulation` does, on the same scheduler and step cost.
+`tenuto.sim.simulation` is the same for a workload that is known; both use one scheduler and one step cost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Turn:
     request: ServedRequest
     arrival_s: float
     on_news: Callable[[], None]
-    """Called when it has new tokens, or an error."""
+    """Called when the turn has new tokens, or an error."""
     num_tokens: int = 0
     """Output tokens so far."""
     start_s: float = 0.0
@@ -62,7 +62,7 @@ class _StepInFlight(NamedTuple):
 
 
 class Engine:
-    """One simulated engine, told the time from outside."""
+    """One simulated engine. The time is passed in."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class Engine:
         now_s: float = 0.0,
         on_step: Callable[[Step, float], None] | None = None,
     ) -> None:
-        """`on_step` hears of each step as it is scheduled, and when."""
+        """`on_step` is called with each step as it is scheduled, and the time."""
         self.scheduler = scheduler
         self.stats = EngineStats()
         self.now_s = now_s
-        """Up to when everything has happened."""
+        """Everything until this time has been done."""
         self.num_finished_steps = 0
         self._step_cost = step_cost
         self._on_step = on_step
@@ -90,11 +90,11 @@ class Engine:
 
     @property
     def num_turns(self) -> int:
-        """Requests that came and did not end yet."""
+        """Requests that arrived and have not ended."""
         return len(self._turns)
 
     def submit(self, request: ServedRequest, on_news: Callable[[], None]) -> Turn:
-        """Take a request in at its arrival time; times must not go back."""
+        """Take a request at its arrival time; times must not decrease."""
         turn = Turn(request, request.arrival_s, on_news)
         self._turns[request.turn_id] = turn
         self._inbox.append(_Message(request.arrival_s, turn, is_abort=False))
@@ -106,7 +106,7 @@ class Engine:
             self._inbox.append(_Message(now_s, turn, is_abort=True))
 
     def fail(self, error: Exception) -> None:
-        """Nothing will happen any more: tell everyone who waits."""
+        """The engine has failed: every waiting turn gets the error."""
         for turn in self._turns.values():
             turn.error = error
             turn.on_news()
@@ -117,10 +117,10 @@ class Engine:
         return self.scheduler.reset_prefix_cache(self.now_s)
 
     def advance(self, until_s: float) -> float | None:
-        """Do what happens next if it is due: at most one step ends.
+        """Do what is due by `until_s`, but at most one end of a step.
 
-        Returns when the next thing happens: not after `until_s` if more is due, None if nothing does until
-        somebody comes.
+        Returns when the next thing happens; that is before `until_s` if more is due already. None if nothing
+        happens until a request arrives.
         """
         while not self._waits_for_step:
             self._take_messages(self.now_s, inclusive=True)

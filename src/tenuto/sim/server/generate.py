@@ -1,4 +1,4 @@
-"""From a request for an answer to the answer: through the engine, and out as its tokens come."""
+"""Answering a request: it goes through the engine, and its tokens are sent as they come."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tenuto.sim.server.replies import Reply
 from tenuto.sim.server.template import write_call
 
 LARGE_BODY_BYTES = 2**17
-"""From here on a body is read beside the event loop, which has tokens to send."""
+"""A larger body is read in a thread: the event loop has tokens to send meanwhile."""
 
 
 class Generator:
-    """Answers requests from one engine."""
+    """Answers requests with one engine."""
 
     def __init__(self, pacer: Pacer, served: Served) -> None:
         self._pacer = pacer
@@ -36,7 +36,7 @@ class Generator:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Handle a request for an answer; a client that goes away ends its turn."""
         ask = await self._read(request)
-        # In order of arrival, as ties between turns are decided by their ids.
+        # Ids rise with the time of arrival, because ties between turns are decided by their ids.
         turn_id = f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{self._run_id}{next(self._numbers):09d}"
         engine_request, answer_ids = self._make_request(ask, turn_id)
         reply = Reply(ask, answer_ids, turn_id, self._served.model_name, self._served.tokenizer.words)
@@ -78,7 +78,7 @@ class Generator:
             priority=sampling.priority,
             hints=ask.hints,
             tool=tool,
-            # Cut off by its length, nobody can tell whether the job goes on.
+            # An answer that ends at its length limit does not tell whether the job goes on.
             is_last=None if plan.finish_reason == "length" else tool is None,
             key=sampling.cache_salt,
             prompt_ids=ask.prompt_ids,
@@ -88,7 +88,7 @@ class Generator:
 
 
 async def _wait(turn: Turn, news: asyncio.Event) -> None:
-    """Wait for the next tokens; raises what went wrong instead."""
+    """Wait for the next tokens; raises the turn's error if it has one."""
     await news.wait()
     news.clear()
     if turn.error is not None:
@@ -96,11 +96,11 @@ async def _wait(turn: Turn, news: asyncio.Event) -> None:
 
 
 async def _stream(request: web.Request, turn: Turn, news: asyncio.Event, reply: Reply) -> web.StreamResponse:
-    """Send tokens as they come; several at once, where the client or this process was not quick enough."""
+    """Send tokens as they come; several at once, if the client or this process is slow."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     )
-    # The client may be gone; then so is its turn.
+    # If the client has gone, its turn ends in `answer`.
     with suppress(ConnectionResetError):
         await response.prepare(request)
         async for data in _write(turn, news, reply):
@@ -110,7 +110,7 @@ async def _stream(request: web.Request, turn: Turn, news: asyncio.Event, reply: 
 
 
 async def _write(turn: Turn, news: asyncio.Event, reply: Reply) -> AsyncIterator[bytes]:
-    """The pieces of a stream, the first of whose tokens are there."""
+    """The pieces of a stream; call when the first tokens are there."""
     num_sent = 0
     while True:
         num_tokens, is_finished = turn.num_tokens, turn.is_finished

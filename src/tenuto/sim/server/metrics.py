@@ -1,6 +1,6 @@
-"""The page `/metrics`: vLLM's names for what the simulated engine does, and Tenuto's for what is retained.
+"""The page `/metrics`: vLLM's metrics of the engine, and Tenuto's metrics of leases.
 
-Latencies are in simulated seconds, whatever the speed: what a client of the real engine would measure.
+Latencies are in simulated seconds at any speed: as a client of the real engine would measure them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The task that lets the engine do, at each moment, what has happened by then."""
+"""The task that drives the engine by a clock."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from tenuto.sim.server.clock import Clock
 from tenuto.sim.server.engine import Engine, ServedRequest, Turn
 
 WARN_LAG_S = 1.0
-"""Real seconds behind at which the log says so, and again at every doubling."""
+"""Real seconds of lag at which the log warns; it warns again whenever the lag has doubled."""
 MAX_BUSY_S = 0.05
-"""Real seconds that the engine may keep the event loop for itself."""
+"""Real seconds that the engine may occupy the event loop at a time."""
 
 logger = logging.getLogger("tenuto.sim")
 
 
 class Pacer:
-    """Drives an engine by a clock. Everything happens in one event loop."""
+    """Advances an engine to the clock's time, again and again. Everything happens in one event loop."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine = engine
         self.clock = clock
         self.error: Exception | None = None
-        """Why the engine has ended, if it has."""
+        """The error that ended the engine, if one did."""
         self._news = asyncio.Event()
         self._warn_lag_s = WARN_LAG_S
 
     def submit(self, request: ServedRequest, on_news: Callable[[], None]) -> Turn:
-        """Hand a request in that arrives now. Raises what the engine has ended with, if it has."""
+        """Submit a request that arrives now. If the engine has failed, raises its error."""
         if self.error is not None:
             raise self.error
         request.arrival_s = self.clock.get_now_s()
@@ -38,12 +38,12 @@ class Pacer:
         return turn
 
     def abort(self, turn: Turn) -> None:
-        """Nobody wants the rest of a turn; nothing happens if it is done."""
+        """End a turn whose client went away; nothing happens if it is done."""
         self.engine.abort(turn, self.clock.get_now_s())
         self._news.set()
 
     async def run(self) -> None:
-        """Run until cancelled, or until the engine fails: then all who wait are told."""
+        """Run until cancelled, or until the engine fails; then every waiting turn gets the error."""
         try:
             while True:
                 await self._advance()
@@ -58,7 +58,7 @@ class Pacer:
         if next_s is not None:
             delay_s = self.clock.get_real_duration_s(next_s - self.clock.get_now_s())
             if delay_s <= 0:
-                # More is due, but first whoever got tokens may send them.
+                # More is due, but first let handlers send the tokens that are there.
                 await asyncio.sleep(0)
                 return
             timer = asyncio.get_running_loop().call_later(delay_s, self._news.set)
@@ -68,10 +68,10 @@ class Pacer:
             timer.cancel()
 
     def _catch_up(self) -> float | None:
-        """Do what is due, for a while at most; returns when the next thing happens, if one does.
+        """Do what is due, for `MAX_BUSY_S` at most; returns when the next thing happens, or None.
 
-        All of it, before anyone sends anything: where sending is what takes long, tokens then go out
-        several at a time, and the engine keeps its time.
+        Handlers send nothing meanwhile. So where sending is slow, several tokens are sent at a time, and the
+        engine does not lag.
         """
         now_s = self.clock.get_now_s()
         limit_s = now_s + self.clock.speed * MAX_BUSY_S

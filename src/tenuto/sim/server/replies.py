@@ -16,7 +16,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Reply:
-    """Writes one answer, of which the engine has made a part or all."""
+    """Writes one answer, as far as the engine has computed it."""
 
     def __init__(
         self, ask: Ask, answer_ids: TokenIds, request_id: str, model_name: str, words: Words
@@ -76,7 +76,7 @@ class Reply:
         return self._write_event({"choices": [], "usage": self._get_usage(turn)}) + DONE
 
     def write_failure(self, error: Exception) -> bytes:
-        """What follows the last token where there should be more."""
+        """The end of a stream that breaks off because of an error."""
         refusal = RequestError(f"the server failed: {type(error).__name__}", status=500)
         return b"data: %b\n\n" % json.dumps(refusal.to_json()).encode() + DONE
 
@@ -111,6 +111,6 @@ class Reply:
         }
 
     def _spell(self, start: int, end: int) -> str:
-        """The words among these tokens; those of a tool call stand in the call."""
+        """The text of these tokens, without those of a tool call."""
         begins = self._ask.is_chat and start == 0
         return self._words.spell(self._answer_ids[start : min(end, self._plan.num_words)], begins=begins)

@@ -28,11 +28,11 @@ from tenuto.sim.server.steps import StepTracer
 from tenuto.sim.server.tokenizer import HfTokenizer, PieceTokenizer
 
 STOP_LIMIT_S = 3.0
-"""How long answers may go on after the server was told to stop."""
+"""Seconds for which answers may go on after the server was told to stop."""
 
 
 class Machine(Protocol):
-    """What is served: a GPU, a model, and a scheduler for them."""
+    """What the server needs of a machine: a GPU, a model, and a scheduler for them."""
 
     @property
     def gpu(self) -> Gpu:

@@ -1,4 +1,4 @@
-"""What the server counts, for `/metrics`. Times are simulated seconds, unless a name says otherwise."""
+"""Counters of the server, for `/metrics`. Times are simulated seconds, but for `lag_s`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class EngineStats:
     """Totals since the start."""
 
     num_prompt_tokens: int = 0
-    """Of prompts that were computed whole."""
+    """Prompt tokens of turns that have their first token."""
     num_output_tokens: int = 0
     num_queried_tokens: int = 0
-    """Tokens of requests when they first started."""
+    """Prompt tokens of requests that started, counted at their first start."""
     num_hit_tokens: int = 0
     """Those among them that were cached."""
     num_preemptions: int = 0
@@ -37,7 +37,7 @@ class EngineStats:
     first_token_s: Histogram = field(default_factory=_histogram(_FIRST_TOKEN_S))
     between_tokens_s: Histogram = field(default_factory=_histogram(_PER_TOKEN_S))
     per_token_s: Histogram = field(default_factory=_histogram(_PER_TOKEN_S))
-    """Of each request, the mean time between its tokens."""
+    """The mean time between a request's tokens, one value per request."""
     latency_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
     queue_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
     inference_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
@@ -47,4 +47,4 @@ class EngineStats:
     output_tokens: Histogram = field(default_factory=_histogram(_TOKENS))
     step_tokens: Histogram = field(default_factory=_histogram(_STEP_TOKENS))
     lag_s: Histogram = field(default_factory=_histogram(_LAG_S))
-    """Real seconds from when a step should have ended until its tokens were there."""
+    """Real seconds between the time at which a step should have ended and the time at which it did."""

@@ -1,4 +1,4 @@
-"""The step part of the trace: what the simulated engine looked like, and what it did."""
+"""The trace's records of steps: the engine's state, and what it scheduled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StepTracer:
         self._scheduler = scheduler
 
     def record(self, step: Step, now_s: float) -> None:
-        """Record a step that was just scheduled; the trace's step number moves on."""
+        """Record a step that was just scheduled, and go on to the trace's next step number."""
         scheduler = self._scheduler
         started = {**step.new, **step.resumed}
         for turn_id, num_hit_tokens in started.items():

@@ -1,9 +1,9 @@
-"""The chat template: one for all models, fixed.
+"""The chat template: one fixed template for all models.
 
     <|system|>…<|end|><|user|>…<|end|><|assistant|>
 
-Each part is tokenized by itself. So a conversation's next prompt begins with its previous prompt and, after
-that, with the answer's own tokens; nothing depends on what stands beside a boundary.
+Each part is tokenized by itself. So a conversation's next prompt begins with the tokens of its previous
+prompt and of the answer; tokens do not depend on the parts beside them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def render_chat(
 
 def encode(tokenizer: Tokenizer, text: str, max_tokens: int) -> TokenIds:
     """A text's token ids; raises RequestError if they are more than `max_tokens`."""
-    # Far too long texts are refused unread.
+    # Texts that are far too long are refused without tokenizing them.
     too_long = tokenizer.max_chars is not None and len(text) > max(0, max_tokens) * tokenizer.max_chars
     token_ids = make_token_ids() if too_long else tokenizer.encode(text)
     if too_long or len(token_ids) > max_tokens:

@@ -7,7 +7,7 @@
   and run beside the computation. If they ran one after the other, the published sweep at 6 jobs/s would take
   1.7 times as long as it took (see docs/fidelity.md).
 - *async*: copies run beside the steps, and outputs are stored too. A turn waits, with its blocks, until its
-  load has ended. When a turn finishes, its blocks stay taken until they are stored (vLLM's native offloading).
+  load has ended. The blocks of a finished turn stay taken until they are stored (vLLM's native offloading).
 - *asked*: as async, but only what the policy answers `Offload` for is stored.
 """
 
