@@ -20,6 +20,7 @@ PLANTED = {
         "core",
         "import tenuto.policies.stock",
     ),
+    "the simulator's rooms build on the rooms below them": ("sim/kv", "import tenuto.sim.engine.step"),
     "the engines never name a policy": ("sim", "import tenuto.policies.stock"),
     "one policy never imports another": ("policies/published", "import tenuto.policies.stock"),
     "only the command line knows the simulated server": ("sim", "import tenuto.sim.server.clock"),

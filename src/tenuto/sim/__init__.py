@@ -1,1 +1,24 @@
-"""The simulator: an engine shaped like vLLM V1 in virtual time, with GPU step costs and memory tiers."""
+"""The simulator: jobs on a simulated engine, with a policy, on virtual time.
+
+    Setup ─► machine ─► Machine ──┐          GPU, model, KV cache size, step cost, tiers, policy
+    LoadOptions ─► Workload ──────┴─► run ─► record of the run
+
+    run ─► simulation ─────► engine.scheduler ─► kv        which blocks hold what
+             │   the event       │   │   └─────► tiers     what host memory and disk hold
+             │   loop, and the   │   └─────────► core.driver ─► the policy
+             │   turn driver     └ the next step
+             └─────────────► cost ─► hardware              how long a step takes on this GPU
+
+Rooms, each built on those below it:
+
+    server       the engine behind an OpenAI-compatible server, in real time
+    sweep, plan  many runs: a grid of setups and loads; the fewest GPUs that meet a target
+    run          one run, and its record (`result`, `occupancy`; `isolated_time` for the slowdown)
+    machine      from the names and numbers of a setup to the parts of an engine
+    simulation   the event loop of a run
+    engine       vLLM V1's scheduler, decision by decision
+    tiers        copies between the GPU and the tiers below it
+    kv           the KV cache: requests' blocks, prefix hits, the free queue
+    cost         step times: measured tables, a roofline, or a fit to observed steps
+    hardware     GPUs, models, and how much memory is left for KV
+"""

@@ -16,7 +16,7 @@ class EngineConfig:
 
     kv: KvConfig
     max_num_batched_tokens: int = 8192
-    """Token budget of a step (`max_num_batched_tokens`)."""
+    """Token budget of a step."""
     max_num_seqs: int = 1024
     """Most requests that run at a time."""
     long_prefill_token_threshold: int = 0
