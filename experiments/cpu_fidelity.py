@@ -30,8 +30,8 @@ from tenuto.client.servers.local_server import run_server
 from tenuto.core.errors import TenutoError
 from tenuto.sim.cost import fit_step_cost, read_observations
 from tenuto.sim.cost.fit import format_fit
-from tenuto.sim.machine import Setup
 from tenuto.sim.run import run
+from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
 
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}

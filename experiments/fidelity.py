@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tenuto.sim.machine import Setup
 from tenuto.sim.run import get_versions, run
+from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
 
 HERE = Path(__file__).parent

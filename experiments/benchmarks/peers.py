@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tenuto.sim.machine import Setup, build
+from tenuto.sim.machine import build
+from tenuto.sim.setup import Setup
 from tenuto.sim.truncate import truncate_to_fit
 from tenuto.workload import load_workload
 from tenuto.workload.convert.write import FORMATS, write_trace

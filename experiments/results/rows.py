@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tenuto.sim.machine import Setup
+from tenuto.sim.setup import Setup
 from tenuto.workload.arrivals import arrival_times, within
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.generators.agent import agent_jobs
@@ -56,7 +56,12 @@ class Row:
         name, _, offload = policy.partition("/")
         key, _, value = option.partition("=")
         options = {key: float(value)} if option else {}
-        setup = dataclasses.replace(self.setup, policy=name, offload=offload or None, options=options)
+        setup = dataclasses.replace(
+            self.setup,
+            policy=name,
+            offload=offload or None,  # type: ignore[arg-type]  # `Setup` checks it
+            options=options,
+        )
         return setup, dataclasses.replace(self.load, seed=seed)
 
 

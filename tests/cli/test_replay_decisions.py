@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tenuto.cli import main
-from tenuto.cli.replay import check_decisions
 from tenuto.core.errors import DataError, TenutoError
 from tenuto.core.policy import Learns, Policy
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.types import EngineView, Job, Turn
 from tenuto.records.trace import TraceWriter
+from tenuto.report.decisions import check_decisions
 
 pytestmark = pytest.mark.slow
 

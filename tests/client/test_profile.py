@@ -139,8 +139,8 @@ def test_a_live_server_is_timed_and_fitted(tmp_path: Path, capsys: pytest.Captur
     ("arguments", "message"),
     [
         ([], "name a server with --url"),
-        (["--url", "localhost:8000"], "must begin with http"),
-        (["--url", "http://127.0.0.1:9", "--max-batch", "1"], "--max-batch must be 2 or more"),
+        (["--url", "localhost:8000"], "--url must be an address like http"),
+        (["--url", "http://127.0.0.1:9", "--max-batch", "1"], "--max-batch must be at least 2, got 1"),
         (
             ["--observations", "/nonexistent/steps.jsonl"],
             "/nonexistent/steps.jsonl: cannot be read: No such file",

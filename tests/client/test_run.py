@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -14,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from tenuto.cli import parse as parse_command
 from tenuto.client.http.probe import ServerError
 from tenuto.client.load import run as run_module
 from tenuto.client.load.files import RunFiles
-from tenuto.client.load.options import DESCRIPTION, EPILOG, BenchOptions, add_options, read_options
+from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import run_bench
 from tenuto.core.errors import ConfigError
 from tenuto.workload.load_options import LoadOptions
@@ -35,9 +35,7 @@ client
 
 
 def parse(*arguments: str) -> BenchOptions:
-    parser = argparse.ArgumentParser(description=DESCRIPTION, epilog=EPILOG)
-    add_options(parser)
-    return read_options(parser.parse_args(arguments))
+    return parse_command(["bench", *arguments])[1].read(BenchOptions)
 
 
 def test_options_as_parsed() -> None:

@@ -12,7 +12,8 @@ from experiments.results.tables import format_means, format_ratios, format_winne
 from tenuto.core.policy_loader import get_policy_names, load_policy
 from tenuto.core.presets import PRESETS
 from tenuto.policies.tenuto import Tenuto
-from tenuto.sim.machine import Setup, build
+from tenuto.sim.machine import build
+from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
 
 ROWS = [Row(f"H100, {jps}/s", Setup(), LoadOptions(jps=jps), "H100", f"{jps}/s") for jps in (1, 2)]

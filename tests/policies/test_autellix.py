@@ -9,7 +9,8 @@ import pytest
 from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import EngineView, Job, Turn
-from tenuto.sim.machine import Setup, build
+from tenuto.sim.machine import build
+from tenuto.sim.setup import Setup
 from tests.policies.simulated import PrefillSteps, count_recomputed, get_ends_s, make_job, simulate
 
 EVEN = {"first_quantum_s": 1.0, "growth": 1.0, "num_levels": 20, "starvation_ratio": 1e9}

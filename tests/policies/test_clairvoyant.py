@@ -10,8 +10,8 @@ import pytest
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import EngineView, Job, Keep, Lease, Release, StepView, Turn
 from tenuto.policies.oracles.clairvoyant import FIRST, LATE_S, MIN_LOOK_S, Clairvoyant
-from tenuto.sim.machine import Setup
 from tenuto.sim.run import run
+from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import TurnRecord
 from tenuto.workload import schema
 from tenuto.workload.load_options import LoadOptions

@@ -6,8 +6,10 @@ import pytest
 
 from tenuto.core.policy_loader import get_engine_settings, get_policy_names, load_policy
 from tenuto.core.presets import PRESETS, EngineSettings
-from tenuto.sim.machine import Setup, build
-from tenuto.sim.run import Load, run
+from tenuto.sim.machine import build
+from tenuto.sim.run import run
+from tenuto.sim.setup import Setup
+from tenuto.workload.load_options import LoadOptions
 from tenuto.workload.schema import Job
 from tests.policies.simulated import PrefillSteps, get_ends_s, make_job, simulate
 
@@ -27,7 +29,7 @@ def test_a_policy_s_own_settings_are_not_the_preset_s() -> None:
 
 def test_the_record_names_the_preset() -> None:
     setup = Setup(gpu="H100", policy="priority", step_cost="roofline")
-    record = run(setup, Load(jps=0.5, window_s=4)).record
+    record = run(setup, LoadOptions(jps=0.5, window_s=4)).record
     assert (record["policy"], build(setup).config.order) == ("priority", "priority")
 
 

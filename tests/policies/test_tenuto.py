@@ -23,8 +23,9 @@ from tenuto.core.types import (
 )
 from tenuto.policies.tenuto import FIRST, Tenuto
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.machine import Setup, build
+from tenuto.sim.machine import build
 from tenuto.sim.run import run
+from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation
 from tenuto.workload import Job as JobSpec
 from tenuto.workload.hints import say_nothing

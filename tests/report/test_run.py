@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tenuto.cli import build_parser, main
+from tenuto.cli import main, parse
 from tests.report.conftest import Look
 from tests.report.data import make_job, make_record, write_lines, write_run, write_sweep
 
@@ -219,7 +219,7 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
         "tenuto bench --url http://x --workload ab8 --jps 2 --seed 7 --hints tool",
     ]
     for command in commands:
-        build_parser().parse_args(shlex.split(command)[1:])
+        parse(shlex.split(command)[1:])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from tenuto.sim.cost.aiconfigurator import AICONFIGURATOR_VERSION, installed_ver
 from tenuto.sim.cost.tables import LENGTHS, TableStepCost
 from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.hardware.models import bundled_models, load_model
-from tenuto.sim.machine import Setup, build
+from tenuto.sim.machine import build
+from tenuto.sim.setup import Setup
 
 pytestmark = pytest.mark.slow
 

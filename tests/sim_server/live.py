@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import httpx
 from aiohttp import web
 
-from tenuto.sim.machine import Setup, build
+from tenuto.sim.machine import build
 from tenuto.sim.server.app import make_app
 from tenuto.sim.server.engine import Engine
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.server.pace import Pacer
 from tenuto.sim.server.serve import make_parts
+from tenuto.sim.setup import Setup
 from tests.support.sim_checks import check_integrity
 
 T = TypeVar("T")

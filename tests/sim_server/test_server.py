@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import signal
 import socket
 import statistics
@@ -24,9 +25,10 @@ from tenuto.client.load import run as run_module
 from tenuto.client.load.files import METRICS, TURNS, RunFiles
 from tenuto.client.load.options import BenchOptions
 from tenuto.records.trace import TraceWriter
-from tenuto.sim.machine import Setup, build
+from tenuto.sim.machine import build
 from tenuto.sim.result import get_durations
 from tenuto.sim.server.options import ServerOptions
+from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Job, Workload
@@ -231,7 +233,5 @@ def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_defaults_are_those_of_the_options() -> None:
-    parsed = cli._make_sim_serve_parser().parse_args(["--engine", "sim"])
-    from tenuto.sim.server.options import read_options
-
-    assert read_options(parsed) == ServerOptions(api_key=parsed.api_key)
+    given = cli.parse(["serve", "--engine", "sim"])[1]
+    assert given.read(ServerOptions) == ServerOptions(api_key=os.environ.get("VLLM_API_KEY"))

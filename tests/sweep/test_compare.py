@@ -12,8 +12,8 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
-from tenuto.sim.machine import Setup
 from tenuto.sim.plan import make_plans
+from tenuto.sim.setup import Setup
 from tenuto.sim.sweep import RESULTS, read_results
 from tenuto.sim.sweep_table import format_rows, make_rows
 from tenuto.workload.load_options import LoadOptions
@@ -146,13 +146,13 @@ def test_without_ray_the_message_says_so(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--jps", "fast"], "--jps: could not convert"),
+        (["--jps", "fast"], "--jps must be a number, got 'fast'"),
         (["--jps", ""], "how many ab8 jobs? Say --jps 1"),
         (["--gpu", "H3000"], "unknown GPU"),
         (["--policies", "stock,best"], "no policy 'best'"),
         (["--workload", "nowhere.jsonl"], "no such file"),
         (["--option", "ttl_s=-1"], "ttl_s"),
-        (["--workers", "0"], "--workers must be 1 or more"),
+        (["--workers", "0"], "--workers must be at least 1"),
     ],
 )
 def test_nothing_runs_where_something_is_wrong(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tenuto.sim.cost.aiconfigurator import AICONFIGURATOR_VERSION, installed_version
-from tenuto.sim.machine import Setup
 from tenuto.sim.run import run
+from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
 
 pytestmark = pytest.mark.slow

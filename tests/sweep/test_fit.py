@@ -10,7 +10,8 @@ import pytest
 from tenuto import cli
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.sim.cost import FittedStepCost, StepBatch
-from tenuto.sim.machine import Setup, build
+from tenuto.sim.machine import build
+from tenuto.sim.setup import Setup
 
 
 def write_observations(path: Path, *, link: bool = False) -> Path:

@@ -8,7 +8,8 @@ import pytest
 
 from tenuto.core.errors import ConfigError, PolicyError
 from tenuto.sim.hardware.gpus import GIB
-from tenuto.sim.machine import Setup, build
+from tenuto.sim.machine import build
+from tenuto.sim.setup import Setup
 
 
 def make(**settings: object) -> Setup:
@@ -113,23 +114,23 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
         ({"gpu": "H3000"}, ConfigError, "unknown GPU 'H3000'"),
         ({"policy": "best"}, PolicyError, "no policy 'best'"),
         ({"options": {"speed": 1}}, ConfigError, "unknown key 'speed'"),
-        ({"offload": "later"}, ConfigError, "offload must be one of none, sync, async, asked"),
-        ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization"),
+        ({"offload": "later"}, ConfigError, "--offload must be one of none, async, sync, asked; got 'later'"),
+        ({"gpu_memory_utilization": 1.5}, ConfigError, "--gpu-memory-utilization must be at most 1"),
         ({"gpu": "L40S", "model": "llama-3.1-70b"}, ConfigError, "leaves no KV cache"),
         ({"offload": "async", "gpu": "H100", "model": "gpt-oss-20b"}, ConfigError, "full attention"),
-        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs must be a finite number above 0"),
+        ({"max_num_seqs": 0}, ConfigError, "--max-num-seqs must be at least 1"),
         (
             {"max_num_batched_tokens": 0},
             ConfigError,
-            "max_num_batched_tokens must be a finite number above 0",
+            "--max-num-batched-tokens must be at least 1",
         ),
-        ({"max_model_len": -1}, ConfigError, "max_model_len must be"),
-        ({"gpu_memory_utilization": 0.0}, ConfigError, "gpu_memory_utilization must be"),
-        ({"kv_tokens": 17}, ConfigError, "kv_tokens must be two blocks of 16 or more, got 17"),
-        ({"offload": "async", "host_gb": math.nan}, ConfigError, "host_gb must be a finite number"),
-        ({"offload": "async", "host_gb": math.inf}, ConfigError, "host_gb must be a finite number"),
-        ({"offload": "async", "link_gb_s": 0.0}, ConfigError, "link_gb_s must be"),
-        ({"limits": "none"}, ConfigError, "limits must be one of published, plugin"),
+        ({"max_model_len": -1}, ConfigError, "--max-model-len must be"),
+        ({"gpu_memory_utilization": 0.0}, ConfigError, "--gpu-memory-utilization must be above 0"),
+        ({"kv_tokens": 17}, ConfigError, "--kv-tokens must be at least 32, two blocks; got 17"),
+        ({"offload": "async", "host_gb": math.nan}, ConfigError, "--host-gb must be finite"),
+        ({"offload": "async", "host_gb": math.inf}, ConfigError, "--host-gb must be finite"),
+        ({"offload": "async", "link_gb_s": 0.0}, ConfigError, "--link-gb-s must be"),
+        ({"limits": "none"}, ConfigError, "--limits must be one of published, plugin"),
         ({"dtype": "int3"}, ConfigError, "field 'dtype' is 'int3'"),
     ],
 )

@@ -18,7 +18,6 @@ from tenuto.core.errors import ConfigError
 from tenuto.workload.convert import write as write_module
 from tenuto.workload.convert.blocks import BlockIds
 from tenuto.workload.convert.losses import find_losses
-from tenuto.workload.convert.options import NAMES
 from tenuto.workload.convert.write import FORMATS, write_trace
 from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.load import load_workload
@@ -61,7 +60,7 @@ def convert(jobs, name, block_size=None):
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60)
-@given(workloads(), st.sampled_from(NAMES))
+@given(workloads(), st.sampled_from(list(FORMATS)))
 def test_any_workload_survives_any_format(workload, name):
     jobs = workload.jobs
     written, losses = convert(jobs, name, LARGE_BLOCK)
@@ -78,7 +77,7 @@ def test_any_workload_survives_any_format(workload, name):
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=30)
-@given(workloads(), st.sampled_from([name for name in NAMES if name != "tenuto"]))
+@given(workloads(), st.sampled_from([name for name in FORMATS if name != "tenuto"]))
 def test_what_a_format_can_say_it_can_say_again(workload, name):
     """A second conversion into the same format loses nothing more."""
     written, _ = convert(workload.jobs, name, LARGE_BLOCK)
@@ -115,7 +114,7 @@ def make_jobs():
 
 def test_losses_of_each_format_are_told():
     jobs = make_jobs()
-    told = {name: "\n".join(convert(jobs, name, 16)[1]) for name in NAMES}
+    told = {name: "\n".join(convert(jobs, name, 16)[1]) for name in FORMATS}
     assert told["tenuto"] == ""
     assert "3 jobs became 5 requests" in told["mooncake"]
     assert "turns waited for: changed 2 times" in told["mooncake"]

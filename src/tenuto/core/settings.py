@@ -10,9 +10,10 @@ import dataclasses
 import json
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from types import UnionType
-from typing import Any, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.suggest import suggest
@@ -43,6 +44,8 @@ class Form(TypedDict, total=False):
 
     flag: str
     """Its name; without, the field's name: `window_s` is `--window`, `max_jobs` is `--max-jobs`."""
+    alias: str
+    """Another name of the flag."""
     metavar: str
     """What the help shows in the place of the value."""
     group: str
@@ -51,6 +54,8 @@ class Form(TypedDict, total=False):
     """It has no flag; `metavar` is its name."""
     is_repeatable: bool
     """For a tuple: the flag may be given again. Without: one list with commas."""
+    read: Callable[[Any], Any]
+    """Makes the field's value from the text, or from the list of texts where the flag is repeatable."""
     environment: str
     """The environment variable that is used where the flag is not given."""
     shown_default: str
@@ -63,8 +68,12 @@ class Form(TypedDict, total=False):
 
 
 def option(default: Any, help: str, **form: Unpack[Form]) -> Any:
-    """Declare one option of a command: a dataclass field. With `dataclasses.MISSING` it must be given."""
-    return dataclasses.field(default=default, metadata={"help": help, "is_option": True, **form})
+    """Declare one option of a command: a dataclass field.
+
+    With `dataclasses.MISSING` as default it must be given; a class as default is called for each new value.
+    """
+    kind = "default_factory" if isinstance(default, type) else "default"
+    return dataclasses.field(**{kind: default}, metadata={"help": help, "is_option": True, **form})
 
 
 class Options:
@@ -74,12 +83,31 @@ class Options:
     """The help's heading for the fields that a class declares."""
 
     def __post_init__(self) -> None:
-        """Check what `option` says of each field. Raises ConfigError naming the flag."""
+        """Check what `option` and the types say of each field. Raises ConfigError naming the flag."""
+        kinds = _get_kinds(type(self))  # type: ignore[arg-type]  # a type is hashable
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            if not field.metadata.get("is_option"):
+                continue
+            metadata = {**field.metadata, "choices": get_choices(field, kinds[field.name])}
             value = getattr(self, field.name)
             for each in value if isinstance(value, tuple) else (value,):
-                if problem := find_problem(each, field.metadata):
+                if problem := find_problem(each, metadata):
                     raise ConfigError(f"{get_flag(field)} {problem}")
+
+
+@cache
+def _get_kinds(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def get_choices(field: dataclasses.Field[Any], kind: Any) -> tuple[str, ...] | None:
+    """What a field may be by its declaration or its type, a Literal or one or None; None for anything."""
+    if declared := field.metadata.get("choices"):
+        return tuple(declared)
+    for each in (kind, *get_args(kind)):
+        if get_origin(each) is Literal:
+            return get_args(each)
+    return None
 
 
 def get_flag(field: dataclasses.Field[Any]) -> str:

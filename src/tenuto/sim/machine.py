@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
@@ -32,6 +31,7 @@ from tenuto.sim.hardware.kv_budget import ProfileRun, default_profile_run, kv_bu
 from tenuto.sim.hardware.model import Model
 from tenuto.sim.hardware.models import CONFIGS, load_model
 from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.setup import Setup
 from tenuto.sim.tiers.offload import Offload
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 
@@ -41,40 +41,6 @@ UNBOUNDED_KV_TOKENS = 10**9
 """For yardsticks: more than any workload that finishes."""
 LIMITS: Mapping[str, Limits] = MappingProxyType({"published": PUBLISHED, "plugin": Limits()})
 """What leases may do: as in the published engines, or as inside vLLM with Tenuto's plugin."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """One simulated machine. Names as in the commands' options; None takes what vLLM would on that GPU."""
-
-    gpu: str = "H100"
-    model: str = "llama-3.1-8b"
-    policy: str = "stock"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    tp: int = 1
-    dtype: str | None = None
-    """What the weights are loaded as; None takes what the model's config says."""
-    kv_cache_dtype: str | None = None
-    step_cost: str | None = None
-    """"tables", "roofline" or a file of `tenuto profile`; None takes tables where there are some."""
-    gpu_memory_utilization: float | None = None
-    kv_tokens: int | None = None
-    host_gb: float | None = None
-    """Host memory for offloaded KV in GiB, as LMCache and vLLM count it; None takes what the machine with
-    that GPU had in the published sweeps."""
-    disk_gb: float = 0.0
-    offload: str | None = None
-    """"sync", "async", "asked" or "none"; None takes what the policy wants."""
-    link_gb_s: float | None = None
-    max_num_batched_tokens: int | None = None
-    max_num_seqs: int | None = None
-    max_model_len: int | None = None
-    block_size: int = 16
-    long_prefill_token_threshold: int | None = None
-    watermark: float | None = None
-    async_scheduling: bool = False
-    limits: str = "published"
-    """A name in `LIMITS`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +67,6 @@ class Machine:
 
 def build(setup: Setup) -> Machine:
     """Find all that a setup names. Raises ConfigError or PolicyError saying what is wrong."""
-    _check_numbers(setup)
     gpu = get_gpu(setup.gpu)
     model = load_model(setup.model, dtype=setup.dtype, kv_cache_dtype=setup.kv_cache_dtype)
     policy = load_policy(setup.policy, setup.options)
@@ -138,34 +103,9 @@ def build(setup: Setup) -> Machine:
         step_cost=step_cost,
         step_cost_name=step_cost_name,
         tiers=tiers,
-        limits=_get_limits(setup),
+        limits=LIMITS[setup.limits],
         notes=tuple(notes),
     )
-
-
-def _check_numbers(setup: Setup) -> None:
-    """None takes a default, zero does not; numbers are named as the options are."""
-    above_zero = (
-        "kv_tokens",
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "max_model_len",
-        "block_size",
-        "link_gb_s",
-    )
-    for name in (*above_zero, "gpu_memory_utilization"):
-        value = getattr(setup, name)
-        if value is not None and not 0 < value < math.inf:
-            option = "max_num_batched_tokens" if name == "max_num_batched_tokens" else name
-            raise ConfigError(f"{option} must be a finite number above 0, got {value}")
-    for name in ("host_gb", "disk_gb", "long_prefill_token_threshold"):
-        value = getattr(setup, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"{name} must be a finite number of 0 or more, got {value}")
-    if setup.kv_tokens is not None and setup.kv_tokens < 2 * setup.block_size:
-        raise ConfigError(
-            f"kv_tokens must be two blocks of {setup.block_size} or more, got {setup.kv_tokens}"
-        )
 
 
 def _load_step_cost(setup: Setup, gpu: Gpu, model: Model, notes: list[str]) -> tuple[StepCost, str]:
@@ -202,12 +142,6 @@ def _get(given: Any, wanted: Any, default: Any) -> Any:
     return next(value for value in (given, wanted, default) if value is not None)
 
 
-def _get_limits(setup: Setup) -> Limits:
-    if setup.limits not in LIMITS:
-        raise ConfigError(f"limits must be one of {', '.join(LIMITS)}; got {setup.limits!r}")
-    return LIMITS[setup.limits]
-
-
 def _get_offload(
     setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings, notes: list[str]
 ) -> Offload | None:
@@ -215,8 +149,6 @@ def _get_offload(
     offload = setup.offload or wanted.offload or "none"
     if offload == "none":
         return None
-    if offload not in get_args(Offload):
-        raise ConfigError(f"offload must be one of none, {', '.join(get_args(Offload))}; got {offload!r}")
     if any(model.windows):
         if setup.offload is not None:
             raise ConfigError("tiers below the GPU are simulated for models with full attention only")

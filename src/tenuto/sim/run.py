@@ -16,8 +16,9 @@ from tenuto.core.policy import Oracle
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.sim.cost.aiconfigurator import installed_version
 from tenuto.sim.isolated_time import get_isolated_time_s
-from tenuto.sim.machine import Machine, Setup, build
+from tenuto.sim.machine import Machine, build
 from tenuto.sim.result import RunInfo, get_durations, get_percentile, make_record
+from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation, TurnRecord, Watch
 from tenuto.sim.truncate import truncate_to_fit
 from tenuto.workload import Job, Workload

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.sim.machine import Setup, build
+from tenuto.sim.machine import build
 from tenuto.sim.run import get_config, run
+from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions, make_workload
 
 RESULTS = "results.jsonl"

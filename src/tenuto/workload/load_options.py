@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.settings import setting
+from tenuto.core.settings import Options, option
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load import GENERATORS, load_workload
 from tenuto.workload.scaling import scale_lengths, scale_rate
@@ -15,33 +15,48 @@ from tenuto.workload.schema import Loop, Workload, find_roots
 DEFAULT_ARRIVAL = "poisson"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadOptions:
-    """What clients do to an engine. `make_workload` checks the values and makes the jobs."""
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(Options):
+    """What clients do to an engine. `make_workload` makes the jobs."""
 
-    workload: str = setting("ab8", f"a generator ({', '.join(GENERATORS)}), or a trace: a file or a folder")
-    jps: float | None = setting(None, "jobs arriving per second; without it a trace keeps its recorded times")
-    users: int | None = setting(
-        None, "instead of jps: so many users, who begin 10 ms apart, each with one job at a time"
+    GROUP = "the load"
+
+    workload: str = option(
+        "ab8",
+        f"a generator ({', '.join(GENERATORS)}), or a trace: a file or a folder of any format that "
+        "`tenuto convert` reads",
+        metavar="NAME|FILE",
     )
-    window_s: float | None = setting(None, "jobs arrive for so many seconds; generators take 45")
-    seed: int = setting(42, "seed of the arrivals and of generated jobs")
-    arrival: str = setting(
+    jps: float | None = option(
+        None, "jobs arriving per second; without it a trace keeps its recorded times", above=0
+    )
+    users: int | None = option(
+        None, "instead of --jps: N users, who begin 10 ms apart, each with one job at a time", minimum=1
+    )
+    window_s: float | None = option(
+        None, "jobs arrive for S seconds", above=0, shown_default="45 for generators, else all of the trace"
+    )
+    seed: int = option(42, "seed of the arrivals and of generated jobs")
+    arrival: str = option(
         DEFAULT_ARRIVAL,
-        "how jobs arrive at the rate jps: poisson, gamma:CV (a CV above 1 is burstier than Poisson) or fixed",
+        "how jobs arrive at the rate of --jps: poisson, gamma:CV (a CV above 1 is burstier than poisson) or "
+        "fixed",
+        metavar="PROCESS",
     )
-    loop: Literal["closed", "open"] = setting(
+    loop: Literal["closed", "open"] = option(
         "closed",
         "closed: a turn is sent when its tool call ends, which begins with the answer; open: every turn is "
         "sent at its recorded time, whatever was answered by then",
         choices=get_args(Loop),
     )
-    scale_lengths: float = setting(1.0, "multiply the length of every text by this")
-    scale_rate: float = setting(
-        1.0, "let jobs arrive so many times as fast; tool calls take as long as before"
+    scale_lengths: float = option(1.0, "multiply the length of every text by X", above=0)
+    scale_rate: float = option(
+        1.0, "let jobs arrive X times as fast; tool calls take as long as before", above=0
     )
-    max_jobs: int | None = setting(None, "only the first so many jobs, and the jobs that these start")
-    hints: str = setting(
+    max_jobs: int | None = option(
+        None, "only the first N jobs, and the jobs that these start", minimum=1, shown_default="all"
+    )
+    hints: str = option(
         "last",
         "what clients say about a job. none: nothing; job: its id; last: also whether a turn is its last; "
         "tool: also the tool's name; tool-time: also how long the tool will take; wrong: that time ten "
@@ -53,7 +68,7 @@ class LoadOptions:
 def make_workload(options: LoadOptions) -> Workload:
     """Generate or read the jobs, keep the first of them, scale their rate and their lengths.
 
-    Raises ConfigError for options that are out of range or exclude each other, and where no job is left;
+    Raises ConfigError for options that exclude each other, and where no job is left;
     DataError for files.
     """
     _check(options)
@@ -69,15 +84,6 @@ def make_workload(options: LoadOptions) -> Workload:
 
 def _check(options: LoadOptions) -> None:
     name = options.workload
-    for option, value, choices in (
-        ("--loop", options.loop, get_args(Loop)),
-        ("--hints", options.hints, tuple(HINTS)),
-    ):
-        if value not in choices:
-            raise ConfigError(f"{option} must be one of {', '.join(choices)}; got {value!r}")
-    for option, count in (("--users", options.users), ("--max-jobs", options.max_jobs)):
-        if count is not None and count < 1:
-            raise ConfigError(f"{option} must be 1 or more, got {count}")
     if options.jps is None and options.arrival != DEFAULT_ARRIVAL:
         raise ConfigError(f"--arrival {options.arrival} says how --jps arrives; give --jps")
     if options.users is None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tenuto.client.ab.options import DESCRIPTION, EPILOG, AbOptions, add_options, read_options
+from tenuto.cli import ab
+from tenuto.cli import parse as parse_command
+from tenuto.client.ab.options import AbOptions
 
 
 def parse(*arguments: str) -> AbOptions:
-    parser = argparse.ArgumentParser(description=DESCRIPTION, epilog=EPILOG)
-    add_options(parser)
-    return read_options(parser.parse_args(arguments))
+    return ab.read_ab_options(parse_command(["ab", *arguments])[1])
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ SHOWN = 12
 """Steps in the printed table, those farthest from the fit; --json has all."""
 
 
-def run_fit(parsed: argparse.Namespace, paths: Sequence[Path]) -> int:
+def run_fit(paths: Sequence[Path], out: Path, *, as_json: bool = False) -> int:
     """Fit the observations of some files together, write the fit and print how good it is."""
     steps: list[ObservedStep] = []
     transfers: list[ObservedTransfer] = []
@@ -33,16 +32,16 @@ def run_fit(parsed: argparse.Namespace, paths: Sequence[Path]) -> int:
     cost = fit_step_cost(steps, transfers)
     rows = make_rows(cost, steps)
     try:
-        cost.save(parsed.out)
+        cost.save(out)
     except OSError as error:
-        raise DataError(f"--out: cannot write {parsed.out}: {error.strerror or error}") from error
-    if parsed.json:
-        print(json.dumps({"fit": json.loads(parsed.out.read_text(encoding="utf-8")), "steps": rows}))
+        raise DataError(f"--out: cannot write {out}: {error.strerror or error}") from error
+    if as_json:
+        print(json.dumps({"fit": json.loads(out.read_text(encoding="utf-8")), "steps": rows}))
     else:
         print(format_fit(cost))
         print()
         print(format_rows(rows))
-        print(f"\nwritten to {parsed.out}: tenuto simulate --step-cost {parsed.out} ...")
+        print(f"\nwritten to {out}: tenuto simulate --step-cost {out} ...")
     return 0
 
 

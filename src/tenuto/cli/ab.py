@@ -1,0 +1,57 @@
+"""`tenuto ab`: compare servers or policies under the same load."""
+
+from __future__ import annotations
+
+from tenuto.cli.command import Command, Part, needing
+from tenuto.cli.options import Given
+from tenuto.client.ab.options import AbOptions, ArmOptions
+from tenuto.client.load.options import BenchOptions
+
+_DESCRIPTION = """\
+Compare servers or policies under the same load, and say in words what came out.
+
+Every repeat runs the same jobs, from the same seed, once on each arm: that makes a pair. The order turns
+around from repeat to repeat (A B, B A, …), so that a machine that slows down meets all arms alike; the seed
+changes. Each pair gives one ratio per measure (job time, time to first token, turn time, throughput); their
+geometric mean has a bootstrap interval. Fewer than 6 pairs prove nothing, and the verdict says so. More than
+two arms are each compared with the first.
+
+An arm is NAME=URL, a server that runs already; NAME=vllm, NAME=policy:POLICY or NAME=sim:POLICY, a server
+that is started here before each of its runs and stopped afterwards: plain vLLM, vLLM with Tenuto's scheduler,
+or a simulated GPU. The prefix cache is emptied before each run where the server allows it (vLLM: those with
+VLLM_SERVER_DEV_MODE=1, which servers started here have); it is said where it could not be.
+
+Each run is kept when it ends (DIR/runs), and the same command again goes on where it was left. Ctrl-C gives
+the verdict of the pairs so far. `tenuto report DIR/results.jsonl` draws the rest. Exit status: 0 if every
+turn was answered, 1 if not, 2 if an arm could not be run, 130 if interrupted.
+"""
+
+_EXAMPLES = """\
+examples:
+  tenuto ab --arm stock=vllm --arm hold=policy:continuum-fixed --model Qwen/Qwen3-8B --jps 6 --out ab1
+  tenuto ab --arm a=http://10.0.0.1:8000 --arm b=http://10.0.0.2:8000 --workload swe-bench --jps 0.5 --out ab2
+  tenuto ab --arm short=policy:continuum-fixed,ttl_s=1 --arm long=policy:continuum-fixed,ttl_s=10 \\
+      --model Qwen/Qwen3-8B --serve-args "--max-model-len 32768 --max-num-seqs 64" --hints tool --out ab3
+  tenuto ab --arm stock=sim:stock --arm hold=sim:continuum-fixed --model llama-3.1-8b --max-jobs 20 --out ab4
+"""
+
+
+def run(given: Given) -> int:
+    """Compare. Status 0: every turn was answered; 1: not every; 130: interrupted."""
+    options = read_ab_options(given)
+    with needing("bench"):
+        from tenuto.client.ab.run import run_ab
+    return run_ab(options)
+
+
+def read_ab_options(given: Given) -> AbOptions:
+    """The comparison's options; its runs are those of `tenuto bench`."""
+    arms = given.read(ArmOptions)
+    url = next((arm.target for arm in arms.arms if not arm.is_local), "http://127.0.0.1")
+    bench = given.read(BenchOptions, url=url, model=None, out=None, as_json=False)
+    return given.read(AbOptions, bench=bench)
+
+
+_EACH_RUNS_OWN = ("url", "run_id", "policy")
+"""Options of the bench that a comparison sets for each of its runs."""
+COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(AbOptions, without=_EACH_RUNS_OWN),), run)

@@ -1,0 +1,109 @@
+"""`tenuto compare`: GPUs × policies × loads × seeds, simulated."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+from tenuto.cli.command import Command, Part
+from tenuto.cli.options import Given
+from tenuto.cli.simulations import GridOptions, make_folder, say_notes
+from tenuto.core.settings import option
+from tenuto.sim.setup import Setup
+from tenuto.sim.sweep import Cell, check_cells, make_cells, read_results, run_cells
+from tenuto.sim.sweep_table import format_rows, make_rows
+from tenuto.workload.load_options import LoadOptions
+
+_DESCRIPTION = """\
+Run a sweep: every GPU × policy × load × seed, on all cores. Ends with a table that marks the winner of each
+cell; DIR/results.jsonl has a record per run. Runs that are in it already are not run again, so a sweep that
+was stopped goes on where it was.
+"""
+
+_EXAMPLES = """\
+examples:
+  tenuto compare --gpu H200 --jps 1,3,6,10,15 --policies stock,continuum-fixed,tenuto --out runs/h200
+  tenuto compare --gpu A100-80,H100 --workload swe-bench --window 300 --jps 0.5,1,2 --policies stock,tenuto \\
+      --seeds 1,2,3 --out runs/swe
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(GridOptions):
+    """The sweep's."""
+
+    GROUP = "the sweep"
+
+    jps: tuple[float, ...] = option(
+        (), "jobs arriving per second; without it a trace keeps its recorded times", above=0
+    )
+    seeds: tuple[int, ...] = option((42,), "seeds of the arrivals and of generated jobs", alias="--seed")
+    out: Path = option(MISSING, "results.jsonl goes here", metavar="DIR")
+    workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
+    ray: str | None = option(None, "run on a Ray cluster instead (auto: the one around)", metavar="ADDRESS")
+    as_json: bool = option(False, "print the table as JSON instead of text", flag="--json")
+
+
+def run(given: Given) -> int:
+    """Simulate a sweep."""
+    options = given.read(CompareOptions)
+    loads = [
+        given.read(LoadOptions, jps=jps, seed=seed)
+        for jps in options.jps or (None,)
+        for seed in options.seeds
+    ]
+    cells = make_cells(options.read_setups(given), loads)
+    say_notes(check_cells(cells))
+    make_folder(options.out)
+    progress = Progress(cells, len({cell.key for cell in cells} & set(read_results(options.out))))
+    records = []
+    for cell, record in run_cells(cells, options.out, workers=options.workers, ray=options.ray):
+        records.append(record)
+        progress.say(cell, record["avg_duration_s"], len(records))
+    rows = make_rows(records)
+    print(json.dumps(rows) if options.as_json else format_rows(rows))
+    return 0
+
+
+class Progress:
+    """A line per finished run on stderr, with the time that is left."""
+
+    def __init__(self, cells: list[Cell], num_done_before: int) -> None:
+        self._num_cells = len(cells)
+        self._num_done_before = num_done_before
+        self._started_s = time.monotonic()
+        if num_done_before:
+            print(f"{num_done_before} of {len(cells)} runs are there already", file=sys.stderr)
+
+    def say(self, cell: Cell, mean_s: float, num_done: int) -> None:
+        """One more is there."""
+        num_new = num_done - self._num_done_before
+        if num_new <= 0:
+            return
+        spent_s = time.monotonic() - self._started_s
+        left_s = spent_s / num_new * (self._num_cells - num_done)
+        print(
+            f"{num_done} of {self._num_cells}, {format_time(left_s)} left: {cell.title}: mean {mean_s:.2f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def format_time(seconds: float) -> str:
+    """Minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+COMMAND = Command(
+    _DESCRIPTION,
+    _EXAMPLES,
+    (
+        Part(CompareOptions),
+        Part(LoadOptions, without=("jps", "seed")),
+        Part(Setup, without=("gpu",)),
+    ),
+    run,
+)

@@ -1,0 +1,34 @@
+"""`tenuto convert`: change a trace's format, or import agents' logs."""
+
+from __future__ import annotations
+
+from tenuto.cli.command import Command, Part
+from tenuto.cli.options import Given
+from tenuto.workload.convert.options import ConvertOptions
+
+_DESCRIPTION = """\
+Change a trace's format, or import agents' logs.
+
+IN is anything that `tenuto bench --workload` takes: Tenuto's JSONL (a recording, say), Mooncake, agentic
+Mooncake, Weka, trajectories of mini-swe-agent (a file or a folder of *.traj.json), OpenAI-style chat logs
+(JSONL of rows with messages). What was written is read again, and what the new format could not hold is
+told on stderr, with --json on stdout too.
+"""
+
+_EXAMPLES = """\
+examples:
+  tenuto convert recorded.jsonl recorded.weka.jsonl --to weka
+  tenuto convert recorded.jsonl mooncake.jsonl --to mooncake
+  tenuto convert runs/trajectories swe.jsonl
+      mini-swe-agent's own logs as a workload; then: tenuto bench --workload swe.jsonl --url …
+"""
+
+
+def run(given: Given) -> int:
+    """Convert a file."""
+    from tenuto.workload.convert.run import run_convert
+
+    return run_convert(given.read(ConvertOptions))
+
+
+COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(ConvertOptions),), run)

@@ -1,0 +1,39 @@
+"""`tenuto policies`: list the policies and their options."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from tenuto.cli.command import Command, Part
+from tenuto.cli.options import Given
+from tenuto.core.settings import Options, option
+
+_DESCRIPTION = """\
+List the policies, with their options, units and defaults.
+"""
+
+_EXAMPLES = """\
+examples:
+  tenuto policies
+  tenuto policies --json
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoliciesOptions(Options):
+    """All options."""
+
+    as_json: bool = option(False, "print JSON instead of text", flag="--json")
+
+
+def run(given: Given) -> int:
+    """Print the list."""
+    from tenuto.core.policy_list import format_policies, list_policies
+
+    listed = list_policies()
+    print(json.dumps(listed, indent=2) if given.read(PoliciesOptions).as_json else format_policies(listed))
+    return 0
+
+
+COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(PoliciesOptions),), run)

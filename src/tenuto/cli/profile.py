@@ -1,0 +1,55 @@
+"""`tenuto profile`: fit how long a server's steps take."""
+
+from __future__ import annotations
+
+from tenuto.cli.command import Command, Part, needing
+from tenuto.cli.options import Given
+from tenuto.client.profile.options import FitOptions, ProfileOptions
+from tenuto.core.errors import ConfigError
+
+_DESCRIPTION = """\
+Fit how long a server's steps take, for `tenuto simulate`, `compare` and `plan --step-cost FILE`.
+
+With --url a live server is asked: prompts of several lengths after several contexts, one token each, show its
+prefill; several conversations at once, at several contexts, its decode. The server should be idle, and have
+its prefix cache on. What was measured goes to --save, one step a line. With --observations such lines come
+from a file: steps of your own, and copies between GPU and host memory, which show the link's bandwidth (no
+server tells these over HTTP). Both together are fitted as one.
+
+  prefill step = a + b × tokens + c × pairs            pairs: sum of n × (context + n / 2)
+  decode step  = a + b × decodes + c × context tokens
+  copy         = a + b × bytes
+
+A line of the file is one of:
+  {"prefills": [[512, 2048]], "decodes": [], "seconds": 0.031}     chunks as [tokens, context tokens]
+  {"prefills": [], "decodes": [2048, 300], "seconds": 0.012}       a context for each decode
+  {"num_bytes": 33554432, "seconds": 0.00068}
+"""
+
+_EXAMPLES = """\
+examples:
+  tenuto profile --url http://localhost:8000 --out costs.json
+  tenuto profile --url http://localhost:8000 --step-tokens 8192 --max-batch 64 --out costs.json
+  tenuto profile --observations steps.jsonl --out costs.json
+  tenuto simulate --step-cost costs.json --gpu H100 --kv-tokens 400000 --policy tenuto --jps 3
+"""
+
+
+def run(given: Given) -> int:
+    """Time a server's steps, fit them, or both."""
+    from tenuto.sim.cost.fit import run_fit
+
+    fit = given.read(FitOptions)
+    paths = list(fit.observations)
+    if given.has("url"):
+        options = given.read(ProfileOptions)
+        with needing("bench"):
+            from tenuto.client.profile.run import run_profile
+        run_profile(options, fit.save_path)
+        paths.append(fit.save_path)
+    if not paths:
+        raise ConfigError("name a server with --url, or a file with --observations")
+    return run_fit(paths, fit.out, as_json=fit.as_json)
+
+
+COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(ProfileOptions, optional=("url",)), Part(FitOptions)), run)

@@ -1,0 +1,39 @@
+"""`tenuto record`: write down what agents ask of a server."""
+
+from __future__ import annotations
+
+from tenuto.cli.command import Command, Part, needing
+from tenuto.cli.options import Given
+from tenuto.proxy.options import RecordOptions
+
+_DESCRIPTION = """\
+Write down what agents ask of a server: a proxy that everything passes through as it is.
+
+Point the agents at the proxy instead of the server. Every answered turn becomes a line of Tenuto's JSONL:
+session, arrival, tool gap, prompt and output length, the tool called, latencies, and salted hashes that say
+which prompts begin alike. No text, no header and no key is written unless --keep-text asks for the text.
+
+Prompt lengths and hashes are of the server's own tokens where it has /tokenize (vLLM, SGLang) or is sent
+token ids; elsewhere of whole messages, their lengths shared out from the server's usage.
+Ctrl-C or SIGTERM ends the recording; what was answered by then is in the file.
+"""
+
+_EXAMPLES = """\
+examples:
+  tenuto record --url http://localhost:8000 --out trace.jsonl
+      agents use http://localhost:8001/v1; then: tenuto replay trace.jsonl --url http://localhost:8000
+  tenuto record --url https://api.example.com --out trace.jsonl --port 9000 --ask-usage
+  tenuto record --url http://localhost:8000 --out trace.jsonl --salt "$SECRET"
+      recordings with one salt have the same hashes, so that they can be compared or put together
+"""
+
+
+def run(given: Given) -> int:
+    """Record until Ctrl-C or SIGTERM."""
+    options = given.read(RecordOptions)
+    with needing("bench"):
+        from tenuto.proxy.run import run_recording
+    return run_recording(options)
+
+
+COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(RecordOptions),), run)

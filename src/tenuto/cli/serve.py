@@ -1,0 +1,78 @@
+"""`tenuto serve MODEL`: run vLLM with Tenuto's scheduler."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from tenuto.cli.command import Command, Part
+from tenuto.cli.options import Given
+from tenuto.core.errors import TenutoError
+from tenuto.core.settings import Options, option, parse_policy_options
+
+_DESCRIPTION = """\
+Run vLLM with Tenuto's scheduler: prints the `vllm serve` line and becomes it.
+
+MODEL comes first. Options that are not listed here go to vLLM as they are.
+"""
+
+_EXAMPLES = """\
+examples:
+  tenuto serve Qwen/Qwen3-8B --port 8000
+  tenuto serve Qwen/Qwen3-8B --policy continuum-fixed --option ttl_s=3 --trace trace.jsonl
+  tenuto serve --engine sim --help
+      a simulated GPU instead, without vLLM
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Options):
+    """All that are not vLLM's."""
+
+    model: str = option(
+        MISSING, "model name or folder, as for vllm serve", metavar="MODEL", is_positional=True
+    )
+    policy: str | None = option(
+        None, "policy name (see `tenuto policies`) or my.module:Class", metavar="NAME", shown_default="tenuto"
+    )
+    options: tuple[str, ...] = option(
+        (),
+        "a policy's option; may be repeated",
+        flag="--option",
+        metavar="[POLICY:]KEY=VALUE",
+        is_repeatable=True,
+    )
+    trace: str | None = option(None, "write a JSONL trace of steps and decisions", metavar="FILE")
+    state: str | None = option(None, "keep what the policy learned across restarts", metavar="FILE")
+    dry_run: bool = option(False, "print the line and stop")
+
+    def get_settings(self) -> dict[str, Any]:
+        """What was given, as the plugin's settings."""
+        options = parse_policy_options(self.options, self.policy or "tenuto")
+        settings = {"policy": self.policy, "options": options, "trace": self.trace, "state": self.state}
+        return {name: value for name, value in settings.items() if value}
+
+
+def run(given: Given) -> int:
+    """Become `vllm serve`."""
+    from tenuto.vllm.launch import build_command, get_environment, get_hints, redact
+
+    options = given.read(ServeOptions)
+    command = build_command(options.model, options.get_settings(), given.passed_on)
+    print(shlex.join(redact(command)), flush=True)
+    for hint in get_hints(command):
+        print(f"[serve] {hint}", file=sys.stderr, flush=True)
+    if options.dry_run:
+        return 0
+    try:
+        os.execvpe(command[0], command, {**os.environ, **get_environment(given.passed_on)})
+    except FileNotFoundError:
+        raise TenutoError(
+            "there is no `vllm` command here; install it with: pip install 'tenuto[vllm]'"
+        ) from None
+
+
+COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(ServeOptions),), run, passes_on=True)

@@ -1,0 +1,73 @@
+"""`tenuto simulate`: one workload on one simulated GPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenuto.cli.command import Command, Part
+from tenuto.cli.options import Given
+from tenuto.cli.simulations import PolicyOptions, make_folder, say_notes
+from tenuto.core.policy_loader import load_policy
+from tenuto.core.settings import Options, option
+from tenuto.sim.setup import Setup
+from tenuto.workload.load_options import LoadOptions
+
+_DESCRIPTION = """\
+Run one workload on one simulated GPU: vLLM's scheduler decision by decision, GPU time from measured tables.
+Prints the result; with --out DIR also every turn (turns.jsonl) and the KV cache over time (occupancy.jsonl).
+"""
+
+_EXAMPLES = """\
+examples:
+  tenuto simulate --gpu H200 --policy continuum-fixed --jps 6
+  tenuto simulate --gpu H100 --policy tenuto --workload sessions/ --jps 0.05 --out runs/mine
+  tenuto simulate --gpu A100-80 --policy stock --offload async --host-gb 200 --workload swe-bench --jps 1
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(Options):
+    """The result's."""
+
+    GROUP = "the result"
+
+    out: Path | None = option(None, "write result, turns and occupancy here", metavar="DIR")
+    trace: Path | None = option(None, "write every decision with its inputs, as JSONL")
+    as_json: bool = option(False, "print the record as JSON instead of text", flag="--json")
+
+
+def run(given: Given) -> int:
+    """Simulate one run."""
+    from tenuto.records.trace import TraceWriter
+    from tenuto.sim.occupancy import Occupancy, write_run
+    from tenuto.sim.result_text import format_record
+    from tenuto.sim.run import run as run_simulation
+
+    options = given.read(SimulateOptions)
+    setup = given.read(PolicyOptions).read_setup(given)
+    load = given.read(LoadOptions)
+    if options.out:
+        make_folder(options.out)
+    occupancy = Occupancy() if options.out else None
+    policy = load_policy(setup.policy, setup.options)
+    trace = TraceWriter(str(options.trace), policy, setup.policy) if options.trace else None
+    try:
+        outcome = run_simulation(setup, load, watch=occupancy, log=trace.write if trace else None)
+    finally:
+        if trace:
+            trace.close()
+    say_notes(outcome.record["notes"])
+    if options.out and occupancy:
+        write_run(options.out, outcome, occupancy)
+    print(json.dumps(outcome.record) if options.as_json else format_record(outcome.record))
+    return 0
+
+
+COMMAND = Command(
+    _DESCRIPTION,
+    _EXAMPLES,
+    (Part(PolicyOptions), Part(LoadOptions), Part(Setup), Part(SimulateOptions)),
+    run,
+)

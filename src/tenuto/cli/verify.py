@@ -1,0 +1,56 @@
+"""`tenuto verify`: check that a live server holds a job's KV cache."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import MISSING, dataclass
+
+from tenuto.cli.command import Command, Part
+from tenuto.cli.options import Given
+from tenuto.core.errors import TenutoError
+from tenuto.core.settings import Options, option
+
+_DESCRIPTION = """\
+Check that a live server holds a job's KV cache.
+
+Runs one job of five turns against an idle server. Exit status: 0 only if the job's KV cache was held in every
+tool gap, hit on return and released at the end; 1 if not; 2 if that could not be checked.
+"""
+
+_EXAMPLES = """\
+examples:
+  tenuto verify --url http://localhost:8000
+  tenuto verify --url http://localhost:8000 --gap 5 --json
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(Options):
+    """All options."""
+
+    url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")
+    gap_s: float = option(1.0, "length of each gap, seconds", minimum=0)
+    api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
+    as_json: bool = option(False, "print JSON instead of a table", flag="--json")
+
+
+def run(given: Given) -> int:
+    """Check a server."""
+    import httpx
+
+    from tenuto.client.verify import format_verdict, verify
+
+    def say(text: str) -> None:
+        print(f"[verify] {text}", file=sys.stderr, flush=True)
+
+    options = given.read(VerifyOptions)
+    try:
+        verdict = verify(options.url, gap_s=options.gap_s, api_key=options.api_key, say=say)
+    except httpx.HTTPError as error:
+        raise TenutoError(f"{options.url}: {error or type(error).__name__}") from error
+    print(json.dumps(verdict.to_json(), indent=2) if options.as_json else format_verdict(verdict))
+    return 0 if verdict.ok else 1
+
+
+COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(VerifyOptions),), run)

@@ -1,0 +1,157 @@
+"""A scheduler's decisions made again from its trace, without a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tenuto.core.decision_replay import Difference, Replay
+from tenuto.core.errors import ConfigError, DataError
+from tenuto.core.policy import Learns, Oracle, Policy
+from tenuto.core.policy_loader import load_policy
+from tenuto.records.fields import Fields
+from tenuto.records.files import stream_objects
+from tenuto.records.trace import SCHEMA
+
+_PROGRESS_S = 2.0
+_SHOWN_CHARS = 300
+
+
+@dataclass
+class Verdict:
+    """What a replay of decisions found."""
+
+    path: Path
+    num_runs: int = 0
+    num_told: int = 0
+    num_asked: int = 0
+    policies: list[str] = field(default_factory=list)
+    """The policy of each run, as `load_policy` takes it."""
+    differences: list[tuple[str, Difference]] = field(default_factory=list)
+    """With their places; the first few."""
+    num_differences: int = 0
+    notes: list[str] = field(default_factory=list)
+    """Where the file was cut off with its writer, if it was."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "trace": str(self.path),
+            "runs": self.num_runs,
+            "policies": self.policies,
+            "told": self.num_told,
+            "asked": self.num_asked,
+            "differences": self.num_differences,
+            "notes": self.notes,
+            "first": [
+                {"place": place, "hook": each.hook, "inputs": each.inputs, "was": each.was, "is": each.answer}
+                for place, each in self.differences
+            ],
+        }
+
+
+def check_decisions(
+    path: Path, policy: str | None = None, options: Mapping[str, Any] | None = None, max_shown: int = 10
+) -> Verdict:
+    """Make the decisions of a scheduler's trace again, with its own policy or the one named.
+
+    Raises DataError for what is no trace of this version, naming file and line; ConfigError or PolicyError
+    where the policy is unknown.
+    """
+    verdict = Verdict(path)
+    replay: Replay | None = None
+    next_report_s = time.monotonic() + _PROGRESS_S
+    for record in stream_objects(path, verdict.notes.append):
+        kind = record.values.get("kind")
+        if kind == "header":
+            replay = _start_run(record, verdict, policy, options or {})
+            continue
+        if replay is None:
+            raise record.error(
+                "kind",
+                "a scheduler's trace begins with its header, and this is none: it is no such trace, or its "
+                "beginning is lost, and with it what the policy had been told",
+            )
+        try:
+            difference = replay.feed(record.values)
+        except DataError as error:
+            raise DataError(f"{record.place}: {error}") from None
+        verdict.num_told += kind == "told"
+        verdict.num_asked += kind == "asked"
+        if difference is not None:
+            verdict.num_differences += 1
+            if len(verdict.differences) < max_shown:
+                verdict.differences.append((record.place, difference))
+        if time.monotonic() > next_report_s:
+            next_report_s += _PROGRESS_S
+            print(f"[replay] {verdict.num_asked:,} decisions asked again", file=sys.stderr, flush=True)
+    if not verdict.num_asked:
+        raise DataError(f"{path}: nothing was asked in this trace, so there is nothing to ask again")
+    return verdict
+
+
+def _start_run(record: Fields, verdict: Verdict, policy: str | None, options: Mapping[str, Any]) -> Replay:
+    """A server that starts again goes on in the same file, with a header and a policy of its own."""
+    if record.values.get("schema") != SCHEMA:
+        raise record.error(
+            "schema", f"must be {SCHEMA}, got {record.values.get('schema')!r}: another version's"
+        )
+    name = policy or record.optional(record.text, "policy")
+    if name is None:
+        raise record.error("policy", "the trace does not name its policy; say --policy and --option")
+    if policy is None and not options:
+        said = record.values.get("options")
+        options = said if isinstance(said, dict) else {}
+    made = load_policy(name, options)
+    if isinstance(made, Oracle):
+        raise ConfigError(f"policy {name} is told the whole workload beforehand, which no trace holds")
+    state = record.values.get("state")
+    if policy is None and state is not None:
+        _restore(made, state, record)
+    verdict.num_runs += 1
+    verdict.policies.append(name)
+    return Replay(made)
+
+
+def _restore(policy: Policy, state: Any, record: Fields) -> None:
+    """Let the policy go on with what it had learned when the trace began."""
+    try:
+        if isinstance(policy, Learns):
+            policy.set_state(state)
+    except Exception as error:  # policies are code from outside, and the trace may hold anything
+        raise record.error(
+            "state",
+            f"is none that this policy goes on with ({error!r}): another version of it wrote the trace, or "
+            "its file is damaged",
+        ) from None
+
+
+def format_verdict(verdict: Verdict) -> str:
+    """The verdict in words."""
+    lines = [
+        f"{verdict.num_asked:,} decisions of {', '.join(dict.fromkeys(verdict.policies))} asked again, "
+        f"{verdict.num_told:,} tellings, {verdict.num_runs} run{'s' if verdict.num_runs != 1 else ''}"
+    ]
+    for place, each in verdict.differences:
+        lines.append(f"{place}: {each.hook} was {_show(each.was)}, is {_show(each.answer)}")
+        lines.append(f"    asked with {_show(each.inputs)}")
+    hidden = verdict.num_differences - len(verdict.differences)
+    if hidden:
+        lines.append(f"… and {hidden:,} more")
+    lines += verdict.notes
+    lines.append(
+        f"{verdict.num_differences:,} answers differ"
+        if verdict.num_differences
+        else "every answer is the same"
+    )
+    return "\n".join(lines)
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

@@ -1,0 +1,112 @@
+"""The options of one simulated machine, the same in every command that simulates one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.settings import Options, option
+from tenuto.sim.hardware.gpus import GPUS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Options):
+    """One simulated machine, checked. None takes what vLLM would take on that GPU. Raises ConfigError."""
+
+    GROUP = "the machine"
+
+    gpu: str = option("H100", f"the GPU to simulate: {', '.join(GPUS)}", metavar="NAME")
+    model: str = option("llama-3.1-8b", "a bundled model, or a Hugging Face config.json", metavar="NAME|FILE")
+    policy: str = "stock"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The policy's own."""
+    tp: int = option(1, "GPUs that share the model", minimum=1)
+    dtype: str | None = option(
+        None,
+        "load the weights as float16, bfloat16 or fp8",
+        metavar="NAME",
+        shown_default="as the model's config says",
+    )
+    kv_cache_dtype: str | None = option(
+        None, "type of the KV cache, e.g. fp8", metavar="NAME", shown_default="the model's"
+    )
+    step_cost: str | None = option(
+        None,
+        "how long steps take: tables (measured; aiconfigurator-core must be installed), roofline, or a file "
+        "that `tenuto profile` wrote",
+        metavar="NAME|FILE",
+        shown_default="tables where there are some, else roofline",
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "share of the GPU's memory for weights and KV cache, as in vLLM",
+        metavar="SHARE",
+        above=0,
+        maximum=1,
+        shown_default="0.9",
+    )
+    kv_tokens: int | None = option(
+        None,
+        "size of the KV cache, instead of what the memory holds (where windows slide: of all layer groups "
+        "together)",
+        minimum=1,
+    )
+    host_gb: float | None = option(
+        None,
+        "host memory for offloaded KV",
+        metavar="GIB",
+        minimum=0,
+        shown_default="that of the machine with this GPU in the published sweeps",
+    )
+    disk_gb: float = option(0.0, "disk behind the host memory", metavar="GIB", minimum=0)
+    offload: Literal["none", "async", "sync", "asked"] | None = option(
+        None,
+        "copy KV to host memory beside the steps (async), while each step waits (sync), or when the policy "
+        "says so (asked)",
+        shown_default="what the policy wants",
+    )
+    link_gb_s: float | None = option(
+        None,
+        "bandwidth between GPU and host memory, 1e9 bytes a second",
+        flag="--link-gb-s",
+        metavar="GB/S",
+        above=0,
+        shown_default="that of the GPU",
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "most tokens in a step, as in vLLM", minimum=1, shown_default="vLLM's for this GPU"
+    )
+    max_num_seqs: int | None = option(
+        None, "most requests that run at a time, as in vLLM", minimum=1, shown_default="vLLM's for this GPU"
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt with its answer, in tokens", minimum=1, shown_default="the model's"
+    )
+    block_size: int = option(16, "tokens in a KV block", minimum=1)
+    long_prefill_token_threshold: int | None = option(
+        None, "most tokens of one prompt in a step, as in vLLM; 0: no limit", minimum=0, shown_default="0"
+    )
+    watermark: float | None = option(
+        None,
+        "share of the KV blocks that starting a request leaves free, as in vLLM",
+        metavar="SHARE",
+        minimum=0,
+        below=1,
+        shown_default="0",
+    )
+    async_scheduling: bool = option(False, "schedule a step while another one runs")
+    limits: Literal["published", "plugin"] = option(
+        "published",
+        "published: a lease whose policy says so yields only when nothing else could run; plugin: every "
+        "lease yields to an allocation, as inside vLLM",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the bounds, and the KV cache against its blocks."""
+        super().__post_init__()
+        if self.kv_tokens is not None and self.kv_tokens < 2 * self.block_size:
+            raise ConfigError(
+                f"--kv-tokens must be at least {2 * self.block_size}, two blocks; got {self.kv_tokens}"
+            )
