@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
@@ -162,7 +162,7 @@ def _get_offload(
             f"policy {setup.policy} runs without tiers below the GPU: how much host memory a machine with "
             f"{gpu.name} has is not known; say it with --host-gb"
         )
-    return cast(Offload, offload)
+    return offload
 
 
 def _get_profile(setup: Setup, gpu: Gpu) -> ProfileRun:
