@@ -1,4 +1,4 @@
-"""Operator tables of the `aiconfigurator-core` package: vLLM's kernels, timed on the real GPUs."""
+"""Operator tables of the `aiconfigurator-core` package: times of vLLM's kernels on real GPUs."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _compile(gpu: Gpu, model: Model, tp: int) -> Any:
         )
     from aiconfigurator_core.sdk import EngineHandle
 
-    # Its loader warns of every table that the model does not use.
+    # Its loader warns about every table that the model does not use.
     logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(model.config_path, Path(folder) / "config.json")
@@ -129,7 +129,7 @@ def _compile(gpu: Gpu, model: Model, tp: int) -> Any:
 
 
 def _no_tables(gpu: Gpu, model: Model, tp: int, error: Exception) -> NoTablesError:
-    # Its errors have no common base: whatever it raises before the first step means "not this one".
+    # Its errors have no common base: any error before the first step means that it has no such tables.
     return NoTablesError(
         f"no measured tables for {model.name} on {gpu.name}, tp {tp}; choose the roofline: {error}"
     )

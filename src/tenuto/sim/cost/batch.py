@@ -1,4 +1,4 @@
-"""What one engine step runs, how long it takes, and the host time around it."""
+"""What one engine step computes, how long it takes, and the host time that is added."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tenuto.core.errors import ConfigError
 
 
 class StepBatch(NamedTuple):
-    """The sums over one step's requests that its duration depends on.
+    """One step in numbers: the sums over its requests on which its duration depends.
 
     A prefill chunk computes `n` tokens of a request that has `c` tokens in the KV cache; a decode computes
     one token at context `c`.
@@ -69,9 +69,9 @@ class HostOverhead:
     0.14) the host prepares a step while the GPU runs the one before, so the slower of the two counts.
 
     Attributes:
-        per_step_s: what every step costs. Llama-3.2-1B takes 2.73 ms per token with one request at a time
+        per_step_s: seconds of every step. Llama-3.2-1B takes 2.73 ms per token with one request at a time
             (vLLM pull request 17866, V1); 1.46 ms of it are GPU work on an H100 in the operator tables.
-        per_request_s: what every scheduled request adds. `schedule` and `update_from_output` of vLLM
+        per_request_s: seconds that every scheduled request adds. `schedule` and `update_from_output` of vLLM
             0.32's scheduler take 11 us per decode on a 2-core Xeon, linear from 128 to 512 requests; the
             worker passes over the same requests again to update its batch and to book sampled tokens.
         overlapped: whether scheduling is asynchronous.
@@ -86,15 +86,16 @@ class HostOverhead:
             raise ConfigError(f"host times must not be negative: {self.per_step_s} s, {self.per_request_s} s")
 
 
-# What a model's step takes on the GPU, over the sum of its operators timed one by one: clocks under sustained
-# load, gaps between kernels, small kernels that nobody timed. aiconfigurator's own correction of these sums
-# to measured end-to-end times (`prefill_latency_correction_scale`, `decode_latency_correction_scale`).
+# A step of the whole model takes longer on the GPU than the sum of its operators timed one by one: clocks are
+# lower under sustained load, there are gaps between kernels, and some small kernels are not timed. These are
+# aiconfigurator's own corrections of such sums to measured end-to-end times
+# (`prefill_latency_correction_scale`, `decode_latency_correction_scale`).
 PREFILL_SCALE = 1.1
 DECODE_SCALE = 1.08
 
 
 class HostedStepCost:
-    """A sum of operators as a client of the engine sees it: the whole model's step, host time included."""
+    """The step of a whole model, host time included, from the sum of its operators."""
 
     def __init__(self, gpu_cost: StepCost, host: HostOverhead) -> None:
         self.gpu_cost = gpu_cost

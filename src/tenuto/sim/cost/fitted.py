@@ -4,8 +4,8 @@
     decode step:   a + b * decodes + c * context tokens
     transfer:      a + b * bytes                          (1 / b is the link's bandwidth)
 
-No coefficient is negative: more work never takes less time. A mixed step reads the weights once, so its
-decodes count as tokens of the prefill, plus what their contexts cost.
+No coefficient is negative: more work never takes less time. A step with prefills and decodes reads the
+weights once, so its decodes are counted as tokens of the prefill, and the cost of their contexts is added.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FittedStepCost:
     link: Line | None = None
 
     def seconds(self, batch: StepBatch) -> float:
-        """Seconds of one step, with whatever host time the observed steps had; 0.0 for an empty batch."""
+        """Seconds of one step; 0.0 for an empty batch. Contains the host time that the observed steps had."""
         if batch.num_prefills:
             num_tokens = batch.num_prefill_tokens + batch.num_decodes
             context_s = self.decode.coefficients[2] * batch.num_decode_context_tokens

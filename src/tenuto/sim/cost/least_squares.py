@@ -8,7 +8,7 @@ from itertools import combinations
 
 from tenuto.core.errors import DataError
 
-# Features whose columns differ from a combination of the others by less than this share are the same.
+# A column is dependent if it differs from a combination of the others by less than this share.
 _SINGULAR = 1e-9
 
 
@@ -18,7 +18,7 @@ class Line:
 
     Attributes:
         coefficients: the constant in seconds, then seconds per unit of each feature.
-        num_observations: what it was fitted to.
+        num_observations: how many observations it was fitted to.
         r_squared: share of the variance explained; 1.0 where the observations do not vary.
         worst_residual_s: the largest distance of an observation from the fit.
     """
@@ -55,7 +55,8 @@ def fit_line(what: str, features: Sequence[Sequence[float]], seconds: Sequence[f
     columns = [[x / scale for x in column] for column, scale in zip(columns, scales, strict=True)]
     if _solve(columns, seconds) is None:
         raise DataError(f"{what}: the observations vary too little to tell the coefficients apart")
-    # With so few coefficients, every choice of those that are zero can be tried: the best feasible one is it.
+    # There are few coefficients, so every choice of those that are zero is tried. The best fit without
+    # negative coefficients is the answer.
     fits = [fit for fit in _subset_fits(columns, seconds) if min(fit) >= 0]
     best = min(fits, key=lambda fit: sum(r * r for r in _residuals(columns, seconds, fit)))
     residuals = _residuals(columns, seconds, best)

@@ -1,4 +1,4 @@
-"""Steps and transfers that really ran, one JSON object per line.
+"""Observed steps and transfers: what really ran and how long it took, one JSON object per line.
 
 {"prefills": [[2048, 0]], "decodes": [8192, 310], "seconds": 0.0471}    chunks are [tokens, context tokens]
 {"num_bytes": 33554432, "seconds": 0.00068}                             a copy between GPU and host memory

@@ -1,7 +1,7 @@
 """Step times from first principles: every operator is as fast as its arithmetic or its memory traffic allows.
 
-The fallback for GPUs and models without measured tables. The shares of the published rates that kernels
-reach are in `gpus.py`; the constants below hold for every GPU.
+Used for GPUs and models without measured tables. `tenuto.sim.hardware.gpus` has each GPU's published rates
+and the shares of them that kernels reach; the constants below are the same for all GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RooflineStepCost:
     """Step times of one model on `tp` GPUs of a kind: GPU work alone, `HostedStepCost` adds the host."""
 
     def __init__(self, gpu: Gpu, model: Model, tp: int = 1) -> None:
-        """Work out the rates.
+        """Derive the rates of the model's operators.
 
         Raises:
             ConfigError: `tp` does not divide the model's heads.
@@ -69,13 +69,13 @@ class RooflineStepCost:
         num_experts, num_active = self._model.num_experts, self._model.num_active_experts
         s_per_param = 2 * num_tokens / self._gemm_flops_per_s
         attention_read_s = self._attention_bytes / self._weight_bytes_per_s
-        # Tokens choose experts independently here, so few tokens read few experts' weights.
+        # The model assumes that tokens choose experts independently: few tokens read few experts' weights.
         num_used = num_experts * (1 - (1 - num_active / num_experts) ** num_tokens)
         expert_read_s = num_used * self._expert_bytes / self._weight_bytes_per_s
         if num_experts == 1:
             arithmetic_s = (self._attention_params + self._expert_params) * s_per_param
             return max(arithmetic_s, attention_read_s + expert_read_s)
-        # A tile of a grouped GEMM holds few tokens of one expert: no arithmetic hides its weight reads.
+        # A tile of a grouped GEMM has few tokens of one expert: arithmetic does not hide its weight reads.
         expert_s = num_active * self._expert_params * s_per_param + expert_read_s
         return max(self._attention_params * s_per_param, attention_read_s) + expert_s
 
@@ -96,22 +96,22 @@ class RooflineStepCost:
         num_context_tokens = 0
         for window, num_layers in self._num_layers_by_window.items():
             visited = batch.num_decode_context_tokens
-            if window is not None:  # as if all contexts had the mean length
+            if window is not None:  # all contexts are taken to have the mean length
                 visited = min(visited, window * batch.num_decodes)
             num_context_tokens += num_layers * visited
         return num_context_tokens * self._s_per_context_token
 
 
 def _windowed_pairs(batch: StepBatch, window: int) -> float:
-    """Pairs within a sliding window, as if all chunks and contexts had the mean length."""
+    """Pairs within a sliding window. All chunks and contexts are taken to have the mean length."""
     n = batch.num_prefill_tokens / batch.num_prefills
     c = batch.num_prefill_context_tokens / batch.num_prefills
-    growing = min(max(window - c, 0), n)  # tokens whose whole past still fits the window
+    growing = min(max(window - c, 0), n)  # tokens that see all tokens before them
     return batch.num_prefills * (growing * (c + growing / 2) + (n - growing) * window)
 
 
 def _small_kernels(gpu: Gpu, model: Model, tp: int) -> tuple[float, float]:
-    """Seconds per step and per token of everything but GEMMs and attention: launches, norms, all-reduces."""
+    """Seconds per step and seconds per token of all but GEMMs and attention: launches, norms, all-reduces."""
     base_bytes = DTYPE_BYTES[model.base_dtype]
     # Two norms read and write the hidden state and its residual; the activation reads two and writes one.
     norms = 2 * 4 * model.hidden_size

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tenuto.sim.cost.batch import StepBatch
 
-# Four lengths per octave up to 256K tokens; beyond, the last slope goes on.
+# Four lengths per doubling, up to 256K tokens; beyond, the last slope is continued.
 LENGTHS = tuple(sorted({round(2 ** (quarter / 4)) for quarter in range(4 * 18 + 1)}))
 
 
@@ -95,10 +95,10 @@ class TableStepCost:
 
 
 def _prefill_fixed_s(tables: OperatorTables) -> float:
-    """What prefill attention costs beside its pairs: rotary embedding and cache write.
+    """Seconds of prefill attention that do not depend on its pairs: rotary embedding and cache write.
 
-    The tables scale the kernel's part by the share of a sequence's pairs that a chunk visits, so two chunks
-    that end at the same length tell the parts apart: whole = fixed + kernel, last = fixed + share * kernel.
+    The tables scale the kernel's time by the share of a sequence's pairs that a chunk visits. So two chunks
+    that end at the same length give two equations: whole = fixed + kernel, last = fixed + share * kernel.
     """
     length = 64
     whole_s = tables.prefill_attention_s(1, length, 0)

@@ -1,12 +1,12 @@
 """The GPUs the simulator knows: published sizes and rates, and how much of each rate kernels reach.
 
 `memory_bytes` is what CUDA reports to PyTorch (the "total capacity" of an out-of-memory message), not the
-number on the box: vLLM multiplies that one by `gpu_memory_utilization`.
+advertised size: vLLM multiplies the reported one by `gpu_memory_utilization`.
 
 The efficiencies are what Llama-3.1-8B in bf16 reaches in aiconfigurator-core 0.12.0's measured operator
-tables: GEMMs and causal attention of one 8,192-token prefill against `flops`, the weight reads of a
-one-token step and the KV reads of 64 decodes at 8,192 tokens against `memory_bytes_per_s`. A card without
-tables takes them from the card with the same architecture, named beside it.
+tables: GEMMs and causal attention of one 8,192-token prefill as shares of `flops`; the weight reads of a
+one-token step and the KV reads of 64 decodes at 8,192 tokens as shares of `memory_bytes_per_s`. A GPU without
+tables has those of a GPU with the same architecture, which a comment names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many KV blocks vLLM makes: the memory it may use, less what its start-up profile run finds in use.
+"""How many KV blocks vLLM makes: the memory it may use, minus the memory that its start-up profile run uses.
 
 Source: gpu_worker.py:determine_available_memory, gpu_model_runner.py:_dummy_sampler_run and
 kv_cache_utils.py:get_kv_cache_config_from_groups @ vLLM 0.32.
@@ -109,7 +109,7 @@ class KvBudget:
 def kv_budget(
     gpu: Gpu, model: Model, *, utilization: float, tp: int = 1, profile: ProfileRun | None = None
 ) -> KvBudget:
-    """What vLLM would find on that GPU, one of `tp`, at that `gpu_memory_utilization`.
+    """Where the memory of one GPU of `tp` goes at this `gpu_memory_utilization`, as vLLM computes it.
 
     `profile` is vLLM's default for that GPU unless given.
 

@@ -1,4 +1,4 @@
-"""A model as the simulator needs it: its sizes, and the bytes they imply."""
+"""A model's sizes, and the bytes of its weights and its KV cache."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def load_model(source: str | Path, *, dtype: str | None = None, kv_cache_dtype: 
 
     Raises:
         ConfigError: the name is unknown (the message lists the known ones), or a field is missing, of the
-            wrong type, or says something the simulator has no model of (the message names it).
+            wrong type, or describes something that is not simulated (the message names it).
     """
     path = _config_path(source)
     try:
@@ -71,7 +71,7 @@ def _config_path(source: str | Path) -> Path:
         path = path / "config.json"
     if path.is_file():
         return path
-    # A hub's name for it: the owner in front, and the tuning behind, change no size.
+    # A hub's name: the owner before the name and the kind of tuning behind it change no size.
     owner, _, name = str(source).lower().rpartition("/")
     name = name.removesuffix("-instruct").removesuffix("-it")
     if name in bundled and not owner.startswith((".", "/")) and "/" not in owner:
