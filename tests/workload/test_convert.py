@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tenuto.cli import main
 from tenuto.core.errors import ConfigError
 from tenuto.workload.convert import write as write_module
-from tenuto.workload.convert.blocks import BlockIds
 from tenuto.workload.convert.losses import find_losses
 from tenuto.workload.convert.write import FORMATS, write_trace
-from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
+from tenuto.workload.formats.hash_ids import BlockIds, HashedPrompt, make_prompts
 from tenuto.workload.load import load_workload
 from tenuto.workload.schema import After, Job, Span, TurnSpec, count_shared_tokens
 from tests.workload.test_workload_tenuto_jsonl import workloads

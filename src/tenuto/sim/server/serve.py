@@ -6,18 +6,13 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Protocol
 
 from aiohttp import web
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.policy_caller import DecisionLog
 from tenuto.records.trace import TraceWriter
-from tenuto.sim.cost import StepBatch, StepCost
-from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.hardware.gpus import Gpu
-from tenuto.sim.hardware.model import Model
+from tenuto.sim.cost import StepBatch
+from tenuto.sim.machine import Machine
 from tenuto.sim.server.app import make_app
 from tenuto.sim.server.ask import Served
 from tenuto.sim.server.clock import Clock
@@ -31,33 +26,12 @@ STOP_LIMIT_S = 3.0
 """Seconds for which answers may go on after the server was told to stop."""
 
 
-class Machine(Protocol):
-    """What the server needs of a machine: a GPU, a model, and a scheduler for them."""
-
-    @property
-    def gpu(self) -> Gpu:
-        """The GPU."""
-
-    @property
-    def model(self) -> Model:
-        """The model."""
-
-    @property
-    def step_cost(self) -> StepCost:
-        """How long steps take."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What its user should know."""
-
-    def make_scheduler(self, log: DecisionLog | None = None) -> Scheduler:
-        """A scheduler with its policy; `log` gets each decision."""
-
-
 def run_server(machine: Machine, options: ServerOptions) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError."""
     logging.basicConfig(format="[serve] %(message)s", stream=sys.stderr)
-    trace = TraceWriter(options.trace) if options.trace is not None else None
+    trace = None
+    if options.trace is not None:
+        trace = TraceWriter(options.trace, machine.policy, machine.setup.policy)
     try:
         asyncio.run(_serve(machine, options, trace))
     finally:

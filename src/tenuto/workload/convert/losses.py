@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from tenuto.workload.convert.mooncake import sort_turns
+from tenuto.workload.formats.mooncake import sort_turns
 from tenuto.workload.schema import Job, Prompt, count_shared_tokens
 
 TOLERANCE_S = 1e-6

@@ -15,11 +15,11 @@ from typing import IO, TextIO, cast
 
 from tenuto.core.errors import ConfigError
 from tenuto.records.files import read_objects
-from tenuto.workload.convert.agentic_mooncake import make_agentic_mooncake, name_agentic
-from tenuto.workload.convert.mooncake import make_mooncake
-from tenuto.workload.convert.weka import make_weka
-from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_mooncake
-from tenuto.workload.formats.tenuto_jsonl import dump_json, make_tenuto_rows
+from tenuto.workload.formats.agentic_mooncake import make_agentic_mooncake, name_agentic
+from tenuto.workload.formats.mooncake import BLOCK_SIZE, make_mooncake, read_mooncake
+from tenuto.workload.formats.rows import dump_json
+from tenuto.workload.formats.tenuto_jsonl import make_tenuto_rows
+from tenuto.workload.formats.weka import make_weka
 from tenuto.workload.load import read_trace
 from tenuto.workload.schema import Job
 

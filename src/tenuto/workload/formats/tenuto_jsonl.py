@@ -27,15 +27,14 @@ written again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path
 
 from tenuto.core.errors import DataError
 from tenuto.records.fields import MAX_TOKENS, Fields
 from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_hashed_prompt
+from tenuto.workload.formats.rows import dump_json, to_ms
 from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
 
 _KEYS = (
@@ -225,19 +224,3 @@ def make_tenuto_rows(job: Job) -> Iterator[dict[str, object]]:
             "parent": None if index else job.parent,
         }
         yield {**turn.extra, **{key: value for key, value in known.items() if value is not None}}
-
-
-def to_ms(seconds: float) -> Decimal:
-    """Milliseconds, exactly, which multiplying a float is not."""
-    return Decimal(repr(seconds)).scaleb(3)
-
-
-def dump_json(value: object) -> str:
-    """JSON of a row; like json.dumps, which cannot write a Decimal."""
-    if isinstance(value, Decimal):
-        return f"{value:f}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)}: {dump_json(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(dump_json, value)) + "]"
-    return json.dumps(value, allow_nan=False)

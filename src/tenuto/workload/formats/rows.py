@@ -1,0 +1,41 @@
+"""What the writers of formats share: times of sending, milliseconds, and rows of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+
+from tenuto.records.fields import MAX_SECONDS
+from tenuto.workload.schema import Job
+
+
+def get_sent_times(jobs: Sequence[Job]) -> dict[str, list[float]]:
+    """By job id, the recorded times of sending, in seconds.
+
+    A turn without one is taken to be sent its tool time after the turn before was, as if answers took no
+    time: no trace says how long they did.
+    """
+    times: dict[str, list[float]] = {}
+    for job in jobs:
+        sent = [job.arrival_s]
+        for before, turn in zip(job.turns, job.turns[1:], strict=False):
+            sent.append(min(MAX_SECONDS, sent[-1] + before.tool_s) if turn.at_s is None else turn.at_s)
+        times[job.job_id] = sent
+    return times
+
+
+def to_ms(seconds: float) -> Decimal:
+    """Milliseconds, exactly, which multiplying a float is not."""
+    return Decimal(repr(seconds)).scaleb(3)
+
+
+def dump_json(value: object) -> str:
+    """JSON of a row; like json.dumps, which cannot write a Decimal."""
+    if isinstance(value, Decimal):
+        return f"{value:f}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)}: {dump_json(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(dump_json, value)) + "]"
+    return json.dumps(value, allow_nan=False)
