@@ -559,4 +559,4 @@ def test_the_log_tells_a_job_s_history() -> None:
     ]
     granted, lease_ended = history[3], history[5]
     assert (granted["num_blocks"], granted["until_s"]) == (5, 11)
-    assert (lease_ended["num_blocks"], lease_ended["why"], lease_ended["held_s"]) == (5, "hit", 4)
+    assert (lease_ended["num_blocks"], lease_ended["reason"], lease_ended["held_s"]) == (5, "hit", 4)

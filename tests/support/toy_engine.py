@@ -40,7 +40,7 @@ class ToyTurn:
 
 
 class ToyEngine:
-    """Implements `tenuto.core.leases.Engine`."""
+    """Implements `tenuto.core.engine.Engine`."""
 
     can_truncate = True
     can_store = True
@@ -57,6 +57,8 @@ class ToyEngine:
     ) -> None:
         self.pool = BlockPool(num_blocks + 1)  # and the null block
         self.block_size = block_size
+        self.now_s = 0.0
+        """When it was last asked for room: the time of all that this changes in the queue."""
         self.waiting = IndexedHeap()
         self.running: dict[str, ToyTurn] = {}
         self.turns: dict[str, ToyTurn] = {}
@@ -141,7 +143,7 @@ class ToyEngine:
 
     def reset(self) -> bool:
         """Forget the prefix cache, as vLLM's `reset_prefix_cache` does: leases first."""
-        self.driver.drop_all()
+        self.driver.drop_all(self.now_s)
         return self.pool.reset()
 
     # Sums.
@@ -215,7 +217,7 @@ class ToyEngine:
 
     def reorder(self, turn_id: str) -> None:
         if turn_id in self.waiting:
-            self.waiting.push(turn_id, self.driver.get_queue_key(turn_id, self.driver._retention.now_s))
+            self.waiting.push(turn_id, self.driver.get_queue_key(turn_id, self.now_s))
 
     # Inside.
 
@@ -223,11 +225,12 @@ class ToyEngine:
         self, count_wanted: Callable[[], int], now_s: float, *, for_turn_id: str | None = None
     ) -> bool:
         """Take leases back until enough blocks are free; False once none yields any more."""
-        stalled = not self.running
-        while (missing := count_wanted() - self.pool.num_free_blocks) > 0:
-            if not self.driver.reclaim(missing, now_s, for_turn_id=for_turn_id, stalled=stalled):
-                return False
-        return True
+        self.now_s = now_s
+        stalled, has_room = not self.running, True
+        while has_room and (missing := count_wanted() - self.pool.num_free_blocks) > 0:
+            has_room = self.driver.reclaim(missing, now_s, for_turn_id=for_turn_id, stalled=stalled) > 0
+        self.driver.settle()
+        return has_room
 
     def _cache(self, turn: ToyTurn, num_computed_tokens: int) -> None:
         num_full = num_computed_tokens // self.block_size

@@ -1,7 +1,7 @@
 """The driver: the only caller of policies. It owns jobs, leases, deadlines and revocation.
 
 An engine reports what happens to its turns and asks what to do; the driver asks the policy, bounds the
-answer and carries it out. A lease is a request, not a right: `reclaim` returns blocks *before* an
+answer and carries it out. A lease is a request, not a right: `reclaim` frees blocks *before* an
 allocation fails. Every call is O(log n) in jobs and leases.
 
     arrive → (start → preempt)* → start → finish → [lease] → arrive (the job's next turn) → …
@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from tenuto.core.admission import Admission
+from tenuto.core.engine import Engine
 from tenuto.core.history import History
 from tenuto.core.indexed_heap import SortKey, get_sort_key
 from tenuto.core.job_table import JobTable
 from tenuto.core.jobs import Arrival, Finish, JobState, TurnState
-from tenuto.core.leases import Engine
+from tenuto.core.leases import LeaseEnded, LeaseEvent, LeaseGranted, LeaseTruncated
 from tenuto.core.limits import Limits
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
 from tenuto.core.policy_caller import DecisionLog, PolicyCaller
@@ -39,14 +41,16 @@ class Driver:
         hash_block_size: int | None = None,
         by_priority: bool = False,
         log: DecisionLog | None = None,
+        stats: DriverStats | None = None,
     ) -> None:
         """`hash_block_size`: tokens per hash of an `Arrival`, where that is not the engine's block size.
 
         `by_priority`: the engine serves requests by their own priority; a policy decides among equals.
+        `stats`: where to count, an empty one of its own without it.
         """
         self.policy = policy
         self.limits = limits or Limits()
-        self.stats = DriverStats()
+        self.stats = stats or DriverStats()
         self._engine = engine
         self._caller = PolicyCaller(policy, log)
         self._history = History(log)
@@ -58,22 +62,22 @@ class Driver:
         self._jobs = JobTable(self.limits.max_remembered_jobs, block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
         self._by_priority = by_priority
-        self._retention = Retention(
-            engine, self._caller, self.limits, self.stats, self._history, by_priority=by_priority
-        )
+        self._retention = Retention(engine, self._caller, self.limits, by_priority=by_priority)
         self._admission = Admission(self._caller, self._retention, self.limits, self.stats)
         self.leases = self._retention.leases
+        self._to_reorder: deque[str] = deque()
+        """Waiting turns whose lease ended, until `settle` tells the engine."""
         self._ticked_s = -math.inf
 
     # What happens to turns.
 
-    def arrive(self, turn_id: str, now_s: float, what: Arrival) -> None:
-        """A turn came in. Finds its job; a lease that its prompt does not extend is cut to what it does."""
-        self._hear(now_s)
-        job = self._jobs.find(turn_id, what, now_s)
+    def arrive(self, turn_id: str, now_s: float, arrival: Arrival) -> None:
+        """A turn came in. Finds its job; a lease is truncated to what the prompt extends."""
+        self.stats.num_events += 1
+        job = self._jobs.find(turn_id, arrival, now_s)
         tool_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
-        turn = TurnState(turn_id, job, now_s, what)
-        turn.num_reusable_tokens = min(job.last_num_tokens, what.num_prompt_tokens - 1)
+        turn = TurnState(turn_id, job, now_s, arrival)
+        turn.num_reusable_tokens = min(job.last_num_tokens, arrival.num_prompt_tokens - 1)
         job.num_turns += 1
         if len(job.live_turn_ids) >= self.limits.max_parallel_turns:
             # Else who gives all requests one id would go before everyone who came later, for ever.
@@ -81,21 +85,23 @@ class Driver:
         job.live_turn_ids[turn_id] = None
         self._turns[turn_id] = turn
         self._admission.enter(turn)
-        self._retention.claim(turn)
+        self._apply(self._retention.claim(turn, now_s))
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
             if self._caller.hears("on_tool_returned"):
                 self._caller.tell("on_tool_returned", self._view(turn), job.last_tool, tool_s)
         if self._caller.hears("on_turn_arrived"):
             self._caller.tell("on_turn_arrived", self._view(turn), now_s)
-        self._history.record("arrived", turn, now_s, num_prompt_tokens=what.num_prompt_tokens, tool_s=tool_s)
+        self._history.record(
+            "arrived", turn, now_s, num_prompt_tokens=arrival.num_prompt_tokens, tool_s=tool_s
+        )
 
     def start(self, turn_id: str, now_s: float, num_hit_tokens: int) -> None:
         """A turn got its first step, or its first after a preemption; its job's lease has served."""
         turn = self._turns.get(turn_id)
         if turn is None:
             return
-        self._hear(now_s)
+        self.stats.num_events += 1
         turn.num_held_tokens = num_hit_tokens
         if turn.started:
             self.stats.num_recomputed_tokens += max(0, turn.num_lost_tokens - num_hit_tokens)
@@ -109,7 +115,7 @@ class Driver:
         self.stats.num_hit_tokens += num_hit_tokens
         self.stats.num_recomputed_tokens += max(0, turn.num_reusable_tokens - num_hit_tokens)
         self.stats.queue_s.observe(now_s - turn.arrival_s)
-        self._retention.hit(turn)
+        self._apply(self._retention.hit(turn, now_s))
         if self._caller.hears("on_turn_started"):
             self._caller.tell("on_turn_started", self._view(turn), now_s)
         self._history.record(
@@ -121,30 +127,30 @@ class Driver:
         turn = self._turns.get(turn_id)
         if turn is None:
             return
-        self._hear(now_s)
+        self.stats.num_events += 1
         turn.num_preemptions += 1
         turn.num_lost_tokens = num_computed_tokens
         if self._caller.hears("on_turn_preempted"):
             self._caller.tell("on_turn_preempted", self._view(turn), now_s)
         self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
 
-    def finish(self, turn_id: str, now_s: float, how: Finish) -> None:
+    def finish(self, turn_id: str, now_s: float, finish: Finish) -> None:
         """A turn ended; call just before the engine frees its blocks, so that a lease can take them."""
         turn = self._turns.pop(turn_id, None)
         if turn is None:
             return
-        self._hear(now_s)
+        self.stats.num_events += 1
         job = turn.job
         del job.live_turn_ids[turn_id]
         self._retention.unclaim(turn)
         self._admission.leave(turn)
         self._history.record(
-            "finished", turn, now_s, num_output_tokens=how.num_output_tokens, aborted=how.aborted
+            "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
         )
-        if not how.aborted:
-            self._complete(turn, now_s, how)
+        if not finish.aborted:
+            self._complete(turn, now_s, finish)
         elif self._caller.hears("on_turn_finished"):
-            self._caller.tell("on_turn_finished", turn.get_finished_view(how), now_s)
+            self._caller.tell("on_turn_finished", turn.get_finished_view(finish), now_s)
         if job.job_id in self._jobs:
             self._leave(job, now_s)
 
@@ -155,8 +161,12 @@ class Driver:
 
         After `max_renewals` the others wait for the next call: ends are paid for by grants, renewals are not.
         """
-        self._retention.now_s = now_s
-        return self._retention.expire(max_renewals)
+        num_ended = 0
+        for ended in self._retention.expire(now_s, max_renewals):
+            self._apply(ended)
+            self.settle()
+            num_ended += 1
+        return num_ended
 
     def get_next_deadline_s(self) -> float | None:
         """When `expire` has something to do next; None without leases."""
@@ -172,24 +182,37 @@ class Driver:
         return self._engine.get_num_leased_blocks()
 
     def get_num_reclaimable_blocks(self, for_turn_id: str) -> int:
-        """Held blocks, at most, that `reclaim` could free while other turns run."""
+        """Leased blocks, at most, that `reclaim` could free while other turns run."""
         return self._retention.get_num_reclaimable_blocks(self._turns.get(for_turn_id))
 
     def reclaim(
         self, num_blocks: int, now_s: float, *, for_turn_id: str | None = None, stalled: bool = False
     ) -> int:
-        """Free at least `num_blocks` held blocks if leases cover so many, tails first; returns how many.
+        """Free at least `num_blocks` leased blocks, if leases have so many, tails first; returns how many.
 
-        The lease kept for the turn that needs them is spared: its blocks are what the turn will hit.
-        `stalled` says that nothing can run otherwise; then it goes too, after all others.
+        The lease that waits for the turn which needs the blocks is spared: its blocks are what the turn
+        will hit. `stalled` says that nothing can run otherwise; then that lease goes too, after all others.
+        The engine calls this while it allocates, so nothing is reordered here: call `settle` afterwards.
         """
-        self._retention.now_s = now_s
         turn = self._turns.get(for_turn_id) if for_turn_id is not None else None
-        return self._retention.reclaim(num_blocks, turn, stalled=stalled)
+        num_free_before = self._engine.get_num_free_blocks()
+        for event in self._retention.reclaim(num_blocks, turn, now_s, stalled=stalled):
+            self._apply(event)
+        return self._engine.get_num_free_blocks() - num_free_before
 
-    def drop_all(self, why: LeaseEnd = LeaseEnd.RESET) -> None:
+    def settle(self) -> None:
+        """Reorder the waiting turns whose lease was reclaimed.
+
+        Call after each allocation that reclaimed blocks, before the waiting queue is read again.
+        """
+        while self._to_reorder:
+            self._engine.reorder(self._to_reorder.popleft())
+
+    def drop_all(self, now_s: float, reason: LeaseEnd = LeaseEnd.RESET) -> None:
         """End every lease (a cache reset, a shutdown)."""
-        self._retention.drop_all(why)
+        for ended in self._retention.drop_all(reason, now_s):
+            self._apply(ended)
+            self.settle()
 
     # Questions an engine asks.
 
@@ -267,10 +290,10 @@ class Driver:
         """Whether a waiting turn may start; any may when the engine is idle."""
         return turn_id not in self._turns or self._admission.may_start(self._turns[turn_id], now_s, idle=idle)
 
-    def is_known_last(self, turn_id: str) -> bool:
-        """Whether the job is known to end with this turn, so that its output need not be read."""
+    def needs_output(self, turn_id: str) -> bool:
+        """Whether the output has to be read for what follows; not if the client said that nothing does."""
         turn = self._turns.get(turn_id)
-        return turn is None or turn.what.hints.is_last is True
+        return turn is not None and turn.arrival.hints.is_last is not True
 
     def needs_admission(self, turn_id: str) -> bool:
         """Whether the policy has to be asked before this turn starts."""
@@ -286,26 +309,39 @@ class Driver:
 
     # Inside.
 
-    def _hear(self, now_s: float) -> None:
-        """Something happened to a turn."""
-        self._retention.now_s = now_s
-        self.stats.num_events += 1
+    def _apply(self, event: LeaseEvent | None) -> None:
+        """Count and log what happened to a lease, and note whose place in the queue it may have changed."""
+        match event:
+            case LeaseGranted():
+                self.stats.num_leases_granted += 1
+                self._history.record_lease(event)
+            case LeaseTruncated():
+                self.stats.num_revoked_blocks += event.num_blocks
+            case LeaseEnded():
+                self.stats.num_leases_ended[event.reason] += 1
+                if event.reason is LeaseEnd.REVOKED:
+                    self.stats.num_revoked_blocks += event.num_blocks
+                self._history.record_lease(event)
+                waiting_id = event.lease.next_turn_id
+                if waiting_id is not None and event.reason is not LeaseEnd.HIT:
+                    self._to_reorder.append(waiting_id)
 
     def _affords_look_up(self, now_s: float) -> bool:
         return self._engine.get_view(now_s).num_waiting <= self.policy.needs.max_waiting_with_hits
 
-    def _complete(self, turn: TurnState, now_s: float, how: Finish) -> None:
-        job, view = turn.job, turn.get_finished_view(how)
+    def _complete(self, turn: TurnState, now_s: float, finish: Finish) -> None:
+        job, view = turn.job, turn.get_finished_view(finish)
         job.last_finish_s, job.last_tool = now_s, view.tool
-        job.last_num_tokens = turn.what.num_prompt_tokens + how.num_output_tokens - 1
+        job.last_num_tokens = turn.arrival.num_prompt_tokens + finish.num_output_tokens - 1
         if self._caller.hears("on_turn_finished"):
             self._caller.tell("on_turn_finished", view, now_s)
         if view.is_last and not job.live_turn_ids:
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
             return
-        self._jobs.remember(job, turn.what)
+        self._jobs.remember(job, turn.arrival)
         if not view.is_last and self.policy.overrides("retain"):
-            self._retention.retain(turn, view)
+            for event in self._retention.retain(turn, view, now_s):
+                self._apply(event)
 
     def _leave(self, job: JobState, now_s: float) -> None:
         """A turn left: if its job has no other, it is remembered, and the longest silent one forgotten."""
@@ -313,8 +349,8 @@ class Driver:
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.EXPIRED)
 
-    def _end_job(self, job: JobState, now_s: float, why: LeaseEnd) -> None:
-        self._retention.end(job.job_id, why)
+    def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd) -> None:
+        self._apply(self._retention.end(job.job_id, reason, now_s))
         if self._caller.hears("on_job_ended"):
             self._caller.tell("on_job_ended", job.get_view(), now_s)
         self._jobs.forget(job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tenuto.core.jobs import TurnState
-from tenuto.core.leases import LeaseState
+from tenuto.core.leases import LeaseEnded, LeaseGranted
 from tenuto.core.policy_caller import DecisionLog, LogRecord
 
 
@@ -19,13 +19,17 @@ class History:
             record: LogRecord = {"kind": "job", "event": event, "job": turn.job.job_id, "turn": turn.turn_id}
             self._log({**record, "turn_number": turn.job.num_turns, "now_s": now_s, **facts})
 
-    def record_lease(self, event: str, lease: LeaseState, now_s: float, **facts: object) -> None:
-        """Something happened to a lease."""
-        if self._log is not None:
-            record: LogRecord = {
-                "kind": "job",
-                "event": event,
-                "job": lease.job_id,
-                "turn": lease.turn.turn_id,
-            }
-            self._log({**record, "now_s": now_s, "num_blocks": len(lease.blocks), **facts})
+    def record_lease(self, happened: LeaseGranted | LeaseEnded) -> None:
+        """A lease began or ended."""
+        if self._log is None:
+            return
+        lease = happened.lease
+        facts: LogRecord
+        if isinstance(happened, LeaseGranted):
+            event, num_blocks = "lease-granted", len(lease.blocks)
+            facts = {"until_s": lease.terms.until_s}
+        else:
+            event, num_blocks = "lease-ended", happened.num_blocks
+            facts = {"reason": happened.reason.value, "held_s": happened.now_s - lease.granted_s}
+        place: LogRecord = {"kind": "job", "event": event, "job": lease.job_id, "turn": lease.turn.turn_id}
+        self._log({**place, "now_s": happened.now_s, "num_blocks": num_blocks, **facts})

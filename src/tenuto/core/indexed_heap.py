@@ -59,6 +59,16 @@ class IndexedHeap:
         first = self.get_first()
         return None if first is None else self._keys[first]
 
+    def get_first_except(self, spared: str | None) -> str | None:
+        """The id that goes next if `spared` is left out, or None if there is no other."""
+        first = self.get_first()
+        if first is None or first != spared:
+            return first
+        entry = heapq.heappop(self._heap)
+        second = self.get_first()
+        heapq.heappush(self._heap, entry)
+        return second
+
     def pop(self) -> str:
         """Remove and return the id that goes next; raises IndexError if there is none."""
         item = self.get_first()

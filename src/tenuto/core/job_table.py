@@ -23,23 +23,23 @@ class JobTable:
     def __contains__(self, job_id: object) -> bool:
         return job_id in self.jobs
 
-    def find(self, turn_id: str, what: Arrival, now_s: float) -> JobState:
+    def find(self, turn_id: str, arrival: Arrival, now_s: float) -> JobState:
         """The job of a turn that came in, a new one if nothing else says whose it is."""
-        job_id = what.hints.job_id
-        if job_id is None and self._infers and what.hashes:
-            job_id = self.lineage.find(what.hashes, what.prompt)
+        job_id = arrival.hints.job_id
+        if job_id is None and self._infers and arrival.hashes:
+            job_id = self.lineage.find(arrival.hashes, arrival.prompt)
         # The tab keeps ids we make apart from ids that clients choose, which are printable.
         job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
         job = self.jobs.get(job_id)
         if job is None:
-            job = self.jobs[job_id] = JobState(job_id, now_s, what.hints.tenant)
+            job = self.jobs[job_id] = JobState(job_id, now_s, arrival.hints.tenant)
         self.idle.pop(job_id, None)
         return job
 
-    def remember(self, job: JobState, what: Arrival) -> None:
+    def remember(self, job: JobState, arrival: Arrival) -> None:
         """A turn of the job finished: from now on a prompt that extends it is the job's."""
-        if what.hashes and self._infers:
-            self.lineage.remember(job.job_id, what.hashes, what.prompt)
+        if arrival.hashes and self._infers:
+            self.lineage.remember(job.job_id, arrival.hashes, arrival.prompt)
 
     def mark_idle(self, job: JobState) -> JobState | None:
         """A job has no turn in the engine any more; returns the job to forget for that, if there is one."""

@@ -63,7 +63,7 @@ class TurnState:
     turn_id: str
     job: JobState
     arrival_s: float
-    what: Arrival
+    arrival: Arrival
     num_reusable_tokens: int = 0
     num_hit_tokens: int = 0
     num_held_tokens: int = 0
@@ -83,13 +83,13 @@ class TurnState:
         facts = (has_lease, self.num_hit_tokens, self.num_preemptions, self.job.num_turns)
         if self._view is None or self._facts != facts:
             self._facts = facts
-            self._view = self._make_view(has_lease, 0, self.what.hints.is_last, None)
+            self._view = self._make_view(has_lease, 0, self.arrival.hints.is_last, None)
         return self._view
 
-    def get_finished_view(self, how: Finish) -> Turn:
+    def get_finished_view(self, finish: Finish) -> Turn:
         """The frozen view a policy sees of the finished turn; the client's words go before the output's."""
-        is_last, tool = self._tell_last(how), self._get_tool(how)
-        return self._make_view(False, how.num_output_tokens, is_last, tool, is_aborted=how.aborted)
+        is_last, tool = self._tell_last(finish), self._get_tool(finish)
+        return self._make_view(False, finish.num_output_tokens, is_last, tool, is_aborted=finish.aborted)
 
     def _make_view(
         self,
@@ -104,27 +104,27 @@ class TurnState:
             turn_id=self.turn_id,
             job=self.job.get_view(self.job_arrival_s),
             arrival_s=self.arrival_s,
-            num_prompt_tokens=self.what.num_prompt_tokens,
+            num_prompt_tokens=self.arrival.num_prompt_tokens,
             num_output_tokens=num_output_tokens,
             num_hit_tokens=self.num_hit_tokens,
-            priority=self.what.priority,
+            priority=self.arrival.priority,
             num_preemptions=self.num_preemptions,
             has_lease=has_lease,
             is_last=is_last,
             tool=tool,
-            expected_tool_s=self.what.hints.expected_tool_s,
+            expected_tool_s=self.arrival.hints.expected_tool_s,
             is_aborted=is_aborted,
         )
 
-    def _get_tool(self, how: Finish) -> ToolCall | None:
-        name = self.what.hints.tool
+    def _get_tool(self, finish: Finish) -> ToolCall | None:
+        name = self.arrival.hints.tool
         if name is None:
-            return how.tool
-        return ToolCall(name, how.tool.command if how.tool is not None else None)
+            return finish.tool
+        return ToolCall(name, finish.tool.command if finish.tool is not None else None)
 
-    def _tell_last(self, how: Finish) -> bool | None:
-        hints = self.what.hints
+    def _tell_last(self, finish: Finish) -> bool | None:
+        hints = self.arrival.hints
         if hints.is_last is not None:
             return hints.is_last
         # A client that names a tool says that the job goes on.
-        return False if hints.tool is not None else how.is_last
+        return False if hints.tool is not None else finish.is_last

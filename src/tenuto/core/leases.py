@@ -1,66 +1,19 @@
-"""The lease table: who holds what until when, and who yields first."""
+"""The lease table: which job's blocks are held until when, and which lease yields first.
+
+The table calls nobody. What happens to a lease is returned as an event, and the driver applies it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from tenuto.core.engine import Engine
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
 from tenuto.core.quota import Quota
-from tenuto.core.types import EngineView, Keep, Lease, LeaseEnd, Turn, Yields
-
-
-class Engine(Protocol):
-    """What the driver needs of an engine: the simulator and the vLLM plugin each have one.
-
-    Blocks are opaque here. Lists of blocks run from the prompt's start to the end of the output.
-    """
-
-    @property
-    def can_truncate(self) -> bool:
-        """Whether a lease is still worth something without its tail; if not it is reclaimed whole."""
-
-    @property
-    def can_store(self) -> bool:
-        """Whether there is a tier that `store` copies to."""
-
-    def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
-        """The engine's state in numbers, with so many leases."""
-
-    def get_num_free_blocks(self) -> int:
-        """Blocks an allocation could take now."""
-
-    def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
-        """Cached blocks a prompt that extends this turn would hit; asked just before the turn's are freed.
-
-        `num_hit_tokens` is what the turn itself hit when it last started.
-        """
-
-    def count_common_blocks(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
-        """How many leading blocks of the list a prompt with these chained hashes runs through."""
-
-    def get_num_leased_blocks(self) -> int:
-        """Distinct blocks that `hold` has references to now; several leases may hold one block."""
-
-    def get_block_ids(self, blocks: list[Any]) -> Collection[Hashable]:
-        """What tells these blocks apart from all others, in the same order."""
-
-    def hold(self, blocks: list[Any]) -> None:
-        """Take one reference to each block."""
-
-    def release(self, blocks: list[Any]) -> None:
-        """Give one reference to each block up; the last is evicted first."""
-
-    def store(self, blocks: list[Any]) -> None:
-        """Copy blocks to the tiers below the GPU, before they are freed; nothing where there are none."""
-
-    def get_num_cached_tokens(self, turn_id: str) -> int:
-        """Prompt tokens of a waiting turn that are in the GPU's cache now."""
-
-    def reorder(self, turn_id: str) -> None:
-        """A waiting turn's queue key may have changed."""
+from tenuto.core.types import Keep, Lease, LeaseEnd, Turn, Yields
 
 
 @dataclass(slots=True)
@@ -88,13 +41,41 @@ class LeaseState:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseGranted:
+    """A lease began."""
+
+    lease: LeaseState
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTruncated:
+    """An allocation reclaimed the last blocks of a lease; the lease goes on with the others."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """A lease gave up all its blocks and is in the table no more."""
+
+    lease: LeaseState
+    reason: LeaseEnd
+    num_blocks: int
+    """Blocks that it still had."""
+    now_s: float
+
+
+LeaseEvent = LeaseGranted | LeaseTruncated | LeaseEnded
+
+
 class LeaseTable:
     """All leases, one per job. O(log n) a change; nothing is ever scanned."""
 
-    def __init__(self, engine: Engine, quota: Quota, on_end: Callable[[LeaseState, LeaseEnd], None]) -> None:
+    def __init__(self, engine: Engine, quota: Quota) -> None:
         self._engine = engine
         self._quota = quota
-        self._on_end = on_end
         self._leases: dict[str, LeaseState] = {}
         self._deadlines = IndexedHeap()
         self._evict_order = {yields: IndexedHeap() for yields in Yields}
@@ -127,16 +108,17 @@ class LeaseTable:
         lease.terms = terms
         self._enter(lease, evict_key)
 
-    def end(self, lease: LeaseState, why: LeaseEnd) -> None:
-        """Give all blocks up and forget the lease."""
+    def end(self, lease: LeaseState, reason: LeaseEnd, now_s: float) -> LeaseEnded:
+        """Give up all blocks of a lease and forget it."""
         del self._leases[lease.job_id]
         self._deadlines.discard(lease.job_id)
         self._get_order(lease).discard(lease.job_id)
-        self._on_end(lease, why)
+        ended = LeaseEnded(lease, reason, len(lease.blocks), now_s)
         self.truncate(lease, 0)
+        return ended
 
     def truncate(self, lease: LeaseState, num_blocks: int) -> None:
-        """Give blocks up from the tail until `num_blocks` are left."""
+        """Give up the last blocks of a lease until `num_blocks` are left."""
         tail = lease.blocks[num_blocks:]
         if not tail:
             return
@@ -162,16 +144,8 @@ class LeaseTable:
 
     def get_first_to_yield(self, yields: Yields, spare_job_id: str | None = None) -> LeaseState | None:
         """The lease that yields first, other than the spared job's."""
-        order = self._evict_order[yields]
-        first = order.get_first()
-        if first is None or first != spare_job_id:
-            return None if first is None else self._leases[first]
-        key = order.get_first_key()
-        assert key is not None
-        order.discard(first)
-        second = order.get_first()
-        order.push(first, key)
-        return None if second is None else self._leases[second]
+        first = self._evict_order[yields].get_first_except(spare_job_id)
+        return None if first is None else self._leases[first]
 
     def _enter(self, lease: LeaseState, evict_key: Key) -> None:
         self._deadlines.push(lease.job_id, (lease.terms.until_s,))

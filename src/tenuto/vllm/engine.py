@@ -18,7 +18,7 @@ class CachedBlocks(list[Any]):
 
 
 class VllmEngine:
-    """Implements `tenuto.core.leases.Engine` on a vLLM scheduler."""
+    """Implements `tenuto.core.engine.Engine` on a vLLM scheduler."""
 
     can_store = False
 

@@ -1,4 +1,8 @@
-"""What happens when vLLM cannot allocate: leases are taken back, and then the policy's victim yields."""
+"""What happens when vLLM cannot allocate: leases are reclaimed, and then the policy's victim yields.
+
+All of this runs inside vLLM's `allocate_slots`, so it reorders nothing: the waiting queue calls
+`Driver.settle` before it is read again.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,12 @@ class Pressure:
     def _allocate_with_leases(
         self, allocate: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]
     ) -> Any:
-        """VLLM could not allocate: take leases back until it can, and only then let it fail."""
+        """VLLM could not allocate: reclaim leases until it can, and only then let it fail."""
         scheduler, driver, now_s = self._scheduler, self._scheduler.driver, self._now_s
         is_running = request.status == compat.RequestStatus.RUNNING
         stalled = len(scheduler.running) <= (1 if is_running else 0)
         missing = compat.count_missing_blocks(scheduler, request, num_new_tokens, kwargs)
-        # Taking back what cannot be enough would cost the leases and help nobody.
+        # If all leases together are not enough, reclaiming them would help nobody.
         can_help = stalled or missing <= driver.get_num_reclaimable_blocks(request.request_id)
         wanted = max(1, missing)
         while can_help:

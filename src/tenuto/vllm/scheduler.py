@@ -96,7 +96,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         if reason is not None:
             logger.info("step budgets are vLLM's own, not the policy's: %s", reason)
         if self._asks_admission or policy.overrides("queue_key"):
-            self.waiting = TurnQueue(self._get_queue_key, self._is_gated)
+            self.waiting = TurnQueue(self._get_queue_key, self._is_gated, self.driver.settle)
         self._step_teller = StepTeller(self.driver) if policy.overrides("on_step") else None
         retains = policy.overrides("retain") or policy.overrides("preempt_key")
         self._pressure = Pressure(self) if retains else None
@@ -130,6 +130,7 @@ class _DrivenScheduler(compat.PrivateHooks):
                 self._step_teller.schedule(output, now_s, self.max_num_scheduled_tokens)
         finally:
             self.max_num_scheduled_tokens = full_budget
+            self.driver.settle()
         for request_id, num_hit_tokens in compat.get_started(output):
             self.driver.start(request_id, now_s, num_hit_tokens)
         if self._steps is not None:
@@ -148,9 +149,9 @@ class _DrivenScheduler(compat.PrivateHooks):
     def on_turn_finishing(self, request: Any) -> None:
         """A request ended and still has its blocks: the driver may take a lease on them."""
         started_s = time.perf_counter()
-        reads = self._reads_output and not self.driver.is_known_last(request.request_id)
-        how = self._reader.get_finish(request, reads_output=reads)
-        self.driver.finish(request.request_id, time.monotonic(), how)
+        reads = self._reads_output and self.driver.needs_output(request.request_id)
+        finish = self._reader.get_finish(request, reads_output=reads)
+        self.driver.finish(request.request_id, time.monotonic(), finish)
         self.driver.stats.decision_s.observe(time.perf_counter() - started_s)
 
     def on_turn_preempting(self, request: Any) -> None:
@@ -176,14 +177,14 @@ class _DrivenScheduler(compat.PrivateHooks):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """A reset takes everything, leases included."""
-        self.driver.drop_all()
+        self.driver.drop_all(time.monotonic())
         return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Let go of everything, save what was learned and complete the trace."""
         if self._idle_timer is not None:
             self._idle_timer.stop()
-        self.driver.drop_all()
+        self.driver.drop_all(time.monotonic())
         self._metrics.close()
         if self._state is not None:
             self._state.close()

@@ -16,13 +16,16 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
     Parked requests count in `len`, so that vLLM's own counts and metrics stay true.
     """
 
-    def __init__(self, get_key: Callable[[Any], Key], is_gated: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, get_key: Callable[[Any], Key], is_gated: Callable[[Any], bool], settle: Callable[[], None]
+    ) -> None:
+        """`settle` brings the order up to date; it is called before the first request is looked for."""
         self._get_key = get_key
         self._is_gated = is_gated
+        self._settle = settle
         self._requests: dict[str, Any] = {}
         self._ready = IndexedHeap()
         self._parked = IndexedHeap()
-        self._peeked: Any = None
 
     def add_request(self, request: Any) -> None:
         """Add a request that came in; it is parked if admission has to be asked first."""
@@ -41,28 +44,22 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
             self.prepend_request(request)
 
     def pop_request(self) -> Any:
-        """Remove and return the request that was peeked last, or else the one that goes first.
+        """Remove and return the request that was peeked last.
 
-        vLLM peeks, allocates for what it saw, then pops. Allocating may end a lease, and with it change
-        the order in between.
+        vLLM peeks, allocates for the request that it saw, then pops. Nothing changes the order in between.
         """
-        request = self._peeked if self._peeked is not None else self.peek_request()
+        request = self._get_first()
         self.remove_request(request)
         return request
 
     def peek_request(self) -> Any:
         """The request that goes first."""
-        first = self._ready.get_first()
-        if first is None:
-            raise IndexError("peek from an empty queue")
-        self._peeked = self._requests[first]
-        return self._peeked
+        self._settle()
+        return self._get_first()
 
     def remove_request(self, request: Any) -> None:
         """Remove a request; nothing happens if it is not here."""
         if self._requests.pop(request.request_id, None) is not None:
-            if self._peeked is request:
-                self._peeked = None
             self._ready.discard(request.request_id)
             self._parked.discard(request.request_id)
 
@@ -100,6 +97,12 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         if request_id in self._parked:
             self._parked.discard(request_id)
             self._ready.push(request_id, self._get_key(self._requests[request_id]))
+
+    def _get_first(self) -> Any:
+        first = self._ready.get_first()
+        if first is None:
+            raise IndexError("peek from an empty queue")
+        return self._requests[first]
 
     def __bool__(self) -> bool:
         return len(self._ready) > 0

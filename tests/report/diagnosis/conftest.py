@@ -48,7 +48,7 @@ class TraceFile:
         )
 
     def end(self, job: str, number: int, now_s: float, why: str, blocks: int) -> None:
-        self.event("lease-ended", job, number, now_s, num_blocks=blocks, why=why, held_s=0.0)
+        self.event("lease-ended", job, number, now_s, num_blocks=blocks, reason=why, held_s=0.0)
 
     def step(self, now_s: float, num_free: int, num_running: int = 1) -> None:
         names = ("num_waiting", "num_cached_blocks", "num_retained_blocks", "num_retained_jobs")

@@ -29,7 +29,12 @@ class Allocator:
         is_busy = bool(self._state.running)
         if self._kv.try_allocate(request, num_new_tokens, hit, is_busy=is_busy):
             return True
-        return self._has_leases and self._allocate_from_leases(request, num_new_tokens, hit)
+        if not self._has_leases:
+            return False
+        is_allocated = self._allocate_from_leases(request, num_new_tokens, hit)
+        # Ending a lease may change the order of waiting turns; no queue changes inside an allocation.
+        self._driver.settle()
+        return is_allocated
 
     def _allocate_from_leases(self, request: Request, num_new_tokens: int, hit: Hit | None) -> bool:
         state, now_s = self._state, self._state.now_s

@@ -23,7 +23,7 @@ class LeasedRow(Row):
 
 
 class SimEngine:
-    """Implements `tenuto.core.leases.Engine` for the simulator; lists of blocks are rows."""
+    """Implements `tenuto.core.engine.Engine` for the simulator; lists of blocks are rows."""
 
     def __init__(
         self, config: EngineConfig, state: EngineState, kv: KvCache, offloader: Offloader | None

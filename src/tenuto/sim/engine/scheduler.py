@@ -156,7 +156,7 @@ class Scheduler:
         With `preempt_running` these start over instead; output of theirs that is in flight is lost.
         """
         self.state.now_s = now_s
-        self.driver.drop_all()
+        self.driver.drop_all(now_s)
         if preempt_running:
             self._preemption.preempt_all()
         return self.kv.pool.reset()

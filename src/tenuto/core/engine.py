@@ -1,0 +1,59 @@
+"""What the driver needs of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any, Protocol
+
+from tenuto.core.types import EngineView
+
+
+class Engine(Protocol):
+    """What the driver needs of an engine; the simulator and the vLLM plugin each implement it.
+
+    The driver never looks into a block. A list of blocks runs from the prompt's start to the output's end.
+    """
+
+    @property
+    def can_truncate(self) -> bool:
+        """Whether a lease without its last blocks can still be hit; if not it is reclaimed whole."""
+
+    @property
+    def can_store(self) -> bool:
+        """Whether there is a tier below the GPU that `store` copies to."""
+
+    def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
+        """The engine's state now; `num_leases` goes into the view as it is."""
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks an allocation could take now."""
+
+    def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
+        """Blocks that a prompt which extends this turn would hit; asked just before the turn's are freed.
+
+        `num_hit_tokens`: what the turn itself hit when it last started.
+        """
+
+    def count_common_blocks(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
+        """How many of these blocks, from the first on, a prompt with these chained hashes shares."""
+
+    def get_num_leased_blocks(self) -> int:
+        """Distinct blocks that leases hold; a block that several leases hold counts once."""
+
+    def get_block_ids(self, blocks: list[Any]) -> Collection[Hashable]:
+        """One id for each block, in the same order; no two blocks have the same."""
+
+    def hold(self, blocks: list[Any]) -> None:
+        """Take one reference to each block."""
+
+    def release(self, blocks: list[Any]) -> None:
+        """Give up one reference to each block; the last block is evicted first."""
+
+    def store(self, blocks: list[Any]) -> None:
+        """Copy blocks to the tiers below the GPU, if there are any; called before the blocks are freed."""
+
+    def get_num_cached_tokens(self, turn_id: str) -> int:
+        """Prompt tokens of a waiting turn that are in the GPU's cache now."""
+
+    def reorder(self, turn_id: str) -> None:
+        """Ask for a waiting turn's queue key again; never called from inside an allocation."""
