@@ -266,6 +266,16 @@ def test_the_probe_is_patient(bench: Callable[..., Ran]) -> None:
     assert bench(FakeServer(lambda request: next(replies, Reply()))).client["failed_attempts"] == {}
 
 
+@pytest.mark.parametrize(("hints", "is_last"), [("tool", True), ("job", None)])
+def test_the_probe_says_that_it_is_its_job_s_last_turn(
+    bench: Callable[..., Ran], trace: Path, hints: str, is_last: bool | None
+) -> None:
+    """Else a server would lease its blocks, and might count that lease as one of the load's."""
+    server = FakeServer()
+    bench(server, LoadOptions(workload=str(trace), hints=hints))
+    assert server.requests[0].body.get("vllm_xargs", {}).get("is_last_step") == is_last
+
+
 def test_a_model_that_is_not_served(bench: Callable[..., Ran]) -> None:
     with pytest.raises(ServerError, match="no model 'other'; it serves fake"):
         bench(model="other")

@@ -14,6 +14,7 @@ from tenuto.client.http.stream import Answer, make_printable
 from tenuto.client.load.runner import get_pause_s
 from tenuto.client.servers.scrape import Totals, parse_totals, try_get_block_size
 from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.workload.hints import SayHints, say_job
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 
 PROMPT_TOKENS = 64
@@ -46,11 +47,17 @@ async def probe_server(
     form: Form,
     model: str | None,
     run_id: str,
+    say_hints: SayHints = say_job,
     forced_format: Mapping[str, Any] | None = None,
 ) -> Server:
-    """Ask the server what it is, and for one short answer. Raises ServerError."""
+    """Ask the server what it is, and for one short answer. Raises ServerError.
+
+    The short request says with `say_hints` what the load's will say. If these tell the last turn, the request
+    is its job's last and leaves no lease: a busy server would count that only after its metrics were read.
+    """
     model, max_model_len = await _get_model(client, model)
-    answer = await _get_answer(client, RequestWriter(model, form, run_id, forced_format=forced_format))
+    writer = RequestWriter(model, form, run_id, say_hints, forced_format=forced_format)
+    answer = await _get_answer(client, writer)
     if form.is_exact and answer.usage.prompt_tokens not in (None, PROMPT_TOKENS):
         raise ServerError(
             f"{client.url} counts {answer.usage.prompt_tokens} tokens in a prompt of {PROMPT_TOKENS} token "

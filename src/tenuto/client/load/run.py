@@ -102,7 +102,8 @@ async def _prepare(client: Client, options: BenchOptions, workload: Workload) ->
     form = FORMS[options.prompts]()
     run_id = options.run_id or f"run-{secrets.token_hex(4)}"
     forced_format = None if options.force_format is None else read_format(options.force_format)
-    server = await probe_server(client, form, options.model, run_id, forced_format)
+    say_hints = HINTS[options.load.hints]
+    server = await probe_server(client, form, options.model, run_id, say_hints, forced_format)
     check_lengths(workload, server)
     quotes_answers = options.answers == "server" and forced_format is None
     if quotes_answers and form.is_exact and not server.sends_ids:
@@ -112,7 +113,7 @@ async def _prepare(client: Client, options: BenchOptions, workload: Workload) ->
         server.model,
         form,
         run_id,
-        HINTS[options.load.hints],
+        say_hints,
         quotes_answers=quotes_answers,
         forced_format=forced_format,
     )
