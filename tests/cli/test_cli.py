@@ -18,7 +18,7 @@ from tenuto.core.errors import ConfigError, PolicyError
 from tenuto.core.policy_loader import get_policy_names
 from tenuto.core.presets import PRESETS
 from tenuto.vllm import launch
-from tenuto.vllm.launch import build_command, find_vllm, get_environment, redact
+from tenuto.vllm.launch import build_command, find_vllm, get_environment
 
 START = [
     find_vllm(),
@@ -141,9 +141,7 @@ def test_the_model_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert "name the model first" in capsys.readouterr().err
 
 
-def test_keys_are_not_printed_and_ranks_are_known() -> None:
-    assert redact(["vllm", "serve", "M", "--api-key", "secret"])[-1] == "***"
-    assert redact(["vllm", "serve", "M", "--api-key=secret"])[-1] == "--api-key=***"
+def test_ranks_are_known() -> None:
     assert get_environment(["-dp", "4"]) == {"TENUTO_DP_SIZE": "4"}
     assert get_environment(["--data-parallel-size=2"]) == {"TENUTO_DP_SIZE": "2"}
     assert get_environment(["--data-parallel-size", "1"]) == {}

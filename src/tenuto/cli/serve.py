@@ -11,6 +11,7 @@ from typing import Any
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
 from tenuto.core.errors import TenutoError
+from tenuto.core.redact import redact
 from tenuto.core.settings import Options, option, parse_policy_options
 
 _DESCRIPTION = """\
@@ -58,7 +59,7 @@ class ServeOptions(Options):
 
 def run(given: Given) -> int:
     """Become `vllm serve`."""
-    from tenuto.vllm.launch import build_command, get_environment, get_hints, redact
+    from tenuto.vllm.launch import build_command, get_environment, get_hints
 
     options = given.read(ServeOptions)
     command = build_command(options.model, options.get_settings(), given.passed_on)

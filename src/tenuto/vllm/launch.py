@@ -76,12 +76,6 @@ def get_environment(passed: Sequence[str]) -> dict[str, str]:
     return {}
 
 
-def redact(command: Sequence[str]) -> list[str]:
-    """The command as it may be printed: API keys are not."""
-    key = _take_option(list(command), "--api-key")[0]
-    return [part.replace(key, "***") if key and part != "serve" else part for part in command]
-
-
 def _take_option(arguments: list[str], name: str) -> tuple[str | None, list[str]]:
     for index, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")

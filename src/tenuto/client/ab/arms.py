@@ -75,18 +75,6 @@ def make_command(arm: Arm, model: str, port: int, serve_args: Sequence[str]) -> 
     return [*serve, model, *policy, *where]
 
 
-def redact(arguments: Sequence[str]) -> list[str]:
-    """Arguments as they may be printed and kept: API keys are not."""
-    hidden = list(arguments)
-    for index, argument in enumerate(hidden):
-        key, equals, _ = argument.partition("=")
-        if key == "--api-key" and equals:
-            hidden[index] = "--api-key=***"
-        elif index and hidden[index - 1] == "--api-key":
-            hidden[index] = "***"
-    return hidden
-
-
 def _find_vllm() -> str:
     """The `vllm` of this environment; else whichever the shell finds."""
     beside = Path(sys.executable).parent / "vllm"

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from tenuto.client.ab import notes
-from tenuto.client.ab.arms import Arm, redact
+from tenuto.client.ab.arms import Arm
 from tenuto.client.ab.files import VERDICT, AbFolder
 from tenuto.client.ab.measures import Values, read_pair
 from tenuto.client.ab.options import AbOptions
@@ -24,6 +24,7 @@ from tenuto.client.load.files import RunFiles
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.redact import redact
 from tenuto.workload.load_options import make_workload
 
 _UNLIKE = ("url", "api_key", "out", "as_json", "policy", "run_id")

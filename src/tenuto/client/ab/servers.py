@@ -13,11 +13,12 @@ from pathlib import Path
 
 import httpx
 
-from tenuto.client.ab.arms import Arm, make_command, redact
+from tenuto.client.ab.arms import Arm, make_command
 from tenuto.client.ab.options import AbOptions
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.policy_loader import load_policy
+from tenuto.core.redact import redact
 from tenuto.core.settings import parse_option
 
 ANSWER_S = 30.0

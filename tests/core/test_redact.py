@@ -1,0 +1,22 @@
+"""API keys are not shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.core.redact import redact
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("serve m --api-key s3 --port 1", "serve m --api-key *** --port 1"),
+        ("--api-key=s3 --x s3y", "--api-key=*** --x s3y"),
+        ("--api_key s3 s4 --seed 1", "--api_key *** *** --seed 1"),
+        ("--api-key s3 --api-key=s4", "--api-key *** --api-key=***"),
+        ("serve m --api-key", "serve m --api-key"),
+        ("serve s3 --port 80", "serve s3 --port 80"),
+    ],
+)
+def test_every_value_of_the_option_is_hidden(given: str, shown: str) -> None:
+    assert redact(given.split()) == shown.split()
