@@ -183,7 +183,8 @@ def test_jobs_are_recognised_by_hashes_finer_than_the_engine_s_blocks() -> None:
             pass
 
     engine = ToyEngine(Listening(), 40, block_size=16)
-    driver = Driver(Listening(), engine, hash_block_size=4)
+    engine.hash_block_size = 4
+    driver = Driver(Listening(), engine)
     # 40 tokens are two blocks of 16, but ten hashes of 4: the prompt's marks are the ninth and the tenth.
     # Taken for those of two blocks, they would be the first and the second, and end at 8 tokens.
     prompt = make_tokens(0, 40)

@@ -27,7 +27,8 @@ def get_tenuto_metrics() -> Exported:
     config = SimpleNamespace(
         model_config=SimpleNamespace(served_model_name="tiny"), additional_config={"tenuto": {}}
     )
-    metrics = Metrics(engine.driver, config, 0)
+    metrics = Metrics(config, 0)
+    metrics.refresh(engine.driver, 0.0)
     found: Exported = {}
     for family in metrics._registry.collect():
         for sample in family.samples:

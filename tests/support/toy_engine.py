@@ -56,7 +56,7 @@ class ToyEngine:
         log=None,
     ) -> None:
         self.pool = BlockPool(num_blocks + 1)  # and the null block
-        self.block_size = block_size
+        self.block_size = self.hash_block_size = block_size
         self.now_s = 0.0
         """When it was last asked for room: the time of all that this changes in the queue."""
         self.waiting = IndexedHeap()

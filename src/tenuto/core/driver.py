@@ -38,14 +38,12 @@ class Driver:
         engine: Engine,
         limits: Limits | None = None,
         *,
-        hash_block_size: int | None = None,
         by_priority: bool = False,
         log: DecisionLog | None = None,
         stats: DriverStats | None = None,
     ) -> None:
-        """`hash_block_size`: tokens per hash of an `Arrival`, where that is not the engine's block size.
+        """`by_priority`: the engine serves requests by their own priority; a policy decides among equals.
 
-        `by_priority`: the engine serves requests by their own priority; a policy decides among equals.
         `stats`: where to count, an empty one of its own without it.
         """
         self.policy = policy
@@ -58,8 +56,7 @@ class Driver:
         infers = self.limits.infer_jobs and any(
             policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
         )
-        block_size = hash_block_size or engine.get_view(0.0).block_size
-        self._jobs = JobTable(self.limits.max_remembered_jobs, block_size, infers=infers)
+        self._jobs = JobTable(self.limits.max_remembered_jobs, engine.hash_block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
         self._by_priority = by_priority
         self._retention = Retention(engine, self._caller, self.limits, by_priority=by_priority)

@@ -19,6 +19,10 @@ class Engine(Protocol):
         """Whether a lease without its last blocks can still be hit; if not it is reclaimed whole."""
 
     @property
+    def hash_block_size(self) -> int:
+        """Tokens that each of an `Arrival`'s hashes covers; the engine's blocks may be larger."""
+
+    @property
     def can_store(self) -> bool:
         """Whether there is a tier below the GPU that `store` copies to."""
 

@@ -27,6 +27,7 @@ class VllmEngine:
         self._pool = scheduler.kv_cache_manager.block_pool
         self._block_size = compat.get_block_size(scheduler)
         self._leased = BlockRefCounts()
+        self.hash_block_size = int(scheduler.hash_block_size)
         self.can_truncate = compat.can_cut_leases(scheduler)
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
@@ -60,7 +61,7 @@ class VllmEngine:
         if blocks:
             # The whole request or nothing: cut shorter, a sliding window's blocks would be the wrong ones.
             blocks.num_chain_hashes = min(
-                (request.num_tokens - 1) // self._scheduler.hash_block_size, len(request.block_hashes)
+                (request.num_tokens - 1) // self.hash_block_size, len(request.block_hashes)
             )
             blocks.chain_hash = request.block_hashes[blocks.num_chain_hashes - 1]
         return blocks

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from tenuto import __version__
 from tenuto.core.driver import Driver
-from tenuto.core.stats import DECISION_BUCKETS_S, QUEUE_BUCKETS_S, TOOL_BUCKETS_S
+from tenuto.core.stats import DECISION_BUCKETS_S, QUEUE_BUCKETS_S, TOOL_BUCKETS_S, DriverStats
 from tenuto.core.types import LeaseEnd
 from tenuto.vllm.settings import read_settings
 
@@ -39,10 +39,9 @@ logger = logging.getLogger("vllm.tenuto")
 
 
 class Metrics:
-    """Exports one driver's state and statistics."""
+    """Exports one driver's state and statistics; the driver has to be made with `stats`."""
 
-    def __init__(self, driver: Driver, vllm_config: Any, engine_index: int) -> None:
-        self._driver = driver
+    def __init__(self, vllm_config: Any, engine_index: int) -> None:
         self._next_s = 0.0
         self._last_state: tuple[int, int, float | None] | None = None
         self._file = _get_file(engine_index)
@@ -52,13 +51,26 @@ class Metrics:
         self._labels = (str(model), str(engine_index))
         self._totals: dict[Any, float] = {}
         self._make()
+        # prometheus_client's histograms have the `observe` of ours, so the driver fills them itself.
+        self.stats = DriverStats(
+            tool_s=self._histogram(
+                "tenuto:tool_time_seconds", "From a turn's finish to its job's next arrival.", TOOL_BUCKETS_S
+            ),
+            queue_s=self._histogram(
+                "tenuto:queue_delay_seconds", "From a turn's arrival to its first step.", QUEUE_BUCKETS_S
+            ),
+            decision_s=self._histogram(
+                "tenuto:decision_time_seconds",
+                "Time in Tenuto per turn arrival or finish.",
+                DECISION_BUCKETS_S,
+            ),
+        )
         self._forward = _Forward(self._registry) if self._file is None else None
         if self._forward is not None:
             REGISTRY.register(self._forward)
         self._info.labels(
             *self._labels, read_settings(vllm_config.additional_config).policy, __version__
         ).set(1)
-        self._refresh_now(0.0)
 
     def _make(self) -> None:
         self._info = Gauge(
@@ -83,10 +95,8 @@ class Metrics:
             (*LABELS, "reason"),
             registry=self._registry,
         )
-        self._ended = {why: ended.labels(*self._labels, why.value) for why in LeaseEnd}
-        self._revoked = self._counter(
-            "tenuto:revoked_blocks", "Blocks taken back from leases under pressure."
-        )
+        self._ended = {reason: ended.labels(*self._labels, reason.value) for reason in LeaseEnd}
+        self._revoked = self._counter("tenuto:revoked_blocks", "Blocks reclaimed from leases under pressure.")
         self._hit = self._counter("tenuto:hit_tokens", "Prompt tokens that started turns found in cache.")
         self._recomputed = self._counter(
             "tenuto:recomputed_tokens",
@@ -96,29 +106,17 @@ class Metrics:
         self._faults = self._counter(
             "tenuto:policy_faults", "Policy hooks that failed; stock's answer was used."
         )
-        stats = self._driver.stats
-        # The driver observes into these directly: prometheus_client's histograms have the same `observe`.
-        stats.tool_s = self._histogram(
-            "tenuto:tool_time_seconds", "From a turn's finish to its job's next arrival.", TOOL_BUCKETS_S
-        )
-        stats.queue_s = self._histogram(
-            "tenuto:queue_delay_seconds", "From a turn's arrival to its first step.", QUEUE_BUCKETS_S
-        )
-        stats.decision_s = self._histogram(
-            "tenuto:decision_time_seconds", "Time in Tenuto per turn arrival or finish.", DECISION_BUCKETS_S
-        )
 
-    def refresh(self, now_s: float, *, idle: bool = False) -> None:
+    def refresh(self, driver: Driver, now_s: float, *, idle: bool = False) -> None:
         """Bring the exported values up to date, if it is time."""
         if now_s < self._next_s and not idle:
             return
         self._next_s = now_s + REFRESH_S
         # An idle engine asks often, and mostly nothing has happened.
-        deadline_s = self._driver.get_next_deadline_s()
-        state = (len(self._driver.leases), self._driver.stats.num_events, deadline_s)
+        state = (len(driver.leases), self.stats.num_events, driver.get_next_deadline_s())
         if state != self._last_state:
             self._last_state = state
-            self._refresh_now(now_s)
+            self._refresh_now(driver, now_s)
 
     def close(self) -> None:
         """Take the metrics away."""
@@ -129,8 +127,8 @@ class Metrics:
             REGISTRY.unregister(self._forward)
             self._forward = None
 
-    def _refresh_now(self, now_s: float) -> None:
-        driver, stats = self._driver, self._driver.stats
+    def _refresh_now(self, driver: Driver, now_s: float) -> None:
+        stats = self.stats
         deadline_s = driver.get_next_deadline_s()
         # A moment, not a countdown: it stays right while the engine sleeps.
         self._deadline.set(0.0 if deadline_s is None else time.time() + deadline_s - now_s)
@@ -146,7 +144,7 @@ class Metrics:
             (self._recomputed, stats.num_recomputed_tokens),
             (self._waits, stats.num_admission_waits),
             (self._faults, driver.num_policy_faults),
-            *((self._ended[why], total) for why, total in stats.num_leases_ended.items()),
+            *((self._ended[reason], total) for reason, total in stats.num_leases_ended.items()),
         ):
             counter.inc(total - self._totals.get(counter, 0))
             self._totals[counter] = total

@@ -69,19 +69,20 @@ class _DrivenScheduler(compat.PrivateHooks):
         trace_path = _get_file(settings.trace, engine_index) if settings.trace else None
         self._trace = TraceWriter(trace_path, policy, settings.policy) if trace_path else None
         self._engine = VllmEngine(self)
+        self._metrics = Metrics(vllm_config, engine_index)
         log = self._trace.write if self._trace else None
         self.driver = Driver(
             policy,
             self._engine,
             settings.limits,
-            hash_block_size=self.hash_block_size,
             by_priority=self.policy.value == "priority",
             log=log,
+            stats=self._metrics.stats,
         )
+        self._metrics.refresh(self.driver, 0.0)
         # What follows a turn shows in its output: a tool call, or that the job is done.
         self._reads_output = any(map(policy.overrides, ("retain", "on_tool_returned", "on_job_ended")))
         self._reader = OutputReader(compat.load_tokenizer(vllm_config) if self._reads_output else None)
-        self._metrics = Metrics(self.driver, vllm_config, engine_index)
         self._steps = StepTracer(self._trace, self) if self._trace else None
         self._next_keys_s = 0.0
         self._idle_timer = IdleTimer(lambda: compat.wake(engine_core)) if engine_core is not None else None
@@ -137,7 +138,7 @@ class _DrivenScheduler(compat.PrivateHooks):
             self._steps.record(output, now_s)
         if self._state is not None:
             self._state.save_if_due(now_s)
-        self._metrics.refresh(now_s)
+        self._metrics.refresh(self.driver, now_s)
         return output
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +169,7 @@ class _DrivenScheduler(compat.PrivateHooks):
             return True
         if deadline_s is not None and self._idle_timer is not None:
             self._idle_timer.arm(deadline_s)
-        self._metrics.refresh(now_s, idle=True)
+        self._metrics.refresh(self.driver, now_s, idle=True)
         if self._trace is not None:
             self._trace.flush()
         if self._state is not None:

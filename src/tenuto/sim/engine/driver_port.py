@@ -40,6 +40,11 @@ class SimEngine:
         return self._kv.can_truncate
 
     @property
+    def hash_block_size(self) -> int:
+        """Tokens that each hash of a request covers: a block's."""
+        return self._config.kv.block_size
+
+    @property
     def can_store(self) -> bool:
         """Whether there is a tier that `store` copies to."""
         return self._offloader is not None
