@@ -12,12 +12,6 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-STARTERS = {
-    "tenuto.client.ab.options": "tenuto.client.ab.run",
-    "tenuto.report.top.options": "tenuto.report.top.watch",
-}
-"""Options that start their own command when it is called; these two imports are left out."""
-
 
 def find_cycle(source: Path) -> list[str]:
     """Modules of a source tree that import each other in a circle; empty if there is none.
@@ -25,9 +19,7 @@ def find_cycle(source: Path) -> list[str]:
     Every import counts: at the top, inside a function, and under TYPE_CHECKING.
     """
     modules = {get_name(path, source): path for path in sorted(source.rglob("*.py"))}
-    graph = {
-        name: set(find_imports(path, modules)) - {name, STARTERS.get(name)} for name, path in modules.items()
-    }
+    graph = {name: set(find_imports(path, modules)) - {name} for name, path in modules.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
