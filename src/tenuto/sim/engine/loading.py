@@ -31,12 +31,22 @@ class Loading:
         self._numbers = itertools.count()
 
     def collect(self) -> None:
-        """Move requests whose loads are there by now to `loaded`; what they loaded is cached from here on."""
+        """Move requests whose loads have ended to `loaded`; what they loaded is cached from here on.
+
+        Blocks that were only waiting for their stores are freed first.
+        """
         state = self._state
+        self._offloader.release_stored(state.now_s)
         while state.loading and state.loading[0].done_s <= state.now_s:
             request = heapq.heappop(state.loading).request
             self._kv.cache(request, request.num_computed_tokens)
             state.loaded.append(request)
+
+    def get_next_event_s(self) -> float | None:
+        """When the next copy ends that a request or a block waits for; None if none does."""
+        stored_s = self._offloader.get_next_stored_s()
+        loaded_s = self._state.loading[0].done_s if self._state.loading else None
+        return min((each for each in (stored_s, loaded_s) if each is not None), default=None)
 
     def add_offer(self, request: Request, hit: Hit) -> Hit:
         """The hit with what the tiers have behind it, if the policy wants to load that."""

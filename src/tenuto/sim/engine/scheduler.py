@@ -99,8 +99,7 @@ class Scheduler:
         state, driver = self.state, self.driver
         state.now_s = now_s
         driver.expire(now_s)
-        if self._loading is not None and self.offloader is not None:
-            self.offloader.release_stored(now_s)
+        if self._loading is not None:
             self._loading.collect()
         if driver.tick(now_s):
             state.waiting.reorder_all()
@@ -164,10 +163,8 @@ class Scheduler:
     def get_next_event_s(self) -> float | None:
         """When something happens by itself: a lease runs out, or a copy is complete. None if nothing does."""
         times_s = [self.driver.get_next_deadline_s()]
-        if self.offloader is not None:
-            times_s.append(self.offloader.get_next_stored_s())
-        if self.state.loading:
-            times_s.append(self.state.loading[0].done_s)
+        if self._loading is not None:
+            times_s.append(self._loading.get_next_event_s())
         return min((each for each in times_s if each is not None), default=None)
 
     # Inside.
