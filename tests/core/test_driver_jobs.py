@@ -236,8 +236,9 @@ def test_tokens_that_a_shorter_prompt_has_no_use_for_are_not_counted() -> None:
     run(engine, "t2", 2, make_tokens(900, 26), hints=Hints(job_id="other"), tool=LS)
     engine.arrive("t3", 4, PROMPT[:10], OUTPUT, Hints(job_id="job"))
     engine.start_first(4)
-    # 20 had been computed, all are evicted; of 10 prompt tokens 9 could have been hit.
-    assert engine.driver.stats.num_recomputed_tokens == 9
+    # 20 had been computed, all are evicted; of 10 prompt tokens 9 could have been hit, that is 2 blocks.
+    assert engine.driver.stats.num_recomputed_tokens == 8
+    assert engine.driver.stats.num_reusable_tokens == 8
 
 
 def test_waiting_time_runs_from_arrival_to_the_first_start_only() -> None:

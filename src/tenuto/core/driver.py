@@ -25,6 +25,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
 from tenuto.core.policy_caller import DecisionLog, PolicyCaller
 from tenuto.core.retention import Retention
+from tenuto.core.reuse import PrefixMarks, count_computed_tokens, count_lost_tokens, count_missed_tokens
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import EngineView, LeaseEnd, LoadOffer, StepView, Turn
 
@@ -56,6 +57,8 @@ class Driver:
         infers = self.limits.infer_jobs and any(
             policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
         )
+        self._block_size = engine.get_view(0.0).block_size
+        self._hash_block_size = engine.hash_block_size
         self._jobs = JobTable(self.limits.max_remembered_jobs, engine.hash_block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
         self._by_priority = by_priority
@@ -74,7 +77,10 @@ class Driver:
         job = self._jobs.find(turn_id, arrival, now_s)
         tool_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
         turn = TurnState(turn_id, job, now_s, arrival)
-        turn.num_reusable_tokens = min(job.last_num_tokens, arrival.num_prompt_tokens - 1)
+        if job.last_marks is not None:
+            turn.num_reusable_tokens = job.last_marks.count_reusable_tokens(
+                arrival.hashes, arrival.num_prompt_tokens, self._block_size
+            )
         job.num_turns += 1
         if len(job.live_turn_ids) >= self.limits.max_parallel_turns:
             # Else who gives all requests one id would go before everyone who came later, for ever.
@@ -101,22 +107,31 @@ class Driver:
         self.stats.num_events += 1
         turn.num_held_tokens = num_hit_tokens
         if turn.started:
-            self.stats.num_recomputed_tokens += max(0, turn.num_lost_tokens - num_hit_tokens)
+            num_lost_tokens = count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
+            self.stats.num_recomputed_tokens += num_lost_tokens
             if self._caller.hears("on_turn_started"):
                 self._caller.tell("on_turn_started", self._view(turn), now_s)
-            self._history.record("resumed", turn, now_s, num_hit_tokens=num_hit_tokens)
+            self._history.record(
+                "resumed", turn, now_s, num_hit_tokens=num_hit_tokens, num_lost_tokens=num_lost_tokens
+            )
             return
         turn.started = turn.job.is_admitted = True
         self._admission.leave(turn)
         turn.num_hit_tokens = num_hit_tokens
         self.stats.num_hit_tokens += num_hit_tokens
-        self.stats.num_recomputed_tokens += max(0, turn.num_reusable_tokens - num_hit_tokens)
+        self.stats.num_reusable_tokens += turn.num_reusable_tokens
+        self.stats.num_recomputed_tokens += count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
         self.stats.queue_s.observe(now_s - turn.arrival_s)
         self._apply(self._retention.hit(turn, now_s))
         if self._caller.hears("on_turn_started"):
             self._caller.tell("on_turn_started", self._view(turn), now_s)
         self._history.record(
-            "started", turn, now_s, num_hit_tokens=num_hit_tokens, queue_s=now_s - turn.arrival_s
+            "started",
+            turn,
+            now_s,
+            num_hit_tokens=num_hit_tokens,
+            num_reusable_tokens=turn.num_reusable_tokens,
+            queue_s=now_s - turn.arrival_s,
         )
 
     def preempt(self, turn_id: str, now_s: float, num_computed_tokens: int) -> None:
@@ -126,7 +141,7 @@ class Driver:
             return
         self.stats.num_events += 1
         turn.num_preemptions += 1
-        turn.num_lost_tokens = num_computed_tokens
+        turn.num_computed_tokens = num_computed_tokens
         if self._caller.hears("on_turn_preempted"):
             self._caller.tell("on_turn_preempted", self._view(turn), now_s)
         self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
@@ -329,7 +344,10 @@ class Driver:
     def _complete(self, turn: TurnState, now_s: float, finish: Finish) -> None:
         job, view = turn.job, turn.get_finished_view(finish)
         job.last_finish_s, job.last_tool = now_s, view.tool
-        job.last_num_tokens = turn.arrival.num_prompt_tokens + finish.num_output_tokens - 1
+        num_computed_tokens = count_computed_tokens(turn.arrival.num_prompt_tokens, finish.num_output_tokens)
+        job.last_marks = PrefixMarks(
+            turn.arrival.hashes, turn.arrival.num_prompt_tokens, num_computed_tokens, self._hash_block_size
+        )
         if self._caller.hears("on_turn_finished"):
             self._caller.tell("on_turn_finished", view, now_s)
         if view.is_last and not job.live_turn_ids:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.core.requests.hints import Hints
+from tenuto.core.reuse import PrefixMarks
 from tenuto.core.types import Job, ToolCall, Turn
 
 
@@ -48,7 +49,8 @@ class JobState:
     live_turn_ids: dict[str, None] = field(default_factory=dict)
     last_finish_s: float | None = None
     last_tool: ToolCall | None = None
-    last_num_tokens: int = 0
+    last_marks: PrefixMarks | None = None
+    """Of its last finished turn: what a later prompt can reuse of it."""
 
     def get_view(self, arrival_s: float | None = None) -> Job:
         """The frozen view a policy sees, with another arrival than the job's own if one is given."""
@@ -69,8 +71,8 @@ class TurnState:
     num_held_tokens: int = 0
     """What it hit when it last started; after a preemption less may be left."""
     num_preemptions: int = 0
-    num_lost_tokens: int = 0
-    """Computed tokens that the last preemption gave away."""
+    num_computed_tokens: int = 0
+    """When it was last preempted."""
     started: bool = False
     is_admitted: bool = False
     job_arrival_s: float | None = None

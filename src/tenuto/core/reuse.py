@@ -10,6 +10,8 @@ turn 2 is preempted with 155 computed tokens and hits 144 when it is back →   
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+
 
 def count_computed_tokens(num_prompt_tokens: int, num_output_tokens: int) -> int:
     """Tokens of a finished turn that have KV: all but the last output token."""
@@ -41,3 +43,43 @@ def count_lost_tokens(num_computed_tokens: int, num_hit_tokens: int) -> int:
     started again. A part of a block counts too: without the preemption it would not be computed again.
     """
     return max(0, num_computed_tokens - num_hit_tokens)
+
+
+class PrefixMarks:
+    """Some of a finished turn's chained block hashes: they tell how far a later prompt runs through the turn.
+
+    All hashes of ten thousand long turns would take gigabytes. Kept are those at the end of the computed
+    tokens and of the prompt: they answer for a prompt that extends the turn or repeats its prompt. Of the
+    others O(log n) are kept: a prompt that leaves the turn in its middle counts up to the mark before that.
+    """
+
+    __slots__ = ("_block_size", "_marks", "_num_computed_tokens")
+
+    def __init__(
+        self, hashes: Sequence[Hashable], num_prompt_tokens: int, num_computed_tokens: int, block_size: int
+    ) -> None:
+        """`hashes`: of the turn's full blocks of `block_size` tokens, prompt and output."""
+        num_blocks = min(num_computed_tokens // block_size, len(hashes))
+        num_prompt_blocks = min(num_prompt_tokens // block_size, num_blocks)
+        positions = {num_blocks, num_prompt_blocks, num_prompt_blocks - 1}
+        distance = 1
+        while distance < num_blocks:
+            positions |= {distance, num_blocks - distance}
+            distance *= 2
+        self._num_computed_tokens = num_computed_tokens
+        self._block_size = block_size
+        self._marks = tuple(
+            (position, hashes[position - 1]) for position in sorted(positions, reverse=True) if position > 0
+        )
+        """Longest prefix first: its number of blocks, and the hash of the last of them."""
+
+    def count_reusable_tokens(
+        self, hashes: Sequence[Hashable], num_prompt_tokens: int, block_size: int
+    ) -> int:
+        """Reusable tokens of a later prompt with these hashes; O(log n). `block_size` is the engine's."""
+        for position, block_hash in self._marks:
+            if position <= len(hashes) and hashes[position - 1] == block_hash:
+                return count_reusable_tokens(
+                    position * self._block_size, self._num_computed_tokens, num_prompt_tokens, block_size
+                )
+        return 0

@@ -42,8 +42,10 @@ class DriverStats:
     num_revoked_blocks: int = 0
     num_hit_tokens: int = 0
     """Prompt tokens that started turns found in cache."""
+    num_reusable_tokens: int = 0
+    """Of started turns, as `tenuto.core.reuse` defines them."""
     num_recomputed_tokens: int = 0
-    """Tokens computed again: the job's previous turn, or a preempted turn's own, minus what was hit."""
+    """Tokens computed a second time: reusable ones that were not hit, and what preemptions took."""
     num_admission_waits: int = 0
     tool_s: Histogram = field(default_factory=_histogram(TOOL_BUCKETS_S))
     """A turn's finish to its job's next arrival."""

@@ -1,0 +1,69 @@
+"""How far a prompt runs through the turn before, from the few hashes that are kept of that one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from tenuto.core.reuse import PrefixMarks
+
+
+class Counted(Sequence[Hashable]):
+    """Hashes that count how often one is asked for."""
+
+    def __init__(self, hashes: Sequence[Hashable]) -> None:
+        self._hashes = hashes
+        self.num_asked = 0
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def __getitem__(self, index: int) -> Hashable:  # type: ignore[override]
+        self.num_asked += 1
+        return self._hashes[index]
+
+
+def chain(*parts: tuple[str, int]) -> list[Hashable]:
+    """Chained hashes of texts of so many blocks each."""
+    hashes: list[Hashable] = []
+    for text, num_blocks in parts:
+        for number in range(num_blocks):
+            hashes.append((text, number, hash(hashes[-1]) if hashes else None))
+    return hashes
+
+
+TURN = chain(("prompt", 40), ("output", 10))
+MARKS = PrefixMarks(TURN, 40 * 16 + 3, 50 * 16 + 5, 16)
+
+
+def test_a_prompt_that_extends_the_turn_reuses_all_full_blocks() -> None:
+    assert MARKS.count_reusable_tokens([*TURN, *chain(("tool", 5))], 900, 16) == 800
+    assert MARKS.count_reusable_tokens([*TURN, *chain(("tool", 5))], 900, 64) == 768
+
+
+def test_a_prompt_that_drops_the_output_reuses_the_prompt() -> None:
+    assert MARKS.count_reusable_tokens(chain(("prompt", 40), ("other", 20)), 960, 16) == 640
+
+
+def test_a_repeated_prompt_keeps_its_last_token_to_compute() -> None:
+    assert MARKS.count_reusable_tokens(TURN[:40], 643, 16) == 640
+    assert MARKS.count_reusable_tokens(TURN[:40], 640, 16) == 624
+
+
+def test_a_prompt_that_leaves_in_the_middle_counts_up_to_a_mark() -> None:
+    counted = MARKS.count_reusable_tokens(chain(("prompt", 30), ("summary", 20)), 900, 16)
+    assert 16 * 16 <= counted <= 30 * 16
+
+
+def test_another_text_or_no_hashes_reuse_nothing() -> None:
+    assert MARKS.count_reusable_tokens(chain(("other", 60)), 960, 16) == 0
+    assert MARKS.count_reusable_tokens((), 960, 16) == 0
+    assert PrefixMarks((), 100, 110, 16).count_reusable_tokens(TURN, 900, 16) == 0
+
+
+def test_few_hashes_are_kept_and_compared() -> None:
+    long = Counted(chain(("prompt", 10_000)))
+    marks = PrefixMarks(long, 160_000, 160_000, 16)
+    assert long.num_asked < 40
+    later = Counted(chain(("other", 10_000)))
+    assert marks.count_reusable_tokens(later, 160_001, 16) == 0
+    assert later.num_asked < 40
