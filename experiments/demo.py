@@ -31,6 +31,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from tenuto.client.servers.local_server import ServerError, run_server
+from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_reusable_tokens
+from tenuto.records.metrics import get_percentile
 
 BLOCK_SIZE = 32
 JOB_GAP_S = 0.6
@@ -44,7 +46,7 @@ class TurnResult:
     job: int
     turn: int
     prompt_tokens: int
-    cached_tokens: int
+    hit_tokens: int
     output_tokens: int
     latency_s: float
 
@@ -96,7 +98,7 @@ async def run_job(client: AsyncOpenAI, model: str, job: int, args: argparse.Name
                 job=job,
                 turn=turn + 1,
                 prompt_tokens=usage.prompt_tokens,
-                cached_tokens=(details.cached_tokens or 0) if details else 0,
+                hit_tokens=(details.cached_tokens or 0) if details else 0,
                 output_tokens=usage.completion_tokens,
                 latency_s=time.monotonic() - started_s,
             )
@@ -153,18 +155,14 @@ def serve(arm: str, extra: list[str], port: int, args: argparse.Namespace) -> It
 
 
 def count_recomputed(turns: list[TurnResult]) -> int:
-    """Tokens that an earlier turn of the job had computed and this one computed again (full blocks)."""
+    """Tokens that were computed a second time. Every prompt extends the job's turn before."""
     total = 0
     for before, after in itertools.pairwise(turns):
         if after.job == before.job:
-            reusable = (before.prompt_tokens + before.output_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
-            total += max(0, reusable - after.cached_tokens)
+            computed = count_computed_tokens(before.prompt_tokens, before.output_tokens)
+            reusable = count_reusable_tokens(computed, computed, after.prompt_tokens, BLOCK_SIZE)
+            total += count_missed_tokens(reusable, after.hit_tokens)
     return total
-
-
-def get_p95(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
 
 
 def print_tables(arms: Arms, num_turns: int) -> None:
@@ -176,14 +174,14 @@ def print_tables(arms: Arms, num_turns: int) -> None:
             these = [t for t in turns if t.turn == turn]
             if index == 0:
                 row += f"{statistics.mean(t.prompt_tokens for t in these):>9.0f}"
-            row += f"{statistics.mean(t.cached_tokens for t in these):>16.0f}"
+            row += f"{statistics.mean(t.hit_tokens for t in these):>16.0f}"
             row += f"{statistics.mean(t.latency_s for t in these):>15.2f} s"
         print(row)
     print("\nPer arm:")
     print(f"{'':>8}{'mean job':>12}{'P95 job':>12}{'recomputed tokens':>20}{'prompt tokens':>16}")
     for arm, (turns, jcts) in arms.items():
         print(
-            f"{arm:>8}{statistics.mean(jcts):>10.2f} s{get_p95(jcts):>10.2f} s{count_recomputed(turns):>20}"
+            f"{arm:>8}{statistics.mean(jcts):>10.2f} s{get_percentile(jcts, 95):>10.2f} s{count_recomputed(turns):>20}"
             f"{sum(t.prompt_tokens for t in turns):>16}"
         )
 

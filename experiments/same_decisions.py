@@ -62,8 +62,8 @@ def digest_cell(place: tuple[str, str, str]) -> dict[str, Any]:
     turns = hashlib.sha256()
     for turn in outcome.turns:
         values = (
-            *(turn.job_id, turn.turn, turn.arrival_s, turn.start_s, turn.first_token_s, turn.finish_s),
-            *(turn.num_hit_tokens, turn.num_preemptions),
+            *(turn.job, turn.turn - 1, turn.due_s, turn.start_s, turn.first_token_s, turn.last_token_s),
+            *(turn.hit_tokens, turn.preemptions),
         )
         turns.update(json.dumps(values).encode())
     return {

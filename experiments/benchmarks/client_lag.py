@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tenuto.client.load.files import RunFiles
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
+from tenuto.records.writer import RunFiles
 from tenuto.workload.load_options import LoadOptions, make_workload
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -34,9 +34,9 @@ import httpx
 from tenuto.client.ab.estimate import estimate_ratio
 from tenuto.client.http.prompts import Conversation, TokenIds
 from tenuto.client.http.request import RequestWriter
-from tenuto.client.load.files import RunFiles
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
+from tenuto.records.writer import RunFiles
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Workload
 
@@ -118,7 +118,7 @@ def run_tenuto(server: Server, load: LoadOptions, workload: Workload, folder: Pa
     return {
         "ttft": result["ttft_s"]["mean"],
         "turn": result["client"]["turn_latency_s"]["mean"],
-        "session": result["avg_duration_s"],
+        "session": result["job_s"]["mean"],
     }
 
 

@@ -24,12 +24,11 @@ from experiments.results.tables import format_section, put_section
 from tenuto.sim.sweep import Cell, run_cells
 
 KEPT = (
-    *("policy", "gpu", "model", "workload", "jps", "seed", "jobs", "avg_duration_s", "median_duration_s"),
-    *("p90_duration_s", "p95_duration_s", "p99_duration_s", "prompt_tokens", "hit_tokens"),
-    *("recomputed_tokens", "preemptions", "tokens_loaded", "tokens_stored", "makespan_s", "slowdown"),
-    *("ttft_s", "versions"),
+    *("kind", "schema", "policy", "gpu", "model", "workload", "jps", "seed", "simulated", "jobs", "job_s"),
+    *("slowdown", "ttft_s", "prompt_tokens", "hit_tokens", "reusable_tokens", "recomputed_tokens"),
+    *("loaded_tokens", "stored_tokens", "preemptions", "policy_faults", "makespan_s", "versions"),
 )
-"""Of each record, what goes into experiments/records."""
+"""Of each record, what goes into experiments/records. Files there without `schema` are of version 0.1."""
 
 
 def main() -> int:

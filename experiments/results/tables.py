@@ -32,9 +32,9 @@ def format_section(table: Table, rows: Sequence[Row], records: Records) -> str:
     return "\n\n".join([f"### {table.title}", about, *parts])
 
 
-def get_mean(records: Sequence[Mapping[str, Any]], key: str = "avg_duration_s") -> float:
-    """Geometric mean over the seeds."""
-    return math.exp(statistics.fmean(math.log(record[key]) for record in records))
+def get_mean(records: Sequence[Mapping[str, Any]], statistic: str = "mean") -> float:
+    """Geometric mean over the seeds of a statistic of the job times."""
+    return math.exp(statistics.fmean(math.log(record["job_s"][statistic]) for record in records))
 
 
 def get_best(row: Row, policies: Iterable[str], records: Records) -> str:
@@ -49,7 +49,7 @@ def format_means(rows: Sequence[Row], policies: Sequence[str], records: Records)
         best_s = get_mean(records[row.title, get_best(row, policies, records)])
         cells = []
         for policy in policies:
-            each = [record["avg_duration_s"] for record in records[row.title, policy]]
+            each = [record["job_s"]["mean"] for record in records[row.title, policy]]
             mean_s = get_mean(records[row.title, policy])
             text = f"{mean_s:.1f}" + (f" ({min(each):.0f}-{max(each):.0f})" if len(each) > 1 else "")
             if policy not in YARDSTICKS and mean_s <= TIE * best_s:
@@ -88,7 +88,7 @@ def format_ratios(rows: Sequence[Row], policies: Sequence[str], records: Records
 
 def format_percentiles(rows: Sequence[Row], policies: Sequence[str], records: Records) -> str:
     """Stock, the best other and tenuto: percentiles of job times, and how unevenly jobs were slowed down."""
-    keys = ("median_duration_s", "p90_duration_s", "p95_duration_s", "p99_duration_s")
+    keys = ("p50", "p90", "p95", "p99")
     others = [policy for policy in policies if policy not in (OURS, STOCK)]
     lines = []
     for row in rows:

@@ -13,8 +13,8 @@ import pytest
 
 from tenuto.client.load import run as run_module
 from tenuto.client.load import runner as load_module
-from tenuto.client.load.files import METRICS, TURNS, RunFiles
 from tenuto.client.load.options import BenchOptions
+from tenuto.records.writer import METRICS, TURNS, RunFiles
 from tenuto.workload import Workload
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tests.client.fake_server import FakeServer
@@ -92,7 +92,8 @@ def bench(trace: Path, tmp_path: Path) -> Callable[..., Ran]:
                     return await run_module.measure(bench_options, workload, files)
 
         result = asyncio.run(run())
-        return Ran(result, read_lines(folder / TURNS), read_lines(folder / METRICS), used, workload, folder)
+        samples = read_lines(folder / METRICS) if (folder / METRICS).exists() else []
+        return Ran(result, read_lines(folder / TURNS), samples, used, workload, folder)
 
     return run
 

@@ -200,7 +200,7 @@ def test_a_run_with_commands(bench: Callable[..., Ran], command_trace: Path) -> 
     ]  # fmt: skip
     assert ran.client["commands"] == {"run": 2, "failed": 0, "exited": 2}
     before, after = ran.get_turn("job0", 1), ran.get_turn("job0", 2)
-    assert after["intended_s"] - before["last_token_s"] >= lines[0]["seconds"] >= 0.3
+    assert after["due_s"] - before["last_token_s"] >= lines[0]["seconds"] >= 0.3
 
 
 def test_commands_run_only_when_asked(bench: Callable[..., Ran], command_trace: Path) -> None:

@@ -53,7 +53,11 @@ def test_lengths_are_the_plans(bench: Bench) -> None:
             assert request.body["stream_options"] == {"include_usage": True}
             assert request.body["vllm_xargs"].keys() == {"job_id", "is_last_step"}
     assert ran.result["client"]["complaints"] == {}
-    assert ran.result["per_turn_avg_prompt_tokens"] == {"1": 70, "2": 126, "3": 182}
+    assert {turn: each["prompt_tokens"] for turn, each in ran.result["by_turn"].items()} == {
+        "1": 70,
+        "2": 126,
+        "3": 182,
+    }
 
 
 def test_prompts_extend_the_conversation_with_the_servers_answers(bench: Bench) -> None:
@@ -77,7 +81,7 @@ def test_prompts_may_quote_the_workload_instead(bench: Bench) -> None:
     assert ran.client["answers"] == "workload"
     # The server's own counts are all there is to go by now, and they are right.
     assert ran.client["complaints"] == {}
-    assert ran.client["output_tokens"] == 9 * OUTPUT_TOKENS
+    assert ran.result["output_tokens"] == 9 * OUTPUT_TOKENS
     # Nothing of an answer is in the cache that the next prompt could use.
     assert ran.result["recomputed_tokens"] == 0
 
@@ -95,18 +99,18 @@ def test_times_are_the_plans(bench: Bench) -> None:
     ran = bench(FakeServer(lambda request: Reply(ttft_s=0.03, tpot_s=0.01)))
     for number, job in enumerate(ran.workload.jobs):
         turns = [ran.get_turn(job.job_id, index + 1) for index in range(3)]
-        assert turns[0]["intended_s"] == job.arrival_s == pytest.approx(number * GAP_S)
+        assert turns[0]["due_s"] == job.arrival_s == pytest.approx(number * GAP_S)
         for before, after in pairwise(turns):
-            assert after["intended_s"] == before["last_token_s"] + TOOL_S
+            assert after["due_s"] == before["last_token_s"] + TOOL_S
         for turn in turns:
-            times = [turn["intended_s"], turn["sent_s"], turn["first_token_s"], turn["last_token_s"]]
+            times = [turn["due_s"], turn["sent_s"], turn["first_token_s"], turn["last_token_s"]]
             assert times == sorted(times)
-            assert turn["latency_s"] == turn["last_token_s"] - turn["intended_s"]
-            assert turn["lag_s"] == turn["sent_s"] - turn["intended_s"]
+            assert turn["latency_s"] == turn["last_token_s"] - turn["due_s"]
+            assert turn["lag_s"] == turn["sent_s"] - turn["due_s"]
             assert turn["ttft_s"] >= 0.029
             assert turn["tpot_s"] >= 0.009
-        (duration,) = [ran.result["job_durations"][number]]
-        assert duration == turns[-1]["last_token_s"] - turns[0]["intended_s"]
+        (duration,) = [ran.result["job_times_s"][job.job_id]]
+        assert duration == turns[-1]["last_token_s"] - turns[0]["due_s"]
     seen = {job: [request.at_s for request in requests] for job, requests in group(ran.server).items()}
     for job in ran.workload.jobs:
         for index, at_s in enumerate(seen[job.job_id][1:], 1):
@@ -123,7 +127,7 @@ def test_an_open_loop_does_not_wait_for_a_slow_server(bench: Bench, trace: Path)
     for number in range(3):
         for index in range(3):
             turn = ran.get_turn(f"job{number}", index + 1)
-            assert turn["intended_s"] == pytest.approx(GAP_S * number + 2 * TOOL_S * index)
+            assert turn["due_s"] == pytest.approx(GAP_S * number + 2 * TOOL_S * index)
     last = ran.get_turn("job0", 3)
     assert last["sent_s"] < ran.get_turn("job0", 1)["first_token_s"]
     assert ran.result["recomputed_tokens"] is None
@@ -133,8 +137,8 @@ def test_an_open_loop_does_not_wait_for_a_slow_server(bench: Bench, trace: Path)
 def test_users_begin_jobs_as_others_end(bench: Bench, trace: Path) -> None:
     ran = bench(load=LoadOptions(workload=str(trace), users=1))
     for before, after in pairwise(ran.workload.jobs):
-        assert ran.get_turn(after.job_id, 1)["intended_s"] == ran.get_turn(before.job_id, 3)["last_token_s"]
-    assert (ran.client["arrival"], ran.client["users"]) == ("users", 1)
+        assert ran.get_turn(after.job_id, 1)["due_s"] == ran.get_turn(before.job_id, 3)["last_token_s"]
+    assert ran.result["config"]["users"] == 1
 
 
 def test_hints_name_job_tool_and_end(bench: Bench, trace: Path) -> None:
@@ -178,7 +182,7 @@ def test_hits_are_counted(bench: Bench) -> None:
             reusable = before.num_prompt_tokens + before.num_output_tokens - 1
             cached = reusable // BLOCK_SIZE * BLOCK_SIZE
             index = job.turns.index(turn)
-            assert ran.get_turn(job.job_id, index + 1)["cached_tokens"] == cached
+            assert ran.get_turn(job.job_id, index + 1)["hit_tokens"] == cached
             expected += cached
     assert ran.result["hit_tokens"] == expected
     assert ran.result["recomputed_tokens"] == 0
@@ -224,16 +228,17 @@ RETRIED = [
 @pytest.mark.parametrize(("reply", "kind"), RETRIED)
 def test_retries_mend_and_stay_visible(bench: Bench, reply: Reply, kind: str) -> None:
     ran = bench(FakeServer(Once(reply)), retries=1, timeout_s=0.5)
-    assert ran.client["turns"] == {
+    assert ran.result["turns"] == {
         "planned": 9, "ok": 9, "ok_after_retries": 9, "failed": 0, "cancelled": 0, "not_sent": 0,
+        "refused": 0,
     }  # fmt: skip
     assert {name: each["count"] for name, each in ran.client["failed_attempts"].items()} == {kind: 9}
     for turn in ran.turns:
         (failure,) = turn["failures"]
         # Latency counts from the intended start, over the failed attempt and the pause.
-        assert turn["intended_s"] <= turn["sent_s"] <= failure["sent_s"] <= failure["failed_s"]
+        assert turn["due_s"] <= turn["sent_s"] <= failure["sent_s"] <= failure["failed_s"]
         assert failure["failed_s"] <= turn["first_token_s"]
-        assert turn["ttft_s"] == turn["first_token_s"] - turn["intended_s"]
+        assert turn["ttft_s"] == turn["first_token_s"] - turn["due_s"]
     assert [len(request.prompt) for request in group(ran.server)["job0"]] == [70, 70, 126, 126, 182, 182]
 
 
@@ -242,11 +247,12 @@ def test_what_fails_for_good_ends_its_job_and_no_other(bench: Bench) -> None:
         return Reply(status=500 if "job1" in request.session and len(request.prompt) == 126 else 200)
 
     ran = bench(FakeServer(fail_one), retries=2)
-    assert ran.client["turns"] == {
+    assert ran.result["turns"] == {
         "planned": 9, "ok": 7, "ok_after_retries": 0, "failed": 1, "cancelled": 0, "not_sent": 1,
+        "refused": 0,
     }  # fmt: skip
     assert ran.client["failed_attempts"] == {"http 500": {"count": 3, "first": "made-up 500"}}
-    assert (ran.result["jobs"], len(ran.result["job_durations"])) == (2, 2)
+    assert (ran.result["jobs"], len(ran.result["job_times_s"])) == (2, 2)
     failed = ran.get_turn("job1", 2)
     assert (failed["status"], len(failed["failures"]), failed["last_token_s"]) == ("failed", 3, None)
 
@@ -256,9 +262,9 @@ def test_a_refused_request_is_not_repeated(bench: Bench) -> None:
         FakeServer(lambda request: Reply(status=200 if "probe" in request.session else 400)), retries=5
     )
     assert ran.client["failed_attempts"] == {"http 400": {"count": 3, "first": "made-up 400"}}
-    assert ran.client["turns"]["failed"] == 3
-    assert ran.result["avg_duration_s"] is None
-    assert ran.result["ttft_s"] == {"mean": None, "p50": None, "p95": None}
+    assert ran.result["turns"]["failed"] == 3
+    assert ran.result["job_s"] is None
+    assert ran.result["ttft_s"] is None
     assert ran.result["makespan_s"] is None
     json.dumps(ran.result, allow_nan=False)
 
@@ -276,15 +282,15 @@ def test_a_server_that_lies_is_told_on(bench: Bench, lie: dict[str, Any], kind: 
     ran = bench(FakeServer(lambda request: Reply(usage={} if "probe" in request.session else lie)))
     assert {name: each["count"] for name, each in ran.client["complaints"].items()} == {kind: 9}
     # What the client knows itself is not touched by it.
-    assert ran.client["turns"]["ok"] == 9
+    assert ran.result["turns"]["ok"] == 9
     assert ran.result["prompt_tokens"] == 3 * (70 + 126 + 182)
-    assert ran.client["output_tokens"] == 9 * OUTPUT_TOKENS
+    assert ran.result["output_tokens"] == 9 * OUTPUT_TOKENS
 
 
 def test_an_impossible_cached_count_is_not_believed(bench: Bench) -> None:
     lie = {"prompt_tokens_details": {"cached_tokens": 500}}
     ran = bench(FakeServer(lambda request: Reply(usage={} if "probe" in request.session else lie)))
-    assert all(turn["cached_tokens"] is None for turn in ran.turns)
+    assert all(turn["hit_tokens"] is None for turn in ran.turns)
     assert ran.result["recomputed_tokens"] is None
     # The server's metrics tell the truth.
     assert ran.result["hit_tokens"] == 3 * (64 + 128)
@@ -294,7 +300,7 @@ def test_a_short_answer_leaves_the_next_prompt_as_planned(bench: Bench) -> None:
     ran = bench(FakeServer(lambda request: Reply(num_tokens=2)))
     assert {name: each["count"] for name, each in ran.client["complaints"].items()} == {"output length": 9}
     assert [len(request.prompt) for request in group(ran.server)["job0"]] == [70, 126, 182]
-    assert ran.client["output_tokens"] == 18
+    assert ran.result["output_tokens"] == 18
 
 
 def test_no_usage_at_all(bench: Bench) -> None:

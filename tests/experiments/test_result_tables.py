@@ -21,7 +21,7 @@ ROWS = [Row(f"H100, {jps}/s", Setup(), LoadOptions(jps=jps), "H100", f"{jps}/s")
 
 def make_records(times: dict[str, tuple[float, float]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     return {
-        (row.title, policy): [{"avg_duration_s": each[n], "seed": 42}]
+        (row.title, policy): [{"job_s": {"mean": each[n]}, "seed": 42}]
         for policy, each in times.items()
         for n, row in enumerate(ROWS)
     }

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tenuto.core.policy_loader import load_policy
+from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
-from tenuto.sim.simulation import Simulation, TurnRecord
+from tenuto.sim.simulation import Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 
@@ -92,10 +93,10 @@ def get_ends_s(records: Iterable[TurnRecord]) -> dict[str, float]:
     """When each job ended, by its name, in the order of the names."""
     ends_s: dict[str, float] = {}
     for record in records:
-        ends_s[record.job_id] = max(record.finish_s, ends_s.get(record.job_id, 0.0))
+        ends_s[record.job] = max(record.last_token_s or 0.0, ends_s.get(record.job, 0.0))
     return dict(sorted(ends_s.items()))
 
 
 def count_recomputed(records: Iterable[TurnRecord]) -> int:
     """Tokens that were computed again."""
-    return sum(record.num_recomputed_tokens for record in records)
+    return sum(record.recomputed_tokens or 0 for record in records)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ import pytest
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import EngineView, Job, Keep, Lease, Release, StepView, Turn
 from tenuto.policies.oracles.clairvoyant import FIRST, LATE_S, MIN_LOOK_S, Clairvoyant
+from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
-from tenuto.sim.simulation import TurnRecord
 from tenuto.workload import schema
 from tenuto.workload.load_options import LoadOptions
 from tests.policies.simulated import (
@@ -162,7 +161,7 @@ def test_on_an_overloaded_gpu_it_is_no_slower_than_orders_by_arrival(
     def get_jct_s(policy: str) -> float:
         setup = Setup(gpu=gpu, policy=policy, step_cost="roofline")
         record = run(setup, LoadOptions(workload=workload, jps=jps, window_s=window_s, seed=1)).record
-        return fmean(record["job_durations"])
+        return record["job_s"]["mean"]
 
     known_s = get_jct_s("clairvoyant")
     assert known_s < get_jct_s("stock")

@@ -218,7 +218,7 @@ def test_swapped_caches_come_back_from_the_host() -> None:
         simulation = make_simulation(name, host_chunks=host_chunks)
         records = simulation.run()
         assert simulation.scheduler.driver.num_policy_faults == 0
-        recomputed[name, host_chunks > 0] = sum(record.num_recomputed_tokens for record in records)
+        recomputed[name, host_chunks > 0] = sum(record.recomputed_tokens for record in records)
         if host_chunks:
             assert simulation.scheduler.offloader.num_stored_tokens > 0
             assert simulation.scheduler.offloader.num_loaded_tokens > 0

@@ -207,7 +207,7 @@ def test_weakness_contexts_are_counted_and_not_held() -> None:
     patient = make_job("patient", [4, 4], prompt=80, tool_s=60.0)
     others = [make_job(f"other-{n}", [4], prompt=60, arrival_s=8.0 * n) for n in range(1, 8)]
     records = simulate("thunderagent", [patient, *others], num_blocks=60, options=NO_RESERVE)
-    [back] = [record for record in records if record.job_id == "patient" and record.turn == 1]
+    [back] = [record for record in records if record.job == "patient" and record.turn == 2]
     # At most 88 + 64 of 240 tokens are ever counted, and yet the others' remains pushed the context out.
-    assert back.num_hit_tokens == 0
-    assert back.num_recomputed_tokens == 80 + 3
+    assert back.hit_tokens == 0
+    assert back.recomputed_tokens == 80  # of 80 + 3 computed ones, in full blocks

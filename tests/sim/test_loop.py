@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from tenuto.core.policy_loader import get_engine_settings, load_policy
+from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.result import RunInfo, make_record
-from tenuto.sim.simulation import Simulation, TurnRecord
+from tenuto.sim.simulation import Simulation
 from tenuto.workload import load_workload
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
@@ -67,10 +68,11 @@ def test_one_job_by_hand() -> None:
     )
     one, two = simulate((job,), OneSecondSteps())
     # 40 prompt tokens in one step, which also samples the first token; two decode steps for the others.
-    assert (one.arrival_s, one.start_s, one.first_token_s, one.finish_s) == (10.0, 10.0, 11.0, 13.0)
+    assert (one.due_s, one.start_s, one.first_token_s, one.last_token_s) == (10.0, 10.0, 11.0, 13.0)
     # The tool takes 0.5 s. 42 tokens were computed: two full blocks of 16 are hit, 41 of 73 computed anew.
-    assert (two.arrival_s, two.first_token_s, two.finish_s) == (13.5, 14.5, 15.5)
-    assert (two.num_prompt_tokens, two.num_hit_tokens, two.num_preemptions) == (73, 32, 0)
+    assert (two.due_s, two.first_token_s, two.last_token_s) == (13.5, 14.5, 15.5)
+    assert (two.prompt_tokens, two.hit_tokens, two.preemptions) == (73, 32, 0)
+    assert (one.reusable_tokens, two.reusable_tokens, two.recomputed_tokens) == (0, 32, 0)
 
 
 @pytest.mark.parametrize("policy", ["stock", "priority", "continuum-fixed"])
@@ -88,13 +90,13 @@ def test_every_turn_is_served_in_order() -> None:
     assert len(records) == 8 * len(jobs)
     by_job: dict[str, list[TurnRecord]] = {}
     for record in sorted(records, key=lambda r: r.turn):
-        by_job.setdefault(record.job_id, []).append(record)
+        by_job.setdefault(record.job, []).append(record)
     for turns in by_job.values():
-        assert [turn.turn for turn in turns] == list(range(8))
+        assert [turn.turn for turn in turns] == list(range(1, 9))
         for turn, after in itertools.pairwise(turns):
-            assert turn.arrival_s <= turn.start_s < turn.first_token_s <= turn.finish_s
-            assert after.arrival_s == pytest.approx(turn.finish_s + 0.5)
-            assert after.num_hit_tokens < after.num_prompt_tokens
+            assert turn.due_s <= turn.start_s < turn.first_token_s <= turn.last_token_s
+            assert after.due_s == pytest.approx(turn.last_token_s + 0.5)
+            assert after.hit_tokens < after.prompt_tokens
 
 
 @pytest.mark.parametrize("num_users", [1, 3])
@@ -104,8 +106,8 @@ def test_users_have_one_job_each_and_begin_the_next_when_it_ends(num_users: int)
     scheduler = Scheduler(config, load_policy("stock"))
     records = Simulation(scheduler, LinearSteps(), workload, users=num_users).run()
     assert len(records) == 9 * 8
-    starts = sorted(record.arrival_s for record in records if record.turn == 0)
-    ends = sorted(record.finish_s for record in records if record.turn == 7)
+    starts = sorted(record.due_s for record in records if record.turn == 1)
+    ends = sorted(record.last_token_s for record in records if record.turn == 8)
     assert starts[:num_users] == [USER_GAP_S * number for number in range(num_users)]
     assert starts[num_users:] == ends[: 9 - num_users]
 
@@ -113,7 +115,7 @@ def test_users_have_one_job_each_and_begin_the_next_when_it_ends(num_users: int)
 def test_less_memory_never_recomputes_less() -> None:
     jobs = load_workload("ab8", jps=2, window_s=10).jobs
     recomputed = [
-        sum(record.num_recomputed_tokens for record in simulate(jobs, LinearSteps(), num_blocks=num_blocks))
+        sum(record.recomputed_tokens for record in simulate(jobs, LinearSteps(), num_blocks=num_blocks))
         for num_blocks in (900, 2000, 20_000)
     ]
     assert recomputed[0] > recomputed[1] > recomputed[2]
@@ -153,20 +155,22 @@ def test_the_same_under_every_hash_seed() -> None:
 
 
 def test_the_record_of_a_run() -> None:
-    def turn(job: str, number: int, arrival_s: float, first_s: float, finish_s: float) -> TurnRecord:
-        counts = {"num_prompt_tokens": 100, "num_output_tokens": 5, "num_hit_tokens": 32}
-        times = {"start_s": arrival_s, "first_token_s": first_s, "finish_s": finish_s}
-        return TurnRecord(
-            job, number, arrival_s, **times, **counts, num_recomputed_tokens=16, num_preemptions=1
-        )
+    def turn(job: str, number: int, due_s: float, first_s: float, last_s: float) -> TurnRecord:
+        times = {"due_s": due_s, "start_s": due_s, "first_token_s": first_s, "last_token_s": last_s}
+        counts = {"prompt_tokens": 100, "output_tokens": 5, "hit_tokens": 32, "reusable_tokens": 48}
+        return TurnRecord(job=job, turn=number, **times, **counts, recomputed_tokens=16, preemptions=1)
 
-    turns = [turn("a", 0, 0.0, 1.0, 2.0), turn("b", 0, 1.0, 2.0, 3.0), turn("a", 1, 2.5, 3.0, 6.0)]
+    turns = [turn("a", 1, 0.0, 1.0, 2.0), turn("b", 1, 1.0, 2.0, 3.0), turn("a", 2, 2.5, 3.0, 6.0)]
     run = RunInfo(policy="p", gpu="g", model="m", workload="w", jps=1.0, seed=7, wall_s=0.1)
-    record = make_record(turns, run)
+    record = make_record(turns, run, isolated_s={"a": 3.0, "b": 2.0}).to_json()
     # Job a lasts 0 to 6 s, job b 1 to 3 s: mean 4. First tokens came after 1, 1 and 0.5 s.
-    assert (record["jobs"], record["avg_duration_s"], record["job_durations"]) == (2, 4.0, [6.0, 2.0])
-    assert record["per_turn_avg_latency_ms"] == {"1": 2000.0, "2": 3500.0}
+    assert (record["jobs"], record["job_s"]["mean"], record["job_times_s"]) == (2, 4.0, {"a": 6.0, "b": 2.0})
+    assert (record["slowdown"]["mean"], record["slowdown"]["max"]) == (1.5, 2.0)
+    assert record["by_turn"] == {
+        "1": {"turns": 2, "latency_s": 2.0, "prompt_tokens": 100.0},
+        "2": {"turns": 1, "latency_s": 3.5, "prompt_tokens": 100.0},
+    }
     assert record["ttft_s"]["mean"] == pytest.approx(2.5 / 3)
     assert (record["prompt_tokens"], record["hit_tokens"], record["recomputed_tokens"]) == (300, 96, 48)
+    assert (record["reusable_tokens"], record["output_tokens"]) == (144, 15)
     assert (record["preemptions"], record["makespan_s"], record["simulated"]) == (3, 6.0, True)
-    assert json.loads(json.dumps(record)) == record

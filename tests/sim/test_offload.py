@@ -34,12 +34,13 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
+from tenuto.records.schema import TurnRecord
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.request import Request, Status
-from tenuto.sim.simulation import Simulation, TurnRecord
+from tenuto.sim.simulation import Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
@@ -191,9 +192,9 @@ def test_the_time_of_a_load_in_a_run(offload: Any, start_s: float, first_token_s
     again = Job("again", 10.0, (TurnSpec((Span("a", 32), Span("more", 8)), Span("again-out", 1)),))
     scheduler = make_engine(offload)
     records = Simulation(scheduler, OneSecondSteps(), Workload("w", (a, b, again))).run()  # type: ignore[arg-type]
-    assert (records[2].num_hit_tokens, records[2].start_s) == (32, start_s)
+    assert (records[2].hit_tokens, records[2].start_s) == (32, start_s)
     assert records[2].first_token_s == first_token_s
-    assert records[2].num_prompt_tokens - records[2].num_hit_tokens == 8
+    assert records[2].prompt_tokens - records[2].hit_tokens == 8
 
 
 def test_a_policy_may_compute_instead() -> None:
@@ -524,7 +525,7 @@ def test_what_is_loaded_and_stored_adds_up() -> None:
     # Nothing was evicted below, so what was stored once is there once.
     assert offloader.num_stored_tokens == host.num_used_blocks * 16
     alone, _ = simulate(load_policy("stock"), None)
-    gained = sum(each.num_hit_tokens for each in records) - sum(each.num_hit_tokens for each in alone)
+    gained = sum(each.hit_tokens for each in records) - sum(each.hit_tokens for each in alone)
     assert offloader.num_loaded_tokens > 0
     # Loads are all that a start can hit beyond the GPU's own cache.
     assert 0 < gained <= offloader.num_loaded_tokens

@@ -108,7 +108,7 @@ class Clients:
 
 def simulate(scheduler: Scheduler, jobs: Sequence[Job]) -> list[tuple[Any, ...]]:
     return [
-        (r.job_id, r.turn, r.arrival_s, r.start_s, r.first_token_s, r.finish_s, r.num_hit_tokens)
+        (r.job, r.turn - 1, r.due_s, r.start_s, r.first_token_s, r.last_token_s, r.hit_tokens)
         for r in Simulation(scheduler, LinearSteps(), Workload("w", tuple(jobs))).run()
     ]
 

@@ -22,11 +22,11 @@ import pytest
 
 from tenuto import cli
 from tenuto.client.load import run as run_module
-from tenuto.client.load.files import METRICS, TURNS, RunFiles
 from tenuto.client.load.options import BenchOptions
+from tenuto.records.metrics import get_job_times_s
 from tenuto.records.trace import TraceWriter
+from tenuto.records.writer import METRICS, TURNS, RunFiles
 from tenuto.sim.machine import build
-from tenuto.sim.result import get_durations
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation
@@ -73,7 +73,7 @@ def test_the_bench_runs_a_small_workload(tmp_path: Path, prompts: Any) -> None:
         if before:
             # All full blocks of the last prompt and its answer, whose last token was never computed.
             num_computed = before[-1]["prompt_tokens"] + before[-1]["output_tokens"] - 1
-            assert turn["cached_tokens"] == num_computed // 16 * 16
+            assert turn["hit_tokens"] == num_computed // 16 * 16
         if prompts == "ids":
             assert turn["prompt_tokens"] == workload[turn["job"]].turns[len(before)].num_prompt_tokens
         before.append(turn)
@@ -103,16 +103,16 @@ def test_clients_see_the_times_of_the_simulation(tmp_path: Path) -> None:
     jobs = [stretch(job, speed) for job in make_workload(load).jobs]
     machine = build(Setup(policy="stock", **setup))
     simulated = Simulation(machine.make_scheduler(), machine.step_cost, Workload("w", tuple(jobs))).run()
-    durations_s = list(get_durations(simulated, {}).values())
-    latencies_s = [turn.finish_s - turn.arrival_s for turn in simulated]
+    durations_s = list(get_job_times_s(simulated).values())
+    latencies_s = [turn.latency_s for turn in simulated]
     with serve("stock", speed=speed, **setup) as live:
         result, turns = bench(live, tmp_path, load)
         stats = live.engine.stats
         assert sum(stats.latency_s.counts) == len(simulated) + 1  # the bench's probe
         assert stats.latency_s.total == pytest.approx(sum(latencies_s), rel=0.2)
     assert all(turn["status"] == "ok" and not turn["failures"] for turn in turns)
-    assert result["hit_tokens"] == pytest.approx(sum(turn.num_hit_tokens for turn in simulated), rel=0.02)
-    measured_s = [speed * duration_s for duration_s in result["job_durations"]]
+    assert result["hit_tokens"] == pytest.approx(sum(turn.hit_tokens for turn in simulated), rel=0.02)
+    measured_s = [speed * duration_s for duration_s in result["job_times_s"].values()]
     assert statistics.fmean(measured_s) > 0.9 * statistics.fmean(durations_s)
     assert statistics.fmean(measured_s) < 1.3 * statistics.fmean(durations_s)
 

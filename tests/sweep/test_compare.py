@@ -179,8 +179,7 @@ def make_record(policy: str, mean_s: float, seed: int = 1) -> dict[str, Any]:
         "jps": 1.0,
         "policy": policy,
         "seed": seed,
-        "avg_duration_s": mean_s,
-        "p95_duration_s": 2 * mean_s,
+        "job_s": {"mean": mean_s, "p95": 2 * mean_s},
         "recomputed_tokens": 10,
         "prompt_tokens": 100,
     }
@@ -199,8 +198,8 @@ def test_the_winner_is_marked_and_so_is_a_tie() -> None:
 
 def test_seeds_are_averaged_as_ratios_are() -> None:
     [row] = make_rows([make_record("a", 4.0, seed=1), make_record("a", 9.0, seed=2)])
-    assert row["avg_duration_s"] == pytest.approx(6.0)  # √(4 · 9)
-    assert (row["seeds"], row["lowest_s"], row["highest_s"]) == (2, 4.0, 9.0)
+    assert row["mean_job_s"] == pytest.approx(6.0)  # √(4 · 9)
+    assert (row["seeds"], row["lowest_mean_job_s"], row["highest_mean_job_s"]) == (2, 4.0, 9.0)
 
 
 def test_the_plan_is_the_fewest_that_meet_the_target() -> None:
@@ -208,7 +207,7 @@ def test_the_plan_is_the_fewest_that_meet_the_target() -> None:
 
     def run(cell: Any) -> dict[str, float]:
         asked.append(cell.load.jps)
-        return {"p95_duration_s": 10 * cell.load.jps}
+        return {"job_s": {"p95": 10 * cell.load.jps}}
 
     # 12 jobs/s on N machines have a P95 of 120/N s: 20 s takes 6 machines, and 5 give 24 s.
     [plan] = make_plans([Setup(gpu="H100", tp=2)], LoadOptions(jps=12.0), 20.0, run=run)
@@ -224,7 +223,7 @@ def test_a_small_share_is_simulated_for_long_enough() -> None:
 
     def run(cell: Any) -> dict[str, float]:
         windows_s[cell.load.jps] = cell.load.window_s
-        return {"p95_duration_s": 100.0}
+        return {"job_s": {"p95": 100.0}}
 
     list(make_plans([Setup(gpu="H100")], LoadOptions(jps=1.0), 20.0, max_machines=4, run=run))
     # 45 s of the whole load, then 20 jobs of a half and of a quarter of it.

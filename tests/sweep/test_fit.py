@@ -70,7 +70,7 @@ def test_simulate_with_a_fitted_file(costs: Path, capsys: pytest.CaptureFixture[
     record = json.loads(capsys.readouterr().out)
     assert record["jobs"] > 0
     # A turn's decodes alone take 19 x 6 ms, and its tokens 20 us each.
-    assert record["avg_duration_s"] > 7 * 0.5 + 8 * 19 * 0.006 + 13_000 * 2e-5
+    assert record["job_s"]["mean"] > 7 * 0.5 + 8 * 19 * 0.006 + 13_000 * 2e-5
 
 
 def test_files_are_fitted_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def run(given: Given) -> int:
     records = []
     for cell, record in run_cells(cells, options.out, workers=options.workers, ray=options.ray):
         records.append(record)
-        progress.say(cell, record["avg_duration_s"], len(records))
+        progress.say(cell, record["job_s"]["mean"], len(records))
     rows = make_rows(records)
     print(json.dumps(rows) if options.as_json else format_rows(rows))
     return 0

@@ -53,7 +53,7 @@ def run(given: Given) -> int:
 
     def run_and_say(cell: Cell) -> dict[str, Any]:
         record = run_cell(cell)
-        print(f"{cell.title}: P95 {record['p95_duration_s']:.1f} s", file=sys.stderr, flush=True)
+        print(f"{cell.title}: P95 {record['job_s']['p95']:.1f} s", file=sys.stderr, flush=True)
         return record
 
     plans = list(make_plans(setups, load, options.p95_s, max_machines=options.max_machines, run=run_and_say))

@@ -40,9 +40,9 @@ class SimulateOptions(Options):
 
 def run(given: Given) -> int:
     """Simulate one run."""
+    from tenuto.records.text import format_run
     from tenuto.records.trace import TraceWriter
     from tenuto.sim.occupancy import Occupancy, write_run
-    from tenuto.sim.result_text import format_record
     from tenuto.sim.run import run as run_simulation
 
     options = given.read(SimulateOptions)
@@ -61,7 +61,7 @@ def run(given: Given) -> int:
     say_notes(outcome.record["notes"])
     if options.out and occupancy:
         write_run(options.out, outcome, occupancy)
-    print(json.dumps(outcome.record) if options.as_json else format_record(outcome.record))
+    print(json.dumps(outcome.record) if options.as_json else format_run(outcome.record))
     return 0
 
 

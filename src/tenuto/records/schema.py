@@ -241,7 +241,7 @@ class RunRecord:
 
     def to_json(self) -> dict[str, Any]:
         """The object in result.json, and a line of results.jsonl."""
-        return {"kind": RUN, "schema": SCHEMA, **asdict(self)}
+        return {"kind": RUN, "schema": SCHEMA, **asdict(self), "notes": list(self.notes)}
 
 
 def _get_difference(end_s: float | None, start_s: float | None) -> float | None:

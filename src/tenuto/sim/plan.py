@@ -96,7 +96,7 @@ def _find_fewest(setup: Setup, load: LoadOptions, target_s: float, max_machines:
     def get_p95_s(num_machines: int) -> float:
         if num_machines not in known:
             record = run(Cell(setup, _get_share(load, jps / num_machines)))
-            known[num_machines] = record["p95_duration_s"]
+            known[num_machines] = record["job_s"]["p95"]
         return known[num_machines]
 
     enough = 1

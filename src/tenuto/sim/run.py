@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
-import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +12,14 @@ from tenuto import __version__
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Oracle
 from tenuto.core.policy_caller import DecisionLog
+from tenuto.records.config import get_config
+from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.aiconfigurator import installed_version
 from tenuto.sim.isolated_time import get_isolated_time_s
 from tenuto.sim.machine import Machine, build
-from tenuto.sim.result import RunInfo, get_durations, get_percentile, make_record
+from tenuto.sim.result import RunInfo, make_record
 from tenuto.sim.setup import Setup
-from tenuto.sim.simulation import Simulation, TurnRecord, Watch
+from tenuto.sim.simulation import Simulation, Watch
 from tenuto.sim.truncate import truncate_to_fit
 from tenuto.workload import Job, Workload
 from tenuto.workload.hints import HINTS
@@ -31,6 +31,7 @@ class Outcome:
     """What a run left behind."""
 
     record: dict[str, Any]
+    """A `tenuto.records.schema.RunRecord` as JSON values."""
     turns: list[TurnRecord]
     workload: Workload
     machine: Machine
@@ -63,42 +64,27 @@ def run(
     turns = simulation.run()
     wall_s = time.perf_counter() - started_s
     offloader = scheduler.offloader
-    parents = {job.job_id: job.parent for job in workload.jobs}
-    record = make_record(
-        turns,
-        RunInfo(
-            policy=setup.policy,
-            gpu=machine.gpu.name,
-            model=machine.model.name,
-            workload=load.workload,
-            jps=load.jps,
-            seed=load.seed,
-            wall_s=wall_s,
-            versions=get_versions(),
-            tokens_loaded=offloader.num_loaded_tokens if offloader else 0,
-            tokens_stored=offloader.num_stored_tokens if offloader else 0,
-        ),
-        parents,
+    info = RunInfo(
+        policy=setup.policy,
+        gpu=machine.gpu.name,
+        model=machine.model.name,
+        workload=load.workload,
+        jps=load.jps,
+        seed=load.seed,
+        config=get_config(setup, load),
+        block_size=machine.config.kv.block_size,
+        wall_s=wall_s,
+        versions=get_versions(),
+        loaded_tokens=offloader.num_loaded_tokens if offloader else 0,
+        stored_tokens=offloader.num_stored_tokens if offloader else 0,
+        policy_faults=scheduler.driver.num_policy_faults,
+        turns_refused=num_cut,
+        step_cost=machine.step_cost_name,
+        notes=tuple(machine.notes),
     )
-    record["slowdown"] = _get_slowdown(turns, workload.jobs, machine, parents)
-    record["turns_refused"] = num_cut
-    record["step_cost"] = machine.step_cost_name
-    record["notes"] = list(machine.notes)
-    record["config"] = get_config(setup, load)
-    record["wall_s"] = record.pop("wall_s")
-    return Outcome(record, turns, workload, machine)
-
-
-def get_config(setup: Setup, load: LoadOptions) -> dict[str, Any]:
-    """All that makes a run what it is, in JSON types; what is at its default is left out."""
-    config: dict[str, Any] = {}
-    for part in (setup, load):
-        for field in dataclasses.fields(part):
-            value = getattr(part, field.name)
-            default = field.default if field.default is not dataclasses.MISSING else {}
-            if value != default or field.name in ("gpu", "model", "policy", "workload", "seed"):
-                config[field.name] = dict(value) if isinstance(value, Mapping) else value
-    return config
+    parents = {job.job_id: job.parent for job in workload.jobs}
+    record = make_record(turns, info, parents, _get_isolated_s(workload.jobs, machine))
+    return Outcome(record.to_json(), turns, workload, machine)
 
 
 def get_versions() -> dict[str, str]:
@@ -108,20 +94,11 @@ def get_versions() -> dict[str, str]:
     return {**versions, "aiconfigurator-core": tables} if tables else versions
 
 
-def _get_slowdown(
-    turns: Sequence[TurnRecord], jobs: Sequence[Job], machine: Machine, parents: Mapping[str, str | None]
-) -> dict[str, float]:
-    """Job durations over what each would take alone: what fairness is about."""
-    durations = get_durations(turns, parents)
+def _get_isolated_s(jobs: Sequence[Job], machine: Machine) -> dict[str, float]:
+    """By job, what it would take alone on the machine."""
     max_num_batched_tokens = machine.config.max_num_batched_tokens
-    slowdowns = [
-        durations[job.job_id] / get_isolated_time_s(job, machine.step_cost, max_num_batched_tokens)
-        for job in jobs
-        if job.job_id in durations
-    ]
     return {
-        "mean": statistics.fmean(slowdowns),
-        "p50": statistics.median(slowdowns),
-        "p95": get_percentile(slowdowns, 95),
-        "max": max(slowdowns),
+        job.job_id: get_isolated_time_s(job, machine.step_cost, max_num_batched_tokens)
+        for job in jobs
+        if job.parent is None
     }

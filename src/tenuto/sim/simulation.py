@@ -14,39 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tenuto.core.errors import IntegrityError
+from tenuto.core.reuse import count_lost_tokens, count_missed_tokens
 from tenuto.core.step_clock import StepClock
 from tenuto.core.types import ToolCall
+from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step, get_decode_batch
 from tenuto.sim.kv.request import Request, Status
 from tenuto.workload.hints import SayHints, say_last
-from tenuto.workload.schema import Workload, count_shared_tokens
+from tenuto.workload.reuse import count_reusable
+from tenuto.workload.schema import Workload
 from tenuto.workload.turn_driver import Due, TurnDriver
 
 Watch = Callable[[float, Scheduler], None]
 """Looks at the engine at a time and changes nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRecord:
-    """What became of one turn; times in seconds on the simulation's clock."""
-
-    job_id: str
-    turn: int
-    """Index in its job, from 0."""
-    arrival_s: float
-    start_s: float
-    """When its first step was scheduled."""
-    first_token_s: float
-    finish_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_hit_tokens: int
-    """Prompt tokens served from cache when it first started."""
-    num_recomputed_tokens: int
-    """Tokens computed once more: of the job's previous turn, and its own that preemptions took."""
-    num_preemptions: int
 
 
 @dataclass(slots=True)
@@ -58,7 +40,8 @@ class _LiveTurn:
     first_token_s: float | None = None
     num_hit_tokens: int = 0
     num_recomputed_tokens: int = 0
-    num_lost_tokens: int = 0
+    num_computed_tokens: int = 0
+    """When it was last preempted."""
 
 
 class Simulation:
@@ -91,6 +74,8 @@ class Simulation:
         self._num_sends = 0
         self._turns: dict[str, _LiveTurn] = {}
         self._records: list[TurnRecord] = []
+        self._last_finished: dict[str, int] = {}
+        """By job, the index of the turn that finished last."""
         self._in_flight: deque[tuple[Step, float, float]] = deque()
         """Each step, and when it was scheduled and will end."""
         self._last_step: Step | None = None
@@ -133,12 +118,12 @@ class Simulation:
         for turn_id, num_hit_tokens in step.new.items():
             turn = self._turns[turn_id]
             turn.start_s, turn.num_hit_tokens = self.now_s, num_hit_tokens
-            turn.num_recomputed_tokens = max(0, turn.num_reusable_tokens - num_hit_tokens)
-        for turn_id, num_lost_tokens in step.preempted.items():
-            self._turns[turn_id].num_lost_tokens = num_lost_tokens
+            turn.num_recomputed_tokens = count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
+        for turn_id, num_computed_tokens in step.preempted.items():
+            self._turns[turn_id].num_computed_tokens = num_computed_tokens
         for turn_id, num_hit_tokens in step.resumed.items():
             turn = self._turns[turn_id]
-            turn.num_recomputed_tokens += max(0, turn.num_lost_tokens - num_hit_tokens)
+            turn.num_recomputed_tokens += count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
         self._last_step = step
         if step.num_tokens:
             self.num_steps += 1
@@ -231,13 +216,10 @@ class Simulation:
             tool=None if turn.tool is None else ToolCall(turn.tool, turn.command),
             is_last=turn.tool is None,
         )
-        num_reusable_tokens = 0
-        if index > 0:
-            before = job.turns[index - 1]
-            num_shared_tokens = count_shared_tokens((*before.prompt, before.output), turn.prompt)
-            # The last token of an output is never computed, nor is the last of a prompt ever hit.
-            num_before = before.num_prompt_tokens + before.num_output_tokens
-            num_reusable_tokens = min(num_shared_tokens, num_before - 1, request.num_prompt_tokens - 1)
+        before = self._last_finished.get(job.job_id)
+        num_reusable_tokens = count_reusable(
+            None if before is None else job.turns[before], turn, self.scheduler.config.kv.block_size
+        )
         self._turns[request.turn_id] = _LiveTurn(due, request, num_reusable_tokens)
         self.scheduler.add_request(request, at_s)
         for following in self._turn_driver.on_sent(job.job_id, index, at_s):
@@ -247,19 +229,24 @@ class Simulation:
         turn = self._turns.pop(turn_id)
         request, (job, index, arrival_s) = turn.request, turn.due
         assert turn.start_s is not None and turn.first_token_s is not None
+        self._last_finished[job.job_id] = index
         self._records.append(
             TurnRecord(
-                job_id=job.job_id,
-                turn=index,
-                arrival_s=arrival_s,
+                job=job.job_id,
+                turn=index + 1,
+                due_s=arrival_s,
+                sent_s=arrival_s,
                 start_s=turn.start_s,
                 first_token_s=turn.first_token_s,
-                finish_s=self.now_s,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_output_tokens=request.num_output_tokens,
-                num_hit_tokens=turn.num_hit_tokens,
-                num_recomputed_tokens=turn.num_recomputed_tokens,
-                num_preemptions=request.num_preemptions,
+                last_token_s=self.now_s,
+                prompt_tokens=request.num_prompt_tokens,
+                output_tokens=request.num_output_tokens,
+                hit_tokens=turn.num_hit_tokens,
+                reusable_tokens=turn.num_reusable_tokens,
+                recomputed_tokens=turn.num_recomputed_tokens,
+                preemptions=request.num_preemptions,
+                tool=job.turns[index].tool,
+                tool_s=job.turns[index].tool_s,
             )
         )
         for following in self._turn_driver.on_finished(job.job_id, index, self.now_s):

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError, DataError
+from tenuto.records.config import get_config
 from tenuto.sim.machine import build
-from tenuto.sim.run import get_config, run
+from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions, make_workload
 
@@ -84,8 +85,12 @@ def check_record(record: Record) -> Record:
     """The record itself, if it has what a sweep's table needs; raises KeyError or TypeError if not."""
     for key in ("gpu", "model", "workload", "policy", "jps", "seed"):
         record[key]
-    for key in ("avg_duration_s", "p95_duration_s", "recomputed_tokens", "prompt_tokens"):
-        if isinstance(record[key], bool) or not isinstance(record[key], int | float):
+    numbers = {
+        **{f"job_s.{key}": record["job_s"][key] for key in ("mean", "p95")},
+        **{key: record[key] for key in ("recomputed_tokens", "prompt_tokens")},
+    }
+    for key, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{key} is no number")
     return record
 

@@ -22,13 +22,13 @@ from tenuto.client.ab.measures import MEASURES
 from tenuto.client.ab.options import AbOptions
 from tenuto.client.ab.run import run_ab
 from tenuto.client.http.stream import Answer, Usage
-from tenuto.client.load.files import RunFiles
 from tenuto.client.load.metrics import Outcome
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.records import Flight, make_record
+from tenuto.client.load.records import Flight, Sending, make_record
 from tenuto.client.load.result import Labels, make_result
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
 from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.records.writer import RunFiles
 from tenuto.report.html.sources import read_sources
 from tenuto.workload import Workload
 from tenuto.workload.turn_driver import Due
@@ -67,8 +67,9 @@ def measure_by_heart(slower: dict[str, float]) -> Callable[..., Any]:
                 first_s = now_s + 1.0 * slower.get(options.policy or "", 1.0) * rng.uniform(0.97, 1.03)
                 last_s = first_s + 1.0 * slower.get(options.policy or "", 1.0)
                 answer = Answer(first_s, last_s, (1,) * turn.num_output_tokens, "", Usage(1, 6, 0))
-                flight = Flight(Due(job, index, now_s), now_s, [], answer)
-                records.append(make_record(flight, "ok", is_exact=False))
+                before = job.turns[index - 1] if index else None
+                flight = Flight(Due(job, index, now_s), before, now_s, [], answer)
+                records.append(make_record(flight, "ok", Sending(is_exact=False)))
                 files.add_turn(records[-1])
                 now_s = last_s + turn.tool_s
         outcome = Outcome(
@@ -77,10 +78,11 @@ def measure_by_heart(slower: dict[str, float]) -> Callable[..., Any]:
             growth=None,
             block_size=None,
             is_exact=True,
-            quotes_answers=True,
         )
-        labels = Labels(model="m", policy=options.policy, seed=options.load.seed, settings={}, wall_s=1.0)
-        return make_result(outcome, labels)
+        labels = Labels(
+            model="m", policy=options.policy, seed=options.load.seed, config={}, settings={}, wall_s=1.0
+        )
+        return make_result(outcome, labels).to_json()
 
     return measure
 
@@ -164,8 +166,8 @@ def test_jobs_that_fail_on_one_arm_are_left_out_on_all(
     with serving(FakeServer()) as a, serving(FakeServer(fail_one)) as b:
         assert run_ab(options(*name_arms(a, b), *QUICK)) == 1
     (result, other) = read_lines(tmp_path / "ab" / "results.jsonl")
-    durations_s = dict(zip(result["client"]["finished_jobs"], result["job_durations"], strict=True))
-    assert other["client"]["finished_jobs"] == ["job0", "job2"]
+    durations_s = result["job_times_s"]
+    assert list(other["job_times_s"]) == ["job0", "job2"]
     (value,) = get_comparison(tmp_path)["baseline_values"]
     assert value == pytest.approx((durations_s["job0"] + durations_s["job2"]) / 2)
     text = capsys.readouterr().out

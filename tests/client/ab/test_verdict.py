@@ -108,6 +108,6 @@ def test_every_arm_is_compared_with_the_first() -> None:
 
 def test_an_arm_without_a_run_had_no_errors_because_it_had_nothing() -> None:
     turns = {"planned": 3, "ok": 3, "failed": 0, "cancelled": 0, "not_sent": 0}
-    run = {"client": {"turns": turns, "failed_attempts": {}}}
+    run = {"turns": turns, "client": {"failed_attempts": {}}}
     assert describe_errors({"a": [run], "b": []}) == ["Errors: none in the runs that ended; b had none."]
     assert describe_errors({"a": [run], "b": [run]}) == ["Errors: none."]

@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from tenuto.client.ab.order import Slot
-from tenuto.client.load.files import RESULT
 from tenuto.core.errors import ConfigError, DataError
+from tenuto.records.writer import RESULT
 
 SETTINGS, RESULTS, VERDICT = "ab.json", "results.jsonl", "verdict.json"
 

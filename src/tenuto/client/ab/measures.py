@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from tenuto.client.load.files import RESULT, TURNS
-from tenuto.client.load.metrics import get_percentile
 from tenuto.core.errors import DataError
+from tenuto.records.metrics import get_percentile
+from tenuto.records.writer import RESULT, TURNS
 
 Values = dict[str, float]
 """By a measure's name."""
@@ -74,7 +74,7 @@ def _measure(durations_s: list[float], turns: list[dict[str, Any]], result: Mapp
         "p95_ttft_s": get_percentile(ttfts_s, 95),
         "mean_turn_s": fmean(latencies_s),
         "p95_turn_s": get_percentile(latencies_s, 95),
-        "turns_per_s": result["client"]["turns"]["ok"] / result["makespan_s"],
+        "turns_per_s": result["turns"]["ok"] / result["makespan_s"],
     }
 
 
@@ -89,8 +89,8 @@ def _read_result(folder: Path) -> dict[str, Any]:
 
 def _get_durations(result: Mapping[str, Any], folder: Path) -> dict[str, float]:
     try:
-        return dict(zip(result["client"]["finished_jobs"], result["job_durations"], strict=True))
-    except (KeyError, TypeError, ValueError) as error:
+        return {str(job): float(time_s) for job, time_s in result["job_times_s"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{folder / RESULT}: not a result of tenuto bench: {error!r}") from error
 
 

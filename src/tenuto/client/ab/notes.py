@@ -14,8 +14,8 @@ def describe_errors(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
     """By arm, the results of its runs; a sentence for each arm that lost turns, or one that none did."""
     lines = []
     for arm, runs in results.items():
-        planned = sum(run["client"]["turns"]["planned"] for run in runs)
-        lost = sum(run["client"]["turns"][kind] for run in runs for kind in _LOST)
+        planned = sum(run["turns"]["planned"] for run in runs)
+        lost = sum(run["turns"][kind] for run in runs for kind in _LOST)
         if lost:
             kinds = {kind: each for run in runs for kind, each in run["client"]["failed_attempts"].items()}
             first = next((f" (first: {kind}: {each['first']})" for kind, each in kinds.items()), "")
@@ -43,8 +43,8 @@ def describe_complaints(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
 
 def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Whether the client was too late for its times to be the servers'."""
-    lags_s = [run["client"]["send_lag_s"]["p99"] for runs in results.values() for run in runs]
-    worst_s = max((lag for lag in lags_s if lag is not None), default=0.0)
+    lags = [run["client"]["send_lag_s"] for runs in results.values() for run in runs]
+    worst_s = max((lag["p99"] for lag in lags if lag is not None), default=0.0)
     if worst_s <= MAX_CLIENT_LAG_S:
         return []
     return [

@@ -20,11 +20,11 @@ from tenuto.client.ab.options import AbOptions
 from tenuto.client.ab.order import Slot, make_order
 from tenuto.client.ab.servers import Ready, Servers, check_arm, empty_cache
 from tenuto.client.ab.verdict import Comparison, compare, format_verdict
-from tenuto.client.load.files import RunFiles
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.redact import redact
+from tenuto.records.writer import RunFiles
 from tenuto.workload.load_options import make_workload
 
 _UNLIKE = ("url", "api_key", "out", "as_json", "policy", "run_id")
@@ -151,11 +151,7 @@ def _conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> bo
     else:
         print(format_verdict(comparisons, len(pairs), options.repeats, remarks))
     say(f"all of it: {folder.path / VERDICT}; charts: tenuto report {folder.path / 'results.jsonl'}")
-    return all(
-        run["client"]["turns"]["ok"] == run["client"]["turns"]["planned"]
-        for runs in done.values()
-        for run in runs
-    )
+    return all(run["turns"]["ok"] == run["turns"]["planned"] for runs in done.values() for run in runs)
 
 
 def _read_pairs(arms: Sequence[Arm], folder: AbFolder, repeats: int) -> list[dict[str, Values]]:

@@ -7,9 +7,9 @@ import shutil
 from collections import deque
 from typing import TextIO
 
-from tenuto.client.load.metrics import get_percentile
-from tenuto.client.load.records import TurnRecord
 from tenuto.client.load.runner import Load
+from tenuto.records.metrics import get_percentile
+from tenuto.records.schema import TurnRecord
 from tenuto.workload.schema import Workload
 
 TERMINAL_S = 1.0

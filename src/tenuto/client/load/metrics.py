@@ -1,21 +1,19 @@
-"""What a run's records come to: one function per metric. None where a client cannot know.
+"""What only a client knows of a run. The metrics that every engine has are in `tenuto.records.metrics`.
 
-The percentile P of n values is the one at position (n - 1)·P/100 of the sorted values, counted from 0;
-between two values it is interpolated linearly (as NumPy does unless told otherwise).
+None where a client cannot know.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from tenuto.client.load.commands import CommandRecord
-from tenuto.client.load.records import TurnRecord
 from tenuto.client.servers.scrape import Totals
-from tenuto.workload.schema import TurnSpec, Workload, count_shared_tokens
+from tenuto.records import metrics
+from tenuto.records.schema import TurnCounts, TurnRecord
+from tenuto.workload.schema import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +28,6 @@ class Outcome:
     """Tokens per KV block, where the server tells."""
     is_exact: bool
     """Prompts were token ids, of exactly the planned length."""
-    quotes_answers: bool
-    """Prompts held the server's own answers."""
     is_interrupted: bool = False
     loop_lags_s: Sequence[float] = ()
     """How late the event loop woke a timer, sampled all through the run."""
@@ -43,87 +39,55 @@ class Outcome:
         """The turns that succeeded, in the order of their ends."""
         return [record for record in self.records if record.status == "ok"]
 
+    @property
+    def num_turns(self) -> dict[str, int]:
+        """Turns of each job."""
+        return {job.job_id: len(job.turns) for job in self.workload.jobs}
 
-def get_percentile(values: Sequence[float], percent: float) -> float:
-    """See above. Raises ValueError if there are no values."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def summarise(values: Sequence[float], percents: Iterable[int]) -> dict[str, float | None]:
-    """Mean and percentiles; None each if there are no values."""
-    found = {f"p{percent}": get_percentile(values, percent) if values else None for percent in percents}
-    return {"mean": fmean(values) if values else None, **found}
+    @property
+    def parents(self) -> dict[str, str | None]:
+        """The job that started each job."""
+        return {job.job_id: job.parent for job in self.workload.jobs}
 
 
-def get_job_durations(outcome: Outcome) -> dict[str, float]:
-    """By finished job, the seconds from its intended arrival to its last token, tools included."""
-    records: defaultdict[str, list[TurnRecord]] = defaultdict(list)
-    for record in outcome.done:
-        records[record.job].append(record)
-    durations = {}
-    for job in outcome.workload.jobs:
-        turns = records[job.job_id]
-        if len(turns) == len(job.turns):
-            start_s = min(turn.intended_s for turn in turns)
-            durations[job.job_id] = max(turn.last_token_s or 0.0 for turn in turns) - start_s
-    return durations
-
-
-def get_per_turn_mean(pairs: Iterable[tuple[int, float]]) -> dict[str, float]:
-    """Mean per turn number, from 1."""
-    values: defaultdict[int, list[float]] = defaultdict(list)
-    for turn, value in pairs:
-        values[turn].append(value)
-    return {str(turn): fmean(values[turn]) for turn in sorted(values)}
-
-
-def get_per_turn_latency_ms(outcome: Outcome) -> dict[str, float]:
-    """Mean milliseconds from a turn's intended start to its last token."""
-    return get_per_turn_mean((r.turn, r.latency_s * 1000) for r in outcome.done if r.latency_s is not None)
-
-
-def get_per_turn_prompt_tokens(outcome: Outcome) -> dict[str, float]:
-    """Mean prompt tokens."""
-    return get_per_turn_mean((r.turn, _get_prompt_tokens(outcome, r)) for r in outcome.done)
-
-
-def get_prompt_tokens(outcome: Outcome) -> int:
-    """Tokens of all prompts that were answered."""
-    return sum(_get_prompt_tokens(outcome, record) for record in outcome.done)
+def get_prompt_tokens(outcome: Outcome, record: TurnRecord) -> int:
+    """As planned where token ids were sent, else as the server counted."""
+    planned = record.planned_prompt_tokens or 0
+    return planned if outcome.is_exact or record.prompt_tokens is None else record.prompt_tokens
 
 
 def get_hit_tokens(outcome: Outcome) -> int | None:
-    """Prompt tokens found in the cache: as the answers say; if one does not, as the server's metrics say."""
-    said = [record.cached_tokens for record in outcome.done]
-    if said and None not in said:
-        return sum(cached for cached in said if cached is not None)
-    return _get_growth(outcome, "vllm:prefix_cache_hits_total")
+    """As the answers say; if one does not, as the server's metrics say: found in cache, and loaded."""
+    said = metrics.add_up(record.hit_tokens for record in outcome.done)
+    found = _get_growth(outcome, "vllm:prefix_cache_hits_total")
+    return said if said is not None or found is None else found + (get_loaded_tokens(outcome) or 0)
 
 
 def get_recomputed_tokens(outcome: Outcome) -> int | None:
-    """Tokens that the job's turn before had computed, in full blocks, and that were not hit.
+    """Reusable tokens that were not hit, and what preemptions took.
 
-    What a preempted turn loses of its own is not seen from here. Known only for prompts of token ids in a
-    closed loop, with the server's block size and its cached tokens of every answer.
+    A client does not see the second. Where there were preemptions the count is the server's, if it has one.
     """
-    if outcome.block_size is None or not outcome.is_exact or outcome.workload.loop == "open":
-        return None
-    turns = {job.job_id: job.turns for job in outcome.workload.jobs}
-    total = 0
-    for record in outcome.done:
-        if record.cached_tokens is None:
-            return None
-        if record.turn > 1:
-            before, turn = turns[record.job][record.turn - 2 : record.turn]
-            reusable = _count_reusable(before, turn, quotes_answers=outcome.quotes_answers)
-            total += max(0, reusable // outcome.block_size * outcome.block_size - record.cached_tokens)
-    return total
+    missed = metrics.add_up(record.recomputed_tokens for record in outcome.done)
+    if missed is not None and not get_preemptions(outcome):
+        return missed
+    counted = _get_growth(outcome, "tenuto:recomputed_tokens_total")
+    return missed if counted is None else counted
+
+
+def get_notes(outcome: Outcome) -> tuple[str, ...]:
+    """What a reader of the record must know."""
+    preemptions = get_preemptions(outcome)
+    if preemptions and _get_growth(outcome, "tenuto:recomputed_tokens_total") is None:
+        return (
+            f"recomputed tokens do not hold what {preemptions} preemptions took: the server does not tell",
+        )
+    return ()
+
+
+def get_policy_faults(outcome: Outcome) -> int | None:
+    """Hooks of the server's policy that failed, as the server counts."""
+    return _get_growth(outcome, "tenuto:policy_faults_total")
 
 
 def get_preemptions(outcome: Outcome) -> int | None:
@@ -131,35 +95,23 @@ def get_preemptions(outcome: Outcome) -> int | None:
     return _get_growth(outcome, "vllm:num_preemptions_total")
 
 
-def get_tokens_loaded(outcome: Outcome) -> int | None:
+def get_loaded_tokens(outcome: Outcome) -> int | None:
     """Prompt tokens that came from a tier below the GPU, or from another instance, as the server counts."""
     return _get_growth(outcome, "vllm:external_prefix_cache_hits_total")
 
 
-def get_makespan_s(outcome: Outcome) -> float | None:
-    """From the first intended start to the last token."""
-    ends = [record.last_token_s for record in outcome.done if record.last_token_s is not None]
-    return max(ends) - min(record.intended_s for record in outcome.records) if ends else None
-
-
-def get_lags_s(outcome: Outcome) -> list[float]:
-    """How late each turn was sent."""
-    return [record.lag_s for record in outcome.records if record.lag_s is not None]
-
-
-def count_turns(outcome: Outcome) -> dict[str, int]:
-    """Turns planned, by how they ended; `not sent` are those that waited for one that failed."""
+def count_turns(outcome: Outcome) -> TurnCounts:
+    """The turns that were planned, by how they ended."""
     ends = Counter(record.status for record in outcome.records)
-    planned = sum(len(job.turns) for job in outcome.workload.jobs)
-    retried = sum(record.status == "ok" and bool(record.failures) for record in outcome.records)
-    return {
-        "planned": planned,
-        "ok": ends["ok"],
-        "ok_after_retries": retried,
-        "failed": ends["failed"],
-        "cancelled": ends["cancelled"],
-        "not_sent": planned - len(outcome.records),
-    }
+    planned = sum(outcome.num_turns.values())
+    return TurnCounts(
+        planned=planned,
+        ok=ends["ok"],
+        ok_after_retries=sum(record.status == "ok" and bool(record.failures) for record in outcome.records),
+        failed=ends["failed"],
+        cancelled=ends["cancelled"],
+        not_sent=planned - len(outcome.records),
+    )
 
 
 def count_failures(outcome: Outcome) -> dict[str, dict[str, object]]:
@@ -189,20 +141,6 @@ def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, object]]:
     return {kind: {"count": count, "first": first[kind]} for kind, count in counts.most_common()}
 
 
-def _get_prompt_tokens(outcome: Outcome, record: TurnRecord) -> int:
-    if outcome.is_exact or record.prompt_tokens is None:
-        return record.planned_prompt_tokens
-    return record.prompt_tokens
-
-
 def _get_growth(outcome: Outcome, name: str) -> int | None:
     growth: Mapping[str, float] = outcome.growth or {}
     return round(growth[name]) if name in growth else None
-
-
-def _count_reusable(before: TurnSpec, turn: TurnSpec, *, quotes_answers: bool) -> int:
-    """Tokens of a prompt that the turn before had computed; at most all but one, which must be computed."""
-    computed = (*before.prompt, before.output) if quotes_answers else before.prompt
-    shared = count_shared_tokens(computed, turn.prompt)
-    # A turn's last output token is never computed.
-    return min(shared, before.num_prompt_tokens + before.num_output_tokens - 1, turn.num_prompt_tokens - 1)

@@ -21,15 +21,17 @@ from tenuto.client.http.prompts import FORMS
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.load import live
 from tenuto.client.load.commands import CommandRecord, CommandRunner, check_commands
-from tenuto.client.load.files import RunFiles
 from tenuto.client.load.interruption import Interruption
 from tenuto.client.load.lag import sample_lag
 from tenuto.client.load.metrics import Outcome
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.records import TurnRecord
+from tenuto.client.load.records import Sending
 from tenuto.client.load.result import Labels, format_result, make_result
 from tenuto.client.load.runner import Load
 from tenuto.client.servers import scrape
+from tenuto.records.config import get_config
+from tenuto.records.schema import TurnRecord
+from tenuto.records.writer import RunFiles
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load_options import make_workload
 from tenuto.workload.schema import Workload
@@ -53,7 +55,7 @@ def run_bench(options: BenchOptions) -> int:
         say(f"not all was written: {files.problem}")
     if result["client"]["interrupted"]:
         return 130
-    turns = result["client"]["turns"]
+    turns = result["turns"]
     return 0 if turns["ok"] == turns["planned"] and not files.problem else 1
 
 
@@ -82,10 +84,11 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
         jps=options.load.jps,
         seed=options.load.seed,
         server_version=setup.server.version,
+        config=get_config(options.load),
         settings=_get_settings(setup),
         wall_s=time.monotonic() - started_s,
     )
-    return make_result(outcome, labels)
+    return make_result(outcome, labels).to_json()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ async def _run_load(client: Client, setup: _Setup, turns: TurnDriver, files: Run
 
     def on_command(record: CommandRecord) -> None:
         commands.append(record)
-        files.add_command(record)
+        files.add_command(record.to_json())
 
     options = setup.options
     runner = CommandRunner(options.command_limit_s, on_command) if options.run_commands else None
@@ -143,13 +146,20 @@ async def _run_load(client: Client, setup: _Setup, turns: TurnDriver, files: Run
             client,
             setup.writer,
             on_record,
+            sending=Sending(
+                is_exact=setup.writer.form.is_exact,
+                has_fixed_length=setup.writer.forced_format is None,
+                quotes_answers=setup.writer.quotes_answers,
+                block_size=setup.server.block_size,
+                is_open_loop=setup.workload.loop == "open",
+                retries=options.retries,
+            ),
             commands=runner,
-            retries=options.retries,
         )
         companions = [sample_lag(lags_s), live.show(progress, load, sys.stderr)]
         if setup.server.totals is not None and options.metrics_interval_s:
             companions.append(
-                scrape.follow(client, load.get_now_s, files.add_sample, options.metrics_interval_s)
+                scrape.follow(client, load.get_now_s, files.add_metrics, options.metrics_interval_s)
             )
         interruption.on_signal = load.stop
         await _drive(load, companions)
@@ -160,7 +170,6 @@ async def _run_load(client: Client, setup: _Setup, turns: TurnDriver, files: Run
         growth=growth,
         block_size=setup.server.block_size,
         is_exact=setup.writer.form.is_exact,
-        quotes_answers=setup.writer.quotes_answers,
         is_interrupted=interruption.has_come,
         loop_lags_s=lags_s,
         commands=commands,
@@ -206,20 +215,12 @@ async def _ask_totals(client: Client, settle_s: float) -> scrape.Totals:
 
 
 def _get_settings(setup: _Setup) -> dict[str, object]:
-    options, load = setup.options, setup.options.load
-    recorded = "recorded" if load.users is None else "users"
+    options = setup.options
     return {
         "url": options.url,
         "run_id": setup.writer.run_id,
-        "arrival": recorded if load.jps is None else load.arrival,
-        "users": load.users,
-        "window_s": load.window_s,
-        "loop": load.loop,
-        "scale_lengths": load.scale_lengths,
-        "scale_rate": load.scale_rate,
         "prompts": options.prompts,
         "answers": "server" if setup.writer.quotes_answers else "workload",
-        "hints": load.hints,
         "run_commands": options.run_commands,
         "force_format": options.force_format,
         "metrics_interval_s": options.metrics_interval_s,

@@ -18,7 +18,8 @@ from tenuto.client.http.prompts import Conversation
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.http.stream import Answer
 from tenuto.client.load.commands import CommandRunner
-from tenuto.client.load.records import Failure, Flight, Status, TurnRecord, make_record
+from tenuto.client.load.records import Flight, Sending, make_record
+from tenuto.records.schema import Failure, Status, TurnRecord
 from tenuto.workload.schema import Job
 from tenuto.workload.turn_driver import Due, TurnDriver
 
@@ -47,8 +48,8 @@ class Load:
         writer: RequestWriter,
         on_record: Callable[[TurnRecord], None],
         *,
+        sending: Sending,
         commands: CommandRunner | None = None,
-        retries: int = 0,
     ) -> None:
         self.num_in_flight = 0
         """Turns sent, or about to be, that have not ended."""
@@ -57,8 +58,10 @@ class Load:
         self._client = client
         self._writer = writer
         self._on_record = on_record
+        self._sending = sending
         self._commands = commands
-        self._retries = retries
+        self._last_finished: dict[str, int] = {}
+        """By job, the index of the turn that finished last."""
         self._families: dict[str, _Family] = {}
         self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,6 +116,7 @@ class Load:
             self._schedule(self._turns.on_failed(job.job_id, index, self.get_now_s()))
         else:
             self._record(flight, "ok")
+            self._last_finished[job.job_id] = index
             if self._writer.quotes_answers:
                 self._get_family(job).answers[job.turns[index].output.content_id] = flight.answer
             self._schedule(self._turns.on_finished(job.job_id, index, flight.answer.last_token_s))
@@ -133,6 +137,8 @@ class Load:
         job, index, _ = flight.due
         prompt = self._get_conversation(job).write_prompt(job.turns[index])
         body, headers = self._writer.write_body(job, index, prompt), self._writer.write_headers(job)
+        if job.job_id in self._last_finished:
+            flight.before = job.turns[self._last_finished[job.job_id]]
         flight.sent_s = self.get_now_s()
         self._schedule(self._turns.on_sent(job.job_id, index, flight.sent_s))
         for attempt in count():
@@ -141,7 +147,7 @@ class Load:
                 answer = await self._client.stream_answer(self._writer.form.path, body, headers)
             except RequestFailed as error:
                 flight.failures.append(Failure(error.kind, str(error), sent_s, self.get_now_s()))
-                if attempt == self._retries or not error.can_retry:
+                if attempt == self._sending.retries or not error.can_retry:
                     return
                 await asyncio.sleep(get_pause_s(attempt, error.retry_after_s, f"{job.job_id}/{index}"))
             else:
@@ -161,11 +167,7 @@ class Load:
 
     def _record(self, flight: Flight, status: Status) -> None:
         self.num_in_flight -= 1
-        writer = self._writer
-        has_fixed_length = writer.forced_format is None
-        self._on_record(
-            make_record(flight, status, is_exact=writer.form.is_exact, has_fixed_length=has_fixed_length)
-        )
+        self._on_record(make_record(flight, status, self._sending))
 
 
 def get_pause_s(attempt: int, retry_after_s: float | None, seed: str) -> float:

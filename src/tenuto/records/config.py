@@ -1,0 +1,22 @@
+"""The options of a run, as its record keeps them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+ALWAYS = ("gpu", "model", "policy", "workload", "seed")
+"""Options that are written down even at their defaults."""
+
+
+def get_config(*options: Any) -> dict[str, Any]:
+    """All options of these dataclasses that are not at their defaults, in JSON types."""
+    config: dict[str, Any] = {}
+    for part in options:
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            default = field.default if field.default is not dataclasses.MISSING else {}
+            if value != default or field.name in ALWAYS:
+                config[field.name] = dict(value) if isinstance(value, Mapping) else value
+    return config
