@@ -181,7 +181,8 @@ def print_tables(arms: Arms, num_turns: int) -> None:
     print(f"{'':>8}{'mean job':>12}{'P95 job':>12}{'recomputed tokens':>20}{'prompt tokens':>16}")
     for arm, (turns, jcts) in arms.items():
         print(
-            f"{arm:>8}{statistics.mean(jcts):>10.2f} s{get_percentile(jcts, 95):>10.2f} s{count_recomputed(turns):>20}"
+            f"{arm:>8}{statistics.mean(jcts):>10.2f} s{get_percentile(jcts, 95):>10.2f} s"
+            f"{count_recomputed(turns):>20}"
             f"{sum(t.prompt_tokens for t in turns):>16}"
         )
 
