@@ -151,7 +151,7 @@ def test_the_same_under_every_hash_seed() -> None:
     here = simulate(
         load_workload("swe-bench", jps=2, window_s=5).jobs, LinearSteps(), policy="continuum-fixed"
     )
-    assert json.loads(outputs[0]) == [asdict(record) for record in here]
+    assert json.loads(outputs[0]) == json.loads(json.dumps([asdict(record) for record in here]))
 
 
 def test_the_record_of_a_run() -> None:
