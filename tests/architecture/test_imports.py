@@ -110,8 +110,8 @@ def test_core_estimators_and_policies_need_the_standard_library_only() -> None:
 
 
 @pytest.mark.skipif(not (PACKAGE / "cli").exists(), reason="there is no command line yet")
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["policies"]])
-def test_the_command_line_loads_neither_torch_nor_vllm_nor_httpx(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], ["policies"], ["bench", "--help"]])
+def test_the_command_line_loads_nothing_heavy(arguments: list[str]) -> None:
     loaded = get_loaded(
         "from tenuto.cli import main\n"
         "try:\n"
@@ -121,4 +121,5 @@ def test_the_command_line_loads_neither_torch_nor_vllm_nor_httpx(arguments: list
         "assert not status, status"
     )
     assert "tenuto" in loaded
-    assert not loaded & {"torch", "vllm", "httpx", "transformers", "prometheus_client"}
+    heavy = {"torch", "vllm", "httpx", "transformers", "prometheus_client", "numpy", "scipy", "aiohttp"}
+    assert not loaded & (heavy | {"jinja2", "matplotlib", "rich", "pandas"})

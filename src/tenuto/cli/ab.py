@@ -7,23 +7,9 @@ from tenuto.cli.options import Given
 from tenuto.client.ab.options import AbOptions, ArmOptions
 from tenuto.client.load.options import BenchOptions
 
-_DESCRIPTION = """\
+_SUMMARY = """\
 Compare servers or policies under the same load, and say in words what came out.
-
-Every repeat runs the same jobs, from the same seed, once on each arm: that makes a pair. The order turns
-around from repeat to repeat (A B, B A, …), so that a machine that slows down meets all arms alike; the seed
-changes. Each pair gives one ratio per measure (job time, time to first token, turn time, throughput); their
-geometric mean has a bootstrap interval. Fewer than 6 pairs prove nothing, and the verdict says so. More than
-two arms are each compared with the first.
-
-An arm is NAME=URL, a server that runs already; NAME=vllm, NAME=policy:POLICY or NAME=sim:POLICY, a server
-that is started here before each of its runs and stopped afterwards: plain vLLM, vLLM with Tenuto's scheduler,
-or a simulated GPU. The prefix cache is emptied before each run where the server allows it (vLLM: those with
-VLLM_SERVER_DEV_MODE=1, which servers started here have); it is said where it could not be.
-
-Each run is kept when it ends (DIR/runs), and the same command again goes on where it was left. Ctrl-C gives
-the verdict of the pairs so far. `tenuto report DIR/results.jsonl` draws the rest. Exit status: 0 if every
-turn was answered, 1 if not, 2 if an arm could not be run, 130 if interrupted.
+Every repeat runs the same jobs once on each arm: that makes a pair. The verdict has a 95 % interval.
 """
 
 _EXAMPLES = """\
@@ -31,8 +17,27 @@ examples:
   tenuto ab --arm stock=vllm --arm hold=policy:continuum-fixed --model Qwen/Qwen3-8B --jps 6 --out ab1
   tenuto ab --arm a=http://10.0.0.1:8000 --arm b=http://10.0.0.2:8000 --workload swe-bench --jps 0.5 --out ab2
   tenuto ab --arm short=policy:continuum-fixed,ttl_s=1 --arm long=policy:continuum-fixed,ttl_s=10 \\
-      --model Qwen/Qwen3-8B --serve-args "--max-model-len 32768 --max-num-seqs 64" --hints tool --out ab3
-  tenuto ab --arm stock=sim:stock --arm hold=sim:continuum-fixed --model llama-3.1-8b --max-jobs 20 --out ab4
+      --model Qwen/Qwen3-8B --serve-args "--max-model-len 32768 --max-num-seqs 64" \\
+      --hints tool --jps 2 --out ab3
+  tenuto ab --arm stock=sim:stock --arm hold=sim:continuum-fixed --model llama-3.1-8b --jps 1 --out ab4
+"""
+
+_NOTES = """\
+An arm is NAME=URL, a server that runs already, or a server that is started here before each of its runs and
+stopped afterwards: NAME=vllm is plain vLLM, NAME=policy:POLICY is vLLM with Tenuto's scheduler, and
+NAME=sim:POLICY is a simulated GPU. More than two arms are each compared with the first.
+
+The order turns around from repeat to repeat (A B, B A, …), so that a machine that slows down meets all arms
+alike; the seed changes too. Each pair gives one ratio per measure (job time, time to first token, turn time,
+throughput). Their geometric mean has a bootstrap interval. Fewer than 6 pairs prove nothing, and the verdict
+says so.
+
+The prefix cache is emptied before each run where the server allows it (vLLM with VLLM_SERVER_DEV_MODE=1,
+which servers started here have). The verdict says where it could not be emptied.
+
+Each run is kept when it ends (DIR/runs); the same command again goes on where it was left. Ctrl-C gives the
+verdict of the pairs so far. `tenuto report DIR/results.jsonl` draws the results.
+Exit status: 0 if every turn was answered, 1 if not, 2 if an arm could not be run, 130 if interrupted.
 """
 
 
@@ -54,4 +59,6 @@ def read_ab_options(given: Given) -> AbOptions:
 
 _EACH_RUNS_OWN = ("url", "run_id", "policy")
 """Options of the bench that a comparison sets for each of its runs."""
-COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(AbOptions, without=_EACH_RUNS_OWN),), run)
+COMMAND = Command(
+    _SUMMARY, _EXAMPLES, (Part(ArmOptions), Part(AbOptions, without=_EACH_RUNS_OWN)), run, notes=_NOTES
+)

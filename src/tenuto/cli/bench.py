@@ -6,16 +6,9 @@ from tenuto.cli.command import Command, Part, needing
 from tenuto.cli.options import Given
 from tenuto.client.load.options import BenchOptions
 
-_DESCRIPTION = """\
+_SUMMARY = """\
 Run agent jobs against any OpenAI-compatible server and measure them.
-
-A job is a conversation of several turns with a tool call (a sleep, or a command) between two. Every turn is
-sent when the workload says, whatever the client is doing; its latency counts from that moment. Prompts are
-token ids: they have exactly the planned length, and share exactly what the workload says they share, on any
-server whose /v1/completions takes ids (vLLM, SGLang, the simulated server). For others: --prompts words.
-
-On stderr there is a view of the run; Ctrl-C ends it early and keeps what there is. Exit status: 0 if every
-turn was answered, 1 if not, 2 if nothing could be run, 130 if interrupted.
+A job is a conversation of several turns; between two turns its tool runs (a sleep, or a real command).
 """
 
 _EXAMPLES = """\
@@ -23,11 +16,21 @@ examples:
   tenuto bench --url http://localhost:8000 --jps 6
       the 8-turn workload of the published sweeps, 255 jobs arriving within 45 s
   tenuto bench --url http://localhost:8000 --workload swe-bench --jps 0.5 --hints tool --out runs/swe
-      with each turn's tool named to Tenuto; result.json, turns.jsonl and metrics.jsonl go to runs/swe
+      each turn names its tool to Tenuto; result.json, turns.jsonl and metrics.jsonl go to runs/swe
   tenuto bench --url http://localhost:8000 --users 32 --max-jobs 200
-      32 users, each beginning a job when their last one has ended
+      32 users; each begins a job when the user's last job has ended
   tenuto bench --url http://localhost:8000 --workload trace.jsonl --loop open --scale-rate 2
       a recorded trace at its own times, twice as fast
+"""
+
+_NOTES = """\
+Every turn is sent when the workload says, whatever the client is doing, and its latency counts from that
+moment. Prompts are token ids: they have exactly the planned length and share exactly what the workload says,
+on any server whose /v1/completions takes ids (vLLM, SGLang, the simulated server). For other servers there is
+--prompts words.
+
+stderr shows the run while it goes on. Ctrl-C ends it early and keeps what there is.
+Exit status: 0 if every turn was answered, 1 if not, 2 if nothing could be run, 130 if interrupted.
 """
 
 
@@ -39,4 +42,4 @@ def run(given: Given) -> int:
     return run_bench(options)
 
 
-COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(BenchOptions),), run)
+COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(BenchOptions),), run, notes=_NOTES)

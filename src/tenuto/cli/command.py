@@ -37,13 +37,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Command:
-    """One command. `description` and `examples` are shown as they are."""
+    """One command. Its texts are shown as they are."""
 
-    description: str
+    summary: str
+    """What it does, in two lines."""
     examples: str
     options: tuple[Part, ...]
     run: Callable[[Given], int]
     """Returns the exit status. Raises TenutoError."""
+    notes: str = ""
+    """What else a user should know; the help ends with it."""
     passes_on: bool = False
     """Arguments that it does not know go on to another program."""
 
@@ -82,14 +85,14 @@ def make_parser(name: str, command: Command) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"tenuto {name}",
         usage=_make_usage(name, flags),
-        description=command.description,
-        epilog=command.examples,
+        description=f"{command.summary}\n{command.examples}",
+        epilog=command.notes,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,
     )
     add_flags(parser, flags)
-    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     return parser
 
 

@@ -17,10 +17,9 @@ from tenuto.sim.sweep import Cell, check_cells, make_cells, read_results, run_ce
 from tenuto.sim.sweep_table import format_rows, make_rows
 from tenuto.workload.load_options import LoadOptions
 
-_DESCRIPTION = """\
-Run a sweep: every GPU × policy × load × seed, on all cores. Ends with a table that marks the winner of each
-cell; DIR/results.jsonl has a record per run. Runs that are in it already are not run again, so a sweep that
-was stopped goes on where it was.
+_SUMMARY = """\
+Simulate every GPU with every policy, load and seed, on all cores, and mark the winner of each cell.
+Runs that DIR/results.jsonl has already are not run again: a sweep that was stopped goes on where it was.
 """
 
 _EXAMPLES = """\
@@ -98,9 +97,10 @@ def format_time(seconds: float) -> str:
 
 
 COMMAND = Command(
-    _DESCRIPTION,
+    _SUMMARY,
     _EXAMPLES,
     (
+        Part(GridOptions),
         Part(CompareOptions),
         Part(LoadOptions, without=("jps", "seed")),
         Part(Setup, without=("gpu",)),

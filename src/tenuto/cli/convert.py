@@ -6,13 +6,9 @@ from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
 from tenuto.workload.convert.options import ConvertOptions
 
-_DESCRIPTION = """\
-Change a trace's format, or import agents' logs.
-
-IN is anything that `tenuto bench --workload` takes: Tenuto's JSONL (a recording, say), Mooncake, agentic
-Mooncake, Weka, trajectories of mini-swe-agent (a file or a folder of *.traj.json), OpenAI-style chat logs
-(JSONL of rows with messages). What was written is read again, and what the new format could not hold is
-told on stderr, with --json on stdout too.
+_SUMMARY = """\
+Change a trace's format, or import agents' logs as a workload.
+It says on stderr what the new format cannot hold.
 """
 
 _EXAMPLES = """\
@@ -23,6 +19,12 @@ examples:
       mini-swe-agent's own logs as a workload; then: tenuto bench --workload swe.jsonl --url …
 """
 
+_NOTES = """\
+IN is anything that --workload takes: Tenuto's JSONL (a recording, say), Mooncake, agentic Mooncake, Weka,
+trajectories of mini-swe-agent (a file, or a folder of *.traj.json), or OpenAI-style chat logs (JSONL of rows
+with messages). What was written is read again and compared, to find what was lost.
+"""
+
 
 def run(given: Given) -> int:
     """Convert a file."""
@@ -31,4 +33,4 @@ def run(given: Given) -> int:
     return run_convert(given.read(ConvertOptions))
 
 
-COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(ConvertOptions),), run)
+COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(ConvertOptions),), run, notes=_NOTES)

@@ -45,6 +45,12 @@ class Flag(NamedTuple):
         return get_flag(self.field)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Its name and, if it has one, its other name."""
+        alias = self.field.metadata.get("alias")
+        return (self.name, alias) if alias else (self.name,)
+
+    @property
     def metavar(self) -> str:
         """What the help shows in the place of the value."""
         if said := self.field.metadata.get("metavar"):
@@ -59,9 +65,11 @@ class Flag(NamedTuple):
 def get_flags(cls: type) -> Iterator[Flag]:
     """The flags of a class of options and of those nested in it: its own first, then those of its bases."""
     kinds = get_type_hints(cls)
-    for field in sorted(
-        dataclasses.fields(cls), key=lambda field: cls.__mro__.index(_find_owner(cls, field))
-    ):
+    fields = [
+        (cls.__mro__.index(_find_owner(cls, field)), not field.metadata.get("is_option"), field)
+        for field in dataclasses.fields(cls)
+    ]
+    for *_, field in sorted(fields, key=lambda each: each[:2]):
         if field.metadata.get("is_option"):
             yield _make_flag(cls, field, kinds[field.name])
         elif dataclasses.is_dataclass(kinds[field.name]):
@@ -105,8 +113,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: list[Flag]) -> None:
             words["action"] = "append" if form.get("is_repeatable") else "store"
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
-        names = [flag.name, *([form["alias"]] if "alias" in form else [])]
-        groups[flag.group].add_argument(*names, **words)
+        groups[flag.group].add_argument(*flag.names, **words)
 
 
 def _describe(flag: Flag) -> str:

@@ -16,16 +16,18 @@ from tenuto.sim.setup import Setup
 from tenuto.sim.sweep import Cell, check_cells, make_cells, run_cell
 from tenuto.workload.load_options import LoadOptions
 
-_DESCRIPTION = """\
-Find the fewest GPUs, of which kind and with which policy, that keep the P95 job time within a target. It
-searches over the simulator: machines are independent behind a router with session affinity.
-
-Exit status: 0 if some number of GPUs suffices, 1 if none does.
+_SUMMARY = """\
+Find the fewest GPUs, of which kind and with which policy, that keep the P95 job time within a target.
+It searches over the simulator: machines are independent behind a router with session affinity.
 """
 
 _EXAMPLES = """\
 examples:
   tenuto plan --gpu H100,H200,L40S --workload swe-bench --window 300 --jps 4 --p95 60 --policies stock,tenuto
+"""
+
+_NOTES = """\
+Exit status: 0 if some number of GPUs suffices, 1 if none does.
 """
 
 
@@ -65,8 +67,9 @@ def run(given: Given) -> int:
 
 
 COMMAND = Command(
-    _DESCRIPTION,
+    _SUMMARY,
     _EXAMPLES,
     (Part(PlanOptions), Part(LoadOptions, without=("jps",)), Part(Setup, without=("gpu",))),
     run,
+    notes=_NOTES,
 )

@@ -9,8 +9,9 @@ from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
 from tenuto.core.settings import Options, option
 
-_DESCRIPTION = """\
-List the policies, with their options, units and defaults.
+_SUMMARY = """\
+List the policies and presets, with their options, units and defaults.
+`--policy` takes any of these names, file.py:Class, or my.module:Class.
 """
 
 _EXAMPLES = """\
@@ -36,4 +37,4 @@ def run(given: Given) -> int:
     return 0
 
 
-COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(PoliciesOptions),), run)
+COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(PoliciesOptions),), run)

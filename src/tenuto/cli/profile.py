@@ -7,23 +7,9 @@ from tenuto.cli.options import Given
 from tenuto.client.profile.options import FitOptions, ProfileOptions
 from tenuto.core.errors import ConfigError
 
-_DESCRIPTION = """\
-Fit how long a server's steps take, for `tenuto simulate`, `compare` and `plan --step-cost FILE`.
-
-With --url a live server is asked: prompts of several lengths after several contexts, one token each, show its
-prefill; several conversations at once, at several contexts, its decode. The server should be idle, and have
-its prefix cache on. What was measured goes to --save, one step a line. With --observations such lines come
-from a file: steps of your own, and copies between GPU and host memory, which show the link's bandwidth (no
-server tells these over HTTP). Both together are fitted as one.
-
-  prefill step = a + b × tokens + c × pairs            pairs: sum of n × (context + n / 2)
-  decode step  = a + b × decodes + c × context tokens
-  copy         = a + b × bytes
-
-A line of the file is one of:
-  {"prefills": [[512, 2048]], "decodes": [], "seconds": 0.031}     chunks as [tokens, context tokens]
-  {"prefills": [], "decodes": [2048, 300], "seconds": 0.012}       a context for each decode
-  {"num_bytes": 33554432, "seconds": 0.00068}
+_SUMMARY = """\
+Fit how long a server's steps take, for --step-cost FILE of `tenuto simulate`, `compare` and `plan`.
+With --url a live server is timed; with --observations the times come from a file; both are fitted as one.
 """
 
 _EXAMPLES = """\
@@ -32,6 +18,23 @@ examples:
   tenuto profile --url http://localhost:8000 --step-tokens 8192 --max-batch 64 --out costs.json
   tenuto profile --observations steps.jsonl --out costs.json
   tenuto simulate --step-cost costs.json --gpu H100 --kv-tokens 400000 --policy tenuto --jps 3
+"""
+
+_NOTES = """\
+A live server should be idle, and have its prefix cache on. Prompts of several lengths after several contexts,
+with one token of output each, show its prefill. Several conversations at once, at several contexts, show its
+decode. What was measured goes to --save, one step a line.
+
+  prefill step = a + b × tokens + c × pairs            pairs: sum of n × (context + n / 2)
+  decode step  = a + b × decodes + c × context tokens
+  copy         = a + b × bytes
+
+A line of an observations file is one of these. Copies between GPU and host memory give the bandwidth of the
+link; no server tells them over HTTP.
+
+  {"prefills": [[512, 2048]], "decodes": [], "seconds": 0.031}     chunks as [tokens, context tokens]
+  {"prefills": [], "decodes": [2048, 300], "seconds": 0.012}       a context for each decode
+  {"num_bytes": 33554432, "seconds": 0.00068}
 """
 
 
@@ -52,4 +55,6 @@ def run(given: Given) -> int:
     return run_fit(paths, fit.out, as_json=fit.as_json)
 
 
-COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(ProfileOptions, optional=("url",)), Part(FitOptions)), run)
+COMMAND = Command(
+    _SUMMARY, _EXAMPLES, (Part(ProfileOptions, optional=("url",)), Part(FitOptions)), run, notes=_NOTES
+)

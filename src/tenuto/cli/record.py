@@ -6,16 +6,9 @@ from tenuto.cli.command import Command, Part, needing
 from tenuto.cli.options import Given
 from tenuto.proxy.options import RecordOptions
 
-_DESCRIPTION = """\
-Write down what agents ask of a server: a proxy that everything passes through as it is.
-
-Point the agents at the proxy instead of the server. Every answered turn becomes a line of Tenuto's JSONL:
-session, arrival, tool gap, prompt and output length, the tool called, latencies, and salted hashes that say
-which prompts begin alike. No text, no header and no key is written unless --keep-text asks for the text.
-
-Prompt lengths and hashes are of the server's own tokens where it has /tokenize (vLLM, SGLang) or is sent
-token ids; elsewhere of whole messages, their lengths shared out from the server's usage.
-Ctrl-C or SIGTERM ends the recording; what was answered by then is in the file.
+_SUMMARY = """\
+Write down what agents ask of a server, without their text: a proxy that passes everything through as it is.
+Point the agents at the proxy instead of the server. Ctrl-C or SIGTERM ends the recording.
 """
 
 _EXAMPLES = """\
@@ -27,6 +20,15 @@ examples:
       recordings with one salt have the same hashes, so that they can be compared or put together
 """
 
+_NOTES = """\
+Every answered turn becomes a line of Tenuto's JSONL: session, arrival, tool gap, prompt and output length,
+the tool called, latencies, and salted hashes that say which prompts begin alike. No text, no header and no
+key is written, unless --keep-text asks for the text.
+
+Prompt lengths and hashes are of the server's own tokens where it has /tokenize (vLLM, SGLang) or is sent
+token ids. Elsewhere they are of whole messages, with lengths estimated from the server's usage.
+"""
+
 
 def run(given: Given) -> int:
     """Record until Ctrl-C or SIGTERM."""
@@ -36,4 +38,4 @@ def run(given: Given) -> int:
     return run_recording(options)
 
 
-COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(RecordOptions),), run)
+COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(RecordOptions),), run, notes=_NOTES)

@@ -13,15 +13,9 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option, parse_policy_options
 from tenuto.workload.load_options import LoadOptions
 
-_DESCRIPTION = """\
-Run a recording again.
-
-Against a server: the jobs of a recording (or of any trace that `tenuto bench` reads) with their arrivals,
-their tool times and exactly their prompt lengths; it is `tenuto bench --workload TRACE`, with its options.
-
-With --decisions: TRACE is a scheduler's own trace, of `tenuto serve --trace` or `tenuto simulate --trace`.
-Its policy is made afresh, told and asked again all that the trace says, and must answer the same each time.
-Exit status: 0 if it does, 1 if an answer differs, 2 if the trace cannot be replayed.
+_SUMMARY = """\
+Run a recording against a server again: the same jobs, arrivals, tool times and prompt lengths.
+With --decisions: make the decisions of a scheduler's own trace again, without a server.
 """
 
 _EXAMPLES = """\
@@ -32,6 +26,14 @@ examples:
   tenuto replay --decisions scheduler.jsonl
   tenuto replay --decisions scheduler.jsonl --policy continuum-fixed --option ttl_s=3
       what another policy would have answered to the same questions
+"""
+
+_NOTES = """\
+Against a server, this is `tenuto bench --workload TRACE` with its options.
+
+With --decisions, TRACE comes from `tenuto serve --trace` or `tenuto simulate --trace`. Its policy is made
+afresh, is told and asked again all that the trace says, and must answer the same each time.
+Exit status with --decisions: 0 if it does, 1 if an answer differs, 2 if the trace cannot be replayed.
 """
 
 
@@ -85,8 +87,9 @@ def _replay_decisions(options: ReplayOptions) -> int:
 
 
 COMMAND = Command(
-    _DESCRIPTION,
+    _SUMMARY,
     _EXAMPLES,
     (Part(ReplayOptions), Part(BenchOptions, without=("workload",), optional=("url",))),
     run,
+    notes=_NOTES,
 )

@@ -9,14 +9,14 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from tenuto.cli.command import Command, Part
-from tenuto.cli.options import Given
+from tenuto.cli.options import Given, get_flags
 from tenuto.core.errors import TenutoError
 from tenuto.core.redact import redact
 from tenuto.core.settings import Options, option, parse_policy_options
+from tenuto.core.suggest import suggest
 
-_DESCRIPTION = """\
-Run vLLM with Tenuto's scheduler: prints the `vllm serve` line and becomes it.
-
+_SUMMARY = """\
+Run vLLM with Tenuto's scheduler: print the `vllm serve` line, then become it.
 MODEL comes first. Options that are not listed here go to vLLM as they are.
 """
 
@@ -37,7 +37,10 @@ class ServeOptions(Options):
         MISSING, "model name or folder, as for vllm serve", metavar="MODEL", is_positional=True
     )
     policy: str | None = option(
-        None, "policy name (see `tenuto policies`) or my.module:Class", metavar="NAME", shown_default="tenuto"
+        None,
+        "see `tenuto policies`, or file.py:Class, or my.module:Class",
+        metavar="NAME",
+        shown_default="tenuto",
     )
     options: tuple[str, ...] = option(
         (),
@@ -62,6 +65,9 @@ def run(given: Given) -> int:
     from tenuto.vllm.launch import build_command, get_environment, get_hints
 
     options = given.read(ServeOptions)
+    for flag in given.passed_on:
+        if near := suggest(flag.partition("=")[0], _FLAGS, cutoff=0.8):
+            print(f"[serve] {flag} goes to vLLM{near}", file=sys.stderr, flush=True)
     command = build_command(options.model, options.get_settings(), given.passed_on)
     print(shlex.join(redact(command)), flush=True)
     for hint in get_hints(command):
@@ -76,4 +82,5 @@ def run(given: Given) -> int:
         ) from None
 
 
-COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(ServeOptions),), run, passes_on=True)
+_FLAGS = [flag.name for flag in get_flags(ServeOptions) if flag.name.startswith("-")]
+COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(ServeOptions),), run, passes_on=True)

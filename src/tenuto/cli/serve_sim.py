@@ -12,16 +12,9 @@ from tenuto.core.settings import Options, option
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.setup import Setup
 
-_DESCRIPTION = """\
-Serve a simulated engine as vLLM would serve a real one: an OpenAI-compatible server whose time is a GPU's,
-for clients, routers and benchmarks that need a GPU nobody has. Scheduler, KV cache and policy are those of
-`tenuto simulate`; what the model says is made up.
-
-Prompts: text, token ids, chat messages (text only), with a tokenizer of its own unless --tokenizer names a
-real one. Answers: meaningless words, `max_tokens` of them (without: 16 for completions, --answer-tokens for
-chats); the same ones each time for a prompt at temperature 0 or with a `seed`. `stop` is never met; one
-choice per request. A tool is called when `tool_choice` demands it, or when the request says
-"vllm_xargs": {"sim_tool": NAME, "sim_arguments": JSON}. Jobs are known, and hints read, as in `tenuto serve`.
+_SUMMARY = """\
+Serve a simulated engine behind an OpenAI-compatible server, as vLLM would serve a real one.
+It is for clients, routers and benchmarks that need a GPU which nobody has. What the model says is made up.
 """
 
 _EXAMPLES = """\
@@ -29,7 +22,20 @@ examples:
   tenuto serve --engine sim --gpu H200 --model llama-3.1-8b --policy continuum-fixed
       in real time, on port 8000; then: tenuto verify --url http://localhost:8000
   tenuto serve --engine sim --gpu A100-80 --model qwen3-32b --tp 2 --speed 10
-      ten simulated seconds a second; clients' own waits, such as tool calls, do not shrink by themselves
+      ten simulated seconds a second; waits of the clients, such as tool calls, do not shrink by themselves
+"""
+
+_NOTES = """\
+Scheduler, KV cache and policy are those of `tenuto simulate`. Jobs are known, and hints are read, as in
+`tenuto serve MODEL`.
+
+Prompts: text, token ids, or chat messages (text only). The tokenizer is made up too, unless --tokenizer names
+a real one.
+Answers: words without meaning, as many as `max_tokens` says (without it: 16 in a completion, --answer-tokens
+in a chat). A prompt gets the same answer each time at temperature 0 or with a `seed`. `stop` is never met. A
+request has one choice.
+Tools: one is called when `tool_choice` demands it, or when the request says
+"vllm_xargs": {"sim_tool": NAME, "sim_arguments": JSON}.
 """
 
 
@@ -53,5 +59,9 @@ def run(given: Given) -> int:
 
 
 COMMAND = Command(
-    _DESCRIPTION, _EXAMPLES, (Part(EngineOptions), Part(PolicyOptions), Part(ServerOptions), Part(Setup)), run
+    _SUMMARY,
+    _EXAMPLES,
+    (Part(EngineOptions), Part(PolicyOptions), Part(ServerOptions), Part(Setup)),
+    run,
+    notes=_NOTES,
 )

@@ -14,9 +14,9 @@ from tenuto.core.settings import Options, option
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
 
-_DESCRIPTION = """\
+_SUMMARY = """\
 Run one workload on one simulated GPU: vLLM's scheduler decision by decision, GPU time from measured tables.
-Prints the result; with --out DIR also every turn (turns.jsonl) and the KV cache over time (occupancy.jsonl).
+It needs no GPU and no vLLM.
 """
 
 _EXAMPLES = """\
@@ -24,6 +24,11 @@ examples:
   tenuto simulate --gpu H200 --policy continuum-fixed --jps 6
   tenuto simulate --gpu H100 --policy tenuto --workload sessions/ --jps 0.05 --out runs/mine
   tenuto simulate --gpu A100-80 --policy stock --offload async --host-gb 200 --workload swe-bench --jps 1
+"""
+
+_NOTES = """\
+It prints the result. With --out DIR it also writes every turn (turns.jsonl) and the KV cache over time
+(occupancy.jsonl), for `tenuto report` and `tenuto analyze`.
 """
 
 
@@ -66,8 +71,9 @@ def run(given: Given) -> int:
 
 
 COMMAND = Command(
-    _DESCRIPTION,
+    _SUMMARY,
     _EXAMPLES,
     (Part(PolicyOptions), Part(LoadOptions), Part(Setup), Part(SimulateOptions)),
     run,
+    notes=_NOTES,
 )

@@ -20,7 +20,7 @@ class PolicyOptions(Options):
 
     GROUP = "the policy"
 
-    policy: str = option("tenuto", "see `tenuto policies`, or my.module:Class", metavar="NAME")
+    policy: str = option("tenuto", "see `tenuto policies`, or file.py:Class", metavar="NAME")
     options: tuple[str, ...] = option(
         (),
         "a policy's option; may be repeated, and be for one policy alone",
@@ -45,7 +45,9 @@ class GridOptions(Options):
     gpus: tuple[str, ...] = option(
         MISSING, f"the GPUs to simulate, of {', '.join(GPUS)}", flag="--gpu", metavar="A,B,…"
     )
-    policies: tuple[str, ...] = option(MISSING, "see `tenuto policies`", metavar="A,B,…")
+    policies: tuple[str, ...] = option(
+        MISSING, "see `tenuto policies`, or file.py:Class", metavar="A,B,…", alias="--policy"
+    )
     options: tuple[str, ...] = option(
         (),
         "a policy's option; may be repeated, and be for one policy alone",

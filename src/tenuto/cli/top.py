@@ -6,15 +6,9 @@ from tenuto.cli.command import Command, Part, needing
 from tenuto.cli.options import Given
 from tenuto.report.top.options import TopOptions
 
-_DESCRIPTION = """\
+_SUMMARY = """\
 Watch a live server: what runs, what is leased and until when, what the cache hits.
-
-Reads nothing but the server's /metrics. Shows requests (running, waiting, held back at the door), the KV
-cache split into running, leased and free, leases with the countdown to the next deadline and how they end,
-the hit ratio, latencies, tool times, tiers below the GPU and the policy's faults; rates and percentiles are
-over the window. On stock vLLM the parts that are Tenuto's are left out. Ctrl-C ends it.
-
-Where the output is no terminal it prints a line per look instead. A server that is down is tried again.
+It reads nothing but the server's /metrics. Ctrl-C ends it.
 """
 
 _EXAMPLES = """\
@@ -23,6 +17,15 @@ examples:
   tenuto top --url http://localhost:8000 --once            one picture, and done
   tenuto top --url http://localhost:8000 --once --json     for a script; without --once, a line per look
   tenuto top --url http://localhost:8000 >> top.log        a plain line every two seconds
+"""
+
+_NOTES = """\
+It shows requests (running, waiting, held back by admission), the KV cache split into running, leased and
+free, leases with the countdown to the next deadline and how leases end, the hit ratio, latencies, tool times,
+tiers below the GPU and the policy's faults. Rates and percentiles are over the window. Stock vLLM has no
+leases, so there those parts are left out.
+
+Where the output is no terminal, it prints one line per look. A server that is down is tried again.
 """
 
 
@@ -34,4 +37,4 @@ def run(given: Given) -> int:
     return watch(options)
 
 
-COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(TopOptions),), run)
+COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(TopOptions),), run, notes=_NOTES)

@@ -11,17 +11,20 @@ from tenuto.cli.options import Given
 from tenuto.core.errors import TenutoError
 from tenuto.core.settings import Options, option
 
-_DESCRIPTION = """\
-Check that a live server holds a job's KV cache.
-
-Runs one job of five turns against an idle server. Exit status: 0 only if the job's KV cache was held in every
-tool gap, hit on return and released at the end; 1 if not; 2 if that could not be checked.
+_SUMMARY = """\
+Check that a live server really holds a job's KV cache while the job's tools run.
+It runs one job of five turns; the server should be idle.
 """
 
 _EXAMPLES = """\
 examples:
   tenuto verify --url http://localhost:8000
   tenuto verify --url http://localhost:8000 --gap 5 --json
+"""
+
+_NOTES = """\
+Exit status: 0 if the job's KV cache was held in every tool gap, hit on return and released at the end; 1 if
+not; 2 if that could not be checked.
 """
 
 
@@ -53,4 +56,4 @@ def run(given: Given) -> int:
     return 0 if verdict.ok else 1
 
 
-COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(VerifyOptions),), run)
+COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(VerifyOptions),), run, notes=_NOTES)

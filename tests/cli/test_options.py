@@ -1,0 +1,131 @@
+"""Flags from dataclasses: how fields become flags, and what is given becomes fields again."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from tenuto.cli.command import Command, Part, make_parser, parse_options
+from tenuto.cli.options import Given
+from tenuto.core.errors import ConfigError
+from tenuto.core.settings import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner(Options):
+    """Nested."""
+
+    GROUP = "inner"
+
+    window_s: float | None = option(None, "how long", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base(Options):
+    """Inherited."""
+
+    GROUP = "base"
+
+    retries: int = option(0, "again", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer(Base):
+    """One field of each kind."""
+
+    GROUP = "outer"
+
+    source: Path = option(MISSING, "what is read", metavar="IN", is_positional=True)
+    url: str = option(MISSING, "the server")
+    inner: Inner = field(default_factory=Inner)
+    loop: Literal["closed", "open"] = option("closed", "which loop")
+    seeds: tuple[int, ...] = option((42,), "seeds", alias="--seed")
+    words: tuple[str, ...] = option((), "words", flag="--word", is_repeatable=True)
+    pairs: dict[str, str] = option(
+        dict, "pairs", metavar="K=V", is_repeatable=True, read=lambda texts: dict(t.split("=") for t in texts)
+    )
+    key: str | None = option(None, "a key", environment="TENUTO_TEST_KEY")
+    as_json: bool = option(False, "print JSON", flag="--json")
+    made_elsewhere: int = 7
+
+
+COMMAND = Command("Does it.\n", "examples:\n  x\n", (Part(Outer),), lambda given: 0, notes="And more.")
+
+
+def parse(*arguments: str) -> Given:
+    return parse_options("x", COMMAND, arguments)
+
+
+def test_every_kind_of_field_is_read() -> None:
+    given = parse(
+        *("in.txt", "--url", "u", "--window", "2", "--loop", "open", "--seed", "1, 2,", "--word", "a,b"),
+        *("--word", "c", "--pairs", "a=1", "--pairs", "b=2", "--key", "k", "--json", "--retries", "3"),
+    )
+    assert given.read(Outer) == Outer(
+        source=Path("in.txt"), url="u", inner=Inner(window_s=2.0), loop="open", seeds=(1, 2),
+        words=("a,b", "c"), pairs={"a": "1", "b": "2"}, key="k", as_json=True, retries=3,
+    )  # fmt: skip
+    assert given.has("window_s")
+    assert not parse("in.txt").has("window_s")
+
+
+def test_what_is_not_given_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TENUTO_TEST_KEY", raising=False)
+    assert parse("in", "--url", "u").read(Outer) == Outer(source=Path("in"), url="u")
+    monkeypatch.setenv("TENUTO_TEST_KEY", "from outside")
+    assert parse("in", "--url", "u").read(Outer).key == "from outside"
+    assert parse("in", "--url", "u", "--key", "k").read(Outer).key == "k"
+
+
+def test_known_fields_are_taken_as_they_are() -> None:
+    assert parse("in").read(Outer, url="known", made_elsewhere=8).made_elsewhere == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["in"], "--url is missing: the server"),
+        (["in", "--url", "u", "--retries", "x"], "--retries must be a whole number, got 'x'"),
+        (["in", "--url", "u", "--seeds", "1,x"], "--seeds must be a whole number, got 'x'"),
+        (["in", "--url", "u", "--window", "0"], "--window must be above 0, got 0.0"),
+        (["in", "--url", "u", "--window", "nan"], "--window must be finite"),
+        (["in", "--url", "u", "--loop", "half"], "--loop must be one of closed, open; got 'half'"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_flag(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*arguments).read(Outer)
+    assert str(caught.value).startswith(words)
+
+
+def test_the_help_has_groups_defaults_and_what_must_be_given() -> None:
+    text = make_parser("x", COMMAND).format_help()
+    assert text.startswith("usage: tenuto x IN --url TEXT [options]\n\nDoes it.\n\nexamples:\n  x\n")
+    assert text.endswith("And more.\n")
+    assert text.index("outer:") < text.index("--loop") < text.index("inner:") < text.index("base:")
+    for words in ("--url TEXT            the server (required)", "seeds (default: 42)", "again (default: 0)",
+                  "a key (default: $TENUTO_TEST_KEY)", "--window S ", "--seeds N,…, --seed N,…"):  # fmt: skip
+        assert words in text
+
+
+def test_a_part_may_leave_fields_out_or_need_them_not() -> None:
+    command = Command("d\n", "e\n", (Part(Outer, without=("retries",), optional=("url",)),), lambda given: 0)
+    assert make_parser("x", command).format_usage() == "usage: tenuto x IN [options]\n"
+    with pytest.raises(ConfigError, match="there is no option --retries"):
+        parse_options("x", command, ["in", "--retries", "1"])
+
+
+def test_what_another_program_knows_is_passed_on() -> None:
+    command = Command("d\n", "e\n", (Part(Base),), lambda given: 0, passes_on=True)
+    given = parse_options("x", command, ["--port", "1", "--retries", "2", "-dp", "4"])
+    assert given.passed_on == ["--port", "1", "-dp", "4"]
+    assert given.read(Base) == Base(retries=2)
+
+
+def test_a_default_is_made_afresh() -> None:
+    made: list[Any] = [parse("in", "--url", "u").read(Outer).pairs for _ in range(2)]
+    assert made[0] == made[1] == {}
+    assert made[0] is not made[1]
