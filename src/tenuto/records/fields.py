@@ -56,6 +56,11 @@ class Fields:
         self._path = path
         self._written_as = written_as or {}
 
+    @property
+    def file(self) -> str:
+        """The file alone."""
+        return re.sub(r"(:\d+|\[\d+\])\Z", "", self.place)
+
     def error(self, field: str, problem: str) -> DataError:
         """The error to raise about a field."""
         return DataError(f"{self.place}: {self._path}{self._written_as.get(field, field)}: {problem}")

@@ -29,22 +29,22 @@ class Kind:
 
 _WORKLOAD_COMMANDS = ("tenuto replay {} --url URL", "tenuto simulate --workload {}", "tenuto convert {} OUT")
 _READERS = ("tenuto analyze {}", "tenuto report {}")
-RUN = Kind("the result of runs", _READERS)
-TURNS = Kind("the turns of a run", _READERS)
-SAMPLES = Kind("samples of a KV cache", ("tenuto report {}",))
+RUN = Kind("a result of runs", _READERS)
+TURNS = Kind("a file of turns", _READERS)
+SAMPLES = Kind("a file of KV cache samples", ("tenuto report {}",))
 TRACE = Kind("a scheduler's trace", ("tenuto replay --decisions {}", *_READERS))
 RECORDING = Kind("a recording", (*_WORKLOAD_COMMANDS, *_READERS), is_workload=True)
 WORKLOAD = Kind("a workload", _WORKLOAD_COMMANDS, is_workload=True)
 PROTOTYPE = Kind("a file of the Continuum prototype", ("tenuto analyze {}",))
-STEP_TIMES = Kind("measured step times", ("tenuto profile --observations {} --out FILE",))
+STEP_TIMES = Kind("a file of step times", ("tenuto profile --observations {} --out FILE",))
 FIT = Kind("a fit of step times", ("tenuto simulate --step-cost {}",))
-SERVER_SAMPLES = Kind("samples of a server's /metrics", ("tenuto analyze FOLDER, its folder",))
-COMMANDS = Kind("the commands that a bench ran", ("tenuto analyze FOLDER, its folder",))
+SERVER_SAMPLES = Kind("a file of /metrics samples", ("tenuto analyze FOLDER, its folder",))
+COMMANDS = Kind("a list of commands that a bench ran", ("tenuto analyze FOLDER, its folder",))
 AB_SETTINGS = Kind("a file of tenuto ab", ("tenuto report FOLDER, its folder",))
-VIEW = Kind("lines of tenuto top, which no command reads again")
+VIEW = Kind("output of tenuto top, which no command reads again")
 ANALYSIS = Kind("a report of tenuto analyze, which no command reads again")
-EVENTS = Kind("events for Perfetto: open it at ui.perfetto.dev")
-STATE = Kind("what a policy learned", ("tenuto serve MODEL --state {}",))
+EVENTS = Kind("a file for Perfetto (open it at ui.perfetto.dev)")
+STATE = Kind("the state of a policy", ("tenuto serve MODEL --state {}",))
 RUN_FOLDER = Kind("the folder of a run", _READERS)
 RESULTS_FOLDER = Kind("the folder of several runs", _READERS)
 UNKNOWN = Kind("of no kind that Tenuto writes")
@@ -53,12 +53,6 @@ _BY_KEYS: tuple[tuple[frozenset[str], Kind], ...] = tuple(
     (frozenset(keys.split()), kind)
     for keys, kind in (
         ("step kind", TRACE),
-        ("avg_duration_s", RUN),
-        ("per_turn_avg_latency_ms", RUN),
-        ("job_durations", RUN),
-        ("job_s", RUN),
-        ("job turn", TURNS),
-        ("now_s num_blocks", SAMPLES),
         ("trajectory_format", WORKLOAD),
         ("messages", WORKLOAD),
         ("requests hash_id_scope", WORKLOAD),
@@ -67,6 +61,12 @@ _BY_KEYS: tuple[tuple[frozenset[str], Kind], ...] = tuple(
         ("session input_length", WORKLOAD),
         ("session_id input_length", WORKLOAD),
         ("hash_ids input_length", WORKLOAD),
+        ("avg_duration_s", RUN),
+        ("per_turn_avg_latency_ms", RUN),
+        ("job_durations", RUN),
+        ("job_s", RUN),
+        ("job turn", TURNS),
+        ("now_s num_blocks", SAMPLES),
         ("at_s window_s server", VIEW),
         ("at_s problem", VIEW),
         ("at_s", SERVER_SAMPLES),
@@ -112,7 +112,7 @@ def _is_event_list(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(event, dict) for event in value)
 
 
-def make_error(path: Path, kind: Kind, wanted: str) -> DataError:
+def make_error(path: Path | str, kind: Kind, wanted: str) -> DataError:
     """The error of a command that reads something else: it names the commands that read this."""
     said = f"{path}: is {kind.name}, but {wanted} is wanted here"
     commands = " or ".join(f"`{command.format(path)}`" for command in kind.commands)

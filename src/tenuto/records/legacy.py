@@ -9,6 +9,7 @@ import re
 
 from tenuto.records.fields import Fields
 
+_POLICY_ROOMS = ("tenuto.policies", "tenuto.learn")
 _MS = 1e12
 """Largest time in milliseconds."""
 _RENAMED_IN_RUN = {"tokens_loaded": "loaded_tokens", "tokens_stored": "stored_tokens"}
@@ -32,6 +33,13 @@ _FROM_CLIENT = {"turn_latency_s": "latency_s", "tpot_s": "tpot_s", "output_token
 def is_legacy(fields: Fields) -> bool:
     """Whether a record of ours was written by 0.1."""
     return "schema" not in fields
+
+
+def name_policy(policy: str) -> str:
+    """A policy as the header of a trace names it. 0.1 wrote where its class was then."""
+    module, _, _ = policy.partition(":")
+    room, _, name = module.rpartition(".")
+    return name.replace("_plus", "+").replace("_", "-") if room in _POLICY_ROOMS else policy
 
 
 def upgrade_turn(fields: Fields) -> Fields:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.core.errors import DataError
+from tenuto.core.reuse import count_missed_tokens
 from tenuto.records.fields import Fields
+from tenuto.records.legacy import name_policy
 from tenuto.records.run_data import LeaseRecord, RunData
 from tenuto.records.schema import Sample, TurnRecord
 from tenuto.records.trace import SCHEMA
@@ -47,6 +49,9 @@ class _TracedTurn:
     last_token_s: float | None = None
     output_tokens: int | None = None
     hit_tokens: int | None = None
+    reusable_tokens: int | None = None
+    lost_tokens: int | None = None
+    """By preemptions; None where a trace of 0.1 does not say."""
     loaded_tokens: int = 0
     preemptions: int = 0
     is_aborted: bool = False
@@ -66,8 +71,15 @@ class _TracedTurn:
             output_tokens=self.output_tokens,
             hit_tokens=self.hit_tokens,
             loaded_tokens=self.loaded_tokens,
+            reusable_tokens=self.reusable_tokens,
+            recomputed_tokens=self._count_recomputed(),
             preemptions=self.preemptions,
         )
+
+    def _count_recomputed(self) -> int | None:
+        if self.reusable_tokens is None or self.hit_tokens is None:
+            return None
+        return count_missed_tokens(self.reusable_tokens, self.hit_tokens) + (self.lost_tokens or 0)
 
 
 @dataclass(slots=True)
@@ -122,7 +134,7 @@ class _TraceReader:
         if schema != SCHEMA:
             raise record.error("schema", f"this Tenuto reads {SCHEMA}, got {schema}")
         if "policy" in record:
-            self.data.policy = _name_policy(record.text("policy"))
+            self.data.policy = name_policy(record.text("policy"))
         for each in (self.names, self.live, self.leases, self.finished, self.computed, self.just_ended):
             each.clear()
         self.last_step_s = self.pressed_s = None
@@ -162,10 +174,14 @@ class _TraceReader:
         if turn is not None:
             turn.start_s = record.number("now_s")
             turn.hit_tokens = record.integer("num_hit_tokens")
+            turn.reusable_tokens = record.optional(record.integer, "num_reusable_tokens")
             turn.num_left_tokens = turn.prompt_tokens - turn.hit_tokens
 
     def _on_resumed(self, record: Fields, turn_id: str) -> None:
         record.integer("num_hit_tokens")
+        num_lost = record.optional(record.integer, "num_lost_tokens")
+        if turn_id in self.live and num_lost is not None:
+            self.live[turn_id].lost_tokens = (self.live[turn_id].lost_tokens or 0) + num_lost
 
     def _on_preempted(self, record: Fields, turn_id: str) -> None:
         if turn_id in self.live:
@@ -293,10 +309,3 @@ def read_trace(data: RunData, records: Iterable[Fields], *, with_samples: bool =
 
 def _is_offload(answer: Any) -> bool:
     return isinstance(answer, dict) and answer.get("type") == "Offload"
-
-
-def _name_policy(path: str) -> str:
-    """A policy's name, where it is one of ours; else its path as given."""
-    module, _, _ = path.partition(":")
-    room, _, name = module.rpartition(".")
-    return name.replace("_plus", "+").replace("_", "-") if room == "tenuto.policies" else path

@@ -16,6 +16,8 @@ from tenuto.core.policy import Learns, Oracle, Policy
 from tenuto.core.policy_loader import load_policy
 from tenuto.records.fields import Fields
 from tenuto.records.files import stream_objects
+from tenuto.records.kinds import TRACE, UNKNOWN, identify, make_error
+from tenuto.records.legacy import name_policy
 from tenuto.records.trace import SCHEMA
 
 _PROGRESS_S = 2.0
@@ -23,7 +25,7 @@ _SHOWN_CHARS = 300
 
 
 @dataclass
-class Verdict:
+class DecisionVerdict:
     """What a replay of decisions found."""
 
     path: Path
@@ -57,13 +59,15 @@ class Verdict:
 
 def check_decisions(
     path: Path, policy: str | None = None, options: Mapping[str, Any] | None = None, max_shown: int = 10
-) -> Verdict:
+) -> DecisionVerdict:
     """Make the decisions of a scheduler's trace again, with its own policy or the one named.
 
     Raises DataError for what is no trace of this version, naming file and line; ConfigError or PolicyError
     where the policy is unknown.
     """
-    verdict = Verdict(path)
+    if (found := identify(path)) not in (TRACE, UNKNOWN):
+        raise make_error(path, found, "a scheduler's trace")
+    verdict = DecisionVerdict(path)
     replay: Replay | None = None
     next_report_s = time.monotonic() + _PROGRESS_S
     for record in stream_objects(path, verdict.notes.append):
@@ -95,14 +99,16 @@ def check_decisions(
     return verdict
 
 
-def _start_run(record: Fields, verdict: Verdict, policy: str | None, options: Mapping[str, Any]) -> Replay:
+def _start_run(
+    record: Fields, verdict: DecisionVerdict, policy: str | None, options: Mapping[str, Any]
+) -> Replay:
     """A server that starts again goes on in the same file, with a header and a policy of its own."""
     if record.values.get("schema") != SCHEMA:
         raise record.error(
             "schema", f"must be {SCHEMA}, got {record.values.get('schema')!r}: another version's"
         )
-    name = policy or record.optional(record.text, "policy")
-    if name is None:
+    name = policy or name_policy(record.optional(record.text, "policy") or "")
+    if not name:
         raise record.error("policy", "the trace does not name its policy; say --policy and --option")
     if policy is None and not options:
         said = record.values.get("options")
@@ -131,7 +137,7 @@ def _restore(policy: Policy, state: Any, record: Fields) -> None:
         ) from None
 
 
-def format_verdict(verdict: Verdict) -> str:
+def format_verdict(verdict: DecisionVerdict) -> str:
     """The verdict in words."""
     lines = [
         f"{verdict.num_asked:,} decisions of {', '.join(dict.fromkeys(verdict.policies))} asked again, "

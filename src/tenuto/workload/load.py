@@ -8,6 +8,7 @@ from pathlib import Path
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.records.fields import Fields
 from tenuto.records.files import read_objects
+from tenuto.records.kinds import PROTOTYPE, UNKNOWN, identify, identify_object, make_error
 from tenuto.workload.arrivals import arrival_times, reassign_arrivals, within
 from tenuto.workload.formats.agentic_mooncake import read_agentic_mooncake
 from tenuto.workload.formats.chat_logs import read_chat_logs
@@ -68,6 +69,8 @@ def load_workload(
 def read_trace(path: Path) -> list[Job]:
     """The jobs of a file or a directory, in whichever format it is. Raises ConfigError or DataError."""
     if path.is_dir():
+        if (kind := identify(path)) is not UNKNOWN:
+            raise make_error(path, kind, "a workload")
         files = sorted(file for file in path.iterdir() if file.name.endswith((".json", ".json.gz")))
         if not files or any(file.name.endswith(SUFFIX) for file in files):
             return read_mini_swe_agent(
@@ -81,13 +84,16 @@ def read_trace(path: Path) -> list[Job]:
 
 
 def _find_reader(first: Fields) -> Callable[[Sequence[Fields]], list[Job]]:
+    kind = identify_object(first.values)
+    if not kind.is_workload and kind not in (UNKNOWN, PROTOTYPE):
+        raise make_error(first.file, kind, "a workload")
     if FORMAT in first:
         return read_mini_swe_agent
     if "messages" in first:
         return read_chat_logs
     if "requests" in first:
         return read_weka
-    if "schema" in first:
+    if isinstance(first.values.get("schema"), str):
         return read_agentic_mooncake
     if "session" in first or "session_id" in first or is_note(first):
         return read_tenuto_jsonl

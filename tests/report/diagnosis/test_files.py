@@ -109,9 +109,7 @@ def test_what_is_no_json_value_of_ours(tmp_path: Path) -> None:
     refuse(path, (HEAD + '{"kind": "\xff"}\n').encode("latin-1"), ":2:")
     refuse(path, HEAD, "no turn arrived")
     refuse(path, HEAD.replace('"schema": 1', '"schema": 2'), ":1:", "schema")
-    refuse(
-        path, '{"at_s": 1.0, "vllm:x": 2}\n{"at_s": 2.0}\n', "samples of a server's /metrics", "turns.jsonl"
-    )
+    refuse(path, '{"at_s": 1.0, "vllm:x": 2}\n{"at_s": 2.0}\n', "a file of /metrics samples", "turns.jsonl")
     refuse(path, "hello\nworld\n", "not valid JSON")
     refuse(path, '{"a": 1}', "of no kind that Tenuto writes")
 
