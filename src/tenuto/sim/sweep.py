@@ -70,6 +70,12 @@ def read_results(folder: Path) -> dict[str, Record]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
+            if "schema" not in record and "avg_duration_s" in record:
+                # Its recomputed tokens are counted in another way: one table must not hold both.
+                raise DataError(
+                    f"{path}:{number}: was written by Tenuto 0.1; name another --out. `tenuto report {path}` "
+                    "still reads it"
+                )
             done[json.dumps(record["config"], sort_keys=True)] = check_record(record)
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
