@@ -224,15 +224,16 @@ def test_a_simulation_and_its_trace_say_the_same(tmp_path: Path, policy: str, *,
     with closing(TraceWriter(str(tmp_path / "trace.jsonl"))) as trace:
         turns = Simulation(Scheduler(config, load_policy(policy), log=trace.write), cost, jobs).run()
     run = RunInfo(policy=policy, gpu="H200", model="m", workload="ab8", jps=6, seed=42, wall_s=0)
-    record = make_record(turns, run)
+    record = make_record(turns, run).to_json()
     report = analyze(tmp_path / "trace.jsonl")
-    assert report["job_s"]["mean"] == pytest.approx(record["avg_duration_s"])
-    assert report["job_s"]["p95"] == pytest.approx(record["p95_duration_s"])
-    assert report["tokens"]["hit"] == record["hit_tokens"]
+    assert report["job_s"]["mean"] == pytest.approx(record["job_s"]["mean"])
+    assert report["job_s"]["p95"] == pytest.approx(record["job_s"]["p95"])
+    for name in ("hit", "reusable"):
+        assert report["tokens"][name] == record[f"{name}_tokens"]
     assert report["tokens"]["prompt"] == record["prompt_tokens"]
     assert report["preemptions"] == record["preemptions"]
     for row in report["by_turn"]:
-        assert row["latency_s"] * 1000 == pytest.approx(record["per_turn_avg_latency_ms"][str(row["turn"])])
+        assert row["latency_s"] == pytest.approx(record["by_turn"][str(row["turn"])]["latency_s"])
     assert report["block_size"] == 16
     assert bool(report["leases"]["granted"]) == has_leases
     assert sum(report["leases"]["ended"].values()) == report["leases"]["granted"]
