@@ -1,4 +1,4 @@
-"""Leases: granted, claimed, cut, taken back, renewed, ended.
+"""Leases: granted, claimed, truncated, reclaimed, renewed, ended.
 
 Blocks hold 4 tokens. `run` is one turn of 18 prompt and 3 output tokens: 20 computed tokens, 5 blocks.
 """

@@ -87,7 +87,7 @@ def pick(turns: dict[str, ToyTurn], number: int) -> str:
 
 
 class DriverMachine(RuleBasedStateMachine):
-    """Turns come, run, end; leases are granted and taken back; the invariants always hold."""
+    """Turns come, run, end; leases are granted and reclaimed; the invariants always hold."""
 
     def __init__(self) -> None:
         super().__init__()

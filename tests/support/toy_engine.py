@@ -224,7 +224,7 @@ class ToyEngine:
     def _find_room(
         self, count_wanted: Callable[[], int], now_s: float, *, for_turn_id: str | None = None
     ) -> bool:
-        """Take leases back until enough blocks are free; False once none yields any more."""
+        """Reclaim leases until enough blocks are free; False once none yields any more."""
         self.now_s = now_s
         stalled, has_room = not self.running, True
         while has_room and (missing := count_wanted() - self.pool.num_free_blocks) > 0:

@@ -1,4 +1,4 @@
-"""Leases in vLLM's real scheduler: held, hit, taken back, expired; nothing stalls and nothing leaks."""
+"""Leases in vLLM's real scheduler: held, hit, reclaimed, expired; nothing stalls and nothing leaks."""
 
 from __future__ import annotations
 

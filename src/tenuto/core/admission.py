@@ -10,7 +10,7 @@ from tenuto.core.stats import DriverStats
 
 
 class Admission:
-    """Asks a policy who may start. Nobody waits over an idle engine, or longer than the limit says."""
+    """Asks a policy who may start. Nobody waits while the engine is idle, or longer than the limit."""
 
     def __init__(
         self, caller: PolicyCaller, retention: Retention, limits: Limits, stats: DriverStats
@@ -22,7 +22,7 @@ class Admission:
         self._asks = caller.policy.overrides("admit")
         self._asks_every_turn = caller.policy.needs.admit == "turns"
         self._waiting: dict[str, TurnState] = {}
-        """Turns that are not admitted yet, as they arrived."""
+        """Turns that are not admitted yet, in the order of their arrival."""
 
     def needs(self, turn: TurnState | None) -> bool:
         """Whether the policy has to be asked before this turn starts."""
@@ -40,7 +40,7 @@ class Admission:
         self._waiting.pop(turn.turn_id, None)
 
     def admit(self, first: TurnState | None, now_s: float, *, idle: bool) -> list[str]:
-        """Turns that may start now: the parked one that goes first or has waited too long, and its job's."""
+        """Turns that may start now: the first parked one or an overdue one, and the others of its job."""
         longest = next(iter(self._waiting.values()), None)
         turn = longest if longest is not None and self._is_overdue(longest, now_s) else first
         if turn is None or not self.may_start(turn, now_s, idle=idle):

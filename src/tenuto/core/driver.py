@@ -1,4 +1,4 @@
-"""The driver: the only caller of policies. It owns jobs, leases, deadlines and revocation.
+"""The driver: the only caller of policies. It owns the jobs and their leases.
 
 An engine reports what happens to its turns and asks what to do; the driver asks the policy, bounds the
 answer and carries it out. A lease is a request, not a right: `reclaim` frees blocks *before* an
@@ -53,7 +53,7 @@ class Driver:
         self._engine = engine
         self._caller = PolicyCaller(policy, log)
         self._history = History(log)
-        # A policy that never tells jobs apart needs none recognised.
+        # A policy that treats all jobs alike needs none of them recognised.
         infers = self.limits.infer_jobs and any(
             policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
         )
@@ -72,7 +72,7 @@ class Driver:
     # What happens to turns.
 
     def arrive(self, turn_id: str, now_s: float, arrival: Arrival) -> None:
-        """A turn came in. Finds its job; a lease is truncated to what the prompt extends."""
+        """A turn came in. Finds its job, and truncates the job's lease to what the prompt shares with it."""
         self.stats.num_events += 1
         job = self._jobs.find(turn_id, arrival, now_s)
         tool_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
@@ -83,7 +83,7 @@ class Driver:
             )
         job.num_turns += 1
         if len(job.live_turn_ids) >= self.limits.max_parallel_turns:
-            # Else who gives all requests one id would go before everyone who came later, for ever.
+            # Otherwise a client that gives all its requests one id would go first for ever.
             turn.job_arrival_s = now_s
         job.live_turn_ids[turn_id] = None
         self._turns[turn_id] = turn
@@ -100,7 +100,7 @@ class Driver:
         )
 
     def start(self, turn_id: str, now_s: float, num_hit_tokens: int) -> None:
-        """A turn got its first step, or its first after a preemption; its job's lease has served."""
+        """A turn got its first step, or its first after a preemption. A lease that waited for it ends."""
         turn = self._turns.get(turn_id)
         if turn is None:
             return
@@ -229,7 +229,7 @@ class Driver:
     # Questions an engine asks.
 
     def get_view(self, now_s: float) -> EngineView:
-        """The engine's state with the leases filled in."""
+        """The engine's state, with the number of leases."""
         return self._retention.get_view(now_s)
 
     def get_queue_key(self, turn_id: str, now_s: float) -> Key:
@@ -241,11 +241,11 @@ class Driver:
         return (turn.priority, *key) if self._by_priority else key
 
     def get_victim(self, turn_ids: Sequence[str], now_s: float) -> str | None:
-        """Which of these running turns is preempted; None leaves it to the engine."""
+        """Which of these running turns to preempt; None leaves the choice to the engine."""
         return next(iter(self.get_victims(turn_ids, now_s)), None)
 
     def get_victims(self, turn_ids: Sequence[str], now_s: float) -> list[str]:
-        """These running turns in the order in which they yield; none if that is left to the engine."""
+        """These running turns, first to preempt first; an empty list leaves the choice to the engine."""
         if not self.policy.overrides("preempt_key"):
             return []
         view = self.get_view(now_s)
@@ -258,7 +258,7 @@ class Driver:
         return sorted(keys, key=lambda turn_id: (keys[turn_id], turn_id))
 
     def get_preempted_for(self, turn_id: str, running_ids: Sequence[str], now_s: float) -> str | None:
-        """Which of these running turns is preempted so that a waiting turn fits; None if none may be."""
+        """Which of these running turns to preempt so that a waiting turn fits; None if none may be."""
         victim_id = self.get_victim(running_ids, now_s)
         if victim_id is None or turn_id not in self._turns:
             return None
@@ -269,14 +269,14 @@ class Driver:
         return victim_id if answer else None
 
     def may_load(self, turn_id: str, offer: LoadOffer, now_s: float) -> bool:
-        """Whether a turn about to start loads what the tiers have of it."""
+        """Whether a turn that is about to start loads what the tiers have of it."""
         if turn_id not in self._turns or not self.policy.overrides("load"):
             return True
         turn = self._view(self._turns[turn_id])
         return bool(self._caller.ask("load", turn, offer, self.get_view(now_s)))
 
     def tick(self, now_s: float) -> bool:
-        """Call before each step: whether all waiting turns are to be asked for their keys again now."""
+        """Call before each step. True: ask for the keys of all waiting turns again now."""
         if now_s < self.get_next_tick_s():
             return False
         self._ticked_s = now_s
@@ -285,7 +285,7 @@ class Driver:
         return True
 
     def get_next_tick_s(self) -> float:
-        """When `tick` has something to do next; infinity for a policy whose keys stay right."""
+        """When `tick` has something to do next; infinity for a policy whose keys never change with time."""
         rekey_s = self.policy.needs.rekey_s
         return math.inf if rekey_s is None else self._ticked_s + rekey_s
 
@@ -294,7 +294,7 @@ class Driver:
         self._caller.tell("on_step", step)
 
     def admit(self, first_id: str | None, now_s: float, *, idle: bool) -> list[str]:
-        """Waiting turns to let start now, given the parked one that goes first; call until there are none."""
+        """Turns that may start now; `first_id` is the first parked one. Call until the list is empty."""
         first = self._turns.get(first_id) if first_id is not None else None
         return self._admission.admit(first, now_s, idle=idle)
 
@@ -312,7 +312,7 @@ class Driver:
         return self._admission.needs(self._turns.get(turn_id))
 
     def get_step_budget(self, now_s: float, max_num_batched_tokens: int) -> int:
-        """Token budget of the next step: a token for each running turn at least, the engine's own at most."""
+        """Token budget of the next step: at least one per running turn, at most the engine's own."""
         view = self.get_view(now_s)
         answer: int | None = self._caller.ask("step_budget", view)
         if answer is None:
@@ -359,7 +359,7 @@ class Driver:
                 self._apply(event)
 
     def _leave(self, job: JobState, now_s: float) -> None:
-        """A turn left: if its job has no other, it is remembered, and the longest silent one forgotten."""
+        """A turn left. A job without other turns is idle now, and the longest idle one may be forgotten."""
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.EXPIRED)

@@ -9,7 +9,7 @@ from tenuto.core.requests.lineage import Lineage
 
 
 class JobTable:
-    """Every job that has a turn in the engine, and of the others those that were idle for less long."""
+    """All jobs with a turn in the engine, and the idle ones that were active most recently."""
 
     def __init__(self, max_idle: int, hash_block_size: int, *, infers: bool) -> None:
         """`infers`: whether turns without an id are recognised by their content."""
@@ -24,7 +24,7 @@ class JobTable:
         return job_id in self.jobs
 
     def find(self, turn_id: str, arrival: Arrival, now_s: float) -> JobState:
-        """The job of a turn that came in, a new one if nothing else says whose it is."""
+        """The job of a turn that came in; a new job if neither an id nor the content names one."""
         job_id = arrival.hints.job_id
         if job_id is None and self._infers and arrival.hashes:
             job_id = self.lineage.find(arrival.hashes, arrival.prompt)
@@ -37,14 +37,14 @@ class JobTable:
         return job
 
     def remember(self, job: JobState, arrival: Arrival) -> None:
-        """A turn of the job finished: from now on a prompt that extends it is the job's."""
+        """A turn of the job finished. A prompt that extends it now belongs to the job."""
         if arrival.hashes and self._infers:
             self.lineage.remember(job.job_id, arrival.hashes, arrival.prompt)
 
     def mark_idle(self, job: JobState) -> JobState | None:
-        """A job has no turn in the engine any more; returns the job to forget for that, if there is one."""
+        """A job has no turn in the engine any more. Returns the job to forget, if there are too many now."""
         if job.last_finish_s is None:
-            # Nothing of it was ever finished: there is nothing to come back to.
+            # None of its turns finished, so no later turn can extend one.
             return job
         self.idle[job.job_id] = None
         self.idle.move_to_end(job.job_id)

@@ -19,8 +19,8 @@ class Arrival:
     prompt: Sequence[int] = ()
     """Its prompt's token ids; needed only to recognise jobs by content."""
     hashes: Sequence[Hashable] = ()
-    """Chained hashes of its full blocks; kept by reference, so they grow with the output. Without them a
-    turn extends nothing: its job's lease ends when it arrives."""
+    """Chained hashes of its full blocks. The engine's own list, so it grows with the output. Without hashes
+    nothing tells what the prompt shares with its job's lease, and the lease ends."""
     priority: int = 0
 
 
@@ -31,7 +31,7 @@ class Finish:
     num_output_tokens: int
     tool: ToolCall | None = None
     is_last: bool | None = None
-    """Whether its job ends with it, as far as the output tells."""
+    """Whether the job ends with this turn, as far as the output tells."""
     aborted: bool = False
     """The client went away or the request failed; nothing is retained."""
 
@@ -45,7 +45,7 @@ class JobState:
     tenant: str | None
     num_turns: int = 0
     is_admitted: bool = False
-    """One of its turns was let start."""
+    """Admission has let one of its turns start."""
     live_turn_ids: dict[str, None] = field(default_factory=dict)
     last_finish_s: float | None = None
     last_tool: ToolCall | None = None
@@ -53,7 +53,7 @@ class JobState:
     """Of its last finished turn: what a later prompt can reuse of it."""
 
     def get_view(self, arrival_s: float | None = None) -> Job:
-        """The frozen view a policy sees, with another arrival than the job's own if one is given."""
+        """What a policy sees of the job; `arrival_s` replaces the job's own arrival."""
         arrival_s = self.arrival_s if arrival_s is None else arrival_s
         return Job(self.job_id, arrival_s, self.num_turns, self.tenant)
 
@@ -69,19 +69,19 @@ class TurnState:
     num_reusable_tokens: int = 0
     num_hit_tokens: int = 0
     num_held_tokens: int = 0
-    """What it hit when it last started; after a preemption less may be left."""
+    """Tokens that it hit when it last started; fewer after a preemption."""
     num_preemptions: int = 0
     num_computed_tokens: int = 0
-    """When it was last preempted."""
+    """Tokens that were computed when it was last preempted."""
     started: bool = False
     is_admitted: bool = False
     job_arrival_s: float | None = None
-    """Where it stands for its job's arrival in the eyes of a policy, if not where the job does."""
+    """What a policy sees as its job's arrival, where that is not the job's real one."""
     _facts: tuple[object, ...] = ()
     _view: Turn | None = None
 
     def get_view(self, *, has_lease: bool) -> Turn:
-        """The frozen view a policy sees while the turn waits or runs; made again only if it has changed."""
+        """What a policy sees of a turn that waits or runs; made again only after a change."""
         facts = (has_lease, self.num_hit_tokens, self.num_preemptions, self.job.num_turns)
         if self._view is None or self._facts != facts:
             self._facts = facts
@@ -89,7 +89,7 @@ class TurnState:
         return self._view
 
     def get_finished_view(self, finish: Finish) -> Turn:
-        """The frozen view a policy sees of the finished turn; the client's words go before the output's."""
+        """What a policy sees of a finished turn; what the client said overrides what the output shows."""
         is_last, tool = self._tell_last(finish), self._get_tool(finish)
         return self._make_view(False, finish.num_output_tokens, is_last, tool, is_aborted=finish.aborted)
 

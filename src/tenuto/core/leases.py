@@ -98,7 +98,7 @@ class LeaseTable:
         self._leases[lease.job_id] = lease
         self._engine.hold(lease.blocks)
         self.num_blocks += len(lease.blocks)
-        if self._quota.are_limited:
+        if self._quota.is_limited:
             self._quota.add(lease.turn.job.tenant, self._engine.get_block_ids(lease.blocks))
         self._enter(lease, evict_key)
 
@@ -124,7 +124,7 @@ class LeaseTable:
             return
         del lease.blocks[num_blocks:]
         self.num_blocks -= len(tail)
-        if self._quota.are_limited:
+        if self._quota.is_limited:
             self._quota.remove(lease.turn.job.tenant, self._engine.get_block_ids(tail))
         self._engine.release(tail)
 

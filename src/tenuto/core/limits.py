@@ -23,18 +23,21 @@ class Limits:
     )
     max_held_back_s: float = setting(
         600.0,
-        "seconds after which a turn that waits is held back no longer, neither by admission nor by leases",
+        "longest time, in seconds, that admission or leases may hold a waiting turn back",
         minimum=0,
     )
     max_parallel_turns: int = setting(
         8,
-        "turns of one job at once that have its place among all jobs; more have that of a new job",
+        "turns of one job that may use its place in the queue at once; further ones queue as a new job",
         minimum=1,
     )
     max_remembered_jobs: int = setting(
-        10_000, "jobs remembered between turns; beyond it the longest silent is forgotten", minimum=1
+        10_000,
+        "jobs remembered between turns; when there are more, the one idle for longest is forgotten",
+        minimum=1,
     )
     always_yield: bool = setting(
-        True, "leases yield before any allocation fails, even where the policy says only on a stall"
+        True,
+        "leases yield before any allocation fails, even where the policy says only on a deadlock",
     )
     infer_jobs: bool = setting(True, "recognise turns without a job id by their content")

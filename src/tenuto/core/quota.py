@@ -14,7 +14,7 @@ class BlockRefCounts:
     def __init__(self) -> None:
         self._covered: set[Hashable] = set()
         self._more: Counter[Hashable] = Counter()
-        """Leases beyond the first, by block; most blocks have none."""
+        """For a block that several leases cover: how many besides the first."""
 
     def __len__(self) -> int:
         return len(self._covered)
@@ -41,15 +41,9 @@ class BlockRefCounts:
         """How many of these blocks no lease covers yet."""
         return len(block_ids) - len(self._covered.intersection(block_ids))
 
-    def copy(self) -> BlockRefCounts:
-        """The same blocks, counted on their own from here on."""
-        other = BlockRefCounts()
-        other._covered, other._more = set(self._covered), Counter(self._more)
-        return other
-
 
 class Quota:
-    """The limits on what leases may cover, of all and of one tenant; each block counts once in each."""
+    """How many blocks all leases, and those of one tenant, may cover; a shared block counts once in each."""
 
     def __init__(self, limits: Limits) -> None:
         self._max_share, self._max_tenant_share = limits.max_leased_share, limits.max_tenant_share
@@ -57,8 +51,8 @@ class Quota:
         self._by_tenant: dict[str, BlockRefCounts] = {}
 
     @property
-    def are_limited(self) -> bool:
-        """Whether anything is to be counted at all."""
+    def is_limited(self) -> bool:
+        """Whether any limit is below the whole cache; without one nothing is counted."""
         return self._max_share < 1 or self._max_tenant_share < 1
 
     def __len__(self) -> int:
@@ -68,7 +62,7 @@ class Quota:
         """Whether a tenant's lease of these blocks stays within the shares of a cache of `num_blocks`."""
         if self._exceeds(self._all, self._max_share, block_ids, num_blocks):
             return False
-        # Those that name no tenant share no limit but that of all.
+        # Leases without a tenant have only the limit of all.
         own = self._by_tenant.get(tenant, BlockRefCounts()) if tenant is not None else None
         return own is None or not self._exceeds(own, self._max_tenant_share, block_ids, num_blocks)
 

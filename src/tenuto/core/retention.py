@@ -56,7 +56,7 @@ class Retention:
         self._by_priority = by_priority
 
     def get_view(self, now_s: float) -> EngineView:
-        """The engine's state with the leases filled in."""
+        """The engine's state, with the number of leases."""
         return self._engine.get_view(now_s, len(self.leases))
 
     def get_turn_view(self, turn: TurnState) -> Turn:
@@ -72,7 +72,7 @@ class Retention:
             return None
         num_common = self._engine.count_common_blocks(lease.blocks, turn.arrival.hashes)
         if self._engine.can_truncate:
-            # A hit ends before the prompt does; a block beyond it would only be in this turn's own way.
+            # A hit ends before the prompt's last token; a block behind that only takes room away.
             num_common = min(num_common, (turn.arrival.num_prompt_tokens - 1) // self._block_size)
         if num_common == 0:
             return self.leases.end(lease, LeaseEnd.SUPERSEDED, now_s)
@@ -93,7 +93,7 @@ class Retention:
         return None if lease is None else self.leases.end(lease, LeaseEnd.HIT, now_s)
 
     def unclaim(self, turn: TurnState) -> None:
-        """A turn left without having started; what was kept for it waits for a retry."""
+        """A turn left before it started; the lease stays, for the client may try again."""
         lease = self.get_claimed(turn)
         if lease is not None:
             lease.next_turn_id = None
@@ -104,10 +104,10 @@ class Retention:
         answer = self._caller.ask("retain", turn, view)
         terms = self._bound(answer, now_s) if isinstance(answer, Keep) else None
         old = self.leases.get(turn.job.job_id)
-        # Another turn of the job may wait for what is kept: that one is here, what follows this is not.
+        # Another turn of the job may wait for the lease. It is here already; what follows this one is not.
         is_claimed = old is not None and old.next_turn_id is not None
         if old is not None and not is_claimed:
-            # Its blocks stay referenced by the turn that just finished, or serve nobody any more.
+            # The finished turn still references the blocks that both share; nobody needs the others.
             yield self.leases.end(old, LeaseEnd.REPLACED, now_s)
         if isinstance(answer, Offload) and self._engine.can_store:
             self._engine.store(self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens))
@@ -135,7 +135,7 @@ class Retention:
         num_renewed = 0
         view: EngineView | None = None
         while num_renewed < max_renewals and (lease := self.leases.get_due(now_s)) is not None:
-            # Renewing many leases changes nothing of what the engine's view shows.
+            # Renewals change nothing in the engine's view, so one view serves many of them.
             view = view or self.get_view(now_s)
             answer = self._caller.ask("reconsider", lease.get_view(), view)
             terms = self._bound(answer, lease.granted_s) if isinstance(answer, Keep) else None
@@ -180,7 +180,7 @@ class Retention:
         return terms if terms.until_s <= latest_s else dataclasses.replace(terms, until_s=latest_s)
 
     def _is_within_shares(self, tenant: str | None, blocks: list[Any], num_blocks: int) -> bool:
-        if not self._quota.are_limited:
+        if not self._quota.is_limited:
             return True
         return self._quota.fit(tenant, self._engine.get_block_ids(blocks), num_blocks)
 

@@ -14,7 +14,7 @@ DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2
 
 
 class Histogram:
-    """Counts per bucket, a sum; the last bucket has no upper bound."""
+    """A count per bucket and the sum of all values; the last bucket has no upper bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -48,8 +48,8 @@ class DriverStats:
     """Tokens computed a second time: reusable ones that were not hit, and what preemptions took."""
     num_admission_waits: int = 0
     tool_s: Histogram = field(default_factory=_histogram(TOOL_BUCKETS_S))
-    """A turn's finish to its job's next arrival."""
+    """Seconds from a turn's finish to its job's next arrival."""
     queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))
-    """A turn's arrival to its first step."""
+    """Seconds from a turn's arrival to its first step."""
     decision_s: Histogram = field(default_factory=_histogram(DECISION_BUCKETS_S))
-    """Time an engine spent in the driver per turn event; the engine measures it, the driver has no clock."""
+    """Seconds in the driver per turn event; measured by the engine, for the driver has no clock."""

@@ -9,10 +9,10 @@ from tenuto.core.types import StepView
 
 
 class StepClock:
-    """Turns an engine's steps into views; they end in the order in which they were scheduled."""
+    """Makes a `StepView` of each step that ended. Steps end in the order in which they were scheduled."""
 
     def __init__(self, ended_s: float = -math.inf) -> None:
-        """`ended_s`: before when no step ran."""
+        """`ended_s`: no step ran before this time."""
         self._ended_s = ended_s
 
     def finish(

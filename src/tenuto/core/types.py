@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Yields(Enum):
-    """When a lease gives way to an allocation that does not fit otherwise."""
+    """When a lease yields to an allocation that does not fit otherwise."""
 
     ALWAYS = "always"
     """Before any allocation fails."""
@@ -26,7 +26,7 @@ class LeaseEnd(Enum):
     """The job's next turn started and took the blocks over."""
     EXPIRED = "expired"
     REVOKED = "revoked"
-    """All its blocks were taken back for an allocation."""
+    """All its blocks were reclaimed for an allocation."""
     SUPERSEDED = "superseded"
     """The job came back with a prompt that does not extend what was kept."""
     REPLACED = "replaced"

@@ -149,7 +149,7 @@ class PrivateHooks:
         return super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
 
-def can_cut_leases(scheduler: Any) -> bool:
+def can_truncate_leases(scheduler: Any) -> bool:
     """Whether block i of a request always holds tokens i·size to (i+1)·size: one group, full attention."""
     groups = scheduler.kv_cache_config.kv_cache_groups
     if len(groups) != 1 or scheduler.hash_block_size != get_block_size(scheduler):
@@ -195,7 +195,7 @@ def get_cached_blocks(scheduler: Any, request: Any) -> list[Any]:
 
 
 def get_own_cached_blocks(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
-    """The same for a model whose leases can be cut, without looking each block up.
+    """The same for a model whose leases can be truncated, without looking each block up.
 
     A request's own blocks are in the cache, and referenced, so nothing evicted them since.
     """
@@ -249,7 +249,7 @@ class AllocationGuard:
         self._always = scheduler.connector is not None
 
     def set_for_step(self) -> None:
-        """Stand in vLLM's way exactly if this step could run out of blocks. O(1)."""
+        """Guard this step's allocations only if it could run out of blocks. O(1)."""
         manager = self._manager
         # Each running request may need a block for its next token, per layer group.
         bound = (self._num_step_blocks + len(self._scheduler.running)) * manager.num_kv_cache_groups

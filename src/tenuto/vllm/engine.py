@@ -28,7 +28,7 @@ class VllmEngine:
         self._block_size = compat.get_block_size(scheduler)
         self._leased = BlockRefCounts()
         self.hash_block_size = int(scheduler.hash_block_size)
-        self.can_truncate = compat.can_cut_leases(scheduler)
+        self.can_truncate = compat.can_truncate_leases(scheduler)
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with so many leases."""
@@ -59,7 +59,7 @@ class VllmEngine:
             return compat.get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
         blocks = CachedBlocks(compat.get_cached_blocks(self._scheduler, request))
         if blocks:
-            # The whole request or nothing: cut shorter, a sliding window's blocks would be the wrong ones.
+            # The whole request or nothing: of a shorter prefix, a sliding window would need other blocks.
             blocks.num_chain_hashes = min(
                 (request.num_tokens - 1) // self.hash_block_size, len(request.block_hashes)
             )

@@ -197,7 +197,7 @@ def _show_ends(leases: Mapping[str, Any]) -> str:
     ends = {why: rate for why, rate in leases["ended_per_s"].items() if rate}
     shown = ", ".join(f"{why} {_r(rate)}" for why, rate in ends.items())
     taken = leases["revoked_blocks_per_s"]
-    return f"ended: {shown or 'none'}" + (f"; {taken:,.1f} blocks/s taken back" if taken else "")
+    return f"ended: {shown or 'none'}" + (f"; {taken:,.1f} blocks/s reclaimed" if taken else "")
 
 
 def _show_tools(tools: Mapping[str, Any]) -> Text:

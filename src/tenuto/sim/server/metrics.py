@@ -112,7 +112,7 @@ class EngineMetrics(Collector):
         yield self._counters("tenuto:leases_ended", "Leases ended, by reason.", "reason", ended)
         for name, text, number in (
             ("tenuto:leases_granted", "Leases granted.", stats.num_leases_granted),
-            ("tenuto:revoked_blocks", "Blocks taken back under pressure.", stats.num_revoked_blocks),
+            ("tenuto:revoked_blocks", "Blocks reclaimed under pressure.", stats.num_revoked_blocks),
             ("tenuto:hit_tokens", "Prompt tokens of started turns found in cache.", stats.num_hit_tokens),
             ("tenuto:recomputed_tokens", "Tokens computed again.", stats.num_recomputed_tokens),
             ("tenuto:admission_waits", "Times a new job was not admitted yet.", stats.num_admission_waits),

@@ -22,7 +22,7 @@ from tenuto.core.requests.tool_calls.forms import FORMS, decode_json, find_marke
 from tenuto.core.types import ToolCall
 
 MAX_COMMAND_CHARS = 4096
-"""Longer commands are cut; a file written by a heredoc need not stay in memory."""
+"""Longer commands are truncated; a file written by a heredoc need not stay in memory."""
 
 _THINKING = (
     ("<think>", "</think>"),
