@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +24,11 @@ from tenuto.core.policy_loader import describe_policy
 SCHEMA = 1
 
 logger = logging.getLogger("vllm.tenuto")
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that, if it is new, only its owner can read: traces hold the command lines of tools."""
+    return os.open(path, flags, mode=0o600)
 
 
 class TraceWriter:
@@ -42,7 +48,9 @@ class TraceWriter:
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             # A line buffer would cost a system call a record; a step is flushed as one.
-            self._file: TextIO | None = open(path, "a", encoding="utf-8")  # noqa: SIM115
+            self._file: TextIO | None = open(  # noqa: SIM115
+                path, "a", encoding="utf-8", opener=_open_private
+            )
         except OSError as error:
             raise ConfigError(f"tenuto.trace: cannot write {path!r}: {error}") from error
         self.write(
