@@ -205,7 +205,7 @@ def print_timeline(trace: Path, job: str) -> None:
             case "lease-ended":
                 lost = held - event["num_blocks"]
                 note = f", {lost} taken back for others meanwhile" if lost else ""
-                print(f"  {at}  lease ends ({event['why']}) after {event['held_s']:.2f} s{note}")
+                print(f"  {at}  lease ends ({event['reason']}) after {event['held_s']:.2f} s{note}")
                 held = 0
             case "finished":
                 print(f"  {at}  turn {event['turn_number']} finished")
