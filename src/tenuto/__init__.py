@@ -1,7 +1,103 @@
 """Tenuto holds an LLM agent's KV cache through its tool calls, inside stock vLLM.
 
-Importing this package is instant: it loads neither torch nor vLLM. The scheduler vLLM loads is
-`tenuto.vllm.Scheduler`.
+What Python code may use is in `__all__`; every name is loaded when it is first used, so that importing this
+package is instant. The scheduler that vLLM loads is `tenuto.vllm.Scheduler`.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tenuto.core.version import __version__
+
+if TYPE_CHECKING:
+    from tenuto.api import Comparison, SimulationResult, check_policy, compare, simulate
+    from tenuto.core.errors import ConfigError, DataError, PolicyError, TenutoError
+    from tenuto.core.policy import Key, Learns, Needs, Oracle, Policy
+    from tenuto.core.policy_loader import get_policy_names, load_policy
+    from tenuto.core.presets import PRESETS, EngineSettings
+    from tenuto.core.settings import setting
+    from tenuto.core.types import (
+        Decision,
+        EngineView,
+        Job,
+        Keep,
+        Lease,
+        LoadOffer,
+        Offload,
+        Release,
+        StepView,
+        TierView,
+        ToolCall,
+        Turn,
+        Yields,
+    )
+    from tenuto.workload import Workload, load_workload
+
+
+__all__ = [
+    "PRESETS",
+    "Comparison",
+    "ConfigError",
+    "DataError",
+    "Decision",
+    "EngineSettings",
+    "EngineView",
+    "Job",
+    "Keep",
+    "Key",
+    "Learns",
+    "Lease",
+    "LoadOffer",
+    "Needs",
+    "Offload",
+    "Oracle",
+    "Policy",
+    "PolicyError",
+    "Release",
+    "SimulationResult",
+    "StepView",
+    "TenutoError",
+    "TierView",
+    "ToolCall",
+    "Turn",
+    "Workload",
+    "Yields",
+    "__version__",
+    "check_policy",
+    "compare",
+    "get_policy_names",
+    "load_policy",
+    "load_workload",
+    "setting",
+    "simulate",
+]
+
+_MODULES = {
+    "tenuto.api": ("Comparison", "SimulationResult", "check_policy", "compare", "simulate"),
+    "tenuto.core.errors": ("ConfigError", "DataError", "PolicyError", "TenutoError"),
+    "tenuto.core.policy": ("Key", "Learns", "Needs", "Oracle", "Policy"),
+    "tenuto.core.policy_loader": ("get_policy_names", "load_policy"),
+    "tenuto.core.presets": ("EngineSettings", "PRESETS"),
+    "tenuto.core.settings": ("setting",),
+    "tenuto.core.types": (
+        *("Decision", "EngineView", "Job", "Keep", "Lease", "LoadOffer", "Offload", "Release", "StepView"),
+        *("TierView", "ToolCall", "Turn", "Yields"),
+    ),
+    "tenuto.workload": ("Workload", "load_workload"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module that has it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tenuto' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from tenuto.core.check_policy import check_policy
+from tenuto.core.check_policy import check_contract
 from tenuto.core.policy_loader import get_policy_names, load_policy
 
 every_policy = pytest.mark.parametrize("name", get_policy_names())
@@ -16,7 +16,7 @@ every_policy = pytest.mark.parametrize("name", get_policy_names())
 
 @every_policy
 def test_it_keeps_the_contract(name: str) -> None:
-    check_policy(load_policy(name))
+    check_contract(load_policy(name))
 
 
 @every_policy
@@ -50,5 +50,5 @@ def test_it_is_a_dataclass_of_its_own(name: str) -> None:
 def test_instances_share_nothing(name: str) -> None:
     one, other = load_policy(name), load_policy(name)
     before = repr(vars(other))
-    check_policy(one)  # its told hooks may learn
+    check_contract(one)  # its told hooks may learn
     assert repr(vars(other)) == before

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.core.check_policy import check_policy
+from tenuto.core.check_policy import check_contract
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import EngineView, Job, Keep, Release, ToolCall, Turn
 
@@ -29,7 +29,7 @@ def module() -> Iterator[types.ModuleType]:
 
 def test_the_recipe_makes_a_policy(module: types.ModuleType) -> None:
     policy = load_policy("keep_quick:KeepQuick", {"quick_s": 2.0})
-    check_policy(policy)
+    check_contract(policy)
     policy = load_policy("keep_quick:KeepQuick", {"quick_s": 2.0})
     turn = Turn("t1", Job("j", 0.0, 1), 0.0, 100, tool=ToolCall("make"))
     view = EngineView(10.0, 16, 100, 50, 0, 0, 2048)

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tenuto import __version__
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.suggest import suggest
+from tenuto.core.version import __version__
 
 if TYPE_CHECKING:
     from tenuto.cli.command import Command
@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "analyze": ("FILE", "what happened in a run, what was lost and why"),
     "report": ("RECORDS", "one HTML page of what came out, with figures and a timeline"),
     "policies": ("", "what there is to choose from"),
+    "check-policy": ("FILE:CLASS", "check that a policy of your own keeps its contract"),
 }
 """Each command, what it is usually given, and what it does."""
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Any
 
+from tenuto.api import compare_cells
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
 from tenuto.cli.simulations import GridOptions, make_folder, say_notes
 from tenuto.core.settings import option
+from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep import Cell, check_cells, make_cells, read_results, run_cells
-from tenuto.sim.sweep_table import format_rows, make_rows
+from tenuto.sim.sweep import Cell, check_cells, make_cells, read_results
 from tenuto.workload.load_options import LoadOptions
 
 _SUMMARY = """\
@@ -44,6 +47,7 @@ class CompareOptions(GridOptions):
     workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
     ray: str | None = option(None, "run on a Ray cluster instead (auto: the one around)", metavar="ADDRESS")
     as_json: bool = option(False, "print the table as JSON instead of text", flag="--json")
+    strict: bool = option(False, "stop with an error when a policy raises or gives a wrong answer")
 
 
 def run(given: Given) -> int:
@@ -54,16 +58,15 @@ def run(given: Given) -> int:
         for jps in options.jps or (None,)
         for seed in options.seeds
     ]
-    cells = make_cells(options.read_setups(given), loads)
+    extras = Extras(strict=options.strict)
+    cells = [
+        dataclasses.replace(cell, extras=extras) for cell in make_cells(options.read_setups(given), loads)
+    ]
     say_notes(check_cells(cells))
     make_folder(options.out)
     progress = Progress(cells, len({cell.key for cell in cells} & set(read_results(options.out))))
-    records = []
-    for cell, record in run_cells(cells, options.out, workers=options.workers, ray=options.ray):
-        records.append(record)
-        progress.say(cell, record["job_s"]["mean"], len(records))
-    rows = make_rows(records)
-    print(json.dumps(rows) if options.as_json else format_rows(rows))
+    result = compare_cells(cells, options.out, workers=options.workers, ray=options.ray, tell=progress.say)
+    print(json.dumps(result.rows) if options.as_json else result)
     return 0
 
 
@@ -72,20 +75,23 @@ class Progress:
 
     def __init__(self, cells: list[Cell], num_done_before: int) -> None:
         self._num_cells = len(cells)
-        self._num_done_before = num_done_before
+        self._num_done_before, self._num_done = num_done_before, 0
         self._started_s = time.monotonic()
         if num_done_before:
             print(f"{num_done_before} of {len(cells)} runs are there already", file=sys.stderr)
 
-    def say(self, cell: Cell, mean_s: float, num_done: int) -> None:
+    def say(self, cell: Cell, record: dict[str, Any]) -> None:
         """One more is there."""
-        num_new = num_done - self._num_done_before
+        self._num_done += 1
+        mean_s = record["job_s"]["mean"]
+        num_new = self._num_done - self._num_done_before
         if num_new <= 0:
             return
         spent_s = time.monotonic() - self._started_s
-        left_s = spent_s / num_new * (self._num_cells - num_done)
+        left_s = spent_s / num_new * (self._num_cells - self._num_done)
         print(
-            f"{num_done} of {self._num_cells}, {format_time(left_s)} left: {cell.title}: mean {mean_s:.2f} s",
+            f"{self._num_done} of {self._num_cells}, {format_time(left_s)} left: {cell.title}: "
+            f"mean {mean_s:.2f} s",
             file=sys.stderr,
             flush=True,
         )

@@ -41,14 +41,16 @@ class SimulateOptions(Options):
     out: Path | None = option(None, "write result, turns and occupancy here", metavar="DIR")
     trace: Path | None = option(None, "write every decision with its inputs, as JSONL")
     as_json: bool = option(False, "print the record as JSON instead of text", flag="--json")
+    strict: bool = option(False, "stop with an error when the policy raises or gives a wrong answer")
 
 
 def run(given: Given) -> int:
     """Simulate one run."""
+    from tenuto.api import run_simulation
     from tenuto.records.text import format_run
     from tenuto.records.trace import TraceWriter
     from tenuto.sim.occupancy import Occupancy, write_run
-    from tenuto.sim.run import run as run_simulation
+    from tenuto.sim.run import Extras
 
     options = given.read(SimulateOptions)
     setup = given.read(PolicyOptions).read_setup(given)
@@ -59,14 +61,16 @@ def run(given: Given) -> int:
     policy = load_policy(setup.policy, setup.options)
     trace = TraceWriter(str(options.trace), policy, setup.policy) if options.trace else None
     try:
-        outcome = run_simulation(setup, load, watch=occupancy, log=trace.write if trace else None)
+        log = trace.write if trace else None
+        extras = Extras(strict=options.strict)
+        result = run_simulation(setup, load, extras=extras, watch=occupancy, log=log)
     finally:
         if trace:
             trace.close()
-    say_notes(outcome.record["notes"])
+    say_notes(result.record["notes"])
     if options.out and occupancy:
-        write_run(options.out, outcome, occupancy)
-    print(json.dumps(outcome.record) if options.as_json else format_run(outcome.record))
+        write_run(options.out, result.outcome, occupancy)
+    print(json.dumps(result.record) if options.as_json else format_run(result.record))
     return 0
 
 

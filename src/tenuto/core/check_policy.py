@@ -8,17 +8,13 @@ import json
 from typing import Any
 
 from tenuto.core.errors import PolicyError
-from tenuto.core.policy import Learns, Policy
-from tenuto.core.policy_caller import is_key, to_json
+from tenuto.core.policy import ANSWERS, Learns, Policy
+from tenuto.core.policy_caller import check_answer, describe_fault, to_json
 from tenuto.core.types import (
-    Decision,
     EngineView,
     Job,
-    Keep,
     Lease,
     LoadOffer,
-    Offload,
-    Release,
     StepView,
     TierView,
     ToolCall,
@@ -26,70 +22,78 @@ from tenuto.core.types import (
 )
 
 
-def check_policy(policy: Policy) -> None:
+def check_contract(policy: Policy) -> None:
     """Check that a policy keeps its contract on a grid of views.
 
     Asked hooks are pure (as far as `repr` shows the policy's state) and deterministic, no hook raises,
     answers have the right type, a hook's keys are of one shape, parameters and answers are JSON. Raises
-    PolicyError naming the hook.
+    PolicyError naming the hook and its inputs.
     """
     shapes: dict[str, tuple[bool, ...]] = {}
     for turn, view in itertools.product(_get_turns(), _get_views()):
         lease = Lease(turn, view.now_s - 1, view.now_s, 0.0, 3, next_turn_waiting=False)
-        _check_asked(policy, "queue_key", tuple, turn, view.now_s)
-        _check_asked(policy, "admit", bool, turn, view)
-        _check_asked(policy, "retain", Decision, turn, view)
-        _check_asked(policy, "reconsider", Decision, lease, view)
-        _check_asked(policy, "evict_key", tuple, lease, view)
-        _check_asked(policy, "preempt_key", tuple, turn, view)
-        _check_asked(policy, "step_budget", (int, type(None)), view)
-        _check_asked(policy, "may_reclaim", bool, lease, turn, view)
-        _check_asked(policy, "may_preempt", bool, turn, turn, view)
-        _check_asked(policy, "load", bool, turn, LoadOffer(64, 0.5), view)
-        if turn.job.num_turns > 1:
-            _call(policy, "on_tool_returned", turn, ToolCall("ls"), 0.5)
-        _call(policy, "on_turn_arrived", turn, view.now_s)
-        for hook in ("admitted", "started", "preempted", "started"):
-            _call(policy, f"on_turn_{hook}", turn, view.now_s)
-        _call(policy, "on_tick", view)
-        _call(policy, "on_step", StepView(view.now_s, 0.05, 300, 4))
-        ended = dataclasses.replace(turn, is_aborted=view.num_running > 0)
-        _call(policy, "on_turn_finished", ended, view.now_s)
-        _call(policy, "on_job_ended", turn.job, view.now_s)
-        for hook, key in (
-            ("queue_key", policy.queue_key(turn, view.now_s)),
-            ("evict_key", policy.evict_key(lease, view)),
-            ("preempt_key", policy.preempt_key(turn, view)),
-        ):
-            _check_key(hook, key, shapes)
+        asked: dict[str, tuple[Any, ...]] = {
+            "queue_key": (turn, view.now_s),
+            "admit": (turn, view),
+            "load": (turn, LoadOffer(64, 0.5), view),
+            "retain": (turn, view),
+            "reconsider": (lease, view),
+            "evict_key": (lease, view),
+            "may_reclaim": (lease, turn, view),
+            "preempt_key": (turn, view),
+            "may_preempt": (turn, turn, view),
+            "step_budget": (view,),
+        }
+        for hook in ANSWERS:
+            _check_asked(policy, hook, *asked[hook])
+        _tell_all(policy, turn, view)
+        for hook, kinds in ANSWERS.items():
+            if kinds == (tuple,):
+                _check_key(policy, hook, asked[hook], shapes)
     _check_state(policy)
     _check_json("parameters", {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.init})
+
+
+def _tell_all(policy: Policy, turn: Turn, view: EngineView) -> None:
+    """Every told hook, in an order in which they happen."""
+    if turn.job.num_turns > 1:
+        _call(policy, "on_tool_returned", turn, ToolCall("ls"), 0.5)
+    for hook in ("arrived", "admitted", "started", "preempted", "started"):
+        _call(policy, f"on_turn_{hook}", turn, view.now_s)
+    _call(policy, "on_tick", view)
+    _call(policy, "on_step", StepView(view.now_s, 0.05, 300, 4))
+    _call(policy, "on_turn_finished", dataclasses.replace(turn, is_aborted=view.num_running > 0), view.now_s)
+    _call(policy, "on_job_ended", turn.job, view.now_s)
 
 
 def _call(policy: Policy, hook: str, *inputs: Any) -> Any:
     try:
         return getattr(policy, hook)(*inputs)
     except Exception as error:
-        raise PolicyError(f"{hook} raised {error!r}") from error
+        raise PolicyError(describe_fault(policy, hook, inputs, error)) from error
 
 
-def _check_key(hook: str, key: Any, shapes: dict[str, tuple[bool, ...]]) -> None:
-    shape = tuple(isinstance(part, str) for part in key)
-    if not is_key(key) or shapes.setdefault(hook, shape) != shape:
-        raise PolicyError(f"{hook}: its keys cannot be ordered, among them {key!r}")
-
-
-def _check_asked(policy: Policy, hook: str, kind: Any, *inputs: Any) -> None:
+def _check_asked(policy: Policy, hook: str, *inputs: Any) -> None:
     before = repr(vars(policy))
     first = _call(policy, hook, *inputs)
     if repr(vars(policy)) != before:
         raise PolicyError(f"{hook} changed the policy's state; only told hooks may")
-    kind = (Keep, Offload, Release) if kind is Decision else kind
-    if not isinstance(first, kind):
-        raise PolicyError(f"{hook} answered {first!r}, which is not a {kind}")
+    try:
+        check_answer(hook, first)
+    except TypeError as error:
+        raise PolicyError(describe_fault(policy, hook, inputs, error)) from None
     if _call(policy, hook, *inputs) != first:
-        raise PolicyError(f"{hook} answered differently when asked the same again")
+        raise PolicyError(f"{hook} answered differently when asked the same again: first {first!r}")
     _check_json(hook, to_json(first))
+
+
+def _check_key(
+    policy: Policy, hook: str, inputs: tuple[Any, ...], shapes: dict[str, tuple[bool, ...]]
+) -> None:
+    key = _call(policy, hook, *inputs)
+    shape = tuple(isinstance(part, str) for part in key)
+    if shapes.setdefault(hook, shape) != shape:
+        raise PolicyError(f"{hook}: its keys cannot be ordered, as their shapes differ, among them {key!r}")
 
 
 def _check_state(policy: Policy) -> None:

@@ -33,7 +33,7 @@ from tenuto.core.types import EngineView, LeaseEnd, LoadOffer, StepView, Turn
 class Driver:
     """One policy at work on one engine."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what an engine chooses, once
         self,
         policy: Policy,
         engine: Engine,
@@ -42,16 +42,18 @@ class Driver:
         by_priority: bool = False,
         log: DecisionLog | None = None,
         stats: DriverStats | None = None,
+        strict: bool = False,
     ) -> None:
         """`by_priority`: the engine serves requests by their own priority; a policy decides among equals.
 
         `stats`: where to count, an empty one of its own without it.
+        `strict`: a policy's fault is raised as PolicyError instead of counted.
         """
         self.policy = policy
         self.limits = limits or Limits()
         self.stats = stats or DriverStats()
         self._engine = engine
-        self._caller = PolicyCaller(policy, log)
+        self._caller = PolicyCaller(policy, log, strict=strict)
         self._history = History(log)
         # A policy that treats all jobs alike needs none of them recognised.
         infers = self.limits.infer_jobs and any(

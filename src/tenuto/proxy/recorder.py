@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tenuto import __version__
 from tenuto.core.requests.hints import Hints
+from tenuto.core.version import __version__
 from tenuto.proxy.answered import Answered, UnreadableAnswer, read_answered
 from tenuto.proxy.asked import Asked, UnreadableRequest, read_asked
 from tenuto.proxy.exchange import Exchange

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from tenuto import __version__
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import describe_policy
+from tenuto.core.version import __version__
 
 SCHEMA = 1
 

@@ -60,16 +60,19 @@ class Machine:
     notes: tuple[str, ...]
     """What its user should know: where it is a rougher guess, or not all that the policy wants."""
 
-    def make_scheduler(self, log: DecisionLog | None = None) -> Scheduler:
-        """The engine's scheduler, for one run."""
-        return Scheduler(self.config, self.policy, self.limits, tiers=self.tiers, log=log)
+    def make_scheduler(self, log: DecisionLog | None = None, *, strict: bool = False) -> Scheduler:
+        """The engine's scheduler, for one run; `strict`: a fault of the policy ends it with PolicyError."""
+        return Scheduler(self.config, self.policy, self.limits, tiers=self.tiers, log=log, strict=strict)
 
 
-def build(setup: Setup) -> Machine:
-    """Find all that a setup names. Raises ConfigError or PolicyError saying what is wrong."""
+def build(setup: Setup, policy: Policy | None = None) -> Machine:
+    """Find all that a setup names. Raises ConfigError or PolicyError saying what is wrong.
+
+    `policy` is used as it is, instead of the one that the setup names.
+    """
     gpu = get_gpu(setup.gpu)
     model = load_model(setup.model, dtype=setup.dtype, kv_cache_dtype=setup.kv_cache_dtype)
-    policy = load_policy(setup.policy, setup.options)
+    policy = load_policy(setup.policy, setup.options) if policy is None else policy
     wanted = get_engine_settings(setup.policy, policy)
     notes: list[str] = []
     offload = _get_offload(setup, gpu, model, wanted, notes)

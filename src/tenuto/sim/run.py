@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto import __version__
 from tenuto.core.errors import ConfigError
-from tenuto.core.policy import Oracle
+from tenuto.core.policy import Oracle, Policy
 from tenuto.core.policy_caller import DecisionLog
+from tenuto.core.version import __version__
 from tenuto.records.config import get_config
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.aiconfigurator import installed_version
@@ -24,6 +25,23 @@ from tenuto.sim.truncate import truncate_to_fit
 from tenuto.workload import Job, Workload
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load_options import LoadOptions, make_workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """What a run can have beside its options: objects instead of names, and how faults are taken."""
+
+    policy: Policy | None = None
+    """Instead of the one that the setup names; it is copied, so that it can go into other runs."""
+    label: str | None = None
+    """The policy's name in the record."""
+    workload: Workload | None = None
+    """Instead of the one that the load names; arrivals and lengths are left as they are."""
+    strict: bool = False
+    """A fault of the policy ends the run with PolicyError."""
+
+
+NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True)
@@ -41,13 +59,15 @@ def run(
     setup: Setup,
     load: LoadOptions,
     *,
+    extras: Extras = NO_EXTRAS,
     watch: Watch | None = None,
     log: DecisionLog | None = None,
 ) -> Outcome:
     """Run a load on a setup. Raises ConfigError, PolicyError or DataError for what makes no sense."""
-    machine = build(setup)
-    scheduler = machine.make_scheduler(log)
-    workload, num_cut = truncate_to_fit(make_workload(load), scheduler.kv)
+    machine = build(setup, copy.deepcopy(extras.policy))
+    scheduler = machine.make_scheduler(log, strict=extras.strict)
+    given = make_workload(load) if extras.workload is None else extras.workload
+    workload, num_cut = truncate_to_fit(given, scheduler.kv)
     if not workload.jobs:
         raise ConfigError(f"{load.workload}: nothing to run: none of its {num_cut} turns fits this machine")
     if isinstance(machine.policy, Oracle):
@@ -65,7 +85,7 @@ def run(
     wall_s = time.perf_counter() - started_s
     offloader = scheduler.offloader
     info = RunInfo(
-        policy=setup.policy,
+        policy=extras.label or setup.policy,
         gpu=machine.gpu.name,
         model=machine.model.name,
         workload=load.workload,

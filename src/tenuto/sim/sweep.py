@@ -15,7 +15,7 @@ from typing import Any
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.records.config import get_config
 from tenuto.sim.machine import build
-from tenuto.sim.run import run
+from tenuto.sim.run import NO_EXTRAS, Extras, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions, make_workload
 
@@ -30,6 +30,7 @@ class Cell:
 
     setup: Setup
     load: LoadOptions
+    extras: Extras = NO_EXTRAS
 
     @property
     def key(self) -> str:
@@ -48,9 +49,9 @@ def check_cells(cells: Sequence[Cell]) -> list[str]:
 
     Returns the machines' notes.
     """
-    setups = {json.dumps(get_config(cell.setup, LoadOptions())): cell.setup for cell in cells}.values()
-    notes = [note for setup in setups for note in build(setup).notes]
-    for load in dict.fromkeys(cell.load for cell in cells):
+    machines = {json.dumps(get_config(cell.setup, LoadOptions())): cell for cell in cells}.values()
+    notes = [note for cell in machines for note in build(cell.setup, cell.extras.policy).notes]
+    for load in dict.fromkeys(cell.load for cell in cells if cell.extras.workload is None):
         make_workload(load)
     return notes
 
@@ -115,7 +116,7 @@ def run_cells(
     if not missing:
         return
     with open(folder / RESULTS, "a", encoding="utf-8") as file:
-        for cell, record in _run_on_ray(missing, ray) if ray else _run_here(missing, workers):
+        for cell, record in _run_on_ray(missing, ray) if ray else run_here(missing, workers):
             file.write(json.dumps(record) + "\n")
             file.flush()
             yield cell, record
@@ -123,10 +124,11 @@ def run_cells(
 
 def run_cell(cell: Cell) -> Record:
     """One run's record."""
-    return run(cell.setup, cell.load).record
+    return run(cell.setup, cell.load, extras=cell.extras).record
 
 
-def _run_here(cells: list[Cell], workers: int | None) -> Iterator[tuple[Cell, Record]]:
+def run_here(cells: list[Cell], workers: int | None) -> Iterator[tuple[Cell, Record]]:
+    """Run cells on this machine, in `workers` processes (None: one per core); in this one if that is 1."""
     workers = min(workers or len(os.sched_getaffinity(0)), len(cells))
     if workers == 1:
         yield from ((cell, run_cell(cell)) for cell in cells)

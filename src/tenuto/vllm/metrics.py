@@ -22,10 +22,10 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
-from tenuto import __version__
 from tenuto.core.driver import Driver
 from tenuto.core.stats import DECISION_BUCKETS_S, QUEUE_BUCKETS_S, TOOL_BUCKETS_S, DriverStats
 from tenuto.core.types import LeaseEnd
+from tenuto.core.version import __version__
 from tenuto.vllm.settings import read_settings
 
 FOLDER_VARIABLE = "TENUTO_METRICS_DIR"

@@ -9,9 +9,9 @@ from typing import Any
 
 import aiohttp
 
-from tenuto import __version__
 from tenuto.client.load import metrics
 from tenuto.client.load.metrics import Outcome
+from tenuto.core.version import __version__
 from tenuto.records import metrics as records
 from tenuto.records.schema import RunRecord
 from tenuto.records.text import format_run, format_stats

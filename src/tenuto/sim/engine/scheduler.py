@@ -55,8 +55,9 @@ class Scheduler:
         *,
         tiers: OffloadTiers | None = None,
         log: DecisionLog | None = None,
+        strict: bool = False,
     ) -> None:
-        """`tiers` belong to the engine that `config.offload` describes."""
+        """`tiers` belong to the engine that `config.offload` describes; `strict` is as in `Driver`."""
         by_priority = config.order == "priority"
         self._asks_admission = policy.overrides("admit")
         self._asks_budget = policy.overrides("step_budget")
@@ -65,7 +66,7 @@ class Scheduler:
         self.offloader = make_offloader(config.offload, tiers, kv, config.offload_chunk_tokens)
         self.state = state = EngineState(WaitingQueue(self._choose_key(policy, by_priority=by_priority)))
         port = SimEngine(config, state, kv, self.offloader)
-        self.driver = driver = Driver(policy, port, limits, by_priority=by_priority, log=log)
+        self.driver = driver = Driver(policy, port, limits, by_priority=by_priority, log=log, strict=strict)
         allocator = Allocator(state, kv, driver)
         self._preemption = Preemption(state, kv, driver, by_priority=by_priority)
         self._progress = Progress(config, state, kv, driver, self.offloader)

@@ -12,8 +12,8 @@ from contextlib import suppress
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from tenuto import __version__
 from tenuto.core.errors import ConfigError
+from tenuto.core.version import __version__
 from tenuto.sim.server.ask import CHAT_PATH, Served
 from tenuto.sim.server.errors import RequestError
 from tenuto.sim.server.generate import Generator

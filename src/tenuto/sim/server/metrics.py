@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from tenuto import __version__
 from tenuto.core.stats import Histogram
+from tenuto.core.version import __version__
 from tenuto.sim.server.pace import Pacer
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily

@@ -1,0 +1,251 @@
+"""Simulations from Python: `simulate` one run, `compare` several, `check_policy` before both.
+
+The commands `tenuto simulate`, `compare` and `check-policy` are these functions with options. Import the
+names from `tenuto` itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.policy import Policy
+from tenuto.core.policy_caller import DecisionLog
+from tenuto.core.policy_loader import get_policy_name, load_policy
+from tenuto.core.suggest import suggest
+from tenuto.records.schema import TurnRecord
+from tenuto.sim import trial
+from tenuto.sim.run import NO_EXTRAS, Extras, Outcome, run
+from tenuto.sim.setup import Setup
+from tenuto.sim.simulation import Watch
+from tenuto.sim.sweep import Cell, check_cells, run_cells, run_here
+from tenuto.sim.sweep_table import format_rows, make_rows
+from tenuto.workload import LoadOptions, Workload
+
+if TYPE_CHECKING:
+    import pandas
+
+_LARGE = ("kind", "schema", "job_times_s", "by_turn", "config", "versions", "client")
+"""Parts of a record that are no columns of a frame."""
+
+
+@dataclass(frozen=True, repr=False)
+class SimulationResult:
+    """What one simulated run came to."""
+
+    record: dict[str, Any]
+    """The run as `tenuto simulate --json` prints it: see docs/glossary.md for each number."""
+    turns: Sequence[TurnRecord]
+    """A record per turn, in the order in which the turns ended."""
+    outcome: Outcome
+    """The workload and the machine too; its names may change in any release."""
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per turn. Raises ImportError without pandas."""
+        return _load_pandas().DataFrame([_to_row(turn) for turn in self.turns])
+
+    def __repr__(self) -> str:
+        return format_rows(make_rows([self.record]))
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """What the runs of a comparison came to; printed as the table of `tenuto compare`."""
+
+    records: Sequence[dict[str, Any]]
+    """One per run, as `SimulationResult.record`."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The table: one row per GPU, load and policy, over all seeds."""
+        return make_rows(self.records)
+
+    @property
+    def winners(self) -> dict[tuple[str, float | None], tuple[str, ...]]:
+        """By GPU and jobs per second, the policies whose mean job time is within 2 % of the best."""
+        found: dict[tuple[str, float | None], tuple[str, ...]] = {}
+        for row in self.rows:
+            place = (row["gpu"], row["jps"])
+            found[place] = (*found.get(place, ()), *([row["policy"]] if row["wins"] else ()))
+        return found
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per run; a statistic is a column `job_s.mean`. Raises ImportError without pandas."""
+        rows = [{key: value for key, value in record.items() if key not in _LARGE} for record in self.records]
+        return _load_pandas().json_normalize(rows)
+
+    def __repr__(self) -> str:
+        return format_rows(self.rows)
+
+
+def simulate(  # noqa: PLR0913 - what a user chooses, all by keyword
+    policy: str | Policy = "tenuto",
+    *,
+    gpu: str = "H100",
+    workload: str | Workload = "ab8",
+    jps: float | None = None,
+    seed: int = 42,
+    options: Mapping[str, Any] | None = None,
+    strict: bool = False,
+    watch: Watch | None = None,
+    log: DecisionLog | None = None,
+    **settings: Any,
+) -> SimulationResult:
+    """Run one workload on one simulated GPU.
+
+    `policy`: a name of `tenuto policies`, `file.py:Class`, or a policy; the one given is copied, not changed.
+    `options`: those of a policy that is named. `settings`: any other option of `tenuto simulate`, with
+    underscores (`model="llama-3.1-70b", tp=4, window_s=20`). `watch` and `log` are called in every step and
+    with every decision. With `strict`, a policy that raises or answers wrongly ends the run.
+    Raises ConfigError, PolicyError or DataError for what makes no sense.
+    """
+    setup, load = _split(settings)
+    setup, extras = _place(dataclasses.replace(setup, gpu=gpu), policy, options, strict=strict)
+    load, extras = _give(dataclasses.replace(load, jps=jps, seed=seed), extras, workload)
+    return run_simulation(setup, load, extras=extras, watch=watch, log=log)
+
+
+def run_simulation(
+    setup: Setup,
+    load: LoadOptions,
+    *,
+    extras: Extras = NO_EXTRAS,
+    watch: Watch | None = None,
+    log: DecisionLog | None = None,
+) -> SimulationResult:
+    """`simulate`, for options that are in their dataclasses already."""
+    outcome = run(setup, load, extras=extras, watch=watch, log=log)
+    return SimulationResult(outcome.record, outcome.turns, outcome)
+
+
+def compare(  # noqa: PLR0913 - as above
+    policies: Sequence[str | Policy] = ("stock", "tenuto"),
+    *,
+    gpu: str | Sequence[str] = "H100",
+    workload: str | Workload = "ab8",
+    jps: float | Sequence[float] | None = None,
+    seeds: Sequence[int] = (42,),
+    strict: bool = False,
+    workers: int | None = 1,
+    out: str | Path | None = None,
+    **settings: Any,
+) -> Comparison:
+    """Run every policy on every GPU, under every load, with every seed.
+
+    `workers`: processes; None takes one per core. With more than one, a script must call this below
+    `if __name__ == "__main__":`, as processes import it. `out`: a folder for results.jsonl; runs that it has
+    already are not run again. Two policies of one class are told apart by their options. All else, and the
+    errors, are as in `simulate`.
+    """
+    setup, load = _split(settings)
+    gpus = [gpu] if isinstance(gpu, str) else list(gpu)
+    rates = list(jps) if isinstance(jps, Sequence) else [jps]
+    if not (policies and gpus and rates and seeds):
+        raise ConfigError("compare needs a policy, a GPU, a load and a seed at least")
+    cells = []
+    for name in gpus:
+        for policy in policies:
+            placed, extras = _place(dataclasses.replace(setup, gpu=name), policy, None, strict=strict)
+            for rate in rates:
+                for seed in seeds:
+                    given = dataclasses.replace(load, jps=rate, seed=seed)
+                    cells.append(Cell(placed, *_give(given, extras, workload)))
+    check_cells(cells)
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    return compare_cells(cells, Path(out) if out is not None else None, workers=workers)
+
+
+def compare_cells(
+    cells: Iterable[Cell],
+    out: Path | None = None,
+    *,
+    workers: int | None = None,
+    ray: str | None = None,
+    tell: Callable[[Cell, dict[str, Any]], None] = lambda cell, record: None,
+) -> Comparison:
+    """`compare`, for cells that are made already; `tell` is called with each record as it comes."""
+    cells = list(cells)
+    if out is None:
+        done: Iterable[tuple[Cell, dict[str, Any]]] = run_here(cells, workers)
+    else:
+        done = run_cells(cells, out, workers=workers, ray=ray)
+    places = {cell.key: place for place, cell in enumerate(cells)}
+    records = {}
+    for cell, record in done:
+        records[places[cell.key]] = record
+        tell(cell, record)
+    return Comparison([records[place] for place in sorted(records)])
+
+
+def check_policy(policy: str | Policy, options: Mapping[str, Any] | None = None) -> None:
+    """Check that a policy keeps its contract, then run it in short simulations under memory pressure.
+
+    Takes a few seconds and needs no vLLM. Raises PolicyError naming the hook, what is wrong and the inputs.
+    """
+    made = policy if isinstance(policy, Policy) else load_policy(policy, options)
+    trial.check(made)
+
+
+def _split(settings: Mapping[str, Any]) -> tuple[Setup, LoadOptions]:
+    """Settings to the dataclass that has them. Raises ConfigError for one that nobody has."""
+    of_setup, of_load = ({field.name for field in dataclasses.fields(cls)} for cls in (Setup, LoadOptions))
+    for name in settings:
+        if name not in of_setup | of_load:
+            raise ConfigError(f"no option {name!r}{suggest(name, of_setup | of_load)}")
+    return (
+        Setup(**{name: value for name, value in settings.items() if name in of_setup}),
+        LoadOptions(**{name: value for name, value in settings.items() if name in of_load}),
+    )
+
+
+def _place(
+    setup: Setup, policy: str | Policy, options: Mapping[str, Any] | None, *, strict: bool
+) -> tuple[Setup, Extras]:
+    """The setup with a policy. One that is given as an object gets a label that tells its options."""
+    if isinstance(policy, str):
+        return dataclasses.replace(setup, policy=policy, options=options or {}), Extras(strict=strict)
+    if options:
+        raise ConfigError("options are for a policy that is named; this one has its own")
+    fields = [field for field in dataclasses.fields(policy) if field.init]
+    changed = {
+        field.name: getattr(policy, field.name)
+        for field in fields
+        if getattr(policy, field.name) != field.default
+    }
+    name = get_policy_name(type(policy))
+    label = name.rpartition(":")[2].rpartition(".")[2]
+    if changed:
+        label += f"({', '.join(f'{key}={value}' for key, value in changed.items())})"
+    return (
+        dataclasses.replace(setup, policy=name, options=changed),
+        Extras(policy=policy, label=label, strict=strict),
+    )
+
+
+def _give(load: LoadOptions, extras: Extras, workload: str | Workload) -> tuple[LoadOptions, Extras]:
+    """The load with a workload, named or given."""
+    if isinstance(workload, str):
+        return dataclasses.replace(load, workload=workload), extras
+    if load.jps is not None:
+        raise ConfigError("jps is for a workload that is named; this one has its arrivals")
+    return (
+        dataclasses.replace(load, workload=workload.name),
+        dataclasses.replace(extras, workload=workload),
+    )
+
+
+def _to_row(turn: TurnRecord) -> dict[str, Any]:
+    return {key: value for key, value in turn.to_json().items() if key not in ("kind", "schema")}
+
+
+def _load_pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise ImportError("to_frame needs pandas: pip install pandas") from None
+    return pandas

@@ -1,0 +1,110 @@
+"""`tenuto.simulate` and `tenuto.compare`: names or objects, the records of the commands, frames."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tenuto
+from tenuto import ConfigError, Keep, Policy, PolicyError, setting
+
+SMALL: dict[str, Any] = {"gpu": "A100-40", "window_s": 8.0, "seed": 1, "step_cost": "roofline"}
+
+
+@dataclass
+class Holding(Policy):
+    """Keeps everything; counts what it retained."""
+
+    keep_s: float = setting(5.0, "seconds", minimum=0)
+    _num_finished: int = field(init=False, default=0)
+
+    def retain(self, turn, view):
+        return Keep(view.now_s + self.keep_s)
+
+    def on_turn_finished(self, turn, now_s):
+        self._num_finished += 1
+
+
+@dataclass
+class Failing(Policy):
+    """Raises when it is asked what to retain."""
+
+    def retain(self, turn, view):
+        raise ValueError("planted")
+
+
+def forget_what_differs(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in ("wall_s", "policy", "config")}
+
+
+def test_a_policy_given_is_the_same_as_one_named_and_is_not_changed() -> None:
+    policy = Holding(keep_s=3.0)
+    first, second = (tenuto.simulate(policy, jps=1.0, **SMALL) for _ in range(2))
+    assert policy == Holding(keep_s=3.0)
+    named = tenuto.simulate(f"{__name__}:Holding", options={"keep_s": 3.0}, jps=1.0, **SMALL)
+    records = [forget_what_differs(each.record) for each in (first, second, named)]
+    assert records[0] == records[1] == records[2]
+    assert first.record["policy"] == "Holding(keep_s=3.0)"
+    assert first.record["config"]["options"] == {"keep_s": 3.0}
+    assert "Holding(keep_s=3.0)" in repr(first)
+
+
+def test_a_workload_given_is_the_same_as_one_named() -> None:
+    workload = tenuto.load_workload("ab8", jps=1.0, seed=1, window_s=8.0)
+    given = tenuto.simulate("stock", workload=workload, **SMALL)
+    named = tenuto.simulate("stock", jps=1.0, **SMALL)
+    assert (
+        [turn.finish_s for turn in given.turns] == [turn.finish_s for turn in named.turns]
+        if hasattr(given.turns[0], "finish_s")
+        else [turn.last_token_s for turn in given.turns] == [turn.last_token_s for turn in named.turns]
+    )
+    with pytest.raises(ConfigError, match="this one has its arrivals"):
+        tenuto.simulate("stock", workload=workload, jps=1.0, **SMALL)
+
+
+def test_settings_are_those_of_the_command() -> None:
+    assert tenuto.simulate("stock", jps=1.0, tp=2, **SMALL).record["config"]["tp"] == 2
+    with pytest.raises(ConfigError, match="no option 'widow_s'; did you mean window_s"):
+        tenuto.simulate("stock", jps=1.0, widow_s=3)
+    with pytest.raises(ConfigError, match="this one has its own"):
+        tenuto.simulate(Holding(), options={"keep_s": 3.0}, jps=1.0, **SMALL)
+
+
+def test_faults_are_counted_or_stop_the_run() -> None:
+    stock, failing = (tenuto.simulate(policy, jps=1.0, **SMALL) for policy in ("stock", Failing()))
+    assert stock.record["policy_faults"] == 0 < failing.record["policy_faults"]
+    with pytest.raises(PolicyError, match=r"Failing: retain raised ValueError\('planted'\); asked with Turn"):
+        tenuto.simulate(Failing(), jps=1.0, strict=True, **SMALL)
+
+
+def test_a_comparison(tmp_path: Path) -> None:
+    settings = {key: value for key, value in SMALL.items() if key not in ("gpu", "seed")}
+    policies = ["stock", "stock-tuned", Holding(), Holding(keep_s=1.0)]
+    result = tenuto.compare(policies, gpu="A100-40", jps=[0.5, 1.0], seeds=[1, 2], out=tmp_path, **settings)
+    labels = ["stock", "stock-tuned", "Holding", "Holding(keep_s=1.0)"]
+    places = [(label, jps, seed) for label in labels for jps in (0.5, 1.0) for seed in (1, 2)]
+    assert [(each["policy"], each["jps"], each["seed"]) for each in result.records] == places
+    assert result.winners.keys() == {("A100-40", 0.5), ("A100-40", 1.0)}
+    assert all(set(winners) <= set(labels) for winners in result.winners.values())
+    for row in result.rows:
+        assert row["wins"] == (row["policy"] in result.winners["A100-40", row["jps"]])
+    assert all(label in repr(result) for label in labels)
+    lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    again = tenuto.compare(policies, gpu="A100-40", jps=[0.5, 1.0], seeds=[1, 2], out=tmp_path, **settings)
+    assert [json.loads(line)["wall_s"] for line in lines] == [each["wall_s"] for each in again.records]
+
+
+def test_frames() -> None:
+    pytest.importorskip("pandas")
+    result = tenuto.simulate("stock", jps=1.0, **SMALL)
+    frame = result.to_frame()
+    assert len(frame) == len(result.turns)
+    assert {"turn", "hit_tokens", "prompt_tokens", "latency_s"} <= set(frame.columns)
+    assert "kind" not in frame
+    settings = {key: value for key, value in SMALL.items() if key not in ("gpu", "seed")}
+    runs = tenuto.compare(["stock"], gpu="A100-40", jps=1.0, seeds=[1, 2], **settings).to_frame()
+    assert list(runs["seed"]) == [1, 2] and "job_s.mean" in runs
