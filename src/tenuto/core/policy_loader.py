@@ -95,8 +95,8 @@ def _find_class(name: str) -> type[Policy]:
     if name not in modules:
         known = sorted({*modules, *PRESETS})
         raise PolicyError(
-            f"no policy {name!r}{suggest(name, known)}; choose one of: {', '.join(known)}; "
-            "or name your own as file.py:Class or my.module:Class"
+            f"no policy {name!r}; choose one of: {', '.join(known)}; or name your own as file.py:Class or "
+            f"my.module:Class{suggest(name, known)}"
         )
     module_name = modules[name]
     found = _get_policy_classes(importlib.import_module(module_name))

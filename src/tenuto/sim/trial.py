@@ -14,7 +14,7 @@ from tenuto.workload import LoadOptions
 
 TRIALS = {
     "little memory, host memory below": (
-        Setup(step_cost="roofline", kv_tokens=60_000, host_gb=4.0, offload="async"),
+        Setup(step_cost="roofline", kv_tokens=60_000, host_gb=32.0, offload="async"),
         LoadOptions(jps=2.0, window_s=8.0, seed=1),
     ),
     "little memory, no hints, leases as inside vLLM": (
