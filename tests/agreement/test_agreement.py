@@ -1,0 +1,100 @@
+"""One run has one set of numbers, whoever counts: vLLM, the simulator, the bench, and the driver in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tenuto.records.metrics import get_job_times_s, summarise
+from tenuto.records.schema import TurnRecord
+from tenuto.records.writer import RunFiles
+from tenuto.report.diagnosis.run import analyze
+from tenuto.workload import Workload
+from tests.agreement.engines import BLOCK_SIZE, Sizes, make_simulation, run_bench, run_vllm, serve_simulated
+from tests.agreement.workloads import make_crowd, make_serial
+from tests.client.conftest import read_lines
+from tests.vllm.conftest import Clock, clock  # noqa: F401
+
+SIZES = Sizes(num_blocks=41)
+
+
+def by_turn(turns: Iterable[TurnRecord], name: str) -> dict[tuple[str, int], Any]:
+    return {(turn.job, turn.turn - 1): getattr(turn, name) for turn in turns}
+
+
+@pytest.mark.parametrize("make", [make_serial, make_crowd])
+@pytest.mark.parametrize("num_blocks", [41, 61])
+def test_vllm_and_the_simulator_agree(make: Any, num_blocks: int, clock: Clock) -> None:  # noqa: F811
+    workload, sizes = make(), Sizes(num_blocks=num_blocks)
+    real = run_vllm(workload, sizes, clock)
+    simulation = make_simulation(workload, sizes)
+    turns = simulation.run()
+    assert by_turn(turns, "last_token_s") == real.finish_s
+    assert by_turn(turns, "hit_tokens") == real.hit_tokens
+    preempted = {key: count for key, count in by_turn(turns, "preemptions").items() if count}
+    assert preempted == real.preemptions
+    assert bool(preempted) == (make is make_crowd)
+    # vLLM's own counters leave out what preempted turns hit when they are back, as the hits of a turn do.
+    assert real.num_hits == sum(real.hit_tokens.values()) == real.stats.num_hit_tokens
+    recomputed = sum(turn.recomputed_tokens or 0 for turn in turns)
+    assert (
+        recomputed
+        == real.stats.num_recomputed_tokens
+        == simulation.scheduler.driver.stats.num_recomputed_tokens
+    )
+    assert recomputed > 0 or num_blocks == 61
+
+
+def test_the_bench_sees_what_vllm_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,  # noqa: F811
+) -> None:
+    workload = make_serial()
+    real = run_vllm(workload, SIZES, clock)
+    with serve_simulated(SIZES) as live:
+        bench = run_bench(workload, live, tmp_path, RunFiles, monkeypatch)
+        served = live.call(lambda: live.engine.scheduler.driver.stats)
+        live.wait_until_idle()
+    lines = read_lines(tmp_path / "turns.jsonl")
+    assert {(line["job"], line["turn"] - 1): line["hit_tokens"] for line in lines} == real.hit_tokens
+    assert bench.result["hit_tokens"] == real.num_hits == served.num_hit_tokens
+    assert (
+        bench.result["recomputed_tokens"] == real.stats.num_recomputed_tokens == served.num_recomputed_tokens
+    )
+    assert bench.result["recomputed_tokens"] > 0
+    assert bench.result["preemptions"] == 0
+    assert all(line["reusable_tokens"] % BLOCK_SIZE == 0 for line in lines)
+
+
+@pytest.mark.parametrize("make", [make_serial, make_crowd])
+def test_a_trace_read_back_says_the_same(make: Any, tmp_path: Path, clock: Clock) -> None:  # noqa: F811
+    """The report of vLLM's trace, beside the records of the simulator's turns."""
+    real = run_vllm(make(), SIZES, clock, tmp_path / "trace.jsonl")
+    turns = make_simulation(make(), SIZES).run()
+    report = analyze(tmp_path / "trace.jsonl")
+    times_s = summarise(get_job_times_s(turns).values())
+    assert times_s is not None
+    for name in ("mean", "p50", "p90", "p95", "p99"):
+        assert report["job_s"][name] == pytest.approx(getattr(times_s, name)), name
+    assert report["tokens"]["hit"] == real.num_hits
+    assert report["tokens"]["reusable"] == sum(turn.reusable_tokens or 0 for turn in turns)
+    assert report["preemptions"] == sum(real.preemptions.values())
+
+
+def test_the_comparison_can_fail(clock: Clock) -> None:  # noqa: F811
+    """Another cache gives other hits: the workloads are tight enough to tell engines apart."""
+    hits = [run_vllm(make_serial(), Sizes(num_blocks=size), clock).hit_tokens for size in (41, 51)]
+    assert hits[0] != hits[1]
+
+
+def test_a_serial_workload_never_has_two_turns_at_once() -> None:
+    workload: Workload = make_serial()
+    turns = sorted(make_simulation(workload, SIZES).run(), key=lambda turn: turn.due_s)
+    assert all(before.last_token_s <= after.due_s for before, after in pairwise(turns))
