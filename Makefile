@@ -14,7 +14,7 @@ MODEL := .demo/smollm2
 # The development tools, with vLLM where it is already there, and without it where it is not.
 DEV := $(if $(wildcard $(VENV)/.tenuto-$(VLLM)),$(VENV)/.tenuto-$(VLLM),$(VENV)/.dev)
 # Tests that load vLLM. Only leaving out their folders keeps vLLM (15 s) out of each worker.
-VLLM_TESTS := tests/vllm tests/differential
+VLLM_TESTS := tests/vllm tests/differential tests/agreement
 WITHOUT_VLLM := tests $(addprefix --ignore=,$(VLLM_TESTS)) -n 2
 
 .PHONY: help demo test test-fast test-vllm check docs test-all-vllm bench constraints clean
