@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from tenuto.cli import main
+from tenuto.client.servers.metrics_page import parse_page
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.report.top import watch as watch_module
 from tenuto.report.top.options import TopOptions
-from tenuto.report.top.page import parse_page
 from tenuto.report.top.screen import make_line, make_screen, make_spark
 from tenuto.report.top.state import make_state
 from tenuto.report.top.watch import watch

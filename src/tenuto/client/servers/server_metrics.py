@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import httpx
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
+from tenuto.client.servers.metrics_page import parse_page
 from tenuto.core.errors import DataError
 
 
@@ -29,47 +29,34 @@ def read_cache_state(client: httpx.Client) -> CacheState:
     """Read the cache's size and use. Raises DataError if the server does not show vLLM's metrics."""
     response = client.get("/metrics")
     response.raise_for_status()
-    usage: dict[str, float] = {}
-    sizes: dict[str, tuple[int, int]] = {}
-    retained: float | None = None
-    hits = 0.0
-    for family in _parse(client, response.text):
-        for sample in family.samples:
-            engine = sample.labels.get("engine", "0")
-            if sample.name == "vllm:cache_config_info":
-                sizes[engine] = (
-                    _get_int(sample.labels, "block_size"),
-                    _get_int(sample.labels, "num_gpu_blocks"),
-                )
-            elif sample.name == "vllm:kv_cache_usage_perc":
-                usage[engine] = sample.value
-            elif sample.name == "vllm:prefix_cache_hits_total":
-                hits += sample.value
-            elif sample.name == "tenuto:retained_blocks":
-                retained = (retained or 0.0) + sample.value
+    try:
+        page = parse_page(response.text, at_s=0.0)
+    except DataError as error:
+        raise DataError(f"{client.base_url}: {error}") from None
+    sizes = {
+        labels.get("engine", "0"): (_get_int(labels, "block_size"), _get_int(labels, "num_gpu_blocks"))
+        for labels, _ in page.samples.get("vllm:cache_config_info", ())
+    }
+    usage = {
+        labels.get("engine", "0"): value for labels, value in page.samples.get("vllm:kv_cache_usage_perc", ())
+    }
     if not sizes or not usage:
         raise DataError(
             f"{client.base_url}/metrics has no vllm:cache_config_info and vllm:kv_cache_usage_perc; "
             "is this a vLLM server, started without --disable-log-stats?"
         )
     num_used = sum(usage.get(engine, 0.0) * (blocks - 1) for engine, (_, blocks) in sizes.items())
+    retained = page.total("tenuto:retained_blocks")
     return CacheState(
         block_size=next(iter(sizes.values()))[0],
         num_blocks=sum(blocks - 1 for _, blocks in sizes.values()),
         num_used_blocks=round(num_used),
         num_retained_blocks=None if retained is None else round(retained),
-        num_hit_tokens=hits,
+        num_hit_tokens=page.total("vllm:prefix_cache_hits_total") or 0.0,
     )
 
 
-def _parse(client: httpx.Client, page: str) -> list[Metric]:
-    try:
-        return list(text_string_to_metric_families(page))
-    except ValueError as error:
-        raise DataError(f"{client.base_url}/metrics is no page of Prometheus metrics: {error}") from None
-
-
-def _get_int(labels: dict[str, str], name: str) -> int:
+def _get_int(labels: Mapping[str, str], name: str) -> int:
     try:
         return int(labels[name])
     except (KeyError, ValueError):

@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from tenuto.client.servers.metrics_page import parse_page
 from tenuto.core.errors import DataError, TenutoError
 from tenuto.report.top.options import TopOptions
-from tenuto.report.top.page import parse_page
 from tenuto.report.top.screen import WIDTH, make_line, make_screen, make_trouble
 from tenuto.report.top.state import make_state
 from tenuto.report.top.window import Window
