@@ -77,6 +77,8 @@ def test_settings_are_those_of_the_command() -> None:
 def test_faults_are_counted_or_stop_the_run() -> None:
     stock, failing = (tenuto.simulate(policy, jps=1.0, **SMALL) for policy in ("stock", Failing()))
     assert stock.record["policy_faults"] == 0 < failing.record["policy_faults"]
+    assert "  !" in repr(failing) and "hooks of the policy failed" in repr(failing)
+    assert "!" not in repr(stock)
     with pytest.raises(PolicyError, match=r"Failing: retain raised ValueError\('planted'\); asked with Turn"):
         tenuto.simulate(Failing(), jps=1.0, strict=True, **SMALL)
 

@@ -29,6 +29,7 @@ def make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
             "p95_job_s": _mean([each["job_s"]["p95"] for each in group]),
             "recomputed_share": sum(each["recomputed_tokens"] for each in group)
             / sum(each["prompt_tokens"] for each in group),
+            "policy_faults": sum(each.get("policy_faults") or 0 for each in group),
         }
         for key, group in groups.items()
     ]
@@ -60,7 +61,12 @@ def format_rows(rows: Sequence[Row]) -> str:
         lines.append(
             f"{place[0]:11} {place[1]:>6}  {row['policy']:18} {row['mean_job_s']:8.2f}s"
             f"{'*' if row['wins'] else ' '} {spread:>15} {row['p95_job_s']:8.1f}s {over:>7} "
-            f"{row['recomputed_share']:6.1%}"
+            f"{row['recomputed_share']:6.1%}{'  !' if row['policy_faults'] else ''}"
+        )
+    num_faults = sum(row["policy_faults"] for row in rows)
+    if num_faults:
+        lines.append(
+            f"\n! hooks of the policy failed ({num_faults} times in all); stock's answer was used there"
         )
     return "\n".join(lines)
 
