@@ -37,7 +37,7 @@ def check(policy: Policy) -> None:
     for about, (setup, load) in TRIALS.items():
         try:
             first, second = (
-                [(turn.job_id, turn.turn, turn.finish_s) for turn in run(setup, load, extras=extras).turns]
+                [(turn.job, turn.turn, turn.last_token_s) for turn in run(setup, load, extras=extras).turns]
                 for _ in range(2)
             )
         except PolicyError as error:
