@@ -177,3 +177,21 @@ def test_a_log_of_0_1_with_keep_last_leases_is_refused() -> None:
     records = run_random(load_policy("continuum-fixed"), 0)
     with pytest.raises(DataError, match="replay this log with tenuto"):
         replay([add_strength(record, "keep-last") for record in records], load_policy("continuum-fixed"))
+
+
+def test_a_log_of_0_1_is_asked_again_under_the_names_of_today() -> None:
+    turn = {
+        key: value
+        for key, value in to_json(Turn("t", Job("j", 1.0, 2), 2.0, 30)).items()
+        if key != "is_aborted"
+    }
+    view = to_json(EngineView(3.0, 16, 100, 50, 1, 2, 2048))
+    view["max_step_tokens"] = view.pop("max_num_batched_tokens")
+    lease = {**to_json(Lease(Turn("t", Job("j", 1.0, 2), 2.0, 30), 1.0, 2.0, 0.0, 3, False)), "turn": turn}
+    replay = Replay(load_policy("stock"))
+    for hook in ("on_turn_resumed", "on_turn_aborted"):
+        assert replay.feed({"kind": "told", "hook": hook, "inputs": [turn, 3.0]}) is None
+    asked = {"kind": "asked", "hook": "gives_way", "inputs": [lease, turn, view], "answer": True}
+    assert replay.feed(asked) is None
+    difference = replay.feed({**asked, "answer": False})
+    assert difference is not None and difference.hook == "may_reclaim"

@@ -77,6 +77,7 @@ class _DrivenScheduler(compat.PrivateHooks):
             settings.limits,
             by_priority=self.policy.value == "priority",
             log=log,
+            strict=settings.strict,
             stats=self._metrics.stats,
         )
         self._metrics.refresh(self.driver, 0.0)

@@ -22,6 +22,7 @@ class Settings:
     trace: str | None = setting(None, "file for the JSONL trace of steps and decisions; none when unset")
     state: str | None = setting(None, "file that keeps what the policy learned; forgotten when unset")
     save_every_s: float = setting(60.0, "seconds between two savings of `state`", minimum=1)
+    strict: bool = setting(False, "a policy that raises or answers wrongly stops the server; for tests")
     on_mismatch: str = setting(
         "stop", "what to do when this vLLM does not fit: stop, or run stock", choices=("stop", "stock")
     )
