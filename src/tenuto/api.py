@@ -27,7 +27,7 @@ from tenuto.sim.sweep_table import format_rows, make_rows
 from tenuto.workload import LoadOptions, Workload
 
 if TYPE_CHECKING:
-    import pandas
+    import pandas  # type: ignore[import-untyped]
 
 _LARGE = ("kind", "schema", "job_times_s", "by_turn", "config", "versions", "client")
 """Parts of a record that are no columns of a frame."""
