@@ -15,7 +15,7 @@ from tenuto.core.errors import DataError, TenutoError
 from tenuto.core.policy import Learns, Policy
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.types import EngineView, Job, Turn
-from tenuto.records.trace import TraceWriter
+from tenuto.records.trace import TraceOptions, TraceWriter
 from tenuto.report.decisions import check_decisions
 
 pytestmark = pytest.mark.slow
@@ -167,3 +167,39 @@ def test_a_packed_trace_is_replayed_as_far_as_it_goes(
     assert json.loads(capsys.readouterr().out)["asked"] == plain["asked"]
     assert main(["replay", "--decisions", str(cut)]) == 0
     assert "the compressed file is cut off" in capsys.readouterr().out
+
+
+def write_parts(folder: Path, num_parts: int) -> list[Path]:
+    """A counting policy's trace, each part in a file of its own."""
+    policy, path, parts = Counting(), folder / "t", []
+    trace = TraceWriter(str(path), policy, options=TraceOptions(max_bytes=1))
+    caller = PolicyCaller(policy, trace.write)
+    for number in range(num_parts):
+        caller.tell("on_turn_arrived", Turn(f"t{number}", Job("j", 0.0, 1), 0.0, 9), 0.0)
+        caller.ask("step_budget", EngineView(0.0, 16, 9, 9, 0, 0, 99))
+        trace.end_step()
+        parts.append(folder / f"part{number}")
+        (folder / "t.1").replace(parts[-1])
+    trace.close()
+    return parts
+
+
+def test_the_parts_of_one_run_are_replayed_as_one(tmp_path: Path) -> None:
+    parts = write_parts(tmp_path, 3)
+    whole = tmp_path / "whole"
+    whole.write_text("".join(part.read_text() for part in parts))
+    verdict = check_decisions(whole)
+    assert (verdict.num_runs, verdict.num_asked, verdict.num_differences) == (1, 3, 0)
+    assert not any("this is part" in note for note in verdict.notes)
+    assert any("this is part 3 of a run" in note for note in check_decisions(parts[2]).notes)
+
+
+def test_a_policy_that_reads_commands_needs_a_trace_with_commands(trace: Path, tmp_path: Path) -> None:
+    lines = read(trace)
+    hidden = write(tmp_path / "t", [{**lines[0], "commands": "hash"}, *lines[1:]])
+    assert check_decisions(trace, "contextserve").notes == []
+    verdict = check_decisions(hidden)
+    assert verdict.num_differences == 0
+    assert "commands are not in this trace (hash)" in verdict.notes[0]
+    with pytest.raises(DataError, match=r"contextserve decides by the text"):
+        check_decisions(hidden, "contextserve")

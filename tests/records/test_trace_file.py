@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import stat
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from tenuto.records.trace import TraceWriter
+import pytest
+
+from tenuto.records.trace import TraceOptions, TraceWriter
+from tenuto.records.trace_commands import Commands
 
 
 def test_a_new_trace_is_its_owner_s_alone_and_an_old_one_keeps_its_mode(tmp_path: Path) -> None:
@@ -16,3 +22,84 @@ def test_a_new_trace_is_its_owner_s_alone_and_an_old_one_keeps_its_mode(tmp_path
         TraceWriter(str(path)).close()
     assert stat.S_IMODE(new.stat().st_mode) == 0o600
     assert stat.S_IMODE(old.stat().st_mode) == 0o640
+
+
+CALL = {"type": "ToolCall", "name": "curl", "command": "curl -u me:hunter2 http://x"}
+TOLD = {"kind": "told", "hook": "on_turn_finished", "inputs": [{"type": "Turn", "tool": CALL}, 1.0]}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_calls(path: Path, commands: Commands) -> list[str | None]:
+    """What a trace has of three calls, the first and the last of them equal."""
+    with closing(TraceWriter(str(path), options=TraceOptions(commands))) as trace:
+        for call in (CALL, {**CALL, "command": "ls"}, CALL):
+            lease = {"type": "Lease", "turn": {"type": "Turn", "tool": call}}
+            trace.write({"kind": "asked", "hook": "evict_key", "inputs": [lease], "answer": []})
+    return [record["inputs"][0]["turn"]["tool"]["command"] for record in read(path)[1:]]
+
+
+def test_commands_are_hashed_with_a_salt_of_the_run(tmp_path: Path) -> None:
+    first, other, again = write_calls(tmp_path / "t", "hash")
+    assert first == again
+    assert other != first
+    assert str(first).startswith("hash-")
+    assert "hunter2" not in (tmp_path / "t").read_text()
+    assert write_calls(tmp_path / "other", "hash")[0] != first
+
+
+def test_commands_are_left_out_or_kept_as_asked(tmp_path: Path) -> None:
+    assert write_calls(tmp_path / "none", "none") == [None, None, None]
+    assert write_calls(tmp_path / "full", "full") == [CALL["command"], "ls", CALL["command"]]
+
+
+def test_the_record_that_was_given_is_left_as_it_is(tmp_path: Path) -> None:
+    before = json.dumps(TOLD)
+    with closing(TraceWriter(str(tmp_path / "t"))) as trace:
+        trace.write(TOLD)
+    assert json.dumps(TOLD) == before
+
+
+def write_steps(path: Path, num_steps: int, max_bytes: int) -> None:
+    with closing(TraceWriter(str(path), options=TraceOptions(max_bytes=max_bytes))) as trace:
+        for number in range(num_steps):
+            trace.write({"kind": "told", "hook": "x", "inputs": [number] * 30})
+            trace.end_step()
+
+
+def test_a_large_trace_is_set_aside_between_steps_and_one_older_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    write_steps(path, 100, 2000)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["t", "t.1"]
+    older, newer = read(tmp_path / "t.1"), read(path)
+    assert (tmp_path / "t.1").stat().st_size < 2300
+    assert older[0]["kind"] == newer[0]["kind"] == "header"
+    assert older[0]["run"] == newer[0]["run"]
+    assert newer[0]["part"] == older[0]["part"] + 1 > 3
+    steps = [record["step"] for record in older + newer if record["kind"] == "told"]
+    assert steps == list(range(steps[0], 100))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_that_is_too_large_at_the_start_is_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    write_steps(path, 10, 10**9)
+    before = path.read_text()
+    write_steps(path, 1, 1000)
+    assert (tmp_path / "t.1").read_text() == before
+    assert [record["kind"] for record in read(path)] == ["header", "told"]
+
+
+def test_a_device_is_never_set_aside() -> None:
+    write_steps(Path("/dev/null"), 100, 10)
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_trace_that_cannot_be_set_aside_ends_with_a_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "t.1").mkdir()
+    write_steps(tmp_path / "t", 100, 1000)
+    assert "the trace ends here" in caplog.text

@@ -48,7 +48,7 @@ def run(given: Given) -> int:
     """Simulate one run."""
     from tenuto.api import run_simulation
     from tenuto.records.text import format_run
-    from tenuto.records.trace import TraceWriter
+    from tenuto.records.trace import TraceOptions, TraceWriter
     from tenuto.sim.occupancy import Occupancy, write_run
     from tenuto.sim.run import Extras
 
@@ -59,7 +59,9 @@ def run(given: Given) -> int:
         make_folder(options.out)
     occupancy = Occupancy() if options.out else None
     policy = load_policy(setup.policy, setup.options)
-    trace = TraceWriter(str(options.trace), policy, setup.policy) if options.trace else None
+    # The commands are in the workload's own file, so hiding them here would hide nothing.
+    whole = TraceOptions(commands="full")
+    trace = TraceWriter(str(options.trace), policy, setup.policy, whole) if options.trace else None
     try:
         log = trace.write if trace else None
         extras = Extras(strict=options.strict)

@@ -45,6 +45,7 @@ class Replay:
 
     def __init__(self, policy: Policy) -> None:
         self.num_asked = 0
+        self.policy = policy
         self._caller = PolicyCaller(policy)
 
     def feed(self, record: Mapping[str, Any]) -> Difference | None:

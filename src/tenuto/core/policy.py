@@ -43,6 +43,8 @@ class Needs:
     """Tell `on_tick` and ask every waiting turn's `queue_key` again, every so many seconds; None: never."""
     max_waiting_with_hits: int = 0
     """Fill in `Turn.num_cached_tokens` for `queue_key`, a look-up each, while at most so many turns wait."""
+    commands: bool = False
+    """It reads `ToolCall.command`. Its decisions replay only from a trace that has whole commands."""
     engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
 
 

@@ -4,6 +4,9 @@ One JSON object a line. Every line has `kind` and `step`: the number of the step
 first being 0. Kinds: `header` (first line), `step`, `admission`, `job` (a job's history: arrived, started,
 finished, lease-granted, lease-ended, preempted, resumed), `asked` and `told` (the policy's hooks with
 their inputs and answers, enough to ask a policy again).
+
+A header has `run` and `part`. A file that grew over its limit becomes `FILE.1`, and the same run goes on in a
+new FILE, whose header has the next `part`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import contextlib
 import json
 import logging
 import os
+import stat
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,14 +25,26 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import describe_policy
 from tenuto.core.version import __version__
+from tenuto.records.trace_commands import CommandHider, Commands
 
 SCHEMA = 1
+OLDER = ".1"
+"""Behind the name of the one older file that is kept."""
 
 logger = logging.getLogger("vllm.tenuto")
 
 
+@dataclass(frozen=True)
+class TraceOptions:
+    """How much a trace says, and how large it may grow."""
+
+    commands: Commands = "hash"
+    max_bytes: int | None = None
+    """Of one file; there may be one older file of the same size. None: no limit."""
+
+
 def _open_private(path: str, flags: int) -> int:
-    """Open a file that, if it is new, only its owner can read: traces hold the command lines of tools."""
+    """Open a file that, if it is new, only its owner can read."""
     return os.open(path, flags, mode=0o600)
 
 
@@ -38,40 +55,42 @@ class TraceWriter:
     running, the trace ends there with a message: it must not take the engine with it.
     """
 
-    def __init__(self, path: str, policy: Policy | None = None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        policy: Policy | None = None,
+        name: str | None = None,
+        options: TraceOptions | None = None,
+    ) -> None:
         """With `policy`, the header has its name and options, so that `tenuto replay` finds it.
 
         `name` is what the policy was loaded by; a preset's cannot be told from its policy.
         """
         self._step = 0
         self._path = path
+        self._policy, self._name = policy, name
+        self._options = options or TraceOptions()
+        self._hider = CommandHider(self._options.commands)
+        self._run, self._part = os.urandom(8).hex(), 1
+        self._num_bytes, self._is_regular = 0, True
+        self._file: TextIO | None = None
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            # A line buffer would cost a system call a record; a step is flushed as one.
-            self._file: TextIO | None = open(  # noqa: SIM115
-                path, "a", encoding="utf-8", opener=_open_private
-            )
+            self._open()
+            if self._is_too_large():
+                self._set_aside()
         except OSError as error:
             raise ConfigError(f"tenuto.trace: cannot write {path!r}: {error}") from error
-        self.write(
-            {
-                "kind": "header",
-                "schema": SCHEMA,
-                "tenuto": __version__,
-                "wall_s": time.time(),
-                "now_s": time.monotonic(),
-                **({} if policy is None else describe_policy(policy, name)),
-            }
-        )
-        self.flush()
+        self._write_header()
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record of the current step; what JSON does not know is written as text."""
         if self._file is None:
             return
         try:
-            line = json.dumps({"step": self._step, **record}, separators=(",", ":"), default=str)
-            self._file.write(line + "\n")
+            record = {"step": self._step, **self._hider.hide(record)}
+            # JSON escapes all that is not ASCII: a character is a byte.
+            self._num_bytes += self._file.write(json.dumps(record, separators=(",", ":"), default=str) + "\n")
         except (OSError, ValueError) as error:
             self._give_up(error)
 
@@ -85,9 +104,18 @@ class TraceWriter:
             self._give_up(error)
 
     def end_step(self) -> None:
-        """The step's records are complete."""
+        """The step's records are complete. Here a file that grew too large is set aside."""
         self.flush()
         self._step += 1
+        if self._file is None or not self._is_too_large():
+            return
+        try:
+            self._set_aside()
+        except OSError as error:
+            self._give_up(error)
+        else:
+            self._part += 1
+            self._write_header()
 
     def close(self) -> None:
         """Write what is left; further records are dropped."""
@@ -95,6 +123,40 @@ class TraceWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _open(self) -> None:
+        # A line buffer would cost a system call a record; a step is flushed as one.
+        self._file = open(self._path, "a", encoding="utf-8", opener=_open_private)  # noqa: SIM115
+        state = os.fstat(self._file.fileno())
+        self._num_bytes, self._is_regular = state.st_size, stat.S_ISREG(state.st_mode)
+
+    def _is_too_large(self) -> bool:
+        most = self._options.max_bytes
+        return most is not None and self._num_bytes >= most and self._is_regular
+
+    def _set_aside(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        Path(self._path).replace(self._path + OLDER)
+        self._open()
+
+    def _write_header(self) -> None:
+        described = {} if self._policy is None else describe_policy(self._policy, self._name)
+        self.write(
+            {
+                "kind": "header",
+                "schema": SCHEMA,
+                "tenuto": __version__,
+                "run": self._run,
+                "part": self._part,
+                "commands": self._options.commands,
+                "wall_s": time.time(),
+                "now_s": time.monotonic(),
+                **described,
+            }
+        )
+        self.flush()
 
     def _give_up(self, error: Exception) -> None:
         logger.error("the trace ends here, %s cannot be written: %s", self._path, error)

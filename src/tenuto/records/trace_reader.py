@@ -21,6 +21,7 @@ from tenuto.records.legacy import name_policy
 from tenuto.records.run_data import LeaseRecord, RunData
 from tenuto.records.schema import Sample, TurnRecord
 from tenuto.records.trace import SCHEMA
+from tenuto.records.trace_parts import Part, read_part
 
 SCARCE = 0.05
 """Free blocks are scarce at this share of the most that were ever free. A lease that lost blocks while more
@@ -107,6 +108,7 @@ class _TraceReader:
     """Each job's last finished turn."""
     computed: list[_TracedTurn] = field(default_factory=list)
     """Turns whose prompts the last step completed."""
+    part: Part | None = None
     last_step_s: float | None = None
     most_free: int = 0
     pressed_s: float | None = None
@@ -135,6 +137,9 @@ class _TraceReader:
             raise record.error("schema", f"this Tenuto reads {SCHEMA}, got {schema}")
         if "policy" in record:
             self.data.policy = name_policy(record.text("policy"))
+        before, self.part = self.part, read_part(record)
+        if self.part.follows(before):
+            return
         for each in (self.names, self.live, self.leases, self.finished, self.computed, self.just_ended):
             each.clear()
         self.last_step_s = self.pressed_s = None

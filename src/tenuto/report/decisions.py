@@ -19,6 +19,7 @@ from tenuto.records.files import stream_objects
 from tenuto.records.kinds import TRACE, UNKNOWN, identify, make_error
 from tenuto.records.legacy import name_policy
 from tenuto.records.trace import SCHEMA
+from tenuto.records.trace_parts import Part, read_part
 
 _PROGRESS_S = 2.0
 _SHOWN_CHARS = 300
@@ -69,11 +70,15 @@ def check_decisions(
         raise make_error(path, found, "a scheduler's trace")
     verdict = DecisionVerdict(path)
     replay: Replay | None = None
+    part: Part | None = None
     next_report_s = time.monotonic() + _PROGRESS_S
     for record in stream_objects(path, verdict.notes.append):
         kind = record.values.get("kind")
         if kind == "header":
-            replay = _start_run(record, verdict, policy, options or {})
+            before, part = part, read_part(record)
+            if not part.follows(before):
+                replay = _start_run(record, verdict, policy, options or {})
+                _note_gaps(part, replay.policy, record, verdict)
             continue
         if replay is None:
             raise record.error(
@@ -122,6 +127,27 @@ def _start_run(
     verdict.num_runs += 1
     verdict.policies.append(name)
     return Replay(made)
+
+
+def _note_gaps(part: Part, policy: Policy, record: Fields, verdict: DecisionVerdict) -> None:
+    """Say what this part of a trace cannot tell the policy. Raises DataError if nothing can be replayed."""
+    if part.commands != "full":
+        if policy.needs.commands:
+            raise record.error(
+                "commands",
+                f"{verdict.policies[-1]} decides by the text of commands, and this trace does not have it "
+                f'({part.commands}); record one with "trace_commands": "full"',
+            )
+        verdict.notes.append(
+            f"{record.place}: commands are not in this trace ({part.commands}); a policy that reads them "
+            "may answer otherwise"
+        )
+    if part.number > 1:
+        verdict.notes.append(
+            f"{record.place}: this is part {part.number} of a run. The policy was told things in the parts "
+            "before that are not replayed, so answers may differ. If the part before is still there, put it "
+            f"in front: cat {verdict.path.name}.1 {verdict.path.name}"
+        )
 
 
 def _restore(policy: Policy, state: Any, record: Fields) -> None:

@@ -67,7 +67,9 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._state = _open_state(policy, settings, engine_index)
         # After that: the trace's header has what the policy goes on with.
         trace_path = _get_file(settings.trace, engine_index) if settings.trace else None
-        self._trace = TraceWriter(trace_path, policy, settings.policy) if trace_path else None
+        self._trace = (
+            TraceWriter(trace_path, policy, settings.policy, settings.trace_options) if trace_path else None
+        )
         self._engine = VllmEngine(self)
         self._metrics = Metrics(vllm_config, engine_index)
         log = self._trace.write if self._trace else None

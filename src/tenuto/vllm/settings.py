@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
 from tenuto.core.settings import check_settings, setting
+from tenuto.records.trace import TraceOptions
+from tenuto.records.trace_commands import COMMANDS, Commands
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,12 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     """Bounds on any policy, hint or client (see `tenuto.core.limits.Limits`)."""
     trace: str | None = setting(None, "file for the JSONL trace of steps and decisions; none when unset")
+    trace_commands: str = setting(
+        "hash", "what the trace has of the commands that tools run", choices=COMMANDS
+    )
+    trace_max_mb: int = setting(
+        256, "size at which the trace is set aside as FILE.1 and begins anew, in MB; 0: never", minimum=0
+    )
     state: str | None = setting(None, "file that keeps what the policy learned; forgotten when unset")
     save_every_s: float = setting(60.0, "seconds between two savings of `state`", minimum=1)
     strict: bool = setting(False, "a policy that raises or answers wrongly stops the server; for tests")
@@ -27,6 +35,12 @@ class Settings:
         "stop", "what to do when this vLLM does not fit: stop, or run stock", choices=("stop", "stock")
     )
     allow_untested: bool = setting(False, "run on a vLLM release Tenuto was not checked on")
+
+    @property
+    def trace_options(self) -> TraceOptions:
+        """The settings of the trace, as its writer takes them."""
+        max_bytes = self.trace_max_mb * 1_000_000 or None
+        return TraceOptions(cast(Commands, self.trace_commands), max_bytes)
 
 
 def read_settings(additional_config: Any) -> Settings:

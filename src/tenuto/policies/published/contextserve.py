@@ -93,7 +93,7 @@ class ContextServe(Policy, Learns):
     seen whatever is decided; and pins yield only on a stall: they starve new jobs as continuum-fixed's do.
     """
 
-    needs: ClassVar[Needs] = Needs(engine=EngineSettings(offload="asked"))
+    needs: ClassVar[Needs] = Needs(commands=True, engine=EngineSettings(offload="asked"))
 
     pin_s: float = setting(3.0, "seconds a fast tool's pin lasts at most, and bound of fast", minimum=0.001)
     slow_s: float = setting(6.0, "a tool is slow from so many seconds on", minimum=0.001)

@@ -6,7 +6,8 @@ messages, marked calls, a bare call that is the whole text, a fenced block. Of s
 the turn: the agent waits for all of them, and the last is the one that a short tail is sure to show.
 
 The name of a shell call is the first word of its command, taken as it stands (`cd` for `cd /src && make`), as
-Continuum does; the whole command goes with it for whoever wants to look closer.
+Continuum does. Of an assignment it is what stands before the value (`TOKEN=` for `TOKEN=x make`). The whole
+command goes with it for whoever wants to look closer.
 
 Output is hostile text: nothing here raises, and time is linear in its length.
 """
@@ -41,6 +42,7 @@ _MAX_HEADER_CHARS = 256
 _RECIPIENT = re.compile(r"to=([\w.-]+)")
 _NOT_TOOLS = frozenset({"assistant", "user", "self", "commentary", "all"})
 
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 _SHELL_TAGS = frozenset({"bash", "sh", "shell", "zsh", "mswea_bash_command"})
 """Of fenced blocks; mini-swe-agent 2 has one of its own."""
 _JSON_TAGS = frozenset({"json", "tool_call"})
@@ -178,7 +180,10 @@ def _make_call(name: str, arguments: Any) -> ToolCall | None:
 
 def _make_shell_call(command: str) -> ToolCall | None:
     words = command.split(None, 1)
-    name = get_bounded_tool(words[0]) if words else None
+    first = words[0] if words else ""
+    # `PASSWORD=x make test`: names are kept and shown, so they must not hold what may be secret.
+    assigned = _ASSIGNMENT.match(first)
+    name = get_bounded_tool(assigned[0] if assigned else first)
     return None if name is None else ToolCall(name, _bound_command(command))
 
 
