@@ -312,7 +312,7 @@ def liar() -> Iterator[str]:
         ("html", "not what an OpenAI server answers: '<html>'"),
         ("nest", "/v1/models does not name a model"),
         ("five", "/v1/models does not name a model"),
-        ("page", "/metrics is no page of Prometheus metrics"),
+        ("page", "/metrics shows neither vllm: nor tenuto: metrics"),
         ("a\nb", "the API key (--api-key or $OPENAI_API_KEY) holds a line break"),
     ],
 )

@@ -254,9 +254,13 @@ def test_forced_formats(
     assert all(request.body["max_tokens"] == 6 for request in asked)
     # Answers are shorter than planned, and prompts are as planned all the same.
     assert ran.client["complaints"] == {}
-    assert ran.client["output_tokens"] == 9 * 3
+    assert ran.result["output_tokens"] == 9 * 3
     assert ran.client["answers"] == "workload"
-    assert ran.result["per_turn_avg_prompt_tokens"] == {"1": 70, "2": 126, "3": 182}
+    assert {number: turn["prompt_tokens"] for number, turn in ran.result["by_turn"].items()} == {
+        "1": 70,
+        "2": 126,
+        "3": 182,
+    }
 
 
 @pytest.mark.parametrize(

@@ -214,10 +214,8 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_model_by_position_is_vllm_s_way(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", "llama-3.1-8b", "--engine", "sim"])
-    assert ended.value.code == 2
-    assert "unknown argument: llama-3.1-8b" in capsys.readouterr().err
+    assert cli.main(["serve", "llama-3.1-8b", "--engine", "sim"]) == 2
+    assert "llama-3.1-8b" in capsys.readouterr().err
 
 
 def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

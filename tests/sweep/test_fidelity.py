@@ -50,7 +50,7 @@ def test_job_times(
 
 def test_shapes(records: dict[tuple[str, int], dict[str, Any]]) -> None:
     def latency(policy: str, jps: int) -> list[float]:
-        return list(records[policy, jps]["per_turn_avg_latency_ms"].values())
+        return [turn["latency_s"] for turn in records[policy, jps]["by_turn"].values()]
 
     # Stock's turns get slower as their prompts grow.
     stock = latency("stock", 6)
