@@ -7,7 +7,8 @@ in many other ways; this puts what they say into `vllm_xargs`, by the rules of
 `tenuto.core.requests.identity`. vLLM's own session id is left alone, as vLLM carries it itself.
 
 Everything else passes through as it came: other paths, bodies that are no JSON object in UTF-8, and requests
-that say nothing new. vLLM runs middleware before it checks an API key, so what is read here is bounded.
+that say nothing new. vLLM runs middleware before it checks an API key, so a body is read and parsed only when
+the application behind asks for it, which it does after that check. What is read is bounded.
 """
 
 from __future__ import annotations
@@ -47,25 +48,43 @@ class Middleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection; responses are never touched."""
         if _is_generation(scope):
-            scope, receive = await self._prepare(scope, receive)
+            scope = {**scope, "headers": list(scope["headers"])}
+            receive = self._read_when_asked(scope, receive)
         await self._app(scope, receive, send)
 
-    async def _prepare(self, scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
-        body, after = await _read_body(receive)
-        if after is None:
-            scope, body = self._rewrite(scope, body)
-        return scope, _replay(body, after, receive)
+    def _read_when_asked(self, scope: Scope, receive: Receive) -> Receive:
+        """Receives the request as it is handed on. Nothing is read before the application asks.
 
-    def _rewrite(self, scope: Scope, body: bytes) -> tuple[Scope, bytes]:
-        """The request with what it says about its job in `vllm_xargs`; itself if it says nothing new."""
+        Whoever checks keys refuses a request without asking for its body.
+        """
+        pending: list[Message] | None = None
+
+        async def read() -> Message:
+            nonlocal pending
+            if pending is None:
+                body, after = await _read_body(receive)
+                if after is None:
+                    body = self._rewrite(scope, body)
+                pending = [{"type": "http.request", "body": body, "more_body": after is not None}]
+                # The rest of a body that is too large, or the client's leaving.
+                pending += [] if after is None else [after]
+            return pending.pop(0) if pending else await receive()
+
+        return read
+
+    def _rewrite(self, scope: Scope, body: bytes) -> bytes:
+        """The body with what the request says about its job in `vllm_xargs`; itself if that is nothing new.
+
+        Headers that follow from it are changed in the scope.
+        """
         request = _parse(body)
         if request is None:
-            return scope, body
+            return body
         xargs = request.get("vllm_xargs")
         xargs = {} if xargs is None else xargs
         if not are_xargs(xargs):
             # vLLM will refuse the request, in its own words.
-            return scope, body
+            return body
         headers = _get_headers(scope)
         own_session_id = get_own_session_id(request, headers, scope["path"])
         new_headers = {}
@@ -78,7 +97,8 @@ class Middleware:
         job_id = parse_hints(xargs, own_session_id).job_id
         if self._dp_size > 1 and job_id is not None and _RANK_HEADER not in headers:
             new_headers[_RANK_HEADER] = str(_get_rank(job_id, self._dp_size))
-        return _with_headers(scope, new_headers), body
+        _set_headers(scope, new_headers)
+        return body
 
 
 def _get_dp_size() -> int:
@@ -114,18 +134,6 @@ async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
             return bytes(body), None
 
 
-def _replay(body: bytes, after: Message | None, receive: Receive) -> Receive:
-    """Receives what was read, then what is still to come: the rest of a body, or the client's leaving."""
-    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": after is not None}]
-    if after is not None:
-        pending.append(after)
-
-    async def replay() -> Message:
-        return pending.pop(0) if pending else await receive()
-
-    return replay
-
-
 def _parse(body: bytes) -> dict[str, Any] | None:
     try:
         # Not json.loads(body), which takes UTF-16 too: what is appended below is UTF-8.
@@ -155,9 +163,8 @@ def _get_rank(job_id: str, dp_size: int) -> int:
     return int.from_bytes(digest, "big") % dp_size
 
 
-def _with_headers(scope: Scope, new: Mapping[str, str]) -> Scope:
-    """A copy of the scope with these headers replaced or added; the scope itself if there are none."""
-    if not new:
-        return scope
-    kept = [(name, value) for name, value in scope["headers"] if name.decode("latin-1").lower() not in new]
-    return {**scope, "headers": kept + [(name.encode(), value.encode()) for name, value in new.items()]}
+def _set_headers(scope: Scope, new: Mapping[str, str]) -> None:
+    """Replace or add headers where they are: the application may have its own reference to the list."""
+    if new:
+        kept = [each for each in scope["headers"] if each[0].decode("latin-1").lower() not in new]
+        scope["headers"][:] = kept + [(name.encode(), value.encode()) for name, value in new.items()]
