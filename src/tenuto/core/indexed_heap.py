@@ -64,8 +64,10 @@ class IndexedHeap:
         first = self.get_first()
         if first is None or first != spared:
             return first
-        entry = heapq.heappop(self._heap)
-        second = self.get_first()
+        entry = self._heap[0]
+        # A key that changed and changed back has left equal entries behind: all of them go.
+        while (second := self.get_first()) == spared:
+            heapq.heappop(self._heap)
         heapq.heappush(self._heap, entry)
         return second
 

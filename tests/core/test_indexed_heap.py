@@ -96,3 +96,15 @@ def test_iterating_while_the_order_changes() -> None:
     for item in "abc":
         order.push(item, (0,))
     assert [order.pop() for _ in order] == ["a", "b", "c"]
+
+
+def test_the_spared_id_is_never_the_answer() -> None:
+    order = IndexedHeap()
+    # A key that changes back leaves two equal entries in the heap.
+    for key in ((0,), (1,), (0,)):
+        order.push("spared", key)
+    assert order.get_first_except("spared") is None
+    order.push("other", (5,))
+    assert order.get_first_except("spared") == "other"
+    assert order.get_first_except("other") == order.get_first() == "spared"
+    assert [order.pop(), order.pop()] == ["spared", "other"]
