@@ -56,9 +56,20 @@ def format_means(rows: Sequence[Row], policies: Sequence[str], records: Records)
                 text = f"**{text}**"
             elif policy == OURS:
                 text = f"🔴 {text}"
-            cells.append(text)
+            cells.append(f"{text} !" if count_faults(records[row.title, policy]) else text)
         lines.append([row.title, *cells])
-    return format_markdown(["mean, s", *map(get_label, policies)], lines)
+    table = format_markdown(["mean, s", *map(get_label, policies)], lines)
+    num_faults = sum(count_faults(records[row.title, policy]) for row in rows for policy in policies)
+    if num_faults:
+        table += (
+            f"\n\n! Hooks of the policy failed ({num_faults} times in all); stock's answer was used there."
+        )
+    return table
+
+
+def count_faults(records: Sequence[Mapping[str, Any]]) -> int:
+    """How many times hooks of the policy failed. Records of 0.1 do not say."""
+    return sum(record.get("policy_faults") or 0 for record in records)
 
 
 def format_ratios(rows: Sequence[Row], policies: Sequence[str], records: Records) -> str:

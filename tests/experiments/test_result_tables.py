@@ -69,6 +69,17 @@ def test_the_best_is_bold_and_a_loss_is_red() -> None:
     )
 
 
+def test_a_policy_whose_hooks_failed_is_marked() -> None:
+    policies = ["stock", "tenuto"]
+    records = make_records({"stock": (10.0, 20.0), "tenuto": (8.0, 11.0)})
+    assert "!" not in format_means(ROWS, policies, records)
+    records["H100, 2/s", "tenuto"][0]["policy_faults"] = 3
+    first, second, _, note = format_means(ROWS, policies, records).splitlines()[2:]
+    assert first == "| H100, 1/s | 10.0 | **8.0** |"
+    assert second == "| H100, 2/s | 20.0 | **11.0** ! |"
+    assert note.startswith("! Hooks of the policy failed (3 times in all)")
+
+
 def test_a_section_takes_its_own_place() -> None:
     page = put_section("# Results\n", "a", "first")
     page = put_section(page, "b", "other")

@@ -11,7 +11,9 @@ import pytest
 from tenuto.records.fields import Fields
 from tenuto.records.load import read_run
 from tenuto.report.html.compare import Group, get_seed_spread, group_runs
+from tenuto.report.html.page import make_report, render_page
 from tenuto.report.html.records import Run, make_run
+from tenuto.report.html.sources import Sources
 from tenuto.report.html.verdict import describe, format_seconds
 from tenuto.report.html.winners import _name_winner
 from tests.report.data import make_record
@@ -155,6 +157,22 @@ def test_missing_percentiles_come_from_the_durations() -> None:
         make_record("a", avg_duration_s=None, p95_duration_s=float("nan"), job_durations=[1, 2, 3, 4])
     )
     assert (run.mean_s, run.p95_s) == (2.5, pytest.approx(3.85))
+
+
+def test_a_policy_whose_hooks_failed_is_marked_everywhere() -> None:
+    runs = read(
+        make_record("stock", policy_faults=0),
+        make_record("keep", 1, 1, policy_faults=4),
+        make_record("keep", 1, 2, policy_faults=0),
+        make_record("old"),
+    )
+    report = make_report(Sources(runs=runs))
+    assert {policy: look.label for policy, look in report.looks.items()} == {
+        "stock": "stock", "keep": "keep !", "old": "old",
+    }  # fmt: skip
+    (sentence,) = (each for each in report.verdict.caveats if each.startswith("Hooks of"))
+    assert sentence.startswith("Hooks of keep failed 4 times in 1 of 2 runs;")
+    assert render_page(report).count("<td>keep !</td>") > 3
 
 
 def test_seconds_have_three_digits() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.client.ab.measures import MEASURES, Values
-from tenuto.client.ab.notes import describe_errors
+from tenuto.client.ab.notes import describe_errors, describe_faults
 from tenuto.client.ab.verdict import compare, describe_change, describe_span, format_verdict
 
 
@@ -111,3 +111,9 @@ def test_an_arm_without_a_run_had_no_errors_because_it_had_nothing() -> None:
     run = {"turns": turns, "client": {"failed_attempts": {}}}
     assert describe_errors({"a": [run], "b": []}) == ["Errors: none in the runs that ended; b had none."]
     assert describe_errors({"a": [run], "b": [run]}) == ["Errors: none."]
+
+
+def test_hooks_that_failed_are_told_by_arm() -> None:
+    runs = {"a": [{"policy_faults": 0}, {"policy_faults": None}], "b": [{"policy_faults": 3}, {}]}
+    (line,) = describe_faults(runs)
+    assert line.startswith("Policy faults: on b, hooks of the policy failed 3 times in 1 of 2 runs;")

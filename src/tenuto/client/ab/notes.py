@@ -41,6 +41,20 @@ def describe_complaints(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
     return lines
 
 
+def describe_faults(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """A sentence for each arm on which hooks of the policy failed."""
+    lines = []
+    for arm, runs in results.items():
+        counts = [run.get("policy_faults") or 0 for run in runs]
+        if any(counts):
+            lines.append(
+                f"Policy faults: on {arm}, hooks of the policy failed {sum(counts)} times in "
+                f"{sum(map(bool, counts))} of {len(runs)} runs; the engine's default was used instead. The "
+                "verdict is not about the policy alone."
+            )
+    return lines
+
+
 def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Whether the client was too late for its times to be the servers'."""
     lags = [run["client"]["send_lag_s"] for runs in results.values() for run in runs]

@@ -173,6 +173,7 @@ def _make_notes(done: dict[str, list[dict[str, Any]]]) -> list[str]:
     ]
     return [
         *notes.describe_errors(done),
+        *notes.describe_faults(done),
         *notes.describe_complaints(done),
         *notes.describe_lag(done),
         *notes.describe_caches(not_emptied),

@@ -65,7 +65,10 @@ class _Picture:
 def make_report(sources: Sources) -> Report:
     """What to show of what was read."""
     groups = group_runs(sources.runs)
-    looks = make_looks(sort_policies(run.policy for run in sources.runs))
+    looks = make_looks(
+        sort_policies(run.policy for run in sources.runs),
+        faulty={run.policy for run in sources.runs if run.policy_faults},
+    )
     notes = [*sources.notes, *_find_complaints(sources)]
     sections = [_make_map_section(groups, looks)]
     for number, group in enumerate(groups[:MAX_SETTINGS]):

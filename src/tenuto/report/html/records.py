@@ -12,6 +12,8 @@ from tenuto.records.fields import clean
 from tenuto.records.schema import RunRecord, Stats
 
 NO_POLICY, NO_GPU = "unnamed policy", "unnamed GPU"
+FAULT_MARK = " !"
+"""At the end of a policy's label: hooks of it failed in some run."""
 MAX_NAME = 48
 """Longest name shown, in characters."""
 IDENTITY = ("policy", "options", "gpu", "model", "workload", "jps", "seed")
@@ -62,6 +64,8 @@ class Run:
     hit_tokens: int | None
     recomputed_tokens: int | None
     preemptions: int | None
+    policy_faults: int | None
+    """Hooks of the policy that failed; the engine's default was used instead."""
     loaded_tokens: int | None
     """From the tiers below the GPU."""
     wall_s: float | None
@@ -104,6 +108,7 @@ def make_run(record: RunRecord, place: str) -> Run:
         hit_tokens=record.hit_tokens,
         recomputed_tokens=record.recomputed_tokens,
         preemptions=record.preemptions,
+        policy_faults=record.policy_faults,
         loaded_tokens=record.loaded_tokens,
         wall_s=record.wall_s,
         versions={clean(name): clean(version or "") for name, version in record.versions.items()},

@@ -8,7 +8,7 @@ the light and the dark scheme; in files they are the light ones.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tenuto.report.html.compare import BASELINE
-from tenuto.report.html.records import shorten
+from tenuto.report.html.records import FAULT_MARK, MAX_NAME, shorten
 
 LIGHT = {
     "fg": "#1b1f24", "soft": "#59626c", "grid": "#d5d9de", "bg": "#fefefe",
@@ -82,20 +82,24 @@ class Look(NamedTuple):
         return {"marker": self.marker, "markersize": 6}
 
 
-def make_looks(policies: Sequence[str]) -> dict[str, Look]:
-    """A look for each policy, in order; labels are all different."""
+def make_looks(policies: Sequence[str], faulty: Collection[str] = ()) -> dict[str, Look]:
+    """A look for each policy, in order; labels are all different.
+
+    The label of a policy in `faulty`, whose hooks failed, ends in `FAULT_MARK`.
+    """
     looks: dict[str, Look] = {}
     labels: set[str] = set()
     # The first look is the baseline's, also where it did not run.
     first = 0 if BASELINE in policies else 1
     num_colors = sum(name[0] == "p" and name[1:].isdigit() for name in LIGHT)
     for index, policy in enumerate(policies, first):
-        label, number = shorten(policy), 2
+        mark = FAULT_MARK if policy in faulty else ""
+        label, number = shorten(policy, MAX_NAME - len(mark)), 2
         while label in labels:
             label, number = f"{shorten(policy)} ({number})", number + 1
         labels.add(label)
         looks[policy] = Look(
-            label=label,
+            label=label + mark,
             color=LIGHT[f"p{index % num_colors}"],
             marker=_MARKERS[index % len(_MARKERS)],
             dashes=_DASHES[index % len(_DASHES)],

@@ -17,7 +17,7 @@ from tenuto.report.html.compare import (
     get_seed_spread,
     sort_policies,
 )
-from tenuto.report.html.records import Run, shorten
+from tenuto.report.html.records import FAULT_MARK, Run, shorten
 
 MAX_NAMED = 3
 """Winners whose names are in the headline; the others are in the map."""
@@ -54,7 +54,7 @@ def describe(runs: Sequence[Run], groups: Sequence[Group]) -> ReportVerdict:
         _describe_winners(groups),
         tuple(_describe_where(group) for group in groups if _has_winner(group)),
         tuple(sentence for _, sentence in speed_ups),
-        (_describe_spread(runs, groups), _describe_origin(runs, groups)),
+        (*_describe_faults(runs), _describe_spread(runs, groups), _describe_origin(runs, groups)),
     )
 
 
@@ -214,6 +214,21 @@ def _describe_speed_up(policy: str, groups: Sequence[Group]) -> tuple[float, str
 
 def _place(group: Group, load: Load) -> str:
     return f"{shorten(group.setting.gpu)}, {format_load(load)}"
+
+
+def _describe_faults(runs: Sequence[Run]) -> list[str]:
+    """A sentence for each policy whose hooks failed."""
+    sentences = []
+    for policy in sort_policies(run.policy for run in runs if run.policy_faults):
+        these = [run for run in runs if run.policy == policy]
+        num_faults = sum(run.policy_faults or 0 for run in these)
+        num_faulty = sum(bool(run.policy_faults) for run in these)
+        sentences.append(
+            f"Hooks of {shorten(policy)} failed {count(num_faults, 'time')} in {num_faulty} of "
+            f"{count(len(these), 'run')}; the engine's default was used instead. Its label ends in"
+            f"{FAULT_MARK}."
+        )
+    return sentences
 
 
 def _describe_spread(runs: Sequence[Run], groups: Sequence[Group]) -> str:
