@@ -75,6 +75,14 @@ def test_a_job_without_an_id_is_recognised_turn_after_turn() -> None:
     assert len(engine.driver._jobs.jobs) == 1
 
 
+def test_the_same_content_is_another_job_for_another_tenant() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    run(engine, "t1", 0, PROMPT, hints=Hints(tenant="a"), tool=LS)
+    for number, (tenant, num_turns) in enumerate((("b", 1), (None, 1), ("a", 2))):
+        engine.arrive(f"next-{number}", 2, PROMPT + OUTPUT + RESULT, hints=Hints(tenant=tenant))
+        assert get_job(engine, f"next-{number}").num_turns == num_turns
+
+
 def test_jobs_are_not_inferred_when_that_is_switched_off() -> None:
     engine = ToyEngine(KeepFor(), 40, limits=Limits(infer_jobs=False))
     run(engine, "t1", 0, PROMPT, tool=LS)

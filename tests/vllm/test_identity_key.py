@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tenuto.vllm import Middleware, identity
+from tenuto.vllm.tenants import SECRET_VARIABLE, take_tenant
 from tests.vllm.asgi import CHAT, REQUEST, make_scope
 
 fastapi = pytest.importorskip("fastapi")
@@ -56,9 +57,11 @@ def test_without_a_valid_key_nothing_is_read_or_parsed(monkeypatch, key):
     assert (status, num_read) == (401, 0)
 
 
-def test_with_a_valid_key_the_body_and_its_headers_arrive():
+def test_with_a_valid_key_the_body_its_headers_and_the_tenant_arrive(monkeypatch):
+    monkeypatch.setenv(SECRET_VARIABLE, "s" * 64)
     status, answer, _ = send(make_app(dp_size=4), {**REQUEST, "job_id": "j0"}, KEY)
     assert status == 200
     assert answer["body"]["vllm_xargs"]["job_id"] == "j0"
-    assert answer["headers"]["x-data-parallel-rank"] == "2"
+    assert answer["headers"]["x-data-parallel-rank"] in {"0", "1", "2", "3"}
+    assert take_tenant(answer["body"]["vllm_xargs"])["tenant"].startswith("key-")
     assert int(answer["headers"]["content-length"]) > len(json.dumps({**REQUEST, "job_id": "j0"}))

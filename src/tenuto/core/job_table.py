@@ -27,7 +27,7 @@ class JobTable:
         """The job of a turn that came in; a new job if neither an id nor the content names one."""
         job_id = arrival.hints.job_id
         if job_id is None and self._infers and arrival.hashes:
-            job_id = self.lineage.find(arrival.hashes, arrival.prompt)
+            job_id = self.lineage.find(arrival.hashes, arrival.prompt, arrival.hints.tenant)
         # The tab keeps ids we make apart from ids that clients choose, which are printable.
         job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
         job = self.jobs.get(job_id)
@@ -39,7 +39,7 @@ class JobTable:
     def remember(self, job: JobState, arrival: Arrival) -> None:
         """A turn of the job finished. A prompt that extends it now belongs to the job."""
         if arrival.hashes and self._infers:
-            self.lineage.remember(job.job_id, arrival.hashes, arrival.prompt)
+            self.lineage.remember(job.job_id, arrival.hashes, arrival.prompt, job.tenant)
 
     def mark_idle(self, job: JobState) -> JobState | None:
         """A job has no turn in the engine any more. Returns the job to forget, if there are too many now."""

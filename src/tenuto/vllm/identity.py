@@ -6,6 +6,8 @@ vLLM carries `vllm_xargs` and its own session id to the scheduler, and nothing e
 in many other ways; this puts what they say into `vllm_xargs`, by the rules of
 `tenuto.core.requests.identity`. vLLM's own session id is left alone, as vLLM carries it itself.
 
+It also tells the scheduler whose the request is (`tenuto.vllm.tenants`).
+
 Everything else passes through as it came: other paths, bodies that are no JSON object in UTF-8, and requests
 that say nothing new. vLLM runs middleware before it checks an API key, so a body is read and parsed only when
 the application behind asks for it, which it does after that check. What is read is bounded.
@@ -21,6 +23,7 @@ from typing import Any
 
 from tenuto.core.requests.hints import parse_hints
 from tenuto.core.requests.identity import are_xargs, get_new_fields, get_own_session_id
+from tenuto.vllm.tenants import TenantReader, sign
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -44,6 +47,7 @@ class Middleware:
     def __init__(self, app: App, dp_size: int | None = None) -> None:
         self._app = app
         self._dp_size = _get_dp_size() if dp_size is None else dp_size
+        self._tenants = TenantReader(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection; responses are never touched."""
@@ -89,12 +93,16 @@ class Middleware:
         own_session_id = get_own_session_id(request, headers, scope["path"])
         new_headers = {}
         fields = get_new_fields(request, headers, xargs, own_session_id)
+        tenant = self._tenants.get(headers)
+        if tenant is not None:
+            fields.update(sign(tenant))
         if fields:
             xargs = {**xargs, **fields}
             body = _append_member(body, "vllm_xargs", xargs)
             if "content-length" in headers:
                 new_headers["content-length"] = str(len(body))
-        job_id = parse_hints(xargs, own_session_id).job_id
+        known = xargs if tenant is None else {**xargs, "tenant": tenant}
+        job_id = parse_hints(known, own_session_id).job_id
         if self._dp_size > 1 and job_id is not None and _RANK_HEADER not in headers:
             new_headers[_RANK_HEADER] = str(_get_rank(job_id, self._dp_size))
         _set_headers(scope, new_headers)

@@ -21,12 +21,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from tenuto.vllm.metrics import FOLDER_VARIABLE, OWNER_VARIABLE
+from tenuto.vllm.tenants import make_secret
 
 logger = logging.getLogger("vllm.tenuto")
 
 
 def register() -> None:
-    """Make the metrics folder and its collector, in a server's first process."""
+    """Make the metrics folder and its collector, and the secret, in a server's first process."""
+    make_secret()
     # Engine and worker processes inherit the folder; a server that another program starts makes its own.
     if FOLDER_VARIABLE in os.environ and multiprocessing.parent_process() is not None:
         return

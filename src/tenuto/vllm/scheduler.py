@@ -30,6 +30,7 @@ from tenuto.vllm.pressure import Pressure
 from tenuto.vllm.settings import Settings, read_settings
 from tenuto.vllm.state import StateFile
 from tenuto.vllm.steps import StepTeller, StepTracer
+from tenuto.vllm.tenants import take_tenant
 from tenuto.vllm.waiting import TurnQueue
 
 logger = logging.getLogger("vllm.tenuto")
@@ -64,6 +65,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         compat.check_attributes(self)
         engine_core = compat.find_engine_core()
         engine_index = compat.get_engine_index(engine_core)
+        self._trusts_clients = settings.tenants == "client"
         self._state = _open_state(policy, settings, engine_index)
         # After that: the trace's header has what the policy goes on with.
         trace_path = _get_file(settings.trace, engine_index) if settings.trace else None
@@ -111,7 +113,8 @@ class _DrivenScheduler(compat.PrivateHooks):
         """A request came in; a further piece of a streamed-in request is vLLM's business alone."""
         if request.request_id not in self.requests:
             started_s = time.perf_counter()
-            self.driver.arrive(request.request_id, time.monotonic(), _describe(request))
+            arrival = _describe(request, trusts_clients=self._trusts_clients)
+            self.driver.arrive(request.request_id, time.monotonic(), arrival)
             self.driver.stats.decision_s.observe(time.perf_counter() - started_s)
         super().add_request(request)  # type: ignore[misc]
 
@@ -290,14 +293,16 @@ def _get_file(path: str, engine_index: int) -> str:
     return path if engine_index == 0 else f"{path}.engine{engine_index}"
 
 
-def _describe(request: Any) -> Arrival:
+def _describe(request: Any, *, trusts_clients: bool) -> Arrival:
     """What the driver needs to know of a request that came in."""
     num_prompt_tokens = request.num_prompt_tokens
     plain = request.sampling_params is not None and request.prompt_token_ids is not None
     if not plain or request.has_encoder_inputs or request.resumable:
         return Arrival(OUTSIDE, num_prompt_tokens, priority=request.priority)
+    fields = request.sampling_params.extra_args
+    fields = fields if trusts_clients else take_tenant(fields)
     return Arrival(
-        hints=parse_hints(request.sampling_params.extra_args, getattr(request, "session_id", None)),
+        hints=parse_hints(fields, getattr(request, "session_id", None)),
         num_prompt_tokens=num_prompt_tokens,
         prompt=request.prompt_token_ids,
         hashes=request.block_hashes,

@@ -21,6 +21,11 @@ class Settings:
     """The policy's own parameters."""
     limits: Limits = field(default_factory=Limits)
     """Bounds on any policy, hint or client (see `tenuto.core.limits.Limits`)."""
+    tenants: str = setting(
+        "server",
+        "who says whose a request is: the server (the API key, or a trusted proxy's header), or its client",
+        choices=("server", "client"),
+    )
     trace: str | None = setting(None, "file for the JSONL trace of steps and decisions; none when unset")
     trace_commands: str = setting(
         "hash", "what the trace has of the commands that tools run", choices=COMMANDS

@@ -21,8 +21,8 @@ _Span = tuple[int, int]
 """(end of a prompt's last but one full block, the prompt's length): the tokens in between are compared."""
 _OUTPUT: _Span = (0, 0)
 """Nothing is left to compare: the output's mark covers the whole prompt."""
-_Key = tuple[Hashable, _Span, tuple[int, ...]]
-"""A mark, a span, and the prompt's tokens there."""
+_Key = tuple[Hashable, _Span, tuple[int, ...], str | None]
+"""A mark, a span, the prompt's tokens there, and the tenant: nobody joins the job of another one."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,9 @@ class Lineage:
     def __len__(self) -> int:
         return len(self._finished)
 
-    def remember(self, job_id: str, hashes: Sequence[Hashable], prompt: Sequence[int]) -> None:
+    def remember(
+        self, job_id: str, hashes: Sequence[Hashable], prompt: Sequence[int], tenant: str | None = None
+    ) -> None:
         """Remember a finished turn: hashes of its full blocks (prompt and output) and its prompt's tokens."""
         self.forget(job_id)
         if not hashes:
@@ -58,7 +60,7 @@ class Lineage:
         if len(hashes) > num_prompt_blocks:
             marks.append((hashes[-1], _OUTPUT))
         self._num_remembered += 1
-        turn = _Finished(self._num_remembered, [_get_key(mark, span, prompt) for mark, span in marks])
+        turn = _Finished(self._num_remembered, [_get_key(mark, span, prompt, tenant) for mark, span in marks])
         self._finished[job_id] = turn
         for key in turn.keys:
             self._jobs_by_key.setdefault(key, {})[job_id] = None
@@ -70,7 +72,7 @@ class Lineage:
         """Forget a job, if it is there."""
         turn = self._finished.pop(job_id, None)
         for key in turn.keys if turn is not None else ():
-            mark, span, _ = key
+            mark, span = key[:2]
             del self._jobs_by_key[key][job_id]
             if not self._jobs_by_key[key]:
                 del self._jobs_by_key[key]
@@ -81,22 +83,24 @@ class Lineage:
             if not spans:
                 del self._spans_by_mark[mark]
 
-    def find(self, hashes: Sequence[Hashable], prompt: Sequence[int]) -> str | None:
-        """The job whose last turn this prompt extends, the most recent one if several; else None.
+    def find(
+        self, hashes: Sequence[Hashable], prompt: Sequence[int], tenant: str | None = None
+    ) -> str | None:
+        """The tenant's job whose last turn this prompt extends, the most recent one if several; else None.
 
         One set look-up per block of the prompt, in C, from its end: far less than hashing it was.
         """
         spans_by_mark = self._spans_by_mark
         for mark in filter(spans_by_mark.__contains__, reversed(hashes)):
             spans = (each for each in spans_by_mark[mark] if each == _OUTPUT or len(prompt) > each[1])
-            keys = [_get_key(mark, span, prompt) for span in spans]
+            keys = [_get_key(mark, span, prompt, tenant) for span in spans]
             found = [next(reversed(self._jobs_by_key[key])) for key in keys if key in self._jobs_by_key]
             if found:
                 return max(found, key=lambda job_id: self._finished[job_id].number)
         return None
 
 
-def _get_key(mark: Hashable, span: _Span, prompt: Sequence[int]) -> _Key:
+def _get_key(mark: Hashable, span: _Span, prompt: Sequence[int], tenant: str | None) -> _Key:
     boundary, num_prompt_tokens = span
     certain = max(boundary, num_prompt_tokens - GENERATION_PROMPT_SLACK)
-    return mark, span, tuple(prompt[boundary:certain])
+    return mark, span, tuple(prompt[boundary:certain]), tenant

@@ -1,0 +1,84 @@
+"""Whose request is it? The server says so, and never the client.
+
+The tenant is the API key that vLLM checked, or a header that a trusted proxy sets. The middleware knows both,
+but only `vllm_xargs` reach the scheduler, and there anyone can write. So the middleware signs the tenant with
+a secret that the server's processes share, and the scheduler takes no tenant whose signature is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from tenuto.core.requests.hints import get_bounded_id
+
+SECRET_VARIABLE = "TENUTO_SECRET"
+"""Environment variable that the server's processes share. Made at start where it is not set."""
+HEADER_VARIABLE = "TENUTO_TENANT_HEADER"
+"""Environment variable: the header that names the tenant, which a trusted proxy sets on every request."""
+FIELD = "tenuto_tenant"
+"""In `vllm_xargs`: the signature, a colon, the tenant."""
+
+_KEY_CHECK = "AuthenticationMiddleware"
+"""vLLM's class. Not in `compat.py`: that imports the engine, which a server of requests does not need."""
+
+
+class TenantReader:
+    """Reads the tenant off a request's headers: the proxy's header where one is set, else the API key."""
+
+    def __init__(self, app: Any) -> None:
+        """`app` is the application behind the middleware."""
+        self._header = os.environ.get(HEADER_VARIABLE, "").strip().lower()
+        # Where nobody checks the key, clients make up what they like.
+        self._has_keys = _checks_keys(app)
+
+    def get(self, headers: Mapping[str, str]) -> str | None:
+        """The tenant, or None. Names of headers are in lower case. A key is shown as its digest."""
+        if self._header and self._header != "authorization":
+            return get_bounded_id(headers.get(self._header))
+        key = headers.get("authorization", "").partition(" ")[2].strip()
+        if not key or not (self._has_keys or self._header):
+            return None
+        digest = hashlib.blake2b(key.encode(errors="replace"), digest_size=8, person=b"tenuto-tenant")
+        return "key-" + digest.hexdigest()
+
+
+def make_secret() -> None:
+    """Make the secret for this process and those that it starts, unless there is one."""
+    os.environ.setdefault(SECRET_VARIABLE, os.urandom(32).hex())
+
+
+def sign(tenant: str) -> dict[str, str]:
+    """What to add to `vllm_xargs`; nothing where there is no secret."""
+    secret = os.environ.get(SECRET_VARIABLE)
+    return {FIELD: f"{_make_signature(tenant, secret)}:{tenant}"} if secret else {}
+
+
+def take_tenant(xargs: Any) -> Any:
+    """The request's fields with the signed tenant in the place of what its client says."""
+    if not isinstance(xargs, Mapping):
+        return xargs
+    fields = {name: value for name, value in xargs.items() if name != "tenant"}
+    secret, signed = os.environ.get(SECRET_VARIABLE), xargs.get(FIELD)
+    if secret and isinstance(signed, str):
+        signature, _, tenant = signed.partition(":")
+        expected = _make_signature(tenant, secret)
+        if hmac.compare_digest(signature.encode(errors="replace"), expected.encode()):
+            fields["tenant"] = tenant
+    return fields
+
+
+def _make_signature(tenant: str, secret: str) -> str:
+    return hmac.digest(secret.encode(), tenant.encode(errors="replace"), "sha256").hex()
+
+
+def _checks_keys(app: Any) -> bool:
+    """Whether vLLM's check of API keys is among the applications behind this one."""
+    while app is not None:
+        if type(app).__name__ == _KEY_CHECK:
+            return True
+        app = getattr(app, "app", None)
+    return False
