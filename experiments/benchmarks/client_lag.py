@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def serve(args: argparse.Namespace) -> Iterator[str]:
     """The light server in a process of its own; its URL."""
     options = ["--port", str(args.port), "--ttft", str(args.ttft), "--tpot", str(args.tpot)]
-    command = [sys.executable, "-m", "tests.bench.fake_server", *options]
+    command = [sys.executable, "-m", "tests.client.fake_server", *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -134,7 +134,7 @@ def get_truth(workload: Workload) -> Times:
 def serve(port: int) -> Iterator[str]:
     """The light server in a process of its own; its URL."""
     options = ["--port", str(port), "--ttft", str(TTFT_S), "--tpot", str(TPOT_S)]
-    command = [sys.executable, "-m", "tests.bench.fake_server", *options]
+    command = [sys.executable, "-m", "tests.client.fake_server", *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -21,7 +21,7 @@ from typing import Any
 from experiments.results.figure import draw_options
 from experiments.results.rows import OUT, ROOT, TABLES, Row
 from experiments.results.tables import format_section, put_section
-from tenuto.sim.sweep import Cell, run_cells
+from tenuto.sim.sweep.cells import Cell, run_cells
 
 KEPT = (
     *("kind", "schema", "policy", "gpu", "model", "workload", "jps", "seed", "simulated", "jobs", "job_s"),

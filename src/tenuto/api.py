@@ -22,8 +22,8 @@ from tenuto.sim import trial
 from tenuto.sim.run import NO_EXTRAS, Extras, Outcome, run
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Watch
-from tenuto.sim.sweep import Cell, check_cells, run_cells, run_here
-from tenuto.sim.sweep_table import format_rows, make_rows
+from tenuto.sim.sweep.cells import Cell, check_cells, run_cells, run_here
+from tenuto.sim.sweep.table import format_rows, make_rows
 from tenuto.workload import LoadOptions, Workload
 
 if TYPE_CHECKING:

@@ -20,28 +20,6 @@ def make_samples(**times_s: list[float]) -> ToolSamples:
     return samples
 
 
-def test_the_share_within_a_time_counts_samples_up_to_and_with_it() -> None:
-    times = RecentTimes([4.0, 1.0, 2.0, 2.0])
-    assert [times.get_share_within(t) for t in (0.9, 1.0, 2.0, 3.0, 4.0)] == [0.0, 0.25, 0.75, 0.75, 1.0]
-    assert RecentTimes().get_share_within(1.0) == 0.0
-
-
-def test_a_quantile_is_the_least_sample_that_covers_the_share() -> None:
-    times = RecentTimes([4.0, 1.0, 2.0, 3.0])
-    assert [times.get_quantile_s(share) for share in (0.1, 0.25, 0.26, 0.75, 1.0)] == [
-        1.0,
-        1.0,
-        2.0,
-        3.0,
-        4.0,
-    ]
-    for share in (0.0, 1.1):
-        with pytest.raises(ValueError, match="share in"):
-            times.get_quantile_s(share)
-    with pytest.raises(ValueError, match="needs samples"):
-        RecentTimes().get_quantile_s(0.5)
-
-
 @given(st.lists(st.floats(0, 1e6), max_size=40), st.integers(1, 12))
 def test_only_the_last_samples_count(times_s: list[float], max_times: int) -> None:
     times = RecentTimes(times_s, max_times)

@@ -12,10 +12,10 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
-from tenuto.sim.plan import make_plans
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep import RESULTS, read_results
-from tenuto.sim.sweep_table import format_rows, make_rows
+from tenuto.sim.sweep.cells import RESULTS, read_results
+from tenuto.sim.sweep.plan import make_plans
+from tenuto.sim.sweep.table import format_rows, make_rows
 from tenuto.workload.load_options import LoadOptions
 
 COMPARE = [

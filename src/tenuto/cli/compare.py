@@ -17,7 +17,7 @@ from tenuto.cli.simulations import GridOptions, make_folder, say_notes
 from tenuto.core.settings import option
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep import Cell, check_cells, make_cells, read_results
+from tenuto.sim.sweep.cells import Cell, check_cells, make_cells, read_results
 from tenuto.workload.load_options import LoadOptions
 
 _SUMMARY = """\

@@ -11,9 +11,9 @@ from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
 from tenuto.cli.simulations import GridOptions, say_notes
 from tenuto.core.settings import option
-from tenuto.sim.plan import drop_too_small, format_plans, get_best, make_plans
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep import Cell, check_cells, make_cells, run_cell
+from tenuto.sim.sweep.cells import Cell, check_cells, make_cells, run_cell
+from tenuto.sim.sweep.plan import drop_too_small, format_plans, get_best, make_plans
 from tenuto.workload.load_options import LoadOptions
 
 _SUMMARY = """\

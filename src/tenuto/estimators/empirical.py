@@ -1,9 +1,9 @@
-"""The times of one tool's last calls, and the shares of them that fit into a given time."""
+"""The times of one tool's last calls, in the order of their length."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -36,16 +36,6 @@ class RecentTimes:
     def get_sorted(self) -> Sequence[float]:
         """The samples in ascending order; not to be changed."""
         return self._sorted
-
-    def get_share_within(self, time_s: float) -> float:
-        """The empirical CDF: the share of samples ≤ `time_s`; 0 without samples. O(log n)."""
-        return bisect_right(self._sorted, time_s) / len(self._sorted) if self._sorted else 0.0
-
-    def get_quantile_s(self, share: float) -> float:
-        """The least sample that `share` (above 0, at most 1) of the samples do not exceed. O(1)."""
-        if not (0 < share <= 1 and self._sorted):
-            raise ValueError(f"needs samples and a share in (0, 1], got {len(self)} and {share!r}")
-        return self._sorted[math.ceil(share * len(self._sorted)) - 1]
 
     def get_state(self) -> list[float]:
         """The samples, oldest first, as JSON can hold them; the constructor takes them back."""

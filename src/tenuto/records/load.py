@@ -6,7 +6,6 @@ Every function raises DataError, which names file, line and field. Files of Tenu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -149,11 +148,6 @@ def read_sample(fields: Fields) -> Sample:
         waiting_turns=fields.optional(count, "waiting_turns"),
         leases=fields.optional(count, "leases"),
     )
-
-
-def read_runs(objects: Iterable[Fields]) -> list[RunRecord]:
-    """All result records of a file."""
-    return [read_run(fields) for fields in objects]
 
 
 def load_file(path: Path, kind: Kind, *, say: Say | None = None, with_samples: bool = True) -> RunData:

@@ -12,7 +12,7 @@
 Rooms, each built on those below it:
 
     server       the engine behind an OpenAI-compatible server, in real time
-    sweep, plan  many runs: a grid of setups and loads; the fewest GPUs that meet a target
+    sweep        many runs: a grid of setups and loads, its table; the fewest GPUs that meet a target
     run          one run, and its record (`result`, `occupancy`; `isolated_time` for the slowdown)
     machine      from the names and numbers of a setup to the parts of an engine
     simulation   the event loop of a run

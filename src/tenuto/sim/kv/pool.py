@@ -65,7 +65,6 @@ class ExtentPool:
         self.num_free_blocks = num_blocks
         self.num_leased_blocks = 0
         """Distinct blocks that leases hold references to."""
-        self._num_groups = num_groups
         self._num_blanks = num_blocks
         self._num_cached = 0
         self._free = _Queue()

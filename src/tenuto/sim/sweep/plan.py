@@ -15,7 +15,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.sim.hardware.kv_budget import ModelTooLargeError
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep import Cell, run_cell
+from tenuto.sim.sweep.cells import Cell, run_cell
 from tenuto.workload.generators.ab8 import WINDOW_S as DEFAULT_WINDOW_S
 from tenuto.workload.load import GENERATORS
 from tenuto.workload.load_options import LoadOptions
