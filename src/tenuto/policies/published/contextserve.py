@@ -10,17 +10,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
-from tenuto.core.policy import Key, Learns, Needs, Policy, setting
+from tenuto.core.policy import Needs, setting
 from tenuto.core.presets import EngineSettings
 from tenuto.core.types import (
     Decision,
     EngineView,
-    Job,
     Keep,
     Lease,
     Offload,
     Release,
-    StepView,
     ToolCall,
     Turn,
     Yields,
@@ -29,7 +27,7 @@ from tenuto.estimators.command_times import MIN_TIME_S, CommandText, CommandTime
 from tenuto.estimators.commands import CommandShape
 from tenuto.estimators.nig import NormalInverseGamma, get_z
 from tenuto.estimators.tool_times import MAX_TOOLS
-from tenuto.estimators.ttl_estimate import TtlEstimate
+from tenuto.policies.published._continuum import RENEW_S, LearnsTtl
 
 
 def _read_rules(text: str) -> frozenset[str]:
@@ -51,8 +49,6 @@ SLOW_PROGRAMS = _read_rules(
     terraform, tox, uv sync, yarn build, yarn install"""
 )
 """Rule: a command with one of these in it is slow, unless it only asks (`--version`, `--dry-run`, ...)."""
-RENEW_S = 600.0
-"""How far an expired pin's deadline moves while its job's turn waits; that turn's start ends it."""
 MAX_LOG_S = 50.0
 """Bounds ln(seconds) before it is taken back."""
 UNKNOWN_LOG_S, UNKNOWN_SD = 0.0, math.log(10)
@@ -81,7 +77,7 @@ class Prediction:
 
 
 @dataclass
-class ContextServe(Policy, Learns):
+class ContextServe(LearnsTtl):
     """Fast tools: pin. Slow ones: store to the host tier, if any, and free. Uncertain: Continuum's TTL.
 
     Source: the dispatch of ContextServe as it is described (rules, a Bayesian posterior with Thompson
@@ -114,23 +110,12 @@ class ContextServe(Policy, Learns):
     _log_pin_s: float = field(init=False)
     _log_slow_s: float = field(init=False)
     _beliefs: OrderedDict[str, NormalInverseGamma] = field(init=False, default_factory=OrderedDict)
-    _ttl: TtlEstimate = field(init=False, default_factory=TtlEstimate)
 
     def __post_init__(self) -> None:
         self._commands = load_command_times(self.model)
         self._log_pin_s, self._log_slow_s = math.log(self.pin_s), math.log(self.slow_s)
 
     # Asked.
-
-    def queue_key(self, turn: Turn, now_s: float) -> Key:
-        """Preempted turns first, then pinned jobs, then by the job's first arrival, as Continuum does."""
-        return (
-            turn.num_preemptions == 0,
-            not turn.has_lease,
-            turn.job.arrival_s,
-            turn.job.job_id,
-            turn.arrival_s,
-        )
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         """Pin what is fast, store and free what is slow, and what is uncertain hold for Continuum's TTL."""
@@ -149,14 +134,6 @@ class ContextServe(Policy, Learns):
         if lease.next_turn_waiting:
             return Keep(view.now_s + RENEW_S, yields=Yields.ON_DEADLOCK)
         return Offload()
-
-    def evict_key(self, lease: Lease, view: EngineView) -> Key:
-        """The pin of the job that came last goes first."""
-        return (-lease.turn.job.arrival_s,)
-
-    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
-        """The job that came last goes first."""
-        return (-turn.job.arrival_s, -turn.arrival_s)
 
     def _predict(self, tool: ToolCall, turn_id: str) -> Prediction:
         """How long a tool call will take; the turn's id seeds the draw."""
@@ -185,30 +162,6 @@ class ContextServe(Policy, Learns):
         if len(self._beliefs) > MAX_TOOLS:
             self._beliefs.popitem(last=False)
         self._ttl.on_tool_returned(text.program, tool_s)
-
-    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
-        """See whether the turn's job had been evicted."""
-        self._ttl.on_turn_arrived(turn)
-
-    def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """Learn what an evicted job's turn waited."""
-        self._ttl.on_turn_started(turn, now_s)
-
-    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
-        """Its prefill stops."""
-        self._ttl.on_turn_stopped(turn)
-
-    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """Its prefill is over, and it waits no longer."""
-        self._ttl.on_turn_stopped(turn)
-
-    def on_job_ended(self, job: Job, now_s: float) -> None:
-        """Learn how many turns jobs have."""
-        self._ttl.on_job_ended(job)
-
-    def on_step(self, step: StepView) -> None:
-        """Learn what prefill costs."""
-        self._ttl.on_step(step)
 
     # Kept across restarts.
 

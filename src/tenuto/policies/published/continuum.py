@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from tenuto.core.policy import Key, Learns, setting
+from tenuto.core.policy import setting
 from tenuto.core.types import (
     Decision,
     EngineView,
-    Job,
     Keep,
     Lease,
     Offload,
-    StepView,
     ToolCall,
     Turn,
     Yields,
 )
 from tenuto.estimators.samples import MIN_SAMPLES
 from tenuto.estimators.ttl_estimate import TtlEstimate
+from tenuto.policies.published._continuum import RENEW_S, LearnsTtl
 from tenuto.policies.published._prefill import TakesPrefillProfile
-
-RENEW_S = 600.0
-"""How far an expired pin's deadline moves while a turn of its job waits; that turn's start ends it."""
 
 
 @dataclass
-class Continuum(TakesPrefillProfile, Learns):
+class Continuum(TakesPrefillProfile, LearnsTtl):
     """Pin for the τ ≥ 0 that maximises P(tool time ≤ τ) · (T·η + PR) − τ; pinned jobs first, then by job.
 
     Source: arXiv 2511.02230. P is the empirical CDF of the tool's own times, of all tools' until more than K
@@ -47,16 +43,10 @@ class Continuum(TakesPrefillProfile, Learns):
         "fit (head)",
         choices=("stall", "head"),
     )
-    _ttl: TtlEstimate = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin with nothing learned."""
         self._ttl = TtlEstimate(self._try_get_profile(), self.min_samples)
-
-    def queue_key(self, turn: Turn, now_s: float) -> Key:
-        """Preempted turns first, then those of pinned jobs, then by the job's arrival."""
-        is_preempted = turn.num_preemptions > 0
-        return (not is_preempted, not turn.has_lease, turn.job.arrival_s, turn.job.job_id, turn.arrival_s)
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         """Pin for the best τ, if that is not 0."""
@@ -69,42 +59,10 @@ class Continuum(TakesPrefillProfile, Learns):
         """Unpin when the time is up, unless a turn of the job waits."""
         return self._pin(view.now_s + RENEW_S) if lease.next_turn_waiting else Offload()
 
-    def evict_key(self, lease: Lease, view: EngineView) -> Key:
-        """The job that came last is unpinned first."""
-        return (-lease.turn.job.arrival_s,)
-
-    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
-        """The job that came last is preempted first."""
-        return (-turn.job.arrival_s, -turn.arrival_s)
-
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """Learn how long the tool took."""
         if tool is not None:
             self._ttl.on_tool_returned(tool.name, tool_s)
-
-    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
-        """See whether its job came back to a pin."""
-        self._ttl.on_turn_arrived(turn)
-
-    def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """Learn what turns without a pin wait."""
-        self._ttl.on_turn_started(turn, now_s)
-
-    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
-        """Its prefill stops."""
-        self._ttl.on_turn_stopped(turn)
-
-    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """Its prefill is over, and it waits no longer."""
-        self._ttl.on_turn_stopped(turn)
-
-    def on_job_ended(self, job: Job, now_s: float) -> None:
-        """Learn how many turns jobs have."""
-        self._ttl.on_job_ended(job)
-
-    def on_step(self, step: StepView) -> None:
-        """Learn what prefill costs."""
-        self._ttl.on_step(step)
 
     def get_state(self) -> dict[str, Any]:
         """All that it learned."""
