@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,10 @@ def test_transfers_that_show_no_bandwidth_are_an_error() -> None:
 
 
 def test_a_fit_survives_saving(tmp_path: Path) -> None:
+    # A fit through the origin explains less than the mean would.
+    worse = replace(fit_step_cost(observed()).prefill, r_squared=-0.25)
+    FittedStepCost(worse, worse).save(tmp_path / "fit.json")
+    assert FittedStepCost.load(tmp_path / "fit.json").prefill == worse
     for transfers in ([], [ObservedTransfer(n, n / 25e9) for n in (100, 200)]):
         cost = fit_step_cost(observed(), transfers)
         cost.save(tmp_path / "fit.json")
@@ -137,31 +142,35 @@ FIT: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([], "not a JSON object"),
-        ({"prefill": FIT}, "field 'decode' is not a fit"),
-        ({"prefill": {**FIT, "coefficients": [1.0]}, "decode": FIT}, "field 'prefill' needs 3 coefficients"),
+        ([], "is empty"),
+        ({"prefill": FIT}, "decode: is missing"),
+        (
+            {"prefill": {**FIT, "coefficients": [1.0]}, "decode": FIT},
+            "prefill.coefficients: must be 3 numbers, got 1",
+        ),
         (
             {"prefill": {**FIT, "coefficients": [1, 1, -1]}, "decode": FIT},
-            "field 'prefill' needs 3 coefficients of 0",
+            "prefill.coefficients: must be a list of numbers from 0",
         ),
         (
             {"prefill": FIT, "decode": {**FIT, "coefficients": [1, float("nan"), 1]}},
-            "field 'decode' needs 3 coefficients of 0",
+            "decode.coefficients: must be 3 numbers, got 2",
         ),
-        ({"prefill": {**FIT, "coefficients": "abc"}, "decode": FIT}, "field 'prefill' is not a fit"),
-        ({"prefill": FIT, "decode": FIT, "link": FIT}, "field 'link' needs 2 coefficients"),
+        ({"prefill": {**FIT, "coefficients": "abc"}, "decode": FIT}, "prefill.coefficients: must be a list"),
+        ({"prefill": {"coefficients": [1, 1, 1]}, "decode": FIT}, "prefill.num_observations: is missing"),
+        ({"prefill": FIT, "decode": FIT, "link": FIT}, "link.coefficients: must be 2 numbers, got 3"),
     ],
 )
 def test_a_file_that_is_no_fit_is_named(tmp_path: Path, values: Any, message: str) -> None:
     path = tmp_path / "fit.json"
     path.write_text(json.dumps(values))
-    with pytest.raises(DataError, match=f"fit.json: {message}"):
+    with pytest.raises(DataError, match=rf"fit\.json(:1|\[0\])?: {message}"):
         FittedStepCost.load(path)
 
 
 def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "fit.json").write_text("{")
-    with pytest.raises(DataError, match=r"fit\.json: not JSON"):
+    with pytest.raises(DataError, match=r"fit\.json:1: not valid JSON"):
         FittedStepCost.load(tmp_path / "fit.json")
 
 

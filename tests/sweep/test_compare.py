@@ -57,7 +57,7 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
 
 def test_a_foreign_results_file_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / RESULTS).write_text('{"a": 1}\n{"b": 2}\n')
-    with pytest.raises(DataError, match=r"results\.jsonl:1: not a record of a run"):
+    with pytest.raises(DataError, match=r"results\.jsonl:1: gpu: is missing"):
         read_results(tmp_path)
     assert (tmp_path / RESULTS).read_text() == '{"a": 1}\n{"b": 2}\n'
 
@@ -65,10 +65,11 @@ def test_a_foreign_results_file_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"garbage\n", "not a record of a run"),
-        (b"\xff\xfe\n", "not a record of a run"),
-        (b"null\n", "not a record of a run"),
-        (b'{"config": {"gpu": "L40S"}}\n', "not a record of a run .'gpu'"),
+        (b"garbage\n", "not valid JSON"),
+        (b"\xff\xfe\n", "not UTF-8"),
+        (b"null\n", "must be a JSON object, got None"),
+        (b'{"kind": "run", "schema": 2, "config": {"gpu": "L40S"}}\n', "gpu: is missing"),
+        (b'{"kind": "run", "schema": 3}\n', "schema: must be 2, got 3"),
     ],
 )
 def test_a_spoilt_line_is_named_and_nothing_is_touched(line: bytes, message: str, tmp_path: Path) -> None:
@@ -78,6 +79,13 @@ def test_a_spoilt_line_is_named_and_nothing_is_touched(line: bytes, message: str
     with pytest.raises(DataError, match=f"{RESULTS}:3: {message}"):
         read_results(tmp_path)
     assert (tmp_path / RESULTS).read_bytes() == good + line
+
+
+@pytest.mark.parametrize("rest", [b'{"config": {"gp', b""])
+def test_a_first_record_that_was_cut_off_is_no_record(rest: bytes, tmp_path: Path) -> None:
+    (tmp_path / RESULTS).write_bytes(rest)
+    assert read_results(tmp_path) == {}
+    assert (tmp_path / RESULTS).read_bytes() == b""
 
 
 @pytest.mark.parametrize("rest", [b'{"config": {"gp', b"\xff", b""])

@@ -103,5 +103,5 @@ def test_what_is_no_step_cost_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tables, roofline, or a file that `tenuto profile` wrote"):
         build(Setup(step_cost=str(tmp_path / "missing.json")))
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(DataError, match="field 'prefill'"):
+    with pytest.raises(DataError, match="prefill: is missing"):
         build(Setup(step_cost=str(tmp_path / "other.json")))

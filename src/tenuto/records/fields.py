@@ -104,11 +104,11 @@ class Fields:
         """A sum over a whole run: a whole number of 0 or more."""
         return self.integer(field, 0, MAX_COUNT)
 
-    def number(self, field: str, high: float = MAX_SECONDS) -> float:
-        """A number from 0 to `high`; not a bool."""
+    def number(self, field: str, high: float = MAX_SECONDS, low: float = 0.0) -> float:
+        """A number from `low` to `high`; not a bool."""
         value = self._get(field)
-        if not _is_number(value, high):
-            raise self.error(field, f"must be a number from 0 to {high:g}, got {show(value)}")
+        if not _is_number(value, high, low):
+            raise self.error(field, f"must be a number from {low:g} to {high:g}, got {show(value)}")
         return float(value)  # type: ignore[arg-type]
 
     def milliseconds(self, field: str) -> float:
@@ -170,7 +170,7 @@ def show(value: object) -> str:
     return shown if len(shown) <= _SHOWN_CHARS else f"{shown[: _SHOWN_CHARS - 3]}..."
 
 
-def _is_number(value: object, high: float) -> bool:
+def _is_number(value: object, high: float, low: float = 0.0) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return 0 <= value <= high and (isinstance(value, int) or math.isfinite(value))
+    return low <= value <= high and (isinstance(value, int) or math.isfinite(value))

@@ -132,13 +132,12 @@ def _load_step_cost(setup: Setup, gpu: Gpu, model: Model, notes: list[str]) -> t
 
 @cache
 def _load_fit(path: Path) -> FittedStepCost:
-    try:
-        return FittedStepCost.load(path)
-    except OSError as error:
+    if not path.is_file():
         raise ConfigError(
             f"--step-cost is one of {', '.join(BACKENDS)}, or a file that `tenuto profile` wrote; "
-            f"{path}: {error.strerror or error}"
-        ) from error
+            f"{path}: No such file or directory"
+        )
+    return FittedStepCost.load(path)
 
 
 def _get(given: Any, wanted: Any, default: Any) -> Any:

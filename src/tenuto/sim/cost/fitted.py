@@ -15,9 +15,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tenuto.core.errors import DataError
+from tenuto.records.fields import Fields
+from tenuto.records.files import read_first
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.cost.least_squares import Line, fit_line
 from tenuto.sim.cost.observed import ObservedStep, ObservedTransfer
@@ -57,16 +58,11 @@ class FittedStepCost:
         Raises:
             DataError: the file is something else; the message names file and field.
         """
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{path}: not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise DataError(f"{path}: not a JSON object")
+        fields = read_first(path)
         return cls(
-            prefill=_read_line(path, "prefill", values.get("prefill"), num_coefficients=3),
-            decode=_read_line(path, "decode", values.get("decode"), num_coefficients=3),
-            link=_read_line(path, "link", values["link"], num_coefficients=2) if values.get("link") else None,
+            prefill=_read_line(fields.part("prefill"), num_coefficients=3),
+            decode=_read_line(fields.part("decode"), num_coefficients=3),
+            link=_read_line(fields.part("link"), num_coefficients=2) if "link" in fields else None,
         )
 
 
@@ -104,15 +100,13 @@ def _fit_link(transfers: Sequence[ObservedTransfer]) -> Line:
     return line
 
 
-def _read_line(path: Path, field: str, values: Any, num_coefficients: int) -> Line:
-    try:
-        line = Line(**values)
-        coefficients = tuple(float(c) for c in line.coefficients)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{path}: field {field!r} is not a fit: {error}") from error
-    # NaN is neither below nor above anything.
-    if len(coefficients) != num_coefficients or not all(0 <= c < math.inf for c in coefficients):
-        raise DataError(
-            f"{path}: field {field!r} needs {num_coefficients} coefficients of 0 or more: {coefficients}"
-        )
-    return Line(coefficients, line.num_observations, line.r_squared, line.worst_residual_s)
+def _read_line(fields: Fields, num_coefficients: int) -> Line:
+    coefficients = fields.numbers("coefficients")
+    if len(coefficients) != num_coefficients:
+        raise fields.error("coefficients", f"must be {num_coefficients} numbers, got {len(coefficients)}")
+    return Line(
+        coefficients,
+        fields.count("num_observations"),
+        fields.number("r_squared", 1.0, -math.inf),
+        fields.number("worst_residual_s"),
+    )

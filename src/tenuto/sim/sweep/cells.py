@@ -14,6 +14,11 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.records.config import get_config
+from tenuto.records.fields import Fields
+from tenuto.records.files import read_objects
+from tenuto.records.kinds import RUN, identify_object
+from tenuto.records.legacy import is_legacy
+from tenuto.records.load import read_run
 from tenuto.sim.machine import build
 from tenuto.sim.run import NO_EXTRAS, Extras, run
 from tenuto.sim.setup import Setup
@@ -59,47 +64,47 @@ def check_cells(cells: Sequence[Cell]) -> list[str]:
 def read_results(folder: Path) -> dict[str, Record]:
     """Records of the runs that are done, by key. An incomplete last line is removed from the file.
 
-    Raises DataError, and does not change the file, for any other line that is not a record.
+    Raises DataError, and does not change the file, for any other line that is not a record of this version.
     """
     path, done = folder / RESULTS, {}
     if not path.exists():
         return {}
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if "schema" not in record and "avg_duration_s" in record:
-                # Its recomputed tokens are counted in another way: one table must not hold both.
-                raise DataError(
-                    f"{path}:{number}: was written by Tenuto 0.1; name another --out. `tenuto report {path}` "
-                    "still reads it"
-                )
-            done[json.dumps(record["config"], sort_keys=True)] = check_record(record)
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and not line.endswith(b"\n"):
-                path.write_bytes(b"".join(lines[:-1]))
-                return done
-            raise DataError(f"{path}:{number}: not a record of a run ({error}); move the file away") from None
-    if lines and not lines[-1].endswith(b"\n"):
-        path.write_bytes(b"".join(lines) + b"\n")
+    whole = data[: data.rfind(b"\n") + 1]
+    cut: list[str] = []
+    try:
+        objects = read_objects(path, cut.append) if data else []
+    except DataError:
+        if whole:
+            raise
+        objects = []  # the first record was cut off
+    for fields in objects:
+        _check_record(fields)
+        done[json.dumps(fields.values["config"], sort_keys=True)] = fields.values
+    if data != whole:
+        path.write_bytes(whole if cut or not objects else data + b"\n")
     return done
 
 
-def check_record(record: Record) -> Record:
-    """The record itself, if it has what a sweep's table needs; raises KeyError or TypeError if not."""
-    for key in ("gpu", "model", "workload", "policy", "jps", "seed"):
-        record[key]
-    numbers = {
-        **{f"job_s.{key}": record["job_s"][key] for key in ("mean", "p95")},
-        **{key: record[key] for key in ("recomputed_tokens", "prompt_tokens")},
-    }
-    for key, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{key} is no number")
-    return record
+def _check_record(fields: Fields) -> None:
+    """Raise DataError if a record lacks what a sweep's table needs."""
+    if is_legacy(fields) and identify_object(fields.values) is RUN:
+        # Its recomputed tokens are counted in another way: one table must not hold both.
+        raise DataError(
+            f"{fields.place}: was written by Tenuto 0.1; name another --out. `tenuto report {fields.file}` "
+            "still reads it"
+        )
+    read_run(fields)
+    for name in ("gpu", "model", "workload", "policy"):
+        fields.text(name)
+    for name in ("mean", "p95"):
+        fields.part("job_s").number(name)
+    for name in ("recomputed_tokens", "prompt_tokens"):
+        fields.count(name)
+    fields.part("config")
 
 
 def run_cells(
