@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,12 +30,11 @@ START = [
     "--middleware",
     "tenuto.vllm.Middleware",
 ]
-DETAILS = "--enable-prompt-tokens-details"
 
 
 def test_the_line_passes_everything_else_on() -> None:
     assert build_command("M", {}, ["--port", "1", "--dtype=float32"]) == [
-        *START, DETAILS, "--port", "1", "--dtype=float32",
+        *START, "--port", "1", "--dtype=float32",
     ]  # fmt: skip
 
 
@@ -46,26 +46,42 @@ def test_settings_join_an_additional_config_that_was_passed() -> None:
         [f"--additional_config={given}"],
     ):
         command = build_command("M", {"policy": "stock"}, [*passed, "--port", "1"])
-        assert command[: len(START) + 2] == [*START, DETAILS, "--additional-config"]
-        assert json.loads(command[len(START) + 2]) == {
+        assert command[: len(START) + 1] == [*START, "--additional-config"]
+        assert json.loads(command[len(START) + 1]) == {
             "other": 1,
             "tenuto": {"trace": "t", "policy": "stock"},
         }
-        assert command[len(START) + 3 :] == ["--port", "1"]
+        assert command[len(START) + 2 :] == ["--port", "1"]
 
 
-@pytest.mark.parametrize("flag", ["--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"])
-def test_a_choice_of_the_user_stands(flag: str) -> None:
-    assert build_command("M", {}, [flag]) == [*START, flag]
+def test_cached_tokens_are_shown_only_where_it_is_asked() -> None:
+    assert not any("details" in each for each in build_command("M", {}, []))
+    assert build_command("M", {}, ["--enable-prompt-tokens-details"])[-1] == "--enable-prompt-tokens-details"
+
+
+@pytest.mark.parametrize("name", ["trace", "state"])
+def test_a_file_that_cannot_be_written_is_found_before_vllm_starts(name: str, tmp_path: Path) -> None:
+    def get_command(path: Path) -> list[str]:
+        return build_command("M", {name: str(path)}, [])
+
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "t", tmp_path):
+        with pytest.raises(ConfigError, match=rf"tenuto\.{name}: cannot write"):
+            launch.check_files(get_command(path))
+    launch.check_files(get_command(tmp_path / "new" / "folder" / "t"))
+    assert not list((tmp_path / "new" / "folder").iterdir())
+    (tmp_path / "file").write_text("kept")
+    launch.check_files(get_command(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_engine_settings_that_the_policy_wants_are_on_the_line() -> None:
     tuned = ["--long-prefill-token-threshold", "512", "--watermark", "0.01"]
     command = build_command("M", {"policy": "stock-tuned"}, ["--port", "1"])
-    assert command[len(START) + 1 : len(START) + 5] == tuned
+    assert command[len(START) : len(START) + 4] == tuned
     assert command[-2:] == ["--port", "1"]
     from_config = ["--additional-config", '{"tenuto": {"policy": "stock-tuned"}}']
-    assert build_command("M", {}, from_config)[len(START) + 1 : len(START) + 5] == tuned
+    assert build_command("M", {}, from_config)[len(START) : len(START) + 4] == tuned
 
 
 @pytest.mark.parametrize("flag", ["--watermark=0.1", "--long_prefill_token_threshold=64"])
@@ -83,7 +99,11 @@ def test_vllm_knows_the_flags_of_engine_settings() -> None:
     assert all(flag == f"--{name.replace('_', '-')}" for name, flag in launch.WANTED_FLAGS.items())
 
 
-def test_a_host_tier_is_left_to_the_operator_and_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_tier_is_left_to_the_operator_and_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "is_cpu_build", lambda: False)
+
     def get_words(*arguments: str) -> str:
         assert cli.main(["serve", "M", "--dry-run", *arguments]) == 0
         return capsys.readouterr().err
@@ -93,6 +113,10 @@ def test_a_host_tier_is_left_to_the_operator_and_asked_for(capsys: pytest.Captur
     assert get_words("--policy", "stock") == ""
     assert get_words("--policy", "stock-tuned", "--kv-offloading-size", "100") == ""
     assert get_words("--policy", "stock-tuned", "--kv-transfer-config={}") == ""
+    # vLLM's CPU build does not start with the flag.
+    monkeypatch.setattr(launch, "is_cpu_build", lambda: True)
+    assert "CPU build does not have" in get_words("--policy", "stock-tuned")
+    assert "--kv-offloading-size" not in get_words("--policy", "stock-tuned")
 
 
 @pytest.mark.parametrize(

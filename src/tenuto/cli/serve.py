@@ -62,7 +62,7 @@ class ServeOptions(Options):
 
 def run(given: Given) -> int:
     """Become `vllm serve`."""
-    from tenuto.vllm.launch import build_command, get_environment, get_hints
+    from tenuto.vllm.launch import build_command, check_files, get_environment, get_hints
 
     options = given.read(ServeOptions)
     for flag in given.passed_on:
@@ -74,6 +74,7 @@ def run(given: Given) -> int:
         print(f"[serve] {hint}", file=sys.stderr, flush=True)
     if options.dry_run:
         return 0
+    check_files(command)
     try:
         os.execvpe(command[0], command, {**os.environ, **get_environment(given.passed_on)})
     except FileNotFoundError:

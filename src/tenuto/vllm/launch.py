@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ OFFLOAD_FLAGS = ("--kv-offloading-size", "--kv-transfer-config")
 
 
 def build_command(model: str, settings: Mapping[str, Any], passed: Sequence[str]) -> list[str]:
-    """The command: Tenuto's scheduler and middleware, cached tokens in the usage, then what was passed on.
+    """The command: Tenuto's scheduler and middleware, then what was passed on.
 
     Engine settings of the policy or the preset are there too, if they were not passed. `settings` goes under
     `tenuto` in the additional config, over what an `--additional-config` among the passed arguments says
@@ -41,8 +43,6 @@ def build_command(model: str, settings: Mapping[str, Any], passed: Sequence[str]
     if tenuto:
         config["tenuto"] = tenuto
     command = [find_vllm(), "serve", model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
-    if not any(each.endswith("enable-prompt-tokens-details") for each in rest):
-        command.append("--enable-prompt-tokens-details")
     for name, flag in WANTED_FLAGS.items():
         value = getattr(wanted, name)
         if value is not None and _take_option(list(rest), flag)[0] is None:
@@ -58,7 +58,42 @@ def get_hints(command: Sequence[str]) -> list[str]:
     has_tier = any(_take_option(list(command), flag)[0] is not None for flag in OFFLOAD_FLAGS)
     if wanted.offload is None or has_tier:
         return []
+    if is_cpu_build():
+        # There the flag stops the server at its start.
+        return [
+            "this policy is meant to run with KV in host memory too, which vLLM's CPU build does not have"
+        ]
     return ["this policy is meant to run with KV in host memory too: add --kv-offloading-size GIB"]
+
+
+def check_files(command: Sequence[str]) -> None:
+    """Try the files that the server will write, before it loads its weights. Makes their folders.
+
+    Raises ConfigError naming the setting and the file.
+    """
+    settings = read_settings(_parse_config(_take_option(list(command), "--additional-config")[0]))
+    for name, path in (("trace", settings.trace), ("state", settings.state)):
+        if path is None:
+            continue
+        try:
+            folder = Path(path).parent
+            folder.mkdir(parents=True, exist_ok=True)
+            if Path(path).exists():
+                with open(path, "ab"):
+                    pass
+            else:
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+        except OSError as error:
+            raise ConfigError(f"tenuto.{name}: cannot write {path!r}: {error}") from error
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM of this environment is built for CPUs."""
+    try:
+        return metadata.version("vllm").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def find_vllm() -> str:

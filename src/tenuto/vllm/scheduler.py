@@ -93,6 +93,12 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._idle_timer = IdleTimer(lambda: compat.wake(engine_core)) if engine_core is not None else None
         self._install(policy)
         logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, vllm.__version__)
+        # vLLM warns of every scheduler class that is not its own.
+        logger.info(
+            "vLLM's warning that a custom scheduler class may disable async scheduling does not apply to "
+            "Tenuto; async scheduling is %s, as in stock vLLM with this configuration",
+            "on" if vllm_config.scheduler_config.async_scheduling else "off",
+        )
 
     def _install(self, policy: Policy) -> None:
         """Install what the policy overrides, and nothing else."""

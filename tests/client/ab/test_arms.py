@@ -55,6 +55,12 @@ def test_commands() -> None:
     assert plain[1:] == ["serve", "m", "--enable-prompt-tokens-details", *where]
     policy = parse_arm("a=policy:continuum-fixed,ttl_s=1")
     chosen = ["--policy", "continuum-fixed", "--option", "ttl_s=1"]
-    assert make_command(policy, "m", 81, ["--x", "1"]) == [*tenuto, "m", *chosen, *where]
+    assert make_command(policy, "m", 81, ["--x", "1"]) == [
+        *tenuto,
+        "m",
+        *chosen,
+        "--enable-prompt-tokens-details",
+        *where,
+    ]
     sim = make_command(parse_arm("a=sim:stock"), "m", 81, ["--x", "1"])
     assert sim == [*tenuto, "--engine", "sim", "--model", "m", "--policy", "stock", *where]

@@ -14,6 +14,8 @@ from tenuto.core.errors import ConfigError
 
 SYNTAX = "NAME=URL, NAME=vllm, NAME=policy:POLICY[,key=value…] or NAME=sim:POLICY[,key=value…]"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+_DETAILS = "--enable-prompt-tokens-details"
+"""vLLM then says in each answer how many tokens were cached, which the bench counts."""
 _HOST = "127.0.0.1"
 
 Kind = Literal["url", "vllm", "policy", "sim"]
@@ -66,13 +68,13 @@ def make_command(arm: Arm, model: str, port: int, serve_args: Sequence[str]) -> 
     """The command that starts a local arm's server."""
     where = ["--host", _HOST, "--port", str(port), *serve_args]
     if arm.kind == "vllm":
-        return [_find_vllm(), "serve", model, "--enable-prompt-tokens-details", *where]
+        return [_find_vllm(), "serve", model, _DETAILS, *where]
     # By its command line, so that an arm is served exactly as `tenuto serve` would do it.
     serve = [sys.executable, "-m", "tenuto.cli", "serve"]
     policy = ["--policy", arm.target, *(word for each in arm.options for word in ("--option", each))]
     if arm.kind == "sim":
         return [*serve, "--engine", "sim", "--model", model, *policy, *where]
-    return [*serve, model, *policy, *where]
+    return [*serve, model, *policy, _DETAILS, *where]
 
 
 def _find_vllm() -> str:
