@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.client.ab.files import AbFolder
+from tenuto.client.ab.measures import read_pair
 from tenuto.client.ab.order import Slot, make_order
 from tenuto.core.errors import ConfigError, DataError
 
@@ -80,10 +81,55 @@ def test_a_whole_run_stays(tmp_path: Path) -> None:
         assert json.loads(row) == {"client": {}, "ab": {"repeat": 1, "arm": "a"}}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"client": {}, "schema": 3}', '{"client": {}, "jobs": "x"}']
+)
 def test_a_spoilt_result_is_named(tmp_path: Path, text: str) -> None:
     with AbFolder(tmp_path, {}) as folder:
         folder.get_run(SLOT).mkdir()
         (folder.get_run(SLOT) / "result.json").write_text(text)
-        with pytest.raises(DataError, match=r"001-a/result\.json: .*run it again"):
+        with pytest.raises(DataError, match=r"001-a/result\.json(:1)?: .*run it again"):
             folder.read_result(SLOT)
+
+
+def write_run(folder: Path, job_times_s: dict[str, float], lines: list[dict[str, object]]) -> Path:
+    folder.mkdir(parents=True)
+    result = {
+        "kind": "run", "schema": 2, "client": {}, "job_times_s": job_times_s,
+        "turns": {"planned": 4, "ok": 4}, "makespan_s": 8.0,
+    }  # fmt: skip
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "turns.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def make_line(job: str, due_s: float, latency_s: float, status: str = "ok") -> dict[str, object]:
+    return {
+        "kind": "turn", "schema": 2, "job": job, "turn": 1, "status": status, "due_s": due_s,
+        "first_token_s": due_s + 1, "last_token_s": due_s + latency_s,
+    }  # fmt: skip
+
+
+def test_a_pair_counts_the_jobs_that_finished_on_both(tmp_path: Path) -> None:
+    lines = [make_line("a", 0, 2), make_line("b", 0, 4), make_line("c", 0, 9, "failed")]
+    one = write_run(tmp_path / "one", {"a": 2.0, "b": 4.0}, lines)
+    two = write_run(tmp_path / "two", {"b": 5.0, "c": 7.0}, [make_line("b", 1, 5), make_line("c", 0, 7)])
+    pair = read_pair({"x": one, "y": two})
+    assert pair is not None
+    assert (pair["x"]["mean_job_s"], pair["y"]["p95_job_s"]) == (4.0, 5.0)
+    assert (pair["x"]["mean_turn_s"], pair["y"]["mean_ttft_s"]) == (4.0, 1.0)
+    assert pair["x"]["turns_per_s"] == 0.5
+    assert read_pair({"x": one, "y": write_run(tmp_path / "three", {"d": 1.0}, lines)}) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"kind": "turn", "schema": 2, "job": "a", "turn": 0}], r"turns\.jsonl:1: "),
+        ([make_line("other", 0, 2)], r"turns\.jsonl: lacks turns that result\.json counts"),
+    ],
+)
+def test_spoilt_turns_are_named(tmp_path: Path, lines: list[dict[str, object]], message: str) -> None:
+    folder = write_run(tmp_path / "one", {"a": 2.0}, lines)
+    with pytest.raises(DataError, match=f"{message}.*remove its folder to run it again"):
+        read_pair({"x": folder})

@@ -19,6 +19,8 @@ from typing import Any, Self
 
 from tenuto.client.ab.order import Slot
 from tenuto.core.errors import ConfigError, DataError
+from tenuto.records.files import read_first
+from tenuto.records.load import read_run
 from tenuto.records.writer import RESULT
 
 SETTINGS, RESULTS, VERDICT = "ab.json", "results.jsonl", "verdict.json"
@@ -106,12 +108,12 @@ class AbFolder:
         """A whole run's result. Raises DataError."""
         path = self.get_run(slot) / RESULT
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: {error}; remove its folder to run it again") from error
-        if not isinstance(result, dict) or not isinstance(result.get("client"), dict):
-            raise DataError(f"{path}: not a result of tenuto bench; remove its folder to run it again")
-        return result
+            fields = read_first(path)
+            fields.part("client")
+            read_run(fields)
+        except DataError as error:
+            raise DataError(f"{error}; remove its folder to run it again") from error
+        return fields.values
 
     def write_results(self, slots: Iterable[Slot]) -> None:
         """Write results.jsonl anew from all whole runs among the slots. Raises ConfigError."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from tenuto.core.errors import DataError
-from tenuto.records.metrics import get_percentile
+from tenuto.records.files import read_first
+from tenuto.records.load import load_folder
+from tenuto.records.metrics import get_ok, summarise
+from tenuto.records.schema import RunRecord, TurnRecord
 from tenuto.records.writer import RESULT, TURNS
 
 Values = dict[str, float]
@@ -49,54 +50,42 @@ def read_pair(folders: Mapping[str, Path]) -> dict[str, Values] | None:
     A job that failed on one arm is left out on all: its time is unknown there, and jobs that fail are seldom
     the short ones. Throughput counts all answered turns. Raises DataError if a file cannot be read.
     """
-    results = {arm: _read_result(folder) for arm, folder in folders.items()}
-    durations = {arm: _get_durations(result, folders[arm]) for arm, result in results.items()}
-    common = frozenset.intersection(*(frozenset(each) for each in durations.values()))
+    runs = {arm: _read_run(folder) for arm, folder in folders.items()}
+    times_s = {arm: record.job_times_s for arm, (record, _) in runs.items()}
+    common = frozenset.intersection(*map(frozenset, times_s.values()))
     if not common:
         return None
     return {
-        arm: _measure(
-            [durations[arm][job] for job in sorted(common)],
-            [turn for turn in _read_turns(folder) if turn["job"] in common and turn["status"] == "ok"],
-            results[arm],
+        arm: _measure(record, [turn for turn in get_ok(turns) if turn.job in common], common, folders[arm])
+        for arm, (record, turns) in runs.items()
+    }
+
+
+def _read_run(folder: Path) -> tuple[RunRecord, list[TurnRecord]]:
+    """The record and the turns of a whole run. Raises DataError, which says what to do."""
+    try:
+        fields = read_first(folder / RESULT)
+        fields.part("client")
+        fields.part("job_times_s")
+        data = load_folder(folder)
+    except DataError as error:
+        raise DataError(f"{error}; remove its folder to run it again") from error
+    assert data.record is not None  # it was just read
+    return data.record, data.turns
+
+
+def _measure(record: RunRecord, turns: Sequence[TurnRecord], jobs: Iterable[str], folder: Path) -> Values:
+    """The measures of some jobs, from their times and their answered turns."""
+    stats = {
+        "job": summarise(record.job_times_s[job] for job in jobs),
+        "ttft": summarise(turn.ttft_s for turn in turns),
+        "turn": summarise(turn.latency_s for turn in turns),
+    }
+    if None in stats.values() or not record.makespan_s:
+        raise DataError(
+            f"{folder / TURNS}: lacks turns that {RESULT} counts; remove its folder to run it again"
         )
-        for arm, folder in folders.items()
+    values = {
+        f"{which}_{name}_s": getattr(each, which) for name, each in stats.items() for which in ("mean", "p95")
     }
-
-
-def _measure(durations_s: list[float], turns: list[dict[str, Any]], result: Mapping[str, Any]) -> Values:
-    ttfts_s = [turn["ttft_s"] for turn in turns]
-    latencies_s = [turn["latency_s"] for turn in turns]
-    return {
-        "mean_job_s": fmean(durations_s),
-        "p95_job_s": get_percentile(durations_s, 95),
-        "mean_ttft_s": fmean(ttfts_s),
-        "p95_ttft_s": get_percentile(ttfts_s, 95),
-        "mean_turn_s": fmean(latencies_s),
-        "p95_turn_s": get_percentile(latencies_s, 95),
-        "turns_per_s": result["turns"]["ok"] / result["makespan_s"],
-    }
-
-
-def _read_result(folder: Path) -> dict[str, Any]:
-    path = folder / RESULT
-    try:
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}; remove its folder to run it again") from error
-    return result
-
-
-def _get_durations(result: Mapping[str, Any], folder: Path) -> dict[str, float]:
-    try:
-        return {str(job): float(time_s) for job, time_s in result["job_times_s"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{folder / RESULT}: not a result of tenuto bench: {error!r}") from error
-
-
-def _read_turns(folder: Path) -> list[dict[str, Any]]:
-    path = folder / TURNS
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}; remove its folder to run it again") from error
+    return {**values, "turns_per_s": record.turns.ok / record.makespan_s}
