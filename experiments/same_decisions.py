@@ -33,8 +33,8 @@ WINDOW_S = {
     "swe-bench": 20.0,
     "bfcl": 20.0,
 }
-LEFT_OUT = ("yields", "strength")
-"""Parts of an answer whose names changed since 0.1.0."""
+LEFT_OUT = ("yields", "strength", "why")
+"""Parts of an answer that are not compared: names that changed since 0.1.0, and the reason of a refusal."""
 HOOKS = {"gives_way": "may_reclaim", "displaces": "may_preempt"}
 
 

@@ -14,7 +14,7 @@ from tenuto.core.version import __version__
 if TYPE_CHECKING:
     from tenuto.api import Comparison, SimulationResult, check_policy, compare, simulate
     from tenuto.core.errors import ConfigError, DataError, PolicyError, TenutoError
-    from tenuto.core.policy import Key, Learns, Needs, Oracle, Policy
+    from tenuto.core.policy import Key, Learns, Needs, Oracle, Policy, Reports
     from tenuto.core.policy_loader import get_policy_names, load_policy
     from tenuto.core.presets import PRESETS, EngineSettings
     from tenuto.core.settings import setting
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Job,
         Keep,
         Lease,
+        LeaseRefusal,
         LoadOffer,
         Offload,
         Release,
@@ -49,6 +50,7 @@ __all__ = [
     "Key",
     "Learns",
     "Lease",
+    "LeaseRefusal",
     "LoadOffer",
     "Needs",
     "Offload",
@@ -56,6 +58,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Release",
+    "Reports",
     "SimulationResult",
     "StepView",
     "TenutoError",
@@ -77,13 +80,13 @@ __all__ = [
 _MODULES = {
     "tenuto.api": ("Comparison", "SimulationResult", "check_policy", "compare", "simulate"),
     "tenuto.core.errors": ("ConfigError", "DataError", "PolicyError", "TenutoError"),
-    "tenuto.core.policy": ("Key", "Learns", "Needs", "Oracle", "Policy"),
+    "tenuto.core.policy": ("Key", "Learns", "Needs", "Oracle", "Policy", "Reports"),
     "tenuto.core.policy_loader": ("get_policy_names", "load_policy"),
     "tenuto.core.presets": ("EngineSettings", "PRESETS"),
     "tenuto.core.settings": ("setting",),
     "tenuto.core.types": (
-        *("Decision", "EngineView", "Job", "Keep", "Lease", "LoadOffer", "Offload", "Release", "StepView"),
-        *("TierView", "ToolCall", "Turn", "Yields"),
+        *("Decision", "EngineView", "Job", "Keep", "Lease", "LeaseRefusal", "LoadOffer", "Offload"),
+        *("Release", "StepView", "TierView", "ToolCall", "Turn", "Yields"),
     ),
     "tenuto.workload": ("Workload", "load_workload"),
 }

@@ -130,7 +130,12 @@ def test_the_log_holds_inputs_and_the_answer_that_counted() -> None:
     assert json.loads(json.dumps(records)) == [
         {"kind": "asked", "hook": "retain", "inputs": [turn, view], "answer": keep},
         {"kind": "told", "hook": "on_turn_finished", "inputs": [turn, 6.0]},
-        {"kind": "asked", "hook": "retain", "inputs": [turn, view], "answer": {"type": "Release"}},
+        {
+            "kind": "asked",
+            "hook": "retain",
+            "inputs": [turn, view],
+            "answer": {"type": "Release", "why": None},
+        },
     ]
 
 

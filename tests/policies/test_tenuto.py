@@ -14,6 +14,7 @@ from tenuto.core.types import (
     Job,
     Keep,
     Lease,
+    LeaseRefusal,
     LoadOffer,
     Offload,
     StepView,
@@ -170,9 +171,11 @@ def test_a_turn_takes_room_from_those_behind_it_only() -> None:
 
 def test_jobs_that_never_come_back_hold_nothing() -> None:
     policy = Tenuto()
-    for n in range(200):
+    for n in range(300):
         policy.on_turn_finished(make_turn(f"stranger{n}", tool=None), 0.0)
-    assert policy.retain(make_turn("another", tool=None), IDLE) == Offload()
+    answer = policy.retain(make_turn("another", tool=None), IDLE)
+    assert answer == Offload()
+    assert answer.why is LeaseRefusal.NOT_EXPECTED_BACK
     # Turns that end with a tool call are another kind.
     assert isinstance(policy.retain(make_turn("agent"), IDLE), Keep)
 

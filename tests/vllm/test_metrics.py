@@ -68,6 +68,23 @@ def test_the_policy_and_the_version_are_labels(clock: Clock) -> None:
     engine.scheduler.shutdown()
 
 
+def test_refusals_and_what_the_policy_learned_are_shown(clock: Clock) -> None:
+    engine = start("tenuto")
+    assert get_metric("tenuto:policy_figure", figure="share_back_tool") == 1
+    # 20 tokens are a block and a bit; 5 are none.
+    for name, count in (("long", 20), ("short", 5)):
+        xargs = {"job_id": name, "tool": "x"}
+        engine.scheduler.add_request(make_request(name, [7] * count, max_tokens=2, xargs=xargs))
+        engine.run()
+    assert not engine.scheduler.has_requests()
+    assert get_metric("tenuto:leases_granted_total") == 1
+    assert get_metric("tenuto:lease_refusals_total", reason="not-cached") == 1
+    assert get_metric("tenuto:lease_refusals_total", reason="not-expected-back") == 0
+    share = get_metric("tenuto:policy_figure", figure="share_back_tool")
+    assert share is not None and 0.99 < share < 1
+    engine.scheduler.shutdown()
+
+
 def test_jobs_at_the_door_are_counted(clock: Clock) -> None:
     engine = start("tests.vllm.policies:OneJobAtATime")
     for name in ("a", "b", "c"):

@@ -76,9 +76,10 @@ class Replay:
         if "answer" not in record:
             raise DataError(f"{hook} was asked, but its answer is missing")
         self.num_asked += 1
-        # Through JSON, as the logged answer went: what it makes equal is equal.
+        # Through JSON, as the logged answer went: what it makes equal is equal. What is no part of a
+        # decision, its reason, is not compared.
         answer = json.loads(json.dumps(to_json(self._caller.ask(hook, *inputs))))
-        return None if answer == was else Difference(hook, written, was, answer)
+        return None if from_json(answer) == from_json(was) else Difference(hook, written, was, answer)
 
 
 def from_json(value: Any) -> Any:

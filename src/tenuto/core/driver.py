@@ -20,7 +20,7 @@ from tenuto.core.history import History
 from tenuto.core.indexed_heap import SortKey, get_sort_key
 from tenuto.core.job_table import JobTable
 from tenuto.core.jobs import Arrival, Finish, JobState, TurnState
-from tenuto.core.leases import LeaseEnded, LeaseEvent, LeaseGranted, LeaseTruncated
+from tenuto.core.leases import LeaseEnded, LeaseEvent, LeaseGranted, LeaseRefused, LeaseTruncated
 from tenuto.core.limits import Limits
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
 from tenuto.core.policy_caller import DecisionLog, PolicyCaller
@@ -191,6 +191,10 @@ class Driver:
         """Policy hooks that failed so far."""
         return self._caller.num_faults
 
+    def get_policy_figures(self) -> dict[str, float]:
+        """What the policy shows of what it learned; nothing from most."""
+        return self._caller.get_figures()
+
     def get_num_leased_blocks(self) -> int:
         """Distinct blocks that leases cover."""
         return self._engine.get_num_leased_blocks()
@@ -329,6 +333,9 @@ class Driver:
             case LeaseGranted():
                 self.stats.num_leases_granted += 1
                 self._history.record_lease(event)
+            case LeaseRefused():
+                self.stats.num_lease_refusals[event.reason] += 1
+                self._history.record_refusal(event)
             case LeaseTruncated():
                 self.stats.num_revoked_blocks += event.num_blocks
             case LeaseEnded():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tenuto.core.jobs import TurnState
-from tenuto.core.leases import LeaseEnded, LeaseGranted
+from tenuto.core.leases import LeaseEnded, LeaseGranted, LeaseRefused
 from tenuto.core.policy_caller import DecisionLog, LogRecord
 
 
@@ -18,6 +18,13 @@ class History:
         if self._log is not None:
             record: LogRecord = {"kind": "job", "event": event, "job": turn.job.job_id, "turn": turn.turn_id}
             self._log({**record, "turn_number": turn.job.num_turns, "now_s": now_s, **facts})
+
+    def record_refusal(self, refused: LeaseRefused) -> None:
+        """A finished turn got no lease."""
+        if self._log is not None:
+            turn = refused.turn
+            place: LogRecord = {"kind": "job", "event": "lease-refused", "job": turn.job.job_id}
+            self._log({**place, "turn": turn.turn_id, "now_s": refused.now_s, "reason": refused.reason.value})
 
     def record_lease(self, happened: LeaseGranted | LeaseEnded) -> None:
         """A lease began or ended."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 
 from tenuto.core.jobs import Arrival, JobState
 from tenuto.core.requests.lineage import Lineage
+
+KIND_CHARS = 32
+"""Of a block's hash, enough to tell kinds of jobs apart."""
 
 
 class JobTable:
@@ -32,7 +36,7 @@ class JobTable:
         job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
         job = self.jobs.get(job_id)
         if job is None:
-            job = self.jobs[job_id] = JobState(job_id, now_s, arrival.hints.tenant)
+            job = self.jobs[job_id] = JobState(job_id, now_s, arrival.hints.tenant, _get_kind(arrival.hashes))
         self.idle.pop(job_id, None)
         return job
 
@@ -55,3 +59,11 @@ class JobTable:
         del self.jobs[job.job_id]
         self.idle.pop(job.job_id, None)
         self.lineage.forget(job.job_id)
+
+
+def _get_kind(hashes: Sequence[Hashable]) -> str | None:
+    """A name for the first block of a prompt; None without a full block."""
+    if not hashes:
+        return None
+    first = hashes[0]
+    return first.hex()[:KIND_CHARS] if isinstance(first, bytes) else str(first)[:KIND_CHARS]

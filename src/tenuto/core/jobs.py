@@ -43,6 +43,8 @@ class JobState:
     job_id: str
     arrival_s: float
     tenant: str | None
+    kind: str | None = None
+    """See `Job.kind`."""
     num_turns: int = 0
     is_admitted: bool = False
     """Admission has let one of its turns start."""
@@ -55,7 +57,7 @@ class JobState:
     def get_view(self, arrival_s: float | None = None) -> Job:
         """What a policy sees of the job; `arrival_s` replaces the job's own arrival."""
         arrival_s = self.arrival_s if arrival_s is None else arrival_s
-        return Job(self.job_id, arrival_s, self.num_turns, self.tenant)
+        return Job(self.job_id, arrival_s, self.num_turns, self.tenant, self.kind)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from tenuto.core.engine import Engine
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
 from tenuto.core.quota import Quota
-from tenuto.core.types import Keep, Lease, LeaseEnd, Turn, Yields
+from tenuto.core.types import Keep, Lease, LeaseEnd, LeaseRefusal, Turn, Yields
 
 
 @dataclass(slots=True)
@@ -50,6 +50,15 @@ class LeaseGranted:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseRefused:
+    """A finished turn got no lease."""
+
+    turn: Turn
+    reason: LeaseRefusal
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseTruncated:
     """An allocation reclaimed the last blocks of a lease; the lease goes on with the others."""
 
@@ -67,7 +76,7 @@ class LeaseEnded:
     now_s: float
 
 
-LeaseEvent = LeaseGranted | LeaseTruncated | LeaseEnded
+LeaseEvent = LeaseGranted | LeaseRefused | LeaseTruncated | LeaseEnded
 
 
 class LeaseTable:

@@ -27,7 +27,7 @@ from tenuto.core.types import (
     Turn,
 )
 
-__all__ = ["ANSWERS", "TOLD_HOOKS", "Key", "Learns", "Needs", "Oracle", "Policy", "setting"]
+__all__ = ["ANSWERS", "TOLD_HOOKS", "Key", "Learns", "Needs", "Oracle", "Policy", "Reports", "setting"]
 
 Key = tuple[float | int | str, ...]
 """An order: smaller goes first. All keys of one hook have the same shape."""
@@ -152,6 +152,14 @@ class Learns(ABC):
         """Restore what `get_state` returned in an earlier run. If it raises, nothing has changed."""
 
 
+class Reports(ABC):
+    """A policy that shows what it learned on `/metrics`: `class Mine(Policy, Reports)`."""
+
+    @abstractmethod
+    def get_figures(self) -> dict[str, float]:
+        """A few figures by name; the names are the same in every call."""
+
+
 class Oracle(ABC):
     """A policy that knows the future: `class Mine(Policy, Oracle)`; only the simulator can tell it."""
 
@@ -191,7 +199,7 @@ def _check_names(cls: type[Policy]) -> None:
     """Refuse a public name that is neither a hook nor a field, and a hook with other arguments."""
     annotations = vars(cls).get("__annotations__", {})
     fields = {name for name, kind in annotations.items() if "ClassVar" not in str(kind)}
-    mixins = [base for base in (Learns, Oracle) if issubclass(cls, base)]
+    mixins = [base for base in (Learns, Oracle, Reports) if issubclass(cls, base)]
     known = {*_HOOKS, "needs", "overrides", *(name for base in mixins for name in base.__abstractmethods__)}
     for name in {**vars(cls), **annotations}:
         if name.startswith("_") or name in fields:
@@ -205,7 +213,7 @@ def _check_names(cls: type[Policy]) -> None:
 def _explain(name: str, known: set[str]) -> str:
     if name in _OF_0_1:
         return f"is now {_OF_0_1[name]}"
-    for base in (Learns, Oracle):
+    for base in (Learns, Oracle, Reports):
         if name in base.__abstractmethods__:
             return f"is for policies that also inherit from tenuto.{base.__name__}"
     hint = suggest(name, known)

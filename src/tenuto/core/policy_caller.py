@@ -14,13 +14,15 @@ from enum import Enum
 from typing import Any
 
 from tenuto.core.errors import PolicyError
-from tenuto.core.policy import ANSWERS, TOLD_HOOKS, Policy
+from tenuto.core.policy import ANSWERS, TOLD_HOOKS, Policy, Reports
 
 logger = logging.getLogger("tenuto")
 
 LogRecord = dict[str, Any]
 DecisionLog = Callable[[LogRecord], None]
 
+MAX_FIGURES = 16
+"""Of one policy on `/metrics`."""
 MAX_SHOWN_CHARS = 400
 """Of a hook's inputs in an error message."""
 
@@ -68,6 +70,17 @@ class PolicyCaller:
             getattr(self.policy, hook)(*inputs)
         except Exception as error:
             self._fault(hook, inputs, error)
+
+    def get_figures(self) -> dict[str, float]:
+        """What the policy shows of what it learned; a fault is counted, and shows nothing."""
+        if not isinstance(self.policy, Reports):
+            return {}
+        try:
+            figures = list(self.policy.get_figures().items())[:MAX_FIGURES]
+            return {str(name): float(value) for name, value in figures}
+        except Exception as error:
+            self._fault("get_figures", (), error)
+            return {}
 
     def _fault(self, hook: str, inputs: tuple[Any, ...], error: Exception) -> None:
         if self._strict:

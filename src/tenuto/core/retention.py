@@ -17,6 +17,7 @@ from tenuto.core.leases import (
     LeaseEnded,
     LeaseEvent,
     LeaseGranted,
+    LeaseRefused,
     LeaseState,
     LeaseTable,
     LeaseTruncated,
@@ -30,6 +31,7 @@ from tenuto.core.types import (
     Keep,
     Lease,
     LeaseEnd,
+    LeaseRefusal,
     Offload,
     Turn,
     Yields,
@@ -111,12 +113,14 @@ class Retention:
             yield self.leases.end(old, LeaseEnd.REPLACED, now_s)
         if isinstance(answer, Offload) and self._engine.can_store:
             self._engine.store(self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens))
-        if terms is not None and terms.until_s > now_s and not is_claimed:
-            blocks = self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)
-            if blocks and self._is_within_shares(turn.job.tenant, blocks, view.num_blocks):
-                lease = LeaseState(turn.job.job_id, turn, blocks, now_s, terms)
-                self.leases.grant(lease, self._get_evict_key(lease.get_view(), view))
-                yield LeaseGranted(lease, now_s)
+        if terms is None:
+            yield LeaseRefused(turn, answer.why or LeaseRefusal.POLICY, now_s)
+        elif terms.until_s <= now_s:
+            yield LeaseRefused(turn, LeaseRefusal.TOO_LATE, now_s)
+        elif is_claimed:
+            yield LeaseRefused(turn, LeaseRefusal.TURN_WAITING, now_s)
+        else:
+            yield self._grant(state, turn, terms, view)
 
     def end(self, job_id: str, reason: LeaseEnd, now_s: float) -> LeaseEnded | None:
         """End a job's lease, if it has one."""
@@ -174,6 +178,19 @@ class Retention:
                 num_freed = self._engine.get_num_free_blocks() - num_free_before
 
     # Inside.
+
+    def _grant(
+        self, state: TurnState, turn: Turn, terms: Keep, view: EngineView
+    ) -> LeaseGranted | LeaseRefused:
+        """Lease what is cached of a finishing turn, if the shares allow it."""
+        blocks = self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)
+        if not blocks:
+            return LeaseRefused(turn, LeaseRefusal.NOT_CACHED, view.now_s)
+        if not self._is_within_shares(turn.job.tenant, blocks, view.num_blocks):
+            return LeaseRefused(turn, LeaseRefusal.OVER_SHARE, view.now_s)
+        lease = LeaseState(turn.job.job_id, turn, blocks, view.now_s, terms)
+        self.leases.grant(lease, self._get_evict_key(lease.get_view(), view))
+        return LeaseGranted(lease, view.now_s)
 
     def _bound(self, terms: Keep, granted_s: float) -> Keep:
         latest_s = granted_s + self._limits.max_lease_s

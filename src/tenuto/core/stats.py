@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tenuto.core.types import LeaseEnd
+from tenuto.core.types import LeaseEnd, LeaseRefusal
 
 TOOL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 QUEUE_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -39,6 +39,9 @@ class DriverStats:
     """Turn events: arrivals, starts, preemptions and finishes."""
     num_leases_granted: int = 0
     num_leases_ended: dict[LeaseEnd, int] = field(default_factory=lambda: dict.fromkeys(LeaseEnd, 0))
+    num_lease_refusals: dict[LeaseRefusal, int] = field(
+        default_factory=lambda: dict.fromkeys(LeaseRefusal, 0)
+    )
     num_revoked_blocks: int = 0
     num_hit_tokens: int = 0
     """Prompt tokens that started turns found in cache."""

@@ -6,7 +6,7 @@ Times are seconds on the engine's own clock, `now_s` included; a view is a snaps
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -36,6 +36,23 @@ class LeaseEnd(Enum):
     """The prefix cache was reset, or the engine shuts down."""
 
 
+class LeaseRefusal(Enum):
+    """Why a finished turn that is not its job's last got no lease."""
+
+    POLICY = "policy-released"
+    """The policy said `Release` or `Offload`, and no more."""
+    NOT_EXPECTED_BACK = "not-expected-back"
+    """The policy expects that the job does not come back."""
+    TOO_LATE = "too-late"
+    """The policy's deadline, or the limits' one, has passed already."""
+    TURN_WAITING = "turn-waiting"
+    """Another turn of the job waits, and the job's older lease is kept for it."""
+    NOT_CACHED = "not-cached"
+    """None of its blocks is in the prefix cache."""
+    OVER_SHARE = "over-share"
+    """It would exceed `max_leased_share` or `max_tenant_share`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One agent task, as far as it is known now."""
@@ -46,6 +63,8 @@ class Job:
     num_turns: int
     """Turns that have arrived, the current one included."""
     tenant: str | None = None
+    kind: str | None = None
+    """The same for jobs whose first prompts begin with the same block; None where the engine cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +199,16 @@ class Offload:
     Where the engine has no tier, or copies everything by itself, it is `Release`.
     """
 
+    why: LeaseRefusal | None = field(default=None, compare=False)
+    """For metrics and traces; no part of the decision."""
+
 
 @dataclass(frozen=True, slots=True)
 class Release:
     """Give the blocks up, as stock vLLM does: they stay cached until something evicts them."""
+
+    why: LeaseRefusal | None = field(default=None, compare=False)
+    """For metrics and traces; no part of the decision."""
 
 
 Decision = Keep | Offload | Release

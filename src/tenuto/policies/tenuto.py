@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from tenuto.core.policy import Key, Learns, Needs, Policy, setting
+from tenuto.core.policy import Key, Learns, Needs, Policy, Reports, setting
 from tenuto.core.presets import EngineSettings
 from tenuto.core.types import (
     Decision,
@@ -13,6 +13,7 @@ from tenuto.core.types import (
     Job,
     Keep,
     Lease,
+    LeaseRefusal,
     LoadOffer,
     Offload,
     StepView,
@@ -20,6 +21,7 @@ from tenuto.core.types import (
     Turn,
 )
 from tenuto.estimators.remaining_work import RemainingWork, get_mean_left_s
+from tenuto.estimators.returns import Returns
 from tenuto.estimators.samples import ToolSamples
 from tenuto.estimators.step_size import TurnSizes, choose_step_tokens, count_prefilling
 from tenuto.estimators.step_times import StepTimes
@@ -34,32 +36,12 @@ FIRST = -1e12
 """The value of a lease that is not worth its memory: it gives way to any turn, before all others."""
 FULL_DECAY = 0.02
 """Weight of the latest step in the share of steps that were full."""
-RETURN_DECAY = 0.998
-"""What a turn's weight falls to with each later one, in the share of jobs that come back."""
-RETURN_PRIOR = 20.0
-"""Turns whose jobs are taken to have come back before any was seen."""
 MIN_RETURNS = 0.3
-"""Where a smaller share of jobs comes back, nothing is held for them: least recently used goes first."""
-
-
-@dataclass(slots=True)
-class _Returns:
-    """How many turns of a kind ended without ending their job, and how many of these jobs came back."""
-
-    num_left: float = RETURN_PRIOR
-    num_back: float = RETURN_PRIOR
-
-    @property
-    def share(self) -> float:
-        return min(1.0, self.num_back / self.num_left)
-
-    def leave(self) -> None:
-        self.num_left = RETURN_DECAY * self.num_left + 1
-        self.num_back *= RETURN_DECAY
+"""Where a smaller share of such jobs comes back, nothing is held for them: least recently used goes first."""
 
 
 @dataclass
-class Tenuto(Policy, Learns):
+class Tenuto(Policy, Learns, Reports):
     """Least remaining work first, and everything follows from that order.
 
     - *Who goes next*: by arrival, put back by `stretch` seconds for each second of work that the job is
@@ -92,9 +74,7 @@ class Tenuto(Policy, Learns):
     _tools: ToolSamples = field(init=False, default_factory=ToolSamples)
     _contexts: dict[str, int] = field(init=False, default_factory=dict)
     _full_share: float = field(init=False, default=0.0)
-    _returns: dict[bool, _Returns] = field(
-        init=False, default_factory=lambda: {True: _Returns(), False: _Returns()}
-    )
+    _returns: Returns = field(init=False, default_factory=Returns)
 
     # The order.
 
@@ -128,8 +108,8 @@ class Tenuto(Policy, Learns):
         return self._keep(lease.turn, idle_s, view) if idle_s < self.max_idle_s else Offload()
 
     def _keep(self, turn: Turn, idle_s: float, view: EngineView) -> Decision:
-        if self._returns[turn.tool is not None].share < MIN_RETURNS:
-            return Offload()
+        if self._returns.get_share(turn.job, _get_tool_name(turn)) < MIN_RETURNS:
+            return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
         left_s, worth_s = self._get_tool_left_s(turn, idle_s), self._get_worth_s(view)
         value = -self._get_place_of(turn.job) if left_s <= worth_s else FIRST
         # Its worth changes with the load, and what is left of the tool's time with those that took longer.
@@ -196,7 +176,7 @@ class Tenuto(Policy, Learns):
 
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """Learn how long tools take."""
-        self._returns[tool is not None].num_back += 1
+        self._returns.come_back(turn.job.job_id)
         if tool is not None:
             self._tools.observe(tool.name, tool_s)
 
@@ -207,7 +187,8 @@ class Tenuto(Policy, Learns):
         job_id = turn.job.job_id
         self._sizes.observe(turn.num_prompt_tokens - turn.num_hit_tokens, turn.num_output_tokens)
         if not turn.is_last:
-            self._returns[turn.tool is not None].leave()
+            num_computed = turn.num_prompt_tokens - turn.num_hit_tokens + turn.num_output_tokens
+            self._returns.leave(turn.job, _get_tool_name(turn), max(0, num_computed))
         new_tokens = max(1, turn.num_prompt_tokens - self._contexts.get(job_id, 0))
         self._contexts[job_id] = turn.num_prompt_tokens + turn.num_output_tokens
         self._work.observe_turn(
@@ -217,7 +198,14 @@ class Tenuto(Policy, Learns):
     def on_job_ended(self, job: Job, now_s: float) -> None:
         """Learn how long jobs are."""
         self._contexts.pop(job.job_id, None)
+        self._returns.end(job.job_id)
         self._work.end_job(job.job_id)
+
+    # What others see of it.
+
+    def get_figures(self) -> dict[str, float]:
+        """The shares of jobs that come back."""
+        return self._returns.get_figures()
 
     # What survives a restart; steps are learned anew within seconds.
 
@@ -231,3 +219,7 @@ class Tenuto(Policy, Learns):
         tools.set_state(state["tools"])
         self._work.set_state(state["jobs"])
         self._tools = tools
+
+
+def _get_tool_name(turn: Turn) -> str | None:
+    return turn.tool.name if turn.tool is not None else None

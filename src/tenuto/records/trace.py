@@ -2,8 +2,8 @@
 
 One JSON object a line. Every line has `kind` and `step`: the number of the step it belongs to, the
 first being 0. Kinds: `header` (first line), `step`, `admission`, `job` (a job's history: arrived, started,
-finished, lease-granted, lease-ended, preempted, resumed), `asked` and `told` (the policy's hooks with
-their inputs and answers, enough to ask a policy again).
+finished, lease-granted, lease-refused, lease-ended, preempted, resumed), `asked` and `told` (the policy's
+hooks with their inputs and answers, enough to ask a policy again).
 
 A header has `run` and `part`. A file that grew over its limit becomes `FILE.1`, and the same run goes on in a
 new FILE, whose header has the next `part`.

@@ -156,6 +156,8 @@ class _TraceReader:
         event, job_id, turn_id = record.text("event"), record.text("job"), record.text("turn")
         if event == "arrived":
             self._on_arrived(record, job_id, turn_id)
+        elif event == "lease-refused":
+            return  # what follows from it is that there is no lease
         elif event not in events:
             raise record.error("event", f"{event!r} is not an event of a trace")
         elif job_id in self.names:  # else the trace began in the midst of it

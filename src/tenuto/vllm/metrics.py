@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from tenuto.core.driver import Driver
 from tenuto.core.stats import DECISION_BUCKETS_S, QUEUE_BUCKETS_S, TOOL_BUCKETS_S, DriverStats
-from tenuto.core.types import LeaseEnd
+from tenuto.core.types import LeaseEnd, LeaseRefusal
 from tenuto.core.version import __version__
 from tenuto.vllm.settings import read_settings
 
@@ -96,6 +96,20 @@ class Metrics:
             registry=self._registry,
         )
         self._ended = {reason: ended.labels(*self._labels, reason.value) for reason in LeaseEnd}
+        refused = Counter(
+            "tenuto:lease_refusals",
+            "Finished turns, not their job's last, that got no lease, by reason.",
+            (*LABELS, "reason"),
+            registry=self._registry,
+        )
+        self._refused = {reason: refused.labels(*self._labels, reason.value) for reason in LeaseRefusal}
+        self._figures = Gauge(
+            "tenuto:policy_figure",
+            "What the policy shows of what it learned, by name.",
+            (*LABELS, "figure"),
+            registry=self._registry,
+            multiprocess_mode="mostrecent",
+        )
         self._revoked = self._counter("tenuto:revoked_blocks", "Blocks reclaimed from leases under pressure.")
         self._hit = self._counter("tenuto:hit_tokens", "Prompt tokens that started turns found in cache.")
         self._recomputed = self._counter(
@@ -137,6 +151,8 @@ class Metrics:
         self._size.set(view.num_blocks)
         self._leases.set(len(driver.leases))
         self._blocks.set(driver.get_num_leased_blocks())
+        for name, value in driver.get_policy_figures().items():
+            self._figures.labels(*self._labels, name).set(value)
         for counter, total in (
             (self._granted, stats.num_leases_granted),
             (self._revoked, stats.num_revoked_blocks),
@@ -145,6 +161,7 @@ class Metrics:
             (self._waits, stats.num_admission_waits),
             (self._faults, driver.num_policy_faults),
             *((self._ended[reason], total) for reason, total in stats.num_leases_ended.items()),
+            *((self._refused[reason], total) for reason, total in stats.num_lease_refusals.items()),
         ):
             counter.inc(total - self._totals.get(counter, 0))
             self._totals[counter] = total

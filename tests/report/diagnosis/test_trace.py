@@ -68,6 +68,13 @@ def test_figures_by_hand(two_turns: TraceFile) -> None:
     assert report["block_size"] == 16
 
 
+def test_a_refused_lease_is_never_kept(two_turns: TraceFile) -> None:
+    two_turns.event("lease-refused", "a", 1, 2.0, reason="over-share")
+    two_turns.arrive("a", 2, 3.0, 160, tool_s=1.0)
+    turn = get_second_turn(come_back(two_turns, 3.5, hit=16))
+    assert turn["cause"] == "never kept"
+
+
 def test_no_lease_is_never_kept(two_turns: TraceFile) -> None:
     two_turns.arrive("a", 2, 3.0, 160)
     report = come_back(two_turns, 3.0, 16)

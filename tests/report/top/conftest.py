@@ -50,6 +50,7 @@ class FakeMetrics:
         name = "tenuto:tool_time_seconds"
         self._add(name, Histogram(name, name, LABELS, buckets=(1.0, 10.0, 60.0), registry=self.registry))
         self.ended = Counter("tenuto:leases_ended", "e", (*LABELS, "reason"), registry=self.registry)
+        self.refused = Counter("tenuto:lease_refusals", "r", (*LABELS, "reason"), registry=self.registry)
         info = Gauge("tenuto:info", "i", (*LABELS, "policy", "version"), registry=self.registry)
         for engine in self.engines:
             info.labels("tiny", engine, "continuum-fixed", "0.1.0").set(1)

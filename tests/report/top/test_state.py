@@ -50,11 +50,13 @@ def test_rates_and_ratios_are_over_the_window(metrics: FakeMetrics) -> None:
     metrics.of("tenuto:leases_granted").inc(8)
     metrics.ended.labels("tiny", "0", "hit").inc(6)
     metrics.ended.labels("tiny", "0", "expired").inc(2)
+    metrics.refused.labels("tiny", "0", "not-expected-back").inc(4)
     state = look(window, metrics, 4.0)
     assert state["hits"]["ratio"] == 0.25
     assert state["hits"]["ratio_since_start"] == pytest.approx(1030 / 1120)
     assert state["leases"]["granted_per_s"] == 2.0
     assert state["leases"]["ended_per_s"] == {"hit": 1.5, "expired": 0.5}
+    assert state["leases"]["refused_per_s"] == {"not-expected-back": 1.0}
 
 
 def test_the_window_forgets(metrics: FakeMetrics) -> None:

@@ -194,10 +194,16 @@ def _show_leases(leases: Mapping[str, Any]) -> Text:
 
 
 def _show_ends(leases: Mapping[str, Any]) -> str:
-    ends = {why: rate for why, rate in leases["ended_per_s"].items() if rate}
-    shown = ", ".join(f"{why} {_r(rate)}" for why, rate in ends.items())
+    ends, refusals = (
+        ", ".join(f"{why} {_r(rate)}" for why, rate in leases[name].items() if rate)
+        for name in ("ended_per_s", "refused_per_s")
+    )
     taken = leases["revoked_blocks_per_s"]
-    return f"ended: {shown or 'none'}" + (f"; {taken:,.1f} blocks/s reclaimed" if taken else "")
+    return (
+        f"ended: {ends or 'none'}"
+        + (f"; refused: {refusals}" if refusals else "")
+        + (f"; {taken:,.1f} blocks/s reclaimed" if taken else "")
+    )
 
 
 def _show_tools(tools: Mapping[str, Any]) -> Text:

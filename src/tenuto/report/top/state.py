@@ -102,11 +102,13 @@ def get_leases(window: Window) -> dict[str, Any]:
         if value > 0
     ]
     reasons = page.labels("tenuto:leases_ended_total", "reason")
+    refusals = page.labels("tenuto:lease_refusals_total", "reason")
     return {
         "jobs": page.total("tenuto:retained_jobs"),
         "blocks": page.total("tenuto:retained_blocks"),
         "granted_per_s": window.rate("tenuto:leases_granted_total"),
         "ended_per_s": {why: window.rate("tenuto:leases_ended_total", reason=why) for why in reasons},
+        "refused_per_s": {why: window.rate("tenuto:lease_refusals_total", reason=why) for why in refusals},
         "revoked_blocks_per_s": window.rate("tenuto:revoked_blocks_total"),
         # An engine that is busy ends leases between its steps, a little late.
         "next_deadline_in_s": max(0.0, min(deadlines) - page.at_s) if deadlines else None,

@@ -110,6 +110,16 @@ class EngineMetrics(Collector):
         )
         ended = {why.value: number for why, number in stats.num_leases_ended.items()}
         yield self._counters("tenuto:leases_ended", "Leases ended, by reason.", "reason", ended)
+        refused = {why.value: number for why, number in stats.num_lease_refusals.items()}
+        yield self._counters(
+            "tenuto:lease_refusals", "Turns that got no lease, by reason.", "reason", refused
+        )
+        figures = GaugeMetricFamily(
+            "tenuto:policy_figure", "What the policy shows of what it learned.", labels=(*LABELS, "figure")
+        )
+        for name, value in driver.get_policy_figures().items():
+            figures.add_metric((*self._values, name), value)
+        yield figures
         for name, text, number in (
             ("tenuto:leases_granted", "Leases granted.", stats.num_leases_granted),
             ("tenuto:revoked_blocks", "Blocks reclaimed under pressure.", stats.num_revoked_blocks),

@@ -1,0 +1,143 @@
+"""Which jobs come back: the share of the work on first turns whose job sent another turn.
+
+Jobs are counted in classes, each inside the one before:
+
+    turns with a tool call, turns without one
+      └ tenant
+          └ kind: jobs whose prompts begin alike
+              └ tool
+
+A class has its own share, drawn towards that of the jobs around it while it has seen little itself. Every
+piece of evidence counts once: a class is compared with the *other* jobs of its parent.
+
+Evidence weighs what it cost: the tokens that the engine computed for the turn. A request of a few tokens
+says next to nothing, so nobody can change a share for less than the work of the jobs that it is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from tenuto.core.types import Job
+
+PRIOR_TOKENS = 100_000.0
+"""What the share of the jobs around a class weighs against its own; at the top, a share of 1."""
+MEMORY_TOKENS = 2_000_000.0
+"""Evidence falls to 1/e after so many computed tokens of its class."""
+MAX_CLASSES = 4096
+"""Tenants, prompts and tools are made up by clients, so they are bounded."""
+NUM_LOOKED_AT = 8
+"""Of so many classes that were seen longest ago, the one with the least evidence is forgotten first."""
+
+_Class = tuple[str | None, ...]
+_Path = tuple[_Class, ...]
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Work of turns after which a job was away, and of those whose job came back."""
+
+    left: float = 0.0
+    back: float = 0.0
+
+
+@dataclass(slots=True)
+class _Away:
+    """A job: where its absence was counted, empty while it is not away, and whether it ever came back."""
+
+    path: _Path = ()
+    work: float = 0.0
+    came_back: bool = False
+
+
+class Returns:
+    """Shares of jobs that come back, and which jobs are away. O(1) a turn."""
+
+    def __init__(self) -> None:
+        self._classes: OrderedDict[_Class, _Counts] = OrderedDict()
+        self._jobs: dict[str, _Away] = {}
+
+    def leave(self, job: Job, tool: str | None, work: float) -> None:
+        """A turn ended and its job did not; `work`: the tokens that were computed for it.
+
+        Counted at once as not coming back. A job that came back from a tool call before is exempt:
+        nothing is asked about it, so it is no evidence either.
+        """
+        away = self._jobs.setdefault(job.job_id, _Away())
+        if away.path or (away.came_back and tool is not None):
+            return
+        away.path, away.work = _get_path(job, tool, came_back=away.came_back), work
+        decay = math.exp(-work / MEMORY_TOKENS)
+        for name in away.path:
+            counts = self._classes.setdefault(name, _Counts())
+            counts.left = decay * counts.left + work
+            counts.back *= decay
+            self._classes.move_to_end(name)
+        while len(self._classes) > MAX_CLASSES:
+            self._forget_one()
+
+    def come_back(self, job_id: str) -> None:
+        """A job that was away sent its next turn."""
+        away = self._jobs.setdefault(job_id, _Away())
+        for name in away.path:
+            if name in self._classes:
+                self._classes[name].back += away.work
+        away.path, away.came_back = (), True
+
+    def end(self, job_id: str) -> None:
+        """A job ended or was forgotten; what was counted stays."""
+        self._jobs.pop(job_id, None)
+
+    def get_share(self, job: Job, tool: str | None) -> float:
+        """The share of such jobs that come back after such a turn; 1 for one that is exempt."""
+        away = self._jobs.get(job.job_id)
+        came_back = away is not None and away.came_back
+        if came_back and tool is not None:
+            return 1.0
+        return self._get_share(_get_path(job, tool, came_back=came_back))
+
+    def get_figures(self) -> dict[str, float]:
+        """The shares over all tenants: of new jobs with and without a tool call, of others without."""
+        return {
+            "share_back_tool": self._get_share((_NEW_TOOL,)),
+            "share_back_no_tool": self._get_share((_NEW_NO_TOOL,)),
+            "share_back_again": self._get_share((_AGAIN_NO_TOOL,)),
+        }
+
+    def _get_share(self, path: _Path) -> float:
+        counts = [self._classes.get(name) or _Counts() for name in path]
+        share = 1.0
+        for own, inner in zip(counts, [*counts[1:], _Counts()], strict=True):
+            left, back = max(0.0, own.left - inner.left), max(0.0, own.back - inner.back)
+            share = min(1.0, (back + PRIOR_TOKENS * share) / (left + PRIOR_TOKENS))
+        return share
+
+    def _forget_one(self) -> None:
+        oldest = list(islice(self._iter_bounded(), NUM_LOOKED_AT))
+        least = min(oldest, key=lambda name: self._classes[name].left)
+        for name in oldest:
+            self._classes.move_to_end(name)
+        del self._classes[least]
+
+    def _iter_bounded(self) -> Iterator[_Class]:
+        return (name for name in self._classes if name not in _TOP)
+
+    def __repr__(self) -> str:
+        return f"Returns({dict(self._classes)}, {self._jobs})"
+
+
+_NEW_TOOL: _Class = ("new job, tool",)
+_NEW_NO_TOOL: _Class = ("new job, no tool",)
+_AGAIN_NO_TOOL: _Class = ("job that came back, no tool",)
+_TOP = {_NEW_TOOL, _NEW_NO_TOOL, _AGAIN_NO_TOOL}
+
+
+def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:
+    top = _NEW_TOOL if tool is not None else _AGAIN_NO_TOOL if came_back else _NEW_NO_TOOL
+    tenant = (*top, job.tenant)
+    kind = (*tenant, job.kind)
+    return (top, tenant, kind) if tool is None else (top, tenant, kind, (*kind, tool))

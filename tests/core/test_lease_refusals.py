@@ -1,0 +1,118 @@
+"""Why a finished turn got no lease: counted, logged, and no part of the decision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tenuto.core.decision_replay import Replay
+from tenuto.core.limits import Limits
+from tenuto.core.policy import Policy, Reports
+from tenuto.core.policy_caller import PolicyCaller
+from tenuto.core.requests.hints import Hints
+from tenuto.core.types import Decision, EngineView, Keep, LeaseRefusal, Offload, Release, Turn
+from tests.support.toy_engine import ToyEngine, make_tokens
+
+
+@dataclass
+class Answering(Policy):
+    """Answers always the same."""
+
+    answer: Decision | None = None
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        assert self.answer is not None
+        return self.answer
+
+
+def run(
+    answer: Decision, *, limits: Limits | None = None, num_tokens: int = 18
+) -> tuple[dict[str, int], list[Any]]:
+    """One turn; returns the refusals by reason, and the log."""
+    records: list[Any] = []
+    engine = ToyEngine(Answering(answer), 20, limits=limits, log=records.append)
+    engine.arrive("t", 5.0, make_tokens(0, num_tokens), [99], Hints(job_id="j", tool="ls"))
+    assert engine.start_first(5.0) == "t"
+    engine.finish("t", 5.0)
+    refusals = engine.driver.stats.num_lease_refusals
+    return {why.value: count for why, count in refusals.items() if count}, records
+
+
+@pytest.mark.parametrize(
+    ("answer", "limits", "num_tokens", "reason"),
+    [
+        (Release(), None, 18, "policy-released"),
+        (Offload(), None, 18, "policy-released"),
+        (Offload(LeaseRefusal.NOT_EXPECTED_BACK), None, 18, "not-expected-back"),
+        (Keep(5.0), None, 18, "too-late"),
+        (Keep(9.0), Limits(max_lease_s=0.0), 18, "too-late"),
+        (Keep(9.0), Limits(max_leased_share=0.1), 18, "over-share"),
+        (Keep(9.0), None, 2, "not-cached"),
+    ],
+)
+def test_each_reason_is_counted_and_logged(
+    answer: Decision, limits: Limits | None, num_tokens: int, reason: str
+) -> None:
+    refusals, records = run(answer, limits=limits, num_tokens=num_tokens)
+    assert refusals == {reason: 1}
+    [record] = [each for each in records if each.get("event") == "lease-refused"]
+    assert (record["job"], record["turn"], record["now_s"], record["reason"]) == ("j", "t", 5.0, reason)
+
+
+def test_a_lease_that_is_granted_is_no_refusal() -> None:
+    refusals, records = run(Keep(9.0))
+    assert refusals == {}
+    assert "lease-refused" not in [each.get("event") for each in records]
+
+
+def test_a_lease_that_waits_for_another_turn_stays() -> None:
+    engine = ToyEngine(Answering(Keep(9.0)), 40)
+    for turn_id in ("t0", "t1"):
+        engine.arrive(turn_id, 5.0, make_tokens(0, 18), [99], Hints(job_id="j", tool="ls"))
+        assert engine.start_first(5.0) == turn_id
+    engine.finish("t0", 5.0)
+    engine.arrive("t2", 6.0, make_tokens(0, 18), [99], Hints(job_id="j", tool="ls"))
+    engine.finish("t1", 6.0)
+    assert engine.driver.stats.num_lease_refusals[LeaseRefusal.TURN_WAITING] == 1
+
+
+def test_the_reason_is_no_part_of_a_decision() -> None:
+    """A log without reasons, or with another one, replays."""
+    _, records = run(Offload(LeaseRefusal.NOT_EXPECTED_BACK))
+    [asked] = [each for each in records if each.get("hook") == "retain"]
+    assert asked["answer"]["why"] == "not-expected-back"
+    assert Replay(Answering(Offload())).feed(asked) is None
+    assert Replay(Answering(Release())).feed(asked) is not None
+    assert Replay(Answering(Offload())).feed({**asked, "answer": {"type": "Offload"}}) is None
+
+
+def test_a_kind_is_the_prompt_s_first_block() -> None:
+    engine = ToyEngine(Answering(Release()), 40)
+    prompts = {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 6, 7, 8, 9], "c": [9, 2, 3, 4, 5], "short": [1, 2]}
+    for name, prompt in prompts.items():
+        engine.arrive(name, 0.0, prompt, [0], Hints(job_id=name))
+    kinds = {name: engine.driver._turns[name].job.get_view().kind for name in prompts}
+    assert kinds["a"] == kinds["b"] != kinds["c"]
+    assert kinds["a"] is not None
+    assert kinds["short"] is None
+
+
+@dataclass
+class Reporting(Policy, Reports):
+    """Reports what it is given."""
+
+    figures: Any = None
+
+    def get_figures(self) -> dict[str, float]:
+        return self.figures
+
+
+def test_a_policy_s_figures_are_bounded_and_guarded() -> None:
+    assert PolicyCaller(Policy()).get_figures() == {}
+    assert PolicyCaller(Reporting({"a": 1})).get_figures() == {"a": 1.0}
+    assert len(PolicyCaller(Reporting({str(n): n for n in range(100)})).get_figures()) == 16
+    faulty = PolicyCaller(Reporting({"a": "x"}))
+    assert faulty.get_figures() == {}
+    assert faulty.num_faults == 1
