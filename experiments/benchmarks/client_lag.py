@@ -1,6 +1,6 @@
 """How late `tenuto bench` itself is: 1,000 jobs at a time against a light server, both on two cores.
 
-    .venv/bin/python experiments/benchmarks/client_lag.py
+    .venv/bin/python -m experiments.benchmarks.client_lag
 
 The server sleeps and sends made-up tokens (tests/client/fake_server.py), so that what is late is the client.
 Each user's turn takes 2 s and its tool 0.5 s: 400 turns and 8,000 tokens a second. Lag is the time from a
@@ -13,35 +13,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from experiments.benchmarks.light_server import serve
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.records.writer import RunFiles
 from tenuto.workload.load_options import LoadOptions, make_workload
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@contextmanager
-def serve(args: argparse.Namespace) -> Iterator[str]:
-    """The light server in a process of its own; its URL."""
-    options = ["--port", str(args.port), "--ttft", str(args.ttft), "--tpot", str(args.tpot)]
-    command = [sys.executable, "-m", "tests.client.fake_server", *options]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            if not process.stdout.readline():
-                raise SystemExit("the light server did not start")
-            yield f"http://127.0.0.1:{args.port}"
-        finally:
-            process.terminate()
 
 
 def run(url: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -66,7 +45,7 @@ def main() -> int:
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     print(f"load average before: {os.getloadavg()[0]:.2f}", flush=True)
-    with serve(args) as url:
+    with serve(args.port, args.ttft, args.tpot) as url:
         before_s = time.process_time()
         result = run(url, args)
         cpu_s = time.process_time() - before_s

@@ -1,7 +1,7 @@
 """The same jobs through `tenuto bench` and through AIPerf, in turns: do they measure the same?
 
     python -m venv /tmp/peer && /tmp/peer/bin/pip install aiperf
-    .venv/bin/python experiments/benchmarks/peer_agreement.py --aiperf /tmp/peer/bin/aiperf
+    .venv/bin/python -m experiments.benchmarks.peer_agreement --aiperf /tmp/peer/bin/aiperf
 
 AIPerf (NVIDIA's load client, https://github.com/ai-dynamo/aiperf) gets the very requests that `tenuto bench`
 sends, as a Mooncake-style trace of sessions: a first turn has a time, a later one a delay after the answer.
@@ -20,17 +20,17 @@ import json
 import secrets
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import httpx
 
+from experiments.benchmarks.light_server import serve
 from tenuto.client.ab.estimate import estimate_ratio
 from tenuto.client.http.prompts import Conversation, TokenIds
 from tenuto.client.http.request import RequestWriter
@@ -40,7 +40,6 @@ from tenuto.records.writer import RunFiles
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Workload
 
-ROOT = Path(__file__).resolve().parents[2]
 TTFT_S, TPOT_S = 0.25, 0.02
 LIMIT = 0.05
 Times = dict[str, float]
@@ -130,21 +129,6 @@ def get_truth(workload: Workload) -> Times:
     return {"ttft": TTFT_S, "turn": fmean(turn_s), "session": total_s / len(workload.jobs)}
 
 
-@contextmanager
-def serve(port: int) -> Iterator[str]:
-    """The light server in a process of its own; its URL."""
-    options = ["--port", str(port), "--ttft", str(TTFT_S), "--tpot", str(TPOT_S)]
-    command = [sys.executable, "-m", "tests.client.fake_server", *options]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            if not process.stdout.readline():
-                raise SystemExit("the light server did not start")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-
-
 def measure_pairs(args: argparse.Namespace, server: Server) -> list[dict[str, Times]]:
     """One of each per pair, in turns; the order turns around from pair to pair."""
     pairs = []
@@ -209,7 +193,7 @@ def main() -> int:
     args.tokenizer = str(Path(args.tokenizer).resolve())
     if not Path(args.tokenizer).is_dir():
         raise SystemExit(f"--tokenizer: no folder {args.tokenizer}; `make demo` prepares .demo/smollm2")
-    with serve(args.port) if args.url is None else nullcontext(args.url) as url:
+    with serve(args.port, TTFT_S, TPOT_S) if args.url is None else nullcontext(args.url) as url:
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         pairs = measure_pairs(args, Server(url, model, is_known=args.url is None))
     agree = report(pairs, "tenuto", "aiperf")

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -24,6 +20,7 @@ from tenuto.workload import load_workload
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 from tenuto.workload.turn_driver import USER_GAP_S
+from tests.support.processes import run_under_hash_seeds
 
 
 class OneSecondSteps:
@@ -135,23 +132,12 @@ print(json.dumps([asdict(r) for r in simulate(jobs, LinearSteps(), policy="conti
 
 @pytest.mark.slow
 def test_the_same_under_every_hash_seed() -> None:
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=Path(__file__).parents[2],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for seed in ("0", "1", "4242")
-    ]
-    assert outputs[0] == outputs[1] == outputs[2]
-    assert len(json.loads(outputs[0])) > 20
+    records = json.loads(run_under_hash_seeds(SCRIPT))
+    assert len(records) > 20
     here = simulate(
         load_workload("swe-bench", jps=2, window_s=5).jobs, LinearSteps(), policy="continuum-fixed"
     )
-    assert json.loads(outputs[0]) == json.loads(json.dumps([asdict(record) for record in here]))
+    assert records == json.loads(json.dumps([asdict(record) for record in here]))
 
 
 def test_the_record_of_a_run() -> None:

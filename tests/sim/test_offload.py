@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +41,7 @@ from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 from tests.sim.test_loop import LinearSteps, OneSecondSteps
+from tests.support.processes import run_under_hash_seeds
 from tests.support.sim_checks import check_integrity
 
 MODES = ("sync", "async", "asked")
@@ -544,18 +541,7 @@ print(json.dumps([offloader.num_loaded_tokens, offloader.num_stored_tokens, *map
 
 @pytest.mark.slow
 def test_the_same_under_every_hash_seed() -> None:
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=Path(__file__).parents[2],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for seed in ("0", "1", "4242")
-    ]
-    assert outputs[0] == outputs[1] == outputs[2]
+    output = run_under_hash_seeds(SCRIPT)
     records, _ = simulate(load_policy("tenuto"), "async", host_chunks=300)
     # Through JSON, which has no tuples.
-    assert json.loads(outputs[0])[2:] == json.loads(json.dumps([asdict(record) for record in records]))
+    assert json.loads(output)[2:] == json.loads(json.dumps([asdict(record) for record in records]))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from tenuto.sim.truncate import truncate_to_fit
 from tenuto.workload import Job, Workload
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import After, Span, TurnSpec
+from tests.support.processes import run_under_hash_seeds
 
 SMALL = Setup(gpu="L40S", policy="stock", step_cost="roofline", kv_tokens=60_000)
 LOAD = LoadOptions(jps=2, window_s=8)
@@ -60,15 +58,7 @@ def test_the_same_under_every_hash_seed() -> None:
         "    record = run(dataclasses.replace(SMALL, policy=policy), LOAD).record; del record['wall_s']\n"
         "    print(json.dumps(record))"
     )
-    outputs = set()
-    for seed in ("0", "1", "12345"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        result = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        )
-        outputs.add(result.stdout)
-    assert len(outputs) == 1
-    assert len(outputs.pop().splitlines()) == 4
+    assert len(run_under_hash_seeds(code).splitlines()) == 4
 
 
 def test_turns_that_cannot_fit_end_their_job() -> None:

@@ -52,7 +52,8 @@ def run(given: Given) -> int:
         paths.append(fit.save_path)
     if not paths:
         raise ConfigError("name a server with --url, or a file with --observations")
-    return run_fit(paths, fit.out, as_json=fit.as_json)
+    with needing("bench"):
+        return run_fit(paths, fit.out, as_json=fit.as_json)
 
 
 COMMAND = Command(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 from tenuto.core.errors import DataError
 
-# A column is dependent if it differs from a combination of the others by less than this share.
-_SINGULAR = 1e-9
+# The features are dependent if their smallest singular value is at most this share of the largest.
+_SINGULAR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -45,61 +44,30 @@ def fit_line(what: str, features: Sequence[Sequence[float]], seconds: Sequence[f
     Raises:
         DataError: there are fewer observations than coefficients, or the features do not vary independently.
     """
+    # Only a fit needs them; a simulation that uses one does not.
+    import numpy as np
+    from scipy.optimize import nnls
+
     num_coefficients = len(features[0]) + 1 if features else 1
     if len(features) < num_coefficients or len(features) < 2:
         raise DataError(
             f"{what}: {len(features)} observations are too few for {num_coefficients} coefficients"
         )
-    columns = [[1.0] * len(features), *(list(map(float, column)) for column in zip(*features, strict=True))]
-    scales = [max(map(abs, column)) or 1.0 for column in columns]
-    columns = [[x / scale for x in column] for column, scale in zip(columns, scales, strict=True)]
-    if _solve(columns, seconds) is None:
+    matrix = np.column_stack([np.ones(len(features)), np.asarray(features, dtype=float)])
+    # Tokens and pairs of tokens differ by orders of magnitude: each column is brought to at most 1.
+    scales = np.abs(matrix).max(axis=0)
+    scales[scales == 0] = 1.0
+    matrix /= scales
+    singular_values = np.linalg.svd(matrix, compute_uv=False)
+    if singular_values[-1] <= _SINGULAR * singular_values[0]:
         raise DataError(f"{what}: the observations vary too little to tell the coefficients apart")
-    # There are few coefficients, so every choice of those that are zero is tried. The best fit without
-    # negative coefficients is the answer.
-    fits = [fit for fit in _subset_fits(columns, seconds) if min(fit) >= 0]
-    best = min(fits, key=lambda fit: sum(r * r for r in _residuals(columns, seconds, fit)))
-    residuals = _residuals(columns, seconds, best)
-    mean = sum(seconds) / len(seconds)
-    variation = sum((y - mean) ** 2 for y in seconds)
+    measured = np.asarray(seconds, dtype=float)
+    coefficients, _ = nnls(matrix, measured)
+    residuals = measured - matrix @ coefficients
+    variation = float(((measured - measured.mean()) ** 2).sum())
     return Line(
-        coefficients=tuple(c / scale for c, scale in zip(best, scales, strict=True)),
+        coefficients=tuple(map(float, coefficients / scales)),
         num_observations=len(seconds),
-        r_squared=1 - sum(r * r for r in residuals) / variation if variation else 1.0,
-        worst_residual_s=max(map(abs, residuals)),
+        r_squared=1 - float(residuals @ residuals) / variation if variation else 1.0,
+        worst_residual_s=float(np.abs(residuals).max()),
     )
-
-
-def _subset_fits(columns: list[list[float]], seconds: Sequence[float]) -> Iterator[list[float]]:
-    """The least-squares coefficients of every choice of columns, 0.0 for the columns left out."""
-    for size in range(len(columns) + 1):
-        for chosen in combinations(range(len(columns)), size):
-            solution = _solve([columns[i] for i in chosen], seconds)
-            if solution is not None:
-                fit = [0.0] * len(columns)
-                for i, coefficient in zip(chosen, solution, strict=True):
-                    fit[i] = coefficient
-                yield fit
-
-
-def _residuals(columns: list[list[float]], seconds: Sequence[float], fit: list[float]) -> list[float]:
-    rows = zip(*columns, strict=True)
-    return [
-        y - sum(c * x for c, x in zip(fit, row, strict=True)) for row, y in zip(rows, seconds, strict=True)
-    ]
-
-
-def _solve(columns: list[list[float]], seconds: Sequence[float]) -> list[float] | None:
-    """Least squares by the normal equations, eliminated in place; None if the columns are dependent."""
-    rows = [[_dot(a, b) for b in columns] + [_dot(a, seconds)] for a in columns]
-    for i, row in enumerate(rows):
-        if row[i] <= _SINGULAR * _dot(columns[i], columns[i]):
-            return None
-        for other in rows[:i] + rows[i + 1 :]:
-            factor = other[i] / row[i]
-            other[:] = [x - factor * y for x, y in zip(other, row, strict=True)]
-    return [row[-1] / row[i] for i, row in enumerate(rows)]
-
-
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))

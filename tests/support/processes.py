@@ -1,0 +1,27 @@
+"""Runs of Python in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SEEDS = ("0", "1", "4242")
+
+
+def run_under_hash_seeds(code: str) -> str:
+    """What the code prints, which must be the same whatever order sets of strings have."""
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[2],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in SEEDS
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
+    return outputs[0]
