@@ -1,1 +1,1 @@
-"""Yardsticks that know or have what no server does."""
+"""Oracles: policies for comparison that know what no server can know."""

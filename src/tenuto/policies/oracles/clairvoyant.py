@@ -1,4 +1,4 @@
-"""clairvoyant: a yardstick that knows every job to come, on the KV cache that there is."""
+"""clairvoyant: an oracle that knows all future jobs. Its KV cache is as large as everyone's."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class _Future:
 
 @dataclass
 class Clairvoyant(Policy, Oracle):
-    """Least remaining work first, and KV is kept for those who are back soon: both known, not guessed.
+    """Least remaining work first; KV is kept for jobs that return soon. Both are known, not estimated.
 
-    For the simulator alone, which tells it all jobs before it starts (`set_oracle`). Elsewhere it knows none
-    of them, and is first come first served by jobs with nothing retained. Never deployable.
+    It needs the simulator, which tells it all jobs before the start (`set_oracle`). Elsewhere it knows no
+    job: then jobs go first come, first served, and nothing is retained. It cannot be deployed.
 
     - *Order*: by the work that the job still has: prefill tokens it did not share with its turn before, and
       `tokens_per_output` for each token to generate; the shorter first, as Smith's rule (1956) says.
@@ -43,9 +43,9 @@ class Clairvoyant(Policy, Oracle):
       Beyond that, holding memory idle costs more of it than computing the KV again (arXiv 2402.01869's
       waste, with the tool's true time).
 
-    Known weakness: it is greedy. Long jobs starve under lasting overload, and it keeps KV as the order says
-    even where giving way would fill steps better; so it bounds nothing from below. Work is counted as if KV
-    were kept; tool times are those of a closed loop.
+    Known weakness: it is greedy. Long jobs starve under lasting overload. It keeps KV by the order of jobs
+    even if yielding would fill steps better. So its times are no lower bound. It computes work as if all KV
+    were kept, and takes tool times from a closed loop.
     """
 
     tokens_per_output: float = setting(

@@ -14,7 +14,7 @@ RENEW_S = 600.0
 
 @dataclass
 class LearnsTtl(Policy, Learns):
-    """Continuum's order of turns and leases, and all that its TTL learns but the tools' times."""
+    """Continuum's order of turns and leases, and what its TTL learns, except the tools' times."""
 
     _ttl: TtlEstimate = field(init=False, default_factory=TtlEstimate)
 

@@ -1,4 +1,4 @@
-"""Bases of the policies that have to know what prefill costs: `continuum`, `infercept` and `break-even`."""
+"""Base classes of policies that need the cost of prefill: `continuum`, `infercept` and `break-even`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class TakesPrefillProfile(Policy):
         0.0, "measured prefill time, seconds per token squared; only with prefill_token_s", minimum=0
     )
     prefill_fixed_s: float = setting(
-        0.0, "measured prefill time, seconds whatever the tokens; only with prefill_token_s", minimum=0
+        0.0,
+        "measured prefill time that does not depend on the tokens, seconds; only with prefill_token_s",
+        minimum=0,
     )
 
     def _try_get_profile(self) -> PrefillProfile | None:
@@ -36,7 +38,7 @@ class TakesPrefillProfile(Policy):
 
 @dataclass
 class LearnsPrefill(TakesPrefillProfile, Learns):
-    """Base of policies that know what prefill costs: from their settings, or else from the steps."""
+    """Base of policies that know the cost of prefill, from their settings or learned from the steps."""
 
     _prefill: PrefillCost = field(init=False)
 
@@ -65,5 +67,5 @@ class LearnsPrefill(TakesPrefillProfile, Learns):
         return {"prefill": self._prefill.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take up what an earlier run learned."""
+        """Restore what an earlier run learned."""
         self._prefill.set_state(state["prefill"])

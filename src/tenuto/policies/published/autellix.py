@@ -17,27 +17,28 @@ LOOK_S = 0.25
 class Autellix(Policy):
     """Turns in the order of their job's attained service, in queues; starving turns are promoted.
 
-    A turn's engine time is the wall time from its start to its end, without what it waited after a
-    preemption: all requests of a step share it, so each is served for as long as the step takes. A turn may
-    preempt one in a worse queue.
+    A turn's engine time is the wall time from its start to its end, without its waits after preemptions. All
+    requests of a step share the step, so each is served for as long as the step takes. A turn may preempt a
+    turn in a worse queue.
 
-    Source: arXiv 2502.13965 (PLAS, ATLAS, Algorithm 1); its example in figure 2 comes out the same here. The
-    paper does not print K, the quanta and beta. A turn of a loaded engine takes 0.3 to 10 s and a job tens of
-    them: queues that double from 1 s tell jobs apart up to 127 s of service (K = 8). A beta of 10 promotes a
-    job that has waited ten times its service; between 2 and 100 the mean moved by less than a tenth.
+    Source: arXiv 2502.13965 (PLAS, ATLAS, Algorithm 1). A test reproduces its example in figure 2. The paper
+    does not give K, the quanta and beta. On a loaded engine a turn takes 0.3 to 10 s, and a job has tens of
+    turns. With quanta that double from 1 s, K = 8 queues separate jobs of up to 127 s of service. With a beta
+    of 10, a job that has waited ten times its service is promoted; between 2 and 100, the mean job time
+    changed by less than a tenth.
 
-    Inside vLLM turns wait in this order and the worst-placed one is preempted when memory runs out, but no
-    turn is preempted to seat a better one (`may_preempt` is the simulator's). Known weakness: jobs of equal
-    length all finish last together, and taking turns is what an LRU cache is worst at.
+    Inside vLLM, turns wait in this order, and the last turn in it is preempted when memory runs out. But no
+    turn is preempted to start a better one: only the simulator calls `may_preempt`. Known weakness: jobs of
+    equal length all end late, at about the same time, and jobs that take turns defeat an LRU cache.
     """
 
     needs: ClassVar[Needs] = Needs(rekey_s=LOOK_S)
 
     num_levels: int = setting(8, "queues (the paper's K)", minimum=1)
     first_quantum_s: float = setting(1.0, "seconds of engine time in the first queue", minimum=0.001)
-    growth: float = setting(2.0, "each queue's quantum, in those of the queue before", minimum=1)
+    growth: float = setting(2.0, "quantum of a queue / quantum of the queue before", minimum=1)
     starvation_ratio: float = setting(
-        10.0, "seconds waited per second served that bring a turn to the first queue (beta)", minimum=0
+        10.0, "time waited / time served from which a turn is promoted to the first queue (beta)", minimum=0
     )
     _queues: ServiceQueues = field(init=False)
 

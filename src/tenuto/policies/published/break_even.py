@@ -19,10 +19,12 @@ class BreakEven(LearnsPrefill):
     """Hold for t* = reload cost / (share of the KV cache held), then store it below the GPU or let it go.
 
     Source: arXiv 2608.30830, the cost model C(t) = alpha · t + beta. Holding costs the share of the GPU that
-    the blocks keep from others: its published alpha of 0.0176 GPU-seconds per second is 3,000 tokens of a
-    pool of 680,768 on four GPUs. Having it back costs the prefill or, where a tier has it, what a load takes
-    of the GPU. The host's own deadline, which the paper sets by the load, is left to the tier's eviction.
-    Knows no load and no tool: the hold is as long on an idle server as on one with a queue.
+    other jobs cannot use. The published alpha of 0.0176 GPU-seconds per second is 3,000 tokens in a pool of
+    680,768 on four GPUs. The reload cost is the prefill time or, if a tier has the blocks, the GPU time of a
+    load. The paper sets a deadline for host memory by the load; here the tier's own eviction decides.
+
+    Known weakness: it ignores the load and the tool. The hold is as long on an idle server as on one with a
+    queue.
     """
 
     needs: ClassVar[Needs] = Needs(engine=EngineSettings(offload="asked"))
@@ -32,7 +34,7 @@ class BreakEven(LearnsPrefill):
     )
 
     def _get_hold_s(self, num_tokens: int, view: EngineView) -> float:
-        """The break-even time: where holding has cost as much as having the tokens back."""
+        """The break-even time: after it, holding the tokens has cost as much as reloading them."""
         reload_s = self._prefill.get_s(num_tokens)
         if view.tiers:
             reload_s = min(reload_s, self.load_cost_s)
@@ -44,12 +46,12 @@ class BreakEven(LearnsPrefill):
         return _hold(view.now_s + hold_s, view)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
-        """Store it; a job that waits already is waited for."""
+        """Store the blocks, unless the job's next turn already waits: then keep them for it."""
         if lease.next_turn_waiting:
             return _hold(view.now_s + RENEW_S, view)
         return Offload()
 
 
 def _hold(until_s: float, view: EngineView) -> Keep:
-    """Nobody may have it before it is stored, as in the paper; where it cannot be, the hold gives way."""
+    """Hold without yielding until the blocks can be stored, as in the paper; without a tier, yield."""
     return Keep(until_s, yields=Yields.ON_DEADLOCK if view.tiers else Yields.ALWAYS)

@@ -11,7 +11,7 @@ from tenuto.core.types import EngineView, Job, Turn
 
 @dataclass(slots=True)
 class _Agent:
-    """A job as far as the window goes."""
+    """What the window knows of a job."""
 
     is_active: bool = False
     num_live_turns: int = 0
@@ -20,29 +20,37 @@ class _Agent:
 
 @dataclass
 class Concur(Policy):
-    """At most a window of jobs is active; the window opens by 2 and is halved, as TCP's is.
+    """A window limits the active jobs; it grows by 2 and is halved, like TCP's.
 
-    Source: arXiv 2601.22705, equation 1 with the values of section 5.1: +2 while less than 0.2 of the KV
-    cache is in use, x 0.5 when more than 0.5 is and less than 0.2 of the prompt tokens were hits, else
-    unchanged. A job keeps its place through its tool calls; while there are more active jobs than the window,
-    those whose turn ends are paused. Paused and new jobs come in by their first arrival, so none starves.
-    What is merely cached is not in use; hits are those of the turns that started since the last look. The
-    paper prints neither the period nor the first window: 1 s is some steps of a loaded engine, and 16 jobs
-    keep a GPU busy while the window opens.
+    Source: arXiv 2601.22705, equation 1 with the values of section 5.1. The window grows by 2 while less than
+    0.2 of the KV cache is in use. It is halved when more than 0.5 is in use and less than 0.2 of the prompt
+    tokens were hits. Blocks that are only cached are not in use. Hits are those of the turns that started
+    since the last update. The paper gives neither the period nor the first window: here they are 1 s, a few
+    steps of a loaded engine, and 16 jobs, which keep a GPU busy while the window grows.
 
-    The same inside vLLM. Known weakness: the window opens while nothing fills it. After a quiet hour it
-    bounds nothing, and each halving takes another period of thrashing.
+    A job keeps its place through its tool calls. While more jobs are active than the window allows, a job is
+    paused when its turn ends. Paused and new jobs start in the order of their first arrival, so none starves.
+
+    It behaves the same inside vLLM. Known weakness: the window also grows while few jobs are there. After an
+    hour with little load it limits nothing, and each halving takes another period of thrashing.
     """
 
     needs: ClassVar[Needs] = Needs(admit="turns", rekey_s=1.0)
 
     first_window: float = setting(16.0, "jobs that may be active at first", minimum=1)
-    increase: float = setting(2.0, "jobs that the window opens by (alpha)", minimum=0)
-    decrease: float = setting(0.5, "what the window is multiplied by (beta)", minimum=0, maximum=1)
-    low_usage: float = setting(0.2, "share of the KV cache in use below which it opens", minimum=0, maximum=1)
-    high_usage: float = setting(0.5, "share in use above which it may close", minimum=0, maximum=1)
+    increase: float = setting(2.0, "number of jobs that the window grows by (alpha)", minimum=0)
+    decrease: float = setting(0.5, "factor by which the window shrinks (beta)", minimum=0, maximum=1)
+    low_usage: float = setting(
+        0.2, "share of the KV cache in use below which the window grows", minimum=0, maximum=1
+    )
+    high_usage: float = setting(
+        0.5, "share of the KV cache in use above which the window may shrink", minimum=0, maximum=1
+    )
     low_hit_rate: float = setting(
-        0.2, "share of prompt tokens hit below which it then does", minimum=0, maximum=1
+        0.2,
+        "share of prompt tokens hit; above high_usage, the window shrinks only below this share",
+        minimum=0,
+        maximum=1,
     )
     forget_s: float = setting(60.0, "seconds in a tool call after which a job's place is free", minimum=0)
     _window: float = field(init=False)
@@ -62,7 +70,7 @@ class Concur(Policy):
         return (1, turn.job.arrival_s, turn.arrival_s)
 
     def admit(self, turn: Turn, view: EngineView) -> bool:
-        """A turn of an active job, or one whose job finds a place in the window."""
+        """Admit a turn of an active job, or of a job for which the window has room."""
         return self._is_active(turn) or self._num_active < int(self._window)
 
     def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
@@ -74,7 +82,7 @@ class Concur(Policy):
         self._set_active(self._agents[turn.job.job_id], True)
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """What it found in cache, when it first started, is the hit rate."""
+        """Count the tokens that it hit when it first started, for the hit rate."""
         if turn.num_preemptions:
             return
         self._num_hit_tokens += turn.num_hit_tokens

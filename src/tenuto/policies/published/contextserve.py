@@ -50,11 +50,11 @@ SLOW_PROGRAMS = _read_rules(
 )
 """Rule: a command with one of these in it is slow, unless it only asks (`--version`, `--dry-run`, ...)."""
 MAX_LOG_S = 50.0
-"""Bounds ln(seconds) before it is taken back."""
+"""Bounds ln(seconds) before the exponential is taken."""
 UNKNOWN_LOG_S, UNKNOWN_SD = 0.0, math.log(10)
 """Before anything is known of a tool: 1 s, give or take a factor of ten."""
 PRIOR_CALLS = 2.0
-"""Calls that the prediction from a command's text is worth against what its program is seen to take."""
+"""Weight of the prediction from a command's text, in observed calls of the program."""
 
 
 class Speed(Enum):
@@ -80,32 +80,40 @@ class Prediction:
 class ContextServe(LearnsTtl):
     """Fast tools: pin. Slow ones: store to the host tier, if any, and free. Uncertain: Continuum's TTL.
 
-    Source: the dispatch of ContextServe as it is described (rules, a Bayesian posterior with Thompson
-    sampling, boosted trees on the command, a fallback; no text or code of its authors was at hand); the
-    fallback is Continuum's TTL (arXiv 2511.02230). Rules judge well-known programs until `trusted_calls` of
-    one were seen; all others a Normal-Inverse-Gamma posterior of ln(seconds) per program, around what the
-    trees read off the command's text (see docs/tool_times.md). Known weaknesses: a rule that is wrong here
-    costs the cache for `trusted_calls` calls; Thompson sampling explores for nothing, as a tool's time is
-    seen whatever is decided; and pins yield only on a stall: they starve new jobs as continuum-fixed's do.
+    Source: descriptions of ContextServe's dispatch (rules, a Bayesian posterior with Thompson sampling,
+    boosted trees on the command, a fallback). No text or code of its authors was available. The fallback is
+    Continuum's TTL (arXiv 2511.02230). Rules classify well-known programs until `trusted_calls` calls of a
+    program were seen. For all other programs, a Normal-Inverse-Gamma posterior of ln(seconds) decides. The
+    trees' prediction from the command's text is its prior mean (see docs/tool_times.md).
+
+    Known weaknesses: a rule that is wrong for a program loses the cache for `trusted_calls` calls. Thompson
+    sampling gains nothing, because a tool's time is observed whatever is decided. Pins yield only on a stall,
+    so they starve new jobs, as those of continuum-fixed do.
     """
 
     needs: ClassVar[Needs] = Needs(commands=True, engine=EngineSettings(offload="asked"))
 
-    pin_s: float = setting(3.0, "seconds a fast tool's pin lasts at most, and bound of fast", minimum=0.001)
-    slow_s: float = setting(6.0, "a tool is slow from so many seconds on", minimum=0.001)
-    confidence: float = setting(0.8, "probability to be called fast or slow", minimum=0.5, maximum=0.999)
+    pin_s: float = setting(
+        3.0, "longest pin of a fast tool; a tool is fast if it takes no longer", minimum=0.001
+    )
+    slow_s: float = setting(6.0, "a tool is slow if it takes longer than this many seconds", minimum=0.001)
+    confidence: float = setting(
+        0.8, "probability from which a call counts as fast or slow", minimum=0.5, maximum=0.999
+    )
     quantile: float = setting(
-        0.95, "share of a fast tool's calls that its pin is to cover", minimum=0.5, maximum=0.999
+        0.95, "share of a fast tool's calls that should end within its pin", minimum=0.5, maximum=0.999
     )
     trusted_calls: int = setting(
         20,
-        "calls of a program from which on its posterior overrules the rules; 0: no rules",
+        "number of calls of a program after which its own times replace the rules; 0: no rules",
         minimum=0,
         maximum=190,
     )
-    explore: bool = setting(True, "decide by a draw from the posterior (Thompson sampling), not by all of it")
+    explore: bool = setting(True, "decide by a draw from the posterior (Thompson sampling)")
     seed: int = setting(0, "seed of the draws")
-    model: str | None = setting(None, "file of a trained command model; the one that ships when unset")
+    model: str | None = setting(
+        None, "file of a trained command model; unset: the one that ships with Tenuto"
+    )
     _commands: CommandTimes = field(init=False)
     _log_pin_s: float = field(init=False)
     _log_slow_s: float = field(init=False)
@@ -152,7 +160,7 @@ class ContextServe(LearnsTtl):
     # Told.
 
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
-        """Learn how long the tool took, beyond what its command's text let expect."""
+        """Learn how long the tool took, compared with the prediction from its command's text."""
         if tool is None:
             return
         text = self._commands.read(_get_text(tool))
@@ -181,13 +189,13 @@ class ContextServe(LearnsTtl):
     # Inside.
 
     def _expect(self, text: CommandText) -> tuple[float, float]:
-        """What the command's text lets expect, in ln seconds, and the standard deviation around it."""
+        """Prediction from the command's text: the mean of ln(seconds) and its standard deviation."""
         return (UNKNOWN_LOG_S, UNKNOWN_SD) if text.log_s is None else (text.log_s, text.sd)
 
     def _judge(
         self, belief: NormalInverseGamma, prior_log_s: float, expected_s: float | None, turn_id: str
     ) -> Prediction:
-        """Fast or slow if that has enough probability, under the posterior or what was drawn from it."""
+        """Fast or slow if its probability is high enough, by the posterior or by a draw from it."""
         if self.explore:
             mean, sd = belief.draw(random.Random((self.seed << 32) ^ zlib.crc32(turn_id.encode())))
             margin = sd * get_z(self.confidence)

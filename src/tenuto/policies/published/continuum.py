@@ -1,4 +1,4 @@
-"""continuum: all of the Continuum paper, pins that last as long as they are worth what they cost."""
+"""continuum: the whole Continuum paper. A pin lasts as long as its expected gain exceeds its cost."""
 
 from __future__ import annotations
 
@@ -26,21 +26,25 @@ from tenuto.policies.published._prefill import TakesPrefillProfile
 class Continuum(TakesPrefillProfile, LearnsTtl):
     """Pin for the τ ≥ 0 that maximises P(tool time ≤ τ) · (T·η + PR) − τ; pinned jobs first, then by job.
 
-    Source: arXiv 2511.02230. P is the empirical CDF of the tool's own times, of all tools' until more than K
-    are known, of an exponential with mean 1 s until K of any are. T is the mean queueing delay of turns that
-    came back to no pin, η = −Corr(k, N − k) over the turns k of finished jobs of N, PR the seconds to compute
-    the context again, or to load it from a tier. Known limits: the full τ is charged even if the tool returns
-    early; T stays what it was when the queue is gone, until turns without a pin say otherwise; one η for all
-    kinds of jobs.
+    Source: arXiv 2511.02230.
+
+    - P is the empirical CDF of the tool's own times. With no more than K of them it is the CDF of all tools'
+      times, and with no more than K in all it is an exponential with mean 1 s.
+    - T is the mean queueing delay of turns that came back and found no pin.
+    - η = −Corr(k, N − k), over the turns k = 1 … N of finished jobs.
+    - PR is the time to compute the context again, or to load it from a tier, in seconds.
+
+    Known weaknesses: the full τ is charged even if the tool returns early. T keeps its last value after the
+    queue is gone, until a turn without a pin is measured. There is one η for all kinds of jobs.
     """
 
     min_samples: int = setting(
-        MIN_SAMPLES, "tool times of which no more than so many are not trusted (K)", minimum=1
+        MIN_SAMPLES, "trust a tool's own times only if more than this many are known (K)", minimum=1
     )
     unpin: str = setting(
         "stall",
-        "pins give way to the head of the queue once nothing else runs (stall), or whenever it does not "
-        "fit (head)",
+        "when pins yield to the first waiting turn: once nothing else runs (stall), or whenever the turn "
+        "does not fit (head)",
         choices=("stall", "head"),
     )
 
@@ -69,7 +73,7 @@ class Continuum(TakesPrefillProfile, LearnsTtl):
         return self._ttl.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take up what an earlier run learned."""
+        """Restore what an earlier run learned."""
         self._ttl.set_state(state)
 
     def _pin(self, until_s: float) -> Keep:

@@ -27,7 +27,8 @@ class ContinuumFixed(Policy):
 
     Source: the prototype that accompanies arXiv 2511.02230. An unseen tool counts as 0 s. Variant A keeps
     an expired pin whose job already waits; variant B, behind the published sweeps, does not. A pin yields
-    only when nothing could run otherwise: pins starve admission and the second turns of new jobs explode.
+    only when nothing could run otherwise. Known weakness: pins starve new jobs, and their first and second
+    turns wait very long.
     """
 
     ttl_s: float = setting(2.0, "seconds a pin lasts; a tool with a longer mean is not pinned", minimum=0)

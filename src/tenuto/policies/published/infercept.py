@@ -1,4 +1,4 @@
-"""infercept: for each job in a tool call, what wastes least memory: keep, swap or compute again."""
+"""infercept: for each job in a tool call, choose what wastes the least memory: keep, swap or recompute."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ class _Paused:
 class InferCept(LearnsPrefill):
     """Preserve, swap or discard the cache of every paused job, by the memory each wastes (token · seconds).
 
-    Source: arXiv 2402.01869. Discarding recomputes in chunks that fit a step. Swapping is free up to what the
-    link copies while the engine computes; the largest wastes are swapped first, the others take the lesser of
-    preserve and discard. T_int, the length of the call, is taken to be what has passed of it. Turns go in the
-    order in which their jobs came. Knows nothing of queues: a discarded job's wait to be computed again is
-    not in its waste; and a call that has just begun counts as about to end.
+    Source: arXiv 2402.01869. A discarded cache is recomputed in chunks that fit a step. Swapping is free, up
+    to the tokens that the link can copy while the engine computes. The jobs with the largest waste are
+    swapped first. For each other job, the smaller waste decides between preserve and discard. The estimate of
+    T_int, the length of a call, is the time that has passed since it began. Turns go in the order in which
+    their jobs arrived.
+
+    Known weaknesses: the waste of a discard does not include the wait in the queue. A call that has just
+    begun counts as about to end.
     """
 
     needs: ClassVar[Needs] = Needs(rekey_s=INTERVAL_S, engine=EngineSettings(offload="asked"))
 
     _paused: dict[str, _Paused] = field(init=False, default_factory=dict)
     _plan: dict[str, Offload | Release] = field(init=False, default_factory=dict)
-    """What becomes of jobs whose leases are looked at next; all others are preserved."""
+    """The plan for jobs that are swapped or discarded; all others are preserved."""
     _computed_s: float = field(init=False, default=0.0)
     """Seconds of engine steps since the last plan."""
 
@@ -53,7 +56,7 @@ class InferCept(LearnsPrefill):
         return Keep(view.now_s + INTERVAL_S)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
-        """What the plan says of it."""
+        """Do what the plan says for this job."""
         if lease.next_turn_waiting:
             return Keep(view.now_s + RENEW_S)
         return self._plan.get(lease.turn.job.job_id) or Keep(view.now_s + INTERVAL_S)

@@ -14,9 +14,9 @@ class SglangLpm(Policy):
     """Longest cached prefix first; first come, first served while more than 128 turns wait.
 
     Source: sglang/srt/managers/schedule_policy.py (`_sort_by_longest_prefix`, `_determine_active_policy`);
-    arXiv 2312.07104. SGLang sorts before every step; here keys are up to 0.1 s old. Left out: of several
-    waiting turns that share a prefix which is not cached yet, SGLang holds back all but the first. Known
-    weakness: what is cached decides, not who has waited; while other jobs return, a new one may starve.
+    arXiv 2312.07104. SGLang sorts before every step; here keys are up to 0.1 s old. One rule is left out: if
+    several waiting turns share a prefix that is not cached yet, SGLang starts only the first of them. Known
+    weakness: the time waited does not count, so a new job may starve while other jobs return.
     """
 
     # A look-up of 128 prompts takes milliseconds in vLLM, so not in every step.

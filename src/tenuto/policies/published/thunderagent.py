@@ -11,7 +11,7 @@ from tenuto.core.types import EngineView, Job, Turn
 
 @dataclass(slots=True)
 class _Program:
-    """A job as far as pausing goes."""
+    """What pausing needs to know of a job."""
 
     num_tokens: int = 0
     """Of its context: the longest prompt that came since, or the last turn's prompt and output."""
@@ -29,22 +29,26 @@ class _Program:
 class Thunderagent(Policy):
     """Start jobs while all contexts fit; when they outgrow the cache, pause the smallest, tool calls first.
 
-    Source: arXiv 2602.13692 and its router (ThunderAgent/scheduler/router.py, backend/state.py): contexts
-    plus 256 tokens per job are at most the KV cache; every 5 s, while they are more, jobs in a tool call
-    are paused, smallest context first, then running ones when their turn ends. Paused jobs resume as soon as
-    they fit, jobs with a waiting turn before new ones, smallest first, after 30 minutes in any case: on one
-    engine nothing else is left of its best-fit placement. Its poll resumes every 5 s only, for it stands
-    outside the engine; and no context shrinks here with the time of its tool call (off by default there).
+    Source: arXiv 2602.13692 and its router (ThunderAgent/scheduler/router.py, backend/state.py). The contexts
+    of active jobs plus 256 tokens per job must fit the KV cache. Every 5 s, while they do not fit, jobs in a
+    tool call are paused, smallest context first; then running jobs are paused when their turn ends. Paused
+    jobs resume as soon as they fit: jobs with a waiting turn before new jobs, smallest first, and after 30
+    minutes in any case. This is what best-fit placement means on a single engine.
 
-    The same inside vLLM. Known weakness: contexts are counted, not held. What a job in a tool call left in
-    the cache is evicted by age, before the newer remains of jobs that ended; and contexts that grow make it
-    pause jobs it started a moment ago, whose KV is then lost.
+    Two differences from the router. It resumes jobs only every 5 s, because it polls from outside the engine.
+    It can also count a context as smaller during a tool call (off by default); here that is left out.
+
+    It behaves the same inside vLLM. Known weakness: contexts are counted, not held. KV of a job in a tool
+    call is evicted by age, before newer KV of jobs that ended. When contexts grow, the policy pauses jobs
+    that it has just started, and their KV is lost.
     """
 
     needs: ClassVar[Needs] = Needs(admit="turns", rekey_s=5.0)
 
     reserve_tokens: int = setting(256, "tokens set aside for each active job's next output", minimum=0)
-    max_wait_s: float = setting(1800.0, "seconds after which a waiting turn starts in any case", minimum=0)
+    max_wait_s: float = setting(
+        1800.0, "longest wait of a turn, in seconds; then it starts in any case", minimum=0
+    )
     forget_s: float = setting(60.0, "seconds in a tool call after which a job's place is free", minimum=0)
     _programs: dict[str, _Program] = field(init=False, default_factory=dict)
     _num_tokens: int = field(init=False, default=0)
@@ -58,7 +62,7 @@ class Thunderagent(Policy):
         return (2 if program.is_new else 1, program.num_tokens, turn.arrival_s)
 
     def admit(self, turn: Turn, view: EngineView) -> bool:
-        """A turn of an active job, one that fits beside all of these, or one that has waited too long."""
+        """Admit a turn of an active job, one that still fits, or one that has waited too long."""
         program = self._programs.get(turn.job.job_id, _Program())
         if self._starts(program, turn, view.now_s):
             return True
