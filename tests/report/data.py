@@ -11,8 +11,9 @@ from typing import Any
 def make_record(policy: str, jps: float | None = 1.0, seed: int | None = 1, **changes: Any) -> dict[str, Any]:
     """A simulated run of four jobs; `mean_s` sets the times, all else is replaced by name."""
     mean_s = changes.pop("mean_s", 10.0)
-    durations = [mean_s * share for share in (0.5, 0.9, 1.1, 1.5)]
     record = {
+        "kind": "run",
+        "schema": 2,
         "policy": policy,
         "gpu": "H200",
         "model": "llama",
@@ -20,22 +21,31 @@ def make_record(policy: str, jps: float | None = 1.0, seed: int | None = 1, **ch
         "jps": jps,
         "seed": seed,
         "jobs": 4,
-        "avg_duration_s": mean_s,
-        "median_duration_s": mean_s,
-        "p90_duration_s": mean_s * 1.38,
-        "p95_duration_s": mean_s * 1.44,
-        "p99_duration_s": mean_s * 1.49,
-        "per_turn_avg_latency_ms": {"1": mean_s * 100, "2": mean_s * 50},
-        "per_turn_avg_prompt_tokens": {"1": 100, "2": 200},
-        "ttft_s": {"mean": 0.2, "p50": 0.1, "p95": 0.4},
+        "jobs_planned": 4,
+        "turns": {"planned": 8, "ok": 8},
+        "job_s": {
+            "mean": mean_s,
+            "p50": mean_s,
+            "p90": mean_s * 1.38,
+            "p95": mean_s * 1.44,
+            "p99": mean_s * 1.49,
+            "max": mean_s * 1.5,
+        },
+        "by_turn": {
+            "1": {"turns": 4, "latency_s": mean_s * 0.1, "prompt_tokens": 100},
+            "2": {"turns": 4, "latency_s": mean_s * 0.05, "prompt_tokens": 200},
+        },
+        "ttft_s": {"mean": 0.2, "p50": 0.1, "p90": 0.3, "p95": 0.4, "p99": 0.5, "max": 0.6},
         "prompt_tokens": 1200,
         "hit_tokens": 400,
         "recomputed_tokens": 0,
         "preemptions": 0,
-        "tokens_loaded": 0,
-        "tokens_stored": 0,
+        "loaded_tokens": 0,
+        "stored_tokens": 0,
         "makespan_s": 2 * mean_s,
-        "job_durations": durations,
+        "job_times_s": {
+            f"job-{number}": mean_s * share for number, share in enumerate((0.5, 0.9, 1.1, 1.5), start=1)
+        },
         "simulated": True,
         "versions": {"tenuto": "0.1.0"},
         "wall_s": 0.1,
@@ -46,17 +56,19 @@ def make_record(policy: str, jps: float | None = 1.0, seed: int | None = 1, **ch
 def make_turn(job: str, turn: int, at_s: float, **changes: Any) -> dict[str, Any]:
     """A turn with 1 s of queue, 1 s of prefill and 2 s of decode; the next is due 3 s later, after a tool."""
     return {
+        "kind": "turn",
+        "schema": 2,
         "job": job,
         "turn": turn,
         "status": "ok",
-        "intended_s": at_s,
+        "due_s": at_s,
         "sent_s": at_s,
         "start_s": at_s + 1,
         "first_token_s": at_s + 2,
         "last_token_s": at_s + 4,
         "prompt_tokens": 100 * turn,
         "output_tokens": 20,
-        "cached_tokens": 0 if turn == 1 else 100 * (turn - 1),
+        "hit_tokens": 0 if turn == 1 else 100 * (turn - 1),
         "tool": "shell",
         "tool_s": 3.0,
         **changes,
@@ -71,14 +83,20 @@ def make_job(job: str, at_s: float, num_turns: int = 3) -> list[dict[str, Any]]:
 
 
 def make_sample(now_s: float, **changes: Any) -> dict[str, Any]:
-    sample = {"now_s": now_s, "num_blocks": 100, "running": 40, "retained": 30, "cached": 20, "free": 10}
     return {
-        **sample,
-        "host": None,
-        "disk": None,
-        "num_running": 1,
-        "num_waiting": 0,
-        "num_leases": 1,
+        "kind": "sample",
+        "schema": 2,
+        "now_s": now_s,
+        "num_blocks": 100,
+        "running_blocks": 40,
+        "leased_blocks": 30,
+        "cached_blocks": 20,
+        "free_blocks": 10,
+        "host_blocks": None,
+        "disk_blocks": None,
+        "running_turns": 1,
+        "waiting_turns": 0,
+        "leases": 1,
         **changes,
     }
 
@@ -115,6 +133,7 @@ def write_run(folder: Path, num_jobs: int = 30) -> Path:
         folder / "turns.jsonl", [turn for job in range(num_jobs) for turn in make_job(f"job-{job}", job * 2)]
     )
     write_lines(
-        folder / "occupancy.jsonl", [make_sample(now_s, host=now_s, disk=2 * now_s) for now_s in range(50)]
+        folder / "occupancy.jsonl",
+        [make_sample(now_s, host_blocks=now_s, disk_blocks=2 * now_s) for now_s in range(50)],
     )
     return folder

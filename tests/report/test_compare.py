@@ -76,10 +76,7 @@ def test_two_per_cent_make_a_tie(mean_s: float, tied: bool) -> None:
 
 
 def test_one_policy_alone_wins_nothing() -> None:
-    assert (
-        group(make_record("a"), make_record("b", avg_duration_s=None, job_durations=None)).try_winner(1.0)
-        is None
-    )
+    assert group(make_record("a"), make_record("b", job_s=None, job_times_s={})).try_winner(1.0) is None
 
 
 def test_settings_are_kept_apart() -> None:
@@ -133,7 +130,7 @@ def test_many_winners_make_no_wall_of_words() -> None:
         ([make_record("a")], "a ran alone: mean job completion time 10 s, P95 14.4 s, 1 job/s."),
         ([make_record("a"), make_record("a", 2, mean_s=30)], "time from 10 s (H200, 1 job/s) to 30 s"),
         ([make_record("a"), make_record("b", 2)], "No two policies ran in the same setting at the same load"),
-        ([make_record("a", avg_duration_s=None, job_durations=None)], "No record has a job completion time"),
+        ([make_record("a", job_s=None, job_times_s={})], "No record has a job completion time"),
         ([make_record("a"), make_record("b", mean_s=20)], "a has the shortest mean job completion time."),
         ([make_record("a"), make_record("b")], "a has the shortest mean job completion time, in a tie"),
         ([make_record("a"), make_record("a", simulated=False)], "1 measured on a live server, 1 simulated."),
@@ -154,7 +151,9 @@ def test_the_spread_between_seeds() -> None:
 
 def test_missing_percentiles_come_from_the_durations() -> None:
     (run,) = read(
-        make_record("a", avg_duration_s=None, p95_duration_s=float("nan"), job_durations=[1, 2, 3, 4])
+        make_record(
+            "a", job_s={"mean": None, "p95": float("nan")}, job_times_s={"a": 1, "b": 2, "c": 3, "d": 4}
+        )
     )
     assert (run.mean_s, run.p95_s) == (2.5, pytest.approx(3.85))
 

@@ -122,7 +122,7 @@ def test_names_from_outside_are_only_text(tmp_path: Path, look: Look) -> None:
     "record",
     [
         make_record("stock", None, None, gpu=None, simulated=False),
-        make_record("keep", avg_duration_s=float("nan"), job_durations=None, per_turn_avg_latency_ms=None),
+        make_record("keep", job_s={"mean": float("nan")}, job_times_s=None, by_turn=None),
         make_record("keep", 0, mean_s=0),
         {"avg_duration_s": None},
     ],
@@ -194,7 +194,14 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
         "tenuto",
         1.0,
         7,
-        config={"gpu": "H200", "policy": "tenuto", "options": {"a": 1}, "max_num_batched_tokens": 64},
+        config={
+            "gpu": "H200",
+            "policy": "tenuto",
+            "options": {"a": 1},
+            "max_num_batched_tokens": 64,
+            "window_s": 9.0,
+            "link_gb_s": 25.0,
+        },
     )
     client = {
         "url": "http://x",
@@ -215,7 +222,8 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
     assert commands == [
         "tenuto compare --gpu H100,H200 --policies stock,tenuto --jps 1,2.5 --seed 41,42 "
         "--kv-tokens 9000 --out sweep",
-        "tenuto simulate --gpu H200 --policy tenuto --option a=1 --max-num-batched-tokens 64",
+        "tenuto simulate --gpu H200 --policy tenuto --option a=1 --max-num-batched-tokens 64 "
+        "--window 9 --link-gb-s 25",
         "tenuto bench --url http://x --workload ab8 --jps 2 --seed 7 --hints tool",
     ]
     for command in commands:

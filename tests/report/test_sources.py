@@ -27,10 +27,10 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ("jps", 10**400, "jps: must be a number"),
         ("seed", 1.5, "seed: must be a whole number from 0 to .*, got 1.5"),
         ("simulated", "yes", "simulated: must be true or false"),
-        ("job_durations", [1, "x"], "job_durations: must be a list of numbers"),
-        ("job_durations", {"a": 1}, "job_durations: must be a list of numbers"),
-        ("per_turn_avg_latency_ms", {"0": 1}, "per_turn_avg_latency_ms.0: must be the number of a turn"),
-        ("per_turn_avg_latency_ms", [1], "per_turn_avg_latency_ms: must be an object"),
+        ("job_times_s", {"a": "x"}, "job_times_s.a: must be a number"),
+        ("job_times_s", [1], "job_times_s: must be an object"),
+        ("by_turn", {"0": {}}, "by_turn.0: must be the number of a turn"),
+        ("by_turn", {"1": 1}, "by_turn.1: must be an object"),
         ("ttft_s", {"p95": "x"}, "ttft_s.p95: must be a number"),
         ("versions", 3, "versions: must be an object"),
         ("client", {"interrupted": 1}, "client.interrupted: must be true or false"),
@@ -47,16 +47,37 @@ def test_a_wrong_field_of_a_record(tmp_path: Path, field: str, value: object, sa
     [
         ({"job": None}, "job: must be a string"),
         ({"turn": 0}, "turn: must be a whole number from 1"),
-        ({"intended_s": None, "sent_s": None}, "sent_s: must be a number"),
+        ({"due_s": None}, "due_s: must be a number"),
         ({"start_s": 1.0}, "start_s: must be no earlier than 5, what came before it, got 1"),
         ({"last_token_s": 6.5}, "last_token_s: must be no earlier than 7"),
-        ({"cached_tokens": "many"}, "cached_tokens: must be a whole number"),
+        ({"hit_tokens": "many"}, "hit_tokens: must be a whole number"),
     ],
 )
 def test_a_wrong_field_of_a_turn(tmp_path: Path, change: dict[str, object], said: str) -> None:
     path = write_lines(tmp_path / "turns.jsonl", [make_turn("a", 1, 0), {**make_turn("b", 1, 5), **change}])
     with pytest.raises(DataError, match=rf"turns\.jsonl:2: {said}"):
         read_sources([path])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("job_durations", [1, "x"], "job_durations: must be a list of numbers"),
+        ("job_durations", {"a": 1}, "job_durations: must be a list of numbers"),
+        ("per_turn_avg_latency_ms", {"0": 1}, "per_turn_avg_latency_ms.0: must be the number of a turn"),
+        ("per_turn_avg_latency_ms", [1], "per_turn_avg_latency_ms: must be an object"),
+    ],
+)
+def test_a_wrong_field_of_a_record_of_0_1(tmp_path: Path, field: str, value: object, said: str) -> None:
+    path = write_lines(tmp_path / "result.json", [{"avg_duration_s": 1.0, field: value}])
+    with pytest.raises(DataError, match=rf"result\.json:1: {said}"):
+        read_sources([path])
+
+
+def test_a_turn_of_0_1_without_a_time(tmp_path: Path) -> None:
+    turn = {"job": "a", "turn": 1, "intended_s": None, "sent_s": None}
+    with pytest.raises(DataError, match=r"turns\.jsonl:1: sent_s: must be a number"):
+        read_sources([write_lines(tmp_path / "turns.jsonl", [turn])])
 
 
 def test_a_wrong_sample(tmp_path: Path) -> None:

@@ -55,12 +55,12 @@ def test_a_tool_without_a_next_turn_takes_as_long_as_it_was_to() -> None:
 )
 def test_hit_or_miss_counts_what_the_turn_before_left(cached: int | None, verdict: str) -> None:
     # 119 of 100 prompt and 20 output tokens have KV: 7 full blocks, 112 tokens.
-    turns = read([make_turn("a", 1, 0), make_turn("a", 2, 7, cached_tokens=cached)])
+    turns = read([make_turn("a", 1, 0), make_turn("a", 2, 7, hit_tokens=cached)])
     assert get_cache_verdicts(turns, 16) == ["first", verdict]
 
 
 def test_a_shortened_prompt_can_only_hit_what_it_has() -> None:
-    turns = read([make_turn("a", 1, 0), make_turn("a", 2, 7, prompt_tokens=50, cached_tokens=48)])
+    turns = read([make_turn("a", 1, 0), make_turn("a", 2, 7, prompt_tokens=50, hit_tokens=48)])
     assert get_cache_verdicts(turns, 16) == ["first", "hit"]
 
 
@@ -85,7 +85,8 @@ def test_many_turns_are_sampled_by_whole_jobs_evenly() -> None:
 
 def test_many_samples_are_averaged() -> None:
     samples = [
-        read_sample(Fields("s", make_sample(now_s, running=now_s % 2))) for now_s in range(10 * MAX_SAMPLES)
+        read_sample(Fields("s", make_sample(now_s, running_blocks=now_s % 2)))
+        for now_s in range(10 * MAX_SAMPLES)
     ]
     averaged, thinned = average_samples(samples)
     assert (thinned, len(averaged)) == (True, MAX_SAMPLES)

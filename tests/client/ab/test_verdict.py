@@ -114,6 +114,9 @@ def test_an_arm_without_a_run_had_no_errors_because_it_had_nothing() -> None:
 
 
 def test_hooks_that_failed_are_told_by_arm() -> None:
-    runs = {"a": [{"policy_faults": 0}, {"policy_faults": None}], "b": [{"policy_faults": 3}, {}]}
+    runs: dict[str, list[dict[str, int | None]]] = {
+        "a": [{"policy_faults": 0}, {"policy_faults": None}],
+        "b": [{"policy_faults": 3}, {}],
+    }
     (line,) = describe_faults(runs)
     assert line.startswith("Policy faults: on b, hooks of the policy failed 3 times in 1 of 2 runs;")

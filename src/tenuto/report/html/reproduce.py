@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -9,15 +10,23 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tenuto.client.load.options import BenchOptions
+from tenuto.core.settings import get_flag
 from tenuto.report.html.chart import Table
 from tenuto.report.html.compare import sort_loads
 from tenuto.report.html.records import Run, shorten
 from tenuto.report.html.verdict import count, format_seconds
+from tenuto.sim.setup import Setup
+from tenuto.workload.load_options import LoadOptions
 
 MAX_COMMANDS = 12
 MAX_RUNS = 500
-SPELLED = {"max_num_batched_tokens": "max-num-batched-tokens", "window_s": "window"}
-"""Options whose name is not their field's."""
+_FLAGS = {
+    field.name: get_flag(field)
+    for options in (Setup, LoadOptions, BenchOptions)
+    for field in dataclasses.fields(options)
+}
+"""The flags of `tenuto simulate` and `tenuto bench`, by the names of their fields."""
 GRID = {"gpu": "--gpu", "policy": "--policies", "jps": "--jps", "seed": "--seed"}
 """What `tenuto compare` takes lists of, and the options for it."""
 BENCH_USUAL = {
@@ -134,10 +143,15 @@ def _make_options(values: Mapping[str, object]) -> list[str]:
         if name == "options" and isinstance(value, dict):
             words += [word for key, each in value.items() for word in ("--option", f"{key}={each}")]
         elif value is True:
-            words.append(f"--{name.replace('_', '-')}")
+            words.append(_get_flag(name))
         elif value is not None and value is not False:
-            words += [f"--{SPELLED.get(name, name).replace('_', '-')}", _to_word(value)]
+            words += [_get_flag(name), _to_word(value)]
     return words
+
+
+def _get_flag(name: str) -> str:
+    """How the command line names a field; a field that is no longer there keeps its name."""
+    return _FLAGS.get(name) or "--" + name.replace("_", "-")
 
 
 def _describe_versions(runs: Sequence[Run]) -> list[str]:
