@@ -91,6 +91,24 @@ def test_verify_tells_a_policy_that_holds_from_stock(capsys: pytest.CaptureFixtu
             live.wait_until_idle()
 
 
+@pytest.mark.parametrize(
+    ("policy", "gap", "words"),
+    [
+        ("continuum", "not granted", "not shown on an idle server"),
+        ("break-even", "expired", "at the policy's own deadline"),
+    ],
+)
+def test_verify_knows_what_a_policy_promises(
+    policy: str, gap: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serve(policy, speed=1) as live:
+        assert cli.main(["verify", "--url", live.url, "--gap", "1.5"]) == 0
+    said = capsys.readouterr().out
+    assert f"policy {policy}" in said
+    assert f"ok, {gap}" in said
+    assert words in said
+
+
 def test_clients_see_the_times_of_the_simulation(tmp_path: Path) -> None:
     """The same jobs through HTTP at twice the speed, and in the simulation, whose tools take as long.
 

@@ -23,8 +23,10 @@ examples:
 """
 
 _NOTES = """\
-Exit status: 0 if the job's KV cache was held in every tool gap, hit on return and released at the end; 1 if
-not; 2 if that could not be checked.
+Exit status: 0 if the server is healthy: the job's KV cache was held in every tool gap as its policy promises,
+hit on return and released at the end; 1 if not; 2 if that could not be checked. Some policies hold only under
+load: then the status is 0, and the text says that holding is not shown on an idle server.
+Under data parallelism each rank is checked.
 """
 
 
@@ -42,7 +44,8 @@ def run(given: Given) -> int:
     """Check a server."""
     import httpx
 
-    from tenuto.client.verify import format_verdict, verify
+    from tenuto.client.verify import verify
+    from tenuto.client.verify_text import format_verdict
 
     def say(text: str) -> None:
         print(f"[verify] {text}", file=sys.stderr, flush=True)

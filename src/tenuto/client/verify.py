@@ -3,19 +3,24 @@
 One job of five turns. After each turn but the last the job is in a tool call: all through the gap its
 blocks must stay in use. On return they must be hit, and after the last turn nothing may be left. Turn
 lengths follow the published functional check of the Continuum prototype, scaled to the server's block size.
+
+The server says which policy runs. A policy may ask for no lease where nothing competes for the cache, or for
+a short one: that is its choice, and is told apart from a server that should hold and does not.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
 from tenuto.client.http.address import check_api_key, check_url
+from tenuto.client.promise import get_promise
 from tenuto.client.servers.server_metrics import CacheState, read_cache_state
 from tenuto.core.errors import DataError
 
@@ -29,6 +34,11 @@ PROBE_WORDS = 50
 POLL_S = 0.1
 RELEASE_S = 10.0
 """How long the last turn's blocks may take to be released; metrics follow with the engine's next step."""
+
+
+Gap = Literal["held", "expired", "not granted", "not held", "end"]
+"""What became of a turn's blocks in its gap. expired: the lease lasted until the deadline that the policy
+gave it. not granted: the policy asked for no lease. end: after the last turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,9 @@ class TurnCheck:
     """Least number seen in the gap, or most seen at the end after the last turn."""
     latency_s: float
     ok: bool
+    gap: Gap = "not held"
+    rank: str | None = None
+    """The data-parallel rank; None where there is one engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,10 @@ class Verdict:
     block_size: int
     num_blocks: int
     turns: list[TurnCheck]
+    policy: str | None = None
+    """What `tenuto:info` says; None on stock vLLM."""
+    num_faults: int = 0
+    """Hooks of the policy that failed during the check."""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -72,7 +89,7 @@ def verify(
     api_key: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Run the check against an otherwise idle server.
+    """Run the check against an otherwise idle server, on each of its data-parallel ranks.
 
     Raises DataError if the server is not one this can be checked on, httpx.HTTPError if it fails.
     """
@@ -80,77 +97,112 @@ def verify(
     check_api_key(api_key)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=120) as client:
-        return _Check(client, gap_s, say).run()
+        # Asked first: some of vLLM's metrics appear with its first request.
+        _Check(client, gap_s, say).warm_up()
+        engines = read_cache_state(client).engines
+        ranks: tuple[str | None, ...] = engines if len(engines) > 1 else (None,)
+        return _join([_Check(client, gap_s, say, rank).run() for rank in ranks])
+
+
+def _join(verdicts: Sequence[Verdict]) -> Verdict:
+    """One verdict on all ranks."""
+    return dataclasses.replace(
+        verdicts[0],
+        ok=all(each.ok for each in verdicts),
+        num_blocks=sum(each.num_blocks for each in verdicts),
+        turns=[turn for each in verdicts for turn in each.turns],
+        num_faults=sum(each.num_faults for each in verdicts),
+    )
 
 
 class _Check:
-    def __init__(self, client: httpx.Client, gap_s: float, say: Callable[[str], None]) -> None:
+    """One job on one rank."""
+
+    def __init__(
+        self, client: httpx.Client, gap_s: float, say: Callable[[str], None], rank: str | None = None
+    ) -> None:
         self._client = client
         self._gap_s = gap_s
         self._say = say
+        self._rank = rank
         self._job_id = f"verify-{uuid.uuid4().hex[:12]}"
         self._messages: list[dict[str, str]] = []
-        models = client.get("/v1/models")
-        models.raise_for_status()
-        try:
-            first = models.json()["data"][0]
-            self._model = str(first["id"])
-            longest = first.get("max_model_len")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(
-                f"{models.url} does not name a model; is this an OpenAI-compatible server?"
-            ) from error
-        # Asked first: some of vLLM's metrics appear with its first request.
+        self._model, self._longest = _read_model(client)
+
+    def warm_up(self) -> None:
+        """Send one request."""
+        self._measure_tokens_per_word()
+
+    def run(self) -> Verdict:
+        """Send the turns, one after the other."""
         self._tokens_per_word = self._measure_tokens_per_word()
-        self._before = read_cache_state(client)
-        block_size = self._before.block_size
+        self._before = before = self._read_state()
+        self._check_room()
+        turns: list[TurnCheck] = []
+        for number in range(len(TOOLS)):
+            self._say(f"{'' if self._rank is None else f'rank {self._rank}, '}turn {number + 1}/{len(TOOLS)}")
+            turns.append(self._run_turn(number, turns))
+        promise = get_promise(before.policy)
+        # A policy that promises to hold may have learned that this job is not worth it, but not each turn.
+        forgives = promise == "may" or (
+            promise == "idle" and any(t.gap in ("held", "expired") for t in turns)
+        )
+        if forgives:
+            turns = [dataclasses.replace(t, ok=t.ok or _is_own_choice(t)) for t in turns]
+        num_faults = int(self._read_state().num_faults - before.num_faults)
+        ok = all(t.ok for t in turns) and not num_faults
+        return Verdict(
+            ok, self._model, before.block_size, before.num_blocks, turns, before.policy, num_faults
+        )
+
+    def _check_room(self) -> None:
+        block_size, num_blocks = self._before.block_size, self._before.num_blocks
         needed = (PROMPT_BLOCKS[-1] + SPARE_BLOCKS) * block_size
-        room = min(longest if type(longest) is int else needed, self._before.num_blocks * block_size)
+        room = min(self._longest if self._longest is not None else needed, num_blocks * block_size)
         if needed > room:
             raise DataError(
                 f"the check needs {needed // block_size} blocks of {block_size} tokens for its context, "
                 f"this server has room for {room // block_size}"
             )
 
-    def run(self) -> Verdict:
-        turns: list[TurnCheck] = []
-        last_prompt_tokens = 0
-        for number in range(len(TOOLS)):
-            is_last = number == len(TOOLS) - 1
-            self._say(f"turn {number + 1}/{len(TOOLS)}")
-            self._extend(PROMPT_BLOCKS[number] * self._before.block_size - self._count_so_far(turns))
-            hits_before = read_cache_state(self._client).num_hit_tokens
-            started_s = time.monotonic()
-            answer = self._send(number, is_last)
-            latency_s = time.monotonic() - started_s
-            usage = answer["usage"]
-            prompt_tokens, output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-            expected = 0 if is_last else (prompt_tokens + output_tokens - 1) // self._before.block_size
-            held = self._watch_release() if is_last else self._watch_gap(expected)
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-            if cached is None:
-                cached = int(read_cache_state(self._client).num_hit_tokens - hits_before)
-            min_cached = last_prompt_tokens // self._before.block_size * self._before.block_size
-            turns.append(
-                TurnCheck(
-                    turn=number + 1,
-                    tool=TOOLS[number],
-                    prompt_tokens=prompt_tokens,
-                    output_tokens=output_tokens,
-                    cached_tokens=cached,
-                    min_cached_tokens=min_cached,
-                    expected_blocks=expected,
-                    held_blocks=held,
-                    latency_s=latency_s,
-                    ok=cached >= min_cached and (held <= 0 if is_last else held >= expected),
-                )
-            )
-            last_prompt_tokens = prompt_tokens
-            self._messages.append(
-                {"role": "assistant", "content": answer["choices"][0]["message"].get("content") or ""}
-            )
-        state = self._before
-        return Verdict(all(t.ok for t in turns), self._model, state.block_size, state.num_blocks, turns)
+    def _run_turn(self, number: int, turns: list[TurnCheck]) -> TurnCheck:
+        block_size = self._before.block_size
+        is_last = number == len(TOOLS) - 1
+        self._extend(PROMPT_BLOCKS[number] * block_size - self._count_so_far(turns))
+        before = self._read_state()
+        started_s = time.monotonic()
+        answer = self._send(number, is_last)
+        latency_s = time.monotonic() - started_s
+        usage = answer["usage"]
+        prompt_tokens, output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        expected = 0 if is_last else (prompt_tokens + output_tokens - 1) // block_size
+        held = self._watch_release() if is_last else self._watch_gap(expected)
+        after = self._read_state()
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if cached is None:
+            cached = int(after.num_hit_tokens - before.num_hit_tokens)
+        min_cached = turns[-1].prompt_tokens // block_size * block_size if turns else 0
+        gap = "end" if is_last else _judge_gap(before, after, held, expected)
+        content = answer["choices"][0]["message"].get("content") or ""
+        self._messages.append({"role": "assistant", "content": content})
+        is_fine = held <= 0 if is_last else gap in ("held", "expired")
+        return TurnCheck(
+            turn=number + 1,
+            tool=TOOLS[number],
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            cached_tokens=cached,
+            min_cached_tokens=min_cached,
+            expected_blocks=expected,
+            held_blocks=held,
+            latency_s=latency_s,
+            ok=cached >= min_cached and is_fine,
+            gap=gap,
+            rank=self._rank,
+        )
+
+    def _read_state(self) -> CacheState:
+        return read_cache_state(self._client, self._rank)
 
     def _measure_tokens_per_word(self) -> float:
         # Tokenizers differ; the message's own markers make this a little too large, which is the safe side.
@@ -179,7 +231,8 @@ class _Check:
             "temperature": 0,
             "vllm_xargs": {"job_id": self._job_id, "tool": TOOLS[number], "is_last_step": int(is_last)},
         }
-        response = self._client.post("/v1/chat/completions", json=body)
+        headers = {} if self._rank is None else {"X-data-parallel-rank": self._rank}
+        response = self._client.post("/v1/chat/completions", json=body, headers=headers)
         if response.is_error:
             raise DataError(f"the server answered {response.status_code}: {response.text[:500]}")
         try:
@@ -192,18 +245,17 @@ class _Check:
     def _watch_gap(self, expected: int) -> int:
         """The least number of blocks held at any time in the gap; the first poll may come before the news."""
         end_s = time.monotonic() + self._gap_s
-        least: int | None = None
         time.sleep(POLL_S)
+        least = self._get_held(self._read_state())
         while time.monotonic() < end_s:
-            held = self._get_held(read_cache_state(self._client))
-            least = held if least is None else min(least, held)
+            least = min(least, self._get_held(self._read_state()))
             time.sleep(POLL_S)
-        return least or 0
+        return least
 
     def _watch_release(self) -> int:
         """Blocks still held when they should all be released; polled until none are, or time is up."""
         end_s = time.monotonic() + RELEASE_S
-        while (held := self._get_held(read_cache_state(self._client))) > 0 and time.monotonic() < end_s:
+        while (held := self._get_held(self._read_state())) > 0 and time.monotonic() < end_s:
             time.sleep(POLL_S)
         return held
 
@@ -213,22 +265,28 @@ class _Check:
         return max(used, retained)
 
 
-def format_verdict(verdict: Verdict) -> str:
-    """The verdict as a table and a sentence."""
-    lines = [
-        f"{verdict.model}: {verdict.num_blocks} blocks of {verdict.block_size} tokens",
-        "turn  tool    prompt  output  cached (at least)  held in the gap (expected)  latency",
-    ]
-    for t in verdict.turns:
-        lines.append(
-            f"{t.turn:>4}  {t.tool:<6}  {t.prompt_tokens:>6}  {t.output_tokens:>6}  {t.cached_tokens:>6} "
-            f"({t.min_cached_tokens:>8})  {t.held_blocks:>15} ({t.expected_blocks:>8})  {t.latency_s:>6.2f} s"
-            f"  {'ok' if t.ok else 'FAILED'}"
-        )
-    if verdict.ok:
-        lines.append("Held in every gap, hit on return, released at the end.")
-    else:
-        lines.append(
-            "NOT held: this server gives a job's KV cache away during its tool calls, or keeps it after."
-        )
-    return "\n".join(lines)
+def _read_model(client: httpx.Client) -> tuple[str, int | None]:
+    """The model's name and the longest context it takes. Raises DataError."""
+    models = client.get("/v1/models")
+    models.raise_for_status()
+    try:
+        first = models.json()["data"][0]
+        longest = first.get("max_model_len")
+        return str(first["id"]), longest if type(longest) is int else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{models.url} does not name a model; is this an OpenAI-compatible server?"
+        ) from error
+
+
+def _judge_gap(before: CacheState, after: CacheState, held: int, expected: int) -> Gap:
+    """What became of a turn's blocks between two looks, with so many of them held throughout."""
+    if held >= expected:
+        return "held"
+    if after.num_expired > before.num_expired:
+        return "expired"
+    return "not granted" if after.num_granted == before.num_granted else "not held"
+
+
+def _is_own_choice(turn: TurnCheck) -> bool:
+    return turn.gap == "not granted" and turn.cached_tokens >= turn.min_cached_tokens

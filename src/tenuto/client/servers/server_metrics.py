@@ -13,7 +13,7 @@ from tenuto.core.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """A server's KV cache at one moment, summed over its engines."""
+    """A server's KV cache at one moment: one engine's, or summed over all."""
 
     block_size: int
     num_blocks: int
@@ -23,10 +23,23 @@ class CacheState:
     """None where the server has no such metric (stock vLLM)."""
     num_hit_tokens: float
     """Prefix-cache hits since the start."""
+    num_granted: float = 0.0
+    """Leases granted since the start."""
+    num_expired: float = 0.0
+    """Leases that lasted until their deadline."""
+    num_faults: float = 0.0
+    """Policy hooks that failed."""
+    policy: str | None = None
+    """None where the server has no `tenuto:info` (stock vLLM)."""
+    engines: tuple[str, ...] = ()
+    """The labels of all engines, one for each data-parallel rank."""
 
 
-def read_cache_state(client: httpx.Client) -> CacheState:
-    """Read the cache's size and use. Raises DataError if the server does not show vLLM's metrics."""
+def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheState:
+    """Read the cache's size and use, of one engine or of all.
+
+    Raises DataError if the server does not show vLLM's metrics.
+    """
     response = client.get("/metrics")
     response.raise_for_status()
     try:
@@ -45,14 +58,24 @@ def read_cache_state(client: httpx.Client) -> CacheState:
             f"{client.base_url}/metrics has no vllm:cache_config_info and vllm:kv_cache_usage_perc; "
             "is this a vLLM server, started without --disable-log-stats?"
         )
+    engines = tuple(sorted(sizes))
+    which = {} if engine is None else {"engine": engine}
+    sizes = {label: size for label, size in sizes.items() if engine in (None, label)}
     num_used = sum(usage.get(engine, 0.0) * (blocks - 1) for engine, (_, blocks) in sizes.items())
-    retained = page.total("tenuto:retained_blocks")
+    retained = page.total("tenuto:retained_blocks", **which)
+    ended = page.total("tenuto:leases_ended_total", reason="expired", **which)
+    policies = page.labels("tenuto:info", "policy")
     return CacheState(
         block_size=next(iter(sizes.values()))[0],
         num_blocks=sum(blocks - 1 for _, blocks in sizes.values()),
         num_used_blocks=round(num_used),
         num_retained_blocks=None if retained is None else round(retained),
-        num_hit_tokens=page.total("vllm:prefix_cache_hits_total") or 0.0,
+        num_hit_tokens=page.total("vllm:prefix_cache_hits_total", **which) or 0.0,
+        num_granted=page.total("tenuto:leases_granted_total", **which) or 0.0,
+        num_expired=ended or 0.0,
+        num_faults=page.total("tenuto:policy_faults_total", **which) or 0.0,
+        policy=policies[0] if policies else None,
+        engines=engines,
     )
 
 

@@ -1,0 +1,54 @@
+"""The verdict of `tenuto verify` in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tenuto.client.promise import get_promise
+from tenuto.client.verify import Verdict
+
+
+def format_verdict(verdict: Verdict) -> str:
+    """The verdict as a table and a sentence."""
+    policy = "stock vLLM" if verdict.policy is None else f"policy {verdict.policy}"
+    lines = [
+        f"{verdict.model}: {verdict.num_blocks} blocks of {verdict.block_size} tokens, {policy}",
+        "turn  tool    prompt  output  cached (at least)  held in the gap (expected)  latency",
+    ]
+    rank: str | None = None
+    for t in verdict.turns:
+        if t.rank != rank:
+            rank = t.rank
+            lines.append(f"rank {rank}")
+        lines.append(
+            f"{t.turn:>4}  {t.tool:<6}  {t.prompt_tokens:>6}  {t.output_tokens:>6}  {t.cached_tokens:>6} "
+            f"({t.min_cached_tokens:>8})  {t.held_blocks:>15} ({t.expected_blocks:>8})  {t.latency_s:>6.2f} s"
+            f"  {'ok' if t.ok else 'FAILED'}{f', {t.gap}' if t.gap in ('expired', 'not granted') else ''}"
+        )
+    return "\n".join([*lines, *_conclude(verdict)])
+
+
+def _conclude(verdict: Verdict) -> list[str]:
+    """What the turns come to, in sentences."""
+    lines = []
+    if verdict.num_faults:
+        lines.append(f"{verdict.num_faults} hooks of the policy FAILED; the server's log has the reason.")
+    gaps = Counter(turn.gap for turn in verdict.turns)
+    if not verdict.ok:
+        if get_promise(verdict.policy) == "never" and verdict.policy is not None:
+            lines.append(f"Policy {verdict.policy} holds nothing, by design.")
+        lines.append(
+            "NOT held: this server gives a job's KV cache away during its tool calls, or keeps it after."
+        )
+    elif not gaps["not granted"] and not gaps["expired"]:
+        lines.append("Held in every gap, hit on return, released at the end.")
+    else:
+        lines.append("Healthy: hit on return, released at the end. But not shown in every gap:")
+    if gaps["expired"]:
+        lines.append(f"{gaps['expired']} leases ended in the gap, at the policy's own deadline; see --gap.")
+    if verdict.ok and gaps["not granted"]:
+        lines.append(
+            f"{gaps['not granted']} times the policy asked for no lease. Holding is not shown on an idle "
+            "server: nothing evicts the cache here, and some policies hold only under load."
+        )
+    return lines
