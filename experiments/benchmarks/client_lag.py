@@ -49,17 +49,17 @@ def main() -> int:
         before_s = time.process_time()
         result = run(url, args)
         cpu_s = time.process_time() - before_s
-    client = result["client"]
-    seconds, turns = result["makespan_s"], client["turns"]["ok"]
+    client, planned = result["client"], result["turns"]["planned"]
+    seconds, turns = result["makespan_s"], result["turns"]["ok"]
     print(
-        f"{turns} of {client['turns']['planned']} turns in {seconds:.1f} s: {turns / seconds:.0f} turns/s, "
-        f"{client['output_tokens'] / seconds:.0f} tokens/s, client {cpu_s:.1f} s of processor time"
+        f"{turns} of {planned} turns in {seconds:.1f} s: {turns / seconds:.0f} turns/s, "
+        f"{result['output_tokens'] / seconds:.0f} tokens/s, client {cpu_s:.1f} s of processor time"
     )
     lags = {"sending": client["send_lag_s"], "event loop": client["event_loop_lag_s"]}
     for name, lag in lags.items():
         print(f"{name:>10}: " + ", ".join(f"{key} {value * 1000:.1f} ms" for key, value in lag.items()))
     print(f"load average after: {os.getloadavg()[0]:.2f}")
-    is_complete = turns == client["turns"]["planned"]
+    is_complete = turns == planned
     return 0 if is_complete and all(lag["p99"] <= args.limit for lag in lags.values()) else 1
 
 

@@ -112,11 +112,11 @@ def run_tenuto(server: Server, load: LoadOptions, workload: Workload, folder: Pa
     )
     with RunFiles(folder) as files:
         result = asyncio.run(measure(options, workload, files))
-    if result["client"]["turns"]["ok"] != result["client"]["turns"]["planned"]:
+    if result["turns"]["ok"] != result["turns"]["planned"]:
         raise SystemExit(f"tenuto bench lost turns: {result['client']['failed_attempts']}")
     return {
         "ttft": result["ttft_s"]["mean"],
-        "turn": result["client"]["turn_latency_s"]["mean"],
+        "turn": result["latency_s"]["mean"],
         "session": result["job_s"]["mean"],
     }
 

@@ -13,6 +13,7 @@ docs/glossary.md defines each number, `tenuto.records.metrics` computes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
@@ -239,9 +240,20 @@ class RunRecord:
     client: Mapping[str, Any] | None = None
     """What only a bench knows: see docs/bench.md."""
 
+    def get_turn_latencies(self) -> dict[int, float]:
+        """Mean seconds of all jobs' first turns, second turns and so on, from 1; without the unknown ones."""
+        means = {int(number): mean.latency_s for number, mean in self.by_turn.items()}
+        return {number: latency_s for number, latency_s in means.items() if latency_s is not None}
+
     def to_json(self) -> dict[str, Any]:
         """The object in result.json, and a line of results.jsonl."""
         return {"kind": RUN, "schema": SCHEMA, **asdict(self), "notes": list(self.notes)}
+
+
+def get_stat(stats: Stats | None, name: str) -> float | None:
+    """One of the statistics; None if the file does not have it."""
+    value = math.nan if stats is None else getattr(stats, name)
+    return None if math.isnan(value) else value
 
 
 def _get_difference(end_s: float | None, start_s: float | None) -> float | None:

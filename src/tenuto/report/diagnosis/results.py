@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from tenuto.core.errors import DataError
-from tenuto.records.schema import RunRecord
+from tenuto.records.schema import RunRecord, get_stat
 from tenuto.report.diagnosis.diagnosis import Evidence, diagnose
 from tenuto.report.diagnosis.summary import LABELS, get_growth, get_labels
 
@@ -43,11 +42,6 @@ def _get_load(record: RunRecord) -> tuple[object, ...]:
     return tuple(getattr(record, name) for name in LABELS if name != "policy")
 
 
-def _get_latencies(record: RunRecord) -> dict[int, float]:
-    means = {int(number): mean.latency_s for number, mean in record.by_turn.items()}
-    return {number: latency_s for number, latency_s in means.items() if latency_s is not None}
-
-
 def _count_turns(record: RunRecord) -> int:
     """As the client counted; else as if all jobs had as many turns, as those of 0.1's sweeps have."""
     return record.turns.ok or (record.jobs or 0) * len(record.by_turn)
@@ -61,18 +55,12 @@ def _get_best_share(record: RunRecord) -> float | None:
     return min(1.0, (hit + recomputed) / record.prompt_tokens)
 
 
-def _get(record: RunRecord, name: str) -> float | None:
-    """A percentile of the job times; None if the record does not have it."""
-    value = math.nan if record.job_s is None else getattr(record.job_s, name)
-    return None if math.isnan(value) else value
-
-
 def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | None) -> dict[str, Any]:
-    latency_s, num_turns = _get_latencies(record), _count_turns(record)
+    latency_s, num_turns = record.get_turn_latencies(), _count_turns(record)
     growth = get_growth(latency_s)
     prompt, hit, preemptions = record.prompt_tokens, record.hit_tokens, record.preemptions
     hit_ratio = hit / prompt if prompt and hit is not None else None
-    job_s = _get(record, "mean")
+    job_s = get_stat(record.job_s, "mean")
     evidence = Evidence(
         latency_s=latency_s,
         last_turn=growth.turn if growth else None,
@@ -81,16 +69,18 @@ def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | Non
         hit_share=hit_ratio,
         best_share=_get_best_share(record),
         num_moved_tokens=(record.loaded_tokens or 0) + (record.stored_tokens or 0),
-        light_first_s=_get_latencies(light).get(1) if light is not None and light is not record else None,
+        light_first_s=light.get_turn_latencies().get(1)
+        if light is not None and light is not record
+        else None,
         policy=record.policy,
         job_s=job_s,
-        stock_job_s=_get(stock, "mean") if stock is not None and stock is not record else None,
+        stock_job_s=get_stat(stock.job_s, "mean") if stock is not None and stock is not record else None,
     )
     return {
         "labels": get_labels(record),
         "jobs": record.jobs,
         "job_s": job_s,
-        "p95_job_s": _get(record, "p95"),
+        "p95_job_s": get_stat(record.job_s, "p95"),
         "prompt_tokens": prompt,
         "hit_tokens": hit,
         "recomputed_tokens": record.recomputed_tokens,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tenuto.records.fields import clean
-from tenuto.records.schema import RunRecord, Stats
+from tenuto.records.schema import RunRecord, get_stat
 
 NO_POLICY, NO_GPU = "unnamed policy", "unnamed GPU"
 FAULT_MARK = " !"
@@ -95,15 +94,13 @@ def make_run(record: RunRecord, place: str) -> Run:
         jps=record.jps,
         seed=record.seed,
         num_jobs=record.jobs,
-        mean_s=_get(job_s, "mean"),
-        p50_s=_get(job_s, "p50"),
-        p95_s=_get(job_s, "p95"),
-        p99_s=_get(job_s, "p99"),
+        mean_s=get_stat(job_s, "mean"),
+        p50_s=get_stat(job_s, "p50"),
+        p95_s=get_stat(job_s, "p95"),
+        p99_s=get_stat(job_s, "p99"),
         job_times_s=tuple(record.job_times_s.values()),
-        turn_latency_s={
-            int(turn): mean.latency_s for turn, mean in record.by_turn.items() if mean.latency_s is not None
-        },
-        ttft_p95_s=_get(record.ttft_s, "p95"),
+        turn_latency_s=record.get_turn_latencies(),
+        ttft_p95_s=get_stat(record.ttft_s, "p95"),
         prompt_tokens=record.prompt_tokens,
         hit_tokens=record.hit_tokens,
         recomputed_tokens=record.recomputed_tokens,
@@ -121,12 +118,6 @@ def make_run(record: RunRecord, place: str) -> Run:
 def shorten(name: str, most: int = MAX_NAME) -> str:
     """A name short enough to show, in characters."""
     return name if len(name) <= most else f"{name[: most - 1]}…"
-
-
-def _get(stats: Stats | None, name: str) -> float | None:
-    """A percentile; None if the file does not have it."""
-    value = math.nan if stats is None else getattr(stats, name)
-    return None if math.isnan(value) else value
 
 
 def _describe_options(record: RunRecord) -> str:
