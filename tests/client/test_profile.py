@@ -17,7 +17,7 @@ from tenuto.client.http.request import RequestWriter
 from tenuto.client.http.stream import Answer, Usage
 from tenuto.client.profile import run as run_module
 from tenuto.client.profile.options import ProfileOptions
-from tenuto.client.profile.plan import OUTPUT_TOKENS, Decode, Plan, Prefill, get_max_context, make_plan
+from tenuto.client.profile.plan import OUTPUT_TOKENS, Decode, Prefill, ProfilePlan, get_max_context, make_plan
 from tests.client.fake_server import BLOCK_SIZE, FakeServer, Reply, serving
 
 PREFILL = (0.01, 2e-5, 3e-9)
@@ -62,7 +62,7 @@ class KnownServer:
         return longest
 
 
-def time_plan(server: KnownServer, plan: Plan, repeats: int = 1) -> list[dict[str, Any]]:
+def time_plan(server: KnownServer, plan: ProfilePlan, repeats: int = 1) -> list[dict[str, Any]]:
     writer = RequestWriter("fake", TokenIds(), "salt")
     asker = run_module.Asker(server, writer)  # type: ignore[arg-type]
 
@@ -88,13 +88,13 @@ def test_known_costs_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_prefills_of_another_length_than_meant_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = Plan(prefills=(Prefill(64, 0), Prefill(64, 512)), decodes=())
+    plan = ProfilePlan(prefills=(Prefill(64, 0), Prefill(64, 512)), decodes=())
     assert len(time_plan(KnownServer(has_cache=False), plan)) == 1
     assert "1 prefills found something else in the prefix cache" in capsys.readouterr().err
 
 
 def test_decodes_that_waited_for_each_other_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = Plan(prefills=(), decodes=(Decode(4, 128), Decode(2, 128)))
+    plan = ProfilePlan(prefills=(), decodes=(Decode(4, 128), Decode(2, 128)))
     (step,) = time_plan(KnownServer(max_running=2), plan)
     assert step["decodes"] == [128 + OUTPUT_TOKENS // 2] * 2
     assert "Set --max-batch" in capsys.readouterr().err
@@ -110,7 +110,7 @@ def test_the_plan_stays_within_what_the_server_holds() -> None:
 
 
 def test_a_prefill_and_decodes_of_the_same_numbers_are_two_steps() -> None:
-    plan = Plan(prefills=(Prefill(4, 128),), decodes=(Decode(4, 128),))
+    plan = ProfilePlan(prefills=(Prefill(4, 128),), decodes=(Decode(4, 128),))
     first, second = time_plan(KnownServer(), plan)
     assert first["prefills"] == [[4, 128]]
     assert second["decodes"] == [128 + OUTPUT_TOKENS // 2] * 4

@@ -22,7 +22,7 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.segments import Segment
 from tenuto.sim.server.content import ContentTree, Text, TokenIds, make_token_ids
-from tenuto.sim.server.engine import Engine, ServedRequest, Turn
+from tenuto.sim.server.engine import Engine, ServedRequest, ServedTurn
 from tenuto.sim.simulation import Simulation
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Workload
@@ -96,7 +96,7 @@ class Clients:
         turn = self._engine.submit(request, lambda: None)
         turn.on_news = lambda: self.hear(job, index, turn)
 
-    def hear(self, job: Job, index: int, turn: Turn) -> None:
+    def hear(self, job: Job, index: int, turn: ServedTurn) -> None:
         if not turn.is_finished:
             return
         times_s = (turn.arrival_s, turn.start_s, turn.first_token_s, turn.last_token_s)
@@ -164,7 +164,7 @@ def test_aborts_leak_nothing(policy: str, seed: int) -> None:
     chance = random.Random(seed)
     scheduler = make_scheduler(policy, 120, depth=1 + seed % 2)
     engine, content = Engine(scheduler, LinearSteps()), ContentTree()
-    live: list[Turn] = []
+    live: list[ServedTurn] = []
     now_s = 0.0
     for number in range(400):
         now_s += chance.expovariate(20)

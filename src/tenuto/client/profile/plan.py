@@ -42,7 +42,7 @@ TimedStep = Prefill | Decode
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProfilePlan:
     """Prefills by rising context, decodes by rising context and falling number."""
 
     prefills: tuple[Prefill, ...]
@@ -54,7 +54,7 @@ class Plan:
         return (*self.prefills, *self.decodes)
 
 
-def make_plan(step_tokens: int, max_context: int, max_batch: int, num_kv_tokens: int | None) -> Plan:
+def make_plan(step_tokens: int, max_context: int, max_batch: int, num_kv_tokens: int | None) -> ProfilePlan:
     """The steps to time: no chunk above `step_tokens`, no decodes that the KV cache cannot hold at once."""
     chunks = _double(FEWEST_CHUNK_TOKENS, step_tokens)
     contexts = [0, *(_double(4 * UNIT, max_context // UNIT * UNIT))]
@@ -68,7 +68,7 @@ def make_plan(step_tokens: int, max_context: int, max_batch: int, num_kv_tokens:
         for n in batches
         if n * (c + OUTPUT_TOKENS) <= room and c + OUTPUT_TOKENS < max_context
     )
-    return Plan(prefills, decodes)
+    return ProfilePlan(prefills, decodes)
 
 
 def get_max_context(wanted: int | None, max_model_len: int | None, num_kv_tokens: int | None) -> int:

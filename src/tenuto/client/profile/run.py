@@ -26,8 +26,8 @@ from tenuto.client.profile.options import ProfileOptions
 from tenuto.client.profile.plan import (
     OUTPUT_TOKENS,
     Decode,
-    Plan,
     Prefill,
+    ProfilePlan,
     TimedStep,
     get_max_context,
     make_plan,
@@ -148,7 +148,7 @@ class Asker:
         return (latest.last_token_s - latest.first_token_s) / (num_tokens - 1)
 
 
-async def _time_plan(asker: Asker, plan: Plan, repeats: int) -> list[Observation]:
+async def _time_plan(asker: Asker, plan: ProfilePlan, repeats: int) -> list[Observation]:
     """Time each step `repeats` times, the whole plan again and again: a slow minute meets all alike."""
     times: Times = {}
     num_steps = repeats * len(plan.steps)
@@ -165,7 +165,7 @@ async def _time_plan(asker: Asker, plan: Plan, repeats: int) -> list[Observation
     return [step.describe(statistics.median(seconds)) for step, seconds in times.items()]
 
 
-def _say_what_is_missing(asker: Asker, plan: Plan, times: Times) -> None:
+def _say_what_is_missing(asker: Asker, plan: ProfilePlan, times: Times) -> None:
     if asker.num_unlike:
         say(
             f"{asker.num_unlike} prefills found something else in the prefix cache than was put there; they "

@@ -32,7 +32,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AnswerPlan:
     """An answer before its words are chosen."""
 
     num_words: int
@@ -49,7 +49,7 @@ class Plan:
 
 def plan_answer(
     tokenizer: Tokenizer, sampling: Sampling, room: int, default_tokens: int, call: Call | None = None
-) -> Plan:
+) -> AnswerPlan:
     """Decide how long an answer is and how it ends.
 
     `room` is how many tokens fit into the model's context, `default_tokens` the length of an answer without
@@ -59,14 +59,14 @@ def plan_answer(
     call_ids = tokenizer.encode("" if call is None else write_call(call.name, call.arguments))
     if call is not None and len(call_ids) <= limit:
         num_tokens = limit if sampling.ignore_eos else min(limit, max(len(call_ids), sampling.min_tokens))
-        return Plan(num_tokens - len(call_ids), call, call_ids, "tool_calls")
+        return AnswerPlan(num_tokens - len(call_ids), call, call_ids, "tool_calls")
     # A call that does not fit is cut off, and then it is not a call.
     runs_on = call is not None or sampling.ignore_eos or sampling.max_tokens is not None
     num_tokens = limit if runs_on else min(limit, max(default_tokens, sampling.min_tokens))
-    return Plan(num_tokens, None, tokenizer.encode(""), "length" if num_tokens == limit else "stop")
+    return AnswerPlan(num_tokens, None, tokenizer.encode(""), "length" if num_tokens == limit else "stop")
 
 
-def choose_words(tokenizer: Tokenizer, plan: Plan, seed: str, *, begins: bool) -> TokenIds:
+def choose_words(tokenizer: Tokenizer, plan: AnswerPlan, seed: str, *, begins: bool) -> TokenIds:
     """The answer's tokens; with `begins` there is no blank before the first word."""
     random, words = Random(seed), tokenizer.words
     token_ids = plan.call_ids[:0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tenuto.core.requests.hints import Hints
 from tenuto.core.requests.identity import read_hints
-from tenuto.sim.server.answer import Plan, plan_answer, read_call
+from tenuto.sim.server.answer import AnswerPlan, plan_answer, read_call
 from tenuto.sim.server.body import (
     Body,
     Sampling,
@@ -46,7 +46,7 @@ class Ask:
     sampling: Sampling
     hints: Hints
     prompt_ids: TokenIds
-    plan: Plan
+    plan: AnswerPlan
 
 
 def read_ask(raw: bytes, headers: Mapping[str, str], path: str, served: Served) -> Ask:

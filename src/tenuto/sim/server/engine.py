@@ -31,7 +31,7 @@ class ServedRequest(Request):
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class ServedTurn:
     """One request on its way through the engine. Times in seconds on the engine's clock."""
 
     request: ServedRequest
@@ -51,7 +51,7 @@ class Turn:
 
 class _Message(NamedTuple):
     at_s: float
-    turn: Turn
+    turn: ServedTurn
     is_abort: bool
 
 
@@ -81,7 +81,7 @@ class Engine:
         self._step_cost = step_cost
         self._on_step = on_step
         self._inbox: deque[_Message] = deque()
-        self._turns: dict[str, Turn] = {}
+        self._turns: dict[str, ServedTurn] = {}
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_end_s = now_s
         self._waits_for_step = False
@@ -93,14 +93,14 @@ class Engine:
         """Requests that arrived and have not ended."""
         return len(self._turns)
 
-    def submit(self, request: ServedRequest, on_news: Callable[[], None]) -> Turn:
+    def submit(self, request: ServedRequest, on_news: Callable[[], None]) -> ServedTurn:
         """Take a request at its arrival time; times must not decrease."""
-        turn = Turn(request, request.arrival_s, on_news)
+        turn = ServedTurn(request, request.arrival_s, on_news)
         self._turns[request.turn_id] = turn
         self._inbox.append(_Message(request.arrival_s, turn, is_abort=False))
         return turn
 
-    def abort(self, turn: Turn, now_s: float) -> None:
+    def abort(self, turn: ServedTurn, now_s: float) -> None:
         """The client of a turn went away; nothing happens if the turn is done."""
         if self._turns.pop(turn.request.turn_id, None) is not None:
             self._inbox.append(_Message(now_s, turn, is_abort=True))
@@ -197,7 +197,7 @@ class Engine:
                 self._turns.pop(turn.request.turn_id, None)
                 turn.on_news()
 
-    def _count_tokens(self, turn: Turn, num_new_tokens: int) -> None:
+    def _count_tokens(self, turn: ServedTurn, num_new_tokens: int) -> None:
         stats = self.stats
         stats.num_output_tokens += num_new_tokens
         if turn.num_tokens == 0:
@@ -209,7 +209,7 @@ class Engine:
         turn.last_token_s = self.now_s
         turn.num_tokens += num_new_tokens
 
-    def _finish_turn(self, turn: Turn) -> None:
+    def _finish_turn(self, turn: ServedTurn) -> None:
         del self._turns[turn.request.turn_id]
         turn.is_finished = True
         stats, request = self.stats, turn.request

@@ -14,7 +14,7 @@ from tenuto.core.requests.tool_calls import find_tool_call
 from tenuto.sim.server.answer import choose_words, get_seed
 from tenuto.sim.server.ask import Ask, Served, read_ask
 from tenuto.sim.server.content import ContentTree, TokenIds
-from tenuto.sim.server.engine import ServedRequest, Turn
+from tenuto.sim.server.engine import ServedRequest, ServedTurn
 from tenuto.sim.server.pace import Pacer
 from tenuto.sim.server.replies import Reply
 from tenuto.sim.server.template import write_call
@@ -87,7 +87,7 @@ class Generator:
         return request, answer_ids
 
 
-async def _wait(turn: Turn, news: asyncio.Event) -> None:
+async def _wait(turn: ServedTurn, news: asyncio.Event) -> None:
     """Wait for the next tokens; raises the turn's error if it has one."""
     await news.wait()
     news.clear()
@@ -95,7 +95,9 @@ async def _wait(turn: Turn, news: asyncio.Event) -> None:
         raise turn.error
 
 
-async def _stream(request: web.Request, turn: Turn, news: asyncio.Event, reply: Reply) -> web.StreamResponse:
+async def _stream(
+    request: web.Request, turn: ServedTurn, news: asyncio.Event, reply: Reply
+) -> web.StreamResponse:
     """Send tokens as they come; several at once, if the client or this process is slow."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -109,7 +111,7 @@ async def _stream(request: web.Request, turn: Turn, news: asyncio.Event, reply: 
     return response
 
 
-async def _write(turn: Turn, news: asyncio.Event, reply: Reply) -> AsyncIterator[bytes]:
+async def _write(turn: ServedTurn, news: asyncio.Event, reply: Reply) -> AsyncIterator[bytes]:
     """The pieces of a stream; call when the first tokens are there."""
     num_sent = 0
     while True:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from tenuto.sim.server.clock import Clock
-from tenuto.sim.server.engine import Engine, ServedRequest, Turn
+from tenuto.sim.server.engine import Engine, ServedRequest, ServedTurn
 
 WARN_LAG_S = 1.0
 """Real seconds of lag at which the log warns; it warns again whenever the lag has doubled."""
@@ -28,7 +28,7 @@ class Pacer:
         self._news = asyncio.Event()
         self._warn_lag_s = WARN_LAG_S
 
-    def submit(self, request: ServedRequest, on_news: Callable[[], None]) -> Turn:
+    def submit(self, request: ServedRequest, on_news: Callable[[], None]) -> ServedTurn:
         """Submit a request that arrives now. If the engine has failed, raises its error."""
         if self.error is not None:
             raise self.error
@@ -37,7 +37,7 @@ class Pacer:
         self._news.set()
         return turn
 
-    def abort(self, turn: Turn) -> None:
+    def abort(self, turn: ServedTurn) -> None:
         """End a turn whose client went away; nothing happens if it is done."""
         self.engine.abort(turn, self.clock.get_now_s())
         self._news.set()

@@ -8,7 +8,7 @@ from typing import Any
 
 from tenuto.sim.server.ask import Ask
 from tenuto.sim.server.content import TokenIds
-from tenuto.sim.server.engine import Turn
+from tenuto.sim.server.engine import ServedTurn
 from tenuto.sim.server.errors import RequestError
 from tenuto.sim.server.tokenizer import Words
 
@@ -28,7 +28,7 @@ class Reply:
         self._object = "chat.completion" if ask.is_chat else "text_completion"
         self._head = {"id": request_id, "created": int(time.time()), "model": model_name}
 
-    def write_whole(self, turn: Turn) -> dict[str, Any]:
+    def write_whole(self, turn: ServedTurn) -> dict[str, Any]:
         """The response to a request that does not stream."""
         sampling, plan = self._ask.sampling, self._plan
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": plan.finish_reason}
@@ -69,7 +69,7 @@ class Reply:
             events.append(self._write_event({"choices": [choice]}))
         return b"".join(events)
 
-    def write_end(self, turn: Turn) -> bytes:
+    def write_end(self, turn: ServedTurn) -> bytes:
         """What follows the last token."""
         if not self._ask.sampling.includes_usage:
             return DONE
@@ -101,7 +101,7 @@ class Reply:
             "function": {"name": call.name, "arguments": call.arguments},
         }
 
-    def _get_usage(self, turn: Turn) -> dict[str, Any]:
+    def _get_usage(self, turn: ServedTurn) -> dict[str, Any]:
         num_prompt_tokens = len(self._ask.prompt_ids)
         return {
             "prompt_tokens": num_prompt_tokens,
