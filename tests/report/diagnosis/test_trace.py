@@ -136,13 +136,13 @@ def test_a_hit_that_ends_where_the_prompt_did_is_a_changed_prompt(trace: TraceFi
     assert get_second_turn(come_back(trace, 2.0, 640))["cause"] == "prompt changed"
 
 
-def test_a_turn_before_that_still_runs_is_not_yet_stored(two_turns: TraceFile) -> None:
+def test_a_turn_beside_one_that_still_runs_is_parallel(two_turns: TraceFile) -> None:
     two_turns.arrive("a", 2, 3.0, 300)
     two_turns.start("a", 2, 3.0, 80)
     two_turns.arrive("a", 3, 3.5, 300)
     two_turns.start("a", 3, 3.5, 0)
     report = analyze(two_turns.write(), jobs=["a"])
-    assert report["jobs_shown"][0]["turn_by_turn"][2]["cause"] == "not yet stored"
+    assert report["jobs_shown"][0]["turn_by_turn"][2]["cause"] == "parallel turn"
 
 
 def test_an_offloaded_turn_that_is_not_there_is_not_yet_stored(two_turns: TraceFile) -> None:

@@ -21,7 +21,9 @@ class Cause(Enum):
     NEVER_KEPT = "never kept"
     """No lease was granted; what stayed in cache by itself was evicted."""
     NOT_STORED = "not yet stored"
-    """Not in cache or tier: the turn before still ran, the copy was under way, or the tier lost it."""
+    """Not in cache or tier: the copy was under way, or the tier lost it."""
+    PARALLEL = "parallel turn"
+    """Another turn of the job still ran, so this one cannot extend its answer. Nobody knows what they share."""
     CHANGED = "prompt changed"
     """The prompt does not extend the turn before: compacted, or the chat template dropped reasoning."""
     UNTOLD = "untold"
@@ -33,6 +35,7 @@ MEANINGS = {
     Cause.EXPIRED: "leased, but the job came back after the deadline",
     Cause.NEVER_KEPT: "no lease: evicted like any cached block",
     Cause.NOT_STORED: "not yet, or no more, in the cache or tier",
+    Cause.PARALLEL: "another turn of the job still ran; their prompts may have nothing in common",
     Cause.CHANGED: "the prompt does not extend the turn before",
     Cause.UNTOLD: "these records do not tell; a trace of the scheduler does",
 }
@@ -49,7 +52,7 @@ _FATES = {
     Fate.UNTOLD: Cause.UNTOLD,
     Fate.RELEASED: Cause.NEVER_KEPT,
     Fate.OFFLOADED: Cause.NOT_STORED,
-    Fate.RUNNING: Cause.NOT_STORED,
+    Fate.RUNNING: Cause.PARALLEL,
 }
 
 
