@@ -23,7 +23,7 @@ class Cause(Enum):
     NOT_STORED = "not yet stored"
     """Not in cache or tier: the copy was under way, or the tier lost it."""
     PARALLEL = "parallel turn"
-    """Another turn of the job still ran, so this one cannot extend its answer. Nobody knows what they share."""
+    """Another turn of the job still ran: this one cannot extend its answer, and may share nothing with it."""
     CHANGED = "prompt changed"
     """The prompt does not extend the turn before: compacted, or the chat template dropped reasoning."""
     UNTOLD = "untold"
