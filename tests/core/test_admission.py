@@ -173,3 +173,21 @@ def test_more_turns_at_once_than_the_limit_have_the_place_of_a_new_job() -> None
         engine.abort(f"t{number}", 20)
     engine.arrive("t4", 21, PROMPT, OUTPUT, Hints(job_id="constant"))
     assert (get_job_arrival_s("t3"), get_job_arrival_s("t4")) == (13, 10)
+
+
+@pytest.mark.parametrize("policy", [Nobody, NoTurn])
+def test_a_parked_turn_that_waits_longer_than_in_stock_is_let_in(policy: type[Policy]) -> None:
+    door = Door(policy(), max_wait_over_stock=0.0)
+    door.arrive("runs", 0)
+    assert door.open(0, idle=True) == ["runs"]
+    door.engine.start_first(0)
+    for number in range(4):
+        door.arrive(f"t{number}", 1 + number / 10)
+    door.driver.tick(2)
+    # Nothing was waiting when the first of them came: in stock it would have started at once.
+    assert door.open(2) == ["t0"]
+    door.engine.finish("runs", 3)
+    for number in range(4):
+        door.driver.start(f"t{number}", 3 + number, 0)
+        door.driver.tick(4 + number)
+        assert door.open(4 + number) == ([f"t{number + 1}"] if number < 3 else [])

@@ -82,8 +82,41 @@ def test_parallel_turns_of_a_few_ids_in_every_order(
 def test_one_id_for_a_flood_of_requests_does_not_keep_others_waiting(clock: Clock) -> None:
     """A client that never stops sending, with the oldest job id there is, beside one that comes later."""
     assert count_served_before_a_newcomer(clock, {}) < 80
-    # Without the limit, the flood goes first for as long as it lasts.
-    assert count_served_before_a_newcomer(clock, {"max_parallel_turns": 10**6}) is None
+    # Without the limits, the flood goes first for as long as it lasts.
+    limits = {"max_parallel_turns": 10**6, "max_wait_over_stock": None}
+    assert count_served_before_a_newcomer(clock, limits) is None
+
+
+@pytest.mark.parametrize("policy", ["tenuto", "continuum", "autellix"])
+def test_old_ids_kept_busy_do_not_keep_others_waiting(clock: Clock, policy: str) -> None:
+    """Each of four ids older than the probe has several turns waiting at any time; stock beside them."""
+    stock = measure_probes(clock, "stock", {})
+    assert max(stock) > 0
+    # A turn takes 4 steps of 0.05 s.
+    assert max(measure_probes(clock, policy, {})) <= 1.1 * max(stock) + 0.2
+    unbounded = {"max_parallel_turns": 10**6, "max_wait_over_stock": None}
+    if policy != "autellix":  # which itself puts jobs back that were served for long
+        assert max(measure_probes(clock, policy, unbounded)) > 2 * max(stock)
+
+
+def measure_probes(clock: Clock, policy: str, limits: dict[str, Any]) -> list[float]:
+    """Seconds until each of some probes starts; one that never does waits for ever."""
+    engine = start(policy, num_blocks=400, max_num_seqs=4, limits=limits)
+    scheduler = engine.scheduler
+    num_sent, sent_s, waits_s = 0, {}, {}
+    for step in range(500):
+        clock.now_s += 0.05
+        while len(scheduler.waiting) < 24:
+            num_sent += 1
+            name, hints = f"busy{num_sent}", {"job_id": f"id{num_sent % 4}", "tool": "x"}
+            scheduler.add_request(make_request(name, [num_sent % 900] * 40, max_tokens=4, xargs=hints))
+        if step % 50 == 20 and step < 400:
+            sent_s[f"probe{step}"] = clock.now_s
+            scheduler.add_request(make_request(f"probe{step}", [7, step, 8, 9], max_tokens=4))
+        for started in engine.step().scheduled_new_reqs:
+            if started.req_id in sent_s:
+                waits_s[started.req_id] = clock.now_s - sent_s[started.req_id]
+    return [waits_s.get(name, float("inf")) for name in sent_s]
 
 
 def count_served_before_a_newcomer(clock: Clock, limits: dict[str, Any]) -> int | None:

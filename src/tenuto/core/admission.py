@@ -23,6 +23,8 @@ class Admission:
         self._asks_every_turn = caller.policy.needs.admit == "turns"
         self._waiting: dict[str, TurnState] = {}
         """Turns that are not admitted yet, in the order of their arrival."""
+        self._overdue: dict[str, TurnState] = {}
+        """Those of them that waited longer than in stock, in the order in which they became overdue."""
 
     def needs(self, turn: TurnState | None) -> bool:
         """Whether the policy has to be asked before this turn starts."""
@@ -38,10 +40,16 @@ class Admission:
     def leave(self, turn: TurnState) -> None:
         """A turn started or went away."""
         self._waiting.pop(turn.turn_id, None)
+        self._overdue.pop(turn.turn_id, None)
+
+    def hurry(self, turn: TurnState) -> None:
+        """A turn is overdue: it is the next to be admitted, whatever the policy says."""
+        if turn.turn_id in self._waiting:
+            self._overdue[turn.turn_id] = turn
 
     def admit(self, first: TurnState | None, now_s: float, *, idle: bool) -> list[str]:
         """Turns that may start now: the first parked one or an overdue one, and the others of its job."""
-        longest = next(iter(self._waiting.values()), None)
+        longest = next(iter(self._overdue.values()), None) or next(iter(self._waiting.values()), None)
         turn = longest if longest is not None and self._is_overdue(longest, now_s) else first
         if turn is None or not self.may_start(turn, now_s, idle=idle):
             return []
@@ -49,6 +57,7 @@ class Admission:
             return [turn.turn_id]
         for turn_id in turn.job.live_turn_ids:
             self._waiting.pop(turn_id, None)
+            self._overdue.pop(turn_id, None)
         return list(turn.job.live_turn_ids)
 
     def may_start(self, turn: TurnState, now_s: float, *, idle: bool) -> bool:
@@ -66,4 +75,4 @@ class Admission:
         return True
 
     def _is_overdue(self, turn: TurnState, now_s: float) -> bool:
-        return now_s - turn.arrival_s >= self._limits.max_held_back_s
+        return turn.is_overdue or now_s - turn.arrival_s >= self._limits.max_held_back_s

@@ -27,6 +27,7 @@ from tenuto.core.policy_caller import DecisionLog, PolicyCaller
 from tenuto.core.retention import Retention
 from tenuto.core.reuse import PrefixMarks, count_computed_tokens, count_lost_tokens, count_missed_tokens
 from tenuto.core.stats import DriverStats
+from tenuto.core.stock_queue import make_stock_queue
 from tenuto.core.types import EngineView, LeaseEnd, LoadOffer, StepView, Turn
 
 
@@ -59,13 +60,15 @@ class Driver:
         infers = self.limits.infer_jobs and any(
             policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
         )
-        self._block_size = engine.get_view(0.0).block_size
+        view = engine.get_view(0.0)
+        self._block_size = view.block_size
         self._hash_block_size = engine.hash_block_size
         self._jobs = JobTable(self.limits.max_remembered_jobs, engine.hash_block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
         self._by_priority = by_priority
         self._retention = Retention(engine, self._caller, self.limits, by_priority=by_priority)
         self._admission = Admission(self._caller, self._retention, self.limits, self.stats)
+        self._stock_queue = make_stock_queue(policy, self.limits, view.num_blocks * view.block_size)
         self.leases = self._retention.leases
         self._to_reorder: deque[str] = deque()
         """Waiting turns whose lease ended, until `settle` tells the engine."""
@@ -90,6 +93,8 @@ class Driver:
         job.live_turn_ids[turn_id] = None
         self._turns[turn_id] = turn
         self._admission.enter(turn)
+        if self._stock_queue is not None:
+            self._stock_queue.arrive(turn)
         self._apply(self._retention.claim(turn, now_s))
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
@@ -119,6 +124,8 @@ class Driver:
             return
         turn.started = turn.job.is_admitted = True
         self._admission.leave(turn)
+        if self._stock_queue is not None:
+            self._stock_queue.start(turn, num_hit_tokens)
         turn.num_hit_tokens = num_hit_tokens
         self.stats.num_hit_tokens += num_hit_tokens
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
@@ -158,6 +165,8 @@ class Driver:
         del job.live_turn_ids[turn_id]
         self._retention.unclaim(turn)
         self._admission.leave(turn)
+        if self._stock_queue is not None:
+            self._stock_queue.leave(turn, finish.num_output_tokens)
         self._history.record(
             "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
         )
@@ -240,7 +249,11 @@ class Driver:
 
     def get_queue_key(self, turn_id: str, now_s: float) -> Key:
         """Where a waiting turn stands; smaller goes first."""
-        turn = self._view(self._turns[turn_id])
+        state = self._turns[turn_id]
+        if state.is_overdue:
+            first: Key = (-math.inf, state.number)
+            return (state.arrival.priority, *first) if self._by_priority else first
+        turn = self._view(state)
         if self.policy.needs.max_waiting_with_hits and self._affords_look_up(now_s):
             turn = dataclasses.replace(turn, num_cached_tokens=self._engine.get_num_cached_tokens(turn_id))
         key: Key = self._caller.ask("queue_key", turn, now_s)
@@ -283,7 +296,8 @@ class Driver:
 
     def tick(self, now_s: float) -> bool:
         """Call before each step. True: ask for the keys of all waiting turns again now."""
-        if now_s < self.get_next_tick_s():
+        self._hurry(now_s)
+        if now_s < self._get_next_rekey_s():
             return False
         self._ticked_s = now_s
         if self._caller.hears("on_tick"):
@@ -291,9 +305,9 @@ class Driver:
         return True
 
     def get_next_tick_s(self) -> float:
-        """When `tick` has something to do next; infinity for a policy whose keys never change with time."""
-        rekey_s = self.policy.needs.rekey_s
-        return math.inf if rekey_s is None else self._ticked_s + rekey_s
+        """When `tick` has something to do next; infinity if nothing depends on time."""
+        overdue_s = math.inf if self._stock_queue is None else self._stock_queue.get_next_s()
+        return min(overdue_s, self._get_next_rekey_s())
 
     def step(self, step: StepView) -> None:
         """The engine computed a step; call only for a policy that overrides `on_step`."""
@@ -326,6 +340,16 @@ class Driver:
         return max(1, min(max(answer, view.num_running), max_num_batched_tokens))
 
     # Inside.
+
+    def _get_next_rekey_s(self) -> float:
+        return self._ticked_s + (math.inf if self.policy.needs.rekey_s is None else self.policy.needs.rekey_s)
+
+    def _hurry(self, now_s: float) -> None:
+        """Let the turns that are overdue go first."""
+        for turn in self._stock_queue.pop_overdue(now_s) if self._stock_queue is not None else ():
+            self.stats.num_overdue_turns += 1
+            self._admission.hurry(turn)
+            self._engine.reorder(turn.turn_id)
 
     def _apply(self, event: LeaseEvent | None) -> None:
         """Count and log what happened to a lease, and note whose place in the queue it may have changed."""

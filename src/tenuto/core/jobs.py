@@ -53,6 +53,8 @@ class JobState:
     last_tool: ToolCall | None = None
     last_marks: PrefixMarks | None = None
     """Of its last finished turn: what a later prompt can reuse of it."""
+    stock_mark: float | None = None
+    """Tokens that stock will have allocated in all when it evicts what its last finished turn left."""
 
     def get_view(self, arrival_s: float | None = None) -> Job:
         """What a policy sees of the job; `arrival_s` replaces the job's own arrival."""
@@ -79,6 +81,14 @@ class TurnState:
     is_admitted: bool = False
     job_arrival_s: float | None = None
     """What a policy sees as its job's arrival, where that is not the job's real one."""
+    number: int = 0
+    """Its place in the order of arrival, from 1."""
+    stock_work: float = 0.0
+    """What stock would compute for it, in prefill tokens."""
+    stock_start: float = 0.0
+    """Work that the engine had begun when this turn started."""
+    is_overdue: bool = False
+    """It waits longer than in stock: it goes before all that are not overdue."""
     _facts: tuple[object, ...] = ()
     _view: Turn | None = None
 

@@ -23,12 +23,18 @@ class Limits:
     )
     max_held_back_s: float = setting(
         600.0,
-        "longest time, in seconds, that admission or leases may hold a waiting turn back",
+        "longest time, in seconds, that order, admission or leases may hold a waiting turn back",
+        minimum=0,
+    )
+    max_wait_over_stock: float | None = setting(
+        0.1,
+        "how much longer than in stock a turn may wait for its start: a share of that wait, beside one turn "
+        "of service; null: as long as the policy wants",
         minimum=0,
     )
     max_parallel_turns: int = setting(
-        8,
-        "turns of one job that may use its place in the queue at once; further ones queue as a new job",
+        1,
+        "turns of one job that may use its place in the queue at once; further ones queue as new jobs",
         minimum=1,
     )
     max_remembered_jobs: int = setting(

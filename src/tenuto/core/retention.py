@@ -209,7 +209,7 @@ class Retention:
         """Whether a lease yields to a turn: always to one that runs, else if the policy allows it."""
         if turn is None or turn.started or not self._caller.policy.overrides("may_reclaim"):
             return True
-        if now_s - turn.arrival_s >= self._limits.max_held_back_s:
+        if turn.is_overdue or now_s - turn.arrival_s >= self._limits.max_held_back_s:
             return True
         if self._by_priority and lease.turn.priority != turn.arrival.priority:
             return lease.turn.priority > turn.arrival.priority

@@ -50,6 +50,8 @@ class DriverStats:
     num_recomputed_tokens: int = 0
     """Tokens computed a second time: reusable ones that were not hit, and what preemptions took."""
     num_admission_waits: int = 0
+    num_overdue_turns: int = 0
+    """Turns that went before the policy's order, because they would have started in stock by then."""
     tool_s: Histogram = field(default_factory=_histogram(TOOL_BUCKETS_S))
     """Seconds from a turn's finish to its job's next arrival."""
     queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))

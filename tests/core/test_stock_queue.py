@@ -1,0 +1,192 @@
+"""Nobody waits much longer than in stock, whatever the policy's order, admission and leases say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from tenuto.core.limits import Limits
+from tenuto.core.policy import Policy
+from tenuto.core.requests.hints import Hints
+from tenuto.core.types import Keep, ToolCall, Turn
+from tests.core.test_cost import ALLOWED_GROWTH, FEW, MANY, count_calls
+from tests.support.small_policies import KeepFor
+from tests.support.toy_engine import ToyEngine, make_tokens
+
+OUTPUT = make_tokens(500, 2)
+
+
+class LastFirst(Policy):
+    """The latest arrival first: under a flood the first one never starts."""
+
+    def queue_key(self, turn: Turn, now_s: float):
+        return (-turn.arrival_s,)
+
+
+class Flood:
+    """A turn starts and ends in each round, and a new one comes; all prompts are alike in length."""
+
+    def __init__(self, policy: Policy, num_blocks: int = 40, by_priority: bool = False, **limits) -> None:
+        self.engine = ToyEngine(policy, num_blocks, limits=Limits(**limits), by_priority=by_priority)
+        self.now_s = 0.0
+        self.num_turns = 0
+        self.started: list[str] = []
+
+    def warm_up(self) -> None:
+        """Let the driver learn how long outputs are, one turn at a time."""
+        for _ in range(100):
+            self.arrive()
+            self.serve()
+        self.started.clear()
+
+    def arrive(self, turn_id: str | None = None, **arrival) -> None:
+        self.num_turns += 1
+        self.now_s += 0.01
+        turn_id = turn_id or f"t{self.num_turns}"
+        self.engine.arrive(turn_id, self.now_s, make_tokens(100 * self.num_turns, 18), OUTPUT, **arrival)
+
+    def serve(self) -> None:
+        self.now_s += 1
+        self.engine.driver.tick(self.now_s)
+        turn_id = self.engine.start_first(self.now_s)
+        assert turn_id is not None
+        self.started.append(turn_id)
+        self.engine.finish(turn_id, self.now_s)
+
+    def count_before(self, turn_id: str, num_rounds: int = 60, **arrival) -> int | None:
+        """How many turns start before this one, while one more comes in each round; None: all do."""
+        for _ in range(num_rounds):
+            self.arrive(**arrival)
+            self.serve()
+        return self.started.index(turn_id) if turn_id in self.started else None
+
+
+@pytest.mark.parametrize(
+    ("num_before", "limits", "expected"),
+    [
+        (0, {}, (0, 3)),
+        (10, {}, (10, 14)),
+        (10, {"max_wait_over_stock": 1.0}, (19, 24)),
+        (10, {"max_wait_over_stock": None}, None),
+        (10, {"max_wait_over_stock": None, "max_held_back_s": 30.0}, (28, 42)),
+    ],
+)
+def test_a_turn_is_overtaken_for_no_longer_than_the_limit_says(num_before, limits, expected) -> None:
+    flood = Flood(LastFirst(), **limits)
+    flood.warm_up()
+    for _ in range(num_before):
+        flood.arrive()
+    flood.arrive("plain")
+    num_started = flood.count_before("plain")
+    if expected is None:
+        assert num_started is None
+    else:
+        assert num_started is not None
+        assert expected[0] <= num_started <= expected[1]
+
+
+def test_those_that_wait_too_long_go_in_the_order_of_their_arrival() -> None:
+    flood = Flood(LastFirst())
+    for number in range(5):
+        flood.arrive(f"old{number}")
+        flood.now_s += 0.1
+    flood.count_before("old4")
+    old = [turn_id for turn_id in flood.started if turn_id.startswith("old")]
+    assert old == [f"old{number}" for number in range(5)]
+    assert flood.engine.driver.stats.num_overdue_turns >= 5
+
+
+def test_priorities_stand_above_the_wait() -> None:
+    flood = Flood(LastFirst(), by_priority=True)
+    flood.arrive("plain", priority=1)
+    # More urgent ones go first for as long as they come, as in stock.
+    assert flood.count_before("plain", priority=0) is None
+    assert flood.engine.driver.stats.num_overdue_turns > 0
+
+
+def test_aborted_turns_do_not_lengthen_the_wait_of_those_behind_them() -> None:
+    flood = Flood(LastFirst())
+    for number in range(200):
+        flood.arrive(f"gone{number}")
+    flood.now_s = 0.5
+    flood.arrive("plain")
+    for number in range(200):
+        flood.engine.abort(f"gone{number}", 0.6)
+    num_started = flood.count_before("plain")
+    assert num_started is not None
+    assert num_started <= 3
+
+
+@dataclass
+class Miser(KeepFor):
+    """No lease yields to a turn that waits."""
+
+    def may_reclaim(self, lease, turn, view) -> bool:
+        return False
+
+    def retain(self, turn, view):
+        return Keep(view.now_s + 1e9) if turn.turn_id == "keeps" else super().retain(turn, view)
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_wait_over_stock": None}])
+def test_leases_yield_to_a_turn_that_waits_too_long(limits: dict[str, float | None]) -> None:
+    engine = ToyEngine(Miser(ttl_s=0), 12, limits=Limits(**limits))
+    driver = engine.driver
+    engine.arrive("keeps", 0, make_tokens(0, 18), OUTPUT, Hints(job_id="keeps"))
+    assert engine.start_first(0) == "keeps"
+    engine.finish("keeps", 0, tool=ToolCall("ls"))
+    assert driver.get_num_leased_blocks() == 4
+    engine.arrive("runs", 1, make_tokens(100, 6), OUTPUT)
+    assert engine.start_first(1) == "runs"
+    engine.arrive("big", 2, make_tokens(200, 30), OUTPUT)
+    driver.tick(2)
+    # Nobody waited when it came: in stock it would have started at once.
+    assert engine.start_first(2) == ("big" if not limits else None)
+
+
+def test_the_limit_does_nothing_to_a_policy_that_makes_nobody_wait() -> None:
+    flood = Flood(Policy())
+    flood.arrive("first")
+    assert flood.engine.driver.get_next_tick_s() == math.inf
+    flood.serve()
+    assert flood.engine.driver.stats.num_overdue_turns == 0
+
+
+def test_stock_hits_what_nothing_has_evicted_since() -> None:
+    """Counted by the work that stock would have with a job's second turn."""
+    near, far = (measure_second_turn(num_between) for num_between in (1, 12))
+    assert near < 18
+    assert far >= 30
+
+
+def measure_second_turn(num_between: int) -> float:
+    flood = Flood(LastFirst(), num_blocks=40)
+    prompt = make_tokens(0, 18)
+    flood.engine.arrive("a", 0, prompt, OUTPUT, Hints(job_id="job"))
+    flood.engine.start_first(0)
+    flood.engine.finish("a", 0, tool=ToolCall("ls"))
+    for _ in range(num_between):
+        flood.arrive()
+        flood.serve()
+    flood.engine.arrive("b", 99, [*prompt, *OUTPUT, *make_tokens(900, 12)], OUTPUT, Hints(job_id="job"))
+    work = flood.engine.driver._turns["b"].stock_work
+    return work - 8.0 * flood.engine.driver._stock_queue._mean_output
+
+
+@pytest.mark.parametrize("event", ["arrive", "serve"])
+def test_an_event_costs_the_same_however_many_wait(event: str) -> None:
+    few, many = (count_event(event, num_waiting) for num_waiting in (FEW, MANY))
+    assert many <= ALLOWED_GROWTH * few + 5
+
+
+def count_event(event: str, num_waiting: int) -> float:
+    flood = Flood(LastFirst(), num_blocks=100)
+    for _ in range(num_waiting):
+        flood.arrive()
+    for _ in range(20):
+        flood.serve()
+        flood.arrive()
+    # Some events rebuild a heap: what they cost is paid by those between.
+    return sum(count_calls(getattr(flood, event)) for _ in range(30)) / 30
