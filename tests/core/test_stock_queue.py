@@ -172,7 +172,7 @@ def measure_second_turn(num_between: int) -> float:
         flood.serve()
     flood.engine.arrive("b", 99, [*prompt, *OUTPUT, *make_tokens(900, 12)], OUTPUT, Hints(job_id="job"))
     work = flood.engine.driver._turns["b"].stock_work
-    return work - 8.0 * flood.engine.driver._stock_queue._mean_output
+    return work - 8.0 * flood.engine.driver._admission._stock_queue._mean_output
 
 
 @pytest.mark.parametrize("event", ["arrive", "serve"])

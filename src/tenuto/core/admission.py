@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 from tenuto.core.jobs import TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.retention import Retention
 from tenuto.core.stats import DriverStats
+from tenuto.core.stock_queue import StockQueue
 
 
 class Admission:
     """Asks a policy who may start. Nobody waits while the engine is idle, or longer than the limit."""
 
     def __init__(
-        self, caller: PolicyCaller, retention: Retention, limits: Limits, stats: DriverStats
+        self,
+        caller: PolicyCaller,
+        retention: Retention,
+        limits: Limits,
+        stats: DriverStats,
+        stock_queue: StockQueue | None,
     ) -> None:
+        """`stock_queue` is None where nothing bounds how long turns wait for each other."""
+        self._stock_queue = stock_queue
         self._caller = caller
         self._retention = retention
         self._limits = limits
@@ -34,18 +45,38 @@ class Admission:
 
     def enter(self, turn: TurnState) -> None:
         """A turn arrived."""
+        if self._stock_queue is not None:
+            self._stock_queue.arrive(turn)
         if self._asks and self.needs(turn):
             self._waiting[turn.turn_id] = turn
 
     def leave(self, turn: TurnState) -> None:
-        """A turn started or went away."""
+        """Admission has nothing more to say about a turn."""
         self._waiting.pop(turn.turn_id, None)
         self._overdue.pop(turn.turn_id, None)
 
-    def hurry(self, turn: TurnState) -> None:
-        """A turn is overdue: it is the next to be admitted, whatever the policy says."""
-        if turn.turn_id in self._waiting:
-            self._overdue[turn.turn_id] = turn
+    def start(self, turn: TurnState, num_hit_tokens: int) -> None:
+        """A turn got its first step."""
+        self.leave(turn)
+        if self._stock_queue is not None:
+            self._stock_queue.start(turn, num_hit_tokens)
+
+    def finish(self, turn: TurnState, num_output_tokens: int) -> None:
+        """A turn ended, or went away before it started."""
+        self.leave(turn)
+        if self._stock_queue is not None:
+            self._stock_queue.leave(turn, num_output_tokens)
+
+    def pop_overdue(self, now_s: float) -> Iterator[str]:
+        """Turns that wait longer than in stock since now; they are the next to be admitted."""
+        for turn in self._stock_queue.pop_overdue(now_s) if self._stock_queue is not None else ():
+            if turn.turn_id in self._waiting:
+                self._overdue[turn.turn_id] = turn
+            yield turn.turn_id
+
+    def get_next_overdue_s(self) -> float:
+        """When a turn is overdue by time alone; infinity if none can be."""
+        return math.inf if self._stock_queue is None else self._stock_queue.get_next_s()
 
     def admit(self, first: TurnState | None, now_s: float, *, idle: bool) -> list[str]:
         """Turns that may start now: the first parked one or an overdue one, and the others of its job."""

@@ -67,8 +67,8 @@ class Driver:
         self._turns: dict[str, TurnState] = {}
         self._by_priority = by_priority
         self._retention = Retention(engine, self._caller, self.limits, by_priority=by_priority)
-        self._admission = Admission(self._caller, self._retention, self.limits, self.stats)
-        self._stock_queue = make_stock_queue(policy, self.limits, view.num_blocks * view.block_size)
+        stock_queue = make_stock_queue(policy, self.limits, view.num_blocks * view.block_size)
+        self._admission = Admission(self._caller, self._retention, self.limits, self.stats, stock_queue)
         self.leases = self._retention.leases
         self._to_reorder: deque[str] = deque()
         """Waiting turns whose lease ended, until `settle` tells the engine."""
@@ -93,8 +93,6 @@ class Driver:
         job.live_turn_ids[turn_id] = None
         self._turns[turn_id] = turn
         self._admission.enter(turn)
-        if self._stock_queue is not None:
-            self._stock_queue.arrive(turn)
         self._apply(self._retention.claim(turn, now_s))
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
@@ -123,9 +121,7 @@ class Driver:
             )
             return
         turn.started = turn.job.is_admitted = True
-        self._admission.leave(turn)
-        if self._stock_queue is not None:
-            self._stock_queue.start(turn, num_hit_tokens)
+        self._admission.start(turn, num_hit_tokens)
         turn.num_hit_tokens = num_hit_tokens
         self.stats.num_hit_tokens += num_hit_tokens
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
@@ -164,9 +160,7 @@ class Driver:
         job = turn.job
         del job.live_turn_ids[turn_id]
         self._retention.unclaim(turn)
-        self._admission.leave(turn)
-        if self._stock_queue is not None:
-            self._stock_queue.leave(turn, finish.num_output_tokens)
+        self._admission.finish(turn, finish.num_output_tokens)
         self._history.record(
             "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
         )
@@ -306,8 +300,7 @@ class Driver:
 
     def get_next_tick_s(self) -> float:
         """When `tick` has something to do next; infinity if nothing depends on time."""
-        overdue_s = math.inf if self._stock_queue is None else self._stock_queue.get_next_s()
-        return min(overdue_s, self._get_next_rekey_s())
+        return min(self._admission.get_next_overdue_s(), self._get_next_rekey_s())
 
     def step(self, step: StepView) -> None:
         """The engine computed a step; call only for a policy that overrides `on_step`."""
@@ -346,10 +339,9 @@ class Driver:
 
     def _hurry(self, now_s: float) -> None:
         """Let the turns that are overdue go first."""
-        for turn in self._stock_queue.pop_overdue(now_s) if self._stock_queue is not None else ():
+        for turn_id in self._admission.pop_overdue(now_s):
             self.stats.num_overdue_turns += 1
-            self._admission.hurry(turn)
-            self._engine.reorder(turn.turn_id)
+            self._engine.reorder(turn_id)
 
     def _apply(self, event: LeaseEvent | None) -> None:
         """Count and log what happened to a lease, and note whose place in the queue it may have changed."""
