@@ -177,6 +177,22 @@ def run_command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
+def test_the_decisions_of_a_served_trace_are_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with run_command("--policy=continuum-fixed", "--speed=100", f"--trace={trace}") as (process, url):
+        for _ in range(2):
+            body = {"prompt": [5] * 100, "max_tokens": 4, "vllm_xargs": {"job_id": "a", "tool": "ls"}}
+            httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert cli.main(["replay", "--decisions", str(trace), "--json"]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["asked"] > 2
+    assert (verdict["differences"], verdict["policies"]) == (0, ["continuum-fixed"])
+
+
 def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     options = ["--gpu=A100-80", "--kv-tokens=8192", "--speed=0.5", f"--trace={trace}", "--block-size=32"]
