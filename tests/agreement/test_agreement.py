@@ -51,6 +51,22 @@ def test_vllm_and_the_simulator_agree(make: Any, num_blocks: int, clock: Clock) 
     assert recomputed > 0 or num_blocks == 61
 
 
+@pytest.mark.parametrize("policy", ["continuum", "tenuto"])
+def test_vllm_and_the_simulator_agree_under_a_policy(policy: str, clock: Clock) -> None:  # noqa: F811
+    """Turns one after the other: what a policy retains is the same in both engines."""
+    workload, sizes = make_serial(), Sizes(num_blocks=41, policy=policy)
+    real = run_vllm(workload, sizes, clock)
+    simulation = make_simulation(workload, sizes)
+    turns = simulation.run()
+    stats = simulation.scheduler.driver.stats
+    assert by_turn(turns, "last_token_s") == real.finish_s
+    assert by_turn(turns, "hit_tokens") == real.hit_tokens
+    assert stats.num_recomputed_tokens == real.stats.num_recomputed_tokens
+    assert stats.num_leases_granted == real.stats.num_leases_granted
+    # Continuum retains nothing where no tool is named.
+    assert bool(stats.num_leases_granted) == (policy == "tenuto")
+
+
 def test_the_bench_sees_what_vllm_does(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
