@@ -73,7 +73,7 @@ class TurnState:
     num_reusable_tokens: int = 0
     num_hit_tokens: int = 0
     num_held_tokens: int = 0
-    """Tokens that it hit when it last started; fewer after a preemption."""
+    """Tokens that it hit when it last started; after a preemption it can be fewer than at first."""
     num_preemptions: int = 0
     num_computed_tokens: int = 0
     """Tokens that were computed when it was last preempted."""

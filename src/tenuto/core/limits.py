@@ -14,7 +14,7 @@ class Limits:
     max_lease_s: float = setting(600.0, "longest lease, whatever the policy or a hint says", minimum=0)
     max_leased_share: float = setting(
         1.0,
-        "share of the KV cache that leases may cover; one that does not fit is not granted",
+        "share of the KV cache that leases may cover; a lease that would exceed it is not granted",
         minimum=0,
         maximum=1,
     )
@@ -44,6 +44,6 @@ class Limits:
     )
     always_yield: bool = setting(
         True,
-        "leases yield before any allocation fails, even where the policy says only on a deadlock",
+        "leases yield before any allocation fails, even if the policy lets them yield only on a deadlock",
     )
     infer_jobs: bool = setting(True, "recognise turns without a job id by their content")

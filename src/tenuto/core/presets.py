@@ -49,7 +49,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             source="vllm/v1/core/sched/request_queue.py@0.32; as `--scheduling-policy priority`",
         ),
         # A prompt's cap of 512 tokens leaves a step's budget of 2,048 or 8,192 to others. A watermark of 0.01
-        # was vLLM's default before V1; it ends nearly all preemptions. Known weakness: the cap is a prompt's,
+        # was vLLM's default before V1; it avoids nearly all preemptions. Known weakness: the cap is per prompt,
         # not the step's. Sixteen long prompts still fill a step of 8,192, and each needs 16 times as many.
         "stock-tuned": Preset(
             policy="stock",
@@ -85,7 +85,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "unbounded": Preset(
             policy="job-order",
             engine=EngineSettings(unbounded_kv=True),
-            help="An oracle: jobs in the order of their arrival, on a KV cache that never fills.",
+            help="An oracle: jobs in the order of their arrival, with a KV cache that never fills.",
             source="this project",
         ),
     }

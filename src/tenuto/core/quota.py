@@ -14,7 +14,7 @@ class BlockRefCounts:
     def __init__(self) -> None:
         self._covered: set[Hashable] = set()
         self._more: Counter[Hashable] = Counter()
-        """For a block that several leases cover: how many besides the first."""
+        """Per block that several leases cover: the number of leases besides the first."""
 
     def __len__(self) -> int:
         return len(self._covered)
@@ -52,7 +52,7 @@ class Quota:
 
     @property
     def is_limited(self) -> bool:
-        """Whether any limit is below the whole cache; without one nothing is counted."""
+        """Whether any limit is below the whole cache. If none is, nothing is counted."""
         return self._max_share < 1 or self._max_tenant_share < 1
 
     def __len__(self) -> int:

@@ -95,7 +95,7 @@ class Retention:
         return None if lease is None else self.leases.end(lease, LeaseEnd.HIT, now_s)
 
     def unclaim(self, turn: TurnState) -> None:
-        """A turn left before it started; the lease stays, for the client may try again."""
+        """A turn left before it started. The lease stays, because the client may try again."""
         lease = self.get_claimed(turn)
         if lease is not None:
             lease.next_turn_id = None
@@ -217,7 +217,7 @@ class Retention:
         return bool(self._caller.ask("may_reclaim", lease.get_view(), self.get_turn_view(turn), view))
 
     def _shrink(self, lease: LeaseState, num_blocks: int, now_s: float) -> LeaseTruncated | LeaseEnded:
-        """Take so many blocks from a lease's end, or all where a part of it would serve nobody."""
+        """Free `num_blocks` at a lease's end, or all of its blocks if the rest could not be hit."""
         num_left = max(0, len(lease.blocks) - num_blocks) if self._engine.can_truncate else 0
         if num_left == 0:
             return self.leases.end(lease, LeaseEnd.REVOKED, now_s)

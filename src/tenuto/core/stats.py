@@ -48,7 +48,7 @@ class DriverStats:
     num_reusable_tokens: int = 0
     """Of started turns, as `tenuto.core.reuse` defines them."""
     num_recomputed_tokens: int = 0
-    """Tokens computed a second time: reusable ones that were not hit, and what preemptions took."""
+    """Tokens computed a second time: reusable tokens that were not hit, and tokens lost by preemptions."""
     num_admission_waits: int = 0
     num_overdue_turns: int = 0
     """Turns that went before the policy's order, because they would have started in stock by then."""
@@ -57,4 +57,4 @@ class DriverStats:
     queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))
     """Seconds from a turn's arrival to its first step."""
     decision_s: Histogram = field(default_factory=_histogram(DECISION_BUCKETS_S))
-    """Seconds in the driver per turn event; measured by the engine, for the driver has no clock."""
+    """Seconds in the driver per turn event. The engine measures them, because the driver has no clock."""

@@ -125,7 +125,7 @@ class TierView:
     num_blocks: int
     num_used_blocks: int
     s_per_block: float
-    """Seconds to copy one block over its link, in either direction."""
+    """Seconds to copy one block over the tier's link, in either direction."""
     wait_s: float
     """Seconds until a copy queued now would begin."""
 
@@ -137,7 +137,7 @@ class LoadOffer:
     num_tokens: int
     """Behind what the GPU's own cache has."""
     load_s: float
-    """Until all of it would be there, the link's queue included."""
+    """Seconds until all of it is loaded, including the wait for the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +146,13 @@ class StepView:
 
     now_s: float
     duration_s: float
-    """Since the step before it ended, or since it was scheduled if nothing ran."""
+    """Seconds since the step before it ended, or since it was scheduled if nothing ran."""
     num_tokens: int
     """Without drafts of speculative decoding."""
     num_requests: int
-    """Requests in it; those in their decode have one token each."""
+    """Number of its requests; a request that decodes has one token."""
     is_full: bool = False
-    """Whether it used all of its token budget: there was more to compute."""
+    """Whether it used its whole token budget, so that more work was left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class EngineView:
     block_size: int
     num_blocks: int
     num_free_blocks: int
-    """Free for an allocation right now; leased blocks are not."""
+    """Blocks that an allocation could take now; leased blocks are not counted."""
     num_running: int
     num_waiting: int
     """Turns waiting for a first or a resumed start, without the parked ones."""
@@ -173,7 +173,7 @@ class EngineView:
     num_leases: int = 0
     num_leased_blocks: int = 0
     tiers: tuple[TierView, ...] = ()
-    """Tiers below the GPU, nearest first; none where the engine has none, or cannot be told what to do."""
+    """Tiers below the GPU, nearest first. Empty if there are none, or if a policy cannot control them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class Keep:
     yields: Yields = Yields.ALWAYS
 
     def __post_init__(self) -> None:
-        """Refuse what the lease table could not work with: a policy's mistake, found where it is made."""
+        """Refuse values that the lease table cannot use, so that a policy's mistake shows at its source."""
         if not isinstance(self.yields, Yields):
             raise TypeError(f"yields must be a Yields, got {self}")
         if not (math.isfinite(self.until_s) and math.isfinite(self.value)):
@@ -196,7 +196,7 @@ class Keep:
 class Offload:
     """Copy the turn's cached blocks to the tiers below the GPU, then release them.
 
-    Where the engine has no tier, or copies everything by itself, it is `Release`.
+    If the engine has no tier, or copies everything by itself, this is the same as `Release`.
     """
 
     why: LeaseRefusal | None = field(default=None, compare=False)

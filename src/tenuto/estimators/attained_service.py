@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Served:
-    """What a job has had with all its finished turns."""
+    """Engine time of all finished turns of a job."""
 
     served_s: float = 0.0
-    """Along the longest chain of turns, where several ran at a time."""
+    """Engine time along the longest chain of turns, if several ran at the same time."""
     waited_s: float = 0.0
 
 
@@ -26,7 +26,7 @@ class _Call:
 
     job: _Served
     job_served_s: float
-    """Of its job, when it arrived."""
+    """Engine time of its job when the turn arrived."""
     level: int
     queued_s: float
     """When it joined its queue."""
@@ -68,14 +68,14 @@ class ServiceQueues:
         self._calls[turn_id] = _Call(job, job.served_s, level, now_s, quantum_s, counted_s=now_s)
 
     def run(self, turn_id: str, now_s: float, *, is_running: bool) -> None:
-        """From now on a turn's time is service, or waiting."""
+        """From now on, a turn's time counts as service, or as waiting."""
         call = self._calls.get(turn_id)
         if call is not None:
             self._count(call, now_s)
             call.is_running = is_running
 
     def leave(self, turn_id: str, now_s: float) -> None:
-        """A turn is done: what it had counts for its job."""
+        """A turn finished: its engine time counts for its job."""
         call = self._calls.pop(turn_id, None)
         if call is not None:
             self._count(call, now_s)

@@ -1,4 +1,4 @@
-"""How long a shell command will take, read off its text: gradient-boosted trees, evaluated in plain Python.
+"""Predicts how long a shell command takes from its text: gradient-boosted trees, evaluated in plain Python.
 
 The model is JSON, made by experiments/tool_times/train_command_times.py: a table of programs, and trees
 nested as [feature, threshold, where ≤, where >] down to leaves in ln seconds. Some 80 small trees take
@@ -22,7 +22,7 @@ from tenuto.estimators.commands import CommandShape, read_command
 FORMAT = "tenuto-command-times-1"
 SHIPPED = "command_times.json"
 MIN_TIME_S = 0.1
-"""Shorter times count as this long, in training and in use: below it no decision depends on them."""
+"""Shorter times count as this long, in training and in use. No decision depends on shorter times."""
 _MAX_REMEMBERED = 1024
 _MAX_DEPTH = 20
 _MAX_LOG_S = 50.0
@@ -32,7 +32,7 @@ Tree = float | tuple[int, float, Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class CommandText:
-    """What a command's text says."""
+    """The prediction from a command's text."""
 
     program: str
     """Its main program, with its subcommand; empty if it has none."""
@@ -47,7 +47,7 @@ class CommandTimes:
     """One trained model."""
 
     def __init__(self, model: dict[str, Any], where: str = "model") -> None:
-        """`model` as it was trained; raises ConfigError, saying `where`, if it is none."""
+        """`model` as it was trained. Raises ConfigError, naming `where`, if it is not a model."""
         try:
             if model["format"] != FORMAT or model["features"] != list(FEATURES):
                 raise ValueError("it was made for another version of Tenuto")

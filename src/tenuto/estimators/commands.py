@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 MAX_CHARS = 2000
-"""Read of a command; what a longer one does shows in its beginning."""
+"""Characters of a command that are read; the beginning shows what a longer command does."""
 _MAX_IMPORTS = 8
 
 _HEREDOC = re.compile(r"(<<-?[ \t]*(['\"]?)(\w{1,40})\2[^\n]*)\n(.*?)(?:\n[ \t]*\3(?!\w)|\Z)", re.DOTALL)
@@ -56,7 +56,7 @@ _RECURSIVE_OPTION = re.compile(r"-[a-zA-Z]*[rR][a-zA-Z]*$|--recursive$")
 _RECURSES_IF_ASKED = frozenset(
     {"grep", "egrep", "fgrep", "zgrep", "ls", "cp", "rm", "diff", "scp", "zip", "chmod", "chown", "chgrp"}
 )
-"""Programs whose -r or -R means that; to `sort` and `sed` it is something else, and `ls -r` is rare."""
+"""Programs whose -r or -R means recursion. For `sort` and `sed` it does not, and `ls -r` is rare."""
 _LIMITS = ("-maxdepth", "--max-count", "--maxdepth", "-quit", "-m", "--depth", "--max-depth")
 _TEST_PROGRAMS = frozenset(
     {
@@ -129,7 +129,7 @@ class CommandShape:
     num_sequential: int = 0
     num_redirects: int = 0
     code_chars: int = 0
-    """Of code in the command itself: here-documents, and what follows `-c` or `-e`."""
+    """Characters of code in the command itself: here-documents, and the text after `-c` or `-e`."""
     num_substitutions: int = 0
     num_loops: int = 0
     num_repeaters: int = 0
@@ -238,7 +238,7 @@ def _read_simple(shape: CommandShape, words: list[str]) -> None:
 
 
 def _find_program(shape: CommandShape, words: list[str]) -> int | None:
-    """Where the program stands, behind assignments, keywords and wrappers; counts loops."""
+    """Position of the program after assignments, keywords and wrappers; counts loops."""
     skips_number = False
     for position, word in enumerate(words):
         if word in ("for", "case", "select", "function") or word in _CLOSERS:

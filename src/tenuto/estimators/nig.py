@@ -13,7 +13,7 @@ from functools import lru_cache
 from statistics import NormalDist
 
 MAX_KAPPA = 200.0
-"""Beyond so many samples' weight old ones fade, so that a tool that has changed is learned anew."""
+"""Maximum weight in samples. Beyond it old samples fade, so that a change of a tool is learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class NormalInverseGamma:
     beta: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no distribution (a damaged file, a bad setting)."""
+        """Refuse parameters that are no distribution (from a damaged file or a bad setting)."""
         if not (
             math.isfinite(self.mean) and all(0 < x < math.inf for x in (self.kappa, self.alpha, self.beta))
         ):
@@ -46,7 +46,7 @@ class NormalInverseGamma:
         return rng.gauss(self.mean, math.sqrt(variance / self.kappa)), math.sqrt(variance)
 
     def get_quantile(self, share: float) -> float:
-        """What the next sample stays below with probability `share`: Student's t with 2·alpha degrees."""
+        """Quantile `share` of the next sample: Student's t with 2·alpha degrees of freedom."""
         scale = math.sqrt(self.beta * (self.kappa + 1) / (self.alpha * self.kappa))
         return self.mean + scale * get_t_quantile(share, 2 * self.alpha)
 

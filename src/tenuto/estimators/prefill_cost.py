@@ -1,4 +1,4 @@
-"""What it takes to compute a prompt, or to have its KV back: learned from the engine's own steps.
+"""The time to compute a prompt, or to reload its KV: learned from the engine's own steps.
 
     a step with prefill = fixed + token_s · tokens + token_pair_s · pairs + request_s · requests
 
@@ -16,16 +16,16 @@ from typing import Any
 from tenuto.core.types import EngineView, StepView, Turn
 
 DECAY = 0.995
-"""What a step's weight falls to with each later one with prefill: a memory of about 200 of them."""
+"""Factor on a step's weight for each later step with prefill: a memory of about 200 such steps."""
 MIN_STEPS = 8
-"""With fewer, what was assumed stays in force."""
+"""With fewer observed steps, the assumed profile stays in force."""
 MIN_PREFILL_TOKENS = 256
-"""Steps with fewer are as long as a pass over the weights, whatever the tokens."""
+"""Steps with fewer prefill tokens take as long as one pass over the weights, so they tell nothing."""
 PRIOR_WEIGHT = 0.5
-"""Steps that what is assumed counts for, where the steps cannot tell: prompts of one length, say."""
+"""Weight of the assumed profile, in steps. It decides if the steps cannot, e.g. if all prompts are alike."""
 
 _UNITS = (1.0, 1e3, 1e7, 1e1)
-"""Of the features in the fit, so that they are of like size: step, tokens, pairs, requests."""
+"""Units of the features step, tokens, pairs, requests; they bring all features to a similar size."""
 _NUM_FEATURES = len(_UNITS)
 
 
@@ -52,17 +52,17 @@ class PrefillCost:
     """A profile, given or learned; O(1) a step. Tell it of turns that start and stop, and of steps."""
 
     def __init__(self, profile: PrefillProfile | None = None) -> None:
-        """With a profile nothing is learned; without, the default one holds until steps were seen."""
+        """With a profile nothing is learned. Without one, the default profile holds until steps were seen."""
         self.profile = profile or PrefillProfile()
         self._learns = profile is None
         self._pending: dict[str, tuple[int, int]] = {}
-        """Tokens each turn still computes, and its tokens with KV; in the order in which steps take them."""
+        """Per turn: tokens it still has to compute, and tokens with KV; in the order in which steps run."""
         self._weight = 0.0
         self._moments = [[0.0] * (_NUM_FEATURES + 1) for _ in range(_NUM_FEATURES)]
         """Decayed sums of feature · feature, and of feature · seconds in the last column."""
 
     def on_started(self, turn: Turn) -> None:
-        """A turn started: what it did not hit will be computed. What a resumed turn hits is not known."""
+        """A turn started: it computes what it did not hit. For a resumed turn the hit is not known."""
         if self._learns and not turn.num_preemptions:
             self._pending[turn.turn_id] = (turn.num_prompt_tokens - turn.num_hit_tokens, turn.num_hit_tokens)
 
@@ -71,7 +71,7 @@ class PrefillCost:
         self._pending.pop(turn.turn_id, None)
 
     def observe(self, step: StepView) -> None:
-        """Learn from a step, if its prefill is large enough and known to be whose."""
+        """Learn from a step, if its prefill is large enough and belongs to known turns."""
         if not self._learns or step.duration_s <= 0:
             return
         num_tokens, pairs, num_unknown = self._take(step.num_tokens - step.num_requests)
@@ -93,11 +93,11 @@ class PrefillCost:
         return self.profile.get_s(num_tokens, num_context_tokens)
 
     def get_state(self) -> dict[str, Any]:
-        """What was learned, as JSON can hold it."""
+        """What was learned, as JSON values."""
         return {"weight": self._weight, "moments": [list(row) for row in self._moments]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take up what an earlier run learned; raises if it is not a state, and then changes nothing."""
+        """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
         weight, moments = float(state["weight"]), [[float(each) for each in row] for row in state["moments"]]
         is_finite = all(math.isfinite(each) for row in moments for each in (weight, *row))
         if not is_finite or [len(row) for row in moments] != [len(row) for row in self._moments]:
@@ -110,7 +110,7 @@ class PrefillCost:
         return f"PrefillCost({self.profile}, {self._pending}, {self._weight}, {self._moments})"
 
     def _take(self, num_left: int) -> tuple[int, float, int]:
-        """Tokens and pairs of a step's prefill, and how many of its tokens are of no turn that is known.
+        """Tokens and pairs of a step's prefill, and how many of its tokens belong to no known turn.
 
         `num_left` has one token less for each request, as if all of them decoded.
         """
@@ -132,7 +132,7 @@ class PrefillCost:
 
 
 def get_reload_s(num_tokens: int, cost: PrefillCost, view: EngineView) -> float:
-    """Seconds to have KV back: to compute it or, where a tier would have it sooner, to load it."""
+    """Seconds to restore KV: to compute it, or to load it from a tier if that is faster."""
     prefill_s = cost.get_s(num_tokens)
     return min(prefill_s, get_load_s(num_tokens, view)) if view.tiers else prefill_s
 
@@ -166,7 +166,7 @@ def _fit(moments: Sequence[Sequence[float]], weight: float) -> PrefillProfile:
 
 
 def _solve(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Solve linear equations, each a row with its right side last; 0 for what they do not determine."""
+    """Solve linear equations, each a row with its right side last; undetermined unknowns are 0."""
     rows = [list(row) for row in rows]
     num = len(rows)
     scales = [rows[n][n] for n in range(num)]

@@ -1,4 +1,4 @@
-"""What a turn pays in the queue for having lost its job's cache: Continuum's T (arXiv 2511.02230)."""
+"""How long a turn waits in the queue if its job's cache is lost: Continuum's T (arXiv 2511.02230)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 MAX_DELAYS = 100
-"""Turns that the mean is over: few, because the queue changes within minutes."""
+"""Number of turns in the mean; small, because the queue changes within minutes."""
 
 
 class QueueDelay:

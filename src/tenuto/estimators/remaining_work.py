@@ -1,14 +1,14 @@
-"""How much work a job still has, in prefill tokens, and how well that can be foreseen.
+"""How much work a job still has, in prefill tokens, and how well that can be predicted.
 
     left after k turns = job's factor · Σ over i > k of  P(there is an i-th turn) · mean work of i-th turns
 
-Probabilities and means come from all jobs, those still at work included: of the turns that were a job's
-i-th, some ended it and the others were followed by one more. The factor says how far this job's turns so
-far were off the mean of their number; how much that tells of its next ones is itself learned (Bühlmann's
-credibility, on logarithms, because sizes of texts vary by factors).
+Probabilities and means come from all jobs, including unfinished ones: some i-th turns ended their job, the
+others were followed by one more. The factor compares this job's past turns with the mean turns of the same
+numbers. How much past turns tell about the next ones is learned too (Bühlmann's credibility, on logarithms,
+because sizes of texts vary by factors).
 
-Predictions are held against what came: their correlation is the trust that they deserve. An order by
-remaining work that is weighted by it falls back to the order of arrival where nothing can be foreseen.
+Predictions are compared with what happened. Their correlation is the trust that they deserve. An order by
+remaining work that is weighted by it becomes the order of arrival if nothing can be predicted.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_TURNS = 256
-"""Turns told apart by their number; later ones count as this one."""
+"""Largest turn number with statistics of its own; later turns count as this one."""
 TURN_DECAY = 0.998
-"""What a turn's weight falls to with each later one of its number."""
+"""Factor on a turn's weight for each later turn of the same number."""
 JOB_DECAY = 0.995
-"""What a job's weight falls to with each later one, in the spread between and within jobs."""
+"""Factor on a job's weight for each later job, in the spread between and within jobs."""
 DECAY = 0.999
-"""What a prediction's weight falls to with each later one."""
+"""Factor on a prediction's weight for each later prediction."""
 MIN_JOBS = 5
-"""Ended jobs before the spread between and within jobs is taken from them."""
+"""Number of ended jobs from which the spread between and within jobs is estimated."""
 DEFAULT_CREDIBILITY = 4.0
-"""Turns after which a job's own count as much as those of all jobs, before that is known."""
+"""Default until enough jobs ended: after this many turns, a job's own turns weigh as much as all jobs'."""
 CREDIBILITIES = (0.25, 100.0)
-"""What is learned of that stays within these: a job's own turns always count for something."""
+"""Bounds of the learned credibility. So a job's own turns always have some weight."""
 MAX_PREDICTIONS = 64
-"""Turns of one job whose predictions are held against what came."""
+"""Number of turns per job whose predictions are compared with what happened."""
 
 
 @dataclass(slots=True)
 class _Turns:
-    """Turns of one number: their work, and what came after them. All decay."""
+    """Statistics of turns of one number: their work, and whether a turn followed. All values decay."""
 
     count: float = 0.0
     work: float = 0.0
@@ -56,10 +56,10 @@ class _Job:
     num_turns: int = 0
     work: float = 0.0
     sum_logs: float = 0.0
-    """Logarithms of its turns' work over the mean of their number; and of the squares."""
+    """Sum of ln(work of a turn / mean work of turns of its number); `sum_squares`: sum of the squares."""
     sum_squares: float = 0.0
     predictions: list[tuple[float, float]] = field(default_factory=list)
-    """Work done, and remaining work as predicted then."""
+    """For each prediction: the work done by then, and the predicted remaining work."""
 
 
 class RemainingWork:
@@ -74,13 +74,13 @@ class RemainingWork:
         self._spread = _Spread()
         self._agreement = _Agreement()
         self._work_after: list[float] = []
-        """By turns done: expected work of a job that has one more, in those of a job of factor 1."""
+        """Item k: expected remaining work of a job with factor 1, after k turns, if one more turn follows."""
         self._num_new = 0
-        """Observed since then."""
+        """Number of turns and jobs observed since `_work_after` was computed."""
         self._sum_up()
 
     def observe_turn(self, job_id: str, work: float) -> None:
-        """A job's turn is done, which took so much work."""
+        """Count a finished turn of a job; `work` is in prefill tokens."""
         job = self._jobs.setdefault(job_id, _Job())
         index = min(job.num_turns, MAX_TURNS - 1)
         if index == len(self._turns):
@@ -114,9 +114,9 @@ class RemainingWork:
         self._count_new()
 
     def get_work_left(self, job_id: str, next_turn: float | None = None) -> float:
-        """Expected work of a job's turns to come, one at least.
+        """Expected work of a job's remaining turns, at least one, in prefill tokens.
 
-        `next_turn`: what is known of the next one's work; it counts as that.
+        `next_turn`: the next turn's work if it is known; it replaces the expectation for that turn.
         """
         job = self._jobs.get(job_id)
         num_turns, sum_logs = (0, 0.0) if job is None else (job.num_turns, job.sum_logs)
@@ -129,11 +129,11 @@ class RemainingWork:
         return next_turn + factor * max(0.0, work - next_mean)
 
     def get_trust(self) -> float:
-        """Correlation between predicted and actual work left, from 0 (none, or unknown) to 1."""
+        """Correlation between predicted and actual remaining work, from 0 (none, or unknown) to 1."""
         return self._agreement.get_correlation()
 
     def get_state(self) -> dict[str, Any]:
-        """What was learned of all jobs, as JSON can hold it."""
+        """What was learned of all jobs, as JSON values."""
         return {
             "turns": [[each.count, each.work, each.num_ended, each.num_followed] for each in self._turns],
             "spread": self._spread.sums,
@@ -141,7 +141,7 @@ class RemainingWork:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take up what an earlier run learned; raises if it is not a state, and then changes nothing."""
+        """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
         turns = [_Turns(*_get_numbers(row, 4)) for row in state["turns"]]
         counts = [count for each in turns for count in (each.work, each.num_ended, each.num_followed)]
         if len(turns) > MAX_TURNS or any(each.count <= 0 for each in turns) or min(counts, default=0) < 0:
@@ -174,7 +174,7 @@ class RemainingWork:
 
 
 class _Spread:
-    """How much turns differ within a job, and jobs' means from each other, on logarithms. All decays."""
+    """Variance of turns within a job and of means between jobs, on logarithms. All values decay."""
 
     def __init__(self) -> None:
         self.sums = [0.0] * 6
@@ -187,12 +187,12 @@ class _Spread:
         self.sums = [JOB_DECAY * total + more for total, more in zip(self.sums, added, strict=True)]
 
     def get_factor(self, num_turns: int, sum_logs: float) -> float:
-        """By how much a job's next turns are expected to be off the mean, after these."""
+        """Expected work of a job's next turns / mean work, given its past turns."""
         typical, credibility = self._summarize()
         return math.exp((sum_logs - num_turns * typical) / (credibility + num_turns))
 
     def _summarize(self) -> tuple[float, float]:
-        """The mean logarithm of jobs, and the turns after which a job's own count as much as that."""
+        """The mean logarithm of jobs, and the credibility: see `DEFAULT_CREDIBILITY`."""
         num_jobs, sum_means, sum_squares, sum_inverses, sum_within, num_within = self.sums
         if num_jobs < MIN_JOBS or num_within < MIN_JOBS:
             return 0.0, DEFAULT_CREDIBILITY

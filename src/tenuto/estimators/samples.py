@@ -9,11 +9,11 @@ from tenuto.estimators.empirical import MAX_TIMES, RecentTimes
 from tenuto.estimators.tool_times import MAX_TOOLS
 
 MIN_SAMPLES = 100
-"""K of the ladder: no more samples than this are not enough to trust."""
+"""K of the ladder: a sample is trusted if it has more than K values."""
 
 
 class ToolSamples:
-    """Recent times per tool and over all tools; of too many tools the longest unseen is forgotten."""
+    """Recent times per tool and over all tools; with too many tools, the one unseen for longest is dropped."""
 
     def __init__(self, max_tools: int = MAX_TOOLS, max_times: int = MAX_TIMES) -> None:
         self._max_tools = max_tools

@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from tenuto.estimators.step_times import StepTimes
 
 MIN_STEP_TOKENS = 512
-"""On GPUs from the A100 to the B200 smaller steps gain nothing: their kernels lose what decoding wins."""
+"""Smaller steps gain nothing on GPUs from the A100 to the B200: kernels lose what decoding gains."""
 MAX_BUSY_SHARE = 0.8
-"""Beyond, the queue that is there says more than the one to expect."""
+"""Bound of the busy share; beyond it, the current queue says more than the expected queue."""
 DECAY = 0.99
-"""What a turn's weight falls to with each later one."""
+"""Factor on a turn's weight for each later turn."""
 
 
 @dataclass
@@ -52,9 +52,10 @@ class TurnSizes:
 
 
 def count_prefilling(sizes: TurnSizes, num_waiting: int, num_free_tokens: int, full_share: float) -> float:
-    """Turns that lose while prefill takes its time, of those that wait and those to come.
+    """Number of turns that slow prefill delays: waiting turns, and turns expected to come.
 
-    `num_free_tokens`: of KV cache; `full_share`: of the steps, which have no room for more prefill.
+    `num_free_tokens`: free room in the KV cache. `full_share`: share of the steps without room for more
+    prefill.
     """
     if not sizes.weight:
         return 1.0
@@ -71,9 +72,9 @@ def choose_step_tokens(
     full_share: float,
     most: int,
 ) -> int | None:
-    """Tokens of the next step, those that decode included: a power of two of 512 at least, or `most`.
+    """Tokens of the next step, decode tokens included: a power of two from 512 up, or `most`.
 
-    `full_share`: of the steps, as in `count_prefilling`. None before steps and turns are known.
+    `full_share`: as in `count_prefilling`. None before steps and turns were observed.
     """
     token_s, ride_s = times.get_ride()
     if token_s <= 0 or not sizes.weight:

@@ -3,19 +3,19 @@
     step without prefill:    fixed + decode_s · requests
     step with prefill:       fixed + token_s · prefill tokens + decode_s · requests
 
-Memory-bound decoding and compute-bound prefill share a step, so the two kinds have their own fits. A third
-one is of what prefill adds to a step that decodes for as many; it begins below zero, as prefill rides along
-with a pass over the weights until it takes as long itself.
+Memory-bound decoding and compute-bound prefill share a step, so each kind of step has its own fit. A third
+fit is of the time that prefill adds to a step with the same number of decodes. Its intercept is below zero,
+because prefill costs nothing extra until it takes longer than the pass over the weights.
 """
 
 from __future__ import annotations
 
 DECAY = 0.998
-"""What a step's weight falls to with each later one: a memory of about 500 steps."""
+"""Factor on a step's weight for each later step: a memory of about 500 steps."""
 MIN_PREFILL_TOKENS = 64
-"""Steps with fewer prefill tokens hide them behind the decoding."""
+"""With fewer prefill tokens, prefill adds no time to a step that decodes."""
 MIN_STEPS = 5
-"""Steps of a kind before its fit is used by another."""
+"""Number of steps of a kind from which other estimates use its fit."""
 
 
 class _Moments:
@@ -80,11 +80,11 @@ class StepTimes:
         return fixed + slope * num_requests
 
     def get_pass_s(self) -> float:
-        """Seconds of a step that do not depend on who is in it: one pass over the weights, and the host."""
+        """Seconds of a step that do not depend on its requests: one pass over the weights, and host time."""
         return self._decode.get_line()[0]
 
     def get_ride(self) -> tuple[float, float]:
-        """Seconds that a prefill token adds to a step, and seconds of prefill that ride along for free.
+        """Seconds that a prefill token adds to a step, and seconds of prefill that add no time to it.
 
         The latter is what a step with much prefill takes less than its tokens and its decoding would one
         after the other: a whole pass at best, nothing where kernels gain nothing from being fed together.
@@ -95,7 +95,7 @@ class StepTimes:
         return line[1] or self.get_token_s(), max(0.0, -line[0])
 
     def get_tokens_per_decode(self) -> float:
-        """Prefill tokens that cost what one more decoding request adds to a step; 1 to 50."""
+        """Prefill tokens that take as long as one more decoding request adds to a step; 1 to 50."""
         token_s, decode_s = self.get_token_s(), self._decode.get_line()[1]
         return min(50.0, max(1.0, decode_s / token_s)) if token_s > 0 else 10.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 MAX_TOOLS = 1000
-"""Tool names come from clients and model output, so they are bounded; the longest unseen is forgotten."""
+"""Most tools remembered: names come from clients and model output. The one unseen for longest is dropped."""
 
 
 class MeanTimes:

@@ -35,7 +35,7 @@ def get_ttl_s(
 
 
 def get_default_ttl_s(benefit_s: float) -> float:
-    """τ* for a tool nobody knows: as if its times were exponential with mean 1 s.
+    """τ* for an unknown tool: as if its times were exponential with mean 1 s.
 
     (1 − e^−τ)·B − τ is largest where B·e^−τ = 1, so at ln B; at 0 where B ≤ 1 s.
     """

@@ -1,4 +1,4 @@
-"""All that Continuum's TTL rule (arXiv 2511.02230) is computed from, learned from what a policy is told."""
+"""The inputs of Continuum's TTL rule (arXiv 2511.02230), learned from what a policy is told."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tenuto.estimators.ttl import get_ttl_s
 
 
 class TtlEstimate:
-    """τ* per tool; a policy hands its told hooks on to the methods of the same names."""
+    """τ* per tool. A policy calls the methods from its told hooks of the same names."""
 
     def __init__(self, profile: PrefillProfile | None = None, min_samples: int = MIN_SAMPLES) -> None:
         """`profile`: measured prefill times; without, they are learned from the steps."""
