@@ -13,7 +13,7 @@ MIN_SAMPLES = 100
 
 
 class ToolSamples:
-    """Recent times per tool and over all tools; with too many tools, the one unseen for longest is dropped."""
+    """Recent times per tool and over all tools; of too many tools, the longest unseen is dropped."""
 
     def __init__(self, max_tools: int = MAX_TOOLS, max_times: int = MAX_TIMES) -> None:
         self._max_tools = max_tools
