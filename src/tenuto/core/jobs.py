@@ -52,7 +52,7 @@ class JobState:
     last_finish_s: float | None = None
     last_tool: ToolCall | None = None
     last_marks: PrefixMarks | None = None
-    """Of its last finished turn: what a later prompt can reuse of it."""
+    """What a later prompt can reuse of the job's last finished turn."""
     stock_mark: float | None = None
     """Tokens that stock will have allocated in all when it evicts what its last finished turn left."""
 
@@ -80,7 +80,7 @@ class TurnState:
     started: bool = False
     is_admitted: bool = False
     job_arrival_s: float | None = None
-    """What a policy sees as its job's arrival, where that is not the job's real one."""
+    """The job arrival that a policy sees for this turn; None: the job's real arrival."""
     number: int = 0
     """Its place in the order of arrival, from 1."""
     stock_work: float = 0.0

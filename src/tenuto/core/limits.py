@@ -34,7 +34,7 @@ class Limits:
     )
     max_parallel_turns: int = setting(
         1,
-        "turns of one job that may use its place in the queue at once; further ones queue as new jobs",
+        "turns of one job that may use its place in the queue at once; further turns queue as new jobs",
         minimum=1,
     )
     max_remembered_jobs: int = setting(

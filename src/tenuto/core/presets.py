@@ -50,7 +50,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         # A prompt's cap of 512 tokens leaves a step's budget of 2,048 or 8,192 to others. A watermark of 0.01
         # was vLLM's default before V1; it avoids nearly all preemptions. Known weakness: the cap is per
-        # prompt, not per step. Sixteen long prompts still fill a step of 8,192, and each needs 16 times as many.
+        # prompt, not per step. Sixteen long prompts still fill a step of 8,192, and each needs 16 times as
+        # many.
         "stock-tuned": Preset(
             policy="stock",
             engine=EngineSettings(long_prefill_token_threshold=512, watermark=0.01, offload="async"),
