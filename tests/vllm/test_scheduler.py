@@ -203,11 +203,11 @@ def test_multimodal_and_streamed_in_requests_run_as_stock(clock: Clock) -> None:
     # Only what decides is under test: a real multimodal request needs an encoder.
     from tenuto.vllm.scheduler import OUTSIDE, _describe
 
-    assert _describe(request).hints is OUTSIDE
+    assert _describe(request, trusts_clients=False).hints is OUTSIDE
     request.mm_features = []
-    assert _describe(request).hints is not OUTSIDE
+    assert _describe(request, trusts_clients=False).hints is not OUTSIDE
     request.resumable = True
-    assert _describe(request).hints is OUTSIDE
+    assert _describe(request, trusts_clients=False).hints is OUTSIDE
 
 
 # Metrics and trace.
