@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenuto.core.requests.hints import Hints
+from tenuto.records.metrics import add_up, get_job_times_s, summarise
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation
@@ -113,21 +114,21 @@ def measure(policy: str, attack: Attack) -> dict[str, float]:
     scheduler = machine.make_scheduler(strict=True)
     workload = make_workload(attack)
     turns = Simulation(scheduler, machine.step_cost, workload, say_hints=make_say(attack)).run()
-    waits = sorted(turn.start_s - turn.due_s for turn in turns if turn.job.startswith("probe"))
+    waits_s = summarise(turn.queue_s for turn in turns if turn.job.startswith("probe"))
     agents = [turn for turn in turns if turn.job.startswith("ab8")]
-    starts = {job.job_id: job.arrival_s for job in workload.jobs}
-    ends: dict[str, float] = {}
-    for turn in agents:
-        ends[turn.job] = max(ends.get(turn.job, 0.0), turn.last_token_s)
-    service = sorted(turn.last_token_s - turn.start_s for turn in turns)
+    assert waits_s is not None
+    ends_s = [turn.last_token_s or 0.0 for turn in turns]
     return {
-        "mean_s": statistics.fmean(waits),
-        "p95_s": waits[int(0.95 * len(waits))],
-        "worst_s": waits[-1],
-        "hits": sum(turn.hit_tokens for turn in agents) / sum(turn.reusable_tokens for turn in agents),
-        "job_s": statistics.fmean(end - starts[job] for job, end in ends.items()),
-        "turn_s": statistics.fmean(service),
-        "end_s": max(turn.last_token_s for turn in turns),
+        "mean_s": waits_s.mean,
+        "p95_s": waits_s.p95,
+        "worst_s": waits_s.max,
+        "hits": (add_up(turn.hit_tokens for turn in agents) or 0)
+        / (add_up(turn.reusable_tokens for turn in agents) or 1),
+        "job_s": statistics.fmean(get_job_times_s(agents).values()),
+        "turn_s": statistics.fmean(
+            end_s - (turn.start_s or 0.0) for turn, end_s in zip(turns, ends_s, strict=True)
+        ),
+        "end_s": max(ends_s),
     }
 
 
