@@ -1,11 +1,12 @@
 """`tenuto verify`: does this server hold a job's KV cache through its tool calls?
 
-One job of five turns. After each turn but the last the job is in a tool call: all through the gap its
-blocks must stay in use. On return they must be hit, and after the last turn nothing may be left. Turn
-lengths follow the published functional check of the Continuum prototype, scaled to the server's block size.
+One job of five turns runs against the server. After each turn except the last, the job is in a tool call. Its
+blocks must stay in use for the whole gap, and the next turn must hit them. After the last turn, no blocks may
+stay held. Turn lengths follow the published functional check of the Continuum prototype, scaled to the
+server's block size.
 
-The server says which policy runs. A policy may ask for no lease where nothing competes for the cache, or for
-a short one: that is its choice, and is told apart from a server that should hold and does not.
+The server reports which policy runs. A policy may choose to ask for no lease, or a short one, when nothing
+competes for the cache. The check separates this from a server that should hold blocks but does not.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SPARE_BLOCKS = 4
 PROBE_WORDS = 50
 POLL_S = 0.1
 RELEASE_S = 10.0
-"""How long the last turn's blocks may take to be released; metrics follow with the engine's next step."""
+"""Longest wait for the release of the last turn's blocks; the metrics follow with the engine's next step."""
 
 
 Gap = Literal["held", "expired", "not granted", "not held", "end"]
@@ -43,7 +44,7 @@ gave it. not granted: the policy asked for no lease. end: after the last turn.""
 
 @dataclass(frozen=True, slots=True)
 class TurnCheck:
-    """What one turn showed."""
+    """The result of one turn."""
 
     turn: int
     tool: str
@@ -51,21 +52,22 @@ class TurnCheck:
     output_tokens: int
     cached_tokens: int
     min_cached_tokens: int
-    """Full blocks of the previous prompt: less than this and something was lost."""
+    """Full blocks of the previous prompt, in tokens. A smaller hit means that blocks were lost."""
     expected_blocks: int
-    """Full blocks of prompt and output without its last token, which is never computed; 0 after the last."""
+    """Full blocks of the prompt and output, without the last token, which is never computed. 0 after the last
+    turn."""
     held_blocks: int
-    """Least number seen in the gap, or most seen at the end after the last turn."""
+    """The lowest number seen in the gap; after the last turn, the number still held when polling ended."""
     latency_s: float
     ok: bool
     gap: Gap = "not held"
     rank: str | None = None
-    """The data-parallel rank; None where there is one engine."""
+    """The data-parallel rank. None if there is only one engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The whole check."""
+    """The result of the whole check."""
 
     ok: bool
     model: str
@@ -73,12 +75,12 @@ class Verdict:
     num_blocks: int
     turns: list[TurnCheck]
     policy: str | None = None
-    """What `tenuto:info` says; None on stock vLLM."""
+    """The policy named by `tenuto:info`. None on stock vLLM."""
     num_faults: int = 0
-    """Hooks of the policy that failed during the check."""
+    """Policy hooks that failed during the check."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The verdict as JSON values."""
         return asdict(self)
 
 
@@ -91,13 +93,13 @@ def verify(
 ) -> Verdict:
     """Run the check against an otherwise idle server, on each of its data-parallel ranks.
 
-    Raises DataError if the server is not one this can be checked on, httpx.HTTPError if it fails.
+    Raises DataError if the check does not support the server, and httpx.HTTPError if a request fails.
     """
     check_url(url)
     check_api_key(api_key)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=120) as client:
-        # Asked first: some of vLLM's metrics appear with its first request.
+        # Send a request first: some of vLLM's metrics appear only after the first request.
         _Check(client, gap_s, say).warm_up()
         engines = read_cache_state(client).engines
         ranks: tuple[str | None, ...] = engines if len(engines) > 1 else (None,)
@@ -105,7 +107,7 @@ def verify(
 
 
 def _join(verdicts: Sequence[Verdict]) -> Verdict:
-    """One verdict on all ranks."""
+    """Combine the verdicts of all ranks into one."""
     return dataclasses.replace(
         verdicts[0],
         ok=all(each.ok for each in verdicts),
@@ -116,7 +118,7 @@ def _join(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 class _Check:
-    """One job on one rank."""
+    """The check of one job on one rank."""
 
     def __init__(
         self, client: httpx.Client, gap_s: float, say: Callable[[str], None], rank: str | None = None
@@ -143,7 +145,7 @@ class _Check:
             self._say(f"{'' if self._rank is None else f'rank {self._rank}, '}turn {number + 1}/{len(TOOLS)}")
             turns.append(self._run_turn(number, turns))
         promise = get_promise(before.policy)
-        # A policy that promises to hold may have learned that this job is not worth it, but not each turn.
+        # A policy that promises to hold may learn that this job is not worth it, but not on every turn.
         forgives = promise == "may" or (
             promise == "idle" and any(t.gap in ("held", "expired") for t in turns)
         )
@@ -205,7 +207,7 @@ class _Check:
         return read_cache_state(self._client, self._rank)
 
     def _measure_tokens_per_word(self) -> float:
-        # Tokenizers differ; the message's own markers make this a little too large, which is the safe side.
+        # Tokenizers differ. The message's own markers make the result a little too large, which is safe.
         self._extend_words(PROBE_WORDS)
         answer = self._send(len(TOOLS) - 1, is_last=True)
         self._messages.clear()
@@ -218,7 +220,7 @@ class _Check:
         self._extend_words(max(2, int(num_tokens / self._tokens_per_word)))
 
     def _extend_words(self, num_words: int) -> None:
-        # Words that no other check has sent: nothing is cached by chance.
+        # Use words that no other check has sent, so that nothing is cached by chance.
         words = [f"{uuid.uuid4().int % 900 + 100}" for _ in range(num_words)]
         self._messages.append({"role": "user", "content": " ".join(words)})
 
@@ -243,7 +245,7 @@ class _Check:
         return answer
 
     def _watch_gap(self, expected: int) -> int:
-        """The least number of blocks held at any time in the gap; the first poll may come before the news."""
+        """The lowest number of blocks held in the gap. The first poll may come before the metrics change."""
         end_s = time.monotonic() + self._gap_s
         time.sleep(POLL_S)
         least = self._get_held(self._read_state())
@@ -253,7 +255,7 @@ class _Check:
         return least
 
     def _watch_release(self) -> int:
-        """Blocks still held when they should all be released; polled until none are, or time is up."""
+        """Poll until no blocks are held or the time is up; return the number of blocks still held."""
         end_s = time.monotonic() + RELEASE_S
         while (held := self._get_held(self._read_state())) > 0 and time.monotonic() < end_s:
             time.sleep(POLL_S)
@@ -266,7 +268,7 @@ class _Check:
 
 
 def _read_model(client: httpx.Client) -> tuple[str, int | None]:
-    """The model's name and the longest context it takes. Raises DataError."""
+    """Read the model's name and its longest context. Raises DataError."""
     models = client.get("/v1/models")
     models.raise_for_status()
     try:
@@ -280,7 +282,7 @@ def _read_model(client: httpx.Client) -> tuple[str, int | None]:
 
 
 def _judge_gap(before: CacheState, after: CacheState, held: int, expected: int) -> Gap:
-    """What became of a turn's blocks between two looks, with so many of them held throughout."""
+    """Decide what happened to a turn's blocks between two readings; `held` blocks were in use throughout."""
     if held >= expected:
         return "held"
     if after.num_expired > before.num_expired:

@@ -1,1 +1,1 @@
-"""`tenuto bench`: a workload against a server, and the records of what came out."""
+"""`tenuto bench`: runs a workload against a server and records the results."""

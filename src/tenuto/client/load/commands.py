@@ -1,8 +1,8 @@
-"""Tool calls as real commands: the command lines of a trace, each job's in a temporary folder of its own.
+"""Tool calls as real commands: runs the command lines of a trace, with a temporary folder for each job.
 
-This is no sandbox: a command runs as the user, and can read what they can and reach the network. What is
-bounded: its time, its output, its working folder, its environment (nothing of the client's but PATH, so no
-keys), and its processes, which all end with it unless they leave its process group.
+This is not a sandbox. A command runs as the user, can read the user's files and can reach the network. These
+are limited: its time, its output, its working folder, its environment (only PATH is passed on, so no keys),
+and its processes. All processes end with the command unless they leave its process group.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from tenuto.core.errors import ConfigError
 from tenuto.workload.schema import Job, Workload
 
 MAX_OUTPUT_BYTES = 2**20
-"""A command that writes more is ended: no agent reads more than that."""
+"""A command that writes more than this is stopped: no agent reads that much."""
 PIECE_BYTES = 2**16
-"""Read of a command's output at a time."""
+"""Bytes of a command's output that are read at a time."""
 
 End = Literal["exited", "timeout", "too much output", "not started", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
 class CommandRecord:
-    """One command that ended: a line of commands.jsonl."""
+    """One command that ended. It becomes one line of commands.jsonl."""
 
     job: str
     after_turn: int
-    """The turn whose answer called it, from 1."""
+    """The turn whose answer called the command, counted from 1."""
     command: str
     end: End
     exit_status: int | None
-    """Of the shell; negative is the signal that ended it. None if it was not started or was cancelled."""
+    """The shell's exit status. A negative value is the signal that ended it. None if the command was not
+    started or was cancelled."""
     seconds: float
     output_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The record as JSON values."""
         return asdict(self)
 
 
 def check_commands(workload: Workload) -> int:
-    """How many commands a workload holds. Raises ConfigError if none, or if nobody would wait for them."""
+    """Count a workload's commands. Raises ConfigError if it has none or if no turn would wait for them."""
     num_commands = sum(turn.command is not None for job in workload.jobs for turn in job.turns[:-1])
     if workload.loop == "open":
         raise ConfigError("--run-commands: in the open loop turns do not wait for tools; use --loop closed")
@@ -62,7 +63,7 @@ def check_commands(workload: Workload) -> int:
 
 
 class CommandRunner:
-    """Runs the commands of a load's jobs; a context manager, which removes the folders at its end."""
+    """Runs the commands of a load's jobs. A context manager; it removes the folders at its end."""
 
     def __init__(self, limit_s: float, on_record: Callable[[CommandRecord], None]) -> None:
         self._limit_s = limit_s
@@ -70,19 +71,19 @@ class CommandRunner:
         self._folders: dict[str, Path] = {}
 
     def __enter__(self) -> Self:
-        """Make room for the jobs' folders."""
-        # A command may leave files behind that even their owner cannot remove at once.
+        """Create the folder that will hold the jobs' folders."""
+        # A command may leave files that even their owner cannot remove directly.
         self._root = tempfile.TemporaryDirectory(prefix="tenuto-bench-", ignore_cleanup_errors=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove them."""
+        """Remove the folders."""
         self._root.cleanup()
 
     async def run(self, job: Job, index: int) -> None:
-        """Run the command that a turn called, to its end or the limit."""
+        """Run the command that a turn called until it ends or reaches a limit."""
         command = job.turns[index].command or ""
         started_s = time.monotonic()
         end: End = "cancelled"
@@ -136,10 +137,10 @@ class CommandRunner:
 
 
 class _Output:
-    """Counts what a command writes, and keeps none of it; a context manager.
+    """Counts the bytes that a command writes and keeps none of them. A context manager.
 
-    A pipe and no file: a command that writes without end waits for its reader, and fills no disk before
-    anybody looks. Not asyncio's pipe, which would wait for whatever the command left running, too.
+    This uses a pipe instead of a file: a command that writes without end must wait for the reader and cannot
+    fill the disk. Asyncio's own pipe would also wait for processes that the command left running.
     """
 
     def __init__(self) -> None:
@@ -148,7 +149,7 @@ class _Output:
         self._loop = asyncio.get_running_loop()
 
     def __enter__(self) -> Self:
-        """Open it."""
+        """Open the pipe."""
         self._read_end, self.write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         self._loop.add_reader(self._read_end, self._read)
@@ -158,24 +159,24 @@ class _Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close both ends."""
+        """Close both ends of the pipe."""
         self._loop.remove_reader(self._read_end)
         self.close_write_end()
         os.close(self._read_end)
 
     def close_write_end(self) -> None:
-        """The command has its own by now."""
+        """Close our copy of the write end, once the command has its own copy."""
         if self._is_open:
             self._is_open = False
             os.close(self.write_end)
 
     def drain(self) -> None:
-        """Count what is still in the pipe, when the command is over."""
+        """Count what is still in the pipe after the command ended."""
         while not self.is_too_much.is_set() and self._read():
             pass
 
     def _read(self) -> int:
-        """Count one piece; how long it was."""
+        """Read one piece, add its length to the count and return the length."""
         try:
             length = len(os.read(self._read_end, PIECE_BYTES))
         except BlockingIOError:
@@ -198,5 +199,5 @@ def _make_environment(folder: Path) -> dict[str, str]:
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it left no process behind
+    with contextlib.suppress(ProcessLookupError):  # the command left no process behind
         os.killpg(pid, signal.SIGKILL)

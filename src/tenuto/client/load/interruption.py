@@ -1,4 +1,4 @@
-"""Ctrl-C, and a service manager's farewell: a run ends early and keeps what there is."""
+"""Handles SIGINT (Ctrl-C) and SIGTERM: a run ends early and keeps its results so far."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MAX_SIGNALS = 2
-"""Taken here; one more does what it always does, and ends the process without a result."""
+"""Signals handled here. The next signal has its default effect: it ends the process without a result."""
 
 
 class Interruption:
-    """Takes SIGINT and SIGTERM while its block runs, which must be in an event loop.
+    """Handles SIGINT and SIGTERM while its block runs. The block must run in an event loop.
 
-    Two of them: the first breaks off the load, the next one the questions to the server after it. Impatient
-    people press twice, and must not lose their result by that.
+    The first signal stops the load. The second one stops the queries to the server after the load. So a user
+    who presses Ctrl-C twice does not lose the result.
     """
 
     def __init__(self) -> None:
         self.has_come = False
         self.on_signal: Callable[[], Any] = lambda: None
-        """Breaks off what goes on now."""
+        """Stops what is running now."""
         self._num_left = _MAX_SIGNALS
         self._loop = asyncio.get_running_loop()
 
     def __enter__(self) -> Self:
-        """Take the signals."""
+        """Install the signal handlers."""
         for number in _SIGNALS:
             self._loop.add_signal_handler(number, self._interrupt)
         return self
@@ -36,7 +36,7 @@ class Interruption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give them back."""
+        """Remove the signal handlers."""
         self._release()
 
     def _interrupt(self) -> None:

@@ -1,4 +1,4 @@
-"""The live view: how a run goes, on stderr, while it goes."""
+"""The live view: shows the progress of a run on stderr."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tenuto.records.schema import TurnRecord
 from tenuto.workload.schema import Workload
 
 TERMINAL_S = 1.0
-"""Between two views on a terminal, where each replaces the one before it."""
+"""Seconds between two views on a terminal, where each view replaces the one before it."""
 LOG_S = 10.0
-"""Between two lines anywhere else."""
+"""Seconds between two lines if stderr is not a terminal."""
 _NUM_RECENT = 1000
 _CLEAR_LINE = "\r\x1b[2K"
 
 
 class Progress:
-    """Counts of what has ended so far; rates and latencies of the latest 1,000 turns."""
+    """Counts of the turns that ended so far. Rates and latencies cover the latest 1,000 turns."""
 
     def __init__(self, workload: Workload) -> None:
         self._num_jobs = len(workload.jobs)
@@ -31,7 +31,7 @@ class Progress:
         self._recent: deque[TurnRecord] = deque(maxlen=_NUM_RECENT)
 
     def add(self, record: TurnRecord) -> None:
-        """A turn ended."""
+        """Count a turn that ended."""
         if record.status != "ok":
             self._failed_jobs.add(record.job)
             return
@@ -40,7 +40,7 @@ class Progress:
         self._recent.append(record)
 
     def format(self, now_s: float, num_started_jobs: int, num_in_flight: int) -> str:
-        """One line."""
+        """The progress as one line of text."""
         num_running = num_started_jobs - self._num_done_jobs - len(self._failed_jobs)
         parts = [
             f"{int(now_s) // 60}:{int(now_s) % 60:02}",
@@ -54,7 +54,7 @@ class Progress:
         return " | ".join(parts)
 
     def _format_rates(self, now_s: float) -> str:
-        # The first of the latest turns ended where the counting begins; a second at least, lest it mislead.
+        # The period starts at the end of the first of these turns. At least 1 s, to avoid misleading rates.
         span_s = max(now_s - (self._recent[0].last_token_s or 0.0), 1.0)
         num_output_tokens = sum(record.output_tokens or 0 for record in self._recent)
         return f"{len(self._recent) / span_s:.1f} turns/s, {num_output_tokens / span_s:.0f} tok/s"
@@ -65,7 +65,7 @@ class Progress:
 
 
 async def show(progress: Progress, load: Load, stream: TextIO) -> None:
-    """Print the view again and again, until cancelled; on a terminal in place."""
+    """Print the view repeatedly until cancelled; on a terminal, each view overwrites the last one."""
     is_terminal = stream.isatty()
     start, end = (_CLEAR_LINE, "") if is_terminal else ("", "\n")
     try:

@@ -1,6 +1,6 @@
-"""What only a client knows of a run. The metrics that every engine has are in `tenuto.records.metrics`.
+"""The metrics of a run that only a client knows. Metrics that every engine has: `tenuto.records.metrics`.
 
-None where a client cannot know.
+A metric is None if a client cannot know it.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ class Outcome:
     workload: Workload
     records: Sequence[TurnRecord]
     growth: Totals | None
-    """How much the server's metrics grew; None if it shows none."""
+    """The increase of each server metric during the run. None if the server shows no metrics."""
     block_size: int | None
-    """Tokens per KV block, where the server tells."""
+    """Tokens per KV block, if the server reports it."""
     is_exact: bool
-    """Prompts were token ids, of exactly the planned length."""
+    """Prompts were sent as token ids and had exactly the planned length."""
     is_interrupted: bool = False
     loop_lags_s: Sequence[float] = ()
-    """How late the event loop woke a timer, sampled all through the run."""
+    """How late the event loop woke a timer, sampled during the whole run."""
     commands: Sequence[CommandRecord] = ()
-    """Tool calls that were really run."""
+    """Tool calls that were really executed."""
 
     @property
     def done(self) -> list[TurnRecord]:
-        """The turns that succeeded, in the order of their ends."""
+        """The turns that succeeded, in the order in which they ended."""
         return [record for record in self.records if record.status == "ok"]
 
     @property
     def num_turns(self) -> dict[str, int]:
-        """Turns of each job."""
+        """The number of turns by job."""
         return {job.job_id: len(job.turns) for job in self.workload.jobs}
 
     @property
     def parents(self) -> dict[str, str | None]:
-        """The job that started each job."""
+        """By job, the job that started it."""
         return {job.job_id: job.parent for job in self.workload.jobs}
 
 
 def get_prompt_tokens(outcome: Outcome, record: TurnRecord) -> int:
-    """As planned where token ids were sent, else as the server counted."""
+    """The planned number if token ids were sent; otherwise the number that the server counted."""
     planned = record.planned_prompt_tokens or 0
     return planned if outcome.is_exact or record.prompt_tokens is None else record.prompt_tokens
 
 
 def get_hit_tokens(outcome: Outcome) -> int | None:
-    """As the answers say; if one does not, as the server's metrics say: found in cache, and loaded."""
+    """Hit tokens by the answers' counts. If one is missing: by the server's metrics (hits and loads)."""
     said = metrics.add_up(record.hit_tokens for record in outcome.done)
     found = _get_growth(outcome, "vllm:prefix_cache_hits_total")
     return said if said is not None or found is None else found + (get_loaded_tokens(outcome) or 0)
 
 
 def get_recomputed_tokens(outcome: Outcome) -> int | None:
-    """Reusable tokens that were not hit, and what preemptions took.
+    """Reusable tokens that were not hit, plus tokens that preemptions discarded.
 
-    A client does not see the second. Where there were preemptions the count is the server's, if it has one.
+    A client does not see preemptions. If there were any, the server's count is used if it reports one.
     """
     missed = metrics.add_up(record.recomputed_tokens for record in outcome.done)
     if missed is not None and not get_preemptions(outcome):
@@ -76,7 +76,7 @@ def get_recomputed_tokens(outcome: Outcome) -> int | None:
 
 
 def get_notes(outcome: Outcome) -> tuple[str, ...]:
-    """What a reader of the record must know."""
+    """Notes that a reader of the record must know."""
     preemptions = get_preemptions(outcome)
     if preemptions and _get_growth(outcome, "tenuto:recomputed_tokens_total") is None:
         return (
@@ -86,22 +86,22 @@ def get_notes(outcome: Outcome) -> tuple[str, ...]:
 
 
 def get_policy_faults(outcome: Outcome) -> int | None:
-    """Hooks of the server's policy that failed, as the server counts."""
+    """Hooks of the server's policy that failed, by the server's count."""
     return _get_growth(outcome, "tenuto:policy_faults_total")
 
 
 def get_preemptions(outcome: Outcome) -> int | None:
-    """Turns that lost their blocks and waited again, as the server counts."""
+    """Turns that lost their blocks and waited again, by the server's count."""
     return _get_growth(outcome, "vllm:num_preemptions_total")
 
 
 def get_loaded_tokens(outcome: Outcome) -> int | None:
-    """Prompt tokens that came from a tier below the GPU, or from another instance, as the server counts."""
+    """Prompt tokens loaded from a tier below the GPU or from another instance, by the server's count."""
     return _get_growth(outcome, "vllm:external_prefix_cache_hits_total")
 
 
 def count_turns(outcome: Outcome) -> TurnCounts:
-    """The turns that were planned, by how they ended."""
+    """Count the planned turns by how they ended."""
     ends = Counter(record.status for record in outcome.records)
     planned = sum(outcome.num_turns.values())
     return TurnCounts(
@@ -115,18 +115,18 @@ def count_turns(outcome: Outcome) -> TurnCounts:
 
 
 def count_failures(outcome: Outcome) -> dict[str, dict[str, object]]:
-    """Failed attempts by kind, retried ones included, with the first one's words."""
+    """Count failed attempts by kind, including retried ones, with the message of the first of each kind."""
     return _group((each.kind, each.detail) for record in outcome.records for each in record.failures)
 
 
 def count_complaints(outcome: Outcome) -> dict[str, dict[str, object]]:
-    """Complaints about answers by kind, with the first one's words."""
+    """Count complaints about answers by kind, with the message of the first of each kind."""
     complaints = (each for record in outcome.records for each in record.complaints)
     return _group((kind, detail) for kind, _, detail in (each.partition(": ") for each in complaints))
 
 
 def count_commands(outcome: Outcome) -> dict[str, int]:
-    """Commands that were run, by how they ended; `failed` exited with a status other than 0."""
+    """Count executed commands by how they ended. `failed` means an exit status other than 0."""
     ends: Counter[str] = Counter(each.end for each in outcome.commands)
     failed = sum(each.end == "exited" and each.exit_status != 0 for each in outcome.commands)
     return {"run": len(outcome.commands), "failed": failed, **ends}

@@ -13,7 +13,7 @@ from tenuto.workload.load_options import LoadOptions
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions(Options):
-    """How turns are sent, whatever the server and the run."""
+    """How turns are sent; independent of the server and the run."""
 
     GROUP = "the requests"
 
@@ -58,7 +58,7 @@ class RequestOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check them. Raises ConfigError."""
+        """Check the options. Raises ConfigError."""
         super().__post_init__()
         check_api_key(self.api_key)
 
@@ -89,6 +89,6 @@ class BenchOptions(RequestOptions):
     as_json: bool = option(False, "print the result as JSON instead of text", flag="--json")
 
     def __post_init__(self) -> None:
-        """Check them. Raises ConfigError."""
+        """Check the options. Raises ConfigError."""
         check_url(self.url)
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""From a turn that ended to its record."""
+"""Makes the record of a turn that ended."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from tenuto.workload.turn_driver import Due
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """How turns are sent, and so what is known of them."""
+    """How turns are sent. This decides what can be known about them."""
 
     is_exact: bool
-    """Prompts go out as token ids: their length and content are those of the plan."""
+    """Prompts are sent as token ids, so their length and content match the plan."""
     has_fixed_length: bool = True
-    """An answer is to be of the planned length, and not only no longer."""
+    """An answer must have exactly the planned length. False: the planned length is only a maximum."""
     quotes_answers: bool = False
-    """Prompts hold the server's own answers."""
+    """Prompts contain the server's own answers."""
     block_size: int | None = None
-    """Tokens of the server's KV blocks, where it tells."""
+    """Tokens per KV block, if the server reports it."""
     is_open_loop: bool = False
-    """A turn may be sent before the answer is there that its prompt holds."""
+    """A turn may be sent before the answer that its prompt contains has arrived."""
     retries: int = 0
-    """How often a turn is sent again that failed."""
+    """How often a failed turn is sent again."""
 
 
 @dataclass(slots=True)
 class Flight:
-    """A turn on its way."""
+    """A turn that is in flight."""
 
     due: Due
     before: TurnSpec | None = None
-    """The job's turn that had finished last when this one was sent."""
+    """The job's most recently finished turn when this one was sent."""
     sent_s: float | None = None
     """When its first attempt was sent."""
     failures: list[Failure] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Flight:
 
 
 def make_record(flight: Flight, status: Status, sending: Sending) -> TurnRecord:
-    """The record of a turn that ended."""
+    """Make the record of a turn that ended."""
     job, index, at_s = flight.due
     turn, answer = job.turns[index], flight.answer
     num_sent = turn.num_prompt_tokens if sending.is_exact else None
@@ -76,7 +76,7 @@ def make_record(flight: Flight, status: Status, sending: Sending) -> TurnRecord:
 
 
 def try_count_reusable(before: TurnSpec | None, turn: TurnSpec, sending: Sending) -> int | None:
-    """Reusable tokens of a turn; None where its prompt's tokens or the block size are not known."""
+    """Reusable tokens of a turn. None if its prompt's tokens or the block size are unknown."""
     if before is None:
         return 0
     if not sending.is_exact or sending.block_size is None or sending.is_open_loop:
@@ -102,6 +102,6 @@ def _find_complaints(
 
 
 def _is_possible(answer: Answer, num_sent: int | None) -> bool:
-    """Whether the prompt could hold the cached tokens the server reports, if it reports any."""
+    """Whether the reported number of cached tokens fits into the prompt; True if none is reported."""
     bounds = [bound for bound in (num_sent, answer.usage.prompt_tokens) if bound is not None]
     return answer.usage.cached_tokens is None or answer.usage.cached_tokens <= min(bounds, default=math.inf)

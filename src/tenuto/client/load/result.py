@@ -1,4 +1,4 @@
-"""The record of a bench's run, and the same for people to read."""
+"""The record of a bench run, and the same record as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tenuto.records.text import format_run, format_stats
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """What the records do not say."""
+    """Facts about a run that its records do not contain."""
 
     model: str
     policy: str | None = None
@@ -30,12 +30,12 @@ class Labels:
     config: Mapping[str, Any]
     """The load's options, as in `RunRecord`."""
     settings: Mapping[str, object]
-    """How the client sent it: part of `client` in the record."""
+    """How the client sent the load. Stored as part of `client` in the record."""
     wall_s: float
 
 
 def make_result(outcome: Outcome, labels: Labels) -> RunRecord:
-    """The record. What only a client knows is under `client`."""
+    """Make the record. Metrics that only a client knows are under `client`."""
     done = outcome.done
     times_s = records.get_job_times_s(outcome.records, outcome.num_turns, outcome.parents)
     return RunRecord(
@@ -101,7 +101,7 @@ def _to_json(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def format_result(result: Mapping[str, Any]) -> str:
-    """The record, as JSON values, as a few lines of text."""
+    """Format the record, given as JSON values, as a few lines of text."""
     client = result["client"]
     lines = [
         format_run(result) + ("\ninterrupted" if client["interrupted"] else ""),

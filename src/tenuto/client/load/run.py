@@ -38,13 +38,14 @@ from tenuto.workload.schema import Workload
 from tenuto.workload.turn_driver import TurnDriver
 
 SETTLE_S = 1.0
-"""Servers bring their metrics up to date some time after the last token."""
+"""Seconds to wait after the load: servers update their metrics some time after the last token."""
 
 
 def run_bench(options: BenchOptions) -> int:
-    """Run the load, print the result, write the files; returns the command's exit status.
+    """Run the load, print the result and write the files; return the command's exit status.
 
-    Raises ConfigError for options, DataError for traces, ServerError for a server that cannot be measured.
+    Raises ConfigError for invalid options, DataError for invalid traces, and ServerError for a server that
+    cannot be measured.
     """
     workload = make_workload(options.load)
     with RunFiles(options.out) as files:
@@ -60,12 +61,12 @@ def run_bench(options: BenchOptions) -> int:
 
 
 def say(text: str) -> None:
-    """Tell the user, beside the result."""
+    """Print a message for the user on stderr, separate from the result."""
     print(f"[bench] {text}", file=sys.stderr, flush=True)
 
 
 async def measure(options: BenchOptions, workload: Workload, files: RunFiles) -> dict[str, Any]:
-    """Run a workload against a server; the result's record. SIGINT and SIGTERM end it early."""
+    """Run a workload against a server and return the record. SIGINT and SIGTERM end the run early."""
     started_s = time.monotonic()
     if options.run_commands:
         say(
@@ -93,7 +94,7 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """What is settled before the load begins."""
+    """The settings that are fixed before the load starts."""
 
     options: BenchOptions
     workload: Workload
@@ -177,10 +178,10 @@ async def _run_load(client: Client, setup: _Setup, turns: TurnDriver, files: Run
 
 
 async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run the load, and the companions beside it."""
+    """Run the load, with the companions running at the same time."""
     tasks = [asyncio.create_task(companion) for companion in companions]
-    # Looking for garbage takes up to a tenth of a second, in which nothing is sent and nothing read. A run
-    # leaves almost none behind that reference counts do not free.
+    # Garbage collection takes up to 0.1 s, and during this time nothing is sent or read. A run leaves almost
+    # no garbage that reference counts do not free.
     gc.collect()
     gc.disable()
     try:
@@ -196,7 +197,7 @@ async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) ->
 
 
 async def _get_growth(client: Client, server: Server, interruption: Interruption) -> scrape.Totals | None:
-    """What the server counted; None if it does not say, or nobody waits for its answer any more."""
+    """Growth of the server's metrics. None if the server does not report them or the user interrupts."""
     if server.totals is None:
         return None
     if interruption.has_come:

@@ -1,7 +1,7 @@
-"""Runs a workload against a server: sends each turn when it is due, and records how it went.
+"""Runs a workload against a server: sends each turn when it is due and records the result.
 
-A turn is a task only while it is in flight; a job in a tool call costs one timer, so that thousands of jobs
-fit in one process.
+A turn is a task only while it is in flight. A job in a tool call costs only one timer, so one process can run
+thousands of jobs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ MAX_PAUSE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """A job and all those it started: they may quote each other's answers."""
+    """A job and all the jobs that it started. They may quote each other's answers."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
     conversations: dict[str, Conversation] = field(default_factory=dict)
 
 
 class Load:
-    """One run. `on_record` hears of every turn that ended, in the order of their ends.
+    """One run. `on_record` is called for every turn that ended, in the order in which the turns end.
 
-    With `commands`, tool calls whose command is known are run, and `turns` must know of that.
+    With `commands`, tool calls with a known command are executed; `turns` must be set up for this.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Load:
         commands: CommandRunner | None = None,
     ) -> None:
         self.num_in_flight = 0
-        """Turns sent, or about to be, that have not ended."""
+        """Turns that were sent, or are about to be sent, and have not ended."""
         self.num_started_jobs = 0
         self._turns = turns
         self._client = client
@@ -61,7 +61,7 @@ class Load:
         self._sending = sending
         self._commands = commands
         self._last_finished: dict[str, int] = {}
-        """By job, the index of the turn that finished last."""
+        """By job, the index of its most recently finished turn."""
         self._families: dict[str, _Family] = {}
         self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -70,14 +70,14 @@ class Load:
         self._over = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until every turn has ended or was given up, or until `stop`."""
+        """Run until every turn has ended or was given up, or until `stop` is called."""
         async with asyncio.TaskGroup() as self._group:
             self._start_s = self._loop.time()
             self._schedule(self._turns.start())
             await self._over.wait()
 
     def stop(self) -> None:
-        """Send nothing more, and break off what is in flight."""
+        """Send no more turns and cancel the turns in flight."""
         for timer in self._timers.values():
             timer.cancel()
         for task in self._tasks:
@@ -85,7 +85,7 @@ class Load:
         self._over.set()
 
     def get_now_s(self) -> float:
-        """Seconds since the run's start."""
+        """Seconds since the start of the run."""
         return self._loop.time() - self._start_s
 
     def _schedule(self, turns: Iterable[Due]) -> None:
@@ -133,7 +133,7 @@ class Load:
             self._schedule(self._turns.on_returned(job.job_id, index, self.get_now_s()))
 
     async def _fetch_answer(self, flight: Flight) -> None:
-        """Send the turn as often as it takes and is allowed."""
+        """Send the turn until it succeeds or no retry is allowed."""
         job, index, _ = flight.due
         prompt = self._get_conversation(job).write_prompt(job.turns[index])
         body, headers = self._writer.write_body(job, index, prompt), self._writer.write_headers(job)
@@ -171,10 +171,11 @@ class Load:
 
 
 def get_pause_s(attempt: int, retry_after_s: float | None, seed: str) -> float:
-    """How long to wait before a failed attempt (from 0) is repeated.
+    """How many seconds to wait before a failed attempt (counted from 0) is repeated.
 
-    What the server asks for, else twice as long each time, a minute at most; up to half as long again, drawn
-    from the seed, lest all that failed together come back together.
+    The pause is what the server asks for; otherwise it doubles with each attempt. It is at most one minute.
+    A random extra of up to half the pause, drawn from the seed, spreads out the repeats of requests that
+    failed together.
     """
     pause_s = FIRST_PAUSE_S * 2.0**attempt if retry_after_s is None else retry_after_s
     return min(pause_s, MAX_PAUSE_S) * random.Random(seed).uniform(1.0, 1.5)
