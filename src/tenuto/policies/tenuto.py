@@ -1,4 +1,7 @@
-"""tenuto: the default. One order of jobs says who runs first, whose KV stays and who waits."""
+"""tenuto: the default policy.
+
+One order of jobs decides which turns run first, which KV stays, and who waits.
+"""
 
 from __future__ import annotations
 
@@ -27,36 +30,42 @@ from tenuto.estimators.step_size import TurnSizes, choose_step_tokens, count_pre
 from tenuto.estimators.step_times import StepTimes
 
 MIN_LOOK_S = 1.0
-"""A lease is looked at again no sooner than this: a thousand of them cost a few per cent of a core."""
+"""The shortest time until a lease is reconsidered. A thousand leases then cost a few per cent of a CPU
+core."""
 MAX_LOOK_S = 5.0
-"""And no later, while memory has a price: the load may have changed."""
+"""The longest time until a lease is reconsidered while memory has a price, because the load may change."""
 QUIET_LOOK_S = 10.0
-"""The same while nobody waits, so that memory has no price."""
+"""Time until a lease is reconsidered while no turn waits, so that memory has no price."""
 FIRST = -1e12
-"""The value of a lease that is not worth its memory: it gives way to any turn, before all others."""
+"""The value of a lease that is not worth its memory. It is reclaimed before all others, for any turn."""
 FULL_DECAY = 0.02
-"""Weight of the latest step in the share of steps that were full."""
+"""Weight of the latest step in the moving average `_full_share`: the share of steps that were full."""
 MIN_RETURNS = 0.3
-"""Where a smaller share of such jobs comes back, nothing is held for them: least recently used goes first."""
+"""If a smaller share of similar jobs comes back, their KV is not held. Then it is evicted as in vLLM: the
+least recently used blocks first."""
 
 
 @dataclass
 class Tenuto(Policy, Learns, Reports):
     """Least remaining work first, and everything follows from that order.
 
-    - *Who goes next*: by arrival, put back by `stretch` seconds for each second of work that the job is
-      expected to need still, as far as such expectations have proved right; else the first job first.
-    - *Whose KV stays*: every job's, through every tool call, while nobody needs the room. A turn that does
-      takes it from jobs behind it in the order, from the last one on, and waits rather than take it from
-      one before it. So those before it are never computed twice, and nobody is held back by idle memory.
-    - *At what price*: where turns wait for memory while steps have room for more, memory has a price: what
-      another decoding turn would add. A job whose tool is expected to take longer than its KV is worth
-      then gives it up; its host copy, where there is one, makes that sooner.
-    - *How long a step*: prefill shares a step with decoding, in pieces small enough that those who
-      decode are not held up, and large enough that those who wait are not.
+    - *Which turn runs next*: jobs are ordered by arrival time. A job moves back by `stretch` seconds for each
+      second of work that it is expected to still need. This shift is scaled by how accurate such
+      predictions have been; without any trust in them, the order is first come, first served.
+    - *Which KV stays*: the KV of every job stays through every tool call, as long as no turn needs the
+    memory.
+      A turn that needs memory reclaims it from jobs behind it in the order, starting with the last job. It
+      waits rather than reclaim from a job before it. So jobs at the front are never recomputed, and no
+      turn waits because of idle memory that belongs to a job behind it.
+    - *At what price*: memory has a price when turns wait for memory while steps have room for more tokens.
+      The price is the throughput that one more decoding turn would add. If a tool is expected to take
+      longer than the KV is worth, the job gives its KV up. With a host copy this happens sooner, because
+      the KV is then cheaper to restore.
+    - *How long a step is*: prefill shares a step with decoding. Its chunks are small enough not to delay
+      decoding turns, and large enough not to delay waiting turns.
 
-    Nothing here is tuned to a GPU or a workload: times come from the engine's steps, lengths and tool
-    times from the jobs before. Not in stock vLLM: `load`.
+    Nothing here is tuned to a GPU or a workload. The policy learns step times from the engine's steps, and
+    lengths and tool times from earlier jobs. Stock vLLM never calls `load`.
     """
 
     needs: ClassVar[Needs] = Needs(rekey_s=2.0, engine=EngineSettings(offload="async"))
@@ -79,11 +88,11 @@ class Tenuto(Policy, Learns, Reports):
     # The order.
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
-        """The job's place in the order; turns of one job as they came."""
+        """Sort by the job's place in the order; turns of one job by arrival."""
         return (self._get_place(turn), turn.job.job_id, turn.arrival_s)
 
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
-        """The last in the order."""
+        """Preempt the turn that is last in the order."""
         return (-self._get_place(turn),)
 
     def _get_place(self, turn: Turn) -> float:
@@ -97,11 +106,11 @@ class Tenuto(Policy, Learns, Reports):
     # Memory.
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
-        """Keep the KV until it has to be looked at again, if such jobs come back at all."""
+        """Keep the KV until it is reconsidered, unless similar jobs rarely come back."""
         return self._keep(turn, 0.0, view)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
-        """The same question with the tool still running."""
+        """Decide again while the tool still runs. KV that is idle for `max_idle_s` is given up."""
         idle_s = view.now_s - lease.granted_s
         if lease.next_turn_waiting:
             return Keep(view.now_s + self.max_idle_s, value=lease.value)
@@ -112,36 +121,42 @@ class Tenuto(Policy, Learns, Reports):
             return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
         left_s, worth_s = self._get_tool_left_s(turn, idle_s), self._get_worth_s(view)
         value = -self._get_place_of(turn.job) if left_s <= worth_s else FIRST
-        # Its worth changes with the load, and what is left of the tool's time with those that took longer.
+        # Reconsider later: the worth changes with the load. The expected rest of the tool's time changes as
+        # well,
+        # because it is estimated from calls that took at least as long.
         has_price = worth_s < self.max_idle_s
         look_s = min(max(left_s, MIN_LOOK_S), MAX_LOOK_S) if has_price else QUIET_LOOK_S
         return Keep(view.now_s + min(look_s, self.max_idle_s), value=value)
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
-        """What is not worth its memory, oldest first, then the last in the order."""
+        """Evict first what is not worth its memory, oldest first; then the last in the order."""
         return (lease.value, lease.granted_s)
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """To turns before it in the order; to anyone where it is not worth its memory."""
+        """Allow turns before it in the order; allow any turn if the lease is not worth its memory."""
         return -lease.value > self._get_place(turn)
 
     def _get_tool_left_s(self, turn: Turn, idle_s: float) -> float:
-        """Expected time until the tool returns: of its calls that took as long, else as the client says."""
+        """Estimate the seconds until the tool returns, from its earlier calls that took at least `idle_s`.
+
+        Without such calls, the client's own estimate is used.
+        """
         times = self._tools.try_get(turn.tool.name) if turn.tool is not None else None
         left_s = get_mean_left_s(times.get_sorted(), idle_s) if times is not None else None
         if left_s is not None:
             return left_s
-        # Nothing took as long yet: as long again is a fair guess for times without a scale.
+        # No earlier call took this long. For times of unknown scale, the elapsed time is a fair guess of the
+        # rest.
         return max(idle_s, turn.expected_tool_s or 0.0, 1.0)
 
     def _get_worth_s(self, view: EngineView) -> float:
-        """For how long KV is worth the memory that it takes from others; ever, while nobody wants it."""
+        """Return for how many seconds KV is worth its memory; `max_idle_s` while no turn needs the memory."""
         num_running_blocks = view.num_blocks - view.num_free_blocks - view.num_leased_blocks
         step_s = self._steps.get_decode_s(view.num_running)
         if not (view.num_waiting + view.num_parked and num_running_blocks > 0 and step_s > 0):
             return self.max_idle_s
-        # One more turn decodes along and saves its share of the pass over the weights; where steps are
-        # full of prefill it saves nothing.
+        # One more decoding turn shares the pass over the weights, and so saves a part of it. When steps are
+        # full of prefill, it saves nothing.
         gain = (1 - self._full_share) * self._steps.get_pass_s() / step_s / num_running_blocks
         token_s = self._steps.get_token_s() * view.block_size
         reload_s = min([token_s, *(tier.s_per_block for tier in view.tiers)])
@@ -150,7 +165,7 @@ class Tenuto(Policy, Learns, Reports):
     # Steps and loads.
 
     def step_budget(self, view: EngineView) -> int | None:
-        """As many tokens as cost those who decode and those who wait the least together."""
+        """Choose the step's token count with the lowest total delay for decoding and waiting turns."""
         num_others = view.num_running - 1
         if num_others < 1:
             return None
@@ -163,11 +178,11 @@ class Tenuto(Policy, Learns, Reports):
         )
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
-        """Unless the link is so busy that computing is there much sooner."""
+        """Load the KV, unless loading takes more than `patience` times as long as computing."""
         compute_s = self._steps.get_token_s() * offer.num_tokens
         return compute_s == 0 or offer.load_s <= self.patience * compute_s
 
-    # Told.
+    # Events.
 
     def on_step(self, step: StepView) -> None:
         """Learn how long steps take, and whether they are full."""
@@ -181,7 +196,7 @@ class Tenuto(Policy, Learns, Reports):
             self._tools.observe(tool.name, tool_s)
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """Learn how much work turns are, a generated token counted as the prefill tokens it costs."""
+        """Learn the work per turn. A generated token counts as the number of prefill tokens that it costs."""
         if turn.is_aborted:
             return
         job_id = turn.job.job_id
@@ -201,13 +216,13 @@ class Tenuto(Policy, Learns, Reports):
         self._returns.end(job.job_id)
         self._work.end_job(job.job_id)
 
-    # What others see of it.
+    # Figures for reports.
 
     def get_figures(self) -> dict[str, float]:
-        """The shares of jobs that come back."""
+        """Return the shares of jobs that come back."""
         return self._returns.get_figures()
 
-    # What survives a restart; steps are learned anew within seconds.
+    # State that survives a restart. Step times are not saved: they are learned again within seconds.
 
     def get_state(self) -> dict[str, Any]:
         """How long tools and jobs are."""

@@ -1,4 +1,7 @@
-"""From names and sizes to a simulated engine: what `tenuto simulate`, `compare`, `plan` and `serve` share."""
+"""Builds a simulated engine from names and sizes.
+
+It is shared by `tenuto simulate`, `compare`, `plan` and `serve`.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +41,14 @@ from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 DEFAULT_UTILIZATION = 0.9
 """vLLM's `gpu_memory_utilization` in the releases of the published sweeps."""
 UNBOUNDED_KV_TOKENS = 10**9
-"""For yardsticks: more than any workload that finishes."""
+"""A KV cache size for unlimited-memory baselines: larger than any workload that finishes can fill."""
 LIMITS: Mapping[str, Limits] = MappingProxyType({"published": PUBLISHED, "plugin": Limits()})
-"""What leases may do: as in the published engines, or as inside vLLM with Tenuto's plugin."""
+"""The rules for leases: as in the published engines, or as in vLLM with Tenuto's plugin."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a setup names, found and checked."""
+    """The parts that a setup names, resolved and checked."""
 
     setup: Setup
     gpu: Gpu
@@ -58,17 +61,21 @@ class Machine:
     tiers: OffloadTiers | None
     limits: Limits
     notes: tuple[str, ...]
-    """What its user should know: where it is a rougher guess, or not all that the policy wants."""
+    """Messages for the user, about rough estimates and about features that the policy wants but does not
+    get."""
 
     def make_scheduler(self, log: DecisionLog | None = None, *, strict: bool = False) -> Scheduler:
-        """The engine's scheduler, for one run; `strict`: a fault of the policy ends it with PolicyError."""
+        """Make the engine's scheduler for one run.
+
+        With `strict`, a fault of the policy raises PolicyError.
+        """
         return Scheduler(self.config, self.policy, self.limits, tiers=self.tiers, log=log, strict=strict)
 
 
 def build(setup: Setup, policy: Policy | None = None) -> Machine:
-    """Find all that a setup names. Raises ConfigError or PolicyError saying what is wrong.
+    """Build the machine that a setup describes. Raises ConfigError or PolicyError that says what is wrong.
 
-    `policy` is used as it is, instead of the one that the setup names.
+    `policy`, if given, is used unchanged instead of the one that the setup names.
     """
     gpu = get_gpu(setup.gpu)
     model = load_model(setup.model, dtype=setup.dtype, kv_cache_dtype=setup.kv_cache_dtype)
@@ -114,7 +121,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
 def _load_step_cost(setup: Setup, gpu: Gpu, model: Model, notes: list[str]) -> tuple[StepCost, str]:
     name = setup.step_cost or default_backend(gpu)
     if name not in BACKENDS:
-        # What was observed has the host's time in it already.
+        # Observed step times already include the host's time.
         return _load_fit(Path(name)), name
     host = HostOverhead(overlapped=setup.async_scheduling)
     if setup.step_cost is None:
@@ -147,7 +154,10 @@ def _get(given: Any, wanted: Any, default: Any) -> Any:
 def _get_offload(
     setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings, notes: list[str]
 ) -> Offload | None:
-    """How KV is offloaded; None where the policy wants it, but the model cannot have tiers here."""
+    """Return how KV is offloaded.
+
+    None if the policy wants offloading but this model cannot have tiers here.
+    """
     offload = setup.offload or wanted.offload or "none"
     if offload == "none":
         return None
@@ -179,7 +189,7 @@ def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings
     if wanted.unbounded_kv:
         return UNBOUNDED_KV_TOKENS // setup.block_size
     num_tokens = setup.kv_tokens
-    # What the servers reported is for the published model in its own types.
+    # The sizes that the servers reported hold for the published model with its own data types.
     is_published = (
         model.config_path.parent == CONFIGS and setup.dtype is None and setup.kv_cache_dtype is None
     )
@@ -201,11 +211,14 @@ def _get_host_gb(setup: Setup, gpu: Gpu) -> float:
 def _make_tiers(
     setup: Setup, gpu: Gpu, model: Model, config: EngineConfig, fitted_link: float | None
 ) -> OffloadTiers | None:
-    """Host memory and disk behind all GPUs of the machine together; `fitted_link` is in bytes per second."""
+    """Make the tiers: host memory and disk, shared by all GPUs of the machine.
+
+    `fitted_link`: bytes per second.
+    """
     host_gb = _get_host_gb(setup, gpu)
     if not host_gb:
         return None
-    # Every GPU copies its own share over its own link.
+    # Each GPU copies its own share over its own link.
     token_bytes = model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(setup.tp)
     chunk_bytes = config.offload_chunk_tokens * token_bytes
     given_link = setup.link_gb_s * 1e9 if setup.link_gb_s else None
@@ -219,4 +232,4 @@ def _make_tiers(
 
 DISK_BYTES_PER_S = 6.5e9
 """Sequential reads of one data-center NVMe drive over PCIe Gen4 x4: 7.0 GB/s in Samsung's PM9A3 datasheet,
-3.5-4.1 GB/s for writes; between the two, as the simulator's link carries both."""
+and 3.5-4.1 GB/s for writes. The value lies between the two, because the simulator's link carries both."""

@@ -11,18 +11,18 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.run import Outcome
 
 SAMPLES_EVERY = 1 / 500
-"""Occupancy samples are at least this share of the time so far apart, so that their number stays small."""
+"""Smallest gap between samples, as a share of the time since the start. It keeps their number small."""
 
 
 class Occupancy:
-    """Samples of the KV cache over time, in blocks; a `watch` of `tenuto.sim.run.run`."""
+    """Samples of the KV cache over time, in blocks. Can be the `watch` of `tenuto.sim.run.run`."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
         self._next_s = 0.0
 
     def __call__(self, now_s: float, scheduler: Scheduler) -> None:
-        """Take a sample if it is time for one."""
+        """Take a sample if the next one is due."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + max(0.05, now_s * SAMPLES_EVERY)

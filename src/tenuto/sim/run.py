@@ -1,4 +1,4 @@
-"""One simulated run: a setup, a load, and the record of what came out."""
+"""Runs one simulation: a setup and a load go in, the record of the results comes out."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from tenuto.workload.load_options import LoadOptions, make_workload
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """What a run can have beside its options: objects instead of names, and how faults are taken."""
+    """Further inputs of a run: objects instead of names, and how policy faults are handled."""
 
     policy: Policy | None = None
-    """Instead of the one that the setup names; it is copied, so that it can go into other runs."""
+    """Used instead of the one that the setup names. It is copied, so it can be used in other runs too."""
     label: str | None = None
     """The policy's name in the record."""
     workload: Workload | None = None
-    """Instead of the one that the load names; arrivals and lengths are left as they are."""
+    """Used instead of the one that the load names, with its arrivals and lengths unchanged."""
     strict: bool = False
-    """A fault of the policy ends the run with PolicyError."""
+    """Whether a fault of the policy ends the run with PolicyError."""
 
 
 NO_EXTRAS = Extras()
@@ -46,7 +46,7 @@ NO_EXTRAS = Extras()
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left behind."""
+    """The results of a run."""
 
     record: dict[str, Any]
     """A `tenuto.records.schema.RunRecord` as JSON values."""
@@ -63,7 +63,7 @@ def run(
     watch: Watch | None = None,
     log: DecisionLog | None = None,
 ) -> Outcome:
-    """Run a load on a setup. Raises ConfigError, PolicyError or DataError for what makes no sense."""
+    """Run a load on a setup. Raises ConfigError, PolicyError or DataError for invalid input."""
     machine = build(setup, copy.deepcopy(extras.policy))
     scheduler = machine.make_scheduler(log, strict=extras.strict)
     given = make_workload(load) if extras.workload is None else extras.workload
@@ -108,14 +108,14 @@ def run(
 
 
 def get_versions() -> dict[str, str]:
-    """What the result depends on beside the configuration."""
+    """Return the versions of the software that the result depends on."""
     versions = {"tenuto": __version__, "python": platform.python_version()}
     tables = installed_version()
     return {**versions, "aiconfigurator-core": tables} if tables else versions
 
 
 def _get_isolated_s(jobs: Sequence[Job], machine: Machine) -> dict[str, float]:
-    """By job, what it would take alone on the machine."""
+    """Return for each job the seconds that it would take alone on the machine."""
     max_num_batched_tokens = machine.config.max_num_batched_tokens
     return {
         job.job_id: get_isolated_time_s(job, machine.step_cost, max_num_batched_tokens)

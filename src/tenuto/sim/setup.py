@@ -13,7 +13,10 @@ from tenuto.sim.hardware.gpus import GPUS
 
 @dataclass(frozen=True, kw_only=True)
 class Setup(Options):
-    """One simulated machine, checked. None takes what vLLM would take on that GPU. Raises ConfigError."""
+    """One simulated machine, checked.
+
+    An option that is None gets vLLM's value on that GPU. Raises ConfigError.
+    """
 
     GROUP = "the machine"
 
@@ -21,7 +24,7 @@ class Setup(Options):
     model: str = option("llama-3.1-8b", "a bundled model, or a Hugging Face config.json", metavar="NAME|FILE")
     policy: str = "stock"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The policy's own."""
+    """The policy's own options."""
     tp: int = option(1, "GPUs that share the model", minimum=1)
     dtype: str | None = option(
         None,
@@ -104,7 +107,7 @@ class Setup(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the bounds, and the KV cache against its blocks."""
+        """Check the bounds, and that the KV cache holds at least two blocks."""
         super().__post_init__()
         if self.kv_tokens is not None and self.kv_tokens < 2 * self.block_size:
             raise ConfigError(

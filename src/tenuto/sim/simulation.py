@@ -1,9 +1,9 @@
-"""The event loop: clients send turns, the engine steps, all on virtual time.
+"""The event loop of a simulation: clients send turns and the engine runs steps, all in virtual time.
 
     send → (engine) → first token → … → last token → [tool] → send of the next turn
 
-Steps take what a `StepCost` says. With two steps in flight the second is scheduled while the first runs, as
-vLLM's batch queue does (vllm/v1/engine/core.py:step_with_batch_queue@0.32).
+A `StepCost` gives the duration of each step. With two steps in flight, the second is scheduled while the
+first runs, as in vLLM's batch queue (vllm/v1/engine/core.py:step_with_batch_queue@0.32).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tenuto.workload.schema import Workload
 from tenuto.workload.turn_driver import Due, TurnDriver
 
 Watch = Callable[[float, Scheduler], None]
-"""Looks at the engine at a time and changes nothing."""
+"""A callback that observes the engine at the given time. It must not change the engine."""
 
 
 @dataclass(slots=True)
@@ -41,11 +41,11 @@ class _LiveTurn:
     num_hit_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_computed_tokens: int = 0
-    """When it was last preempted."""
+    """Tokens that had been computed when the turn was last preempted."""
 
 
 class Simulation:
-    """One engine and its clients. `run` it once."""
+    """One engine and its clients. `run` may be called only once."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Simulation:
         say_hints: SayHints = say_last,
         watch: Watch | None = None,
     ) -> None:
-        """`watch` is called after every step, or stretch of quiet ones; `users` as in `TurnDriver`.
+        """`watch` is called after every step, or after a stretch of quiet steps. `users`: see `TurnDriver`.
 
         Raises ConfigError if jobs of different users would wait for each other.
         """
@@ -65,7 +65,8 @@ class Simulation:
         self.now_s = 0.0
         self.num_steps = 0
         self.fast_forwards = True
-        """Whether stretches without events are advanced in one piece; the result is the same."""
+        """Whether a stretch of steps without events is advanced in one piece. The result is the same, but
+        faster."""
         self._step_cost = step_cost
         self._say_hints = say_hints
         self._watch = watch
@@ -75,9 +76,9 @@ class Simulation:
         self._turns: dict[str, _LiveTurn] = {}
         self._records: list[TurnRecord] = []
         self._last_finished: dict[str, int] = {}
-        """By job, the index of the turn that finished last."""
+        """For each job, the index of the turn that finished last."""
         self._in_flight: deque[tuple[Step, float, float]] = deque()
-        """Each step, and when it was scheduled and will end."""
+        """Each step in flight, with the times at which it was scheduled and will end."""
         self._last_step: Step | None = None
         self._last_end_s = 0.0
         self._tells_steps = scheduler.driver.policy.overrides("on_step")
@@ -86,7 +87,7 @@ class Simulation:
             self._plan(due)
 
     def run(self) -> list[TurnRecord]:
-        """Run until every turn has finished; the records in the order in which they did.
+        """Run until every turn has finished. Returns their records in the order in which they finished.
 
         Raises ConfigError for a turn that can never run, IntegrityError if the engine stalls.
         """
@@ -102,7 +103,7 @@ class Simulation:
             ):
                 self._finish_oldest()
             elif not step.num_tokens and not step.preempted:
-                # After a preemption others can have their turn at once, as in vLLM's next step.
+                # After a preemption, other turns can be scheduled at once, as in vLLM's next step.
                 next_s = self._get_next_event_s()
                 if next_s is None:
                     break
@@ -132,7 +133,7 @@ class Simulation:
         return step
 
     def _get_end_s(self, scheduled_s: float, batch: StepBatch) -> float:
-        """When a step ends that runs behind those in flight."""
+        """Return the end time of a step that runs after those in flight."""
         return max(scheduled_s, self._last_end_s) + self._step_cost.seconds(batch)
 
     def _finish_oldest(self) -> None:
@@ -148,7 +149,7 @@ class Simulation:
                 self._finish_turn(request.turn_id)
 
     def _fast_forward(self) -> bool:
-        """Advance to the end of a quiet stretch or to the first event in it; False if there is none."""
+        """Advance to the end of a quiet stretch or to its first event. False if there is no quiet stretch."""
         if self._last_step is None or not self._last_step.is_decode_only:
             return False
         num_quiet_steps = self.scheduler.fast_forward.count_steps()
@@ -160,7 +161,8 @@ class Simulation:
         depth = self.scheduler.config.max_steps_in_flight
         running = self.scheduler.state.running
         num_context_tokens = sum(request.num_computed_tokens for request in running)
-        # As full as the last: a policy that bounds steps has no other reason to in these.
+        # The steps are taken to be as full as the last one: a policy that bounds steps sees no new reason
+        # here.
         quiet_step = Step(self._last_step.budget, 0, {request.turn_id: 1 for request in running})
         in_flight = self._in_flight
         num_steps = 0
@@ -180,7 +182,7 @@ class Simulation:
         return True
 
     def _tell_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
-        """Tell the policy of a step, just before what the step brings."""
+        """Tell the policy about a step, just before the step's results."""
         tokens, drafts = step.num_tokens.values(), step.num_drafts.values()
         is_full = step.budget == 0
         view = self._step_clock.finish(end_s, scheduled_s, tokens, drafts, is_full=is_full)
@@ -193,7 +195,7 @@ class Simulation:
         heapq.heappush(self._sends, (due.at_s, self._num_sends, due))
 
     def _get_next_event_s(self) -> float | None:
-        """When something happens that is not a step's end: a turn is sent, a lease runs out, a copy ends."""
+        """Return the next event time, apart from step ends: a turn is sent, a lease expires, a copy ends."""
         times_s = [self._sends[0][0]] if self._sends else []
         event_s = self.scheduler.get_next_event_s()
         if event_s is not None:

@@ -1,8 +1,9 @@
 """The simulated model's answers: words without meaning, and tool calls on request.
 
 A prompt at temperature 0, or with a `seed`, always gets the same answer; otherwise each answer is different.
-A tool is called when the request's `tool_choice` demands or names one, or when its `vllm_xargs` have
-`sim_tool`. The call's arguments are `sim_arguments`, or the least that the tool's schema requires.
+A tool is called when the request's `tool_choice` demands or names one, or when its `vllm_xargs`
+contain `sim_tool`. The call's arguments are `sim_arguments`, or a minimal value that the tool's schema
+allows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_SCHEMA_DEPTH = 8
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call of an answer, its arguments as JSON."""
+    """A tool call in an answer, with its arguments as JSON."""
 
     name: str
     arguments: str
@@ -43,7 +44,7 @@ class AnswerPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole answer."""
+        """Number of tokens of the whole answer."""
         return self.num_words + len(self.call_ids)
 
 
@@ -60,14 +61,14 @@ def plan_answer(
     if call is not None and len(call_ids) <= limit:
         num_tokens = limit if sampling.ignore_eos else min(limit, max(len(call_ids), sampling.min_tokens))
         return AnswerPlan(num_tokens - len(call_ids), call, call_ids, "tool_calls")
-    # A call that does not fit is cut off, and then it is not a call.
+    # A call that does not fit is truncated. Then it is plain text and no longer a call.
     runs_on = call is not None or sampling.ignore_eos or sampling.max_tokens is not None
     num_tokens = limit if runs_on else min(limit, max(default_tokens, sampling.min_tokens))
     return AnswerPlan(num_tokens, None, tokenizer.encode(""), "length" if num_tokens == limit else "stop")
 
 
 def choose_words(tokenizer: Tokenizer, plan: AnswerPlan, seed: str, *, begins: bool) -> TokenIds:
-    """The answer's tokens; with `begins` there is no blank before the first word."""
+    """Return the answer's tokens. With `begins`, there is no blank before the first word."""
     random, words = Random(seed), tokenizer.words
     token_ids = plan.call_ids[:0]
     if plan.num_words:
@@ -77,14 +78,14 @@ def choose_words(tokenizer: Tokenizer, plan: AnswerPlan, seed: str, *, begins: b
 
 
 def get_seed(sampling: Sampling, prompt: TokenIds, request_id: str) -> str:
-    """What the random words of an answer depend on."""
+    """Return the seed from which the random words of an answer follow."""
     if sampling.seed is None:
         return request_id
     return f"{blake2b(prompt.tobytes(), digest_size=16).hexdigest()}/{sampling.seed}"
 
 
 def read_call(body: Body, tools: Sequence[Any]) -> Call | None:
-    """The tool call that a chat request asks for, if it does; raises RequestError."""
+    """Return the tool call that a chat request asks for, or None. Raises RequestError."""
     schemas = _read_tools(tools)
     name = _get_demanded(body, list(schemas))
     if name is None:
@@ -100,7 +101,7 @@ def read_call(body: Body, tools: Sequence[Any]) -> Call | None:
 
 
 def make_value(schema: Any, depth: int = 0) -> Any:
-    """A small value that fits a JSON schema, as far as types, enums and required members go."""
+    """Return a small value that fits a JSON schema. Only types, enums and required members are considered."""
     if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return {}
     choices = schema.get("enum")
@@ -136,7 +137,7 @@ def _get_limit(sampling: Sampling, room: int) -> int:
 
 
 def _read_tools(tools: Sequence[Any]) -> dict[str, Any]:
-    """Each tool's schema, by name."""
+    """Return each tool's schema by its name."""
     schemas: dict[str, Any] = {}
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -149,7 +150,7 @@ def _read_tools(tools: Sequence[Any]) -> dict[str, Any]:
 
 
 def _get_demanded(body: Body, names: Sequence[str]) -> str | None:
-    """The tool to call, or None."""
+    """Return the name of the tool to call, or None."""
     choice = body.get("tool_choice")
     wanted = (body.get("vllm_xargs") or {}).get("sim_tool")
     if isinstance(choice, dict):

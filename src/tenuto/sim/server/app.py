@@ -22,14 +22,17 @@ from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.server.pace import Pacer
 
 MAX_BODY_BYTES = 32 * 2**20
-"""A million tokens of text are about an eighth of it."""
+"""Largest request body. A million tokens of text take about an eighth of it."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 logger = logging.getLogger("tenuto.sim")
 
 
 def make_app(pacer: Pacer, served: Served, options: ServerOptions) -> web.Application:
-    """The application; its engine runs while it does. Run it with `handler_cancellation`."""
+    """Make the application.
+
+    Its engine runs as long as the application does. Run it with `handler_cancellation`.
+    """
 
     async def run_engine(app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(pacer.run())
@@ -92,7 +95,10 @@ class _Pages:
 
 
 def _make_guard(api_key: str | None) -> Middleware:
-    """The middleware around every handler: it checks the key and writes errors in OpenAI's form."""
+    """Make the middleware around every handler.
+
+    It checks the API key and writes errors in OpenAI's format.
+    """
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:

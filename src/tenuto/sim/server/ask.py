@@ -1,4 +1,4 @@
-"""From the bytes of a request to what the engine is asked for. No I/O, and nothing shared: any thread may."""
+"""Turns the bytes of a request into what the engine needs. It has no I/O and no shared state: thread-safe."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tenuto.sim.server.tokenizer import Tokenizer
 
 CHAT_PATH = "/v1/chat/completions"
 DEFAULT_COMPLETION_TOKENS = 16
-"""Of a plain completion without `max_tokens`; OpenAI's."""
+"""Length of a plain completion without `max_tokens`: OpenAI's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What is served, as far as requests depend on it."""
+    """The properties of the served model that requests depend on."""
 
     model_name: str
     max_model_len: int
@@ -50,7 +50,7 @@ class Ask:
 
 
 def read_ask(raw: bytes, headers: Mapping[str, str], path: str, served: Served) -> Ask:
-    """Read a request; raises RequestError saying what is wrong with it."""
+    """Read a request. Raises RequestError that says what is wrong with it."""
     try:
         return _read_ask(parse_json(raw), headers, path, served)
     except RecursionError:

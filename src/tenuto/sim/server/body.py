@@ -1,4 +1,4 @@
-"""What a request asks for: its body, read field by field.
+"""Reads the body of a request field by field.
 
 Fields that only steer sampling are accepted and change nothing. Fields that would change the form of the
 answer, and that the simulation cannot serve, are refused by name.
@@ -35,12 +35,12 @@ _NOT_SIMULATED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "audio": (),
 }
-"""What is refused, and the values beside null that ask for nothing."""
+"""Fields that are refused, each with the values besides null that are harmless and so accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How much is generated, and how it is sent."""
+    """How many tokens are generated, and how they are sent."""
 
     max_tokens: int | None
     min_tokens: int
@@ -49,13 +49,13 @@ class Sampling:
     includes_usage: bool
     returns_ids: bool
     seed: int | None
-    """Answers of equal prompts and seeds are equal; None for an answer of its own each time."""
+    """Equal prompts with equal seeds get equal answers. None: each answer is different."""
     priority: int
     cache_salt: str | None
 
 
 def parse_json(raw: bytes) -> Body:
-    """The body as a JSON object; raises RequestError."""
+    """Parse the body as a JSON object. Raises RequestError."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -66,10 +66,10 @@ def parse_json(raw: bytes) -> Body:
 
 
 def read_sampling(body: Body) -> Sampling:
-    """The fields that chat and plain completions share; raises RequestError naming the field."""
+    """Read the fields that chat and plain completions share. Raises RequestError that names the field."""
     for name, harmless in _NOT_SIMULATED.items():
         value = body.get(name)
-        # By type too, as 1 == True.
+        # Types are compared too, because 1 == True.
         if value is not None and (type(value), value) not in [(type(each), each) for each in harmless]:
             raise RequestError(f"{name}={_show(value)} is not simulated; leave it out", name)
     kind = (get_object(body, "response_format") or {}).get("type", "text")
@@ -99,7 +99,7 @@ def read_sampling(body: Body) -> Sampling:
 
 
 def read_prompt(body: Body) -> str | list[int]:
-    """The one prompt of a completion, as text or token ids; raises RequestError."""
+    """Read the single prompt of a completion, as text or token ids. Raises RequestError."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
@@ -109,14 +109,15 @@ def read_prompt(body: Body) -> str | list[int]:
         return prompt
     if not isinstance(prompt, list) or not prompt:
         raise RequestError("prompt must be a text or a list of token ids, and not empty", "prompt")
-    # By type, as a bool is an int but no token; in C, as prompts are long.
+    # The exact type is compared, because a bool is an int but not a token. This loop runs in C: prompts are
+    # long.
     if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) > _MAX_ID:
         raise RequestError("prompt must be a text or a list of token ids", "prompt")
     return prompt
 
 
 def get_list(body: Body, name: str) -> Sequence[Any]:
-    """A list, empty if it is not there; raises RequestError."""
+    """Return a list; an empty one if the field is missing. Raises RequestError."""
     value = body.get(name)
     if value is not None and not isinstance(value, list):
         raise RequestError(f"{name} must be a list, got {_show(value)}", name)
@@ -124,7 +125,7 @@ def get_list(body: Body, name: str) -> Sequence[Any]:
 
 
 def get_object(body: Body, name: str) -> Body | None:
-    """An object, or None if it is not there; raises RequestError."""
+    """Return an object, or None if the field is missing. Raises RequestError."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
         raise RequestError(f"{name} must be an object, got {_show(value)}", name)
@@ -132,7 +133,7 @@ def get_object(body: Body, name: str) -> Body | None:
 
 
 def get_string(body: Body, name: str) -> str | None:
-    """A string that is not empty, or None; raises RequestError."""
+    """Return a non-empty string, or None if the field is missing. Raises RequestError."""
     value = body.get(name)
     if value is not None and (not isinstance(value, str) or not value):
         raise RequestError(f"{name} must be a text that is not empty, got {_show(value)}", name)
@@ -140,7 +141,7 @@ def get_string(body: Body, name: str) -> str | None:
 
 
 def get_bool(body: Body, name: str) -> bool:
-    """A switch, off if it is not there; raises RequestError."""
+    """Return a boolean; False if the field is missing. Raises RequestError."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, got {_show(value)}", name)
@@ -148,7 +149,7 @@ def get_bool(body: Body, name: str) -> bool:
 
 
 def get_int(body: Body, name: str, minimum: int | None = None) -> int | None:
-    """A whole number, or None; raises RequestError."""
+    """Return an integer, or None if the field is missing. Raises RequestError."""
     value = body.get(name)
     if value is None:
         return None
@@ -169,7 +170,7 @@ def _get_number(body: Body, name: str) -> float | None:
 
 
 def _show(value: Any) -> str:
-    # Hostile values are long, and some cannot be printed at all.
+    # Hostile values can be very long, and some cannot be printed at all.
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and abs(value) > 2**63:

@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Runs `speed` times as fast as the machine's monotonic clock, from the moment it is made."""
+    """A clock that runs `speed` times as fast as the machine's monotonic clock.
+
+    It starts when it is created.
+    """
 
     def __init__(self, speed: float, get_real_s: Callable[[], float] = time.monotonic) -> None:
         self.speed = speed
@@ -15,9 +18,9 @@ class Clock:
         self._start_s = get_real_s()
 
     def get_now_s(self) -> float:
-        """Simulated seconds; at speed 1 they are the machine's."""
+        """Return the simulated time in seconds. At speed 1 it equals the machine's clock."""
         return self._start_s + (self._get_real_s() - self._start_s) * self.speed
 
     def get_real_duration_s(self, duration_s: float) -> float:
-        """Real seconds in which so many simulated seconds pass."""
+        """Return how many real seconds the given simulated seconds take."""
         return duration_s / self.speed

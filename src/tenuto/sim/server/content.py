@@ -1,11 +1,11 @@
-"""From token ids to the simulator's spans: sequences that begin with equal tokens get equal spans.
+"""Converts token ids to the simulator's spans. Sequences that begin with equal tokens get equal spans.
 
     root ── [system, task 3] ── [answer 1] ── [tool 1 …] ── …
                          └───── [task 4, from where it differs] ── …
 
-A text begins where its tokens first differed from all other texts. A sequence is a list of spans, each the
-beginning of one text. Two sequences go through the same texts exactly as far as their tokens are equal. A
-text lives as long as the engine refers to its content (`tenuto.sim.kv.segments`).
+A text begins where its tokens first differ from all other texts. A sequence is a list of spans; each span is
+the beginning of one text. Two sequences share texts exactly as far as their tokens are equal. A text lives as
+long as the engine refers to its content (`tenuto.sim.kv.segments`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ TokenIds: TypeAlias = "array[int]"
 
 
 MAX_ANSWERS = 20
-"""Attempts to find an answer that is new."""
+"""Maximum number of attempts to find a new answer."""
 
 
 def make_token_ids(ids: Iterable[int] = ()) -> TokenIds:
-    """An array of token ids; raises TypeError or OverflowError for what is none."""
+    """Make an array of token ids. Raises TypeError or OverflowError for values that are not token ids."""
     return array("I", ids)
 
 
 class Text:
-    """Tokens behind the first tokens of another text."""
+    """A piece of text that continues the first tokens of another text."""
 
     __slots__ = ("__weakref__", "_before", "following", "token_ids")
 
@@ -39,10 +39,14 @@ class Text:
         self._before = before
         self.token_ids = token_ids
         self.following: WeakValueDictionary[tuple[int, int], Text] = WeakValueDictionary()
-        """The texts behind this one, by how many of its tokens come before them and by their first token."""
+        """The texts that continue this one. Key: how many of its tokens they follow, and their own first
+        token."""
 
     def try_extend(self, token_ids: TokenIds) -> bool:
-        """Let the text begin with these tokens; False, and nothing changes, if it has others."""
+        """Make the text begin with these tokens.
+
+        If it has different ones: returns False and changes nothing.
+        """
         num_tokens = len(self.token_ids)
         if token_ids[:num_tokens] != self.token_ids[: len(token_ids)]:
             return False
@@ -54,13 +58,13 @@ class Text:
 
 
 class ContentTree:
-    """Everything the engine may have cached, by its tokens."""
+    """A tree of all content that the engine may have cached, searched by tokens."""
 
     def __init__(self) -> None:
         self._root = Text(make_token_ids())
 
     def place(self, token_ids: TokenIds) -> list[Span]:
-        """The spans of a prompt. New content is known from here on, as long as somebody holds the spans."""
+        """Return the spans of a prompt. New content stays known as long as any object holds the spans."""
         text, start = self._root, 0
         spans: list[Span] = []
         while True:
@@ -77,11 +81,11 @@ class ContentTree:
             text = following
 
     def place_answer(self, prompt: list[Span], generate: Callable[[int], TokenIds]) -> tuple[Span, TokenIds]:
-        """The span of an answer behind a prompt that was placed, and its tokens.
+        """Return the span of an answer after a placed prompt, and the answer's tokens.
 
-        An answer is one span, so its first token must differ from those of other known texts behind the
-        prompt. `generate` is asked for answer 0, 1 and so on until one does; it must return the same tokens
-        for the same number. If all are alike, the last answer is a text that no look-up finds.
+        An answer is one span. So its first token must differ from those of other known texts after the
+        prompt. `generate` is called for answer 0, 1 and so on until this is true. It must return the same
+        tokens for the same number. If all attempts collide, the last answer is a text that no look-up finds.
         """
         text, num_tokens = prompt[-1]
         assert isinstance(text, Text)
@@ -98,7 +102,7 @@ class ContentTree:
 
 
 def _count_common(a: TokenIds, b: TokenIds, start: int) -> int:
-    """How many leading tokens of `a` are those of `b` from `start` on."""
+    """Count how many leading tokens of `a` equal the tokens of `b` from `start` on."""
     longest = min(len(a), len(b) - start)
     if a[:longest] == b[start : start + longest]:
         return longest

@@ -1,10 +1,11 @@
 """The simulated engine of the server: requests come and go while it runs.
 
-`advance` is passed the current time and does everything that is due by then, each thing at its own simulated
-time. If the process was busy when a step should have ended, the step still ends at the right simulated time,
+`advance` gets the current time and handles every event that is due by then, each at its own simulated time.
+If the process was busy when a step should have ended, the step still ends at the right simulated time,
 and the next one starts there. So simulated time never drifts.
 
-`tenuto.sim.simulation` is the same for a workload that is known; both use one scheduler and one step cost.
+`tenuto.sim.simulation` does the same for a workload that is known in advance. Both use the same scheduler and
+step cost.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from tenuto.sim.server.stats import EngineStats
 
 @dataclass(slots=True, eq=False)
 class ServedRequest(Request):
-    """A request, and why its answer ends."""
+    """A request, with the reason why its answer ends."""
 
     ends_by: Literal["stop", "length"] = field(default="length", kw_only=True)
 
 
 @dataclass(slots=True, eq=False)
 class ServedTurn:
-    """One request on its way through the engine. Times in seconds on the engine's clock."""
+    """One request in the engine. Times are seconds on the engine's clock."""
 
     request: ServedRequest
     arrival_s: float
@@ -44,7 +45,7 @@ class ServedTurn:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     num_hit_tokens: int = 0
-    """Prompt tokens served from cache when it first started."""
+    """Prompt tokens that were served from the KV cache when the request first started."""
     is_finished: bool = False
     error: Exception | None = None
 
@@ -62,7 +63,7 @@ class _StepInFlight(NamedTuple):
 
 
 class Engine:
-    """One simulated engine. The time is passed in."""
+    """One simulated engine. It has no clock: callers pass the time in."""
 
     def __init__(
         self,
@@ -72,11 +73,11 @@ class Engine:
         now_s: float = 0.0,
         on_step: Callable[[Step, float], None] | None = None,
     ) -> None:
-        """`on_step` is called with each step as it is scheduled, and the time."""
+        """`on_step` is called with each step when it is scheduled, and with the time."""
         self.scheduler = scheduler
         self.stats = EngineStats()
         self.now_s = now_s
-        """Everything until this time has been done."""
+        """All events until this time have been handled."""
         self.num_finished_steps = 0
         self._step_cost = step_cost
         self._on_step = on_step
@@ -90,7 +91,7 @@ class Engine:
 
     @property
     def num_turns(self) -> int:
-        """Requests that arrived and have not ended."""
+        """Number of requests that arrived and have not ended."""
         return len(self._turns)
 
     def submit(self, request: ServedRequest, on_news: Callable[[], None]) -> ServedTurn:
@@ -101,26 +102,26 @@ class Engine:
         return turn
 
     def abort(self, turn: ServedTurn, now_s: float) -> None:
-        """The client of a turn went away; nothing happens if the turn is done."""
+        """End a turn because its client disconnected. No effect if the turn is done."""
         if self._turns.pop(turn.request.turn_id, None) is not None:
             self._inbox.append(_Message(now_s, turn, is_abort=True))
 
     def fail(self, error: Exception) -> None:
-        """The engine has failed: every waiting turn gets the error."""
+        """Mark the engine as failed: every unfinished turn gets the error."""
         for turn in self._turns.values():
             turn.error = error
             turn.on_news()
         self._turns.clear()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; False, and content stays, while requests run."""
+        """Drop all cached content. While requests run, returns False and keeps the content."""
         return self.scheduler.reset_prefix_cache(self.now_s)
 
     def advance(self, until_s: float) -> float | None:
-        """Do what is due by `until_s`, but at most one end of a step.
+        """Handle the events that are due by `until_s`, but at most one end of a step.
 
-        Returns when the next thing happens; that is before `until_s` if more is due already. None if nothing
-        happens until a request arrives.
+        Returns the time of the next event; it is before `until_s` if more events are already due. None if
+        nothing happens until a request arrives.
         """
         while not self._waits_for_step:
             self._take_messages(self.now_s, inclusive=True)

@@ -1,4 +1,4 @@
-"""Refusing a request, in OpenAI's words."""
+"""Errors that refuse a request, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TYPES = {401: "AuthenticationError", 404: "NotFoundError", 413: "RequestTooLarg
 
 
 class RequestError(TenutoError):
-    """A request that is not answered: its status, why, and which field is to blame."""
+    """A request is refused: the HTTP status, the reason, and the field that caused it."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -18,7 +18,7 @@ class RequestError(TenutoError):
         self.status = status
 
     def to_json(self) -> dict[str, Any]:
-        """The body of the response."""
+        """Return the body of the response."""
         kind = _TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         return {
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.status},

@@ -1,4 +1,4 @@
-"""Answering a request: it goes through the engine, and its tokens are sent as they come."""
+"""Answers requests: each goes through the engine, and its tokens are sent as they are generated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tenuto.sim.server.replies import Reply
 from tenuto.sim.server.template import write_call
 
 LARGE_BODY_BYTES = 2**17
-"""A larger body is read in a thread: the event loop has tokens to send meanwhile."""
+"""A larger body is parsed in a thread, so that the event loop can send tokens meanwhile."""
 
 
 class Generator:
@@ -34,9 +34,9 @@ class Generator:
         self._run_id = uuid.uuid4().hex[:12]
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Handle a request for an answer; a client that goes away ends its turn."""
+        """Handle a request for an answer. If the client disconnects, its turn ends."""
         ask = await self._read(request)
-        # Ids rise with the time of arrival, because ties between turns are decided by their ids.
+        # Ids increase with the arrival time, because ties between turns are broken by id.
         turn_id = f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{self._run_id}{next(self._numbers):09d}"
         engine_request, answer_ids = self._make_request(ask, turn_id)
         reply = Reply(ask, answer_ids, turn_id, self._served.model_name, self._served.tokenizer.words)
@@ -54,14 +54,14 @@ class Generator:
 
     async def _read(self, request: web.Request) -> Ask:
         raw = await request.read()
-        # Of several headers of one name the first counts, as in vLLM.
+        # If a header occurs several times, the first one counts, as in vLLM.
         headers = {name.lower(): request.headers[name] for name in request.headers}
         if len(raw) < LARGE_BODY_BYTES:
             return read_ask(raw, headers, request.path, self._served)
         return await asyncio.to_thread(read_ask, raw, headers, request.path, self._served)
 
     def _make_request(self, ask: Ask, turn_id: str) -> tuple[ServedRequest, TokenIds]:
-        """The engine's request, and the tokens that its answer will be."""
+        """Make the engine's request and the tokens of its future answer."""
         plan, sampling, tokenizer = ask.plan, ask.sampling, self._served.tokenizer
         seed = get_seed(sampling, ask.prompt_ids, turn_id)
         prompt = self._content.place(ask.prompt_ids)
@@ -78,7 +78,7 @@ class Generator:
             priority=sampling.priority,
             hints=ask.hints,
             tool=tool,
-            # An answer that ends at its length limit does not tell whether the job goes on.
+            # An answer that ends at its length limit does not say whether the job continues.
             is_last=None if plan.finish_reason == "length" else tool is None,
             key=sampling.cache_salt,
             prompt_ids=ask.prompt_ids,
@@ -88,7 +88,7 @@ class Generator:
 
 
 async def _wait(turn: ServedTurn, news: asyncio.Event) -> None:
-    """Wait for the next tokens; raises the turn's error if it has one."""
+    """Wait for the next tokens. Raises the turn's error if it has one."""
     await news.wait()
     news.clear()
     if turn.error is not None:
@@ -98,11 +98,11 @@ async def _wait(turn: ServedTurn, news: asyncio.Event) -> None:
 async def _stream(
     request: web.Request, turn: ServedTurn, news: asyncio.Event, reply: Reply
 ) -> web.StreamResponse:
-    """Send tokens as they come; several at once, if the client or this process is slow."""
+    """Send tokens as they are generated; several at once if the client or this process is slow."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     )
-    # If the client has gone, its turn ends in `answer`.
+    # If the client has disconnected, `answer` ends its turn.
     with suppress(ConnectionResetError):
         await response.prepare(request)
         async for data in _write(turn, news, reply):
@@ -112,7 +112,7 @@ async def _stream(
 
 
 async def _write(turn: ServedTurn, news: asyncio.Event, reply: Reply) -> AsyncIterator[bytes]:
-    """The pieces of a stream; call when the first tokens are there."""
+    """Write the pieces of a stream. Call it once the first tokens exist."""
     num_sent = 0
     while True:
         num_tokens, is_finished = turn.num_tokens, turn.is_finished
@@ -125,6 +125,6 @@ async def _write(turn: ServedTurn, news: asyncio.Event, reply: Reply) -> AsyncIt
         try:
             await _wait(turn, news)
         except Exception as error:
-            # Too late for a status.
+            # It is too late to send an HTTP error status.
             yield reply.write_failure(error)
             return

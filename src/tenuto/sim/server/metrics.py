@@ -1,6 +1,6 @@
 """The page `/metrics`: vLLM's metrics of the engine, and Tenuto's metrics of leases.
 
-Latencies are in simulated seconds at any speed: as a client of the real engine would measure them.
+Latencies are in simulated seconds at any speed, as a client of the real engine would measure them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class EngineMetrics(Collector):
         self._registry.register(self)
 
     def write_page(self) -> bytes:
-        """The page, in Prometheus' text format."""
+        """Return the page in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Family]:
-        """All metrics as they are now."""
+        """Return the current values of all metrics."""
         yield from self._collect_engine()
         yield from self._collect_histograms()
         yield from self._collect_driver()

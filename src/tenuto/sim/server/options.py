@@ -1,4 +1,4 @@
-"""The options of `tenuto serve --engine sim`, those of the simulated machine apart."""
+"""The options of `tenuto serve --engine sim`, except those of the simulated machine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tenuto.core.settings import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(Options):
-    """All of them, checked. Raises ConfigError."""
+    """The server's options, checked. Raises ConfigError."""
 
     GROUP = "the server"
 
     policy: str = "tenuto"
-    """What the machine was built with; for those who ask."""
+    """Name of the policy that the machine was built with, shown to clients that ask."""
     host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
     port: int = option(8000, "port to listen on; 0: any free", minimum=0, maximum=65535)
     speed: float = option(1.0, "simulated seconds per real second", above=0)

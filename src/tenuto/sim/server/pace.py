@@ -1,4 +1,4 @@
-"""The task that drives the engine by a clock."""
+"""The task that advances the engine with a clock."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tenuto.sim.server.clock import Clock
 from tenuto.sim.server.engine import Engine, ServedRequest, ServedTurn
 
 WARN_LAG_S = 1.0
-"""Real seconds of lag at which the log warns; it warns again whenever the lag has doubled."""
+"""The log warns at this lag in real seconds, and again each time the lag has doubled."""
 MAX_BUSY_S = 0.05
-"""Real seconds that the engine may occupy the event loop at a time."""
+"""Real seconds for which the engine may block the event loop at a time."""
 
 logger = logging.getLogger("tenuto.sim")
 
 
 class Pacer:
-    """Advances an engine to the clock's time, again and again. Everything happens in one event loop."""
+    """Advances an engine to the clock's time repeatedly. Everything runs in one event loop."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine = engine
         self.clock = clock
         self.error: Exception | None = None
-        """The error that ended the engine, if one did."""
+        """The error that ended the engine, or None."""
         self._news = asyncio.Event()
         self._warn_lag_s = WARN_LAG_S
 
@@ -38,7 +38,7 @@ class Pacer:
         return turn
 
     def abort(self, turn: ServedTurn) -> None:
-        """End a turn whose client went away; nothing happens if it is done."""
+        """End a turn because its client disconnected. No effect if the turn is done."""
         self.engine.abort(turn, self.clock.get_now_s())
         self._news.set()
 
@@ -58,7 +58,7 @@ class Pacer:
         if next_s is not None:
             delay_s = self.clock.get_real_duration_s(next_s - self.clock.get_now_s())
             if delay_s <= 0:
-                # More is due, but first let handlers send the tokens that are there.
+                # More events are due, but first the handlers send the tokens that are ready.
                 await asyncio.sleep(0)
                 return
             timer = asyncio.get_running_loop().call_later(delay_s, self._news.set)
@@ -68,9 +68,9 @@ class Pacer:
             timer.cancel()
 
     def _catch_up(self) -> float | None:
-        """Do what is due, for `MAX_BUSY_S` at most; returns when the next thing happens, or None.
+        """Handle due events for `MAX_BUSY_S` at most. Returns the time of the next event, or None.
 
-        Handlers send nothing meanwhile. So where sending is slow, several tokens are sent at a time, and the
+        Handlers cannot send meanwhile. So if sending is slow, several tokens are sent at a time, and the
         engine does not lag.
         """
         now_s = self.clock.get_now_s()

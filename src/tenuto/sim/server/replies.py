@@ -16,7 +16,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Reply:
-    """Writes one answer, as far as the engine has computed it."""
+    """Writes one answer, up to the tokens that the engine has computed."""
 
     def __init__(
         self, ask: Ask, answer_ids: TokenIds, request_id: str, model_name: str, words: Words
@@ -29,7 +29,7 @@ class Reply:
         self._head = {"id": request_id, "created": int(time.time()), "model": model_name}
 
     def write_whole(self, turn: ServedTurn) -> dict[str, Any]:
-        """The response to a request that does not stream."""
+        """Return the response to a request that does not stream."""
         sampling, plan = self._ask.sampling, self._plan
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": plan.finish_reason}
         body = {**self._head, "object": self._object, "choices": [choice], "usage": self._get_usage(turn)}
@@ -46,7 +46,7 @@ class Reply:
         return body
 
     def write_events(self, start: int, end: int) -> bytes:
-        """The events of the answer's tokens from `start` to before `end`."""
+        """Return the events for the answer's tokens from `start` up to, but not including, `end`."""
         text, is_last = self._spell(start, end), end == self._plan.num_tokens
         returns_ids = self._ask.sampling.returns_ids
         choice: dict[str, Any] = {"index": 0}
@@ -70,13 +70,13 @@ class Reply:
         return b"".join(events)
 
     def write_end(self, turn: ServedTurn) -> bytes:
-        """What follows the last token."""
+        """Return the events after the last token."""
         if not self._ask.sampling.includes_usage:
             return DONE
         return self._write_event({"choices": [], "usage": self._get_usage(turn)}) + DONE
 
     def write_failure(self, error: Exception) -> bytes:
-        """The end of a stream that breaks off because of an error."""
+        """Return the end of a stream that an error interrupts."""
         refusal = RequestError(f"the server failed: {type(error).__name__}", status=500)
         return b"data: %b\n\n" % json.dumps(refusal.to_json()).encode() + DONE
 
@@ -111,6 +111,6 @@ class Reply:
         }
 
     def _spell(self, start: int, end: int) -> str:
-        """The text of these tokens, without those of a tool call."""
+        """Return the text of these tokens, without the tokens of a tool call."""
         begins = self._ask.is_chat and start == 0
         return self._words.spell(self._answer_ids[start : min(end, self._plan.num_words)], begins=begins)

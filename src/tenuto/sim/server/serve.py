@@ -1,4 +1,4 @@
-"""Running the server until it is told to stop."""
+"""Runs the server until it is told to stop."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tenuto.sim.server.steps import StepTracer
 from tenuto.sim.server.tokenizer import HfTokenizer, PieceTokenizer
 
 STOP_LIMIT_S = 3.0
-"""Seconds for which answers may go on after the server was told to stop."""
+"""Seconds for which running answers may continue after the server was told to stop."""
 
 
 def run_server(machine: Machine, options: ServerOptions) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError."""
+    """Serve until SIGTERM or SIGINT. Returns the exit status. Raises ConfigError."""
     logging.basicConfig(format="[serve] %(message)s", stream=sys.stderr)
     trace = None
     if options.trace is not None:
@@ -43,7 +43,7 @@ def run_server(machine: Machine, options: ServerOptions) -> int:
 def make_parts(
     machine: Machine, options: ServerOptions, trace: TraceWriter | None = None
 ) -> tuple[Pacer, Served]:
-    """The engine with its clock, and what is served. Raises ConfigError."""
+    """Make the engine with its clock, and the description of what is served. Raises ConfigError."""
     tokenizer = (
         HfTokenizer(options.tokenizer) if options.tokenizer else PieceTokenizer(machine.model.vocab_size)
     )
@@ -57,7 +57,7 @@ def make_parts(
     )
     served = Served(
         model_name=options.served_model_name or machine.model.name,
-        # What does not fit into the KV cache can never run.
+        # A request that does not fit into the KV cache can never run.
         max_model_len=scheduler.kv.count_most_tokens(),
         answer_tokens=options.answer_tokens,
         tokenizer=tokenizer,
@@ -66,7 +66,7 @@ def make_parts(
 
 
 async def _serve(machine: Machine, options: ServerOptions, trace: TraceWriter | None) -> None:
-    # The first look into measured tables takes a second, which no request should wait.
+    # The first look-up in measured tables takes a second. No request should wait for it.
     machine.step_cost.seconds(StepBatch.of(prefills=[(512, 0)], decodes=[512]))
     pacer, served = make_parts(machine, options, trace)
     app = make_app(pacer, served, options)

@@ -1,4 +1,4 @@
-"""Counters of the server, for `/metrics`. Times are simulated seconds, but for `lag_s`."""
+"""Counters of the server for `/metrics`. Times are simulated seconds, except `lag_s`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class EngineStats:
     """Totals since the start."""
 
     num_prompt_tokens: int = 0
-    """Prompt tokens of turns that have their first token."""
+    """Prompt tokens of turns that have produced their first token."""
     num_output_tokens: int = 0
     num_queried_tokens: int = 0
     """Prompt tokens of requests that started, counted at their first start."""
     num_hit_tokens: int = 0
-    """Those among them that were cached."""
+    """The part of `num_queried_tokens` that was found in the KV cache."""
     num_preemptions: int = 0
     num_finished: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0)
@@ -47,4 +47,4 @@ class EngineStats:
     output_tokens: Histogram = field(default_factory=_histogram(_TOKENS))
     step_tokens: Histogram = field(default_factory=_histogram(_STEP_TOKENS))
     lag_s: Histogram = field(default_factory=_histogram(_LAG_S))
-    """Real seconds between the time at which a step should have ended and the time at which it did."""
+    """Real seconds by which a step ended later than it should have."""

@@ -15,7 +15,7 @@ class StepTracer:
         self._scheduler = scheduler
 
     def record(self, step: Step, now_s: float) -> None:
-        """Record a step that was just scheduled, and go on to the trace's next step number."""
+        """Record a step that was just scheduled, then advance the trace's step number."""
         scheduler = self._scheduler
         started = {**step.new, **step.resumed}
         for turn_id, num_hit_tokens in started.items():

@@ -2,8 +2,8 @@
 
     <|system|>…<|end|><|user|>…<|end|><|assistant|>
 
-Each part is tokenized by itself. So a conversation's next prompt begins with the tokens of its previous
-prompt and of the answer; tokens do not depend on the parts beside them.
+Each part is tokenized separately, so its tokens do not depend on its neighbours. Therefore a conversation's
+next prompt begins with the tokens of its previous prompt and of the answer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ END = "<|end|>"
 def render_chat(
     tokenizer: Tokenizer, messages: Sequence[Any], tools: Sequence[Any], max_tokens: int
 ) -> TokenIds:
-    """The prompt of these messages, ready for the assistant to answer.
+    """Return the tokens of these messages, ready for the assistant's answer.
 
-    Raises RequestError naming the message that is wrong, or when there are more than `max_tokens` tokens.
+    Raises RequestError that names the wrong message, or if there are more than `max_tokens` tokens.
     """
     token_ids = make_token_ids()
     for part in _get_parts(messages, tools):
@@ -34,7 +34,7 @@ def render_chat(
 
 
 def encode(tokenizer: Tokenizer, text: str, max_tokens: int) -> TokenIds:
-    """A text's token ids; raises RequestError if they are more than `max_tokens`."""
+    """Return a text's token ids. Raises RequestError if there are more than `max_tokens`."""
     # Texts that are far too long are refused without tokenizing them.
     too_long = tokenizer.max_chars is not None and len(text) > max(0, max_tokens) * tokenizer.max_chars
     token_ids = make_token_ids() if too_long else tokenizer.encode(text)
@@ -44,7 +44,7 @@ def encode(tokenizer: Tokenizer, text: str, max_tokens: int) -> TokenIds:
 
 
 def write_call(name: str, arguments: str) -> str:
-    """A tool call as the model writes it."""
+    """Return a tool call as the model writes it."""
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
 
 

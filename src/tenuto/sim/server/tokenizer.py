@@ -1,8 +1,8 @@
-"""Text to token ids, and the words that the simulated model answers in.
+"""Tokenizers, and the words that the simulated model answers with.
 
-Without a real tokenizer there is `PieceTokenizer`: pieces about as long as real tokens, ids that are a fixed
-function of the piece. What matters to a prefix cache holds for it exactly: equal text has equal ids, and an
-answer that a client sends back is the tokens it was generated as.
+Without a real tokenizer, `PieceTokenizer` is used. Its pieces are about as long as real tokens, and a piece's
+id is a fixed function of its text. So it has exactly what a prefix cache needs: equal text has equal ids, and
+an answer that a client sends back has the same tokens as when it was generated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.sim.server.content import TokenIds, make_token_ids
 
 NUM_WORDS = 1024
-"""Different words in answers, where the vocabulary has so many."""
+"""Number of different words in answers, if the vocabulary has that many."""
 MIN_WORDS = 64
 
 _PIECES = re.compile(
@@ -26,29 +26,29 @@ _PIECES = re.compile(
     r"| ?[A-Za-z]{1,8}"
     r"| ?[0-9]{1,3}"
     r"| ?[!-/:-@\[-`{-~]{1,4}"
-    r"|\s{1,15}(?!\S)"  # all blanks but the last, which belongs to the word behind it
+    r"|\s{1,15}(?!\S)"  # all blanks except the last, which belongs to the next word
     r"|[\s\S]"
 )
 
 
 class Tokenizer(Protocol):
-    """What the server needs of a tokenizer."""
+    """The interface that the server needs from a tokenizer."""
 
     vocab_size: int
-    """Ids are below it."""
+    """All ids are smaller than this."""
     max_chars: int | None
-    """Longest text that one token stands for; None if nobody knows."""
+    """Length of the longest text that one token can represent, in characters. None if unknown."""
     words: Words
 
     def encode(self, text: str) -> TokenIds:
-        """The ids of a text, no special ones added."""
+        """Return the ids of a text, without added special tokens."""
 
 
 class Words:
-    """Words of one token each, with a blank before them and at a text's beginning."""
+    """Words that are one token each, both after a blank and at the beginning of a text."""
 
     def __init__(self, tokenizer: Tokenizer, candidates: Iterable[str]) -> None:
-        """Those candidates that are one token; raises ConfigError if they are too few."""
+        """Keep the candidates that are one token. Raises ConfigError if there are too few."""
         self.first: list[int] = []
         self.other: list[int] = []
         self._spelled: dict[int, str] = {}
@@ -64,13 +64,16 @@ class Words:
             raise ConfigError(f"the tokenizer has too few whole words to answer in: {len(self.first)}")
 
     def spell(self, token_ids: Sequence[int], *, begins: bool) -> str:
-        """The text of these words; `begins` says that no blank comes before it."""
+        """Return the text of these words. With `begins`, there is no blank before the first one."""
         text = " ".join(map(self._spelled.__getitem__, token_ids))
         return text if begins or not text else f" {text}"
 
 
 class PieceTokenizer:
-    """Short words, digits by three, punctuation by four; a piece's id is its checksum."""
+    """Splits text into short words, up to three digits, or up to four punctuation marks.
+
+    An id is a checksum.
+    """
 
     max_chars: int | None = 16
 
@@ -86,12 +89,12 @@ class PieceTokenizer:
 
 
 class HfTokenizer:
-    """A real one: the `tokenizer.json` of a Hugging Face model folder."""
+    """A real tokenizer: the `tokenizer.json` of a Hugging Face model folder."""
 
     max_chars: int | None = None
 
     def __init__(self, folder: str) -> None:
-        """Raises ConfigError if there is none, or none that can be read."""
+        """Raises ConfigError if the file is missing or cannot be read."""
         path = Path(folder, "tokenizer.json")
         try:
             import tokenizers
@@ -111,7 +114,7 @@ class HfTokenizer:
 
     def encode(self, text: str) -> TokenIds:
         """The ids of a text."""
-        # A lone half of a character is no text to the library.
+        # The library rejects a lone half of a character (a surrogate).
         clean = text.encode(errors="replace").decode()
         return make_token_ids(self._tokenizer.encode(clean, add_special_tokens=False).ids)
 
@@ -120,6 +123,6 @@ def _make_up_words() -> Iterable[str]:
     syllables = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
     num_words = len(syllables) ** 2
     for number in range(num_words):
-        # A stride that reaches all of them, so that neighbours do not begin alike.
+        # The stride reaches all candidates, so that neighbouring words do not begin with the same letters.
         first, second = divmod(number * 1237 % num_words, len(syllables))
         yield syllables[first] + syllables[second]
