@@ -72,7 +72,7 @@ def test_trajectories_become_jobs(trajectories):
         (200, 5),
         (230, 7),
     ]
-    assert [turn.tool for turn in one.turns] == ["KEY=PLANTED", "cat", None, "make"]
+    assert [turn.tool for turn in one.turns] == ["KEY=", "cat", None, "make"]
     assert [turn.tool_s for turn in one.turns] == [1.5, 0.25, 0.0, 0.0]
     assert (one.arrival_s, two.arrival_s) == (0.0, 5.0)
     assert [turn.at_s for turn in one.turns] == [None, 4.0, 10.25, 15.0]

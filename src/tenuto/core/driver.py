@@ -335,7 +335,8 @@ class Driver:
     # Inside.
 
     def _get_next_rekey_s(self) -> float:
-        return self._ticked_s + (math.inf if self.policy.needs.rekey_s is None else self.policy.needs.rekey_s)
+        rekey_s = self.policy.needs.rekey_s
+        return math.inf if rekey_s is None else self._ticked_s + rekey_s
 
     def _hurry(self, now_s: float) -> None:
         """Let the turns that are overdue go first."""
