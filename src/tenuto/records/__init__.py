@@ -1,1 +1,1 @@
-"""What runs leave behind: one schema, one reader, one writer, one definition of each metric."""
+"""The records of runs: one schema, one reader, one writer, and one definition of each metric."""

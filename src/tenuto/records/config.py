@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 ALWAYS = ("gpu", "model", "policy", "workload", "seed")
-"""Options that are written down even at their defaults."""
+"""Options that are recorded even if they have their default values."""
 
 
 def get_config(*options: Any) -> dict[str, Any]:
-    """All options of these dataclasses that are not at their defaults, in JSON types."""
+    """Return the options of these dataclasses that differ from their defaults, in JSON types."""
     config: dict[str, Any] = {}
     for part in options:
         for field in dataclasses.fields(part):

@@ -1,6 +1,6 @@
-"""One JSON object of an input file, whose fields are checked one by one.
+"""Reads one JSON object of an input file and checks each field.
 
-Every error is a DataError that names the file, the line, the field and what is wanted. Unknown fields are
+Every error is a DataError that names the file, the line, the field and the expected value. Unknown fields are
 ignored.
 """
 
@@ -14,11 +14,11 @@ from typing import TypeVar
 from tenuto.core.errors import DataError
 
 MAX_TOKENS = 2**24
-"""Longest prompt or output. The longest context that a public model claims is 10 million tokens."""
+"""Longest prompt or output in tokens. The longest context that a public model claims is 10 million tokens."""
 MAX_SECONDS = 1e9
-"""Longest time: 31 years. Up to here a float still tells microseconds apart."""
+"""Longest time in seconds: 31 years. Up to this value, a float still distinguishes microseconds."""
 MAX_COUNT = 2**53
-"""Largest sum of tokens. Up to here all JSON readers agree on whole numbers."""
+"""Largest sum of tokens. Up to this value, all JSON readers represent integers exactly."""
 
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\ufffe\uffff]+"
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 
 def clean(text: str) -> str:
-    """A text from outside as it can be printed: without control, direction or surrogate characters."""
+    """Make an untrusted text safe to print: remove control, direction and surrogate characters."""
     return _UNPRINTABLE.sub(" ", text).strip()
 
 
 class Fields:
-    """One JSON object, its place in a file, and readers for its fields.
+    """One JSON object and its place in a file, with readers for its fields.
 
     Each reader raises DataError if the field is missing or holds something else. For a field that may be
     missing, null or NaN: `fields.optional(fields.number, "jps")`.
@@ -49,84 +49,84 @@ class Fields:
         path: str = "",
         written_as: Mapping[str, str] | None = None,
     ) -> None:
-        """`written_as`: names of fields in the file, where `values` holds them under other names."""
+        """`written_as`: the names of fields in the file, if `values` holds them under different names."""
         self.place = place
-        """The file, and the line or index where there is one."""
+        """The file, with the line or index if there is one."""
         self.values = values
         self._path = path
         self._written_as = written_as or {}
 
     @property
     def file(self) -> str:
-        """The file alone."""
+        """The file, without the line or index."""
         return re.sub(r"(:\d+|\[\d+\])\Z", "", self.place)
 
     def error(self, field: str, problem: str) -> DataError:
-        """The error to raise about a field."""
+        """Make the error to raise about a field."""
         return DataError(f"{self.place}: {self._path}{self._written_as.get(field, field)}: {problem}")
 
     def rename(self, names: Mapping[str, str]) -> Fields:
-        """The same fields under new names, given by the old ones. Errors tell the old ones."""
+        """Return the same fields under new names. The keys are the old names; errors show the old names."""
         values = {names.get(name, name): value for name, value in self.values.items()}
         return Fields(self.place, values, self._path, {new: old for old, new in names.items()})
 
     def __contains__(self, field: str) -> bool:
-        """Whether a field is there, and is neither null nor a float that is no finite number."""
+        """Whether a field exists and is neither null, NaN nor infinite."""
         value = self.values.get(field)
         return value is not None and not (isinstance(value, float) and not math.isfinite(value))
 
     def optional(self, read: Callable[[str], T], field: str) -> T | None:
-        """What the reader `read` gives; None where the field is missing or null."""
+        """Read a field with the reader `read`. None if the field is missing or null."""
         return read(field) if field in self else None
 
     def text(self, field: str) -> str:
-        """A string that is not empty."""
+        """Read a non-empty string."""
         value = self._get(field)
         if not isinstance(value, str) or not value:
             raise self.error(field, f"must be a string that is not empty, got {show(value)}")
         return value
 
     def flag(self, field: str) -> bool:
-        """True or false."""
+        """Read a boolean."""
         value = self._get(field)
         if not isinstance(value, bool):
             raise self.error(field, f"must be true or false, got {show(value)}")
         return value
 
     def integer(self, field: str, low: int = 0, high: int = MAX_TOKENS) -> int:
-        """A whole number from `low` to `high`; neither a bool nor a float."""
+        """Read an integer from `low` to `high`; a bool or float is an error."""
         value = self._get(field)
         if type(value) is not int or not low <= value <= high:
             raise self.error(field, f"must be a whole number from {low} to {high}, got {show(value)}")
         return value
 
     def count(self, field: str) -> int:
-        """A sum over a whole run: a whole number of 0 or more."""
+        """Read a sum over a whole run: an integer of at least 0."""
         return self.integer(field, 0, MAX_COUNT)
 
     def number(self, field: str, high: float = MAX_SECONDS, low: float = 0.0) -> float:
-        """A number from `low` to `high`; not a bool."""
+        """Read a number from `low` to `high`; a bool is an error."""
         value = self._get(field)
         if not _is_number(value, high, low):
             raise self.error(field, f"must be a number from {low:g} to {high:g}, got {show(value)}")
         return float(value)  # type: ignore[arg-type]
 
     def milliseconds(self, field: str) -> float:
-        """A number of milliseconds, as the float nearest to its seconds."""
+        """Read milliseconds and return the float that is nearest to the value in seconds."""
         value = self.number(field, MAX_SECONDS * 1000)
         written = getattr(self.values[field], "text", str(self.values[field]))
-        # Dividing would round a second time; a moved decimal point does not.
+        # A division would round a second time. Moving the decimal point does not.
         return value / 1000 if "e" in written.lower() else float(f"{written}e-3")
 
     def numbers(self, field: str, high: float = MAX_SECONDS) -> tuple[float, ...]:
-        """A list of numbers from 0 to `high`; null in it is left out."""
+        """Read a list of numbers from 0 to `high`; nulls are left out."""
         value = self._get(field)
         if not isinstance(value, list) or not all(each is None or _is_number(each, high) for each in value):
             raise self.error(field, f"must be a list of numbers from 0 to {high:g}, got {show(value)}")
         return tuple(float(each) for each in value if each is not None)
 
     def integers(self, field: str) -> list[int]:
-        """A list of whole numbers of 0 or more."""
+        """Read a list of integers of at least 0."""
         value = self._get(field)
         if not isinstance(value, list):
             raise self.error(field, f"must be a list of whole numbers, got {show(value)}")
@@ -136,18 +136,18 @@ class Fields:
         return value
 
     def part(self, field: str) -> Fields:
-        """An object."""
+        """Read an object."""
         value = self._get(field)
         if not isinstance(value, dict):
             raise self.error(field, f"must be an object, got {show(value)}")
         return Fields(self.place, value, f"{self._path}{field}.")
 
     def optional_part(self, field: str) -> Fields:
-        """An object; an empty one where the field is missing or null."""
+        """Read an object; an empty one if the field is missing or null."""
         return self.optional(self.part, field) or Fields(self.place, {}, f"{self._path}{field}.")
 
     def records(self, field: str) -> list[Fields]:
-        """A list of objects."""
+        """Read a list of objects."""
         value = self._get(field)
         if not isinstance(value, list):
             raise self.error(field, f"must be a list of objects, got {show(value)}")
@@ -165,7 +165,7 @@ class Fields:
 
 
 def show(value: object) -> str:
-    """A value as an error shows it: on one line and short."""
+    """Format a value for an error message: short and on one line."""
     shown = clean(repr(value))
     return shown if len(shown) <= _SHOWN_CHARS else f"{shown[: _SHOWN_CHARS - 3]}..."
 

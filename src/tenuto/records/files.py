@@ -1,7 +1,8 @@
-"""Reading input files: JSON objects one by one, each with its place.
+"""Reads input files: JSON objects one by one, each with its place.
 
-A file is JSONL, one JSON object over any number of lines, or a list of objects; plain or gzip. Every error is
-a DataError that names the file and the line.
+A file is JSONL, one JSON object over several lines, or a list of objects. It may be compressed with gzip.
+Every
+error is a DataError that names the file and the line.
 """
 
 from __future__ import annotations
@@ -24,55 +25,56 @@ Say = Callable[[str], None]
 Note = Callable[[str], None]
 
 MAX_FILE_BYTES = 2**30
-"""Largest file after unpacking, where a whole file is held in memory. It stops a gzip bomb; the largest
-public workload in one file is 570 MB. A trace that is read line by line may be longer, but no line of it."""
+"""Largest size after unpacking, for a file that is held in memory as a whole. The limit stops a gzip bomb.
+The largest public workload in one file is 570 MB. A trace is read line by line, so it may be larger; the
+limit then applies to each line."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _QUIET_S = 2.0
-"""A file that is read faster needs no progress."""
+"""Seconds after which reading a file starts to show progress."""
 _LINES_PER_LOOK = 20_000
 _HEADER = b'{"step":0,"kind":"header"'
 
 
 def read_objects(path: Path, note: Note | None = None, *, exact: bool = False) -> list[Fields]:
-    """All objects of a file. It is read whole before the first one is used, so that nothing is half read.
+    """Read all objects of a file. The whole file is read before the first object is used.
 
-    With `note`, a file that was cut is read as `stream_objects` reads it. With `exact`, numbers keep the
-    digits they were written with (`Fields.milliseconds` needs them), and neither NaN nor a key that appears
-    twice is allowed. Raises DataError if the file cannot be read, is too large, is not UTF-8 or JSON, is
-    empty or cut, or holds anything but objects.
+    With `note`, a truncated file is read as in `stream_objects`. With `exact`, numbers keep the digits they
+    were written with (`Fields.milliseconds` needs them), and NaN and duplicate keys are errors. Raises
+    DataError if the file cannot be read, is too large, is not UTF-8 or JSON, is empty or truncated, or holds
+    anything but objects.
     """
     return list(_Reader(path, note=note, exact=exact, max_bytes=MAX_FILE_BYTES).read())
 
 
 def stream_objects(path: Path, note: Note, say: Say | None = None) -> Iterator[Fields]:
-    """The objects of a file one at a time: a day's trace is larger than memory.
+    """Yield the objects of a file one at a time, because a day's trace is larger than memory.
 
-    What a killed writer leaves is no error: a last line that was cut, a compressed file that was cut, and a
-    line that was cut and then continued by the header of the next start. It is left out, and `note` is told.
-    `say` hears how far a long file is. Raises DataError as `read_objects` does.
+    The damage that a killed writer leaves is not an error: a truncated last line, a truncated compressed
+    file, or a truncated line that the header of the next start continues. The damaged part is skipped and
+    reported to `note`. `say` receives the progress of a long file. Raises DataError as `read_objects` does.
     """
     return _Reader(path, note=note, say=say).read()
 
 
 def read_first(path: Path) -> Fields:
-    """The first object of a file; only as much is read as that takes. Raises DataError."""
+    """Return the first object of a file without reading the rest. Raises DataError."""
     return next(_Reader(path, note=lambda text: None, max_bytes=MAX_FILE_BYTES).read())
 
 
 @dataclass
 class _Reader:
-    """Reads one file. Without `note`, a cut is an error."""
+    """Reads one file. Without `note`, a truncated file is an error."""
 
     path: Path
     note: Note | None = None
     say: Say | None = None
     exact: bool = False
     max_bytes: int | None = None
-    """Of the whole file, unpacked; None for one that is read line by line."""
+    """Limit for the whole unpacked file; None for a file that is read line by line."""
     number: int = 0
-    """Of the line that was read last, from 1."""
+    """Number of the line that was read last; the first line is 1."""
     _num_bytes: int = 0
     _next_say_s: float = field(default_factory=lambda: time.monotonic() + _QUIET_S)
 
@@ -108,7 +110,7 @@ class _Reader:
             yield from self._parse_line(line)
 
     def _read_lines(self, file: BinaryIO) -> Iterator[bytes]:
-        # Only "\n" ends a line: other Unicode line ends may stand inside a JSON string.
+        # Only "\n" ends a line, because a JSON string may contain other Unicode line ends.
         while line := file.readline(MAX_FILE_BYTES + 1):
             self.number += 1
             self._num_bytes += len(line)
@@ -121,7 +123,7 @@ class _Reader:
             yield line.removeprefix(_BYTE_ORDER_MARK) if self.number == 1 else line
 
     def _read_whole(self, first: bytes, lines: Iterator[bytes]) -> Iterator[Fields]:
-        """One JSON value over several lines."""
+        """Read one JSON value that spans several lines."""
         first_number = self.number
         blank = b"\n" * (first_number - 1)
         self.max_bytes = MAX_FILE_BYTES
@@ -137,7 +139,7 @@ class _Reader:
         yield from self._split(value, "")
 
     def _split(self, value: object, place: str) -> Iterator[Fields]:
-        """The objects of a value that is all the file holds."""
+        """Return the objects of a value that is the file's whole content."""
         if not isinstance(value, list):
             yield self._make_fields(value, f"{self.path}{place}")
             return
@@ -154,7 +156,7 @@ class _Reader:
             if self.note is not None and not line.endswith(b"\n"):
                 self.note(f"{place}: the last line is cut off; it was left out")
             elif self.note is not None and (at := line.find(_HEADER, 1)) > 0:
-                # A server that was killed and started again appends its header to the line that was cut.
+                # A server that was killed and restarted appends its header to the truncated line.
                 self.note(f"{place}: the line is cut off, as the server was killed; it was left out")
                 yield from self._parse_line(line[at:])
             elif isinstance(error, UnicodeDecodeError):
@@ -188,7 +190,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 class _Float(float):
-    """A number with the digits it was written with."""
+    """A number that keeps the digits it was written with."""
 
     text: str
 
@@ -206,7 +208,7 @@ def _refuse_constant(name: str) -> object:
 
 
 def _make_null(name: str) -> object:
-    """Python writes NaN where a run measured nothing."""
+    """Replace NaN with null. Python writes NaN if a run measured nothing."""
     return None
 
 

@@ -1,4 +1,4 @@
-"""What a file is, told by its first object, and which commands read it."""
+"""Identifies the kind of a file by its first object, and the commands that read it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tenuto.core.errors import DataError
 from tenuto.records.files import read_first
 
 RUN_FILES = ("turns.jsonl", "result.json", "occupancy.jsonl")
-"""In the folder of one run."""
+"""Files in the folder of one run."""
 RESULTS = "results.jsonl"
-"""In the folder of a sweep or of `tenuto ab`."""
+"""File in the folder of a sweep or of `tenuto ab`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Kind:
     """A kind of file or folder."""
 
     name: str
-    """With its article, as an error says it."""
+    """The name with its article, as error messages use it."""
     commands: tuple[str, ...] = ()
-    """The commands that read it; {} is the path."""
+    """The commands that read it; {} stands for the path."""
     is_workload: bool = False
     """Whether its requests can be sent again."""
 
@@ -86,7 +86,7 @@ _BY_WORD = {"run": RUN, "turn": TURNS, "sample": SAMPLES, "recording": RECORDING
 
 
 def identify(path: Path) -> Kind:
-    """What a file or folder is; UNKNOWN where it is nothing of ours. Raises DataError if it is unreadable."""
+    """Identify a file or folder; UNKNOWN if Tenuto did not write it. Raises DataError if it is unreadable."""
     if path.is_dir():
         if (path / RUN_FILES[0]).exists():
             return RUN_FOLDER
@@ -95,13 +95,13 @@ def identify(path: Path) -> Kind:
 
 
 def identify_object(values: Mapping[str, object]) -> Kind:
-    """What a file is whose first object this is."""
+    """Identify the kind of a file from its first object."""
     word = values.get("kind")
     if isinstance(word, str) and "step" not in values and word in _BY_WORD:
         return _BY_WORD[word]
     keys = frozenset(values)
     if (found := next((kind for wanted, kind in _BY_KEYS if wanted <= keys), None)) is not None:
-        # What `tenuto record` writes beside a session's turn.
+        # Field that `tenuto record` adds to a session's turn.
         return RECORDING if found is WORKLOAD and {"session", "latency_ms"} <= keys else found
     if values and all(_is_event_list(events) for events in values.values()):
         return PROTOTYPE
@@ -113,7 +113,7 @@ def _is_event_list(value: object) -> bool:
 
 
 def make_error(path: Path | str, kind: Kind, wanted: str) -> DataError:
-    """The error of a command that reads something else: it names the commands that read this."""
+    """Make the error of a command that cannot read this kind. It names the commands that can."""
     said = f"{path}: is {kind.name}, but {wanted} is wanted here"
     commands = " or ".join(f"`{command.format(path)}`" for command in kind.commands)
     return DataError(f"{said}; try {commands}" if commands else said)

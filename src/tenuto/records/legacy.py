@@ -1,6 +1,6 @@
-"""Records of Tenuto 0.1, which have no `schema`, as the present schema has them.
+"""Converts records of Tenuto 0.1, which have no `schema`, to the current schema.
 
-Every renamed key is here and nowhere else. What 0.1 did not write is missing afterwards, too.
+Every renamed key is in this module and nowhere else. Fields that 0.1 did not write stay missing.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _FROM_CLIENT = {"turn_latency_s": "latency_s", "tpot_s": "tpot_s", "output_token
 
 
 def is_legacy(fields: Fields) -> bool:
-    """Whether a record of ours was written by 0.1."""
+    """Whether Tenuto 0.1 wrote this record."""
     return "schema" not in fields
 
 
 def name_policy(policy: str) -> str:
-    """A policy as the header of a trace names it. 0.1 wrote where its class was then."""
+    """Return a policy's current name from the header of a trace. 0.1 wrote the old path of its class."""
     module, _, _ = policy.partition(":")
     room, _, name = module.rpartition(".")
     return name.replace("_plus", "+").replace("_", "-") if room in _POLICY_ROOMS else policy
 
 
 def upgrade_turn(fields: Fields) -> Fields:
-    """A line of turns.jsonl."""
+    """Convert a line of turns.jsonl."""
     upgraded = fields.rename(_RENAMED_IN_TURN)
     if "due_s" not in upgraded:
         upgraded.values["due_s"] = fields.number("sent_s")
@@ -51,12 +51,12 @@ def upgrade_turn(fields: Fields) -> Fields:
 
 
 def upgrade_sample(fields: Fields) -> Fields:
-    """A line of occupancy.jsonl."""
+    """Convert a line of occupancy.jsonl."""
     return fields.rename(_RENAMED_IN_SAMPLE)
 
 
 def upgrade_run(fields: Fields) -> Fields:
-    """A result record. Raises DataError for a renamed field that holds something else."""
+    """Convert a result record. Raises DataError if a renamed field has a value of the wrong type."""
     upgraded = fields.rename(_RENAMED_IN_RUN)
     values, client = upgraded.values, fields.optional_part("client")
     for old, new in _FROM_CLIENT.items():
@@ -97,7 +97,7 @@ def _make_turn_means(fields: Fields) -> dict[str, object]:
 
 
 def _name_jobs(client: Fields, durations_s: tuple[float, ...]) -> dict[str, float]:
-    """Job times by job. The simulator of 0.1 did not write the jobs' names."""
+    """Return job times by job name. Names are made up, because the simulator of 0.1 did not write them."""
     names = client.values.get("finished_jobs")
     if not isinstance(names, list) or len(set(map(str, names))) != len(durations_s):
         names = [f"job {number}" for number in range(1, len(durations_s) + 1)]

@@ -1,6 +1,6 @@
-"""The one way to read what runs leave behind: from files to the classes of `tenuto.records.schema`.
+"""Reads the files of runs into the classes of `tenuto.records.schema`. Nothing else reads them.
 
-Every function raises DataError, which names file, line and field. Files of Tenuto 0.1 are read too.
+Every function raises DataError, which names the file, line and field. Files of Tenuto 0.1 are also read.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tenuto.records.schema import (
 from tenuto.records.trace_reader import read_trace
 
 _TIME_SLACK_S = 1e-6
-"""Times are written rounded."""
+"""Tolerance for the order of times, in seconds, because times are written rounded."""
 _PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def read_run(fields: Fields) -> RunRecord:
-    """A result record; every field may be missing."""
+    """Read a result record; every field may be missing."""
     _check_schema(fields)
     if legacy.is_legacy(fields):
         fields = legacy.upgrade_run(fields)
@@ -86,7 +86,7 @@ def read_run(fields: Fields) -> RunRecord:
 
 
 def read_turn(fields: Fields) -> TurnRecord:
-    """One line of turns.jsonl."""
+    """Read one line of turns.jsonl."""
     _check_schema(fields)
     if legacy.is_legacy(fields):
         fields = legacy.upgrade_turn(fields)
@@ -130,7 +130,7 @@ def read_turn(fields: Fields) -> TurnRecord:
 
 
 def read_sample(fields: Fields) -> Sample:
-    """One line of occupancy.jsonl."""
+    """Read one line of occupancy.jsonl."""
     _check_schema(fields)
     if legacy.is_legacy(fields):
         fields = legacy.upgrade_sample(fields)
@@ -151,9 +151,9 @@ def read_sample(fields: Fields) -> Sample:
 
 
 def load_file(path: Path, kind: Kind, *, say: Say | None = None, with_samples: bool = True) -> RunData:
-    """One run from one file: turns, a trace, a recording or a file of the Continuum prototype.
+    """Read one run from one file: turns, a trace, a recording or a file of the Continuum prototype.
 
-    A trace is read line by line; without `with_samples`, its steps are summed up and not kept.
+    A trace is read line by line. Without `with_samples`, its steps are summed up and not kept.
     """
     data = RunData(str(path), _NAMES[kind])
     if kind is kinds.PROTOTYPE:
@@ -180,7 +180,7 @@ LOADABLE = tuple(_NAMES)
 
 
 def load_folder(folder: Path, *, say: Say | None = None) -> RunData:
-    """One run from its folder: turns.jsonl, with what result.json and occupancy.jsonl add."""
+    """Read one run from its folder: turns.jsonl, completed by result.json and occupancy.jsonl."""
     turns, result, occupancy = (folder / name for name in kinds.RUN_FILES)
     data = RunData(str(folder))
     if result.exists():
@@ -203,12 +203,12 @@ def _read_stats(fields: Fields, field: str) -> Stats | None:
     known = {name: part.optional(part.number, name) for name in _PERCENTILES}
     if all(value is None for value in known.values()):
         return None
-    # 0.1 wrote fewer percentiles.
+    # Tenuto 0.1 wrote fewer percentiles.
     return Stats(**{name: math.nan if value is None else value for name, value in known.items()})
 
 
 def _complete(stats: Stats | None, computed: Stats | None) -> Stats | None:
-    """The statistics of a file, and for those that it lacks what its values come to."""
+    """Return the statistics of a file; missing ones are computed from the values."""
     if stats is None or computed is None:
         return stats or computed
     values = {name: getattr(stats, name) for name in _PERCENTILES}
@@ -239,7 +239,7 @@ def _read_turn_means(part: Fields) -> dict[str, TurnMeans]:
 
 
 def make_wrong_kind_error(path: Path, kind: Kind) -> DataError:
-    """The error for a file that holds no run: it names the command that reads it."""
+    """Make the error for a file that holds no run. It names the command that reads the file."""
     wanted = (
         "a scheduler's trace, a recording, turns.jsonl, result.json, results.jsonl, the folder of a run, of "
         "a sweep or of an ab, or the Continuum prototype's scheduler_timestamps"

@@ -1,7 +1,8 @@
-"""Every metric, defined once, from turn records. docs/glossary.md has the words and an example by hand.
+"""Computes every metric from turn records. docs/glossary.md defines them, with an example by hand.
 
-The token arithmetic of one turn is in `tenuto.core.reuse`, where the driver needs it too. A function gives
-None where the turns do not tell.
+The token arithmetic of one turn is in `tenuto.core.reuse`, because the driver needs it too. A function
+returns
+None if the turns do not contain the necessary values.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from tenuto.records.schema import Stats, TurnMeans, TurnRecord
 
 
 def get_percentile(values: Iterable[float], percent: float) -> float:
-    """The value at position (n - 1)·percent/100 of the n sorted values, counted from 0.
+    """Return the value at position (n - 1)·percent/100 of the n sorted values, counted from 0.
 
-    Between two values it is interpolated linearly, as NumPy does by default. Raises ValueError if there are
-    no values.
+    Positions between two values are interpolated linearly, as NumPy does by default. Raises ValueError if
+    there are no values.
     """
     ordered = sorted(values)
     if not ordered:
@@ -28,7 +29,7 @@ def get_percentile(values: Iterable[float], percent: float) -> float:
 
 
 def summarise(values: Iterable[float | None]) -> Stats | None:
-    """Mean, percentiles and maximum of the values that are known; None without any."""
+    """Compute mean, percentiles and maximum of the known values; None if there are none."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return None
@@ -41,10 +42,11 @@ def get_job_times_s(
     num_turns: Mapping[str, int] | None = None,
     parents: Mapping[str, str | None] | None = None,
 ) -> dict[str, float]:
-    """Job time by id, in the order of arrival: from when the first turn was due to the last token.
+    """Return job times by id, in order of arrival: from the due time of the first turn to the last token.
 
-    Tool calls are part of it. `num_turns`: turns that each job has; a job with fewer `ok` turns did not
-    finish and is left out. `parents`: a job that another one started is part of that one's time and left out.
+    Tool calls are included. `num_turns`: the number of turns of each job. A job with fewer `ok` turns did not
+    finish and is left out. `parents`: a job that another job started is part of that job's time, so it is
+    left out.
     """
     by_job: defaultdict[str, list[TurnRecord]] = defaultdict(list)
     for turn in turns:
@@ -62,13 +64,13 @@ def get_job_times_s(
 
 
 def get_makespan_s(turns: Sequence[TurnRecord]) -> float | None:
-    """From when the first turn was due to the last token of an `ok` turn."""
+    """Return the seconds from the due time of the first turn to the last token of an `ok` turn."""
     ends_s = [turn.last_token_s for turn in get_ok(turns) if turn.last_token_s is not None]
     return max(ends_s) - min(turn.due_s for turn in turns) if ends_s else None
 
 
 def get_turn_means(turns: Iterable[TurnRecord]) -> dict[str, TurnMeans]:
-    """Means over all jobs' first turns, second turns and so on, by the turn's number; `ok` turns only."""
+    """Average over all jobs' first turns, second turns and so on, by turn number; `ok` turns only."""
     by_turn: defaultdict[int, list[TurnRecord]] = defaultdict(list)
     for turn in get_ok(turns):
         by_turn[turn.turn].append(turn)
@@ -83,25 +85,25 @@ def get_turn_means(turns: Iterable[TurnRecord]) -> dict[str, TurnMeans]:
 
 
 def get_slowdown(times_s: Mapping[str, float], isolated_s: Mapping[str, float]) -> Stats | None:
-    """Job times over what each job would take alone on the machine, both by id."""
+    """Divide each job's time by its time alone on the machine. Both are given by id."""
     return summarise(times_s[job] / isolated_s[job] for job in times_s if isolated_s.get(job))
 
 
 def add_up(values: Iterable[int | None]) -> int | None:
-    """The sum; None if a value is unknown, or if there is none."""
+    """Return the sum; None if any value is unknown or if there are no values."""
     known = list(values)
     return None if not known or None in known else sum(value for value in known if value is not None)
 
 
 def get_ok(turns: Iterable[TurnRecord]) -> list[TurnRecord]:
-    """The turns that got their whole answer."""
+    """Return the turns that received a complete answer."""
     return [turn for turn in turns if turn.status == "ok"]
 
 
 def estimate_reusable_tokens(before: TurnRecord | None, turn: TurnRecord, block_size: int) -> int | None:
-    """Reusable tokens where the record does not say: as if the prompt extended the turn before.
+    """Estimate reusable tokens if the record lacks them, assuming that the prompt extends the previous turn.
 
-    `before`: the job's turn before, None for a first turn.
+    `before`: the job's previous turn; None for a first turn.
     """
     if turn.reusable_tokens is not None:
         return turn.reusable_tokens
@@ -114,7 +116,7 @@ def estimate_reusable_tokens(before: TurnRecord | None, turn: TurnRecord, block_
 
 
 def estimate_missed_tokens(before: TurnRecord | None, turn: TurnRecord, block_size: int) -> int | None:
-    """Reusable tokens that were not hit; what preemptions took is not in it."""
+    """Estimate the reusable tokens that were not hit. Tokens lost to preemptions are not included."""
     reusable = estimate_reusable_tokens(before, turn, block_size)
     return (
         None

@@ -1,10 +1,10 @@
-"""From the public Continuum prototype's `scheduler_timestamps`.
+"""Reads `scheduler_timestamps` of the public Continuum prototype.
 
-Source of the shape: the class Continuum_Recorder of the prototype (vllm/v1/core/estimate_with_func.py in its
-vLLM fork). One JSON object: by job id, a list of events in the order they happened, each an object with one
-time in Unix seconds under the event's name, and for a start also `prompt_length` and `hit_length`. It does
-not say how long outputs were, so the tokens that a turn could reuse are known only from below: the prompt
-before. Forks add `deadline` to a pin, and events of their own, which are passed over and counted.
+The format comes from the prototype's class Continuum_Recorder (vllm/v1/core/estimate_with_func.py in its vLLM
+fork). The file is one JSON object: each job id has a list of events in time order. An event is an object with
+one time in Unix seconds under the event's name. A start event also has `prompt_length` and `hit_length`. The
+file does not give output lengths. So there is only a lower bound for the tokens that a turn could reuse: the
+previous prompt. Forks add `deadline` to a pin, and further events; those are skipped and counted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ UNPINNED = "unpinned_time"
 EVENTS = (ARRIVED, STARTED, PREEMPTED, RESUMED, FINISHED, PINNED, UNPINNED)
 
 TTL_S = 2.0
-"""The prototype's fixed retention time. An unpin before that gave the blocks to others, or to a hit."""
+"""The prototype's fixed retention time. An earlier unpin gave the blocks to other jobs or to a hit."""
 _MAX_UNIX_S = 1e11
 
 
 def read_prototype(data: RunData, fields: Fields) -> None:
-    """Fill `data` from the file's one object. Raises DataError for a malformed event."""
+    """Fill `data` from the file's single object. Raises DataError for a malformed event."""
     unknown: Counter[str] = Counter()
     for job_id in fields.values:
         job = _JobReader(data, job_id, unknown)
@@ -62,7 +62,7 @@ class _JobReader:
         self._deadline_s = 0.0
 
     def read(self, event: Fields) -> None:
-        """Take one event in."""
+        """Process one event."""
         name = next((name for name in EVENTS if name in event), None)
         if name is None:
             self.unknown[next(iter(event.values), "without a name")] += 1
@@ -87,7 +87,7 @@ class _JobReader:
             self._lease.ended_s, self._lease.reason = at_s, self._explain_end(at_s)
 
     def _find(self, field: str) -> int:
-        """The first turn of which a time is not known yet, else the last."""
+        """Return the first turn that lacks this time, else the last turn."""
         open_turns = (n for n, turn in enumerate(self.turns) if getattr(turn, field) is None)
         return next(open_turns, len(self.turns) - 1)
 
@@ -115,7 +115,7 @@ class _JobReader:
         self.data.leases.append(self._lease)
 
     def _see_hit(self, turn: TurnRecord, num_before: int) -> None:
-        """A pin that ended while its job waited, and yet was hit whole, ended because the turn took over."""
+        """Mark a pin as ended by a hit if it ended while its job waited and all its blocks were hit."""
         lease = self._lease
         if lease is None or lease.ended_s is None or lease.ended_s < turn.due_s:
             return
@@ -123,7 +123,7 @@ class _JobReader:
             lease.reason = "hit"
 
     def _explain_end(self, at_s: float) -> str:
-        """The prototype does not say why a pin ended; its times do."""
+        """Infer from the times why a pin ended, because the prototype does not record the reason."""
         last = self.turns[-1] if self.turns else None
         if last is not None and last.start_s is not None and last.last_token_s is None:
             return "hit"  # the next turn runs on these blocks

@@ -1,4 +1,4 @@
-"""The turns of a recording (`tenuto record`), as its proxy saw them."""
+"""Reads the turns of a recording (`tenuto record`), as its proxy saw them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tenuto.records.run_data import RunData
 from tenuto.records.schema import TurnRecord
 
 _NOTES = ("recording", "failed")
-"""Values of `kind` in lines that are no turn."""
+"""Values of `kind` in lines that are not turns."""
 
 
 def read_recording(data: RunData, objects: Iterable[Fields]) -> None:

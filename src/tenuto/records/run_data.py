@@ -1,4 +1,4 @@
-"""What the files of one run say, whatever kind of file they are."""
+"""The data of one run, independent of the kind of file it came from."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from tenuto.records.schema import RunRecord, Sample, TurnRecord
 
 DEFAULT_BLOCK_SIZE = 16
-"""Tokens; vLLM's default on GPUs. Used where a run's files do not say."""
+"""Tokens per block: vLLM's default on GPUs. Used if a run's files do not give the block size."""
 _MAX_BLOCK_SIZE = 256
 _MIN_HITS = 4
-"""From so many different hit lengths on, their greatest common divisor is taken for the block size."""
+"""With at least this many different hit lengths, their greatest common divisor is the block size."""
 
 
 @dataclass(slots=True)
@@ -26,18 +26,19 @@ class LeaseRecord:
     num_blocks: int | None
     until_s: float | None = None
     ended_s: float | None = None
-    """None while it lasts."""
+    """None while the lease is active."""
     reason: str | None = None
     """Why it ended: a value of `tenuto.core.types.LeaseEnd`."""
     num_blocks_left: int | None = None
-    """When it ended."""
+    """Number of blocks that it still held when it ended."""
     was_pressed: bool = True
-    """Whether free blocks were scarce while it lasted, so that some may have been reclaimed."""
+    """Whether free blocks were scarce during the lease, so that some of its blocks may have been
+    reclaimed."""
 
 
 @dataclass(slots=True)
 class Gauge:
-    """A number that was sampled many times: its mean, lowest and highest value."""
+    """A value that is sampled many times: keeps the mean, lowest and highest value."""
 
     count: int = 0
     total: float = 0.0
@@ -45,14 +46,14 @@ class Gauge:
     high: float = -math.inf
 
     def add(self, value: float) -> None:
-        """One more value."""
+        """Add one value."""
         self.count += 1
         self.total += value
         self.low = min(self.low, value)
         self.high = max(self.high, value)
 
     def to_json(self) -> dict[str, float | None]:
-        """Mean, lowest and highest value; None each without any."""
+        """Return the mean, lowest and highest value; each is None without samples."""
         if not self.count:
             return {"mean": None, "min": None, "max": None}
         return {"mean": self.total / self.count, "min": self.low, "max": self.high}
@@ -60,7 +61,7 @@ class Gauge:
 
 @dataclass(slots=True)
 class RunData:
-    """All that is known of one run. Times are seconds on the run's own clock."""
+    """All known data of one run. Times are seconds on the run's own clock."""
 
     source: str
     """The file or folder."""
@@ -71,22 +72,22 @@ class RunData:
     samples: list[Sample] = field(default_factory=list)
     leases: list[LeaseRecord] = field(default_factory=list)
     offloaded: set[tuple[str, int]] = field(default_factory=set)
-    """Job and number of the turns whose blocks were copied to a tier below the GPU."""
+    """Turns with blocks that were copied to a tier below the GPU, as pairs of job and turn number."""
     gauges: dict[str, Gauge] = field(default_factory=dict)
-    """The state of the engine, by its name in the file."""
+    """Values of the engine's state, by their names in the file."""
     step_s: array[float] = field(default_factory=lambda: array("d"))
-    """Times between the steps of a busy engine."""
+    """Seconds between consecutive steps of a busy engine."""
     policy: str | None = None
-    """As a trace names it, where there is no record."""
+    """The policy as named in a trace; used if there is no result record."""
     tells_leases: bool = False
-    """Whether a turn without a lease had none; else nobody wrote leases down."""
+    """Whether leases were recorded. If so, a turn without a lease record really had no lease."""
     notes: list[str] = field(default_factory=list)
-    """What was odd about the files."""
+    """Remarks about anything unusual in the files."""
     known_block_size: int | None = None
 
     @property
     def block_size(self) -> int:
-        """Tokens per block: as the files say, else the greatest divisor of all hits, else vLLM's default."""
+        """Tokens per block: from the files, else the greatest common divisor of hits, else vLLM's default."""
         known = self.known_block_size or (self.record.block_size if self.record else None)
         if known:
             return known
@@ -96,21 +97,21 @@ class RunData:
 
     @property
     def jobs(self) -> dict[str, list[TurnRecord]]:
-        """Each job's turns by their number; jobs in the order in which they were read."""
+        """Each job's turns by turn number; jobs in the order in which they were read."""
         jobs: dict[str, list[TurnRecord]] = {}
         for turn in self.turns:
             jobs.setdefault(turn.job, []).append(turn)
         return {job: sorted(turns, key=lambda turn: turn.turn) for job, turns in jobs.items()}
 
     def shift_to_zero(self) -> None:
-        """Let the clock begin when the first turn is due or the first sample is taken."""
+        """Shift all times so that 0 is the first due time or the first sample."""
         times = [turn.due_s for turn in self.turns] + [sample.now_s for sample in self.samples]
         origin_s = min(times, default=0.0)
         self.turns = [_shift_turn(turn, origin_s) for turn in self.turns]
         self.samples = [replace(sample, now_s=sample.now_s - origin_s) for sample in self.samples]
 
     def add_to_gauge(self, name: str, value: float) -> None:
-        """One more value of the engine's state."""
+        """Add one value of the engine's state."""
         self.gauges.setdefault(name, Gauge()).add(value)
 
 
