@@ -1,4 +1,4 @@
-"""Admission: which turns the policy is asked about before they start, and how long it may hold them back."""
+"""Admission: asks the policy whether a turn may start, and limits how long a turn is held back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tenuto.core.stock_queue import StockQueue
 
 
 class Admission:
-    """Asks a policy who may start. Nobody waits while the engine is idle, or longer than the limit."""
+    """Asks the policy which turns may start. No turn is held back on an idle engine or beyond the limit."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Admission:
         stats: DriverStats,
         stock_queue: StockQueue | None,
     ) -> None:
-        """`stock_queue` is None where nothing bounds how long turns wait for each other."""
+        """`stock_queue` is None if no limit bounds how long turns wait."""
         self._stock_queue = stock_queue
         self._caller = caller
         self._retention = retention
@@ -33,12 +33,12 @@ class Admission:
         self._asks = caller.policy.overrides("admit")
         self._asks_every_turn = caller.policy.needs.admit == "turns"
         self._waiting: dict[str, TurnState] = {}
-        """Turns that are not admitted yet, in the order of their arrival."""
+        """Turns that are not admitted yet, in order of arrival."""
         self._overdue: dict[str, TurnState] = {}
-        """Those of them that waited longer than in stock, in the order in which they became overdue."""
+        """Turns not admitted yet that are overdue, in the order in which they became overdue."""
 
     def needs(self, turn: TurnState | None) -> bool:
-        """Whether the policy has to be asked before this turn starts."""
+        """Whether the policy must be asked before this turn starts."""
         if turn is None or turn.started or turn.is_admitted:
             return False
         return self._asks_every_turn or not turn.job.is_admitted
@@ -51,7 +51,7 @@ class Admission:
             self._waiting[turn.turn_id] = turn
 
     def leave(self, turn: TurnState) -> None:
-        """Admission has nothing more to say about a turn."""
+        """Stop tracking a turn: it was admitted, it started, or it left."""
         self._waiting.pop(turn.turn_id, None)
         self._overdue.pop(turn.turn_id, None)
 
@@ -62,24 +62,24 @@ class Admission:
             self._stock_queue.start(turn, num_hit_tokens)
 
     def finish(self, turn: TurnState, num_output_tokens: int) -> None:
-        """A turn ended, or went away before it started."""
+        """A turn ended, or left before it started."""
         self.leave(turn)
         if self._stock_queue is not None:
             self._stock_queue.leave(turn, num_output_tokens)
 
     def pop_overdue(self, now_s: float) -> Iterator[str]:
-        """Turns that wait longer than in stock since now; they are the next to be admitted."""
+        """Turns that have become overdue since the last call; they will be admitted next."""
         for turn in self._stock_queue.pop_overdue(now_s) if self._stock_queue is not None else ():
             if turn.turn_id in self._waiting:
                 self._overdue[turn.turn_id] = turn
             yield turn.turn_id
 
     def get_next_overdue_s(self) -> float:
-        """When a turn is overdue by time alone; infinity if none can be."""
+        """When the next turn becomes overdue because of its waiting time; infinity if no turn can."""
         return math.inf if self._stock_queue is None else self._stock_queue.get_next_s()
 
     def admit(self, first: TurnState | None, now_s: float, *, idle: bool) -> list[str]:
-        """Turns that may start now: the first parked one or an overdue one, and the others of its job."""
+        """Turns that may start now: an overdue turn or the first parked one, and other turns of its job."""
         longest = next(iter(self._overdue.values()), None) or next(iter(self._waiting.values()), None)
         turn = longest if longest is not None and self._is_overdue(longest, now_s) else first
         if turn is None or not self.may_start(turn, now_s, idle=idle):
@@ -92,7 +92,7 @@ class Admission:
         return list(turn.job.live_turn_ids)
 
     def may_start(self, turn: TurnState, now_s: float, *, idle: bool) -> bool:
-        """Whether a waiting turn may start; any may on an idle engine, or after the longest wait."""
+        """Whether a waiting turn may start; every turn may on an idle engine or after the longest wait."""
         if self.needs(turn):
             free = idle or self._is_overdue(turn, now_s)
             view = self._retention.get_turn_view(turn)

@@ -1,8 +1,8 @@
 """The driver: the only caller of policies. It owns the jobs and their leases.
 
-An engine reports what happens to its turns and asks what to do; the driver asks the policy, bounds the
-answer and carries it out. A lease is a request, not a right: `reclaim` frees blocks *before* an
-allocation fails. Every call is O(log n) in jobs and leases.
+The engine reports what happens to its turns, and asks the driver what to do. The driver asks the policy,
+bounds the answer and carries it out. A lease is a request, not a right: when an allocation would fail,
+`reclaim` frees leased blocks first. Every call takes O(log n) time in the number of jobs and leases.
 
     arrive → (start → preempt)* → start → finish → [lease] → arrive (the job's next turn) → …
 """
@@ -45,10 +45,12 @@ class Driver:
         stats: DriverStats | None = None,
         strict: bool = False,
     ) -> None:
-        """`by_priority`: the engine serves requests by their own priority; a policy decides among equals.
+        """Connect a policy to an engine.
 
-        `stats`: where to count, an empty one of its own without it.
-        `strict`: a policy's fault is raised as PolicyError instead of counted.
+        `by_priority`: the engine serves requests by their own priority, and the policy only decides the
+        order among requests of equal priority.
+        `stats`: the statistics to update; by default the driver makes an empty one.
+        `strict`: if a hook of the policy fails, raise PolicyError instead of counting the fault.
         """
         self.policy = policy
         self.limits = limits or Limits()
@@ -56,7 +58,7 @@ class Driver:
         self._engine = engine
         self._caller = PolicyCaller(policy, log, strict=strict)
         self._history = History(log)
-        # A policy that treats all jobs alike needs none of them recognised.
+        # A policy that treats all jobs alike does not need to know which turns belong to one job.
         infers = self.limits.infer_jobs and any(
             policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
         )
@@ -71,13 +73,13 @@ class Driver:
         self._admission = Admission(self._caller, self._retention, self.limits, self.stats, stock_queue)
         self.leases = self._retention.leases
         self._to_reorder: deque[str] = deque()
-        """Waiting turns whose lease ended, until `settle` tells the engine."""
+        """Waiting turns that lost their lease; `settle` reports them to the engine and empties the list."""
         self._ticked_s = -math.inf
 
     # What happens to turns.
 
     def arrive(self, turn_id: str, now_s: float, arrival: Arrival) -> None:
-        """A turn came in. Finds its job, and truncates the job's lease to what the prompt shares with it."""
+        """A turn arrived. Find its job, and truncate the job's lease to the blocks that the prompt shares."""
         self.stats.num_events += 1
         job = self._jobs.find(turn_id, arrival, now_s)
         tool_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
@@ -88,7 +90,7 @@ class Driver:
             )
         job.num_turns += 1
         if len(job.live_turn_ids) >= self.limits.max_parallel_turns:
-            # Otherwise a client that gives all its requests one id would go first for ever.
+            # Otherwise a client that sends all its requests under one job id would always go first.
             turn.job_arrival_s = now_s
         job.live_turn_ids[turn_id] = None
         self._turns[turn_id] = turn
@@ -105,7 +107,10 @@ class Driver:
         )
 
     def start(self, turn_id: str, now_s: float, num_hit_tokens: int) -> None:
-        """A turn got its first step, or its first after a preemption. A lease that waited for it ends."""
+        """A turn got its first step, or its first step after a preemption.
+
+        If a lease waited for the turn, the lease ends.
+        """
         turn = self._turns.get(turn_id)
         if turn is None:
             return
@@ -152,7 +157,7 @@ class Driver:
         self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
 
     def finish(self, turn_id: str, now_s: float, finish: Finish) -> None:
-        """A turn ended; call just before the engine frees its blocks, so that a lease can take them."""
+        """A turn ended. Call this just before the engine frees the turn's blocks: a lease may keep them."""
         turn = self._turns.pop(turn_id, None)
         if turn is None:
             return
@@ -174,9 +179,10 @@ class Driver:
     # Leases.
 
     def expire(self, now_s: float, max_renewals: float = math.inf) -> int:
-        """End or renew every lease whose deadline has passed; returns how many ended.
+        """End or renew every lease whose deadline has passed; return how many leases ended.
 
-        After `max_renewals` the others wait for the next call: ends are paid for by grants, renewals are not.
+        After `max_renewals` renewals, the remaining leases wait for the next call. Only renewals need this
+        limit: a lease ends once, but it can be renewed any number of times.
         """
         num_ended = 0
         for ended in self._retention.expire(now_s, max_renewals):
@@ -186,34 +192,35 @@ class Driver:
         return num_ended
 
     def get_next_deadline_s(self) -> float | None:
-        """When `expire` has something to do next; None without leases."""
+        """The next time at which `expire` has work to do; None if there are no leases."""
         return self.leases.get_next_deadline_s()
 
     @property
     def num_policy_faults(self) -> int:
-        """Policy hooks that failed so far."""
+        """How many calls of policy hooks have failed so far."""
         return self._caller.num_faults
 
     def get_policy_figures(self) -> dict[str, float]:
-        """What the policy shows of what it learned; nothing from most."""
+        """The figures that the policy reports about what it learned; empty for most policies."""
         return self._caller.get_figures()
 
     def get_num_leased_blocks(self) -> int:
-        """Distinct blocks that leases cover."""
+        """Number of distinct blocks that leases cover."""
         return self._engine.get_num_leased_blocks()
 
     def get_num_reclaimable_blocks(self, for_turn_id: str) -> int:
-        """Leased blocks, at most, that `reclaim` could free while other turns run."""
+        """Upper bound on the leased blocks that `reclaim` could free for this turn while other turns run."""
         return self._retention.get_num_reclaimable_blocks(self._turns.get(for_turn_id))
 
     def reclaim(
         self, num_blocks: int, now_s: float, *, for_turn_id: str | None = None, stalled: bool = False
     ) -> int:
-        """Free at least `num_blocks` leased blocks, if leases have so many, tails first; returns how many.
+        """Free at least `num_blocks` leased blocks, or as many as possible; return how many were freed.
 
-        The lease that waits for the turn which needs the blocks is spared: its blocks are what the turn
-        will hit. `stalled` says that nothing can run otherwise; then that lease goes too, after all others.
-        The engine calls this while it allocates, so nothing is reordered here: call `settle` afterwards.
+        Each lease loses its last blocks first. `for_turn_id` is the turn that needs the blocks. The lease
+        that waits for this turn is spared, because the turn will hit its blocks. `stalled` means that
+        nothing can run otherwise: then that lease is reclaimed too, after all others. The engine calls
+        this during an allocation, so the waiting queue keeps its order; call `settle` afterwards.
         """
         turn = self._turns.get(for_turn_id) if for_turn_id is not None else None
         num_free_before = self._engine.get_num_free_blocks()
@@ -238,11 +245,11 @@ class Driver:
     # Questions an engine asks.
 
     def get_view(self, now_s: float) -> EngineView:
-        """The engine's state, with the number of leases."""
+        """The engine's state, including the number of leases."""
         return self._retention.get_view(now_s)
 
     def get_queue_key(self, turn_id: str, now_s: float) -> Key:
-        """Where a waiting turn stands; smaller goes first."""
+        """The key that orders a waiting turn in the queue; the smallest key goes first."""
         state = self._turns[turn_id]
         if state.is_overdue:
             first: Key = (-math.inf, state.number)
@@ -254,11 +261,14 @@ class Driver:
         return (turn.priority, *key) if self._by_priority else key
 
     def get_victim(self, turn_ids: Sequence[str], now_s: float) -> str | None:
-        """Which of these running turns to preempt; None leaves the choice to the engine."""
+        """The running turn to preempt, out of these; None leaves the choice to the engine."""
         return next(iter(self.get_victims(turn_ids, now_s)), None)
 
     def get_victims(self, turn_ids: Sequence[str], now_s: float) -> list[str]:
-        """These running turns, first to preempt first; an empty list leaves the choice to the engine."""
+        """These running turns in the order in which to preempt them.
+
+        An empty list leaves the choice to the engine.
+        """
         if not self.policy.overrides("preempt_key"):
             return []
         view = self.get_view(now_s)
@@ -271,7 +281,7 @@ class Driver:
         return sorted(keys, key=lambda turn_id: (keys[turn_id], turn_id))
 
     def get_preempted_for(self, turn_id: str, running_ids: Sequence[str], now_s: float) -> str | None:
-        """Which of these running turns to preempt so that a waiting turn fits; None if none may be."""
+        """The running turn to preempt so that a waiting turn fits; None if no turn may be preempted."""
         victim_id = self.get_victim(running_ids, now_s)
         if victim_id is None or turn_id not in self._turns:
             return None
@@ -282,14 +292,17 @@ class Driver:
         return victim_id if answer else None
 
     def may_load(self, turn_id: str, offer: LoadOffer, now_s: float) -> bool:
-        """Whether a turn that is about to start loads what the tiers have of it."""
+        """Whether a turn that is about to start loads its KV cache from the lower tiers."""
         if turn_id not in self._turns or not self.policy.overrides("load"):
             return True
         turn = self._view(self._turns[turn_id])
         return bool(self._caller.ask("load", turn, offer, self.get_view(now_s)))
 
     def tick(self, now_s: float) -> bool:
-        """Call before each step. True: ask for the keys of all waiting turns again now."""
+        """Do the work that depends on time; call this before each step.
+
+        Return True if the engine must now ask again for the keys of all waiting turns.
+        """
         self._hurry(now_s)
         if now_s < self._get_next_rekey_s():
             return False
@@ -299,33 +312,36 @@ class Driver:
         return True
 
     def get_next_tick_s(self) -> float:
-        """When `tick` has something to do next; infinity if nothing depends on time."""
+        """The next time at which `tick` has work to do; infinity if nothing depends on time."""
         return min(self._admission.get_next_overdue_s(), self._get_next_rekey_s())
 
     def step(self, step: StepView) -> None:
-        """The engine computed a step; call only for a policy that overrides `on_step`."""
+        """The engine computed a step. Call this only if the policy overrides `on_step`."""
         self._caller.tell("on_step", step)
 
     def admit(self, first_id: str | None, now_s: float, *, idle: bool) -> list[str]:
-        """Turns that may start now; `first_id` is the first parked one. Call until the list is empty."""
+        """Turns that may start now; `first_id` is the first parked turn. Call until the list is empty."""
         first = self._turns.get(first_id) if first_id is not None else None
         return self._admission.admit(first, now_s, idle=idle)
 
     def may_start(self, turn_id: str, now_s: float, *, idle: bool) -> bool:
-        """Whether a waiting turn may start; any may when the engine is idle."""
+        """Whether a waiting turn may start; when the engine is idle, every turn may start."""
         return turn_id not in self._turns or self._admission.may_start(self._turns[turn_id], now_s, idle=idle)
 
     def needs_output(self, turn_id: str) -> bool:
-        """Whether the output has to be read for what follows; not if the client said that nothing does."""
+        """Whether the turn's output must be read to learn what follows it.
+
+        It need not be read if the client said that this turn is the job's last.
+        """
         turn = self._turns.get(turn_id)
         return turn is not None and turn.arrival.hints.is_last is not True
 
     def needs_admission(self, turn_id: str) -> bool:
-        """Whether the policy has to be asked before this turn starts."""
+        """Whether the policy must be asked before this turn starts."""
         return self._admission.needs(self._turns.get(turn_id))
 
     def get_step_budget(self, now_s: float, max_num_batched_tokens: int) -> int:
-        """Token budget of the next step: at least one per running turn, at most the engine's own."""
+        """Token budget of the next step: at least one token per running turn, at most the engine's budget."""
         view = self.get_view(now_s)
         answer: int | None = self._caller.ask("step_budget", view)
         if answer is None:
@@ -339,13 +355,13 @@ class Driver:
         return math.inf if rekey_s is None else self._ticked_s + rekey_s
 
     def _hurry(self, now_s: float) -> None:
-        """Let the turns that are overdue go first."""
+        """Move the overdue turns to the front of the queue."""
         for turn_id in self._admission.pop_overdue(now_s):
             self.stats.num_overdue_turns += 1
             self._engine.reorder(turn_id)
 
     def _apply(self, event: LeaseEvent | None) -> None:
-        """Count and log what happened to a lease, and note whose place in the queue it may have changed."""
+        """Count and log what happened to a lease, and note the turn that may have to be reordered."""
         match event:
             case LeaseGranted():
                 self.stats.num_leases_granted += 1
@@ -385,7 +401,10 @@ class Driver:
                 self._apply(event)
 
     def _leave(self, job: JobState, now_s: float) -> None:
-        """A turn left. A job without other turns is idle now, and the longest idle one may be forgotten."""
+        """A turn left. If its job has no other turns, the job is now idle.
+
+        The job that has been idle longest may then be forgotten.
+        """
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.EXPIRED)

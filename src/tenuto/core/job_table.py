@@ -1,4 +1,4 @@
-"""Which jobs there are: found by id or by content, remembered between turns, forgotten in time."""
+"""The table of jobs: finds a job by id or by content, and remembers a bounded number of idle jobs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tenuto.core.jobs import Arrival, JobState
 from tenuto.core.requests.lineage import Lineage
 
 KIND_CHARS = 32
-"""Of a block's hash, enough to tell kinds of jobs apart."""
+"""Characters of a block hash that name a kind of job; enough to tell the kinds apart."""
 
 
 class JobTable:
-    """All jobs with a turn in the engine, and the idle ones that were active most recently."""
+    """All jobs with a turn in the engine, and the most recently active idle jobs."""
 
     def __init__(self, max_idle: int, hash_block_size: int, *, infers: bool) -> None:
-        """`infers`: whether turns without an id are recognised by their content."""
+        """`infers`: whether the job of a turn without a job id is recognised by the prompt's content."""
         self.jobs: dict[str, JobState] = {}
         self.idle: OrderedDict[str, None] = OrderedDict()
-        """Jobs without a turn in the engine, the longest idle first."""
+        """Jobs without a turn in the engine; the job that has been idle longest is first."""
         self.lineage = Lineage(hash_block_size, max_idle)
         self._max_idle = max_idle
         self._infers = infers
@@ -28,11 +28,11 @@ class JobTable:
         return job_id in self.jobs
 
     def find(self, turn_id: str, arrival: Arrival, now_s: float) -> JobState:
-        """The job of a turn that came in; a new job if neither an id nor the content names one."""
+        """The job of a turn that arrived; a new job if neither an id nor the content names a job."""
         job_id = arrival.hints.job_id
         if job_id is None and self._infers and arrival.hashes:
             job_id = self.lineage.find(arrival.hashes, arrival.prompt, arrival.hints.tenant)
-        # The tab keeps ids we make apart from ids that clients choose, which are printable.
+        # Client ids are printable. An id with a tab is therefore never equal to a client's id.
         job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
         job = self.jobs.get(job_id)
         if job is None:
@@ -41,12 +41,12 @@ class JobTable:
         return job
 
     def remember(self, job: JobState, arrival: Arrival) -> None:
-        """A turn of the job finished. A prompt that extends it now belongs to the job."""
+        """Remember a finished turn, so that a prompt that extends it is assigned to the same job."""
         if arrival.hashes and self._infers:
             self.lineage.remember(job.job_id, arrival.hashes, arrival.prompt, job.tenant)
 
     def mark_idle(self, job: JobState) -> JobState | None:
-        """A job has no turn in the engine any more. Returns the job to forget, if there are too many now."""
+        """A job has no turn in the engine any more. Return a job that should now be forgotten, or None."""
         if job.last_finish_s is None:
             # None of its turns finished, so no later turn can extend one.
             return job
@@ -62,7 +62,7 @@ class JobTable:
 
 
 def _get_kind(hashes: Sequence[Hashable]) -> str | None:
-    """A name for the first block of a prompt; None without a full block."""
+    """A name for the first block of a prompt; None if the prompt has no full block."""
     if not hashes:
         return None
     first = hashes[0]

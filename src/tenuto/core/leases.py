@@ -1,6 +1,6 @@
-"""The lease table: which job's blocks are held until when, and which lease yields first.
+"""The lease table: which blocks are held for which job, until when, and which lease yields first.
 
-The table calls nobody. What happens to a lease is returned as an event, and the driver applies it.
+The table never calls the policy or the driver. It returns an event, and the driver applies the event.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from tenuto.core.types import Keep, Lease, LeaseEnd, LeaseRefusal, Turn, Yields
 
 @dataclass(slots=True)
 class LeaseState:
-    """One lease, as the driver changes it."""
+    """One lease; the lease table and `Retention` change it."""
 
     job_id: str
     turn: Turn
-    """The finished turn whose blocks these are."""
+    """The finished turn that computed the blocks."""
     blocks: list[Any]
     granted_s: float
     terms: Keep
     next_turn_id: str | None = None
 
     def get_view(self, terms: Keep | None = None) -> Lease:
-        """The frozen view a policy sees, under its own terms or others."""
+        """The frozen view that a policy sees, with these terms or, by default, the lease's own."""
         terms = terms or self.terms
         return Lease(
             turn=self.turn,
@@ -60,19 +60,19 @@ class LeaseRefused:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTruncated:
-    """An allocation reclaimed the last blocks of a lease; the lease goes on with the others."""
+    """An allocation reclaimed the last blocks of a lease; the lease keeps the others."""
 
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """A lease gave up all its blocks and is in the table no more."""
+    """A lease ended: it released all its blocks and left the table."""
 
     lease: LeaseState
     reason: LeaseEnd
     num_blocks: int
-    """Blocks that it still had."""
+    """How many blocks it still had when it ended."""
     now_s: float
 
 
@@ -80,7 +80,7 @@ LeaseEvent = LeaseGranted | LeaseRefused | LeaseTruncated | LeaseEnded
 
 
 class LeaseTable:
-    """All leases, one per job. O(log n) a change; nothing is ever scanned."""
+    """All leases, at most one per job. A change takes O(log n) time; nothing is scanned."""
 
     def __init__(self, engine: Engine, quota: Quota) -> None:
         self._engine = engine
@@ -89,7 +89,7 @@ class LeaseTable:
         self._deadlines = IndexedHeap()
         self._evict_order = {yields: IndexedHeap() for yields in Yields}
         self.num_blocks = 0
-        """Of all leases together: a block that several share counts for each."""
+        """Blocks of all leases together; a block that several leases share counts once for each."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -102,7 +102,7 @@ class LeaseTable:
         return self._leases.get(job_id)
 
     def grant(self, lease: LeaseState, evict_key: Key) -> None:
-        """Enter a lease and take its blocks; the job must have none."""
+        """Add a lease and hold its blocks. The job must not have a lease yet."""
         assert lease.job_id not in self._leases
         self._leases[lease.job_id] = lease
         self._engine.hold(lease.blocks)
@@ -112,13 +112,13 @@ class LeaseTable:
         self._enter(lease, evict_key)
 
     def renew(self, lease: LeaseState, terms: Keep, evict_key: Key) -> None:
-        """Change a lease's deadline, value or yielding."""
+        """Change a lease's deadline, its value, or when it yields."""
         self._get_order(lease).discard(lease.job_id)
         lease.terms = terms
         self._enter(lease, evict_key)
 
     def end(self, lease: LeaseState, reason: LeaseEnd, now_s: float) -> LeaseEnded:
-        """Give up all blocks of a lease and forget it."""
+        """Release all blocks of a lease and remove it from the table."""
         del self._leases[lease.job_id]
         self._deadlines.discard(lease.job_id)
         self._get_order(lease).discard(lease.job_id)
@@ -127,7 +127,7 @@ class LeaseTable:
         return ended
 
     def truncate(self, lease: LeaseState, num_blocks: int) -> None:
-        """Give up the last blocks of a lease until `num_blocks` are left."""
+        """Release the last blocks of a lease, so that it keeps its first `num_blocks`."""
         tail = lease.blocks[num_blocks:]
         if not tail:
             return
@@ -138,7 +138,7 @@ class LeaseTable:
         self._engine.release(tail)
 
     def get_due(self, now_s: float) -> LeaseState | None:
-        """A lease whose deadline has passed, earliest first."""
+        """The lease with the earliest deadline, if that deadline has passed; otherwise None."""
         key = self._deadlines.get_first_key()
         if key is None or key[0] > now_s:  # type: ignore[operator]
             return None
@@ -147,12 +147,12 @@ class LeaseTable:
         return self._leases[first]
 
     def get_next_deadline_s(self) -> float | None:
-        """The earliest deadline, or None without leases."""
+        """The earliest deadline, or None if there are no leases."""
         key = self._deadlines.get_first_key()
         return None if key is None else float(key[0])
 
     def get_first_to_yield(self, yields: Yields, spare_job_id: str | None = None) -> LeaseState | None:
-        """The lease that yields first, other than the spared job's."""
+        """The lease that yields first, except the lease of the spared job."""
         first = self._evict_order[yields].get_first_except(spare_job_id)
         return None if first is None else self._leases[first]
 

@@ -1,7 +1,7 @@
-"""Retention: leases granted, claimed, reconsidered and reclaimed, as the policy says within the limits.
+"""Retention: grants, claims, renews and reclaims leases, as the policy decides and within the limits.
 
-Methods that may end a lease return what happened, or yield it, one event after the other. At each event
-the table of leases is whole; the driver then applies the event.
+Methods that may end a lease return or yield events, one by one. At each event the lease table is in a
+consistent state, and the driver then applies the event.
 """
 
 from __future__ import annotations
@@ -58,23 +58,26 @@ class Retention:
         self._by_priority = by_priority
 
     def get_view(self, now_s: float) -> EngineView:
-        """The engine's state, with the number of leases."""
+        """The engine's state, including the number of leases."""
         return self._engine.get_view(now_s, len(self.leases))
 
     def get_turn_view(self, turn: TurnState) -> Turn:
-        """A turn that waits or runs, as the policy sees it."""
+        """The policy's view of a turn that waits or runs."""
         return turn.get_view(has_lease=self.get_claimed(turn) is not None)
 
     # What happens to turns.
 
     def claim(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
-        """A turn arrived: its job's lease waits for it, unless the lease waits for another turn already."""
+        """A turn arrived. Its job's lease now waits for it, unless the lease already waits for another turn.
+
+        The lease is truncated to the blocks that the prompt shares, and ends if it shares none.
+        """
         lease = self.leases.get(turn.job.job_id)
         if lease is None or lease.next_turn_id is not None:
             return None
         num_common = self._engine.count_common_blocks(lease.blocks, turn.arrival.hashes)
         if self._engine.can_truncate:
-            # A hit ends before the prompt's last token; a block behind that only takes room away.
+            # A prefix hit ends before the prompt's last token, so a later block would only waste memory.
             num_common = min(num_common, (turn.arrival.num_prompt_tokens - 1) // self._block_size)
         if num_common == 0:
             return self.leases.end(lease, LeaseEnd.SUPERSEDED, now_s)
@@ -90,26 +93,27 @@ class Retention:
         )
 
     def hit(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
-        """A turn started and has the blocks that were kept for it."""
+        """A turn started and now holds the blocks that its lease kept, so the lease ends."""
         lease = self.get_claimed(turn)
         return None if lease is None else self.leases.end(lease, LeaseEnd.HIT, now_s)
 
     def unclaim(self, turn: TurnState) -> None:
-        """A turn left before it started. The lease stays, because the client may try again."""
+        """A turn left the system. If a lease still waits for it, the lease stays: the client may retry."""
         lease = self.get_claimed(turn)
         if lease is not None:
             lease.next_turn_id = None
 
     def retain(self, state: TurnState, turn: Turn, now_s: float) -> Iterator[LeaseEvent]:
-        """Ask what becomes of a finishing turn's blocks, and do it."""
+        """Ask the policy what to do with a finishing turn's blocks, and do it."""
         view = self.get_view(now_s)
         answer = self._caller.ask("retain", turn, view)
         terms = self._bound(answer, now_s) if isinstance(answer, Keep) else None
         old = self.leases.get(turn.job.job_id)
-        # Another turn of the job may wait for the lease. It is here already; what follows this one is not.
+        # Another turn of the job may wait for the old lease. That turn has already arrived, while the turn
+        # that will follow this one has not, so the old lease has precedence.
         is_claimed = old is not None and old.next_turn_id is not None
         if old is not None and not is_claimed:
-            # The finished turn still references the blocks that both share; nobody needs the others.
+            # The finished turn still references the blocks that both share, and the others are not needed.
             yield self.leases.end(old, LeaseEnd.REPLACED, now_s)
         if isinstance(answer, Offload) and self._engine.can_store:
             self._engine.store(self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens))
@@ -139,7 +143,7 @@ class Retention:
         num_renewed = 0
         view: EngineView | None = None
         while num_renewed < max_renewals and (lease := self.leases.get_due(now_s)) is not None:
-            # Renewals change nothing in the engine's view, so one view serves many of them.
+            # A renewal changes nothing in the engine's view, so one view serves many renewals.
             view = view or self.get_view(now_s)
             answer = self._caller.ask("reconsider", lease.get_view(), view)
             terms = self._bound(answer, lease.granted_s) if isinstance(answer, Keep) else None
@@ -155,14 +159,14 @@ class Retention:
     # Memory.
 
     def get_num_reclaimable_blocks(self, turn: TurnState | None) -> int:
-        """Leased blocks, at most, that `reclaim` could free for a turn while others run."""
+        """Upper bound on the leased blocks that `reclaim` could free for a turn while others run."""
         lease = self.get_claimed(turn)
         return self._engine.get_num_leased_blocks() - (len(lease.blocks) if lease is not None else 0)
 
     def reclaim(
         self, num_blocks: int, turn: TurnState | None, now_s: float, *, stalled: bool
     ) -> Iterator[LeaseTruncated | LeaseEnded]:
-        """Free at least so many leased blocks for a turn, if leases have so many; see `Driver.reclaim`."""
+        """Free at least `num_blocks` leased blocks, or as many as possible; see `Driver.reclaim`."""
         lease = self.get_claimed(turn)
         own = None if lease is None else lease.job_id
         kinds = list(Yields) if stalled or self._limits.always_yield else [Yields.ALWAYS]
@@ -182,7 +186,7 @@ class Retention:
     def _grant(
         self, state: TurnState, turn: Turn, terms: Keep, view: EngineView
     ) -> LeaseGranted | LeaseRefused:
-        """Lease what is cached of a finishing turn, if the shares allow it."""
+        """Grant a lease on the cached blocks of a finishing turn, if the shares allow it."""
         blocks = self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)
         if not blocks:
             return LeaseRefused(turn, LeaseRefusal.NOT_CACHED, view.now_s)
@@ -206,7 +210,11 @@ class Retention:
         return (-lease.turn.priority, *key) if self._by_priority else key
 
     def _may_reclaim(self, lease: LeaseState, turn: TurnState | None, now_s: float) -> bool:
-        """Whether a lease yields to a turn: always to one that runs, else if the policy allows it."""
+        """Whether a lease yields to a turn.
+
+        It always yields to a turn that has started or waited too long. Otherwise the turns' priorities
+        decide (if the engine uses them), and then the policy.
+        """
         if turn is None or turn.started or not self._caller.policy.overrides("may_reclaim"):
             return True
         if turn.is_overdue or now_s - turn.arrival_s >= self._limits.max_held_back_s:
@@ -217,7 +225,7 @@ class Retention:
         return bool(self._caller.ask("may_reclaim", lease.get_view(), self.get_turn_view(turn), view))
 
     def _shrink(self, lease: LeaseState, num_blocks: int, now_s: float) -> LeaseTruncated | LeaseEnded:
-        """Free `num_blocks` at a lease's end, or all of its blocks if the rest could not be hit."""
+        """Free the last `num_blocks` blocks of a lease, or all its blocks if the rest could not be hit."""
         num_left = max(0, len(lease.blocks) - num_blocks) if self._engine.can_truncate else 0
         if num_left == 0:
             return self.leases.end(lease, LeaseEnd.REVOKED, now_s)

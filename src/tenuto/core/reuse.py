@@ -14,43 +14,46 @@ from collections.abc import Hashable, Sequence
 
 
 def count_computed_tokens(num_prompt_tokens: int, num_output_tokens: int) -> int:
-    """Tokens of a finished turn that have KV: all but the last output token."""
+    """Tokens of a finished turn that are in the KV cache: all but the last output token."""
     return max(0, num_prompt_tokens + num_output_tokens - 1)
 
 
 def count_reusable_tokens(
     num_shared_tokens: int, num_computed_tokens: int, num_prompt_tokens: int, block_size: int
 ) -> int:
-    """Prompt tokens that the job's turn before makes it possible to hit.
+    """Prompt tokens that a turn can hit because the job's previous turn computed them.
 
-    `num_shared_tokens`: leading tokens that the prompt has in common with that turn's prompt and output;
-    `num_computed_tokens`: those of that turn with KV. Only full blocks can be hit, and never all of a prompt:
-    its last token is computed for the first output.
+    `num_shared_tokens`: leading tokens that the prompt shares with the previous turn's prompt and output.
+    `num_computed_tokens`: the previous turn's tokens with KV. Only full blocks can be hit. The prompt's last
+    token is never hit: it must be computed to produce the first output token.
     """
     num_tokens = min(num_shared_tokens, num_computed_tokens, num_prompt_tokens - 1)
     return max(0, num_tokens) // block_size * block_size
 
 
 def count_missed_tokens(num_reusable_tokens: int, num_hit_tokens: int) -> int:
-    """Tokens computed a second time when a turn first starts."""
+    """Tokens that are computed a second time when a turn first starts."""
     return max(0, num_reusable_tokens - num_hit_tokens)
 
 
 def count_lost_tokens(num_computed_tokens: int, num_hit_tokens: int) -> int:
-    """Tokens computed a second time because of a preemption.
+    """Tokens that are computed a second time because of a preemption.
 
-    `num_computed_tokens`: the turn's own when it was preempted; `num_hit_tokens`: what it found when it
-    started again. A part of a block counts too: without the preemption it would not be computed again.
+    `num_computed_tokens`: tokens that the turn had computed when it was preempted. `num_hit_tokens`: tokens
+    that it hit when it started again. Tokens of a partly filled block count too, because without the
+    preemption they would not be computed again.
     """
     return max(0, num_computed_tokens - num_hit_tokens)
 
 
 class PrefixMarks:
-    """Some of a finished turn's chained block hashes: they tell how far a later prompt runs through the turn.
+    """Some block hashes of a finished turn. They tell how much of the turn a later prompt shares.
 
-    All hashes of ten thousand long turns would take gigabytes. Kept are those at the end of the computed
-    tokens and of the prompt: they answer for a prompt that extends the turn or repeats its prompt. Of the
-    others O(log n) are kept: a prompt that leaves the turn in its middle counts up to the mark before that.
+    All hashes of ten thousand long turns would take gigabytes, so only some are kept, the *marks*. The
+    hashes at the end of the computed tokens and at the end of the prompt are kept. They are exact for a
+    prompt that extends the whole turn or only its prompt. Of the other hashes, O(log n) are kept: a prompt
+    that differs in the middle of the turn counts as shared only up to the last mark before the difference.
+    Each hash also covers the blocks before its own.
     """
 
     __slots__ = ("_block_size", "_marks", "_num_computed_tokens")
@@ -58,7 +61,7 @@ class PrefixMarks:
     def __init__(
         self, hashes: Sequence[Hashable], num_prompt_tokens: int, num_computed_tokens: int, block_size: int
     ) -> None:
-        """`hashes`: of the turn's full blocks of `block_size` tokens, prompt and output."""
+        """`hashes`: the hashes of the turn's full blocks (prompt and output), of `block_size` tokens each."""
         num_blocks = min(num_computed_tokens // block_size, len(hashes))
         num_prompt_blocks = min(num_prompt_tokens // block_size, num_blocks)
         positions = {num_blocks, num_prompt_blocks, num_prompt_blocks - 1}
@@ -71,12 +74,15 @@ class PrefixMarks:
         self._marks = tuple(
             (position, hashes[position - 1]) for position in sorted(positions, reverse=True) if position > 0
         )
-        """Longest prefix first: its number of blocks, and the hash of the last of them."""
+        """Pairs of a prefix's number of blocks and the hash of its last block; the longest prefix is first."""
 
     def count_reusable_tokens(
         self, hashes: Sequence[Hashable], num_prompt_tokens: int, block_size: int
     ) -> int:
-        """Reusable tokens of a later prompt with these hashes; O(log n). `block_size` is the engine's."""
+        """Reusable tokens of a later prompt with these block hashes.
+
+        `block_size` is the engine's. Takes O(log n) time in the number of the turn's blocks.
+        """
         for position, block_hash in self._marks:
             if position <= len(hashes) and hashes[position - 1] == block_hash:
                 return count_reusable_tokens(

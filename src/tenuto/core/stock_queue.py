@@ -1,15 +1,15 @@
-"""What each waiting turn would wait in stock vLLM: a queue in the order of arrival, kept beside the policy's.
+"""An estimate of how long each waiting turn would wait in stock vLLM, which starts turns in arrival order.
 
-Stock starts turns in the order of their arrival. So a turn waits while the turns before it, the *backlog*,
-begin. Time is counted in work that the engine began. So no step times are needed, and the queue is as fast
-as the engine:
+This queue runs beside the policy's own queue. In stock vLLM a turn waits until the turns before it, the
+*backlog*, have started. The queue measures time as the work that the engine has begun. It therefore needs
+no step times, and it moves exactly as fast as the engine:
 
-    began     work of all turns that started so far, in prefill tokens
-    backlog   what stock would have to compute for the turns that wait now
-    due       began + 1.1 × backlog + one turn of service, as they are when the turn arrives
+    began     work of all turns that have started so far, in prefill tokens
+    backlog   work that stock vLLM would have to do for the turns that wait now
+    due       began + 1.1 × backlog + one turn of service, fixed when the turn arrives
 
-A turn still waits when `began` reaches its `due`: it is *overdue*. Others went before it, and all that they
-save together by their hits is spent. Every event is O(log n) in the number of waiting turns.
+A turn that still waits when `began` reaches its `due` is *overdue*: other turns went before it, and their
+prefix hits saved less work than that took. Every event takes O(log n) time in the number of waiting turns.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 
 DECODE_TOKENS = 8.0
-"""Prefill tokens that cost as much as one decoded token; 5 to 15 on GPUs by `tenuto.sim.cost`. It counts on
-both sides of each comparison, so its exact value matters little."""
+"""Prefill tokens that cost as much as one decoded token. `tenuto.sim.cost` gives 5 to 15 on GPUs. The value
+is on both sides of each comparison, so it need not be exact."""
 DECAY = 0.05
-"""Weight of the latest turn in the means."""
+"""Weight of the latest turn in the moving averages."""
 
 
 def make_stock_queue(policy: Policy, limits: Limits, num_cache_tokens: int) -> StockQueue | None:
-    """A queue for a policy that can make turns wait; None for others, and where nothing bounds waits."""
+    """A queue for a policy that can make turns wait; None for other policies, or if no limit bounds waits."""
     delays = any(policy.overrides(hook) for hook in ("queue_key", "admit", "may_reclaim"))
     is_bounded = limits.max_wait_over_stock is not None or limits.max_held_back_s < float("inf")
     return StockQueue(limits, num_cache_tokens) if delays and is_bounded else None
 
 
 class StockQueue:
-    """Says which waiting turns have waited longer than in stock, by more than the operator allows."""
+    """Finds the turns that have waited longer than in stock vLLM by more than the operator allows."""
 
     def __init__(self, limits: Limits, num_cache_tokens: int) -> None:
-        """`num_cache_tokens`: size of the KV cache, which decides what stock would hit."""
+        """`num_cache_tokens`: size of the KV cache; it determines what stock vLLM would hit."""
         self._over = limits.max_wait_over_stock
         self._max_wait_s = limits.max_held_back_s
         self._num_cache_tokens = num_cache_tokens
@@ -49,23 +49,23 @@ class StockQueue:
         self._num_live = 0
         self._num_running = 0
         self._max_running = 0
-        """Most turns that ran at a time: the engine has so many seats, as far as was seen."""
+        """Largest number of turns seen running at once; an estimate of the engine's limit."""
         self._began = 0.0
         self._backlog = 0.0
         self._num_allocated = 0.0
-        """Tokens that stock would have allocated for all turns that came so far."""
+        """Tokens that stock vLLM would have allocated for all turns that have arrived so far."""
         self._tokens_per_work = 1.0
         self._mean_output = 0.0
-        """Stands for outputs that are not known yet."""
+        """Mean number of output tokens; used for turns whose output is not known yet."""
         self._mean_service = 0.0
-        """Work that the engine begins while one turn is served."""
+        """Mean amount of work that the engine begins while it serves one turn."""
         self._due = IndexedHeap()
         self._waiting: dict[str, TurnState] = {}
-        """Turns that wait and are not overdue, in the order of arrival."""
+        """Turns that wait and are not overdue, in order of arrival."""
         self._overdue: dict[str, TurnState] = {}
 
     def arrive(self, turn: TurnState) -> None:
-        """A turn came in."""
+        """A turn arrived."""
         self._num_arrived += 1
         self._num_live += 1
         self._num_live_tokens += turn.arrival.num_prompt_tokens
@@ -91,23 +91,23 @@ class StockQueue:
         self._forget(turn)
 
     def leave(self, turn: TurnState, num_output_tokens: int) -> None:
-        """A turn ended, or went away before it started."""
+        """A turn ended, or left before it started."""
         self._num_live -= 1
         self._num_live_tokens -= turn.arrival.num_prompt_tokens
         if not turn.started:
-            # In stock, those behind it would start that much sooner.
+            # In stock vLLM, the turns behind this one would now start sooner by this turn's work.
             self._began += (1 + (self._over or 0.0)) * turn.stock_work
             self._forget(turn)
             return
         self._num_running -= 1
         self._mean_output += DECAY * (num_output_tokens - self._mean_output)
         self._mean_service += DECAY * (self._began - turn.stock_start - self._mean_service)
-        # What waits in stock is allocated before whatever comes now.
+        # Stock vLLM would allocate blocks for the turns that wait before it allocates for later arrivals.
         num_allocated = self._num_allocated - self._tokens_per_work * self._backlog
         turn.job.stock_mark = num_allocated + self._num_cache_tokens - self._count_running_tokens()
 
     def pop_overdue(self, now_s: float) -> Iterator[TurnState]:
-        """Turns that have become overdue since the last call: by work, or by the longest wait there is."""
+        """Turns that became overdue since the last call, by begun work or by the longest allowed wait."""
         while self._waiting:
             turn_id = next(iter(self._waiting))
             key = self._due.get_first_key()
@@ -121,17 +121,17 @@ class StockQueue:
             yield turn
 
     def get_next_s(self) -> float:
-        """When a turn has waited for the longest time there is; infinity if nothing waits."""
+        """When the next turn reaches the longest allowed wait; infinity if no turn waits."""
         turn = next(iter(self._waiting.values()), None)
         return float("inf") if turn is None else turn.arrival_s + self._max_wait_s
 
     def _count_hits(self, turn: TurnState) -> int:
-        """What stock would hit: all that is left of the turn before, until its blocks are reused."""
+        """Tokens that stock vLLM would hit: all reusable tokens, until it reuses the earlier turn's blocks."""
         mark = turn.job.stock_mark
         return turn.num_reusable_tokens if mark is not None and self._num_allocated < mark else 0
 
     def _count_running_tokens(self) -> float:
-        """Tokens of the turns that stock would run: it starts all it has seats for."""
+        """Prompt tokens of the turns that stock vLLM would run now: as many turns as have run at once."""
         num_running = min(self._num_live, self._max_running)
         return self._num_live_tokens / self._num_live * num_running if num_running else 0.0
 
@@ -139,7 +139,7 @@ class StockQueue:
         return max(1.0, turn.arrival.num_prompt_tokens - num_hit_tokens + DECODE_TOKENS * self._mean_output)
 
     def _forget(self, turn: TurnState) -> None:
-        """A turn does not wait any more. Where nothing waits, nothing would in stock."""
+        """A turn no longer waits. If no turn waits at all, the backlog of stock vLLM is empty too."""
         self._waiting.pop(turn.turn_id, None)
         self._overdue.pop(turn.turn_id, None)
         self._due.discard(turn.turn_id)
