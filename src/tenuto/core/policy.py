@@ -1,4 +1,4 @@
-"""The policy interface: the hooks, what a policy needs of its engine, and how a misspelt hook is found.
+"""The policy interface: the hooks, what a policy needs from its engine, and the check for misspelt hooks.
 
 The driver (`tenuto.core.driver`) calls the hooks; `tenuto.core.policy_loader` finds policies by name.
 """
@@ -30,21 +30,30 @@ from tenuto.core.types import (
 __all__ = ["ANSWERS", "TOLD_HOOKS", "Key", "Learns", "Needs", "Oracle", "Policy", "Reports", "setting"]
 
 Key = tuple[float | int | str, ...]
-"""An order: smaller goes first. All keys of one hook have the same shape."""
+"""A sort key: the smaller key goes first. All keys of one hook have the same length and types."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a policy needs of the engine, beside the hooks that it overrides."""
+    """What a policy needs from the engine, in addition to the hooks that it overrides."""
 
     admit: Literal["jobs", "turns"] = "jobs"
-    """Ask `admit` only for the first turns of jobs, or for every turn."""
+    """Whether `admit` is asked only for new jobs or for every turn."""
     rekey_s: float | None = None
-    """Tell `on_tick` and ask every waiting turn's `queue_key` again, every so many seconds; None: never."""
+    """Every this many seconds, call `on_tick` and ask again for the `queue_key` of every waiting turn.
+
+    None means never.
+    """
     max_waiting_with_hits: int = 0
-    """Fill in `Turn.num_cached_tokens` for `queue_key`, a look-up each, while at most so many turns wait."""
+    """Set `Turn.num_cached_tokens` for `queue_key` while at most this many turns wait.
+
+    Each turn costs one cache look-up.
+    """
     commands: bool = False
-    """It reads `ToolCall.command`. Its decisions replay only from a trace that has whole commands."""
+    """Whether the policy reads `ToolCall.command`.
+
+    If so, its decisions can be replayed only from a trace that contains whole commands.
+    """
     engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
 
 
@@ -52,8 +61,8 @@ class Needs:
 class Policy:
     """Stock vLLM's behaviour. A subclass is a dataclass; it overrides what it decides, and nothing else.
 
-    Fields made with `setting` are its parameters; what it learns is in fields with `init=False`. *Asked*
-    hooks return a decision and change nothing. *Told* hooks (`on_…`) update what the policy has learned.
+    Fields made with `setting` are the policy's parameters. Fields with `init=False` hold what it learns.
+    *Asked* hooks return a decision and change nothing. *Told* hooks (`on_…`) update what the policy learns.
     """
 
     needs: ClassVar[Needs] = Needs()
@@ -61,43 +70,49 @@ class Policy:
     # Asked.
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
-        """The place of a waiting turn: smallest first, ties by turn id."""
+        """The key that orders a waiting turn: the smallest goes first, and the turn id breaks ties."""
         return (0 if turn.num_preemptions else 1, turn.arrival_s)
 
     def admit(self, turn: Turn, view: EngineView) -> bool:
-        """Whether a job may start now. If not it is asked again; on an idle engine every job starts."""
+        """Whether a job may start now. If not, it is asked again later. An idle engine starts any job."""
         return True
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
-        """Whether a starting turn loads its KV from a lower tier, instead of computing it again."""
+        """Whether a starting turn loads its KV cache from a lower tier instead of computing it again."""
         return True
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
-        """What to do with the KV of a finished turn that is not its job's last."""
+        """What to do with the KV cache of a finished turn that is not its job's last turn."""
         return Release()
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
-        """What to do with a lease whose deadline has passed; `Keep` must name a later one."""
+        """What to do with a lease after its deadline; `Keep` must set a later deadline."""
         return Release()
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
-        """Which lease yields first under memory pressure; asked when it is granted or renewed."""
+        """The key that orders leases under memory pressure: the smallest yields first.
+
+        It is asked when the lease is granted or renewed.
+        """
         return (lease.until_s,)
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """Whether that lease yields to a turn that waits for its first start; if not, the turn waits."""
+        """Whether a lease yields to a turn that waits for its first start; if not, the turn waits."""
         return True
 
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
-        """Which running turn is preempted first; asked only when no lease can yield."""
+        """The key that orders running turns: the smallest is preempted first.
+
+        It is asked only when no lease can yield.
+        """
         return (-turn.arrival_s,)
 
     def may_preempt(self, turn: Turn, running: Turn, view: EngineView) -> bool:
-        """Whether a waiting turn that does not fit preempts this running one (the simulator asks)."""
+        """Whether a waiting turn that does not fit preempts this running turn; only the simulator asks."""
         return False
 
     def step_budget(self, view: EngineView) -> int | None:
-        """Most tokens of the next step; None leaves the engine's own budget."""
+        """The maximum number of tokens in the next step; None keeps the engine's own budget."""
         return None
 
     # Told.
@@ -106,32 +121,32 @@ class Policy:
         """A turn arrived and waits."""
 
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
-        """Told before `on_turn_arrived`: the job's tool call before this turn took `tool_s` seconds."""
+        """The job's tool call before this turn took `tool_s` seconds; told before `on_turn_arrived`."""
 
     def on_turn_admitted(self, turn: Turn, now_s: float) -> None:
-        """`admit` let the turn start, or the engine was idle."""
+        """The turn was admitted: `admit` allowed it, the engine was idle, or the turn had waited too long."""
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """The turn got its first step; with `turn.num_preemptions`, its first since it was preempted."""
+        """The turn got its first step, or, if `turn.num_preemptions` > 0, its first since a preemption."""
 
     def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
         """The turn lost its blocks and waits again."""
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """The turn ended; `retain` follows, unless `turn.is_aborted`: its client left, or it failed."""
+        """The turn ended. `retain` is asked next, unless the turn is the job's last or `turn.is_aborted`."""
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
-        """The job ended, or was silent for so long that the driver forgets it."""
+        """The job ended, or it was idle for so long that the driver forgets it."""
 
     def on_tick(self, view: EngineView) -> None:
-        """`needs.rekey_s` seconds passed; all waiting turns are asked for their keys next."""
+        """`needs.rekey_s` seconds have passed; next, `queue_key` is asked for every waiting turn."""
 
     def on_step(self, step: StepView) -> None:
         """The engine computed a step."""
 
     @classmethod
     def overrides(cls, hook: str) -> bool:
-        """Whether this policy has its own version of a hook; engines skip the work for the others."""
+        """Whether this policy overrides a hook; engines skip the work for hooks that are not overridden."""
         return getattr(cls, hook) is not getattr(Policy, hook)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -141,11 +156,14 @@ class Policy:
 
 
 class Learns(ABC):
-    """A policy whose learning survives a restart: `class Mine(Policy, Learns)`; see `tenuto.vllm.state`."""
+    """A policy that saves what it learned across restarts: `class Mine(Policy, Learns)`.
+
+    See `tenuto.vllm.state`.
+    """
 
     @abstractmethod
     def get_state(self) -> dict[str, Any]:
-        """What it learned, in JSON types; the caller may keep it."""
+        """What the policy learned, in JSON types. The caller may keep the result: it never changes later."""
 
     @abstractmethod
     def set_state(self, state: dict[str, Any]) -> None:
@@ -157,19 +175,19 @@ class Reports(ABC):
 
     @abstractmethod
     def get_figures(self) -> dict[str, float]:
-        """A few figures by name; the names are the same in every call."""
+        """A few figures by name. Every call returns the same names."""
 
 
 class Oracle(ABC):
-    """A policy that knows the future: `class Mine(Policy, Oracle)`; only the simulator can tell it."""
+    """A policy that knows the future: `class Mine(Policy, Oracle)`. It works only in the simulator."""
 
     @abstractmethod
     def set_oracle(self, jobs: Sequence[Any]) -> None:
-        """All jobs of a simulation (`tenuto.workload.Job`), told before it starts."""
+        """Receive all jobs of a simulation (`tenuto.workload.Job`) before it starts."""
 
 
 def _get_answer_types(hook: Any) -> tuple[type, ...]:
-    """The types that a hook's signature says it returns."""
+    """The return types in a hook's signature."""
     hint = get_type_hints(hook)["return"]
     if get_origin(hint) is tuple:
         return (tuple,)
@@ -178,11 +196,11 @@ def _get_answer_types(hook: Any) -> tuple[type, ...]:
 
 _HOOKS = {name: hook for name, hook in vars(Policy).items() if inspect.isfunction(hook) and name[0] != "_"}
 TOLD_HOOKS = tuple(name for name in _HOOKS if name.startswith("on_"))
-"""Hooks that a policy is told; they answer nothing."""
+"""The told hooks; they return nothing."""
 ANSWERS: Mapping[str, tuple[type, ...]] = {
     name: _get_answer_types(hook) for name, hook in _HOOKS.items() if name not in TOLD_HOOKS
 }
-"""Hooks that a policy is asked, and the types that each may answer."""
+"""The asked hooks, and the types that each may return."""
 
 _OF_0_1 = {
     "gives_way": "may_reclaim",
@@ -192,11 +210,11 @@ _OF_0_1 = {
     "know": "set_oracle of tenuto.core.policy.Oracle",
     **dict.fromkeys(("admits", "sees_hits", "rekey_s", "wants", "engine_order"), "needs = Needs(…)"),
 }
-"""Names that 0.1 had, and where each went."""
+"""Names of version 0.1, and what replaced each."""
 
 
 def _check_names(cls: type[Policy]) -> None:
-    """Refuse a public name that is neither a hook nor a field, and a hook with other arguments."""
+    """Refuse a public name that is neither a hook nor a field, and a hook with the wrong arguments."""
     annotations = vars(cls).get("__annotations__", {})
     fields = {name for name, kind in annotations.items() if "ClassVar" not in str(kind)}
     mixins = [base for base in (Learns, Oracle, Reports) if issubclass(cls, base)]
@@ -221,7 +239,7 @@ def _explain(name: str, known: set[str]) -> str:
 
 
 def _check_arguments(cls: type[Policy], name: str) -> None:
-    """Refuse a hook that cannot be called with the arguments that the driver gives."""
+    """Refuse a hook that cannot be called with the arguments that the driver passes."""
     wanted = list(inspect.signature(_HOOKS[name]).parameters)
     hook = vars(cls)[name]
     try:

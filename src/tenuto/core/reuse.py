@@ -74,7 +74,7 @@ class PrefixMarks:
         self._marks = tuple(
             (position, hashes[position - 1]) for position in sorted(positions, reverse=True) if position > 0
         )
-        """Pairs of a prefix's number of blocks and the hash of its last block; the longest prefix is first."""
+        """For each kept prefix, longest first: its number of blocks, and the hash of its last block."""
 
     def count_reusable_tokens(
         self, hashes: Sequence[Hashable], num_prompt_tokens: int, block_size: int

@@ -126,7 +126,7 @@ class StockQueue:
         return float("inf") if turn is None else turn.arrival_s + self._max_wait_s
 
     def _count_hits(self, turn: TurnState) -> int:
-        """Tokens that stock vLLM would hit: all reusable tokens, until it reuses the earlier turn's blocks."""
+        """Tokens that stock vLLM would hit: all reusable ones until it evicts the earlier turn's blocks."""
         mark = turn.job.stock_mark
         return turn.num_reusable_tokens if mark is not None and self._num_allocated < mark else 0
 

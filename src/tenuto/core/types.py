@@ -1,6 +1,6 @@
 """What a policy sees (frozen views) and what it may answer (decisions).
 
-Times are seconds on the engine's own clock, `now_s` included; a view is a snapshot and never changes.
+All times are in seconds on the engine's own clock, including `now_s`. A view is a snapshot and never changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LeaseEnd(Enum):
     """Why a lease ended."""
 
     HIT = "hit"
-    """The job's next turn started and took the blocks over."""
+    """The job's next turn started and now uses the blocks."""
     EXPIRED = "expired"
     REVOKED = "revoked"
     """All its blocks were reclaimed for an allocation."""
@@ -40,13 +40,13 @@ class LeaseRefusal(Enum):
     """Why a finished turn that is not its job's last got no lease."""
 
     POLICY = "policy-released"
-    """The policy said `Release` or `Offload`, and no more."""
+    """The policy answered `Release` or `Offload` and gave no other reason."""
     NOT_EXPECTED_BACK = "not-expected-back"
     """The policy expects that the job does not come back."""
     TOO_LATE = "too-late"
-    """The policy's deadline, or the limits' one, has passed already."""
+    """The deadline, set by the policy or by the limits, has already passed."""
     TURN_WAITING = "turn-waiting"
-    """Another turn of the job waits, and the job's older lease is kept for it."""
+    """Another turn of the job is waiting, and the job's older lease is kept for that turn."""
     NOT_CACHED = "not-cached"
     """None of its blocks is in the prefix cache."""
     OVER_SHARE = "over-share"
@@ -64,17 +64,17 @@ class Job:
     """Turns that have arrived, the current one included."""
     tenant: str | None = None
     kind: str | None = None
-    """The same for jobs whose first prompts begin with the same block; None where the engine cannot tell."""
+    """A name shared by all jobs that begin their first prompt with the same block; None if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """The tool call a turn ended with."""
+    """The tool call at the end of a turn."""
 
     name: str
-    """The tool, or the first word of a shell command."""
+    """The name of the tool, or the first word of a shell command."""
     command: str | None = None
-    """The whole command or the call's arguments, where the output shows them."""
+    """The whole command or the call's arguments; None if the output does not show them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +87,21 @@ class Turn:
     num_prompt_tokens: int
     num_output_tokens: int = 0
     num_hit_tokens: int = 0
-    """Prompt tokens served from cache when it first started."""
+    """Prompt tokens that the turn hit in the cache when it first started."""
     priority: int = 0
     """The request's own priority; smaller goes first."""
     num_preemptions: int = 0
     has_lease: bool = False
     """Whether a lease on the job's earlier blocks waits for this turn."""
     num_cached_tokens: int | None = None
-    """Prompt tokens in the GPU's cache now; only for policies with `Needs.max_waiting_with_hits`."""
+    """Prompt tokens in the GPU's cache now; set only for policies with `Needs.max_waiting_with_hits`."""
     is_last: bool | None = None
-    """Whether the job ends with this turn; None while nobody can tell."""
+    """Whether this turn is the job's last; None while this is unknown."""
     tool: ToolCall | None = None
     expected_tool_s: float | None = None
-    """The client's own estimate of the coming tool call; a hint, already bounded."""
+    """The client's estimate, in seconds, of the coming tool call's duration; a hint, already bounded."""
     is_aborted: bool = False
-    """The turn ended because its client left or because it failed."""
+    """Whether the turn ended because its client left or because the request failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,12 @@ class Lease:
     value: float
     num_blocks: int
     next_turn_waiting: bool
-    """The job's next turn has arrived and waits for its first step."""
+    """Whether the job's next turn has arrived and waits for its first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierView:
-    """A tier below the GPU, in the GPU's blocks."""
+    """A storage tier below the GPU; sizes are in GPU blocks."""
 
     name: str
     num_blocks: int
@@ -127,15 +127,15 @@ class TierView:
     s_per_block: float
     """Seconds to copy one block over the tier's link, in either direction."""
     wait_s: float
-    """Seconds until a copy queued now would begin."""
+    """Seconds until a copy that is queued now would begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOffer:
-    """What a waiting turn could load from the tiers instead of computing it."""
+    """The tokens that a waiting turn could load from lower tiers instead of computing them."""
 
     num_tokens: int
-    """Behind what the GPU's own cache has."""
+    """Tokens in the tiers that follow the tokens in the GPU's own cache."""
     load_s: float
     """Seconds until all of it is loaded, including the wait for the link."""
 
@@ -146,18 +146,18 @@ class StepView:
 
     now_s: float
     duration_s: float
-    """Seconds since the step before it ended, or since it was scheduled if nothing ran."""
+    """Seconds since the previous step ended, or since this step was scheduled if no other step ran then."""
     num_tokens: int
-    """Without drafts of speculative decoding."""
+    """Number of tokens, without the draft tokens of speculative decoding."""
     num_requests: int
-    """Number of its requests; a request that decodes has one token."""
+    """Number of requests in the step; a decoding request contributes one token."""
     is_full: bool = False
-    """Whether it used its whole token budget, so that more work was left."""
+    """Whether the step used its whole token budget, so that work was left over."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """The engine's state in numbers; O(1) to make."""
+    """The engine's state in numbers; making it takes O(1) time."""
 
     now_s: float
     block_size: int
@@ -166,10 +166,10 @@ class EngineView:
     """Blocks that an allocation could take now; leased blocks are not counted."""
     num_running: int
     num_waiting: int
-    """Turns waiting for a first or a resumed start, without the parked ones."""
+    """Turns that wait for their first start or to resume; parked turns are not counted."""
     max_num_batched_tokens: int
     num_parked: int = 0
-    """First turns of jobs that admission holds back."""
+    """Turns that admission holds back."""
     num_leases: int = 0
     num_leased_blocks: int = 0
     tiers: tuple[TierView, ...] = ()
@@ -185,7 +185,7 @@ class Keep:
     yields: Yields = Yields.ALWAYS
 
     def __post_init__(self) -> None:
-        """Refuse values that the lease table cannot use, so that a policy's mistake shows at its source."""
+        """Refuse values that the lease table cannot use, so that the error shows where the policy made it."""
         if not isinstance(self.yields, Yields):
             raise TypeError(f"yields must be a Yields, got {self}")
         if not (math.isfinite(self.until_s) and math.isfinite(self.value)):
@@ -196,7 +196,7 @@ class Keep:
 class Offload:
     """Copy the turn's cached blocks to the tiers below the GPU, then release them.
 
-    If the engine has no tier, or copies everything by itself, this is the same as `Release`.
+    If the engine has no lower tier, or already copies everything itself, this is the same as `Release`.
     """
 
     why: LeaseRefusal | None = field(default=None, compare=False)
@@ -205,7 +205,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give the blocks up, as stock vLLM does: they stay cached until something evicts them."""
+    """Release the blocks, as stock vLLM does: they stay cached until an allocation evicts them."""
 
     why: LeaseRefusal | None = field(default=None, compare=False)
     """For metrics and traces; no part of the decision."""
