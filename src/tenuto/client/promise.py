@@ -1,4 +1,4 @@
-"""What does a server's policy promise on an idle server? Asked of a fresh instance of the same policy."""
+"""Finds out what a server's policy promises on an idle server. It asks a new instance of that policy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tenuto.core.policy_loader import get_policy_names, load_policy
 from tenuto.core.types import EngineView, Job, Keep, ToolCall, Turn
 
 Promise = Literal["never", "may", "idle"]
-"""never: it holds nothing, as stock vLLM. may: it may hold, but not on an idle server, or nobody knows.
-idle: it holds on an idle server too, unless what it learned speaks against it."""
+"""never: the policy holds nothing, like stock vLLM. may: it may hold blocks, but not on an idle server, or this
+is unknown. idle: it also holds blocks on an idle server, unless it learned something that speaks against it."""
 
 _IDLE = EngineView(
     now_s=0.0,
@@ -25,9 +25,9 @@ _TURN = Turn("turn", Job("job", 0.0, 1), 0.0, 200, 7, tool=ToolCall("ls", "ls"),
 
 
 def get_promise(policy: str | None) -> Promise:
-    """By the name that `tenuto:info` says; None where the server has no such metric.
+    """The promise of the policy named by `tenuto:info`. `policy` is None if the server has no such metric.
 
-    Only policies that ship with Tenuto are made: a server's word must not run code here.
+    Only policies that ship with Tenuto are created: a name sent by a server must not run code here.
     """
     if policy is None:
         return "never"

@@ -1,4 +1,4 @@
-"""The verdict of `tenuto verify` in words."""
+"""Writes the verdict of `tenuto verify` as text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def format_verdict(verdict: Verdict) -> str:
 
 
 def _conclude(verdict: Verdict) -> list[str]:
-    """What the turns come to, in sentences."""
+    """Summarize the results of the turns in sentences."""
     lines = []
     if verdict.num_faults:
         lines.append(f"{verdict.num_faults} hooks of the policy FAILED; the server's log has the reason.")

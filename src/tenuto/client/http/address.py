@@ -1,4 +1,4 @@
-"""Checks of where a server is and who asks it: before anything is sent, and without showing a key."""
+"""Checks the server's URL and the API key before anything is sent, without showing the key."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from tenuto.core.errors import ConfigError
 
 
 def check_url(url: str, option: str = "--url") -> None:
-    """Raise ConfigError for what is no server's address."""
+    """Raise ConfigError if this is not the address of a server."""
     try:
         parts = urlsplit(url)
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or none that exists
+    except ValueError:  # the port is not a number, or not a valid port number
         is_one = False
     if not is_one:
         raise ConfigError(f"{option} must be an address like http://localhost:8000, got {url!r}")
 
 
 def check_api_key(key: str | None) -> None:
-    """Raise ConfigError for a key that no header can hold; the key itself is not shown."""
+    """Raise ConfigError for a key that an HTTP header cannot contain. The message does not show the key."""
     if key is not None and not key.isprintable():
         raise ConfigError(
             "the API key (--api-key or $OPENAI_API_KEY) holds a line break or control character"

@@ -1,4 +1,4 @@
-"""One streamed request to an OpenAI-compatible server, and what can go wrong with it."""
+"""Sends one streamed request to an OpenAI-compatible server and reports what can go wrong with it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tenuto.client.http.stream import Answer, AnswerStream, StreamError, get_err
 from tenuto.core.errors import TenutoError
 
 KEEP_ALIVE_S = 3.0
-"""Idle connections are not used longer: uvicorn, under vLLM and SGLang, closes them after 5 s, and a request
-that meets the closing is lost."""
+"""Idle connections are not used after this time. Uvicorn, under vLLM and SGLang, closes them after 5 s, and a
+request sent while the connection closes is lost."""
 AFTER_DONE_S = 1.0
-"""How long a connection may stay open after the last event before it is given up."""
+"""How many seconds a connection may stay open after the last event before the client drops it."""
 SHORT_REQUEST_S = 10.0
-"""Limit for questions about the server itself."""
+"""Time limit for questions about the server itself, in seconds."""
 _MAX_ERROR_BYTES = 2000
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})
 
 
 class RequestFailed(TenutoError):
-    """A request brought no whole answer.
+    """A request did not bring a complete answer.
 
     `kind` is one of: `connect` (no connection), `reset` (the connection broke), `timeout`, `http N` (an error
-    status), `malformed` (no HTTP, or no event stream), `cut off` (the stream ended early), `empty` (no
+    status), `malformed` (not HTTP, or not an event stream), `cut off` (the stream ended early), `empty` (no
     token), `server error` (an error within the stream).
     """
 
@@ -40,15 +40,15 @@ class RequestFailed(TenutoError):
         super().__init__(make_printable(detail))
         self.kind = kind
         self.can_retry = can_retry
-        """False if the same request would fail again: the server understood and refused it."""
+        """False if the same request would fail again, because the server understood and refused it."""
         self.retry_after_s = retry_after_s
-        """How long the server asks to wait."""
+        """How many seconds the server asks to wait."""
 
 
 class Client:
-    """Sends requests to one server; an async context manager.
+    """Sends requests to one server. An async context manager.
 
-    `timeout_s` bounds each request from its sending to its last byte. Times are the event loop's.
+    `timeout_s` limits each request from its sending to its last byte. Times are on the event loop's clock.
     """
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
@@ -57,7 +57,7 @@ class Client:
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
-        """Open the connection pool, of any size."""
+        """Open the connection pool. The number of connections is not limited."""
         _raise_file_limit()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
@@ -74,14 +74,14 @@ class Client:
         await self._session.close()
 
     async def stream_answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        """Send a request for a stream and read all of it. Raises RequestFailed."""
+        """Send a streaming request and read the whole answer. Raises RequestFailed."""
         stream = AnswerStream()
         try:
             try:
                 async with asyncio.timeout(self._timeout_s) as limit:
                     await self._read_stream(path, body, headers, stream, limit)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
-                # A server may forget to end the response, or break the connection afterwards.
+                # A server may fail to end the response, or break the connection after a complete answer.
                 if not stream.is_done:
                     raise _explain(error, self._timeout_s) from error
             return stream.finish()
@@ -96,7 +96,7 @@ class Client:
         stream: AnswerStream,
         limit: asyncio.Timeout,
     ) -> None:
-        # A file object, for aiohttp sends it piece by piece: a prompt of megabytes holds nobody else up.
+        # Pass a file object: aiohttp sends it in pieces, so a large prompt does not block other requests.
         data = io.BytesIO(body)
         loop = asyncio.get_running_loop()
         async with self._session.post(
@@ -110,7 +110,7 @@ class Client:
                     limit.reschedule(loop.time() + AFTER_DONE_S)
 
     async def get_text(self, path: str) -> str:
-        """A page of the server. Raises RequestFailed."""
+        """Fetch a page of the server as text. Raises RequestFailed."""
         try:
             async with asyncio.timeout(SHORT_REQUEST_S), self._session.get(self.url + path) as response:
                 if response.status != 200:
@@ -120,7 +120,7 @@ class Client:
             raise _explain(error, SHORT_REQUEST_S) from error
 
     async def get_json(self, path: str) -> Any:
-        """A page of the server as JSON. Raises RequestFailed."""
+        """Fetch a page of the server as JSON. Raises RequestFailed."""
         text = await self.get_text(path)
         try:
             return json.loads(text)
@@ -144,7 +144,7 @@ async def _read_refusal(response: aiohttp.ClientResponse) -> RequestFailed:
 
 
 def _parse_seconds(text: str | None) -> float | None:
-    # A date is allowed too; no inference server sends one.
+    # HTTP also allows a date here, but no inference server sends one.
     return float(text) if text is not None and text.isdecimal() else None
 
 
@@ -160,7 +160,7 @@ def _explain(error: Exception, timeout_s: float) -> RequestFailed:
 
 
 def _raise_file_limit() -> None:
-    # Each connection is an open file, and many systems allow 1,024 unless asked for more.
+    # Each connection is an open file. Many systems allow only 1,024 by default.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

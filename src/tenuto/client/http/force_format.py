@@ -1,4 +1,4 @@
-"""Answers of a forced format, by vLLM's structured output."""
+"""Forces answers into a format with vLLM's structured output."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ REGEX = "regex:"
 
 
 def read_format(text: str) -> dict[str, Any]:
-    """The request's `structured_outputs` for an option's text. Raises ConfigError.
+    """Make the request's `structured_outputs` from an option's text. Raises ConfigError.
 
-    `json`: any JSON object; `regex:PATTERN`; else the name of a file with a JSON schema.
+    `json` means any JSON object; `regex:PATTERN` is a pattern. Any other text names a JSON schema file.
     """
     if text == "json":
         return {"json_object": True}

@@ -1,4 +1,4 @@
-"""What there is to know of a server before the load begins, and one request that shows it can be run."""
+"""Asks a server about itself before the load begins, and checks with one request that it can be measured."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 4
 NUM_ATTEMPTS = 3
 LIMIT_S = 120.0
-"""For the probe's answer: a server's first forward pass may take a minute, more means that it hangs."""
+"""Time limit for the probe's answer in seconds. A server's first forward pass may take a minute; more
+means that the server hangs."""
 
 
 class ServerError(TenutoError):
-    """The server cannot be measured; the message says why, and what to try."""
+    """The server cannot be measured. The message gives the reason and what to try."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a server says of itself; None where it does not."""
+    """What a server reports about itself. None for a value that it does not report."""
 
     model: str
     max_model_len: int | None
     version: str | None
     block_size: int | None
     totals: Totals | None
-    """Its metrics before the load."""
+    """The server's metrics before the load."""
     sends_ids: bool
-    """Its answers come with their token ids."""
+    """The server's answers include their token ids."""
 
 
 async def probe_server(
@@ -50,10 +51,11 @@ async def probe_server(
     say_hints: SayHints = say_job,
     forced_format: Mapping[str, Any] | None = None,
 ) -> Server:
-    """Ask the server what it is, and for one short answer. Raises ServerError.
+    """Ask the server about itself and request one short answer. Raises ServerError.
 
-    The short request says with `say_hints` what the load's will say. If these tell the last turn, the request
-    is its job's last and leaves no lease: a busy server would count that only after its metrics were read.
+    The short request uses the same `say_hints` as the load. If these hints include the last turn, the request
+    is marked as the last turn of its job and leaves no lease. Otherwise a busy server would count the lease
+    only after its metrics were read.
     """
     model, max_model_len = await _get_model(client, model)
     writer = RequestWriter(model, form, run_id, say_hints, forced_format=forced_format)
@@ -75,7 +77,7 @@ async def probe_server(
 
 
 def check_lengths(workload: Workload, server: Server) -> None:
-    """Raise ConfigError if a turn does not fit into the model's context."""
+    """Raise ConfigError if a turn does not fit into the model's context length."""
     if server.max_model_len is None:
         return
     for job in workload.jobs:

@@ -1,15 +1,15 @@
-"""What a prompt's spans hold: token ids of exact length, or words where a server takes no ids.
+"""Writes the content of a prompt's spans: token ids of exact length, or words if a server takes no token ids.
 
-A text is a fixed function of the run's salt and its content id, and the shorter of two texts of one id
-begins the longer one. So prompts share on the server exactly what their spans share, and another run, with
-another salt, finds nothing of this one in the cache. (Of 10,000 pairs of texts one agrees in its first token
-by chance, none in its first block.)
+A text is a fixed function of the run's salt and its content id. Of two texts with the same id, the longer one
+begins with the shorter one. So prompts share the same prefixes on the server as their spans do. Another run
+uses another salt and gets no prefix hits from this one. (By chance, 1 of 10,000 pairs of texts has the same
+first token; no pair has the same first block.)
 
-- `TokenIds` sends `/v1/completions` a prompt of token ids: its length is exact on every server, without a
-  tokenizer, and so is the answer that the server's own ids put into the next prompt.
-- `Words` sends `/v1/chat/completions` messages of words that are one token each in the common
-  vocabularies: about as long as planned, plus what the chat template adds. Records then show what the server
-  counted.
+- `TokenIds` sends prompts of token ids to `/v1/completions`. Prompt lengths are exact on every server without
+  a tokenizer. The answer in the next prompt is also exact, because it is made of the server's own token ids.
+- `Words` sends messages of words to `/v1/chat/completions`. Each word is one token in the common
+  vocabularies. A prompt has about the planned length, plus the tokens of the chat template. The records then
+  contain the server's counts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tenuto.client.http.stream import Answer
 from tenuto.workload.schema import Job, Span, TurnSpec
 
 NUM_DIGITS = 4
-"""Ids are 10,000 to 19,999: within every vocabulary of 20,000 or more, and clear of the special tokens that
-vocabularies begin or end with."""
+"""Token ids are 10,000 to 19,999. Every vocabulary of 20,000 or more tokens contains them, and they avoid the
+special tokens at the beginning or end of vocabularies."""
 _DIGITS = bytes(ord("0") + byte % 10 for byte in range(256))
 
 _WORD_LIST = """
@@ -56,21 +56,21 @@ class Part(NamedTuple):
 
 
 class Form(Protocol):
-    """How a prompt goes to the server."""
+    """How a prompt is sent to the server."""
 
     path: str
-    """Where it is sent."""
+    """The URL path for the request."""
     is_exact: bool
-    """Whether prompts are token ids, and answers quoted by theirs: lengths are then as planned."""
+    """Whether prompts are token ids and quote answers by their token ids. Lengths then match the plan."""
 
     def write_text(self, name: str, num_tokens: int) -> str:
         """The first tokens of the text with that name."""
 
     def write_answer(self, answer: Answer, num_tokens: int) -> str | None:
-        """The first tokens of an answer; None if they are not known."""
+        """The first tokens of an answer. None if they are unknown."""
 
     def write_prompt(self, parts: Iterable[Part]) -> str:
-        """The request's field for a prompt, as JSON without braces."""
+        """The request's field for a prompt, as JSON without the surrounding braces."""
 
 
 class TokenIds:
@@ -80,9 +80,9 @@ class TokenIds:
     is_exact = True
 
     def write_text(self, name: str, num_tokens: int) -> str:
-        """Ids with commas between."""
-        # Digit by digit for all ids at once, a hundred times as fast as id by id: a client that is busy with
-        # writing prompts is late for everything else.
+        """The token ids, separated by commas."""
+        # Compute each digit for all ids at once. This is 100 times as fast as one id at a time. A client that
+        # is busy with writing prompts delays everything else.
         digits = _make_bytes(name, NUM_DIGITS * num_tokens).translate(_DIGITS)
         text = bytearray(b"1....," * num_tokens)
         for place in range(NUM_DIGITS):
@@ -90,32 +90,32 @@ class TokenIds:
         return text[:-1].decode()
 
     def write_answer(self, answer: Answer, num_tokens: int) -> str | None:
-        """The ids the server sent, if they are enough."""
+        """The token ids that the server sent. None if there are too few."""
         if answer.token_ids is None or len(answer.token_ids) < num_tokens:
             return None
         return ",".join(map(str, answer.token_ids[:num_tokens]))
 
     def write_prompt(self, parts: Iterable[Part]) -> str:
-        """One list of ids."""
+        """The prompt as one list of token ids."""
         return f'"prompt": [{",".join(part.text for part in parts)}]'
 
 
 class Words:
-    """Chat messages: the model's answers as the assistant's, all else as the user's."""
+    """Chat messages. The model's answers have the role assistant; all other texts have the role user."""
 
     path = "/v1/chat/completions"
     is_exact = False
 
     def write_text(self, name: str, num_tokens: int) -> str:
-        """As many words."""
+        """A text with one word per token."""
         return " ".join([WORDS[byte] for byte in _make_bytes(name, num_tokens)])
 
     def write_answer(self, answer: Answer, num_tokens: int) -> str | None:
-        """What the server wrote, whole."""
+        """The complete text that the server wrote."""
         return answer.text or None
 
     def write_prompt(self, parts: Iterable[Part]) -> str:
-        """Messages of alternating roles, as some chat templates want them."""
+        """Messages with alternating roles, which some chat templates require."""
         messages: list[dict[str, str]] = []
         for text, is_answer in parts:
             role = "assistant" if is_answer else "user"
@@ -130,10 +130,10 @@ FORMS: dict[str, type[TokenIds] | type[Words]] = {"ids": TokenIds, "words": Word
 
 
 class Conversation:
-    """One job's prompts, each text written once while the prompts go on holding it.
+    """The prompts of one job. Each text is written once and kept while later prompts still contain it.
 
-    `answers` holds the server's answers by the content id of the output that was planned; it is shared with
-    the jobs that this job started. An output that is not in it is written like any other text.
+    `answers` maps the content id of a planned output to the server's answer. It is shared with the jobs that
+    this job started. An output without an entry is written like any other text.
     """
 
     def __init__(self, job: Job, form: Form, salt: str, answers: dict[str, Answer]) -> None:
@@ -144,7 +144,7 @@ class Conversation:
         self._parts: dict[Span, Part] = {}
 
     def write_prompt(self, turn: TurnSpec) -> str:
-        """The request's field for a turn's prompt, as JSON without braces."""
+        """The request's field for a turn's prompt, as JSON without the surrounding braces."""
         self._parts = {span: self._parts.get(span) or self._write_part(span) for span in turn.prompt}
         return self._form.write_prompt(self._parts[span] for span in turn.prompt)
 
@@ -157,5 +157,5 @@ class Conversation:
 
 
 def _make_bytes(name: str, num_bytes: int) -> bytes:
-    # Of an extendable-output function, a shorter output begins every longer one.
+    # With an extendable-output function, a longer output begins with every shorter one.
     return shake_128(name.encode(errors="surrogatepass")).digest(num_bytes)

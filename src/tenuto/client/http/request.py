@@ -1,4 +1,4 @@
-"""What a turn's request says: the body around its prompt, and the headers."""
+"""Writes a turn's request: the body around its prompt, and the headers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SESSION_HEADER = "X-Session-ID"
 class RequestWriter:
     """Writes the requests of one run.
 
-    The output's length is fixed (`min_tokens` = `max_tokens`, `ignore_eos`) unless its format is forced, and
-    its content greedy, so that the same prompts get the same answers. The job's id goes into `X-Session-ID`,
-    which any server and router takes; what else the client says about the job goes into `vllm_xargs`.
+    The output's length is fixed (`min_tokens` = `max_tokens`, `ignore_eos`) unless its format is forced.
+    Decoding is greedy, so the same prompts get the same answers. The job's id goes into `X-Session-ID`, which
+    every server and router accepts. All other hints about the job go into `vllm_xargs`.
     """
 
     model: str
     form: Form
     run_id: str
-    """Begins every job id on the wire, so that a server tells the jobs of two runs apart."""
+    """Prefix of every job id that is sent, so that a server distinguishes the jobs of two runs."""
     say_hints: SayHints = say_job
     """What the client says about a job."""
     quotes_answers: bool = True
-    """Later prompts quote the answers: ask for their token ids. vLLM then repeats the prompt's ids too."""
+    """Later prompts quote the answers, so ask for token ids. vLLM then repeats the prompt's token ids too."""
     forced_format: Mapping[str, Any] | None = None
-    """vLLM's `structured_outputs`: the answer ends when its format does, or at the planned length."""
+    """vLLM's `structured_outputs`. The answer ends with its format, or at the planned length."""
 
     def write_headers(self, job: Job) -> dict[str, str]:
         """The headers of a job's requests."""
@@ -41,7 +41,7 @@ class RequestWriter:
         return {SESSION_HEADER: self._get_job_id(job)} if is_named else {}
 
     def write_body(self, job: Job, index: int, prompt_field: str) -> bytes:
-        """The body of a job's turn, its prompt already written."""
+        """The body of a job's turn. `prompt_field` is the prompt, already written."""
         turn = job.turns[index]
         fields: dict[str, Any] = {
             "model": self.model,
@@ -60,11 +60,11 @@ class RequestWriter:
         if hints.job_id is not None:
             hints = replace(hints, job_id=self._get_job_id(job))
         hint_fields = make_fields(hints)
-        if hint_fields.keys() - {"job_id"}:  # the header says the id alone
+        if hint_fields.keys() - {"job_id"}:  # if there is only the id, the header is enough
             fields["vllm_xargs"] = hint_fields
-        # Joined as text: prompts are long, and most of a prompt was already written for the turn before.
+        # Join the parts as text: prompts are long, and most of the text was already written for the last turn.
         return f"{json.dumps(fields)[:-1]}, {prompt_field}}}".encode()
 
     def _get_job_id(self, job: Job) -> str:
-        # A trace's ids may hold what no header can; the bound makes a digest of those.
+        # A trace's ids may be invalid in a header. The length limit turns those into a digest.
         return get_bounded_id(f"{self.run_id}/{job.job_id}") or self.run_id

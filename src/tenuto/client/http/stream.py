@@ -1,11 +1,11 @@
-"""Putting a streamed answer together from the bytes of a server's event stream. No I/O.
+"""Assembles a streamed answer from the bytes of a server's event stream. No I/O.
 
     data: {"choices": [{"text": "ls", "token_ids": [4741]}]}
     data: {"choices": [], "usage": {"prompt_tokens": 92, "completion_tokens": 20, …}}
     data: [DONE]
 
-Completions and chat completions alike. An answer may come in any pieces; its times are those of the pieces
-that brought its first and its last token.
+This handles completions and chat completions. The bytes may arrive in pieces of any size. The answer's times
+are the arrival times of the pieces that contain its first and its last token.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from typing import Any
 from tenuto.core.errors import TenutoError
 
 MAX_ANSWER_BYTES = 64 * 2**20
-"""Of one answer's stream. A server that never comes to an end would fill the client's memory."""
+"""Largest size of one answer's stream. A server that never stops would fill the client's memory."""
 _SHOWN_CHARS = 200
 _MAX_COUNT = 2**40
-"""No number of tokens is higher, and sums of such numbers are still exact as floats."""
+"""Largest valid number of tokens. Sums of such numbers are still exact as floats."""
 _MAX_TOKEN_ID = 2**31 - 1
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 _DONE = b"[DONE]"
 _OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
-"""Lines an event stream may hold besides data: comments, and fields that no OpenAI server needs."""
+"""Lines other than data that an event stream may contain: comments, and fields that OpenAI servers do not
+need."""
 
 
 class StreamError(TenutoError):
-    """The stream is no whole answer; `kind` is `malformed`, `cut off`, `empty` or `server error`."""
+    """The stream is not a complete answer. `kind` is `malformed`, `cut off`, `empty` or `server error`."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(make_printable(detail))
@@ -38,7 +39,7 @@ class StreamError(TenutoError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the server says it counted; None where it says nothing, or no number of tokens."""
+    """The server's own counts. None if a count is missing or is not a valid number of tokens."""
 
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -47,35 +48,35 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer. Times are of the clock that `AnswerStream.feed` was given."""
+    """A complete answer. Times are on the clock that was passed to `AnswerStream.feed`."""
 
     first_token_s: float
     last_token_s: float
     token_ids: tuple[int, ...] | None
-    """None if the server did not send them, or not for every piece of text."""
+    """None if the server did not send the ids, or did not send them for every piece of text."""
     text: str
     usage: Usage
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens counted here if their ids were sent, else what the server says."""
+        """The number of token ids if they were sent; otherwise the server's own count."""
         return self.usage.output_tokens if self.token_ids is None else len(self.token_ids)
 
     def since(self, start_s: float) -> Answer:
-        """The same answer on a clock that began at `start_s`."""
+        """The same answer with its times relative to `start_s`."""
         first_s, last_s = self.first_token_s - start_s, self.last_token_s - start_s
         return replace(self, first_token_s=first_s, last_token_s=last_s)
 
 
 class AnswerStream:
-    """One answer in the making. `feed` and `finish` raise StreamError."""
+    """One answer while it is being received. `feed` and `finish` raise StreamError."""
 
     def __init__(self) -> None:
         self.is_done = False
-        """The server said that nothing follows."""
+        """The server said that the stream is complete."""
         self._num_bytes = 0
         self._line: list[bytes] = []
-        """Pieces of the line that has no end yet."""
+        """Pieces of the current line, which has not ended yet."""
         self._is_finished = False
         self._first_token_s: float | None = None
         self._last_token_s = 0.0
@@ -84,7 +85,7 @@ class AnswerStream:
         self._usage = Usage()
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Take the next bytes, which came at `now_s`."""
+        """Process the next bytes, which arrived at `now_s`."""
         self._num_bytes += len(data)
         if self._num_bytes > MAX_ANSWER_BYTES:
             raise StreamError("malformed", f"the answer has more than {MAX_ANSWER_BYTES // 2**20} MiB")
@@ -97,7 +98,7 @@ class AnswerStream:
             self._read_line(line.rstrip(b"\r"), now_s)
 
     def finish(self) -> Answer:
-        """The answer, once there are no more bytes."""
+        """Return the answer after all bytes have arrived."""
         if line := b"".join(self._line):
             self._read_line(line, self._last_token_s)
         if not (self.is_done or self._is_finished):
@@ -122,7 +123,7 @@ class AnswerStream:
             self.is_done = True
             return
         try:
-            event = json.loads(data.decode())  # of bytes, json would first guess the encoding
+            event = json.loads(data.decode())  # decode first: with bytes, json would guess the encoding
         except (ValueError, RecursionError):
             raise StreamError("malformed", f"an event is not JSON: {_show(data)}") from None
         if not isinstance(event, dict):
@@ -159,14 +160,14 @@ class AnswerStream:
 
 
 def make_printable(text: str) -> str:
-    """A server's words as one line of bounded length that does nothing to a terminal."""
+    """Turn a server's message into one line of limited length that is safe to print on a terminal."""
     line = " ".join(text.split())
     shown = line if len(line) <= 2 * _SHOWN_CHARS else line[: 2 * _SHOWN_CHARS] + "…"
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in shown)
 
 
 def get_error_message(body: object) -> str | None:
-    """The message of an OpenAI error object, `{"error": {"message": …}}`; None if it is none."""
+    """The message of an OpenAI error object, `{"error": {"message": …}}`. None for any other object."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return message if isinstance(message, str) and message else None

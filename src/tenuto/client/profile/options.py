@@ -11,7 +11,7 @@ from tenuto.core.settings import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(Options):
-    """What a live server is asked, checked. Raises ConfigError."""
+    """The options for timing a live server, checked. Raises ConfigError."""
 
     GROUP = "the server"
 
@@ -36,7 +36,7 @@ class ProfileOptions(Options):
     repeats: int = option(3, "each is timed N times, and the median counts", minimum=1)
 
     def __post_init__(self) -> None:
-        """Check them."""
+        """Check the options."""
         super().__post_init__()
         check_url(self.url)
         check_api_key(self.api_key)
@@ -44,7 +44,7 @@ class ProfileOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Options):
-    """What is fitted, and where the fit goes."""
+    """What to fit, and where to write the fit."""
 
     GROUP = "the fit"
 
@@ -61,5 +61,5 @@ class FitOptions(Options):
 
     @property
     def save_path(self) -> Path:
-        """Where the measured steps go."""
+        """The file for the measured steps."""
         return self.save or self.out.with_suffix(".observations.jsonl")

@@ -1,4 +1,4 @@
-"""Which steps of a server are timed: chunks after contexts, and decodes at contexts."""
+"""Chooses the steps of a server to time: prefill chunks after contexts, and decodes at contexts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 UNIT = 128
-"""Contexts are multiples of it, so that they end with a block on every usual block size."""
+"""Contexts are multiples of this number of tokens, so they end at a block boundary for usual block sizes."""
 FEWEST_CHUNK_TOKENS = 32
 DEFAULT_MAX_CONTEXT = 16384
 OUTPUT_TOKENS = 24
-"""Of each timed decode; its steps are averaged."""
+"""Output tokens of each timed decode. The time per step is the average over them."""
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Prefill:
     num_context_tokens: int
 
     def describe(self, seconds: float) -> dict[str, Any]:
-        """The step as a line of an observations file."""
+        """The step as one line of an observations file."""
         return {"prefills": [[self.num_tokens, self.num_context_tokens]], "decodes": [], "seconds": seconds}
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Conversations that decode at once, and the context each begins with."""
+    """Conversations that decode at the same time, and the context with which each begins."""
 
     num_decodes: int
     num_context_tokens: int
 
     def describe(self, seconds: float) -> dict[str, Any]:
-        """The step half way through the answers, as a line of an observations file."""
+        """The step in the middle of the answers, as one line of an observations file."""
         context = self.num_context_tokens + OUTPUT_TOKENS // 2
         return {"prefills": [], "decodes": [context] * self.num_decodes, "seconds": seconds}
 
@@ -43,24 +43,24 @@ TimedStep = Prefill | Decode
 
 @dataclass(frozen=True)
 class ProfilePlan:
-    """Prefills by rising context, decodes by rising context and falling number."""
+    """Prefills sorted by rising context; decodes sorted by rising context and falling batch size."""
 
     prefills: tuple[Prefill, ...]
     decodes: tuple[Decode, ...]
 
     @property
     def steps(self) -> tuple[TimedStep, ...]:
-        """All of them, in the order in which they are timed."""
+        """All steps, in the order in which they are timed."""
         return (*self.prefills, *self.decodes)
 
 
 def make_plan(step_tokens: int, max_context: int, max_batch: int, num_kv_tokens: int | None) -> ProfilePlan:
-    """The steps to time: no chunk above `step_tokens`, no decodes that the KV cache cannot hold at once."""
+    """Choose the steps: no chunk above `step_tokens`, and no decodes that do not fit into the KV cache."""
     chunks = _double(FEWEST_CHUNK_TOKENS, step_tokens)
     contexts = [0, *(_double(4 * UNIT, max_context // UNIT * UNIT))]
     prefills = tuple(Prefill(n, c) for c in contexts for n in chunks if n + c <= max_context)
     batches = _double(1, max_batch)[::-1]
-    # Half the cache: the rest keeps the prefixes of conversations that wait for their turn.
+    # Use half of the cache. The rest keeps the prefixes of conversations that wait for their turn.
     room = num_kv_tokens // 2 if num_kv_tokens else max_batch * max_context
     decodes = tuple(
         Decode(n, c)
@@ -72,7 +72,7 @@ def make_plan(step_tokens: int, max_context: int, max_batch: int, num_kv_tokens:
 
 
 def get_max_context(wanted: int | None, max_model_len: int | None, num_kv_tokens: int | None) -> int:
-    """The longest prompt to send, room for its answer left."""
+    """The longest prompt that can be sent and leaves room for its answer, in tokens."""
     bounds = [wanted or DEFAULT_MAX_CONTEXT]
     if max_model_len is not None:
         bounds.append(max_model_len - OUTPUT_TOKENS - 1)
@@ -82,7 +82,7 @@ def get_max_context(wanted: int | None, max_model_len: int | None, num_kv_tokens
 
 
 def _double(first: int, last: int) -> list[int]:
-    """From first, twice as much each time, and the last; nothing where the last is below the first."""
+    """Numbers from first to last, each twice the one before, and last itself. Empty if last < first."""
     values = []
     while first < last:
         values.append(first)

@@ -1,8 +1,9 @@
-"""Timing a live server's steps from outside.
+"""Times a live server's steps from outside.
 
-A prefill step is a prompt whose answer is one token: the time to it, with what the request itself costs. What
-comes before the timed chunk is in the prefix cache, from a prompt that was sent before. A decode step is what
-the last of several answers to begin took per token: while it went on, all of them did.
+A prefill step is a prompt whose answer is one token. Its time is the time to first token, including the cost
+of the request itself. The context before the timed chunk is in the prefix cache, because an earlier prompt
+contained it. A decode step is timed with several answers at once: it is the time per token of the answer that
+began last, because all the others were running during that time.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ from tenuto.core.errors import ConfigError, DataError
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
 LIMIT_S = 600.0
-"""For one answer."""
+"""Time limit for one answer, in seconds."""
 SHOW_EVERY = 10
-"""Timed steps between two lines of progress."""
+"""Number of timed steps between two lines of progress."""
 _HITS = "vllm:prefix_cache_hits_total"
 
 Observation = dict[str, Any]
-"""A line of the observations file."""
+"""One line of the observations file."""
 Times = dict[TimedStep, list[float]]
-"""By step, the seconds of its repeats."""
+"""By step, the times of its repeats in seconds."""
 
 
 def run_profile(options: ProfileOptions, path: Path) -> None:
-    """Time the server's steps and write them, one a line.
+    """Time the server's steps and write them to a file, one per line.
 
-    Raises ServerError for a server that cannot be timed, ConfigError if the file cannot be written.
+    Raises ServerError for a server that cannot be timed, and ConfigError if the file cannot be written.
     """
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
@@ -65,12 +66,12 @@ def run_profile(options: ProfileOptions, path: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Tell the user, beside the result."""
+    """Print a message for the user, separate from the result."""
     print(f"[profile] {text}", file=sys.stderr, flush=True)
 
 
 async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Observation]:
-    """Time what `make_plan` names; the observations, each the median of its repeats."""
+    """Time the steps of `make_plan`. Each observation is the median of its repeats."""
     async with Client(options.url, api_key=options.api_key, timeout_s=LIMIT_S) as client:
         server = await probe_server(client, TokenIds(), options.model, f"probe-{secrets.token_hex(4)}")
         max_context = get_max_context(options.max_context, server.max_model_len, num_kv_tokens)
@@ -83,7 +84,7 @@ async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Ob
             f"{server.model}: {options.repeats} x {len(plan.prefills)} prefills and {len(plan.decodes)} "
             f"batches of decodes, contexts up to {max_context} tokens"
         )
-        # With its token ids: a single token may be no text at all.
+        # Ask for token ids, because a single token may have no text.
         writer = RequestWriter(server.model, TokenIds(), f"profile-{secrets.token_hex(4)}")
         try:
             observations = await _time_plan(Asker(client, writer), plan, options.repeats)
@@ -94,16 +95,16 @@ async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Ob
 
 
 class Asker:
-    """Sends prompts of made-up tokens and times the answers."""
+    """Sends prompts of random tokens and times the answers."""
 
     def __init__(self, client: Client, writer: RequestWriter) -> None:
         self._client = client
         self._writer = writer
         self.num_unlike = 0
-        """Prefills that found something else in the prefix cache than was put there."""
+        """Prefills whose prefix hit was not the context that had been put into the cache."""
 
     async def ask(self, name: str, prompt: Prompt, num_tokens: int) -> tuple[float, Answer]:
-        """When the prompt was sent, and its answer of so many tokens. Raises RequestFailed."""
+        """Send a prompt; return when it was sent and its answer of `num_tokens`. Raises RequestFailed."""
         turn = TurnSpec(prompt, Span(f"{name}/out", num_tokens))
         job = Job(name, 0.0, (turn,))
         writer = self._writer
@@ -113,18 +114,18 @@ class Asker:
         return sent_s, await self._client.stream_answer(writer.form.path, body, headers)
 
     async def time(self, step: TimedStep, repeat: int) -> float | None:
-        """Seconds of one step; None if the server did something else. Raises RequestFailed."""
+        """Time one step in seconds. None if the server did something else. Raises RequestFailed."""
         if isinstance(step, Prefill):
             return await self._time_prefill(step, repeat)
         return await self._time_decode(step, repeat)
 
     async def _time_prefill(self, prefill: Prefill, repeat: int) -> float | None:
-        """Seconds to the first token of a chunk after its context; None if the cache did not hold that."""
+        """Seconds to the first token of a chunk after its context. None if the context was not cached."""
         name = f"prefill{repeat}"
         context = (Span(f"{name}/context", prefill.num_context_tokens),) if prefill.num_context_tokens else ()
         chunk = Span(f"{name}/{prefill.num_context_tokens}+{prefill.num_tokens}", prefill.num_tokens)
         if context:
-            # Short contexts begin the longer ones, so only what is new of it is computed.
+            # Longer contexts begin with the shorter ones, so only the new part is computed.
             await self.ask(name, context, 1)
         sent_s, answer = await self.ask(name, (*context, chunk), 1)
         cached = answer.usage.cached_tokens
@@ -134,7 +135,7 @@ class Asker:
         return answer.first_token_s - sent_s
 
     async def _time_decode(self, decode: Decode, repeat: int) -> float | None:
-        """Seconds per token of so many conversations at once; None if they did not all run at once."""
+        """Seconds per token of conversations that decode together. None if they did not all run at once."""
         names = [f"decode{repeat}/{number}" for number in range(decode.num_decodes)]
         prompts = [(Span(f"{name}/context", decode.num_context_tokens),) for name in names]
         for name, prompt in zip(names, prompts, strict=True):
@@ -149,7 +150,7 @@ class Asker:
 
 
 async def _time_plan(asker: Asker, plan: ProfilePlan, repeats: int) -> list[Observation]:
-    """Time each step `repeats` times, the whole plan again and again: a slow minute meets all alike."""
+    """Time the whole plan `repeats` times, so that a slow minute affects all steps in the same way."""
     times: Times = {}
     num_steps = repeats * len(plan.steps)
     num_done = 0
@@ -179,7 +180,7 @@ def _say_what_is_missing(asker: Asker, plan: ProfilePlan, times: Times) -> None:
 
 
 async def _check_hits(client: Client, before: Totals | None) -> None:
-    """Raise ServerError if the metrics show that no context came from the prefix cache."""
+    """Raise ServerError if the metrics show that no context was read from the prefix cache."""
     if before is None or _HITS not in before:
         return
     growth = get_growth(before, parse_totals(await client.get_text("/metrics")))
@@ -191,7 +192,7 @@ async def _check_hits(client: Client, before: Totals | None) -> None:
 
 
 def _try_get_kv_tokens(options: ProfileOptions) -> int | None:
-    """The size of the server's KV cache, where its metrics tell."""
+    """The size of the server's KV cache in tokens, if its metrics report it."""
     url = options.url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     try:

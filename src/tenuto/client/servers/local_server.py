@@ -1,4 +1,4 @@
-"""Starting and stopping a vLLM server on this machine."""
+"""Starts and stops a vLLM server on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRESS_S = 10.0
 
 
 class ServerError(TenutoError):
-    """The server did not come up; the message ends with the end of its log."""
+    """The server did not start. The message ends with the last lines of its log."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LocalServer:
         os.killpg(self.process.pid, number)
 
     def stop(self) -> None:
-        """Ask it to end, as a service manager would; kill it when that takes too long."""
+        """Ask the server to end, like a service manager does. Kill it if that takes too long."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -57,10 +57,10 @@ def run_server(
     say: Callable[[str], None] = lambda text: None,
     limit_s: float = START_LIMIT_S,
 ) -> Iterator[LocalServer]:
-    """Run a server command until the block ends; entered once `/health` answers.
+    """Run a server command until the block ends. The block is entered when `/health` answers.
 
-    `say` hears about progress. Raises ServerError if the command ends or is not up after
-    `limit_s`.
+    `say` receives progress messages. Raises ServerError if the command ends or the server is not up after
+    `limit_s` seconds.
     """
     with open(log, "wb") as output:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""One look at a server's `/metrics`, and how to ask it for numbers."""
+"""One reading of a server's `/metrics` page, and methods to get numbers from it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tenuto.core.errors import DataError
 PREFIXES = ("vllm:", "tenuto:")
 
 Buckets = dict[float, float]
-"""By upper bound, how many values were not above it."""
+"""By upper bound, the number of values that were at most this bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The samples of one look. Sums are over all labels that are not named; None where nothing matches."""
+    """The samples of one reading. Sums run over all labels that are not named. None if nothing matches."""
 
     at_s: float
     """Unix time."""
     samples: Mapping[str, list[tuple[Mapping[str, str], float]]]
 
     def total(self, name: str, **labels: str) -> float | None:
-        """The sum of a metric's samples."""
+        """The sum of a metric's samples that have these labels."""
         values = [
             value
             for own, value in self.samples.get(name, ())
@@ -34,7 +34,7 @@ class Page:
         return sum(values) if values else None
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The sums of a metric's samples by one label's value."""
+        """The sums of a metric's samples, grouped by the value of one label."""
         found: dict[str, float] = {}
         for own, value in self.samples.get(name, ()):
             if label in own:
@@ -54,7 +54,7 @@ class Page:
 
 
 def parse_page(text: str, at_s: float) -> Page:
-    """Read vLLM's and Tenuto's metrics. Raises DataError if the page is not one, or shows none of them."""
+    """Parse vLLM's and Tenuto's metrics. Raises DataError if the page is invalid or contains none of them."""
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
         for family in text_string_to_metric_families(_keep_ours(text)):
@@ -72,7 +72,8 @@ def parse_page(text: str, at_s: float) -> Page:
 
 
 def _keep_ours(text: str) -> str:
-    """Our metrics only: the parser takes tens of microseconds a line, and half of a page is Python's."""
+    """Keep only vLLM's and Tenuto's metrics. The parser takes tens of microseconds per line, and half of
+    a page is about the Python process."""
     comments = tuple(f"# {kind} {prefix}" for kind in ("TYPE", "HELP") for prefix in PREFIXES)
     lines = [line for line in text.splitlines() if line.startswith((*PREFIXES, *comments))]
     return "\n".join([*lines, ""])

@@ -1,7 +1,7 @@
-"""Following a server's `/metrics` while a load runs.
+"""Reads a server's `/metrics` repeatedly while a load runs.
 
-Read by hand, not with a Prometheus parser: that takes tens of milliseconds for a page of vLLM's, in which no
-token could be read and no turn sent.
+The page is parsed by hand. A Prometheus parser takes tens of milliseconds for a page of vLLM, and during this
+time the client could not read tokens or send turns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Totals = dict[str, float]
 
 
 def parse_totals(text: str) -> Totals:
-    """The numbers of vLLM, SGLang and Tenuto in a metrics page, without histograms' buckets."""
+    """Parse the metrics of vLLM, SGLang and Tenuto in a metrics page, without histogram buckets."""
     totals: Totals = {}
     for line in text.splitlines():
         if not line.startswith(PREFIXES):
@@ -35,15 +35,15 @@ def parse_totals(text: str) -> Totals:
 
 
 def try_get_block_size(text: str) -> int | None:
-    """Tokens per KV block, where a metrics page tells."""
+    """Tokens per KV block, if a metrics page reports it."""
     found = _BLOCK_SIZE.search(text)
     return int(found[1]) if found else None
 
 
 def get_growth(before: Totals, after: Totals) -> Totals:
-    """How much each counter grew; one that was not there before grew from 0.
+    """The increase of each counter. A counter that is missing in `before` started at 0.
 
-    One that shrank is left out: its server was started anew, and what it had counted is lost.
+    A counter that decreased is left out: its server was restarted, and the earlier count is lost.
     """
     growth = {name: after[name] - before.get(name, 0.0) for name in after if name.endswith(_COUNTERS)}
     return {name: value for name, value in growth.items() if 0 <= value < math.inf}
@@ -55,18 +55,18 @@ async def follow(
     on_sample: Callable[[Totals], None],
     interval_s: float,
 ) -> None:
-    """Read the metrics every so many seconds, until cancelled; `at_s` is when."""
+    """Read the metrics at a fixed interval in seconds, until cancelled. `at_s` is the time of each sample."""
     while True:
         try:
             totals = parse_totals(await client.get_text("/metrics"))
         except RequestFailed:
-            totals = {}  # a server under load may miss one; the sample stays in the file, empty
+            totals = {}  # a server under load may not answer; the sample stays in the file, empty
         on_sample({"at_s": get_now_s(), **totals})
         await asyncio.sleep(interval_s)
 
 
 def _get_value(line: str) -> float | None:
-    # A label's text may hold blanks, and a time may follow the value.
+    # A label's text may contain spaces, and a timestamp may follow the value.
     _, _, rest = line.rpartition("}") if "{" in line else line.partition(" ")
     try:
         value = float(rest.split()[0])

@@ -1,4 +1,4 @@
-"""Reading a server's `/metrics`."""
+"""Reads the state of the KV cache from a server's `/metrics`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from tenuto.core.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """A server's KV cache at one moment: one engine's, or summed over all."""
+    """The KV cache of a server at one moment: of one engine, or the sum over all engines."""
 
     block_size: int
     num_blocks: int
-    """Without the null blocks."""
+    """Number of KV blocks, without the null blocks."""
     num_used_blocks: int
     num_retained_blocks: int | None
-    """None where the server has no such metric (stock vLLM)."""
+    """None if the server has no such metric (stock vLLM)."""
     num_hit_tokens: float
-    """Prefix-cache hits since the start."""
+    """Prefix-cache hits since the server started, in tokens."""
     num_granted: float = 0.0
-    """Leases granted since the start."""
+    """Leases granted since the server started."""
     num_expired: float = 0.0
     """Leases that lasted until their deadline."""
     num_faults: float = 0.0
     """Policy hooks that failed."""
     policy: str | None = None
-    """None where the server has no `tenuto:info` (stock vLLM)."""
+    """None if the server has no `tenuto:info` (stock vLLM)."""
     engines: tuple[str, ...] = ()
     """The labels of all engines, one for each data-parallel rank."""
 
 
 def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheState:
-    """Read the cache's size and use, of one engine or of all.
+    """Read the size and use of the cache, for one engine or for all engines.
 
     Raises DataError if the server does not show vLLM's metrics.
     """
