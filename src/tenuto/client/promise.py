@@ -9,8 +9,8 @@ from tenuto.core.policy_loader import get_policy_names, load_policy
 from tenuto.core.types import EngineView, Job, Keep, ToolCall, Turn
 
 Promise = Literal["never", "may", "idle"]
-"""never: the policy holds nothing, like stock vLLM. may: it may hold blocks, but not on an idle server, or this
-is unknown. idle: it also holds blocks on an idle server, unless it learned something that speaks against it."""
+"""never: the policy holds nothing, like stock vLLM. may: it may hold blocks, but not on an idle server,
+or this is unknown. idle: it also holds blocks on an idle server, unless it learned a reason against it."""
 
 _IDLE = EngineView(
     now_s=0.0,

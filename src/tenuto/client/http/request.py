@@ -62,7 +62,7 @@ class RequestWriter:
         hint_fields = make_fields(hints)
         if hint_fields.keys() - {"job_id"}:  # if there is only the id, the header is enough
             fields["vllm_xargs"] = hint_fields
-        # Join the parts as text: prompts are long, and most of the text was already written for the last turn.
+        # Join the parts as text: prompts are long, and most of the text was written for an earlier turn.
         return f"{json.dumps(fields)[:-1]}, {prompt_field}}}".encode()
 
     def _get_job_id(self, job: Job) -> str:

@@ -72,8 +72,10 @@ def parse_page(text: str, at_s: float) -> Page:
 
 
 def _keep_ours(text: str) -> str:
-    """Keep only vLLM's and Tenuto's metrics. The parser takes tens of microseconds per line, and half of
-    a page is about the Python process."""
+    """Keep only vLLM's and Tenuto's metrics.
+
+    The parser takes tens of microseconds per line, and half of a page is about the Python process.
+    """
     comments = tuple(f"# {kind} {prefix}" for kind in ("TYPE", "HELP") for prefix in PREFIXES)
     lines = [line for line in text.splitlines() if line.startswith((*PREFIXES, *comments))]
     return "\n".join([*lines, ""])
