@@ -1,4 +1,4 @@
-"""How much of the KV cache leases cover, when several may cover the same blocks."""
+"""Counts how much of the KV cache leases cover; several leases may cover the same block."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from tenuto.core.limits import Limits
 
 
 class BlockRefCounts:
-    """Blocks that at least one lease covers. A change costs O(its blocks), in set operations."""
+    """Blocks that at least one lease covers. A change takes time linear in its number of blocks."""
 
     def __init__(self) -> None:
         self._covered: set[Hashable] = set()
         self._more: Counter[Hashable] = Counter()
-        """Per block that several leases cover: the number of leases besides the first."""
+        """For each block that several leases cover: the number of its leases minus one."""
 
     def __len__(self) -> int:
         return len(self._covered)
 
     def add(self, block_ids: Collection[Hashable]) -> None:
-        """One more lease covers these blocks, each named once."""
+        """One more lease covers these blocks; each block must be named once."""
         shared = self._covered.intersection(block_ids)
         self._covered.update(block_ids)
         if shared:
             self._more.update(shared)
 
     def remove(self, block_ids: Collection[Hashable]) -> None:
-        """One lease less covers these blocks."""
+        """One lease fewer covers these blocks."""
         more = self._more
         shared = more.keys() & block_ids if more else ()
         for block_id in shared:
@@ -38,12 +38,15 @@ class BlockRefCounts:
         self._covered.update(shared)
 
     def count_new(self, block_ids: Collection[Hashable]) -> int:
-        """How many of these blocks no lease covers yet."""
+        """How many of these blocks are not covered by any lease yet."""
         return len(block_ids) - len(self._covered.intersection(block_ids))
 
 
 class Quota:
-    """How many blocks all leases, and those of one tenant, may cover; a shared block counts once in each."""
+    """Limits the blocks that all leases, and the leases of one tenant, may cover.
+
+    A block that several leases share counts once in the total, and once for each tenant that shares it.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._max_share, self._max_tenant_share = limits.max_leased_share, limits.max_tenant_share
@@ -52,7 +55,7 @@ class Quota:
 
     @property
     def is_limited(self) -> bool:
-        """Whether any limit is below the whole cache. If none is, nothing is counted."""
+        """Whether any limit is below the whole cache. If not, the lease table does not count blocks here."""
         return self._max_share < 1 or self._max_tenant_share < 1
 
     def __len__(self) -> int:
@@ -62,18 +65,18 @@ class Quota:
         """Whether a tenant's lease of these blocks stays within the shares of a cache of `num_blocks`."""
         if self._exceeds(self._all, self._max_share, block_ids, num_blocks):
             return False
-        # Leases without a tenant have only the limit of all.
+        # Only the limit on all leases applies to a lease without a tenant.
         own = self._by_tenant.get(tenant, BlockRefCounts()) if tenant is not None else None
         return own is None or not self._exceeds(own, self._max_tenant_share, block_ids, num_blocks)
 
     def add(self, tenant: str | None, block_ids: Collection[Hashable]) -> None:
-        """A lease of a tenant covers these blocks."""
+        """A lease of this tenant now covers these blocks."""
         self._all.add(block_ids)
         if tenant is not None:
             self._by_tenant.setdefault(tenant, BlockRefCounts()).add(block_ids)
 
     def remove(self, tenant: str | None, block_ids: Collection[Hashable]) -> None:
-        """A lease of a tenant covers them no more."""
+        """A lease of this tenant no longer covers these blocks."""
         self._all.remove(block_ids)
         if tenant is not None:
             own = self._by_tenant[tenant]

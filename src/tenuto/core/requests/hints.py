@@ -1,7 +1,7 @@
-"""Who is this job, and what does its client say about it? Bounds for words that come from strangers.
+"""Hints: a request's job id and what the client says about the job, read from untrusted input and bounded.
 
-The same rules serve the vLLM plugin and the simulated server. A hint can make Tenuto retain more or less
-for the job that sent it; it never raises, and it is never trusted beyond its bound.
+The vLLM plugin and the simulated server use the same rules. A hint can make Tenuto retain more or less for
+the job that sent it. A bad hint never raises an error, and no hint is trusted beyond its bound.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_ID_CHARS = 128
-"""Longer ids are replaced by a digest, so that a 10 KB id costs what a short one does."""
+"""Longer ids are replaced by a digest, so that a 10 KB id costs no more than a short one."""
 MAX_TOOL_CHARS = 64
 MAX_EXPECTED_TOOL_S = 3600.0
 
 JOB_HEADERS = (
-    "x-session-id",  # vLLM's own; OpenCode to any other provider
+    "x-session-id",  # vLLM's own header; OpenCode also sends it to providers other than its own
     "x-dynamo-session-id",  # NVIDIA Dynamo, https://docs.nvidia.com/dynamo/dev/agents/session-i-ds
     "x-claude-code-session-id",  # https://code.claude.com/docs/en/llm-gateway-protocol
     "x-opencode-session",  # sst/opencode, packages/opencode/src/session/llm/request.ts
     "x-session-affinity",  # OpenCode, and Fireworks' routers
     "thread-id",  # openai/codex, codex-rs/codex-api/src/requests/headers.rs: one conversation
-    "session-id",  # the same: the conversation and those that it spawned
+    "session-id",  # also Codex: the conversation and the conversations that it spawned
     "session_id",  # Codex before it renamed its headers
     "x-litellm-session-id",  # LiteLLM and agents built on it, such as OpenHands
     "x-openwebui-chat-id",  # Open WebUI, with ENABLE_FORWARD_USER_INFO_HEADERS
     "x-smg-routing-key",  # SGLang's model gateway, for its sticky policies
     "x-conversation-id",
 )
-"""Request headers that name a job, first found wins.
+"""Request headers that name a job; the first one found is used.
 
-Not `x-correlation-id` or `x-request-id`: most clients make a new one for each request.
+`x-correlation-id` and `x-request-id` are not used, because most clients make a new one for each request.
 """
 
 SUBAGENT_HEADERS = {"x-claude-code-session-id": "x-claude-code-agent-id"}
-"""Headers that tell subagents of one session apart: each has a context, hence a cache, of its own."""
+"""Headers that distinguish the subagents of one session: each has its own context and its own KV cache."""
 
 LAST_TURN_HEADER = "x-dynamo-session-final"
-"""True on a job's last request; Dynamo's."""
+"""A header of NVIDIA Dynamo; it is true on a job's last request."""
 
 HINT_FIELDS = ("job_id", "is_last_step", "tool", "expected_tool_seconds", "tenant")
-"""Request fields, in `vllm_xargs` or at the top level of the body."""
+"""Request fields that carry hints, in `vllm_xargs` or at the top level of the body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a request says about its job; None where it says nothing usable."""
+    """What a request says about its job. A field is None if the request says nothing usable about it."""
 
     job_id: str | None = None
     is_last: bool | None = None
@@ -58,15 +58,16 @@ class Hints:
 
 
 def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None) -> Hints:
-    """Read hints from request fields; anything unusable counts as not said. Never raises.
+    """Read hints from request fields. Unusable values are ignored; nothing raises.
 
-    `session_id` (the engine's own) names the job when no `job_id` does. A job id is private to its tenant.
+    If there is no usable `job_id`, the engine's own `session_id` names the job. A job id is private to its
+    tenant: two tenants with the same id have two jobs.
     """
     said = get_usable_fields(fields if isinstance(fields, Mapping) else {})
     tenant = said.get("tenant")
     job_id = said.get("job_id") or get_bounded_id(session_id)
     if job_id is not None and tenant is not None:
-        # Neither holds a tab (both are printable), so no other tenant and job make the same id.
+        # Both are printable, so neither contains a tab. Each pair of tenant and job gets a unique id.
         job_id = f"{tenant}\t{job_id}"
     return Hints(
         job_id=job_id,
@@ -78,7 +79,7 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
 
 
 def make_fields(hints: Hints) -> dict[str, str | int | float]:
-    """The request fields that say these hints, fit for `vllm_xargs`; what `parse_hints` reads."""
+    """The request fields for these hints, in the types that `vllm_xargs` allows; `parse_hints` reads them."""
     fields = {
         "job_id": hints.job_id,
         "is_last_step": None if hints.is_last is None else int(hints.is_last),
@@ -90,13 +91,13 @@ def make_fields(hints: Hints) -> dict[str, str | int | float]:
 
 
 def get_usable_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The hint fields among these that say something usable, each bounded and of its one type."""
+    """The usable hint fields among these fields, each bounded and converted to its type."""
     usable = {name: _READERS[name](fields.get(name)) for name in HINT_FIELDS}
     return {name: value for name, value in usable.items() if value is not None}
 
 
 def get_header_fields(headers: Mapping[str, str]) -> dict[str, Any]:
-    """What request headers (names in lower case) say, as hint fields."""
+    """The hint fields that request headers contain; header names must be in lower case."""
     fields: dict[str, Any] = {}
     for name in JOB_HEADERS:
         job_id = get_bounded_id(headers.get(name))
@@ -114,7 +115,7 @@ def get_bounded_id(value: Any) -> str | None:
     """A usable id of bounded length, or None for an empty or unusable one."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
-    # An int of thousands of digits cannot be printed; the digest below is for strings only.
+    # Python refuses to convert an int of thousands of digits to a string, and only strings get a digest.
     if isinstance(value, int) and abs(value) >= 10**MAX_ID_CHARS:
         return None
     text = str(value).strip()
@@ -127,7 +128,7 @@ def get_bounded_id(value: Any) -> str | None:
 
 def _get_bool(value: Any) -> bool | None:
     if isinstance(value, bool | int | float):
-        return None if value != value else bool(value)  # NaN says nothing
+        return None if value != value else bool(value)  # NaN is unusable
     if isinstance(value, str):
         return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(
             value.strip().lower()

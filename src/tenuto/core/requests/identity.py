@@ -1,15 +1,15 @@
-"""Which job does an HTTP request belong to? One set of rules for every server.
+"""Finds the job of an HTTP request. All servers use the same rules.
 
-First found names the job:
+The first of these that is found names the job:
 
 1. `job_id` in `vllm_xargs`, then at the top level of the body (where Continuum's clients put it)
 2. vLLM's own session id: body `session_id`, header `X-Session-ID`, `session_id` in `vllm_xargs`
 3. the headers of `tenuto.core.requests.hints.JOB_HEADERS`
-4. `prompt_cache_key`: OpenAI's, and what agents such as Codex send to any server
+4. `prompt_cache_key`: a field of OpenAI's API, which agents such as Codex send to any server
 5. `metadata`: `session_id`, or the session inside Claude Code's `user_id`
 
-`user` names no job: one user runs many. The other hints are read from `vllm_xargs`, then from the top level.
-Requests come from strangers: nothing here raises.
+`user` does not name a job, because one user runs many jobs. The other hints are read from `vllm_xargs`, then
+from the top level. Requests are untrusted input, so nothing here raises.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLAUDE_USER_ID = re.compile(r"_session_([0-9A-Za-z-]+)\Z")
 
 
 def read_hints(request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> Hints:
-    """What a request says about its job: its body, its headers (names in lower case) and its path."""
+    """The hints in a request's body, its headers (names in lower case) and its path."""
     xargs = request.get("vllm_xargs")
     xargs = xargs if isinstance(xargs, dict) else {}
     own_session_id = get_own_session_id(request, headers, path)
@@ -39,7 +39,7 @@ def read_hints(request: Mapping[str, Any], headers: Mapping[str, str], path: str
 
 
 def are_xargs(xargs: Any) -> bool:
-    """Whether vLLM takes these `vllm_xargs`: strings and numbers, and lists of them."""
+    """Whether vLLM accepts these `vllm_xargs`: strings and numbers, and lists of them."""
     if not isinstance(xargs, dict):
         return False
     values = [item for value in xargs.values() for item in (value if isinstance(value, list) else [value])]
@@ -47,8 +47,11 @@ def are_xargs(xargs: Any) -> bool:
 
 
 def get_own_session_id(request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> str | None:
-    """The session id that vLLM carries itself: `_get_session_id` in entrypoints/generate/base/serving.py."""
-    # The Anthropic protocol has no such field.
+    """The session id that vLLM itself passes to the scheduler.
+
+    Follows `_get_session_id` in vLLM's entrypoints/generate/base/serving.py.
+    """
+    # The Anthropic protocol has no field `session_id`.
     in_body = None if path.endswith("/v1/messages") else request.get("session_id")
     xargs = request.get("vllm_xargs")
     in_xargs = xargs.get("session_id") if isinstance(xargs, dict) else None
@@ -64,13 +67,13 @@ def get_new_fields(
     xargs: Mapping[str, Any],
     own_session_id: str | None,
 ) -> dict[str, Any]:
-    """Hint fields to add to `vllm_xargs`; what is there already stays, usable or not."""
+    """Hint fields to add to `vllm_xargs`. Fields that are already there stay, whether usable or not."""
     fields = {**get_header_fields(headers), **get_usable_fields(request)}
     if get_bounded_id(own_session_id) is not None and get_bounded_id(request.get("job_id")) is None:
         fields.pop("job_id", None)
     elif "job_id" not in fields:
         fields["job_id"] = _get_other_job_id(request)
-    # vLLM takes strings and numbers; True would do, but 1 is what it makes of it.
+    # vLLM accepts strings and numbers. It would convert True to 1, so convert it here.
     return {
         name: int(value) if isinstance(value, bool) else value
         for name, value in fields.items()
@@ -82,7 +85,7 @@ def _get_other_job_id(request: Mapping[str, Any]) -> str | None:
     metadata = request.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
     candidates = (
-        request.get("session_id"),  # to be found here only where vLLM does not carry it
+        request.get("session_id"),  # reached only if vLLM does not pass it on itself
         request.get("prompt_cache_key"),
         metadata.get("session_id"),
         _get_claude_session(metadata.get("user_id")),
@@ -91,7 +94,10 @@ def _get_other_job_id(request: Mapping[str, Any]) -> str | None:
 
 
 def _get_claude_session(user_id: Any) -> Any:
-    """The session in Claude Code's user id: `user_…_session_ID`, or since 2.1.78 JSON with a `session_id`."""
+    """The session id inside Claude Code's user id.
+
+    The user id has the form `user_…_session_ID`, or, since version 2.1.78, it is JSON with a `session_id`.
+    """
     if not isinstance(user_id, str):
         return None
     match = _CLAUDE_USER_ID.search(user_id)

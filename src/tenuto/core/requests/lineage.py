@@ -1,8 +1,8 @@
-"""Zero configuration: recognise a job's next turn by its content alone.
+"""Recognises a job's next turn by its content alone, so that clients need not send a job id.
 
-A turn that finished is remembered by the hashes of the last full block of its output and of its prompt.
-A new prompt that runs through one of them extends that turn. The prompt's mark is there for chat templates
-that drop earlier reasoning: their next prompt matches up to the previous prompt, and no further.
+A finished turn is remembered by *marks*: the hashes of the last full block of its output and of its prompt.
+A new prompt that contains one of these blocks extends that turn. The prompt's mark is needed for chat
+templates that drop earlier reasoning: there, the next prompt shares only the previous prompt, not its output.
 """
 
 from __future__ import annotations
@@ -12,28 +12,31 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 GENERATION_PROMPT_SLACK = 4
-"""Tokens at a prompt's end that the next prompt may lack: templates that switch reasoning off close an
-empty reasoning span there (`<think>`, blank, `</think>`, blank) and drop it from the history. Shorter
-than the end-of-message markers before them, so that it never hides what the user wrote."""
+"""Tokens at a prompt's end that the next prompt may lack. Chat templates that switch reasoning off add an
+empty reasoning span there (`<think>`, blank, `</think>`, blank) and drop it from the history. The slack is
+so short that it never covers text of the user: end-of-message markers come before these tokens."""
 
 
 _Span = tuple[int, int]
-"""(end of a prompt's last but one full block, the prompt's length): the tokens in between are compared."""
+"""(end of the prompt's second-to-last full block, the prompt's length): the tokens between are compared."""
 _OUTPUT: _Span = (0, 0)
-"""Nothing is left to compare: the output's mark covers the whole prompt."""
+"""The span of an output's mark. The mark covers the whole prompt, so no tokens are left to compare."""
 _Key = tuple[Hashable, _Span, tuple[int, ...], str | None]
-"""A mark, a span, the prompt's tokens there, and the tenant: nobody joins the job of another one."""
+"""A mark, a span, the prompt's tokens there, and the tenant: a turn never joins another tenant's job."""
 
 
 @dataclass(slots=True)
 class _Finished:
     number: int
-    """Larger for a turn remembered later."""
+    """A counter; a turn that is remembered later has a larger number."""
     keys: list[_Key]
 
 
 class Lineage:
-    """The most recent finished turn of each job, findable by content. Bounded, least recent out first."""
+    """The most recent finished turn of each job, indexed by content.
+
+    The number of jobs is bounded; the least recent job is forgotten first.
+    """
 
     def __init__(self, block_size: int, max_jobs: int) -> None:
         self._block_size = block_size
@@ -41,7 +44,7 @@ class Lineage:
         self._num_remembered = 0
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
         self._jobs_by_key: dict[_Key, dict[str, None]] = {}
-        # Many jobs may share a mark (a system prompt), but a mark has two blocks' worth of spans at most.
+        # Many jobs may share a mark (a system prompt), but a mark has at most 2 × block_size spans.
         self._spans_by_mark: dict[Hashable, Counter[_Span]] = {}
 
     def __len__(self) -> int:
@@ -50,7 +53,10 @@ class Lineage:
     def remember(
         self, job_id: str, hashes: Sequence[Hashable], prompt: Sequence[int], tenant: str | None = None
     ) -> None:
-        """Remember a finished turn: hashes of its full blocks (prompt and output) and its prompt's tokens."""
+        """Remember a job's finished turn.
+
+        `hashes`: hashes of its full blocks (prompt and output). `prompt`: its prompt's token ids.
+        """
         self.forget(job_id)
         if not hashes:
             return
@@ -69,7 +75,7 @@ class Lineage:
             self.forget(next(iter(self._finished)))
 
     def forget(self, job_id: str) -> None:
-        """Forget a job, if it is there."""
+        """Forget a job, if it is remembered."""
         turn = self._finished.pop(job_id, None)
         for key in turn.keys if turn is not None else ():
             mark, span = key[:2]
@@ -86,9 +92,10 @@ class Lineage:
     def find(
         self, hashes: Sequence[Hashable], prompt: Sequence[int], tenant: str | None = None
     ) -> str | None:
-        """The tenant's job whose last turn this prompt extends, the most recent one if several; else None.
+        """The tenant's job that this prompt continues, or None. Of several jobs, the most recent one.
 
-        One set look-up per block of the prompt, in C, from its end: far less than hashing it was.
+        A prompt continues a job if it extends the job's last finished turn. The cost is one dict look-up per
+        block of the prompt, from its end, in C; this is far cheaper than computing the block hashes.
         """
         spans_by_mark = self._spans_by_mark
         for mark in filter(spans_by_mark.__contains__, reversed(hashes)):

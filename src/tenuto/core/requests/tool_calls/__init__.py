@@ -1,15 +1,15 @@
-"""Which tool call does a turn end with? Read off the tail of its decoded output, special tokens kept.
+"""Finds the tool call at the end of a turn, in the tail of its decoded output (with special tokens).
 
-Only the tool's name and its command matter here, so one small reader serves many models: what differs
-between formats is the marker in front of a call, and `forms.py` has a table of those. Tried in order: gpt-oss
-messages, marked calls, a bare call that is the whole text, a fenced block. Of several calls the *last* names
-the turn: the agent waits for all of them, and the last is the one that a short tail is sure to show.
+Only the tool's name and its command are needed, so one small reader serves many models. The formats differ
+in the marker in front of a call; `forms.py` has a table of the markers. The reader tries, in this order:
+gpt-oss messages, marked calls, a bare call that is the whole text, and a fenced block. If there are several
+calls, the *last* one is used: the agent waits for all of them, and a short tail always contains the last.
 
-The name of a shell call is the first word of its command, taken as it stands (`cd` for `cd /src && make`), as
-Continuum does. Of an assignment it is what stands before the value (`TOKEN=` for `TOKEN=x make`). The whole
-command goes with it for whoever wants to look closer.
+The name of a shell call is the first word of its command, unchanged (`cd` for `cd /src && make`), as in
+Continuum. If the first word is an assignment, its value is left out (`TOKEN=` for `TOKEN=x make`). The result
+also contains the whole command, for policies that need more than the name.
 
-Output is hostile text: nothing here raises, and time is linear in its length.
+The output is untrusted text: nothing here raises, and the time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tenuto.core.requests.tool_calls.forms import FORMS, decode_json, find_marke
 from tenuto.core.types import ToolCall
 
 MAX_COMMAND_CHARS = 4096
-"""Longer commands are truncated; a file written by a heredoc need not stay in memory."""
+"""Longer commands are truncated, so that a file in a heredoc does not stay in memory."""
 
 _THINKING = (
     ("<think>", "</think>"),
@@ -44,11 +44,14 @@ _NOT_TOOLS = frozenset({"assistant", "user", "self", "commentary", "all"})
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 _SHELL_TAGS = frozenset({"bash", "sh", "shell", "zsh", "mswea_bash_command"})
-"""Of fenced blocks; mini-swe-agent 2 has one of its own."""
+"""Tags of fenced blocks that contain shell commands; the last is mini-swe-agent 2's own tag."""
 _JSON_TAGS = frozenset({"json", "tool_call"})
 
 _SHELL_NAMES = ("bash", "shell", "terminal", "command", "cmd", "exec")
-"""Part of a tool's name that makes its `command` a shell command; an editor has a `command` too."""
+"""If a tool's name contains one of these, its argument `command` is a shell command.
+
+The check is needed because other tools, such as editors, also have an argument `command`.
+"""
 _COMMAND_START = re.compile(
     r"(?:(?<=[=\"'>{,(])|(?<=, ))(?:command|cmd)\"?"
     r"(?:=[\"']|:<\|\"\|>|:<escape>|</arg_key>\s{0,9}<arg_value>|[^<>\n]{0,40}(?:>|<\|sep\|>))"
@@ -57,18 +60,18 @@ _COMMAND_END = re.compile(r"</[^<>/]{0,16}(?:parameter|param|arg_value)>|<\|clos
 _STRING_END = re.compile(r"[\"']\s{0,9}(?:,|\Z)")
 
 _OPENINGS: dict[str, list[str]] = {"<|call|>": ["<|message|>"]}
-"""What a call may have begun with, by what ends it."""
+"""For each closing marker, the opening markers that may belong to it."""
 for _form in FORMS:
     if _form.closing is not None:
         _OPENINGS.setdefault(_form.closing, []).append(_form.opening)
 
 
 def find_tool_call(text: str) -> ToolCall | None:
-    """The tool call that a turn ends with, or None; `text` is its output or the tail of it."""
+    """The tool call at the end of a turn, or None. `text` is the turn's output or the tail of it."""
     text = _drop_thinking(text)
     before, marker, body = text.rpartition("<|message|>")
     if marker:
-        # gpt-oss and Muse: the last message is all that counts, and its header says whom it is for.
+        # gpt-oss and Muse: only the last message matters, and its header names the recipient.
         header = _MESSAGE_END.split(before[-_MAX_HEADER_CHARS:])[-1]
         match = _RECIPIENT.search(header)
         recipient = match[1] if match else "user"
@@ -85,9 +88,10 @@ def find_tool_call(text: str) -> ToolCall | None:
 
 
 def is_cut(text: str) -> bool:
-    """Whether the text ends a call that began before it, so that a longer tail is needed.
+    """Whether the text contains only the end of a call, so that a longer tail is needed.
 
-    True now and then for a text that needs none, such as a structured answer: that costs a longer look.
+    Sometimes true for a text that needs no longer tail, such as a structured answer. The only cost is that
+    a longer tail is read.
     """
     text = _drop_thinking(text)
     ends = {closing: text.rfind(closing) for closing in _OPENINGS if closing in text}
@@ -97,9 +101,9 @@ def is_cut(text: str) -> bool:
     body = _drop_end_tokens(text)
     blocks, ends_open = _get_blocks(body)
     if ends_open and blocks[-1][0] == "":
-        # An odd number of fences: one of them closed a block that opened before the text.
+        # The number of fences is odd: one of them closed a block that began before the text.
         return True
-    # Arguments may quote an opening; and some calls have no closing marker, some no marker at all.
+    # Arguments may contain an opening marker. Some calls have no closing marker, and some have no marker.
     ends_call = bool(ends) or body.endswith(("}", "]"))
     return ends_call and find_tool_call(text) is None
 
@@ -107,7 +111,7 @@ def is_cut(text: str) -> bool:
 def _drop_thinking(text: str) -> str:
     for opening, closing in _THINKING:
         end = text.find(closing)
-        # The opening may stand in the prompt, or before the tail.
+        # The opening marker may be in the prompt, or before the tail.
         is_inside = end >= 0 and text.find(opening, 0, end) < 0
         position = end + len(closing) if is_inside else 0
         kept = []
@@ -125,7 +129,7 @@ def _drop_end_tokens(text: str) -> str:
 
 
 def _get_blocks(text: str) -> tuple[list[tuple[str, str]], bool]:
-    """The fenced blocks of a text, each its tag and its content, and whether the last is still open."""
+    """The fenced blocks of a text, as pairs (tag, content), and whether the last block is still open."""
     blocks: list[tuple[str, str]] = []
     tag: str | None = None
     lines: list[str] = []
@@ -135,7 +139,7 @@ def _get_blocks(text: str) -> tuple[list[tuple[str, str]], bool]:
         if info is None:
             lines.append(line)
         elif tag is None or (tag == "" and info):
-            # A tag inside an untagged block: that was the end of a block that opened before the text.
+            # A tag inside an untagged block: the fence before it closed a block that began before the text.
             tag, lines = info, []
         elif info:
             lines.append(line)
@@ -159,7 +163,7 @@ def _find_fenced(text: str) -> ToolCall | None:
 
 
 def _make_call(name: str, arguments: Any) -> ToolCall | None:
-    """A call of bounded size; None if the name is none."""
+    """A call of bounded size; None if the name is not usable."""
     name = re.sub(r":\d{1,9}$", "", name.strip().removeprefix("functions."))  # Kimi numbers its calls
     if isinstance(arguments, str) and (decoded := decode_json(arguments)) is not None:
         arguments = decoded
@@ -181,14 +185,14 @@ def _make_call(name: str, arguments: Any) -> ToolCall | None:
 def _make_shell_call(command: str) -> ToolCall | None:
     words = command.split(None, 1)
     first = words[0] if words else ""
-    # `PASSWORD=x make test`: names are kept and shown, so they must not hold what may be secret.
+    # `PASSWORD=x make test`: names are stored and shown, so they must not contain a possible secret.
     assigned = _ASSIGNMENT.match(first)
     name = get_bounded_tool(assigned[0] if assigned else first)
     return None if name is None else ToolCall(name, _bound_command(command))
 
 
 def _bound_command(command: str) -> str | None:
-    # JSON can smuggle in halves of characters, which no log can print.
+    # JSON strings may contain lone surrogates, which cannot be encoded in a log.
     return command.strip()[:MAX_COMMAND_CHARS].encode(errors="replace").decode() or None
 
 
@@ -197,7 +201,7 @@ def _get_command(arguments: Any) -> str | None:
     if isinstance(arguments, dict):
         command = arguments.get("command", arguments.get("cmd"))
         if isinstance(command, list) and all(isinstance(word, str) for word in command):
-            # ["bash", "-lc", "make test"], as Codex has it.
+            # Codex writes ["bash", "-lc", "make test"].
             is_wrapped = len(command) == 3 and command[1] in ("-c", "-lc")
             command = command[2] if is_wrapped else " ".join(command)
         return command if isinstance(command, str) and command.strip() else None

@@ -1,4 +1,4 @@
-"""How models mark tool calls, as a table, and a reader for each way of writing the call itself.
+"""A table of the markers that models put around tool calls, and a reader for each syntax of the call itself.
 
 The formats are those of vLLM's tool parsers (0.33, `vllm/tool_parsers` and `vllm/parser`).
 """
@@ -15,9 +15,9 @@ Found = tuple[str, Any]
 """A tool's name and its arguments: decoded JSON, or text in the format's own syntax."""
 
 _MAX_OPENINGS = 4
-"""Openings tried from the end: the last may be quoted in an argument of the call itself."""
+"""How many opening markers are tried, from the end: the last one may be inside an argument of the call."""
 _MAX_SEPARATOR_CHARS = 48
-"""Between a tool's name and its arguments in JSON."""
+"""Most characters between a tool's name and its JSON arguments."""
 
 _JSON = json.JSONDecoder(strict=False)
 _JSON_NEXT = re.compile(r"[\s;,]*+(?=[\[{])")
@@ -31,7 +31,7 @@ _MAX_PYTHON_NAME_CHARS = 128
 
 
 def decode_json(text: str) -> Any:
-    """The last of the JSON objects and lists that a text begins with, or None."""
+    """The last of the JSON objects and lists at the start of a text, or None."""
     value, position = None, 0
     try:
         while match := _JSON_NEXT.match(text, position):
@@ -42,7 +42,7 @@ def decode_json(text: str) -> Any:
 
 
 def read_json(text: str) -> Found | None:
-    """`{"name": …, "arguments": …}`, a list of such, or either in OpenAI's wrappers."""
+    """Read `{"name": …, "arguments": …}`, a list of such objects, or either in OpenAI's wrappers."""
     value = decode_json(text)
     if isinstance(value, dict) and "tool_calls" in value:
         value = value["tool_calls"]
@@ -60,7 +60,10 @@ def read_json(text: str) -> Found | None:
 
 
 def read_bare(text: str) -> Found | None:
-    """A call with no marker at all, as Llama writes and guided decoding enforces: it is the whole text."""
+    """Read a call that is the whole text, without a marker.
+
+    Llama writes such calls, and guided decoding enforces them.
+    """
     text = text.strip()
     if not (text.startswith(("{", "[")) and text.endswith(("}", "]"))):
         return None
@@ -68,7 +71,7 @@ def read_bare(text: str) -> Found | None:
 
 
 def _read_named(text: str) -> Found | None:
-    """`name`, perhaps a separator, then arguments in JSON or in a syntax of their own."""
+    """Read `name`, an optional separator, then arguments in JSON or in the format's own syntax."""
     match = _NAME.match(text)
     if match is None:
         return None
@@ -77,18 +80,18 @@ def _read_named(text: str) -> Found | None:
 
 
 def _read_mistral(text: str) -> Found | None:
-    """A list in JSON, or since tokenizer v11 `name[ARGS]{…}`."""
+    """Read a JSON list, or, since tokenizer v11, `name[ARGS]{…}`."""
     return _read_named(text) if _MISTRAL_NAME.match(text) else read_json(text)
 
 
 def _read_hermes(text: str) -> Found | None:
-    """JSON; or GLM's name, then pairs of `<arg_key>` and `<arg_value>`."""
+    """Read JSON, or GLM's syntax: a name, then pairs of `<arg_key>` and `<arg_value>`."""
     match = _GLM_NAME.match(text)
     return read_json(text) if match is None else (match[1], text[match.end(1) :])
 
 
 def _read_tag(text: str) -> Found | None:
-    """A name that ends a tag, then one tag per argument."""
+    """Read a name at the end of a tag, then one tag per argument."""
     match = _NAME.match(text)
     if match is None:
         return None
@@ -97,7 +100,7 @@ def _read_tag(text: str) -> Found | None:
 
 
 def _read_python(text: str) -> Found | None:
-    """`[name(argument="x"), …]`, or one such call per line. Never handed to Python's own parser."""
+    """Read `[name(argument="x"), …]`, or one such call per line. Does not use Python's own parser."""
     found, name, start, depth = None, None, 0, 0
     first = len(text) - len(text.lstrip().removeprefix("["))
     for token in _PYTHON_TOKEN.finditer(text, first):
@@ -118,13 +121,13 @@ def _read_python(text: str) -> Found | None:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to mark a call."""
+    """One way to mark a tool call."""
 
     opening: str
     closing: str | None
-    """None where nothing marks the end."""
+    """None if nothing marks the end."""
     read: Callable[[str], Found | None]
-    """Reads what stands between the two, or up to the end of the text; None if that is no call."""
+    """Reads the text between the markers, or up to the end of the text; returns None if it is no call."""
 
 
 FORMS = (
@@ -152,11 +155,11 @@ FORMS = (
     Form("<|tool_call_start|>", "<|tool_call_end|>", _read_python),  # LFM 2
     Form("<function_calls>", "</function_calls>", _read_python),  # OLMo 3
 )
-"""Tried in this order: a tag that wraps another comes after it."""
+"""The forms, in the order in which they are tried: a tag that wraps another tag comes after it."""
 
 
 def find_marked(text: str) -> Found | None:
-    """The last call of the first form that the text has one of."""
+    """The last call in the first form that has a call in the text."""
     for form in FORMS:
         start = len(text)
         for _ in range(_MAX_OPENINGS):
