@@ -1,4 +1,4 @@
-"""Every private name of vLLM that Tenuto touches, and the check that they are as expected.
+"""Every private name of vLLM that Tenuto uses, and the check that these names are as expected.
 
 Checked on vLLM 0.30.0, 0.31.0, 0.32.0 and 0.33.0. Nothing outside this file may use a vLLM name that
 starts with an underscore or is not part of its scheduler interface.
@@ -101,7 +101,7 @@ ATTRIBUTES = (
 
 
 def find_problems(version: str, *, allow_untested: bool = False) -> list[str]:
-    """What of this vLLM does not fit, one line each; empty if it fits."""
+    """Where this vLLM does not fit, as one line per problem; empty if it fits."""
     problems = []
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not allow_untested and not OLDEST <= release <= NEWEST:
@@ -129,9 +129,9 @@ def check_attributes(scheduler: Any) -> None:
 
 
 class PrivateHooks:
-    """Overrides of vLLM's private scheduler methods; each calls a public hook and then vLLM's own.
+    """Overrides of vLLM's private scheduler methods. Each calls a public hook, and then vLLM's own method.
 
-    Mix in before a vLLM scheduler class.
+    Put it before a vLLM scheduler class in the list of base classes.
     """
 
     def on_turn_finishing(self, request: Any) -> None:
@@ -150,7 +150,10 @@ class PrivateHooks:
 
 
 def can_truncate_leases(scheduler: Any) -> bool:
-    """Whether block i of a request always holds tokens i·size to (i+1)·size: one group, full attention."""
+    """Whether block i of a request always holds tokens i·size to (i+1)·size.
+
+    This is true for a single layer group with full attention.
+    """
     groups = scheduler.kv_cache_config.kv_cache_groups
     if len(groups) != 1 or scheduler.hash_block_size != get_block_size(scheduler):
         return False
@@ -161,10 +164,10 @@ def can_truncate_leases(scheduler: Any) -> bool:
 
 
 def get_reason_for_full_steps(scheduler: Any) -> str | None:
-    """Why no step may have fewer tokens than vLLM was configured for; None if each may.
+    """Why no step may have a smaller token budget than vLLM's configuration; None if steps may.
 
-    Where a step has to take some number of tokens whole, one with a smaller budget takes none, and the
-    request would wait for ever.
+    If a step must compute some group of tokens as a whole, a smaller budget may never have room for the
+    group, and the request would wait forever.
     """
     vllm_config = scheduler.vllm_config
     if not vllm_config.scheduler_config.enable_chunked_prefill:
@@ -175,7 +178,7 @@ def get_reason_for_full_steps(scheduler: Any) -> str | None:
         return "an encoder's input is computed whole"
     if vllm_config.scheduler_config.disable_chunked_mm_input:
         return "multimodal items are computed whole (disable_chunked_mm_input)"
-    # vLLM's own switch says so only for models with such layers.
+    # vLLM sets this attribute only for models with such layers.
     if scheduler.need_mamba_block_aligned_split:
         return "states are cached at block boundaries only (mamba_cache_mode align), and chunks end there"
     return None
@@ -184,20 +187,20 @@ def get_reason_for_full_steps(scheduler: Any) -> str | None:
 def get_block_size(scheduler: Any) -> int:
     """Tokens per block of the first layer group."""
     groups = scheduler.kv_cache_config.kv_cache_groups
-    # With context parallelism a block spans the ranks; the scheduler's own size then counts.
+    # With context parallelism a block spans several ranks, so use the scheduler's own block size.
     return int(scheduler.block_size if len(groups) == 1 else groups[0].kv_cache_spec.block_size)
 
 
 def get_cached_blocks(scheduler: Any, request: Any) -> list[Any]:
-    """Blocks that a prompt extending this request would hit, every layer group, prompt start first."""
+    """Blocks that a prompt extending this request would hit: all layer groups, from the prompt's start."""
     groups = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks
     return [block for group in groups for block in group if not block.is_null]
 
 
 def get_own_cached_blocks(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
-    """The same for a model whose leases can be truncated, without looking each block up.
+    """Like `get_cached_blocks`, without a look-up per block; only for models with truncatable leases.
 
-    A request's own blocks are in the cache, and referenced, so nothing evicted them since.
+    The request references its own cached blocks, so they cannot have been evicted.
     """
     manager, size = scheduler.kv_cache_manager, get_block_size(scheduler)
     if not manager.enable_caching or request.skip_reading_prefix_cache:
@@ -208,7 +211,8 @@ def get_own_cached_blocks(scheduler: Any, request: Any, num_hit_tokens: int) -> 
     while num_full and own[num_full - 1].block_hash is None:
         num_full -= 1
     blocks = list(own[:num_full])
-    # What others computed at the same time exists twice, and the first one cached is hit: one is enough.
+    # Two requests may have computed the same block at the same time. A prompt hits the copy that was cached
+    # first, so the lease holds that copy.
     get_first = manager.block_pool.cached_block_hash_to_block.get_one_block
     for index in range(min(num_hit_tokens // size, num_full), num_full):
         blocks[index] = get_first(blocks[index].block_hash) or blocks[index]
@@ -221,14 +225,15 @@ def get_num_cached_tokens(scheduler: Any, request: Any) -> int:
 
 
 def has_content(block: Any, block_hash: Any) -> bool:
-    """Whether a block holds what this hash stands for."""
+    """Whether a block holds the content with this hash."""
     return block.block_hash is not None and get_block_hash(block.block_hash) == block_hash
 
 
 class AllocationGuard:
     """Calls `retry(allocate, request, num_new_tokens, kwargs)` whenever vLLM cannot allocate.
 
-    vLLM allocates once per running request and step, so the guard stands aside while nothing can fail.
+    vLLM allocates once per running request and step. To save time, the guard is removed while no allocation
+    can fail.
     """
 
     def __init__(self, scheduler: Any, retry: Callable[..., Any]) -> None:
@@ -245,11 +250,11 @@ class AllocationGuard:
 
         self._guarded = allocate_slots
         self._is_on = False
-        # A connector's loads set blocks aside that this bound does not know.
+        # A connector reserves blocks for its loads, and this bound does not include them.
         self._always = scheduler.connector is not None
 
     def set_for_step(self) -> None:
-        """Guard this step's allocations only if it could run out of blocks. O(1)."""
+        """Guard this step's allocations only if the step could run out of blocks; takes O(1) time."""
         manager = self._manager
         # Each running request may need a block for its next token, per layer group.
         bound = (self._num_step_blocks + len(self._scheduler.running)) * manager.num_kv_cache_groups
@@ -264,9 +269,9 @@ class AllocationGuard:
 
 
 def count_missing_blocks(scheduler: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
-    """Free blocks that this failed allocation was short of, all layer groups together.
+    """How many free blocks this failed allocation lacked, over all layer groups.
 
-    Asks vLLM's own arithmetic with the arguments of `KVCacheManager.allocate_slots`.
+    Uses vLLM's own computation, with the arguments of `KVCacheManager.allocate_slots`.
     """
     manager = scheduler.kv_cache_manager
     hit = kwargs.get("new_computed_blocks")
@@ -313,7 +318,7 @@ def get_hit_tokens(request: Any) -> tuple[int, int]:
 
 
 def get_started(output: Any) -> Iterable[tuple[str, int]]:
-    """(request id, tokens it starts from) of all requests that a step starts or resumes."""
+    """(request id, tokens already computed) for each request that a step starts or resumes."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     cached = output.scheduled_cached_reqs
@@ -326,8 +331,8 @@ def get_started(output: Any) -> Iterable[tuple[str, int]]:
 def find_engine_core() -> Any | None:
     """The EngineCore that is constructing the scheduler right now, found on the call stack.
 
-    vLLM hands the scheduler no way to wake a sleeping engine; this is how an idle engine learns that a
-    lease has run out. None outside an engine (worker-less tests).
+    vLLM gives the scheduler no way to wake a sleeping engine. With the EngineCore, Tenuto can wake an idle
+    engine when a lease passes its deadline. None outside an engine (in tests without workers).
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -341,7 +346,7 @@ def find_engine_core() -> Any | None:
 
 
 def wake(engine_core: Any) -> None:
-    """Make a sleeping engine look at `has_requests` again; nothing without an input queue (in-process)."""
+    """Make a sleeping engine call `has_requests` again; does nothing for an in-process engine."""
     queue = getattr(engine_core, "input_queue", None)
     if queue is not None:
         queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
@@ -353,7 +358,7 @@ def get_engine_index(engine_core: Any) -> int:
 
 
 def load_tokenizer(vllm_config: Any) -> Any | None:
-    """The model's tokenizer, or None where the server runs without one."""
+    """The model's tokenizer, or None if the server runs without one."""
     if vllm_config.model_config.skip_tokenizer_init:
         return None
     from vllm.tokenizers import cached_tokenizer_from_config
@@ -362,12 +367,12 @@ def load_tokenizer(vllm_config: Any) -> Any | None:
 
 
 def is_diffusion(vllm_config: Any) -> bool:
-    """Whether vLLM would schedule this model with a scheduler of its own kind."""
+    """Whether vLLM uses its diffusion scheduler for this model."""
     return bool(getattr(vllm_config.model_config, "is_diffusion", False))
 
 
 def get_stock_class(vllm_config: Any) -> Any:
-    """The scheduler class vLLM would have used without `--scheduler-cls`."""
+    """The scheduler class that vLLM would use without `--scheduler-cls`."""
     is_async = vllm_config.scheduler_config.async_scheduling
     if is_diffusion(vllm_config):
         from vllm.v1.core.sched import diffusion_scheduler

@@ -1,6 +1,6 @@
-"""What happens when vLLM cannot allocate: leases are reclaimed, and then the policy's victim yields.
+"""Handles a failed allocation: reclaims leases first, and then lets vLLM preempt the policy's victim.
 
-All of this runs inside vLLM's `allocate_slots`, so it reorders nothing: the waiting queue calls
+All of this runs inside vLLM's `allocate_slots`, so it must not reorder the waiting queue. The queue calls
 `Driver.settle` before it is read again.
 """
 
@@ -12,14 +12,14 @@ from tenuto.vllm import compat
 
 
 class Pressure:
-    """Stands behind the allocations of one scheduler that has a driver."""
+    """Handles the failed allocations of one scheduler that has a driver."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._guard = compat.AllocationGuard(scheduler, self._allocate_with_leases)
         self._now_s = 0.0
         self._victims: list[str] | None = None
-        """Running turns in the order in which they yield, once a step needs it."""
+        """Running turns in the order in which to preempt them; None until this step needs the order."""
 
     def begin_step(self, now_s: float) -> None:
         """A step is about to be scheduled."""
@@ -30,12 +30,12 @@ class Pressure:
     def _allocate_with_leases(
         self, allocate: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]
     ) -> Any:
-        """VLLM could not allocate: reclaim leases until it can, and only then let it fail."""
+        """Reclaim leases until vLLM's allocation succeeds; if it still fails, return None."""
         scheduler, driver, now_s = self._scheduler, self._scheduler.driver, self._now_s
         is_running = request.status == compat.RequestStatus.RUNNING
         stalled = len(scheduler.running) <= (1 if is_running else 0)
         missing = compat.count_missing_blocks(scheduler, request, num_new_tokens, kwargs)
-        # If all leases together are not enough, reclaiming them would help nobody.
+        # If all leases together are not enough, reclaiming them would not help.
         can_help = stalled or missing <= driver.get_num_reclaimable_blocks(request.request_id)
         wanted = max(1, missing)
         while can_help:
@@ -51,16 +51,16 @@ class Pressure:
         return None
 
     def _put_victim_last(self, request: Any) -> None:
-        """VLLM preempts the tail of `running`: put the policy's choice there.
+        """Move the policy's victim to the end of `running`, because vLLM preempts the last request.
 
-        Only those not yet scheduled in this step may go; they stand from this request on. In its priority
-        mode vLLM chooses for itself, and moving anything would make it meet a request twice.
+        Only requests that are not yet scheduled in this step may be preempted: `request` and those after it.
+        In priority mode vLLM chooses the victim itself, and a move would make it visit a request twice.
         """
         if self._scheduler.policy.value == "priority":
             return
         running = self._scheduler.running
         if self._victims is None:
-            # Once in a step: when many have to yield, asking about everyone for each would hold all up.
+            # Ask only once per step: if many turns are preempted, asking for each one would take too long.
             driver = self._scheduler.driver
             self._victims = driver.get_victims([each.request_id for each in running], self._now_s)
         candidates = {each.request_id: each for each in running[running.index(request) :]}

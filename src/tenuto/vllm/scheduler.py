@@ -1,9 +1,9 @@
-"""The scheduler class vLLM loads: its own scheduler, with the driver asked at the few places that matter.
+"""The scheduler class that vLLM loads: vLLM's own scheduler, which asks the driver at a few places.
 
     vllm serve MODEL --scheduler-cls tenuto.vllm.Scheduler --additional-config '{"tenuto": {...}}'
 
-Nothing of vLLM's `schedule()` is copied. A hook that the policy does not override is not installed, so
-with policy `stock` vLLM's own code runs as it is.
+No code of vLLM's `schedule()` is copied. Hooks that the policy does not override are not installed, so with
+policy `stock` vLLM's own code runs unchanged.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from tenuto.vllm.waiting import TurnQueue
 logger = logging.getLogger("vllm.tenuto")
 
 MAX_RENEWALS = 32
-"""Leases looked at again in one step: 1,000 of them once a second, and 10,000 cost a step no more."""
+"""Most leases that one step renews. This is enough to renew 1,000 leases once a second, and it bounds the
+cost of a step even with 10,000 leases."""
 MAX_ORDERING_SHARE = 0.02
-"""Of the time, for ordering all waiting turns anew; with a few thousand of them it is done less often."""
+"""Largest share of time spent on reordering all waiting turns; with thousands, this is done less often."""
 
 OUTSIDE = Hints(is_last=True)
-"""For requests that run as in stock vLLM: nothing of theirs is ever retained."""
+"""Hints for requests that run as in stock vLLM: their KV cache is never retained."""
 
 
 class _DrivenScheduler(compat.PrivateHooks):
@@ -67,7 +68,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         engine_index = compat.get_engine_index(engine_core)
         self._trusts_clients = settings.tenants == "client"
         self._state = _open_state(policy, settings, engine_index)
-        # After that: the trace's header has what the policy goes on with.
+        # Open the trace after the state is restored: the trace's header contains the restored state.
         trace_path = _get_file(settings.trace, engine_index) if settings.trace else None
         self._trace = (
             TraceWriter(trace_path, policy, settings.policy, settings.trace_options) if trace_path else None
@@ -85,7 +86,7 @@ class _DrivenScheduler(compat.PrivateHooks):
             stats=self._metrics.stats,
         )
         self._metrics.refresh(self.driver, 0.0)
-        # What follows a turn shows in its output: a tool call, or that the job is done.
+        # The output shows what follows a turn: a tool call, or the end of the job.
         self._reads_output = any(map(policy.overrides, ("retain", "on_tool_returned", "on_job_ended")))
         self._reader = OutputReader(compat.load_tokenizer(vllm_config) if self._reads_output else None)
         self._steps = StepTracer(self._trace, self) if self._trace else None
@@ -93,7 +94,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._idle_timer = IdleTimer(lambda: compat.wake(engine_core)) if engine_core is not None else None
         self._install(policy)
         logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, vllm.__version__)
-        # vLLM warns of every scheduler class that is not its own.
+        # vLLM logs a warning about every scheduler class that is not its own.
         logger.info(
             "vLLM's warning that a custom scheduler class may disable async scheduling does not apply to "
             "Tenuto; async scheduling is %s, as in stock vLLM with this configuration",
@@ -101,7 +102,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         )
 
     def _install(self, policy: Policy) -> None:
-        """Install what the policy overrides, and nothing else."""
+        """Install only the hooks that the policy overrides."""
         self._asks_admission = policy.overrides("admit")
         reason = compat.get_reason_for_full_steps(self) if policy.overrides("step_budget") else None
         self._asks_budget = policy.overrides("step_budget") and reason is None
@@ -116,7 +117,7 @@ class _DrivenScheduler(compat.PrivateHooks):
     # vLLM calls these.
 
     def add_request(self, request: Any) -> None:
-        """A request came in; a further piece of a streamed-in request is vLLM's business alone."""
+        """A request arrived. For a further piece of a streamed-in request, only vLLM's own code runs."""
         if request.request_id not in self.requests:
             started_s = time.perf_counter()
             arrival = _describe(request, trusts_clients=self._trusts_clients)
@@ -154,13 +155,13 @@ class _DrivenScheduler(compat.PrivateHooks):
         return output
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step was computed: a policy that learns from steps hears of it before what it brings."""
+        """A step was computed. The policy is told of the step before vLLM processes its results."""
         if self._step_teller is not None:
             self._step_teller.finish(scheduler_output, time.monotonic())
         return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def on_turn_finishing(self, request: Any) -> None:
-        """A request ended and still has its blocks: the driver may take a lease on them."""
+        """A request ended and still has its blocks, so the driver may grant a lease on them."""
         started_s = time.perf_counter()
         reads = self._reads_output and self.driver.needs_output(request.request_id)
         finish = self._reader.get_finish(request, reads_output=reads)
@@ -172,7 +173,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         self.driver.preempt(request.request_id, time.monotonic(), request.num_computed_tokens)
 
     def has_requests(self) -> bool:
-        """Also true when a lease has run out, so that an idle engine takes one step and ends it."""
+        """Also true when a lease has passed its deadline, so that an idle engine runs a step that ends it."""
         if super().has_requests():  # type: ignore[misc]
             return True
         now_s = time.monotonic()
@@ -189,12 +190,12 @@ class _DrivenScheduler(compat.PrivateHooks):
         return False
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """A reset takes everything, leases included."""
+        """A reset drops the whole prefix cache, so it ends all leases."""
         self.driver.drop_all(time.monotonic())
         return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self) -> None:
-        """Let go of everything, save what was learned and complete the trace."""
+        """End all leases, save what the policy learned, and complete the trace."""
         if self._idle_timer is not None:
             self._idle_timer.stop()
         self.driver.drop_all(time.monotonic())
@@ -219,7 +220,7 @@ class _DrivenScheduler(compat.PrivateHooks):
     # Inside.
 
     def _ask_all_keys(self, now_s: float) -> None:
-        """Order all waiting turns anew, unless so many wait that it would take too much of the time."""
+        """Reorder all waiting turns, unless this would exceed the share of time `MAX_ORDERING_SHARE`."""
         if now_s < self._next_keys_s:
             return
         started_s = time.perf_counter()
@@ -243,20 +244,21 @@ class _DrivenScheduler(compat.PrivateHooks):
 
 
 class _SynchronousScheduler(_DrivenScheduler, compat.SyncScheduler):  # type: ignore[misc]
-    """Used where vLLM itself would not schedule asynchronously (the CPU, pipeline stages …)."""
+    """Used where vLLM itself does not schedule asynchronously (on CPUs, with pipeline stages …)."""
 
 
 class Scheduler(_DrivenScheduler, compat.AsyncScheduler):  # type: ignore[misc]
     """The class to name in `--scheduler-cls`.
 
-    Making one yields the scheduler that fits: asynchronous or not as vLLM's configuration says, and vLLM's
-    own for pooling models, or for a vLLM that does not fit when `on_mismatch` is "stock".
+    Constructing it returns an asynchronous or a synchronous scheduler, as vLLM's configuration says. It
+    returns vLLM's own scheduler for models without turns (such as pooling models), and, when `on_mismatch`
+    is "stock", for a vLLM that does not fit.
 
-    Raises IncompatibleError listing what does not fit, ConfigError for a bad setting.
+    Raises IncompatibleError, which lists what does not fit, or ConfigError for a bad setting.
     """
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Choose the class; vLLM passes everything by keyword."""
+        """Choose the class. vLLM passes all arguments by keyword."""
         settings = read_settings(vllm_config.additional_config)
         reason = _get_reason_for_stock(vllm_config, settings)
         if reason is not None:
@@ -295,12 +297,12 @@ def _open_state(policy: Policy, settings: Settings, engine_index: int) -> StateF
 
 
 def _get_file(path: str, engine_index: int) -> str:
-    """One file per data-parallel engine: the first has the name as given."""
+    """The file of one data-parallel engine; the first engine uses the path unchanged."""
     return path if engine_index == 0 else f"{path}.engine{engine_index}"
 
 
 def _describe(request: Any, *, trusts_clients: bool) -> Arrival:
-    """What the driver needs to know of a request that came in."""
+    """What the driver needs to know about a request that arrived."""
     num_prompt_tokens = request.num_prompt_tokens
     plain = request.sampling_params is not None and request.prompt_token_ids is not None
     if not plain or request.has_encoder_inputs or request.resumable:

@@ -1,4 +1,4 @@
-"""What a policy learned, kept across restarts: one JSON file, written whole or not at all."""
+"""Keeps what a policy learned across restarts, in one JSON file that is always replaced as a whole."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tenuto.core.policy import Learns, Policy
 
 FORMAT = "tenuto-state-1"
 MAX_BYTES = 64 << 20
-"""A larger file is nothing a policy of ours wrote, and is neither read nor written."""
+"""Larger files are neither read nor written. The states of our policies are far smaller."""
 
 logger = logging.getLogger("vllm.tenuto")
 
 
 def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> None:
-    """Write a policy's state; after a crash at any moment the file is the old or the new one, whole.
+    """Write a policy's state. After a crash at any moment, the file is complete: either the old or the new.
 
     Raises OSError if it cannot be written, ValueError if the state is not JSON or too large.
     """
@@ -29,7 +29,7 @@ def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> Non
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            # `dump` encodes piece by piece, where `dumps` would hold the interpreter until it is done.
+            # `dump` encodes in pieces. `dumps` would hold the interpreter lock until it is done.
             record = {"format": FORMAT, "policy": policy_name, "state": state}
             json.dump(record, file, allow_nan=False, separators=(",", ":"))
             file.flush()
@@ -46,7 +46,7 @@ def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> Non
 def load_state(path: str | Path, policy_name: str) -> dict[str, Any]:
     """Read what `save_state` wrote for this policy.
 
-    Raises FileNotFoundError, OSError, or ValueError saying what is wrong with the file.
+    Raises FileNotFoundError or OSError, or ValueError with what is wrong with the file.
     """
     with open(path, "rb") as file:
         text = file.read(MAX_BYTES + 1)
@@ -65,14 +65,14 @@ def load_state(path: str | Path, policy_name: str) -> dict[str, Any]:
 
 
 class StateFile:
-    """Restores a policy from its file, and saves it every now and then and at the end.
+    """Restores a policy from its file, saves it at regular intervals, and saves it when the server stops.
 
-    Writing happens in a thread of its own. A file that cannot be used is reported and set aside as
-    `FILE.ignored`; a disk that fails while running is reported once: neither may take the engine with it.
+    A separate thread writes the file. A file that cannot be used is reported and renamed to `FILE.ignored`.
+    If writing fails, this is reported once. Neither error stops the engine.
     """
 
     def __init__(self, policy: Policy, policy_name: str, path: str, save_every_s: float) -> None:
-        """Restores the policy. Raises ConfigError if the folder cannot be written to."""
+        """Restore the policy. Raises ConfigError if the folder cannot be written to."""
         self._policy = policy
         self._policy_name = policy_name
         self._path = Path(path)
@@ -91,9 +91,10 @@ class StateFile:
         self._restore()
 
     def save_if_due(self, now_s: float, *, idle: bool = False) -> None:
-        """Save if it is time, which comes ten times sooner to an idle engine: it may stay so, and be killed.
+        """Save the state if the interval has passed.
 
-        Costs a copy of the state when it is time, and nothing in between.
+        On an idle engine the interval is ten times shorter, because an idle engine may be killed before its
+        next step. When a save is due, the caller pays for one copy of the state; otherwise it pays nothing.
         """
         if self._saved_s is None:
             self._saved_s = now_s
@@ -109,7 +110,7 @@ class StateFile:
             self._writer.start()
 
     def close(self) -> None:
-        """Save what was learned since."""
+        """Save what the policy has learned since the last save."""
         if self._writer is not None:
             self._writer.join()
         state = self._get_state()
@@ -160,8 +161,8 @@ class StateFile:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the renaming itself survive a power cut."""
-    with contextlib.suppress(OSError):  # some file systems have no such thing
+    """Make the renaming durable, so that it survives a power failure."""
+    with contextlib.suppress(OSError):  # some file systems do not support this
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Steps as the policy is told of them, and as the trace shows them."""
+"""Reports the engine's steps to the policy, and writes them to the trace."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tenuto.vllm import compat
 
 
 class StepTeller:
-    """Tells the policy of each computed step; vLLM finishes steps in the order it scheduled them in."""
+    """Tells the policy about each computed step. vLLM finishes steps in the order of scheduling."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._clock = StepClock()
         self._scheduled: deque[tuple[float, bool]] = deque()
-        """When, and whether all of the token budget was given out."""
+        """For each scheduled step: its time, and whether it uses the whole token budget."""
 
     def schedule(self, output: Any, now_s: float, budget: int) -> None:
-        """A step was scheduled; one without tokens is never computed."""
+        """A step was scheduled. A step without tokens is never computed, so it is not counted."""
         if output.total_num_scheduled_tokens:
             self._scheduled.append((now_s, output.total_num_scheduled_tokens >= budget))
 
     def finish(self, output: Any, now_s: float) -> None:
-        """A step's results are here."""
+        """The results of a step have arrived."""
         if not output.total_num_scheduled_tokens or not self._scheduled:
             return
         scheduled_s, is_full = self._scheduled.popleft()
@@ -43,7 +43,7 @@ class StepTracer:
         self._scheduler = scheduler
 
     def record(self, output: Any, now_s: float) -> None:
-        """Record one step, once the driver knows of it; the trace's step number moves on."""
+        """Record one step, after the driver was told of it; the trace's step number increases by one."""
         scheduler = self._scheduler
         new: list[str] = []
         resumed: list[str] = []

@@ -11,15 +11,16 @@ from tenuto.vllm.compat import RequestQueue
 
 
 class TurnQueue(RequestQueue):  # type: ignore[misc]
-    """Waiting requests by policy key; those that admission holds back are *parked* and never go first.
+    """Waiting requests in the order of their policy keys.
 
-    Parked requests count in `len`, so that vLLM's own counts and metrics stay true.
+    Requests that admission holds back are *parked* and are never returned as the first. They count in
+    `len`, so that vLLM's own counts and metrics stay correct.
     """
 
     def __init__(
         self, get_key: Callable[[Any], Key], is_gated: Callable[[Any], bool], settle: Callable[[], None]
     ) -> None:
-        """`settle` brings the order up to date; it is called before the first request is looked for."""
+        """`settle` updates the order of the queue; it is called before the first request is looked up."""
         self._get_key = get_key
         self._is_gated = is_gated
         self._settle = settle
@@ -28,43 +29,43 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         self._parked = IndexedHeap()
 
     def add_request(self, request: Any) -> None:
-        """Add a request that came in; it is parked if admission has to be asked first."""
+        """Add a request that arrived; it is parked if admission must be asked first."""
         self._requests[request.request_id] = request
         order = self._parked if self._is_gated(request) else self._ready
         order.push(request.request_id, self._get_key(request))
 
     def prepend_request(self, request: Any) -> None:
-        """Add a request that comes back (preempted, or skipped in this step)."""
+        """Add a request that returns to the queue (preempted, or skipped in this step)."""
         self._requests[request.request_id] = request
         self._ready.push(request.request_id, self._get_key(request))
 
     def prepend_requests(self, requests: Iterable[Any]) -> None:
-        """Add requests that come back."""
+        """Add requests that return to the queue."""
         for request in requests:
             self.prepend_request(request)
 
     def pop_request(self) -> Any:
         """Remove and return the request that was peeked last.
 
-        vLLM peeks, allocates for the request that it saw, then pops. Nothing changes the order in between.
+        vLLM peeks, allocates for the peeked request, then pops it. Nothing changes the order in between.
         """
         request = self._get_first()
         self.remove_request(request)
         return request
 
     def peek_request(self) -> Any:
-        """The request that goes first."""
+        """The first request that is not parked."""
         self._settle()
         return self._get_first()
 
     def remove_request(self, request: Any) -> None:
-        """Remove a request; nothing happens if it is not here."""
+        """Remove a request; does nothing if it is not in the queue."""
         if self._requests.pop(request.request_id, None) is not None:
             self._ready.discard(request.request_id)
             self._parked.discard(request.request_id)
 
     def remove_requests(self, requests: Iterable[Any]) -> None:
-        """Remove those of the requests that are here."""
+        """Remove those of the requests that are in the queue."""
         for request in list(requests):
             self.remove_request(request)
 
@@ -80,16 +81,16 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
             self.reorder(request_id)
 
     def get_request(self, request_id: str) -> Any:
-        """A request that is here; raises KeyError for another."""
+        """The request with this id; raises KeyError if it is not in the queue."""
         return self._requests[request_id]
 
     @property
     def num_parked(self) -> int:
-        """How many are parked."""
+        """How many requests are parked."""
         return len(self._parked)
 
     def get_first_parked(self) -> str | None:
-        """The parked request that goes first, or None."""
+        """The first parked request in the order of keys, or None."""
         return self._parked.get_first()
 
     def unpark(self, request_id: str) -> None:
