@@ -85,7 +85,7 @@ def get_turn_means(turns: Iterable[TurnRecord]) -> dict[str, TurnMeans]:
 
 
 def get_slowdown(times_s: Mapping[str, float], isolated_s: Mapping[str, float]) -> Stats | None:
-    """Divide each job's time by its time alone on the machine. Both are given by id."""
+    """Summarise each job's time divided by its time alone on the machine. Both are given by id."""
     return summarise(times_s[job] / isolated_s[job] for job in times_s if isolated_s.get(job))
 
 

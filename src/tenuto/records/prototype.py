@@ -87,7 +87,7 @@ class _JobReader:
             self._lease.ended_s, self._lease.reason = at_s, self._explain_end(at_s)
 
     def _find(self, field: str) -> int:
-        """Return the first turn that lacks this time, else the last turn."""
+        """Return the index of the first turn that lacks this time, else of the last turn."""
         open_turns = (n for n, turn in enumerate(self.turns) if getattr(turn, field) is None)
         return next(open_turns, len(self.turns) - 1)
 

@@ -1,4 +1,4 @@
-"""The records that runs leave behind: one schema for the simulator, the bench, traces and reports.
+"""The records of runs: one schema for the simulator, the bench, traces and reports.
 
 | file | one record for each | class |
 |---|---|---|
@@ -6,9 +6,9 @@
 | `turns.jsonl` | turn | `TurnRecord` |
 | `occupancy.jsonl` | sample of the KV cache | `Sample` |
 
-Every record is one JSON object. It says what it is (`kind`) and which schema it follows (`schema`). Names end
-in their unit: `_s` is seconds, `_tokens` and `_blocks` are counts. null: nobody could know the value.
-docs/glossary.md defines each number, `tenuto.records.metrics` computes it.
+Every record is one JSON object. It contains its kind (`kind`) and its schema version (`schema`). Names end
+in their unit: `_s` is seconds, `_tokens` and `_blocks` are counts. null means unknown.
+docs/glossary.md defines each number; `tenuto.records.metrics` computes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What many values of one quantity come to. `p50` is the median."""
+    """Summary statistics of one quantity. `p50` is the median."""
 
     mean: float
     p50: float
@@ -42,7 +42,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One attempt to send a turn that brought no whole answer."""
+    """One failed attempt to send a turn: it got no complete answer."""
 
     kind: str
     """As in `tenuto.client.http.client.RequestFailed`."""
@@ -53,78 +53,78 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
-    """One turn. Times are seconds on the run's clock; None where the turn did not come that far.
+    """One turn. Times are seconds on the run's clock; None if the turn did not get that far.
 
-    Latencies count from `due_s`, so they hold what the client was late and what failed attempts took.
+    Latencies count from `due_s`, so they include the client's delay and the time of failed attempts.
     """
 
     job: str
     turn: int
-    """Number in its job, from 1."""
+    """The turn's number in its job, counted from 1."""
     status: Status = "ok"
     due_s: float
-    """When the workload's plan wanted it sent."""
+    """When the turn should be sent according to the workload's plan."""
     sent_s: float | None = None
     """When the first attempt was sent."""
     start_s: float | None = None
-    """When its first step was scheduled. Only the engine knows."""
+    """When its first step was scheduled. Only the engine knows this time."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     prompt_tokens: int | None = None
-    """As the engine counts."""
+    """Prompt tokens as counted by the engine."""
     output_tokens: int | None = None
     planned_prompt_tokens: int | None = None
-    """As the workload wants."""
+    """Prompt tokens that the workload plans."""
     planned_output_tokens: int | None = None
     hit_tokens: int | None = None
-    """Prompt tokens that were not computed when it first started: found in the KV cache, or loaded."""
+    """Prompt tokens not computed when the turn first started: they were found in the KV cache or loaded."""
     loaded_tokens: int | None = None
-    """Those of them that came from a tier below the GPU."""
+    """The part of `hit_tokens` that was loaded from a tier below the GPU."""
     reusable_tokens: int | None = None
-    """Prompt tokens that a perfect cache of the job's own turn before would have hit. In full blocks."""
+    """Prompt tokens that would be hit if the cache held the job's whole previous turn. Full blocks only."""
     recomputed_tokens: int | None = None
-    """Tokens that were computed a second time, by a miss or after a preemption."""
+    """Tokens that were computed again because of a miss or a preemption."""
     preemptions: int | None = None
     tool: str | None = None
-    """The tool that its output calls."""
+    """Name of the tool that the output calls."""
     tool_s: float | None = None
-    """How long the tool takes by the plan."""
+    """Planned duration of the tool call."""
     failures: tuple[Failure, ...] = ()
-    """Attempts that failed, in order; those before the last one were retried."""
+    """Failed attempts in order; all except the last one were retried."""
     complaints: tuple[str, ...] = ()
-    """What is wrong with the answer. Each has its kind up to the colon: no usage, prompt count, output count,
+    """Problems with the answer. The text before the colon is the kind: no usage, prompt count, output count,
     cached count, output length."""
 
     @property
     def lag_s(self) -> float | None:
-        """How late the client sent it: the client's fault, not the server's."""
+        """Seconds by which the client sent it too late. The server is not responsible for this delay."""
         return _get_difference(self.sent_s, self.due_s)
 
     @property
     def queue_s(self) -> float | None:
-        """From when it was due to its first step."""
+        """Seconds from its due time to its first step."""
         return _get_difference(self.start_s, self.due_s)
 
     @property
     def ttft_s(self) -> float | None:
-        """From when it was due to the first output token."""
+        """Time to first token: seconds from its due time to the first output token."""
         return _get_difference(self.first_token_s, self.due_s)
 
     @property
     def latency_s(self) -> float | None:
-        """From when it was due to the last output token."""
+        """Seconds from its due time to the last output token."""
         return _get_difference(self.last_token_s, self.due_s)
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of an output token after the first; None for answers of one token."""
+        """Mean seconds per output token after the first; None for answers of one token."""
         decode_s = _get_difference(self.last_token_s, self.first_token_s)
         if decode_s is None or self.output_tokens is None or self.output_tokens < 2:
             return None
         return decode_s / (self.output_tokens - 1)
 
     def to_json(self) -> dict[str, Any]:
-        """One line of turns.jsonl. The times that follow from others are written too."""
+        """Return one line of turns.jsonl. Derived times are written too."""
         derived = {
             name: getattr(self, name) for name in ("lag_s", "queue_s", "ttft_s", "latency_s", "tpot_s")
         }
@@ -133,11 +133,11 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The KV cache at one moment. None where there is no such tier, or where nobody counted."""
+    """The KV cache at one moment. A value is None if the tier does not exist or was not counted."""
 
     now_s: float
     num_blocks: int
-    """Size of the KV cache."""
+    """Size of the KV cache in blocks."""
     running_blocks: int
     leased_blocks: int
     cached_blocks: int | None
@@ -150,108 +150,110 @@ class Sample:
     leases: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """One line of occupancy.jsonl."""
+        """Return one line of occupancy.jsonl."""
         return {"kind": SAMPLE, "schema": SCHEMA, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class TurnMeans:
-    """Means over all jobs' turns of one number."""
+    """Means over the turns of all jobs that have the same turn number."""
 
     turns: int
-    """How many there were."""
+    """Number of turns in the means."""
     latency_s: float | None
     prompt_tokens: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnCounts:
-    """The turns of a run, by how they ended."""
+    """Counts of a run's turns by how they ended."""
 
     planned: int
     ok: int
     ok_after_retries: int = 0
-    """Part of `ok`."""
+    """Also counted in `ok`."""
     failed: int = 0
     cancelled: int = 0
     not_sent: int = 0
-    """They waited for a turn that failed."""
+    """Not sent because they depend on a turn that failed."""
     refused: int = 0
-    """Too long for the machine; not part of `planned`."""
+    """Too long for the machine; not counted in `planned`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run: what was run, and what came out. Token counts are sums over its `ok` turns."""
+    """One run: its inputs and its results. Token counts are sums over its `ok` turns."""
 
-    # What was run.
+    # Inputs.
     policy: str | None
     gpu: str | None
     model: str
     workload: str
     jps: float | None
-    """Jobs arriving per second; None for recorded arrivals, and for users who start one job after another."""
+    """Arrival rate in jobs per second. None for recorded arrivals, and for users who run jobs one at a
+    time."""
     seed: int | None
     simulated: bool
 
-    # What came out.
+    # Results.
     jobs: int
-    """Jobs that finished, without those that another job started."""
+    """Number of finished jobs, without jobs that another job started."""
     jobs_planned: int
     turns: TurnCounts
     job_s: Stats | None
-    """Job times. Like all statistics here, None if there is no value."""
+    """Job times in seconds. Like all statistics here, None if there is no value."""
     slowdown: Stats | None = None
-    """Job times over what each job would take alone on the machine."""
+    """Each job's time divided by its time alone on the machine."""
     latency_s: Stats | None
     queue_s: Stats | None = None
     ttft_s: Stats | None
     tpot_s: Stats | None
     by_turn: Mapping[str, TurnMeans]
-    """By the turn's number in its job: `{"1": …, "2": …}`."""
+    """Means by turn number: `{"1": …, "2": …}`."""
     prompt_tokens: int
     output_tokens: int | None
     hit_tokens: int | None
     reusable_tokens: int | None
     recomputed_tokens: int | None
     loaded_tokens: int | None
-    """From tiers below the GPU."""
+    """Tokens loaded from tiers below the GPU."""
     stored_tokens: int | None
     preemptions: int | None
     makespan_s: float | None
-    """From when the first turn was due to the last token."""
+    """Seconds from the due time of the first turn to the last token."""
     job_times_s: Mapping[str, float]
-    """By the id of the finished job, in the order of arrival."""
+    """Time of each finished job by id, in order of arrival."""
     policy_faults: int | None = None
-    """Hooks of the policy that raised or gave a wrong answer; the engine's default was used instead."""
+    """Number of policy hook calls that raised or gave an invalid answer. The engine's default was used
+    instead."""
 
-    # How it was made.
+    # How the run was made.
     block_size: int | None
-    """Tokens of a KV block."""
+    """Tokens per KV block."""
     notes: tuple[str, ...] = ()
-    """What a reader must know of the machine."""
+    """Notes about the machine that a reader must know."""
     config: Mapping[str, Any]
-    """The options that make the run what it is; those at their defaults are left out."""
+    """The options that define the run. Options with default values are left out."""
     step_cost: str | None = None
-    """Where a simulation's step times come from."""
+    """Source of a simulation's step times."""
     versions: Mapping[str, str | None] = field(default_factory=dict)
     wall_s: float
-    """Seconds that it took to run; not the same when it runs again."""
+    """Real seconds that the run took. It differs when the run is repeated."""
     client: Mapping[str, Any] | None = None
-    """What only a bench knows: see docs/bench.md."""
+    """Data that only a bench records: see docs/bench.md."""
 
     def get_turn_latencies(self) -> dict[int, float]:
-        """Mean seconds of all jobs' first turns, second turns and so on, from 1; without the unknown ones."""
+        """Return the mean latency in seconds by turn number, from 1, without unknown values."""
         means = {int(number): mean.latency_s for number, mean in self.by_turn.items()}
         return {number: latency_s for number, latency_s in means.items() if latency_s is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """The object in result.json, and a line of results.jsonl."""
+        """Return the object of result.json, which is also a line of results.jsonl."""
         return {"kind": RUN, "schema": SCHEMA, **asdict(self), "notes": list(self.notes)}
 
 
 def get_stat(stats: Stats | None, name: str) -> float | None:
-    """One of the statistics; None if the file does not have it."""
+    """Return one of the statistics; None if the file does not have it."""
     value = math.nan if stats is None else getattr(stats, name)
     return None if math.isnan(value) else value
 

@@ -1,4 +1,4 @@
-"""A run's record for people to read: the same lines for a simulation and for a bench."""
+"""Formats a run's record as text, in the same way for a simulation and for a bench."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def format_run(record: Mapping[str, Any]) -> str:
-    """A `RunRecord`, as JSON values, as a few lines of text."""
+    """Format a `RunRecord`, given as JSON values, as a few lines of text."""
     turns, load = record["turns"], "" if record["jps"] is None else f" at {record['jps']:g} jobs/s"
     machine = ", ".join(filter(None, (record["gpu"], record["model"])))
     policy = "" if record["policy"] is None else f", {record['policy']}"
@@ -46,7 +46,7 @@ def format_run(record: Mapping[str, Any]) -> str:
 
 
 def format_stats(stats: Mapping[str, float] | None) -> str:
-    """Times as mean, percentiles and maximum."""
+    """Format times as mean, percentiles and maximum."""
     return "–" if stats is None else ", ".join(f"{name} {_format_s(stats[name])}" for name in stats)
 
 

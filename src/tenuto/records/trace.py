@@ -1,12 +1,12 @@
 """The JSONL trace of steps and decisions; one schema for every engine.
 
-One JSON object a line. Every line has `kind` and `step`: the number of the step it belongs to, the
-first being 0. Kinds: `header` (first line), `step`, `admission`, `job` (a job's history: arrived, started,
-finished, lease-granted, lease-refused, lease-ended, preempted, resumed), `asked` and `told` (the policy's
-hooks with their inputs and answers, enough to ask a policy again).
+Each line is one JSON object. Every line has `kind` and `step`, the number of its step, counted from 0. Kinds:
+`header` (first line), `step`, `admission`, `job` (a job's history: arrived, started,
+finished, lease-granted, lease-refused, lease-ended, preempted, resumed), `asked` and `told` (calls of the
+policy's hooks with their inputs and answers; they suffice to replay the decisions).
 
-A header has `run` and `part`. A file that grew over its limit becomes `FILE.1`, and the same run goes on in a
-new FILE, whose header has the next `part`.
+A header has `run` and `part`. A file that exceeds its limit is renamed to `FILE.1`. The same run continues in
+a new FILE, and its header has the next `part`.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from tenuto.records.trace_commands import CommandHider, Commands
 
 SCHEMA = 1
 OLDER = ".1"
-"""Behind the name of the one older file that is kept."""
+"""Suffix of the one older file that is kept."""
 
 logger = logging.getLogger("vllm.tenuto")
 
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """How much a trace says, and how large it may grow."""
+    """The level of detail of a trace, and its size limit."""
 
     commands: Commands = "hash"
     max_bytes: int | None = None
-    """Of one file; there may be one older file of the same size. None: no limit."""
+    """Limit for one file; one older file of the same size may exist too. None: no limit."""
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file that, if it is new, only its owner can read."""
+    """Open a file. A new file is readable only by its owner."""
     return os.open(path, flags, mode=0o600)
 
 
 class TraceWriter:
-    """Appends records to a file; a finished step's records survive kill -9.
+    """Appends records to a file. The records of a finished step survive kill -9.
 
-    A file that was there goes on, with a header of its own and steps from 0. If the disk fails while
-    running, the trace ends there with a message: it must not take the engine with it.
+    An existing file is continued with a new header, and steps start from 0 again. If the disk fails during
+    the run, the trace stops with a message, because it must not stop the engine.
     """
 
     def __init__(
@@ -62,9 +62,10 @@ class TraceWriter:
         name: str | None = None,
         options: TraceOptions | None = None,
     ) -> None:
-        """With `policy`, the header has its name and options, so that `tenuto replay` finds it.
+        """With `policy`, the header contains its name and options, so that `tenuto replay` can load it.
 
-        `name` is what the policy was loaded by; a preset's cannot be told from its policy.
+        `name` is the name that the policy was loaded by. The name of a preset cannot be derived from its
+        policy.
         """
         self._step = 0
         self._path = path
@@ -84,18 +85,18 @@ class TraceWriter:
         self._write_header()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record of the current step; what JSON does not know is written as text."""
+        """Write one record of the current step. Values that JSON does not support are written as text."""
         if self._file is None:
             return
         try:
             record = {"step": self._step, **self._hider.hide(record)}
-            # JSON escapes all that is not ASCII: a character is a byte.
+            # JSON escapes all non-ASCII characters, so each character is one byte.
             self._num_bytes += self._file.write(json.dumps(record, separators=(",", ":"), default=str) + "\n")
         except (OSError, ValueError) as error:
             self._give_up(error)
 
     def flush(self) -> None:
-        """Hand what was written to the operating system: the engine goes idle, or may be killed."""
+        """Flush the buffer to the operating system, because the engine becomes idle or may be killed."""
         if self._file is None:
             return
         try:
@@ -104,7 +105,7 @@ class TraceWriter:
             self._give_up(error)
 
     def end_step(self) -> None:
-        """The step's records are complete. Here a file that grew too large is set aside."""
+        """End a step after its last record. A file that has become too large is renamed here."""
         self.flush()
         self._step += 1
         if self._file is None or not self._is_too_large():
@@ -118,14 +119,14 @@ class TraceWriter:
             self._write_header()
 
     def close(self) -> None:
-        """Write what is left; further records are dropped."""
+        """Write the remaining records and close. Further records are dropped."""
         self.flush()
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _open(self) -> None:
-        # A line buffer would cost a system call a record; a step is flushed as one.
+        # Line buffering would cost one system call per record. Instead, each step is flushed once.
         self._file = open(self._path, "a", encoding="utf-8", opener=_open_private)  # noqa: SIM115
         state = os.fstat(self._file.fileno())
         self._num_bytes, self._is_regular = state.st_size, stat.S_ISREG(state.st_mode)

@@ -1,7 +1,7 @@
-"""What a trace says of the commands that tools run: nothing, a salted hash, or all of it.
+"""Controls how a trace records the commands of tools: not at all, as a salted hash, or in full.
 
-Agents write passwords and tokens into command lines. With a hash, equal commands of one trace can still be
-told to be equal. The salt is random and is written nowhere, so nobody can check a guess against a hash.
+Agents write passwords and tokens into command lines. With hashes, equal commands in one trace can still be
+recognised. The salt is random and is never written, so a guess cannot be checked against a hash.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _DIGEST_BYTES = 8
 
 
 class CommandHider:
-    """Replaces the commands in records of a decision log. One salt for the hider's life."""
+    """Replaces the commands in records of a decision log. Each instance uses one salt."""
 
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
         self._salt = os.urandom(16)
 
     def hide(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The record as it may be written. The one that was given is left as it is."""
+        """Return the record in the form that may be written. The given record is not changed."""
         if self._commands == "full" or "inputs" not in record:
             return record
         return {**record, "inputs": self._hide_in(record["inputs"])}

@@ -1,4 +1,4 @@
-"""The headers of traces: which run a file is of, and whether it goes on from an older file."""
+"""The headers of traces: the run that a file belongs to, and whether it continues an older file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tenuto.records.trace_commands import COMMANDS
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One header's run: a server from its start to its end, in one file or in several."""
+    """The part of a run that one header begins. A run is a server's life, in one file or several."""
 
     run: str | None = None
     """None for a trace of 0.1."""
     number: int = 1
-    """The first is 1. Later ones go on where the file before ended."""
+    """Number of the part, from 1. A later part continues where the previous file ended."""
     commands: str = "full"
     """`none`, `hash` or `full`."""
 
     def follows(self, before: Part | None) -> bool:
-        """Whether it goes on with what the part before says, so that nothing begins anew."""
+        """Whether this part continues the previous part, so that no state is reset."""
         return (
             before is not None
             and self.run is not None
@@ -29,7 +29,7 @@ class Part:
 
 
 def read_part(header: Fields) -> Part:
-    """What a header says of its part. Raises DataError if that is malformed."""
+    """Read the part from a header. Raises DataError if the header is malformed."""
     if "run" not in header:
         return Part()
     commands = header.text("commands")

@@ -1,9 +1,10 @@
-"""From a scheduler's trace (`tenuto.records.trace`): every job's turns and leases, and the engine's state.
+"""Reads a scheduler's trace (`tenuto.records.trace`): all turns and leases, and the engine's state.
 
-A trace may hold several starts of a server, each with its header. Clocks begin again there, so jobs do too:
-the second of one id is called `ID #2`. A trace does not say when first tokens came: a turn's is taken to be
-there at the next step after its prompt was computed. Nor does it say how large the KV cache is: the most
-blocks that were ever free are taken, which is exact if the engine was ever idle.
+A trace may contain several starts of a server, each with its header. Clocks restart there, so jobs are
+separate too: the second job with the same id is called `ID #2`. A trace does not contain the time to first
+token; the first token is assumed at the next step after the prompt was computed. A trace does not contain the
+size of the KV cache either. The largest number of free blocks is used, which is exact if the engine was ever
+idle.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from tenuto.records.trace import SCHEMA
 from tenuto.records.trace_parts import Part, read_part
 
 SCARCE = 0.05
-"""Free blocks are scarce at this share of the most that were ever free. A lease that lost blocks while more
-were free lost them to its own job's prompt, not to others: a step that reclaims blocks ends with next to
-none."""
+"""Free blocks are scarce at or below this share of the largest number that was ever free. A step that
+reclaims
+blocks ends with almost no free blocks. So if a lease lost blocks while more were free, its own job's prompt
+took them, not other jobs."""
 _GAUGES = (
     "num_running",
     "num_waiting",
@@ -39,7 +41,7 @@ _GAUGES = (
 
 @dataclass(slots=True)
 class _TracedTurn:
-    """A turn as far as the trace has told of it."""
+    """A turn with the data that has been read from the trace so far."""
 
     job: str
     turn: int
@@ -52,12 +54,12 @@ class _TracedTurn:
     hit_tokens: int | None = None
     reusable_tokens: int | None = None
     lost_tokens: int | None = None
-    """By preemptions; None where a trace of 0.1 does not say."""
+    """Tokens lost by preemptions; None if a trace of 0.1 does not contain them."""
     loaded_tokens: int = 0
     preemptions: int = 0
     is_aborted: bool = False
     num_left_tokens: int = 0
-    """Prompt tokens that are not computed yet."""
+    """Prompt tokens that have not been computed yet."""
 
     def to_record(self) -> TurnRecord:
         return TurnRecord(
@@ -97,24 +99,24 @@ class _TraceReader:
     turns: list[_TracedTurn] = field(default_factory=list)
     steps: list[_Step] = field(default_factory=list)
     num_jobs: Counter[str] = field(default_factory=Counter)
-    """By id. More than one where a server was started again, or where the id was used again."""
+    """Number of jobs per id. It exceeds 1 if a server was restarted or if the id was used again."""
     names: dict[str, str] = field(default_factory=dict)
     """Names of the live jobs by id."""
     live: dict[str, _TracedTurn] = field(default_factory=dict)
     """Turns by id."""
     leases: dict[str, LeaseRecord] = field(default_factory=dict)
-    """Those that last, by the turn that they are of."""
+    """Active leases, by the id of the turn that they belong to."""
     finished: dict[str, _TracedTurn] = field(default_factory=dict)
     """Each job's last finished turn."""
     computed: list[_TracedTurn] = field(default_factory=list)
-    """Turns whose prompts the last step completed."""
+    """Turns with prompts that the last step completed."""
     part: Part | None = None
     last_step_s: float | None = None
     most_free: int = 0
     pressed_s: float | None = None
-    """When free blocks were scarce last; None before the first step."""
+    """The last time when free blocks were scarce; None before the first step."""
     just_ended: list[LeaseRecord] = field(default_factory=list)
-    """Leases that ended in the step whose record is still to come."""
+    """Leases that ended in the current step; the step's own record has not been read yet."""
 
     def read(self, records: Iterable[Fields]) -> None:
         kinds: dict[str, Callable[[Fields], None]] = {
@@ -157,20 +159,20 @@ class _TraceReader:
         if event == "arrived":
             self._on_arrived(record, job_id, turn_id)
         elif event == "lease-refused":
-            return  # what follows from it is that there is no lease
+            return  # it only means that there is no lease
         elif event not in events:
             raise record.error("event", f"{event!r} is not an event of a trace")
-        elif job_id in self.names:  # else the trace began in the midst of it
+        elif job_id in self.names:  # otherwise the trace began in the middle of the job
             events[event](record, turn_id)
 
     def _on_arrived(self, record: Fields, job_id: str, turn_id: str) -> None:
         number = record.integer("turn_number", 1)
         if job_id not in self.names or number == 1:
-            # The driver counts from 1 again when a job had ended and its id is used for another.
+            # The driver counts from 1 again if a job has ended and its id is used for another job.
             self.num_jobs[job_id] += 1
             times = self.num_jobs[job_id]
             self.names[job_id] = job_id if times == 1 else f"{job_id} #{times}"
-        record.optional(record.number, "tool_s")  # checked; the turns' times say it too
+        record.optional(record.number, "tool_s")  # only checked; turn times imply it
         due_s, prompt_tokens = record.number("now_s"), record.integer("num_prompt_tokens")
         turn = _TracedTurn(self.names[job_id], number, due_s, prompt_tokens)
         self.turns.append(turn)
@@ -221,10 +223,10 @@ class _TraceReader:
         if lease is None:
             return
         lease.ended_s = record.number("now_s")
-        # 0.1 called it `why`.
+        # Tenuto 0.1 called this field `why`.
         lease.reason = record.text("reason" if "reason" in record else "why")
         lease.num_blocks_left = record.integer("num_blocks")
-        # Without steps nobody knows. Blocks are reclaimed only when none are free.
+        # Without steps this is unknown. Blocks are reclaimed only if none are free.
         lease.was_pressed = self.pressed_s is None or self.pressed_s >= lease.granted_s
         self.just_ended.append(lease)
 
@@ -284,11 +286,14 @@ class _TraceReader:
         self.just_ended.clear()
 
     def make_samples(self) -> list[Sample]:
-        """The KV cache at each step. Which free blocks hold content, a trace does not say."""
+        """Make a sample of the KV cache for each step.
+
+        A trace does not say which free blocks hold content.
+        """
         samples = []
         for step in self.steps:
             used = self.most_free - step.num_free
-            # In traces of 0.1 some leased blocks (keep-last) are free at the same time.
+            # In traces of 0.1, some leased blocks are counted as free at the same time.
             held = max(0, min(step.num_leased, used))
             samples.append(
                 Sample(

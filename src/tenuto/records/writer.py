@@ -1,10 +1,10 @@
-"""The files of a run. Every turn is on disk when it ends, so that nothing is lost with the process.
+"""Writes the files of a run. Each turn is written when it ends, so a killed process loses nothing.
 
 result.json       the run's record (`tenuto.records.schema.RunRecord`)
-turns.jsonl       a `TurnRecord` a line
-occupancy.jsonl   a `Sample` of the KV cache a line; from simulations
-metrics.jsonl     a server's metrics while the bench ran
-commands.jsonl    commands that the bench really ran
+turns.jsonl       one `TurnRecord` per line
+occupancy.jsonl   one `Sample` of the KV cache per line; only from simulations
+metrics.jsonl     a server's metrics during the bench
+commands.jsonl    commands that the bench actually ran
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ COMMANDS = "commands.jsonl"
 
 
 class RunFiles:
-    """Writes into a folder, or nowhere; a context manager.
+    """A context manager that writes into a folder, or nowhere.
 
-    Raises ConfigError if the folder cannot be written. A disk that fills up during the run ends the writing,
-    not the run: `problem` says so. A file is made when its first line is written.
+    Raises ConfigError if the folder cannot be written. If the disk fills up during the run, only the writing
+    stops, not the run; `problem` then has the message. A file is created when its first line is written.
     """
 
     def __init__(self, folder: Path | None, *, replaces: bool = False) -> None:
-        """`replaces`: write over the files of an earlier run; else such a folder is a ConfigError."""
+        """`replaces`: overwrite the files of an earlier run. Otherwise such a folder is a ConfigError."""
         self.problem: str | None = None
-        """What could not be written, if anything."""
+        """The error message if something could not be written, else None."""
         self._folder = folder
         self._replaces = replaces
         self._files: dict[str, TextIO] = {}
         self._given_up: set[str] = set()
 
     def __enter__(self) -> Self:
-        """Make the folder and turns.jsonl."""
+        """Create the folder and turns.jsonl."""
         if self._folder is None:
             return self
         try:
@@ -63,23 +63,23 @@ class RunFiles:
             file.close()
 
     def add_turn(self, record: TurnRecord) -> None:
-        """One line of turns.jsonl."""
+        """Write one line of turns.jsonl."""
         self._add(TURNS, record.to_json())
 
     def add_sample(self, sample: Sample) -> None:
-        """One line of occupancy.jsonl."""
+        """Write one line of occupancy.jsonl."""
         self._add(OCCUPANCY, sample.to_json())
 
     def add_metrics(self, totals: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl."""
+        """Write one line of metrics.jsonl."""
         self._add(METRICS, totals)
 
     def add_command(self, command: Mapping[str, Any]) -> None:
-        """One line of commands.jsonl."""
+        """Write one line of commands.jsonl."""
         self._add(COMMANDS, command)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """All of result.json."""
+        """Write result.json."""
         if self._folder is None:
             return
         try:
@@ -100,5 +100,5 @@ class RunFiles:
 
 
 def _open(path: Path) -> TextIO:
-    # Buffered by the line: a killed client loses nothing.
+    # Line-buffered, so a killed client loses nothing.
     return open(path, "w", buffering=1, encoding="utf-8")
