@@ -1,4 +1,4 @@
-"""A scheduler's decisions made again from its trace, without a server."""
+"""Replays a scheduler's decisions from its trace, without a server."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _SHOWN_CHARS = 300
 
 @dataclass
 class DecisionVerdict:
-    """What a replay of decisions found."""
+    """The result of a replay of decisions."""
 
     path: Path
     num_runs: int = 0
     num_told: int = 0
     num_asked: int = 0
     policies: list[str] = field(default_factory=list)
-    """The policy of each run, as `load_policy` takes it."""
+    """The policy of each run, in the form that `load_policy` accepts."""
     differences: list[tuple[str, Difference]] = field(default_factory=list)
-    """With their places; the first few."""
+    """The first few differences, with their places in the trace."""
     num_differences: int = 0
     notes: list[str] = field(default_factory=list)
-    """Where the file was cut off with its writer, if it was."""
+    """Remarks, such as where the file was truncated because its writer was killed."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the result as JSON values."""
         return {
             "trace": str(self.path),
             "runs": self.num_runs,
@@ -61,10 +61,10 @@ class DecisionVerdict:
 def check_decisions(
     path: Path, policy: str | None = None, options: Mapping[str, Any] | None = None, max_shown: int = 10
 ) -> DecisionVerdict:
-    """Make the decisions of a scheduler's trace again, with its own policy or the one named.
+    """Replay the decisions of a scheduler's trace, with its own policy or the one given.
 
-    Raises DataError for what is no trace of this version, naming file and line; ConfigError or PolicyError
-    where the policy is unknown.
+    Raises DataError with file and line if the file is not a trace of this version. Raises ConfigError or
+    PolicyError if the policy is unknown.
     """
     if (found := identify(path)) not in (TRACE, UNKNOWN):
         raise make_error(path, found, "a scheduler's trace")
@@ -107,7 +107,7 @@ def check_decisions(
 def _start_run(
     record: Fields, verdict: DecisionVerdict, policy: str | None, options: Mapping[str, Any]
 ) -> Replay:
-    """A server that starts again goes on in the same file, with a header and a policy of its own."""
+    """Start a run at its header. A restarted server continues the same file with a new header and policy."""
     if record.values.get("schema") != SCHEMA:
         raise record.error(
             "schema", f"must be {SCHEMA}, got {record.values.get('schema')!r}: another version's"
@@ -130,7 +130,7 @@ def _start_run(
 
 
 def _note_gaps(part: Part, policy: Policy, record: Fields, verdict: DecisionVerdict) -> None:
-    """Say what this part of a trace cannot tell the policy. Raises DataError if nothing can be replayed."""
+    """Note the data that this part of a trace lacks. Raises DataError if nothing can be replayed."""
     if part.commands != "full":
         if policy.needs.commands:
             raise record.error(
@@ -151,11 +151,11 @@ def _note_gaps(part: Part, policy: Policy, record: Fields, verdict: DecisionVerd
 
 
 def _restore(policy: Policy, state: Any, record: Fields) -> None:
-    """Let the policy go on with what it had learned when the trace began."""
+    """Restore the state that the policy had learned before the trace began."""
     try:
         if isinstance(policy, Learns):
             policy.set_state(state)
-    except Exception as error:  # policies are code from outside, and the trace may hold anything
+    except Exception as error:  # a policy is external code, and the trace may contain anything
         raise record.error(
             "state",
             f"is none that this policy goes on with ({error!r}): another version of it wrote the trace, or "
@@ -164,7 +164,7 @@ def _restore(policy: Policy, state: Any, record: Fields) -> None:
 
 
 def format_verdict(verdict: DecisionVerdict) -> str:
-    """The verdict in words."""
+    """Format the result as text."""
     lines = [
         f"{verdict.num_asked:,} decisions of {', '.join(dict.fromkeys(verdict.policies))} asked again, "
         f"{verdict.num_told:,} tellings, {verdict.num_runs} run{'s' if verdict.num_runs != 1 else ''}"

@@ -1,1 +1,1 @@
-"""What happened in a run: its records read back, what was lost and why, in words."""
+"""Explains a run from its records: what happened, which tokens were lost, and why."""

@@ -1,4 +1,4 @@
-"""Why a turn did not hit all tokens that it could reuse of its job's turn before."""
+"""Finds why a turn did not hit all tokens that it could reuse from its job's previous turn."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from tenuto.report.diagnosis.history import Fate, TurnStory
 
 
 class Cause(Enum):
-    """Where the tokens went. The value is what tables and JSON say."""
+    """Why tokens were missed. The value is the name in tables and JSON."""
 
     NONE = "none"
-    """Nothing was missed, or less than a block."""
+    """No tokens were missed, or less than one block."""
     EVICTED = "evicted"
-    """A lease held them and was reclaimed, whole or from its tail, or dropped with the cache."""
+    """A lease held the tokens. It was reclaimed, truncated, or dropped when the cache was reset."""
     EXPIRED = "expired"
-    """A lease held them and ended before the job came back; then they were evicted."""
+    """A lease held the tokens and expired before the job came back. Then they were evicted."""
     NEVER_KEPT = "never kept"
-    """No lease was granted; what stayed in cache by itself was evicted."""
+    """No lease was granted, so the tokens were evicted from the cache."""
     NOT_STORED = "not yet stored"
-    """Not in cache or tier: the copy was under way, or the tier lost it."""
+    """In neither the KV cache nor a tier: the copy was still running, or the tier had dropped it."""
     PARALLEL = "parallel turn"
-    """Another turn of the job still ran: this one cannot extend its answer, and may share nothing with it."""
+    """Another turn of the job was still running. This turn cannot extend that turn's answer, and may share no
+    prefix with it."""
     CHANGED = "prompt changed"
-    """The prompt does not extend the turn before: compacted, or the chat template dropped reasoning."""
+    """The prompt does not extend the previous turn: it was compacted, or the chat template dropped
+    reasoning."""
     UNTOLD = "untold"
-    """The records do not say; a trace of the scheduler does."""
+    """The records do not contain the cause. A trace of the scheduler does."""
 
 
 MEANINGS = {
@@ -57,7 +59,7 @@ _FATES = {
 
 
 def get_cause(turn: TurnStory, block_size: int) -> Cause:
-    """Why a turn computed tokens again that the turn before had computed."""
+    """Return why a turn recomputed tokens of the previous turn."""
     if turn.missed_tokens is None or turn.missed_tokens < block_size:
         return Cause.NONE
     if _left_at_the_answer(turn, block_size):
@@ -70,10 +72,10 @@ def get_cause(turn: TurnStory, block_size: int) -> Cause:
 
 
 def _left_at_the_answer(turn: TurnStory, block_size: int) -> bool:
-    """Whether the hit ends just where the last prompt did: the answer came back with other tokens.
+    """Whether the hit ends exactly where the previous prompt ended.
 
-    So it is when a chat template drops reasoning; an eviction rarely ends just there. Answers of one or two
-    blocks are too short to tell.
+    Then the answer came back with different tokens, for example because a chat template dropped reasoning. An
+    eviction rarely ends exactly there. Answers of one or two blocks are too short to decide.
     """
     before = turn.before
     if before is None or before.prompt_tokens is None or before.output_tokens is None:
@@ -84,10 +86,11 @@ def _left_at_the_answer(turn: TurnStory, block_size: int) -> bool:
 
 
 def _explain_short_hit(turn: TurnRecord, lease: LeaseRecord, block_size: int) -> Cause:
-    """The lease served, yet the hit is short: the lease had become shorter, or never covered everything."""
+    """Explain a short hit on a lease: the lease was truncated, or never covered all tokens."""
     if lease.num_blocks is None or lease.num_blocks_left is None:
         return Cause.UNTOLD
-    # A claim cuts the lease to what the prompt can hit, so a prompt that is short explains fewer blocks.
+    # A claim truncates the lease to the blocks that the prompt can hit. So a short prompt explains missing
+    # blocks.
     num_usable = min(lease.num_blocks, ((turn.prompt_tokens or 1) - 1) // block_size)
     if lease.num_blocks_left < num_usable:
         return Cause.EVICTED if lease.was_pressed else Cause.CHANGED

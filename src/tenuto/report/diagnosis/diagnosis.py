@@ -1,7 +1,7 @@
-"""Naming what is wrong with a run, from the shape of its figures: what was seen, what it means, what to do.
+"""Diagnoses a run from the pattern of its figures: what was seen, what it means, what to do.
 
-The shapes are those of the published sweeps (8-turn agent jobs, Llama-3.1-8B on one H200): mean turn latency
-in seconds at 6 and 15 jobs per second
+The patterns come from the published sweeps (8-turn agent jobs, Llama-3.1-8B on one H200). Mean turn latency
+in seconds at 6 and 15 jobs per second:
 
     stock             T1  6.8 → T8  30.8        T1 21.3             → T8 133.5     grows with every turn
     continuum-fixed   T1 17.9 → T8   4.9        T1 27.9, T2 110.6   → T8   5.2     explodes, then is flat
@@ -15,53 +15,61 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
 GROWS = 3.0
-"""Linear growth: T8/T1 from here on. The published healthy cells have 2.1 to 2.5, as prompts grow and the
-first turn's is short; overloaded stock has 4.5 and 6.3."""
+"""Linear growth: T8/T1 is at least this. Published healthy cells have 2.1 to 2.5, because prompts grow and
+the
+first prompt is short. Overloaded stock has 4.5 and 6.3."""
 GROWS_FROM_SECOND = 1.5
-"""And T8/T2: the short first prompt alone makes T8/T1 large on an idle server, but not T8/T2."""
+"""Linear growth also needs T8/T2 of at least this. On an idle server, the short first prompt alone makes
+T8/T1
+large, but not T8/T2."""
 EXPLODES = 2.0
-"""Turn-2 explosion: turn 1 or 2 takes this many times the mean of the turns after. Early prompts are the
-shortest, so 1 is slow already; overloaded continuum-fixed has 3.7 and over 10 (2.3 in our simulation)."""
+"""Turn-2 explosion: turn 1 or 2 takes this many times the mean of the later turns. Early prompts are the
+shortest, so even a ratio of 1 is slow. Overloaded continuum-fixed has 3.7 and over 10 (2.3 in our
+simulation)."""
 WAITS_OUTSIDE = 2.0
-"""Waiting at the door instead: turn 1 takes this many times turn 2. In the explosion turn 2 waits no less
-(published: it takes 4 times turn 1; 0.9 to 4 in our simulation); policies that admit have 4 to 9."""
+"""Waiting for admission: turn 1 takes this many times turn 2. In a turn-2 explosion, turn 2 waits as long or
+longer (published: 4 times turn 1; 0.9 to 4 in our simulation). Policies with admission control have 4 to
+9."""
 COLLAPSES = 7.0
-"""Link collapse: T8/T1 where tokens move over a link. Overloaded stock stays below (6.3); offload-sync has
-10.4."""
+"""Link collapse: T8/T1 is at least this while tokens move over a link. Overloaded stock stays below (6.3);
+offload-sync has 10.4."""
 SLOWS_DOWN = 5.0
-"""Or, with T8/T1 of `GROWS`: turn 1 takes this many times what it takes at the sweep's lightest load. 3.1 is
-published where offloading is still the best of the three, 11.6 where it has collapsed."""
+"""Link collapse, second test: T8/T1 is at least `GROWS`, and turn 1 takes this many times its latency at the
+sweep's lightest load. The published value is 3.1 where offloading is still the best of the three policies,
+and
+11.6 where it has collapsed."""
 TIER_LOSES = 0.3
-"""Share of prompt tokens that could have been hit and that no tier had any more; rounding to a tier's chunks
-stays below a tenth."""
+"""Share of prompt tokens that could have been hit but were no longer in any tier. Rounding to a tier's chunks
+alone causes less than a tenth."""
 STORM = 0.25
-"""Preemption storm: preemptions per turn. Each computes a prompt again; from here on a quarter of all prefill
-is for the second time."""
+"""Preemption storm: at least this many preemptions per turn. Each preemption recomputes a prompt. At this
+value,
+recomputed prompts equal a quarter of the turns' prompts."""
 MANY_LEASES = 0.3
-"""Share of leases that end without a hit for one reason, from which on it is worth a word."""
+"""A reason is reported if at least this share of leases ends for it without a hit."""
 MANY_TOKENS = 0.2
-"""The same for the share of the gap's tokens."""
+"""A cause is reported if it explains at least this share of the missed tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What a run's records tell about it; None or nothing where they do not."""
+    """The facts from a run's records. A value is None or empty if the records lack it."""
 
     latency_s: Mapping[int, float]
-    """Mean over all turns of that number."""
+    """Mean latency by turn number."""
     last_turn: int | None
     """The turn that is compared with the first."""
     num_turns: int
     num_preemptions: int | None = None
     hit_share: float | None = None
-    """Of prompt tokens."""
+    """Share of prompt tokens that were hit."""
     best_share: float | None = None
     queue_share: float | None = None
-    """Of the turns' latencies, the part before the first step."""
+    """Share of the turns' latencies that passed before the first step."""
     num_moved_tokens: int | None = None
-    """Loaded from and stored to tiers below the GPU."""
+    """Tokens loaded from and stored to tiers below the GPU."""
     light_first_s: float | None = None
-    """Latency of turn 1 at the lightest load the same policy was measured at."""
+    """Latency of turn 1 at the lightest load that was measured with the same policy."""
     lease_ends: Mapping[str, int] = field(default_factory=dict)
     lease_p50_s: float | None = None
     tool_p50_s: float | None = None
@@ -70,17 +78,17 @@ class Evidence:
     job_s: float | None = None
     """Mean job completion time."""
     stock_job_s: float | None = None
-    """The same of stock vLLM under the same load."""
+    """Mean job completion time of stock vLLM under the same load."""
 
     @property
     def growth(self) -> float | None:
-        """T8/T1, or of the last turn that counts."""
+        """T8/T1, or the same ratio for `last_turn`."""
         first = self.latency_s.get(1)
         return self.latency_s[self.last_turn] / first if self.last_turn and first else None
 
     @property
     def uses_link(self) -> bool:
-        """Whether KV cache moves over a link."""
+        """Whether KV moves over a link."""
         return bool(self.num_moved_tokens) or (self.policy or "").startswith("offload")
 
 
@@ -99,7 +107,7 @@ class Finding:
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
-    """What is wrong, the gravest first; nothing if no known shape is seen."""
+    """Return the findings, most serious first; empty if no known pattern is seen."""
     finders: tuple[Callable[[Evidence], Finding | None], ...] = (
         _find_shape,
         _find_storm,
@@ -111,7 +119,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 
 
 def _find_shape(evidence: Evidence) -> Finding | None:
-    """The shape over the turns; there is only one."""
+    """Find the latency pattern over the turns. A run has at most one."""
     return _find_explosion(evidence) or _find_collapse(evidence) or _find_growth(evidence)
 
 

@@ -1,4 +1,4 @@
-"""Each turn of a run beside the turn of its job before: what was done with the blocks that it left."""
+"""Pairs each turn of a run with its job's previous turn, and finds what happened to that turn's blocks."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from tenuto.records.schema import TurnRecord
 
 
 class Fate(Enum):
-    """What was done with a turn's blocks when it finished, as far as the records tell."""
+    """What happened to a turn's blocks when it finished, as far as the records show."""
 
     UNTOLD = "untold"
     RELEASED = "released"
     LEASED = "leased"
     OFFLOADED = "offloaded"
     RUNNING = "running"
-    """It had not finished when the job's next turn started."""
+    """The turn had not finished when the job's next turn started."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnStory:
-    """A turn, and what it found of the turn before."""
+    """A turn, and what it found from the previous turn."""
 
     record: TurnRecord
     before: TurnRecord | None = None
-    """The job's last turn that had finished. None for a first turn, or where it is unknown."""
+    """The job's most recent finished turn. None for a first turn, or if unknown."""
     fate: Fate = Fate.UNTOLD
-    """Of the blocks of the turn before."""
+    """What happened to the blocks of the previous turn."""
     lease: LeaseRecord | None = None
-    """On the blocks of the turn before; it may have ended."""
+    """The lease on the blocks of the previous turn. It may have ended."""
     reusable_tokens: int | None = None
     missed_tokens: int | None = None
     """Reusable tokens that were not hit."""
 
     @property
     def latency_s(self) -> float | None:
-        """From when it was due to its last token; None for a turn that failed."""
+        """Seconds from its due time to its last token; None for a failed turn."""
         return self.record.latency_s if self.record.status == "ok" else None
 
     @property
     def tool_s(self) -> float | None:
-        """From the end of the turn before until this one was due."""
+        """Seconds from the end of the previous turn to the due time of this one."""
         if self.before is None or self.before.last_token_s is None:
             return None
         return max(0.0, self.record.due_s - self.before.last_token_s)
@@ -52,14 +52,17 @@ class TurnStory:
 
 @dataclass(frozen=True, slots=True)
 class JobStory:
-    """One job's turns in their order."""
+    """The turns of one job in order."""
 
     job_id: str
     turns: tuple[TurnStory, ...]
 
     @property
     def duration_s(self) -> float | None:
-        """First arrival to last token, tools included; None if a turn failed or has no end."""
+        """Seconds from the first arrival to the last token, with tools.
+
+        None if a turn failed or has no end.
+        """
         ends_s = [turn.record.last_token_s for turn in self.turns if turn.record.status == "ok"]
         known_s = [end_s for end_s in ends_s if end_s is not None]
         if not known_s or len(known_s) < len(self.turns):
@@ -68,7 +71,7 @@ class JobStory:
 
 
 def make_stories(data: RunData) -> list[JobStory]:
-    """The jobs of a run. Ids come back in the order in which they were read."""
+    """Return the jobs of a run, in the order in which their ids were read."""
     leases = {(lease.job, lease.turn): lease for lease in data.leases}
     offloads = _offloads_all(data)
     return [
@@ -83,12 +86,12 @@ def make_stories(data: RunData) -> list[JobStory]:
 
 
 def get_policy(data: RunData) -> str | None:
-    """The policy, as the record or the trace names it."""
+    """Return the policy's name from the record or the trace."""
     return data.record.policy if data.record is not None and data.record.policy else data.policy
 
 
 def _offloads_all(data: RunData) -> bool:
-    """Whether an engine with a tier copies what nobody leases."""
+    """Whether an engine with a tier also copies blocks that have no lease."""
     return any(turn.loaded_tokens for turn in data.turns) or (get_policy(data) or "").startswith("offload")
 
 

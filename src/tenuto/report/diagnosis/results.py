@@ -1,4 +1,4 @@
-"""From result records (`result.json`, `results.jsonl` of a sweep or an ab): a diagnosis for each of them."""
+"""Makes a diagnosis for each result record (`result.json`, or `results.jsonl` of a sweep or an ab)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tenuto.report.diagnosis.summary import LABELS, get_growth, get_labels
 
 
 def summarise_results(source: str, records: Sequence[RunRecord], notes: list[str]) -> dict[str, Any]:
-    """All records of a file, each with its figures and its diagnosis. Raises DataError without any."""
+    """Summarise all records of a file, with figures and diagnosis. Raises DataError if there are none."""
     if not records:
         raise DataError(f"{source}: holds no record")
     light: dict[tuple[object, ...], RunRecord] = {}
@@ -33,22 +33,22 @@ def summarise_results(source: str, records: Sequence[RunRecord], notes: list[str
 
 
 def _get_series(record: RunRecord) -> tuple[object, ...]:
-    """What stays the same when only the load changes."""
+    """Return the key of runs that differ only in load."""
     return record.policy, record.gpu, record.model, record.workload
 
 
 def _get_load(record: RunRecord) -> tuple[object, ...]:
-    """What stays the same when only the policy changes."""
+    """Return the key of runs that differ only in policy."""
     return tuple(getattr(record, name) for name in LABELS if name != "policy")
 
 
 def _count_turns(record: RunRecord) -> int:
-    """As the client counted; else as if all jobs had as many turns, as those of 0.1's sweeps have."""
+    """Count turns as the client did. Otherwise assume equal jobs, as in the sweeps of 0.1."""
     return record.turns.ok or (record.jobs or 0) * len(record.by_turn)
 
 
 def _get_best_share(record: RunRecord) -> float | None:
-    """Of all prompt tokens, those that were hit or could have been."""
+    """Return the share of prompt tokens that were hit or could have been hit."""
     hit, recomputed = record.hit_tokens, record.recomputed_tokens
     if not record.prompt_tokens or hit is None or recomputed is None:
         return None

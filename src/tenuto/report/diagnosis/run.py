@@ -1,4 +1,4 @@
-"""`tenuto analyze`: finding out what a file is, reading it, saying what it tells."""
+"""`tenuto analyze`: identifies a file, reads it and reports what it contains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tenuto.report.diagnosis.text import format_report, show_id
 
 
 def run_analyze(paths: Sequence[Path], *, jobs: Sequence[str] = (), as_json: bool = False) -> int:
-    """Analyse each file and print what was found. Raises DataError, ConfigError."""
+    """Analyse each file and print the findings. Raises DataError or ConfigError."""
     reports = [analyze(path, jobs=jobs) for path in paths]
     if jobs and not any(report.get("jobs_shown") for report in reports):
         raise ConfigError(f"--job {' '.join(jobs)}: no such job in {', '.join(map(str, paths))}")
@@ -33,12 +33,12 @@ def run_analyze(paths: Sequence[Path], *, jobs: Sequence[str] = (), as_json: boo
 
 
 def say_on_stderr(text: str) -> None:
-    """Progress, away from the result."""
+    """Print progress to stderr, apart from the result."""
     print(f"[analyze] {text}", file=sys.stderr, flush=True)
 
 
 def analyze(path: Path, *, jobs: Sequence[str] = (), say: Say = say_on_stderr) -> dict[str, Any]:
-    """The report on one file or folder, in JSON types. Raises DataError."""
+    """Return the report on one file or folder, in JSON types. Raises DataError."""
     kind = identify(path)
     if kind in (kinds.RUN, kinds.RESULTS_FOLDER):
         notes: list[str] = []
@@ -57,7 +57,7 @@ def analyze(path: Path, *, jobs: Sequence[str] = (), say: Say = say_on_stderr) -
 
 
 def _show_jobs(stories: Sequence[JobStory], block_size: int, patterns: Sequence[str]) -> list[dict[str, Any]]:
-    """The jobs asked for, turn by turn; if none was asked for, the one that missed most tokens."""
+    """Describe the requested jobs turn by turn; by default, the job that missed the most tokens."""
     if patterns:
         return [describe_job(job, block_size) for job in stories if _is_wanted(job, patterns)]
     worst = describe_job(get_worst_job(stories), block_size)

@@ -1,4 +1,4 @@
-"""A run's figures: one function for each group of them, in JSON types. docs/glossary.md defines them."""
+"""Computes a run's figures in JSON types, one function per group. docs/glossary.md defines them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tenuto.report.diagnosis.diagnosis import Evidence, diagnose
 from tenuto.report.diagnosis.history import JobStory, TurnStory, get_policy, make_stories
 
 GROWTH_TURN = 8
-"""T8/T1 is the published figure; shorter jobs are compared at the last turn that half of them reach."""
+"""The published figure is T8/T1. Shorter jobs are compared at the last turn that half of them reach."""
 
 
 class Growth(NamedTuple):
-    """How many times slower a late turn is than the first."""
+    """The ratio of a late turn's latency to the first turn's."""
 
     turn: int
     ratio: float
@@ -30,7 +30,7 @@ LABELS = ("policy", "gpu", "model", "workload", "jps", "seed")
 
 
 def summarise(data: RunData) -> dict[str, Any]:
-    """Everything `tenuto analyze` says about one run."""
+    """Return all figures that `tenuto analyze` shows for one run."""
     jobs = make_stories(data)
     turns = [turn for job in jobs for turn in job.turns]
     report: dict[str, Any] = {
@@ -70,12 +70,12 @@ def _get_labels(data: RunData) -> dict[str, object]:
 
 
 def get_labels(record: RunRecord) -> dict[str, object]:
-    """What was run, as far as the record says it."""
+    """Return the description of what was run, as far as the record has it."""
     return {name: getattr(record, name) for name in LABELS if getattr(record, name) is not None}
 
 
 def _get_gauges(data: RunData) -> dict[str, Gauge]:
-    """The engine's state, from a trace's steps or from samples of the KV cache."""
+    """Return the engine's state, from a trace's steps or from samples of the KV cache."""
     if data.gauges or not data.samples:
         return data.gauges
     gauges: dict[str, Gauge] = {}
@@ -113,14 +113,14 @@ def _make_evidence(
 
 
 def describe(values: Iterable[float | None]) -> dict[str, float | None]:
-    """Mean, percentiles and highest of the values that are known; None each without any."""
+    """Return mean, percentiles and maximum of the known values; each is None if there are none."""
     stats = metrics.summarise(values)
     names = ("mean", "p50", "p90", "p95", "p99", "max")
     return dict.fromkeys(names) if stats is None else asdict(stats)
 
 
 def get_job_counts(jobs: Sequence[JobStory]) -> dict[str, int]:
-    """Jobs whose every turn succeeded, jobs with a turn that failed, and those the records end in."""
+    """Count completed jobs, jobs with a failed turn, and jobs that were unfinished when the records ended."""
     aborted = sum(any(turn.record.status != "ok" for turn in job.turns) for job in jobs)
     finished = sum(job.duration_s is not None for job in jobs)
     return {
@@ -132,12 +132,12 @@ def get_job_counts(jobs: Sequence[JobStory]) -> dict[str, int]:
 
 
 def get_tokens(turns: Iterable[TurnStory]) -> dict[str, Any]:
-    """Prompt tokens of started turns, what was hit and what could have been, for turns whose hit is known."""
+    """Count prompt tokens, hits and possible hits, over started turns with known hits."""
     known = [turn for turn in turns if turn.record.hit_tokens is not None and turn.record.prompt_tokens]
     prompt = sum(turn.record.prompt_tokens or 0 for turn in known)
     hit = sum(turn.record.hit_tokens or 0 for turn in known)
     missed = sum(turn.missed_tokens or 0 for turn in known)
-    # What other jobs left in the cache (a shared system prompt) is hit, too, though it is not reusable.
+    # Tokens from other jobs (a shared system prompt) are hit too, although they do not count as reusable.
     best = hit + missed
     return {
         "turns": len(known),
@@ -153,7 +153,7 @@ def get_tokens(turns: Iterable[TurnStory]) -> dict[str, Any]:
 
 
 def get_causes(turns: Iterable[TurnStory], block_size: int) -> dict[str, dict[str, int]]:
-    """Turns and missed tokens by cause, largest first."""
+    """Count turns and missed tokens by cause, largest first."""
     counts: Counter[Cause] = Counter()
     tokens: Counter[Cause] = Counter()
     for turn in turns:
@@ -165,7 +165,7 @@ def get_causes(turns: Iterable[TurnStory], block_size: int) -> dict[str, dict[st
 
 
 def get_leases(leases: Sequence[LeaseRecord]) -> dict[str, Any]:
-    """How many, how they ended, how long they held."""
+    """Return the number of leases, how they ended, and how long they lasted."""
     ended = [lease for lease in leases if lease.ended_s is not None]
     held: defaultdict[str, list[float]] = defaultdict(list)
     for lease in ended:
@@ -181,7 +181,7 @@ def get_leases(leases: Sequence[LeaseRecord]) -> dict[str, Any]:
 
 
 def get_by_turn(turns: Iterable[TurnStory]) -> list[dict[str, Any]]:
-    """Means over all first turns, all second turns, and so on."""
+    """Return means over all first turns, all second turns, and so on."""
     by_number: defaultdict[int, list[TurnStory]] = defaultdict(list)
     for turn in turns:
         by_number[turn.record.turn].append(turn)
@@ -203,7 +203,7 @@ def _describe_turns(number: int, turns: Sequence[TurnStory]) -> dict[str, Any]:
 
 
 def get_growth(latency_s: Mapping[int, float], counts: Mapping[int, int] | None = None) -> Growth | None:
-    """How much slower late turns are than first ones: T8/T1, or of the last turn half of the jobs reach."""
+    """Return T8/T1, or the same ratio for the last turn that half of the jobs reach."""
     known = {number: value for number, value in latency_s.items() if value}
     if 1 not in known:
         return None
@@ -215,12 +215,12 @@ def get_growth(latency_s: Mapping[int, float], counts: Mapping[int, int] | None 
 
 
 def get_worst_job(jobs: Iterable[JobStory]) -> JobStory:
-    """The job that computed most again; there must be one."""
+    """Return the job that recomputed the most tokens. There must be at least one job."""
     return max(jobs, key=_count_missed)
 
 
 def describe_job(job: JobStory, block_size: int) -> dict[str, Any]:
-    """One job, turn by turn."""
+    """Describe one job turn by turn."""
     tokens = get_tokens(job.turns)
     return {
         "job": job.job_id,

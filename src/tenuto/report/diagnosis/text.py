@@ -1,4 +1,4 @@
-"""What was found, for people: tables of a hundred columns at most, and the diagnosis in words."""
+"""Formats the findings as text: tables of at most 100 characters width, and the diagnosis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTHING = (
 
 
 def format_report(report: Mapping[str, Any]) -> str:
-    """One file's report."""
+    """Format the report on one file."""
     body = _format_results(report) if report["kind"] == "results" else _format_run(report)
     notes = [f"note: {note}" for note in report["notes"]]
     return "\n".join([f"{report['source']} ({report['kind']})", *notes, *body])
@@ -157,7 +157,7 @@ def _format_results(report: Mapping[str, Any]) -> list[str]:
             kind = finding["mode"], finding["means"], finding["do"]
             found.setdefault(kind, []).append(f"{name}{finding['seen']}")
     for (mode, means, do), seen in found.items():
-        # What it means and what to do is the same for all of them: once is enough.
+        # The meaning and the advice are the same for all of them, so they are printed once.
         lines += ["", f"{mode.upper()}, in {len(seen)} of {len(cells)}:"]
         for label, text in (("means", means), ("do", do), *(("seen", each) for each in seen)):
             lines += _wrap(f"    {label:<6}", text)
@@ -167,7 +167,7 @@ def _format_results(report: Mapping[str, Any]) -> list[str]:
 
 
 def _get_place(cell: Mapping[str, Any]) -> tuple[tuple[float, str], ...]:
-    """Where a cell stands in the table: its load first, so that policies under one load are neighbours."""
+    """Return a cell's sort key: the load comes first, so that policies under the same load are neighbours."""
     values = (cell["labels"].get(name, "") for name in ("workload", "gpu", "model", "jps", "policy", "seed"))
     return tuple((value, "") if isinstance(value, int | float) else (0.0, str(value)) for value in values)
 
@@ -198,7 +198,10 @@ def _format_findings(findings: Sequence[Mapping[str, str]]) -> list[str]:
 def format_table(
     head: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[int] = ()
 ) -> list[str]:
-    """Columns as wide as they need; numbers to the right, the columns named in `left` to the left."""
+    """Format a table with columns as wide as needed.
+
+    Columns in `left` are left-aligned, others right-aligned.
+    """
     cells = [[str(value) for value in row] for row in (head, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     return [
@@ -212,7 +215,7 @@ def format_table(
 
 
 def show_id(job_id: str) -> str:
-    """A job's id on one line: those the driver makes up begin with a tab."""
+    """Format a job's id on one line. Ids that the driver makes up begin with a tab."""
     return job_id if job_id.isprintable() else repr(job_id)[1:-1]
 
 
