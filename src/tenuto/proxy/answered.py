@@ -1,7 +1,7 @@
-"""What the server answered: text, tool calls, counts and times, of OpenAI's and Anthropic's protocols.
+"""Reads what the server answered: text, tool calls, counts and times, in OpenAI's and Anthropic's protocols.
 
-A server may send anything. What cannot be read is left out, and what it says of itself is checked as far as
-that can be done; nothing here raises but UnreadableAnswer.
+A server may send anything. What cannot be read is left out. What the server reports about itself is checked
+as far as possible. No function here raises anything except UnreadableAnswer.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tenuto.workload.formats.messages import cut_text, find_tool, read_text, wri
 
 
 class UnreadableAnswer(ValueError):
-    """There is no whole answer; the message says why, without its content."""
+    """There is no complete answer. The message gives the reason without the answer's content."""
 
 
 @dataclass(slots=True)
 class Answered:
-    """An answer, read. Times are those of the pieces that brought its tokens."""
+    """A parsed answer. Times are the arrival times of the pieces that contain its tokens."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: dict[Any, list[str]] = field(default_factory=dict)
-    """Name and arguments, by the call's index or id."""
+    """Name and arguments of each tool call, by the call's index or id."""
     token_ids: list[int] | None = None
     prompt_ids: list[int] | None = None
     num_prompt_tokens: int | None = None
@@ -38,7 +38,7 @@ class Answered:
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_events: int = 0
-    """Pieces that brought text."""
+    """Number of pieces that contain text."""
     is_over: bool = False
 
     @property
@@ -48,11 +48,11 @@ class Answered:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the text is all there is, so that its tokens are the output's."""
+        """Whether the answer contains only text, so that the text's tokens are the output's tokens."""
         return not self.calls and not self.reasoning
 
     def get_pieces(self, path: str) -> list[str]:
-        """The answer as the next prompt will hold it (see `asked`)."""
+        """The answer in the form in which the next prompt will contain it (see `asked`)."""
         calls = [write_call(name, arguments) for name, arguments in self.calls.values()]
         if path.endswith("/responses"):
             written = [write_piece("assistant", "", [call]) for call in calls]
@@ -62,12 +62,12 @@ class Answered:
         return cut_text(self.text)
 
     def find_tool(self) -> ToolCall | None:
-        """The tool call that the answer ends with."""
+        """The tool call at the end of the answer."""
         return find_tool(self.text, [(name, arguments) for name, arguments in self.calls.values()])
 
 
 def read_answered(exchange: Exchange) -> Answered:
-    """Read an answer. Raises UnreadableAnswer if there is none, or not all of it."""
+    """Parse an answer. Raises UnreadableAnswer if it is missing or incomplete."""
     if exchange.end != "whole":
         raise UnreadableAnswer(exchange.end)
     if exchange.status != 200:
@@ -155,7 +155,7 @@ def _count(answered: Answered) -> int:
 
 
 def _read_chunk(answered: Answered, event: dict[str, Any]) -> None:
-    """A chunk of completions or chat completions."""
+    """Read a chunk of completions or chat completions."""
     _read_usage(answered, event.get("usage"))
     choice = _get_first(event.get("choices"))
     if are_ids(prompt_ids := event.get("prompt_token_ids", choice.get("prompt_token_ids"))) and prompt_ids:
@@ -180,7 +180,7 @@ def _read_delta(answered: Answered, delta: dict[str, Any]) -> None:
 
 
 def _read_typed(answered: Answered, kind: str, event: dict[str, Any]) -> None:
-    """An event of Responses or of Messages."""
+    """Read an event of Responses or of Messages."""
     if kind == "response.output_text.delta":
         answered.texts.append(str(event.get("delta", "")))
     elif kind in ("response.reasoning_text.delta", "response.reasoning_summary_text.delta"):
@@ -205,7 +205,7 @@ def _read_typed(answered: Answered, kind: str, event: dict[str, Any]) -> None:
 
 
 def _read_item(answered: Answered, item: dict[str, Any]) -> None:
-    """An item of a whole Responses answer."""
+    """Read an item of a whole Responses answer."""
     if item.get("type") == "function_call":
         _add_call(answered, len(answered.calls), item.get("name"), item.get("arguments"))
     elif item.get("type") == "reasoning":
@@ -215,7 +215,7 @@ def _read_item(answered: Answered, item: dict[str, Any]) -> None:
 
 
 def _read_block(answered: Answered, index: Any, block: dict[str, Any]) -> None:
-    """A block of Anthropic's content."""
+    """Read a block of Anthropic's content."""
     if block.get("type") == "tool_use":
         arguments = block.get("input")
         _add_call(answered, index, block.get("name"), None if arguments is None else json.dumps(arguments))
@@ -250,7 +250,7 @@ def _keep_ids(answered: Answered, token_ids: Any) -> None:
 
 
 def _read_usage(answered: Answered, usage: Any) -> None:
-    """The counts as the server says them; what can be no count is as good as not said."""
+    """Read the server's counts. A value that cannot be a count is treated as missing."""
     if not isinstance(usage, dict):
         return
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
@@ -259,7 +259,7 @@ def _read_usage(answered: Answered, usage: Any) -> None:
     )
     prompt = _get_count(usage.get("prompt_tokens", usage.get("input_tokens")))
     if prompt is not None and "prompt_tokens" not in usage and "cache_read_input_tokens" in usage:
-        # Anthropic counts what came from its cache, and what went there, beside the rest.
+        # Anthropic counts tokens read from its cache and tokens written to it separately from the rest.
         prompt += sum(
             _get_count(usage.get(name)) or 0
             for name in ("cache_read_input_tokens", "cache_creation_input_tokens")

@@ -1,4 +1,4 @@
-"""What a request asks: whose turn it is, and its prompt in pieces (`workload.messages`)."""
+"""Reads a request: the job that it belongs to, and its prompt in pieces (`workload.messages`)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _CHAT_TOKENIZE = (
 
 
 class UnreadableRequest(ValueError):
-    """The request is none that a turn could be made of; the message says why, without its content."""
+    """No turn can be made of the request. The message gives the reason without the request's content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, read."""
+    """A parsed request."""
 
     hints: Hints
     model: str | None
     is_stream: bool
     pieces: list[str]
     token_ids: list[int] | None
-    """The prompt's, where the client sent those."""
+    """The prompt's token ids, if the client sent them."""
     tokenize: dict[str, Any] | None
-    """What to ask the server's /tokenize for the prompt's token ids; None where it knows no such prompt."""
+    """The /tokenize request for the prompt's token ids. None if /tokenize does not support the prompt."""
 
 
 def read_asked(exchange: Exchange) -> Asked:
-    """Read a request. Raises UnreadableRequest."""
+    """Parse a request. Raises UnreadableRequest."""
     if exchange.is_too_large:
         raise UnreadableRequest("too large to be read")
     if "content-encoding" in exchange.headers:
@@ -85,14 +85,14 @@ def _read_prompt(
 
 
 def are_ids(value: Any) -> bool:
-    """Whether this is a list of token ids, no longer than a trace's prompts may be."""
+    """Whether this is a list of token ids that is no longer than a trace's longest prompt."""
     if not isinstance(value, list) or len(value) > MAX_TOKENS:
         return False
     return all(type(each) is int and 0 <= each < 2**31 for each in value)
 
 
 def _read_tools(body: dict[str, Any]) -> list[str]:
-    # Templates put the tools before or into the first message; so do the pieces.
+    # Templates put the tools before or into the first message, and the pieces do the same.
     tools = body.get("tools")
     return [json.dumps(tools, sort_keys=True)] if tools else []
 
@@ -105,7 +105,7 @@ def _get_objects(body: dict[str, Any], field: str) -> list[dict[str, Any]]:
 
 
 def _read_input(body: dict[str, Any]) -> Iterator[str]:
-    """OpenAI's Responses: a text, or items of messages, calls and their outputs."""
+    """Read OpenAI's Responses: a text, or items (messages, calls and their outputs)."""
     if body.get("instructions"):
         yield write_piece("system", read_text(body["instructions"]), [])
     if isinstance(body.get("input"), str):
@@ -118,11 +118,11 @@ def _read_input(body: dict[str, Any]) -> Iterator[str]:
             yield write_piece("tool", read_text(item.get("output")), [])
         elif item.get("type", "message") == "message":
             yield write_message(item)
-        # Reasoning items are the answer's own thoughts, which templates drop.
+        # Skip reasoning items: they are the model's own thoughts, and templates drop them.
 
 
 def _read_anthropic(body: dict[str, Any]) -> Iterator[str]:
-    """Anthropic's Messages: the system prompt, then messages of blocks."""
+    """Read Anthropic's Messages: the system prompt, then messages of blocks."""
     if body.get("system"):
         yield write_piece("system", read_text(body["system"]), [])
     for message in _get_objects(body, "messages"):
@@ -142,7 +142,7 @@ def read_blocks(content: Any) -> tuple[str, list[str]]:
         for block in content
         if block.get("type") == "tool_use"
     ]
-    # What only tells the provider how to cache is no part of the prompt.
+    # Fields that only tell the provider how to cache are not part of the prompt.
     rest = [
         {key: value for key, value in block.items() if key != "cache_control"}
         for block in content

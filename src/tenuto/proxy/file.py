@@ -1,4 +1,4 @@
-"""The recording on disk: every line whole and at once with the operating system, whatever comes after."""
+"""The recording on disk. Each line is passed to the operating system at once and in one piece."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tenuto.core.errors import ConfigError
 
 
 class RecordingFile:
-    """A new JSONL file, readable by its owner alone. A disk that fails ends the file, never the caller.
+    """A new JSONL file that only its owner can read. If the disk fails, the file ends but the caller goes on.
 
-    Raises ConfigError if it cannot be opened, or holds something already.
+    Raises ConfigError if the file cannot be opened or is not empty.
     """
 
     def __init__(self, path: Path) -> None:
         self.problem: str | None = None
-        """Why the file ends early, if it does."""
+        """The reason why the file ends early. None if it does not."""
         self.num_lost = 0
-        """Lines that came after that."""
+        """Number of lines lost because they came after the file ended early."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -39,14 +39,14 @@ class RecordingFile:
         line = json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         start = 0
         try:
-            # One call a line: whoever kills this process cannot cut it in two.
+            # Write each line with one call, so that killing this process cannot leave half a line.
             while start < len(line):
                 start += os.write(self._file, line[start:])
         except OSError as error:
             self._give_up(error, start)
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file."""
         os.close(self._file)
 
     def _give_up(self, error: OSError, num_written: int) -> None:
@@ -55,4 +55,4 @@ class RecordingFile:
             if num_written:
                 os.ftruncate(self._file, os.fstat(self._file).st_size - num_written)
         except OSError:
-            pass  # a line that was cut stays; readers say which
+            pass  # an incomplete line stays in the file; readers report it

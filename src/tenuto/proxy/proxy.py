@@ -1,7 +1,7 @@
-"""The proxy: every request goes to the server and every answer comes back as they are, piece by piece.
+"""The proxy: passes every request to the server and every answer back, unchanged and piece by piece.
 
-A client that leaves takes its request with it; a server that breaks off is a broken connection to the client
-too. Nothing here waits for what is written down, and nothing that goes wrong there can reach the traffic.
+If a client disconnects, its request to the server is cancelled. If the server breaks its connection, the
+client's connection is broken too. Recording never delays the traffic, and its errors never affect it.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from tenuto.proxy.exchange import Exchange, is_recorded
 from tenuto.proxy.usage import UsageFilter, ask_for_usage
 
 MAX_HEADER_BYTES = 2**20
-"""More than any server takes: it is for the server to refuse."""
+"""Larger than any server accepts, so that the server itself refuses headers that are too large."""
 _HOP_BY_HOP = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
         "trailer", "transfer-encoding", "upgrade",
     }
 )  # fmt: skip
-"""RFC 9110, 7.6.1: these are between two neighbours only."""
+"""Headers that are only valid for a single connection (RFC 9110, 7.6.1)."""
 _NOT_SENT = _HOP_BY_HOP | {"host", "expect"}
-"""The server's own name is asked for; and to be asked to go on is between neighbours too."""
+"""`host` is not forwarded because the server expects its own name. `expect` concerns one connection only."""
 _AUTO_HEADERS = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
 _HEADERS: web.ResponseKey[CIMultiDict[str]] = web.ResponseKey("headers", CIMultiDict)
 
 
 class Proxy:
-    """Passes requests to one server; an async context manager.
+    """Passes requests to one server. An async context manager.
 
-    `on_exchange` hears of every exchange that `exchange.is_recorded`, when it has ended.
+    `on_exchange` is called with every exchange that `exchange.is_recorded` selects, when it has ended.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Proxy:
         self._start_s: float | None = None
 
     async def __aenter__(self) -> Self:
-        """Open the connection pool, of any size and without time limits: those are the client's to set."""
+        """Open the connection pool, without limits on size or time: the client sets the time limits."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -73,7 +73,7 @@ class Proxy:
         await self._session.close()
 
     def make_app(self) -> web.Application:
-        """The application that serves the proxy."""
+        """Make the application that serves the proxy."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         app.on_response_prepare.append(_restore_headers)
@@ -82,7 +82,7 @@ class Proxy:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if not is_recorded(request.method, request.path):
             return await self._pass(request, None)
-        # Of several headers of one name the first counts, as in vLLM.
+        # If several headers have the same name, the first one counts, as in vLLM.
         headers = {name.lower(): value for name, value in [*request.headers.items()][::-1]}
         now_s = time.monotonic()
         self._start_s = now_s if self._start_s is None else self._start_s
@@ -123,9 +123,9 @@ class Proxy:
                 exchange.end = "no server"
             return _refuse(502, f"tenuto record: the server cannot be reached: {error}")
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError):
-            # What the server did to its connection is done to the client's.
+            # The server's connection broke, so break the client's connection too.
             _reset(request)
-            return web.Response(status=502)  # reaches nobody
+            return web.Response(status=502)  # never sent: the connection is already closed
 
     async def _answer(
         self,
@@ -170,14 +170,14 @@ async def _send_bytes(body: bytes) -> AsyncIterator[bytes]:
 
 
 def _drop(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:
-    """The headers but those of these names, and those that `Connection` says are for the neighbour."""
+    """The headers without these names, and without those that `Connection` marks as hop-by-hop."""
     listed = ",".join(headers.getall(hdrs.CONNECTION, [])).lower().split(",")
     dropped = names | {name.strip() for name in listed}
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
 
 
 async def _restore_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Take away what aiohttp adds by itself, as far as the server did not say it."""
+    """Remove headers that aiohttp adds by itself, unless the server sent them."""
     if _HEADERS not in response:
         return
     for name in (hdrs.CONTENT_TYPE, hdrs.DATE, hdrs.SERVER):
@@ -186,13 +186,13 @@ async def _restore_headers(request: web.Request, response: web.StreamResponse) -
 
 
 def _refuse(status: int, message: str) -> web.Response:
-    """An error of the proxy's own, as OpenAI's clients read it."""
+    """Make an error response of the proxy itself, in the format that OpenAI clients read."""
     error = {"error": {"message": message, "type": "proxy_error", "code": status}}
     return web.Response(status=status, text=json.dumps(error), content_type="application/json")
 
 
 def _reset(request: web.Request) -> None:
-    """Break the connection so that nobody takes it for the end of an answer."""
+    """Reset the connection, so that the client does not mistake its end for the end of the answer."""
     if request.transport is None:
         return
     connection = request.transport.get_extra_info("socket")

@@ -1,7 +1,7 @@
-"""From what passed through the proxy to the lines of the recording, on a thread of its own.
+"""Turns the traffic of the proxy into the lines of the recording, on a separate thread.
 
-The proxy hands over whole exchanges and goes on. What is wrong with one of them, or with this code, costs
-that exchange's line and is counted; it never reaches the traffic.
+The proxy hands over complete exchanges and continues. If an exchange cannot be read, or this code has a bug,
+that exchange loses its line and is counted. The traffic is never affected.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tenuto.proxy.turn import TurnWriter
 from tenuto.workload.formats.content import Contents, Hasher
 
 MAX_WAITING_BYTES = 2**29
-"""Exchanges not written down yet; what comes above this is lost, and counted."""
+"""Largest size of the exchanges that wait to be written. Exchanges above this limit are lost and counted."""
 
 
 class Recorder:
-    """Writes one recording. `submit` may be called from any thread and returns at once."""
+    """Writes one recording. `submit` may be called from any thread and returns immediately."""
 
     def __init__(self, options: RecordOptions, file: RecordingFile, say: Callable[[str], None]) -> None:
         self.num_turns = 0
         self.num_failed = 0
-        """Requests that brought no whole answer; they have a line too."""
+        """Requests without a complete answer. They have a line in the recording too."""
         self.num_lost = 0
-        """Exchanges without a line."""
+        """Exchanges that have no line in the recording."""
         self._options = options
         self._file = file
         self._say = say
@@ -64,7 +64,7 @@ class Recorder:
         self._thread.start()
 
     def submit(self, exchange: Exchange) -> None:
-        """An exchange has ended."""
+        """Queue an exchange that has ended."""
         size = len(exchange.body) + exchange.num_answer_bytes
         with self._lock:
             if self._num_waiting_bytes + size > MAX_WAITING_BYTES:
@@ -74,7 +74,7 @@ class Recorder:
         self._queue.put(exchange)
 
     def close(self) -> None:
-        """Write down what was submitted, and end."""
+        """Write all submitted exchanges, then end."""
         self._queue.put(None)
         self._thread.join()
         self._tokenizer.close()
@@ -83,8 +83,8 @@ class Recorder:
         while (exchange := self._queue.get()) is not None:
             try:
                 self._record(exchange)
-            except Exception as error:  # whatever it is, the next exchange may be all right
-                # Its type alone: a message may quote what passed.
+            except Exception as error:  # catch everything, because the next exchange may be valid
+                # Report only the error's type: its message may quote the traffic.
                 self._lose(f"a turn could not be written down ({type(error).__name__})")
             with self._lock:
                 self._num_waiting_bytes -= len(exchange.body) + exchange.num_answer_bytes
@@ -108,7 +108,7 @@ class Recorder:
         except UnreadableRequest as error:
             why = str(error)
         try:
-            # Before the request's own fault: a server that refuses it says more.
+            # Read the answer first: if the server refuses the request, its message explains more.
             answered = read_answered(exchange)
         except UnreadableAnswer as error:
             why = str(error)
@@ -125,7 +125,7 @@ class Recorder:
         self._write({"timestamp": _get_timestamp_ms(exchange), **row})
 
     def _make_failed(self, exchange: Exchange, asked: Asked | None, why: str | None) -> dict[str, Any]:
-        """The line of a request that brought no whole answer; readers of workloads pass over it."""
+        """Make the line of a request without a complete answer. Readers of workloads skip such lines."""
         tenant, job_id = (None, None) if asked is None else self._get_job(asked.hints)
         row = {
             "kind": "failed",
@@ -141,7 +141,7 @@ class Recorder:
         return {key: value for key, value in row.items() if value is not None}
 
     def _get_job(self, hints: Hints) -> tuple[str | None, str | None]:
-        """Tenant and job id, hashed if that was asked for."""
+        """Tenant and job id, hashed if the options ask for it."""
         tenant = hints.tenant
         job_id = hints.job_id
         if job_id is not None and tenant is not None:

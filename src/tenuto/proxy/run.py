@@ -1,4 +1,4 @@
-"""`tenuto record`: from options to a proxy that runs until it is told to end."""
+"""`tenuto record`: runs a proxy with the given options until a signal ends it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from tenuto.proxy.proxy import MAX_HEADER_BYTES, Proxy
 from tenuto.proxy.recorder import Recorder
 
 GRACE_S = 30.0
-"""How long answers that are under way may take when the recording is to end; a second signal cuts them."""
+"""Time limit in seconds for answers in flight when the recording ends. A second signal ends them at once."""
 SWITCH_S = 0.0005
-"""How long the recorder may keep the proxy waiting for the interpreter; Python's own 5 ms is felt."""
+"""How many seconds the recorder's thread may hold the interpreter while the proxy waits. Python's default of
+5 ms causes noticeable delays."""
 
 
 def run_recording(options: RecordOptions) -> int:
-    """Record until SIGINT or SIGTERM; returns the exit status, 1 if not everything was written."""
+    """Record until SIGINT or SIGTERM. Return the exit status: 1 if not everything was written."""
     sys.setswitchinterval(SWITCH_S)
     file = RecordingFile(options.out)
     recorder = Recorder(options, file, say)
@@ -41,12 +42,12 @@ def run_recording(options: RecordOptions) -> int:
 
 
 async def serve(options: RecordOptions, recorder: Recorder) -> None:
-    """Serve the proxy until a signal comes. Raises ConfigError if it cannot listen."""
+    """Serve the proxy until a signal arrives. Raises ConfigError if it cannot listen on its port."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def end() -> None:
-        # The next signal does what it always does: it ends the process.
+        # The next signal has its default effect: it ends the process.
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
         ended.set()
@@ -78,5 +79,5 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
 
 
 def say(text: str) -> None:
-    """Tell the user."""
+    """Print a message for the user."""
     print(f"[record] {text}", file=sys.stderr, flush=True)

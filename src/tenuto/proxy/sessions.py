@@ -1,8 +1,8 @@
-"""Which job is a recorded turn of, and what came before it there?
+"""Decides which job a recorded turn belongs to, and which turn of that job came before it.
 
-A job that the client names is known by its name, any other by its content, as in `tenuto.core.driver`. Turns
-of one job that were under way at the same time cannot stand in one row of turns: what overlaps becomes a job
-of its own, whose name ends with ~2, ~3, … and whose parent is the job it is part of.
+A job is recognised by the id that the client sends, and without an id by its content, as in
+`tenuto.core.driver`. The turns of a job in a recording must not overlap in time. Overlapping turns become
+separate jobs. Their names end with ~2, ~3, … and their parent is the job that they are part of.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tenuto.core.requests.lineage import Lineage
 from tenuto.workload.formats.content import BLOCK_TOKENS, Pieces
 
 MAX_JOBS = 100_000
-"""Jobs remembered between turns, the latest."""
+"""Number of jobs remembered between turns; the oldest are forgotten first."""
 
 
 @dataclass(slots=True)
 class Lane:
-    """One job of the recording: turns one after the other."""
+    """One job of the recording: a sequence of turns that do not overlap."""
 
     session: str
     tenant: str | None
@@ -30,7 +30,7 @@ class Lane:
     last_end_s: float = 0.0
     last_hashes: list[bytes] = field(default_factory=list)
     after: tuple[str, int, float] | None = None
-    """Session and index of the turn that was under way when this job began, and for how long it had been."""
+    """Session and index of the turn in flight when this job began, and for how many seconds it had been."""
 
 
 class Sessions:
@@ -50,9 +50,9 @@ class Sessions:
         pieces: Pieces,
         token_ids: Sequence[int] | None,
     ) -> tuple[str, Lane]:
-        """The job's key, and the row of turns that a turn joins; `job` is the tenant and the job's id."""
+        """The job's key, and the sequence of turns that a turn joins. `job` is the tenant and the job id."""
         tenant, job_id = job
-        # Neither id holds a tab, as both are printable.
+        # Neither id contains a tab, because both are printable.
         key = f"{tenant or ''}\t{job_id}" if job_id is not None else self._recognise(pieces, token_ids)
         if key is None:
             self._num_inferred += 1
@@ -69,13 +69,13 @@ class Sessions:
         return key, lanes[-1]
 
     def count_same(self, lane: Lane, pieces: Pieces) -> int:
-        """Leading pieces that a prompt has in common with the lane's turn before."""
+        """Number of leading pieces that a prompt shares with the lane's previous turn."""
         return _count_common(lane.last_hashes, pieces.hashes)
 
     def remember(
         self, key: str, pieces: Pieces, token_ids: Sequence[int] | None, output: Sequence[bytes]
     ) -> None:
-        """A turn of this job was answered; its next one begins with the prompt's pieces, or its tokens."""
+        """Remember an answered turn: the job's next turn begins with the prompt's pieces or tokens."""
         if token_ids is not None:
             full = pieces.hashes[: len(token_ids) // BLOCK_TOKENS]
             self._by_tokens.remember(key, [*full, *output], token_ids)

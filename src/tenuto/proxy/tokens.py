@@ -1,4 +1,4 @@
-"""Token ids of what passed, from the server's own /tokenize (vLLM, SGLang); asked after the answer is out."""
+"""Gets token ids from the server's own /tokenize (vLLM, SGLang), after the answer has been passed on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tenuto.proxy.asked import are_ids
 
 LIMIT_S = 30.0
 _CREDENTIALS = ("authorization", "api-key", "x-api-key")
-"""Headers that the client's request came with and that this one needs too; they are kept nowhere."""
+"""Headers of the client's request that this request needs too. They are not stored."""
 _MISSING = frozenset({404, 405, 501})
 
 
 class Tokenizer:
-    """Asks one server; has nothing to say from the moment it is clear that the server cannot."""
+    """Asks one server for token ids. Stops asking when it is clear that the server does not support this."""
 
     def __init__(self, url: str, say: Callable[[str], None]) -> None:
         self.is_there = True
@@ -30,7 +30,7 @@ class Tokenizer:
         self._client.close()
 
     def try_tokenize(self, ask: Mapping[str, Any], headers: Mapping[str, str]) -> list[int] | None:
-        """The token ids of a prompt or a text; None if the server does not say."""
+        """The token ids of a prompt or a text. None if the server does not provide them."""
         if not self.is_there:
             return None
         credentials = {name: headers[name] for name in _CREDENTIALS if name in headers}
@@ -43,7 +43,7 @@ class Tokenizer:
             tokens = answer.json().get("tokens") if answer.status_code == 200 else None
             problem = f"http {answer.status_code}"
         except httpx.TimeoutException:
-            # One prompt after the other would wait as long.
+            # Give up: every later prompt would wait just as long.
             self.is_there = False
             self._say("/tokenize hangs: from here on prompts are told apart by messages, not by tokens")
             return None

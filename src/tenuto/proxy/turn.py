@@ -1,4 +1,4 @@
-"""The line of one turn: what was asked, what was answered, and how it hangs together with the rest."""
+"""Writes the line of one turn: the request, the answer, and its relation to other turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tenuto.workload.schema import Prompt, Span
 
 
 class TurnWriter:
-    """Makes the lines of one recording's turns, in the order in which they ended."""
+    """Makes the lines of one recording's turns, in the order in which the turns ended."""
 
     def __init__(
         self, hasher: Hasher, contents: Contents, sessions: Sessions, tokenizer: Tokenizer, keep_text: bool
@@ -32,7 +32,7 @@ class TurnWriter:
     def make_row(
         self, exchange: Exchange, asked: Asked, answered: Answered, job: tuple[str | None, str | None]
     ) -> dict[str, Any]:
-        """The line, but for its timestamp; the turn is remembered."""
+        """Make the line, without its timestamp, and remember the turn."""
         complaints: list[str] = []
         token_ids = self._find_ids(exchange, asked, answered, complaints)
         output_ids = self._find_output_ids(exchange, asked, answered, has_ids=token_ids is not None)
@@ -71,7 +71,7 @@ class TurnWriter:
     def _find_ids(
         self, exchange: Exchange, asked: Asked, answered: Answered, complaints: list[str]
     ) -> list[int] | None:
-        """The prompt's token ids: as sent, as the answer repeats them, or as the server makes them again."""
+        """The prompt's token ids: as sent by the client, repeated in the answer, or from /tokenize."""
         known = asked.token_ids or answered.prompt_ids or None
         said = answered.num_prompt_tokens
         if known is not None:
@@ -82,7 +82,8 @@ class TurnWriter:
             return None
         made = self._tokenizer.try_tokenize(asked.tokenize, exchange.headers)
         if made is not None and said not in (None, len(made)):
-            # Images, or a template's settings that /tokenize is not told: these are not the prompt's tokens.
+            # The prompt contains images, or its template has settings that /tokenize is not told about. These
+            # are not the prompt's token ids.
             complaints.append(f"prompt count: /tokenize makes {len(made)} tokens, {said} counted")
             return None
         return made
@@ -102,7 +103,7 @@ class TurnWriter:
     def _remember_tokens(
         self, key: str, pieces: Pieces, token_ids: list[int], whole: Prompt, output_ids: list[int]
     ) -> None:
-        """Remember a prompt and its answer by their blocks; `whole` is the spans of both."""
+        """Remember a prompt and its answer by their blocks. `whole` is the spans of both."""
         *prompt, output = whole
         held = output_ids[: output.num_tokens]
         start = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -120,7 +121,7 @@ class TurnWriter:
         return {**row, "command": tool.command} if self._keep_text and tool.command else row
 
     def _describe_blocks(self, lane: Lane, pieces: Pieces) -> dict[str, Any]:
-        """The salted hashes behind those that the session's turn before has too."""
+        """The salted hashes that come after those shared with the session's previous turn."""
         num_same = self._sessions.count_same(lane, pieces)
         return {
             "num_same_blocks": num_same,
@@ -129,7 +130,7 @@ class TurnWriter:
 
 
 def _count_prompt(asked: Asked, answered: Answered, complaints: list[str]) -> int:
-    """As the server counts, if it does; never fewer than there are pieces."""
+    """The server's count if there is one, but at least the number of pieces."""
     if answered.num_prompt_tokens is not None:
         return max(len(asked.pieces), answered.num_prompt_tokens)
     complaints.append("no usage: the prompt's length is a guess from its text")
@@ -137,7 +138,7 @@ def _count_prompt(asked: Asked, answered: Answered, complaints: list[str]) -> in
 
 
 def _count_output(answered: Answered, output_ids: list[int] | None) -> int:
-    """Ids that came, else as the server counts, else as its tokenizer or its events do."""
+    """The number of ids received; otherwise the count of the server, its tokenizer or its events."""
     if answered.token_ids is not None:
         return len(answered.token_ids)
     known = answered.num_output_tokens or (len(output_ids) if output_ids else 0) or answered.num_events

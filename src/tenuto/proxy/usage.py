@@ -1,4 +1,4 @@
-"""`--ask-usage`: asking the server for a streamed answer's token counts without the client's seeing them."""
+"""`--ask-usage`: requests token counts for streamed answers and hides them from the client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def ask_for_usage(path: str, body: bytes) -> bytes | None:
-    """The body with `include_usage` asked for; None if that is already so, or not to be had."""
+    """The body with `include_usage` added. None if it is already there or cannot be added."""
     if not path.endswith(("/chat/completions", "/completions")):
         return None
     try:
@@ -24,20 +24,20 @@ def ask_for_usage(path: str, body: bytes) -> bytes | None:
 
 
 class UsageFilter:
-    """An event stream without the event that only holds the usage; all else passes as it came."""
+    """Removes the event that contains only the usage from an event stream. Everything else is unchanged."""
 
     def __init__(self) -> None:
         self._kept = b""
         self._is_dropping_blank = False
 
     def feed(self, piece: bytes) -> bytes:
-        """Take the next bytes; returns what goes on to the client: whole lines."""
+        """Process the next bytes. Return the whole lines to pass on to the client."""
         lines = (self._kept + piece).splitlines(keepends=True)
         self._kept = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
         return b"".join(line for line in lines if self._passes(line))
 
     def finish(self) -> bytes:
-        """What is left when the stream has ended."""
+        """Return the remaining bytes after the stream has ended."""
         rest, self._kept = self._kept, b""
         return rest if self._passes(rest) else b""
 

@@ -1,4 +1,4 @@
-"""Jobs to serve: generators, readers of public traces, arrivals and scaling. Knows core only."""
+"""Jobs to serve: generators, readers of public traces, arrivals and scaling. Depends only on core."""
 
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.load import load_workload

@@ -1,4 +1,4 @@
-"""When jobs arrive: Poisson, gamma or fixed gaps, the same for the same seed in every process."""
+"""Arrival times of jobs: Poisson, gamma or fixed gaps. A seed gives the same times in every process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tenuto.workload.schema import Job, Workload, find_roots
 
 
 def arrival_times(process: str, jps: float, seed: int) -> Iterator[float]:
-    """Arrival times in seconds, endless and rising; the first comes one gap after 0.
+    """Generate rising arrival times in seconds without end. The first arrival comes one gap after 0.
 
-    `process` is "poisson"; "gamma:CV", whose gaps have that coefficient of variation (1 is Poisson, more is
-    burstier); or "fixed". `jps` is the mean rate in jobs per second. Raises ConfigError.
+    `process` is "poisson", "gamma:CV" or "fixed". CV is the gaps' coefficient of variation: 1 is Poisson, and
+    higher values mean more bursts. `jps` is the mean rate in jobs per second. Raises ConfigError.
     """
     if not 0 < jps < math.inf:
         raise ConfigError(f"jps must be a finite number above 0, got {jps!r}")
@@ -33,20 +33,20 @@ def arrival_times(process: str, jps: float, seed: int) -> Iterator[float]:
 
 
 def within(times: Iterator[float], window_s: float) -> Iterator[float]:
-    """The times up to `window_s` seconds. Raises ConfigError if that is not a positive, finite number."""
+    """The times up to `window_s` seconds. Raises ConfigError if `window_s` is not positive and finite."""
     if not 0 < window_s < math.inf:
         raise ConfigError(f"window_s must be a finite number of seconds above 0, got {window_s!r}")
     return takewhile(lambda time_s: time_s <= window_s, times)
 
 
 def reassign_arrivals(workload: Workload, times: Iterator[float]) -> Workload:
-    """Let the jobs arrive at the given times, in their order; stops at the shorter of the two.
+    """Assign the given arrival times to the jobs, in order. Stops when the jobs or the times run out.
 
-    A job that another one started, and recorded send times, move along with the job that they belong to.
+    Jobs that another job started, and recorded send times, shift together with the job they belong to.
     """
     roots = find_roots(workload.name, workload.jobs)
     shifts: dict[str, float] = {}
-    # Jobs first: zip would otherwise draw a time that no job takes.
+    # List the jobs first: otherwise zip would draw a time that no job uses.
     for job, time_s in zip((job for job in workload.jobs if job.parent is None), times, strict=False):
         shifts[job.job_id] = time_s - job.arrival_s
     moved = (_shift(job, shifts[roots[job.job_id]]) for job in workload.jobs if roots[job.job_id] in shifts)
@@ -54,7 +54,7 @@ def reassign_arrivals(workload: Workload, times: Iterator[float]) -> Workload:
 
 
 def _shift(job: Job, shift_s: float) -> Job:
-    # Rounding may take a time a hair below zero.
+    # Rounding may make a time slightly negative.
     turns = tuple(
         turn if turn.at_s is None else replace(turn, at_s=max(0.0, turn.at_s + shift_s)) for turn in job.turns
     )

@@ -1,4 +1,4 @@
-"""A load: which workload is run and how it is driven. The same options in the simulator and in the bench."""
+"""The options of a load: which workload runs and how it is driven. The simulator and the bench share them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_ARRIVAL = "poisson"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(Options):
-    """What clients do to an engine. `make_workload` makes the jobs."""
+    """The load that clients put on an engine. `make_workload` makes the jobs."""
 
     GROUP = "the load"
 
@@ -66,10 +66,10 @@ class LoadOptions(Options):
 
 
 def make_workload(options: LoadOptions) -> Workload:
-    """Generate or read the jobs, keep the first of them, scale their rate and their lengths.
+    """Generate or read the jobs, keep the first jobs, and scale their rate and their lengths.
 
-    Raises ConfigError for options that exclude each other, and where no job is left;
-    DataError for files.
+    Raises ConfigError if options exclude each other or no job is left, and DataError for files that cannot be
+    read.
     """
     _check(options)
     workload = _load(options)
@@ -120,7 +120,7 @@ def _load(options: LoadOptions) -> Workload:
 
 
 def _take_first(workload: Workload, num_jobs: int) -> Workload:
-    """The first jobs that no other one started, with all that they started."""
+    """Keep the first jobs that no other job started, and all the jobs that they started."""
     roots = find_roots(workload.name, workload.jobs)
     kept = frozenset([job.job_id for job in workload.jobs if job.parent is None][:num_jobs])
     return replace(workload, jobs=tuple(job for job in workload.jobs if roots[job.job_id] in kept))

@@ -1,18 +1,19 @@
-"""What a workload is: jobs of turns, and exactly which tokens their prompts share.
+"""Defines a workload: jobs, their turns, and exactly which tokens their prompts share.
 
-Nothing here holds text. A prompt is a row of spans, each the beginning of some named text:
+A workload contains no text. A prompt is a sequence of spans. Each span is the beginning of a named text:
 
     turn 0   [system 80][job3/task 12]                                    → output [job3/out0 20]
     turn 1   [system 80][job3/task 12][job3/out0 20][job3/tool1 1728]     → output [job3/out1 20]
 
-Token `k` of one text equals no other token, so two prompts share a prefix exactly as far as their spans do,
-whatever the engine's block size.
+Token `k` of a text is different from every other token. So two prompts share a prefix exactly as far as their
+spans do, with any block size of the engine.
 
 When a turn is sent:
 
-- closed loop: `tool_s` after the job's previous turn finished (the first turn: at `arrival_s`), but not
-  before each of its `after` events and its delay; a first turn that has `after` events waits for these alone.
-- open loop: at `at_s` (the first turn: at `arrival_s`), whatever the engine has finished by then.
+- Closed loop: `tool_s` after the job's previous turn finished (the first turn: at `arrival_s`). The turn also
+  waits for each of its `after` events and that event's delay. A first turn with `after` events waits only for
+  them.
+- Open loop: at `at_s` (the first turn: at `arrival_s`), even if the engine has not finished earlier turns.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Event = Literal["sent", "finished"]
 
 
 class Span(NamedTuple):
-    """The first `num_tokens` tokens of the text called `content_id`."""
+    """The first `num_tokens` tokens of the text with the name `content_id`."""
 
     content_id: str
     num_tokens: int
@@ -40,7 +41,7 @@ Prompt = tuple[Span, ...]
 
 
 def count_shared_tokens(a: Prompt, b: Prompt) -> int:
-    """Leading tokens two prompts have in common."""
+    """Number of leading tokens that two prompts share."""
     shared = 0
     for left, right in zip(a, b, strict=False):
         if left.content_id != right.content_id:
@@ -53,7 +54,7 @@ def count_shared_tokens(a: Prompt, b: Prompt) -> int:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """An event of another turn, plus a delay, that a turn waits for."""
+    """An event of another turn, plus a delay. A turn waits for it."""
 
     job_id: str
     turn: int
@@ -69,20 +70,20 @@ class TurnSpec:
     prompt: Prompt
     output: Span
     tool: str | None = None
-    """The tool the turn's output calls; None when it calls none (a human answers, or the job ends)."""
+    """The tool that the turn's output calls. None if it calls none (a human answers, or the job ends)."""
     command: str | None = None
-    """The whole command line or arguments, where known."""
+    """The complete command line or arguments. None if unknown."""
     tool_s: float = 0.0
-    """From this turn's last token until the job's next turn is sent; 0 for the last turn."""
+    """Seconds between this turn's last token and the sending of the job's next turn; 0 for the last turn."""
     at_s: float | None = None
-    """Recorded time of sending, on the workload's clock; None if unknown, and for a job's first turn."""
+    """Recorded send time on the workload's clock, in seconds. None if unknown, and for a job's first turn."""
     after: tuple[After, ...] = ()
     extra: Mapping[str, object] = field(default_factory=dict, hash=False)
-    """Keys of Tenuto's own JSONL that nothing here understands, kept for the next writer."""
+    """Keys of Tenuto's own JSONL that this code does not know; they are kept and written again."""
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check the ranges and add the prompt up once."""
+        """Check the ranges and compute the prompt's length once."""
         if not self.prompt:
             raise DataError(f"the prompt that {self.output} answers is empty")
         for span in (*self.prompt, self.output):
@@ -97,28 +98,28 @@ class TurnSpec:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens the turn generates."""
+        """Number of tokens that the turn generates."""
         return self.output.num_tokens
 
     def followed_by(self, new_text: Span) -> Prompt:
-        """The usual next prompt: this prompt, this output, then new text (a tool's output, say)."""
+        """The usual next prompt: this prompt, this output, then new text (for example a tool's output)."""
         return (*self.prompt, self.output, new_text)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One agent task. Raises DataError if it has no turns or an arrival that is no time."""
+    """One agent task. Raises DataError if it has no turns or an invalid arrival time."""
 
     job_id: str
     arrival_s: float
-    """When the first turn is sent; for a first turn that has `after` events, when it was recorded."""
+    """When the first turn is sent. If the first turn has `after` events, its recorded send time."""
     turns: tuple[TurnSpec, ...]
     tenant: str | None = None
     parent: str | None = None
-    """The job that started this one (its sub-agent); None for a job of its own."""
+    """The job that started this one as a sub-agent. None if no job did."""
 
     def __post_init__(self) -> None:
-        """Check what a single job can get wrong."""
+        """Check what can be checked for a single job."""
         _check_seconds(f"arrival_s of job {self.job_id!r}", self.arrival_s)
         if not self.turns:
             raise DataError(f"job {self.job_id!r} has no turns")
@@ -132,8 +133,8 @@ class Job:
 class Workload:
     """Jobs that belong together, and how they are driven.
 
-    Raises DataError if two jobs have one id, a job refers to one that is not there, or turns wait for each
-    other in a circle; ConfigError if an open loop is asked for and a turn's recorded time is unknown.
+    Raises DataError if two jobs have the same id, a job refers to a missing job, or turns wait for each other
+    in a circle. Raises ConfigError for an open loop if a turn's recorded time is unknown.
     """
 
     name: str
@@ -141,7 +142,7 @@ class Workload:
     loop: Loop = "closed"
 
     def __post_init__(self) -> None:
-        """Check what only the jobs together can get wrong."""
+        """Check what can only be checked for all jobs together."""
         if self.loop not in get_args(Loop):
             raise ConfigError(f"{self.name}: loop must be closed or open, got {self.loop!r}")
         jobs = {job.job_id: job for job in self.jobs}
@@ -161,14 +162,14 @@ class Workload:
 
 
 def find_roots(name: str, jobs: Sequence[Job]) -> dict[str, str]:
-    """By job id, the id of the job that its chain of parents begins with; its own if it has no parent.
+    """By job id, the id of the job at the beginning of its chain of parents; its own id without a parent.
 
-    `name` says in messages whose jobs these are. Raises DataError if a parent is missing or in a circle.
+    `name` describes the jobs in error messages. Raises DataError if a parent is missing or in a circle.
     """
     parents = {job.job_id: job.parent for job in jobs}
     roots: dict[str, str] = {}
     for job_id in parents:
-        chain = {job_id: None}  # a dict, for a set has no order of its own
+        chain = {job_id: None}  # a dict keeps the order of insertion; a set does not
         while job_id not in roots and (parent := parents[job_id]) is not None:
             if parent not in parents or parent in chain:
                 raise DataError(f"{name}: job {job_id!r}: parent {parent!r} is missing or its descendant")
@@ -200,7 +201,7 @@ def _check_recorded_times(name: str, jobs: Sequence[Job]) -> None:
 
 
 def find_circle(jobs: Sequence[Job]) -> tuple[str, int] | None:
-    """A turn that waits for itself by way of others, as its job's id and its index; None if there is none."""
+    """Find a turn that waits for itself through other turns: its job's id and index. None if none does."""
     num_awaited: dict[tuple[str, int], int] = {}
     waiting: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for job in jobs:

@@ -1,4 +1,4 @@
-"""What is compared: servers that run already, and servers to be started here."""
+"""What is compared: servers that are already running, and servers that are started here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tenuto.core.errors import ConfigError
 SYNTAX = "NAME=URL, NAME=vllm, NAME=policy:POLICY[,key=value…] or NAME=sim:POLICY[,key=value…]"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 _DETAILS = "--enable-prompt-tokens-details"
-"""vLLM then says in each answer how many tokens were cached, which the bench counts."""
+"""Makes vLLM report the number of cached tokens in each answer; the bench counts them."""
 _HOST = "127.0.0.1"
 
 Kind = Literal["url", "vllm", "policy", "sim"]
@@ -26,26 +26,26 @@ class Arm:
     """One side of the comparison."""
 
     name: str
-    """Labels the results, and names files."""
+    """Label of the results, also used in file names."""
     kind: Kind
     target: str = ""
-    """The URL, or the policy."""
+    """The server's URL, or the policy's name."""
     options: tuple[str, ...] = ()
-    """The policy's, as KEY=VALUE."""
+    """The policy's options, as KEY=VALUE."""
 
     @property
     def is_local(self) -> bool:
-        """Whether its server is started here."""
+        """Whether the arm's server is started here."""
         return self.kind != "url"
 
     def __str__(self) -> str:
-        """As on the command line."""
+        """The arm as written on the command line."""
         what = {"url": self.target, "vllm": "vllm"}.get(self.kind, f"{self.kind}:{self.target}")
         return f"{self.name}={','.join((what, *self.options))}"
 
 
 def parse_arm(text: str) -> Arm:
-    """An arm as written on the command line. Raises ConfigError."""
+    """Parse an arm as written on the command line. Raises ConfigError."""
     name, equals, what = text.partition("=")
     if not equals or not _NAME.fullmatch(name):
         raise ConfigError(f"--arm wants {SYNTAX}, the name of letters, digits, dots and dashes; got {text!r}")
@@ -69,7 +69,7 @@ def make_command(arm: Arm, model: str, port: int, serve_args: Sequence[str]) -> 
     where = ["--host", _HOST, "--port", str(port), *serve_args]
     if arm.kind == "vllm":
         return [_find_vllm(), "serve", model, _DETAILS, *where]
-    # By its command line, so that an arm is served exactly as `tenuto serve` would do it.
+    # Use the command line of `tenuto serve`, so that an arm is served in exactly the same way.
     serve = [sys.executable, "-m", "tenuto.cli", "serve"]
     policy = ["--policy", arm.target, *(word for each in arm.options for word in ("--option", each))]
     if arm.kind == "sim":
@@ -78,6 +78,6 @@ def make_command(arm: Arm, model: str, port: int, serve_args: Sequence[str]) -> 
 
 
 def _find_vllm() -> str:
-    """The `vllm` of this environment; else whichever the shell finds."""
+    """The `vllm` of this environment; otherwise the one that the shell finds."""
     beside = Path(sys.executable).parent / "vllm"
     return str(beside) if beside.exists() else "vllm"

@@ -1,4 +1,4 @@
-"""From one ratio per pair to a ratio, an interval, and how far it can be trusted."""
+"""Estimates the ratio between two arms from one ratio per pair, with an interval and its reliability."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 MIN_PAIRS = 6
-"""With fewer, all pairs point the same way by chance in more than one case of twenty (2/2⁵)."""
+"""With fewer pairs, all pairs agree on the better arm by chance in more than 1 of 20 cases (2/2⁵)."""
 POWER = 0.8
 PLANNED_CHANGE = 0.05
-"""The difference that `num_pairs_needed` is about."""
+"""The relative difference for which `num_pairs_needed` is computed."""
 NUM_RESAMPLES = 9999
 
 
@@ -26,32 +26,32 @@ class Estimate:
     ratio: float
     """Geometric mean over the pairs."""
     low: float | None
-    """95 % interval; None with fewer than two pairs."""
+    """Lower end of the 95 % interval. None with fewer than two pairs."""
     high: float | None
     num_pairs: int
     num_pairs_needed: int | None
-    """About how many pairs it takes to see a difference of 5 %, four times out of five, with ratios that
-    scatter like these; None with fewer than two pairs."""
+    """About how many pairs are needed to detect a difference of 5 % with a probability of 80 %, if the ratios
+    scatter as these do. None with fewer than two pairs."""
 
     @property
     def is_trusted(self) -> bool:
-        """Whether there are enough pairs for the interval to mean what it says."""
+        """Whether there are enough pairs for a reliable interval."""
         return self.num_pairs >= MIN_PAIRS
 
     def differs(self, threshold: float) -> bool:
-        """Whether the arms differ, for all that is known, and by more than the threshold (0.01 is 1 %)."""
+        """Whether the data show that the arms differ by more than the threshold (0.01 is 1 %)."""
         if not self.is_trusted or self.low is None or self.high is None:
             return False
         return not self.low <= 1 <= self.high and abs(self.ratio - 1) >= threshold
 
 
 def estimate_ratio(ratios: Sequence[float]) -> Estimate:
-    """The estimate from the pairs' ratios, each above 0; the same ones give the same answer every time.
+    """Estimate from the pairs' ratios, each above 0. The same ratios always give the same estimate.
 
-    The interval is the bootstrap's percentile interval of the mean logarithm, widened as Student's interval
-    is against the normal one: without, it is too narrow for few pairs. Source: T. Hesterberg, "What Teachers
-    Should Know About the Bootstrap", 2015, section 5 ("expanded percentile interval"). Raises ValueError if
-    there are no ratios.
+    The interval is the bootstrap's percentile interval of the mean logarithm. It is widened by the factor
+    between Student's interval and the normal interval, because it would be too narrow for few pairs. Source:
+    T. Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, section 5 ("expanded percentile
+    interval"). Raises ValueError if there are no ratios.
     """
     logs = [math.log(ratio) for ratio in ratios]
     ratio = math.exp(fmean(logs))

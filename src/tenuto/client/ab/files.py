@@ -1,11 +1,11 @@
-"""The folder of a comparison: every run is kept when it ends, and a later command goes on from there.
+"""The folder of a comparison. Every run is saved when it ends, and a later command continues from there.
 
 ab.json         what is compared, and under which load; a folder holds one comparison
 runs/001-A/     result.json, turns.jsonl, metrics.jsonl of one run, as tenuto bench writes them
-cut/            runs that were broken off, kept but not counted
-logs/           of the servers started here
-results.jsonl   the results of all whole runs, for tenuto report
-verdict.json    what came out
+cut/            interrupted runs; they are kept but not counted
+logs/           logs of the servers started here
+results.jsonl   the results of all complete runs, for tenuto report
+verdict.json    the verdict
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SETTINGS, RESULTS, VERDICT = "ab.json", "results.jsonl", "verdict.json"
 
 
 class AbFolder:
-    """A comparison's folder, locked while it is entered; a context manager.
+    """A comparison's folder. A context manager; the folder is locked inside its block.
 
-    Raises ConfigError if the folder cannot be written, is in use, or holds another comparison.
+    Raises ConfigError if the folder cannot be written, is in use, or contains another comparison.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
-        # As they will be read again: tuples become lists.
+        # Store the values as they will be read again: tuples become lists.
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
 
     def __enter__(self) -> Self:
-        """Make the folder, or take it up where it was left."""
+        """Create the folder, or open it to continue an earlier comparison."""
         try:
             for part in ("runs", "logs"):
                 (self.path / part).mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class AbFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let others in."""
+        """Unlock the folder."""
         self._lock.close()
 
     def _take_up(self) -> None:
@@ -85,15 +85,15 @@ class AbFolder:
             )
 
     def get_run(self, slot: Slot) -> Path:
-        """Where a run's files are, or will be."""
+        """The folder for a run's files. It may not exist yet."""
         return self.path / "runs" / slot.name
 
     def has_run(self, slot: Slot) -> bool:
-        """Whether the run was brought to its end."""
+        """Whether the run was completed."""
         return (self.get_run(slot) / RESULT).exists()
 
     def clear(self, slot: Slot) -> None:
-        """Put away what is left of a run that was broken off."""
+        """Move the files of an interrupted run away."""
         folder = self.get_run(slot)
         if not folder.exists() or self.has_run(slot):
             return
@@ -101,11 +101,11 @@ class AbFolder:
         folder.rename(_find_free(self.path / "cut", slot.name, ""))
 
     def make_log_path(self, arm: str) -> Path:
-        """A log file that is not there yet."""
+        """The path of a new log file that does not exist yet."""
         return _find_free(self.path / "logs", arm, ".log")
 
     def read_result(self, slot: Slot) -> dict[str, Any]:
-        """A whole run's result. Raises DataError."""
+        """The result of a complete run. Raises DataError."""
         path = self.get_run(slot) / RESULT
         try:
             fields = read_first(path)
@@ -116,7 +116,7 @@ class AbFolder:
         return fields.values
 
     def write_results(self, slots: Iterable[Slot]) -> None:
-        """Write results.jsonl anew from all whole runs among the slots. Raises ConfigError."""
+        """Rewrite results.jsonl with all complete runs among the slots. Raises ConfigError."""
         rows = [
             {**self.read_result(slot), "ab": {"repeat": slot.repeat + 1, "arm": slot.arm}}
             for slot in slots
@@ -129,7 +129,7 @@ class AbFolder:
         self._write(VERDICT, json.dumps(verdict, indent=1) + "\n")
 
     def _write(self, name: str, text: str) -> None:
-        # Whole or not at all: the file before is better than half of this one.
+        # Replace the file as a whole: the old file is better than half of the new one.
         temporary = self.path / f"{name}.new"
         try:
             temporary.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is compared: one number per measure, run and arm, from the jobs that finished on every arm."""
+"""Reads the compared values: a number per measure, run and arm, from the jobs that finished on every arm."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tenuto.records.schema import RunRecord, TurnRecord
 from tenuto.records.writer import RESULT, TURNS
 
 Values = dict[str, float]
-"""By a measure's name."""
+"""The value of each measure by the measure's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What a number is called, and which way is good."""
+    """The name of a measure, and whether higher or lower values are better."""
 
     name: str
     title: str
@@ -28,7 +28,7 @@ class Measure:
 
     @property
     def is_time(self) -> bool:
-        """Less is better."""
+        """Whether this is a time, so that a lower value is better."""
         return self.unit == "s"
 
 
@@ -41,14 +41,15 @@ MEASURES = (
     Measure("p95_turn_s", "P95 turn time"),
     Measure("turns_per_s", "throughput", "turns/s"),
 )
-"""The first one is what a comparison is about."""
+"""The first measure is the main one of a comparison."""
 
 
 def read_pair(folders: Mapping[str, Path]) -> dict[str, Values] | None:
-    """By arm, the values of one repeat; None if no job finished on all arms.
+    """By arm, the values of one repeat. None if no job finished on all arms.
 
-    A job that failed on one arm is left out on all: its time is unknown there, and jobs that fail are seldom
-    the short ones. Throughput counts all answered turns. Raises DataError if a file cannot be read.
+    A job that failed on one arm is left out on all arms. Its time on that arm is unknown, and leaving it out
+    on one arm only would bias the result, because long jobs fail more often. Throughput counts all answered
+    turns. Raises DataError if a file cannot be read.
     """
     runs = {arm: _read_run(folder) for arm, folder in folders.items()}
     times_s = {arm: record.job_times_s for arm, (record, _) in runs.items()}
@@ -62,7 +63,7 @@ def read_pair(folders: Mapping[str, Path]) -> dict[str, Values] | None:
 
 
 def _read_run(folder: Path) -> tuple[RunRecord, list[TurnRecord]]:
-    """The record and the turns of a whole run. Raises DataError, which says what to do."""
+    """The record and the turns of a complete run. Raises DataError with advice what to do."""
     try:
         fields = read_first(folder / RESULT)
         fields.part("client")
@@ -75,7 +76,7 @@ def _read_run(folder: Path) -> tuple[RunRecord, list[TurnRecord]]:
 
 
 def _measure(record: RunRecord, turns: Sequence[TurnRecord], jobs: Iterable[str], folder: Path) -> Values:
-    """The measures of some jobs, from their times and their answered turns."""
+    """Compute the measures of some jobs from their times and their answered turns."""
     stats = {
         "job": summarise(record.job_times_s[job] for job in jobs),
         "ttft": summarise(turn.ttft_s for turn in turns),

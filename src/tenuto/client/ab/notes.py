@@ -1,4 +1,4 @@
-"""What a reader of the verdict has to know besides the numbers: errors, caches, the client's own lateness."""
+"""Notes that a reader of the verdict needs besides the numbers: errors, caches, delays of the client."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_CLIENT_LAG_S = 0.05
-"""P99 of a run's sending lag, beyond which the client's own times are in what it measured."""
+"""Limit in seconds for the P99 of a run's sending lag. Above it, client delays distort the measured times."""
 _LOST = ("failed", "cancelled", "not_sent")
 
 
 def describe_errors(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """By arm, the results of its runs; a sentence for each arm that lost turns, or one that none did."""
+    """One sentence per arm that lost turns, or one if no arm did. `results`: by arm, its runs' results."""
     lines = []
     for arm, runs in results.items():
         planned = sum(run["turns"]["planned"] for run in runs)
@@ -30,7 +30,7 @@ def describe_errors(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
 
 
 def describe_complaints(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Where an arm's answers or counts were not what was asked for."""
+    """Describe where an arm's answers or counts differ from what was requested."""
     lines = []
     for arm, runs in results.items():
         for kind in dict.fromkeys(kind for run in runs for kind in run["client"]["complaints"]):
@@ -42,7 +42,7 @@ def describe_complaints(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
 
 
 def describe_faults(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """A sentence for each arm on which hooks of the policy failed."""
+    """One sentence for each arm on which hooks of the policy failed."""
     lines = []
     for arm, runs in results.items():
         counts = [run.get("policy_faults") or 0 for run in runs]
@@ -56,7 +56,7 @@ def describe_faults(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
 
 
 def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Whether the client was too late for its times to be the servers'."""
+    """Say whether the client's delays were so large that its times do not describe the servers."""
     lags = [run["client"]["send_lag_s"] for runs in results.values() for run in runs]
     worst_s = max((lag["p99"] for lag in lags if lag is not None), default=0.0)
     if worst_s <= MAX_CLIENT_LAG_S:
@@ -68,7 +68,7 @@ def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str
 
 
 def describe_caches(not_emptied: Sequence[str]) -> list[str]:
-    """Arms whose caches were not emptied before a run."""
+    """Name the arms whose caches were not emptied before a run."""
     if not not_emptied:
         return []
     return [

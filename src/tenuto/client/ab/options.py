@@ -40,7 +40,7 @@ def _split(flag: str, text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmOptions(Options):
-    """What is compared: servers that run already, and servers that are started here."""
+    """What is compared: servers that are already running, and servers that are started here."""
 
     GROUP = "the arms"
 
@@ -82,7 +82,7 @@ class ArmOptions(Options):
     start_limit_s: float = option(900.0, "give up a server that is not up after S seconds", above=0)
 
     def __post_init__(self) -> None:
-        """Check what depends on several options. Raises ConfigError."""
+        """Check rules that involve several options. Raises ConfigError."""
         super().__post_init__()
         names = [arm.name for arm in self.arms]
         if len(names) < 2:
@@ -104,7 +104,7 @@ class AbOptions(ArmOptions):
     GROUP = "the comparison"
 
     bench: BenchOptions
-    """Each run's options; its URL, label, run id and seed are the run's own."""
+    """The options of each run. The URL, label, run id and seed are set separately for each run."""
     out: Path = option(MISSING, "for runs, logs, results.jsonl, verdict.json", metavar="DIR")
     repeats: int = option(
         6,
@@ -126,13 +126,13 @@ class AbOptions(ArmOptions):
 
     @property
     def threshold(self) -> float:
-        """Differences below it are not called differences; 0.01 is 1 %."""
+        """Differences below this value are not reported as differences; 0.01 is 1 %."""
         return self.threshold_percent / 100
 
     def get_run_options(self, arm: Arm, url: str, repeat: int, run_id: str) -> BenchOptions:
-        """The options of one run; repeats count from 0."""
+        """The options of one run. Repeats are counted from 0."""
         load = replace(self.bench.load, seed=self.bench.load.seed + repeat)
-        # A server started here serves one model, under whatever name --serve-args gives it.
+        # A server started here serves one model. --serve-args may give it any name.
         is_named = not any(each.is_local for each in self.arms)
         model = self.model if is_named else None
         return replace(self.bench, url=url, load=load, model=model, run_id=run_id, policy=arm.name)

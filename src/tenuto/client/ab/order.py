@@ -1,4 +1,4 @@
-"""Which arm runs when."""
+"""The order in which the arms run."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import NamedTuple
 
 
 class Slot(NamedTuple):
-    """One run: an arm's part in a repeat."""
+    """One run: one arm in one repeat."""
 
     repeat: int
-    """From 0."""
+    """Number of the repeat, counted from 0."""
     arm: str
 
     @property
     def name(self) -> str:
-        """Names the run's folder; sorts by repeat."""
+        """The name of the run's folder. Names sort by repeat."""
         return f"{self.repeat + 1:03}-{self.arm}"
 
 
 def make_order(arms: Sequence[str], repeats: int) -> list[Slot]:
-    """Each repeat turns the order of the one before around: A B, B A, A B.
+    """Order the runs so that each repeat reverses the order of the one before: A B, B A, A B.
 
-    So a machine that grows slower, or faster, at a steady rate treats all arms alike over two repeats.
+    If the machine becomes slower or faster at a constant rate, two repeats affect all arms equally.
     """
     return [
         Slot(repeat, arm)

@@ -28,13 +28,13 @@ from tenuto.records.writer import RunFiles
 from tenuto.workload.load_options import make_workload
 
 _UNLIKE = ("url", "api_key", "out", "as_json", "policy", "run_id")
-"""Options of bench that do not say what is compared, or are each run's own."""
+"""Options of bench that do not define the comparison, or that differ between runs."""
 
 
 def run_ab(options: AbOptions) -> int:
-    """Run what is not there yet, print the verdict, write the files; the command's exit status.
+    """Run what is still missing, print the verdict and write the files; return the command's exit status.
 
-    Raises TenutoError if an arm could not be run; what ran before is then in the folder, with its verdict.
+    Raises TenutoError if an arm could not be run. The folder then holds the earlier runs and their verdict.
     """
     make_workload(options.bench.load)  # what is wrong with the load is said before a server is started
     for arm in options.arms:
@@ -60,12 +60,12 @@ def run_ab(options: AbOptions) -> int:
 
 
 def say(text: str) -> None:
-    """Tell the user, beside the verdict."""
+    """Print a message for the user, separate from the verdict."""
     print(f"[ab] {text}", file=sys.stderr, flush=True)
 
 
 def describe(options: AbOptions) -> dict[str, Any]:
-    """What is compared and under which load: what has to be the same for runs to belong together."""
+    """Describe what is compared and under which load. Runs belong together only if all of this is equal."""
     bench = {name: value for name, value in asdict(options.bench).items() if name not in _UNLIKE}
     return {
         "arms": [str(arm) for arm in options.arms],
@@ -93,7 +93,7 @@ def _run_slots(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> N
 
 
 def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, server: Ready) -> None:
-    """One run, whole or none at all. Raises KeyboardInterrupt if it was broken off."""
+    """Do one run and save it only if it is complete. Raises KeyboardInterrupt if it was interrupted."""
     arm = next(arm for arm in options.arms if arm.name == slot.arm)
     run_options = options.get_run_options(
         arm, server.url, slot.repeat, f"ab-{secrets.token_hex(4)}-{slot.name}"
@@ -105,7 +105,7 @@ def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, server: Ready) -
         result = _measure(run_options, files)
         server.check()
         result["client"]["cache_emptied"] = is_emptied
-        # The result says that the run is whole: without all of its turns it must not be there.
+        # result.json marks the run as complete, so it must not exist without all of the run's turns.
         if files.problem is None:
             files.write_result(result)
         if files.problem is not None:
@@ -113,7 +113,7 @@ def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, server: Ready) -
 
 
 def _warm_up(options: BenchOptions, num_jobs: int) -> None:
-    """A few jobs whose times nobody looks at, with content of their own."""
+    """Run a few jobs with content of their own; their times are not used."""
     load = replace(options.load, max_jobs=min(num_jobs, options.load.max_jobs or num_jobs))
     say(f"warming up with {num_jobs} job{'s' if num_jobs > 1 else ''}")
     warm_up = replace(options, load=load, run_id=f"{options.run_id}-warm-up")
@@ -125,7 +125,7 @@ def _measure(options: BenchOptions, files: RunFiles) -> dict[str, Any]:
     try:
         result = asyncio.run(measure(options, make_workload(options.load), files))
     finally:
-        # The event loop gives signals back to their defaults.
+        # The event loop resets the signal handlers to their defaults.
         signal.signal(signal.SIGTERM, _interrupt)
     if result["client"]["interrupted"]:
         raise KeyboardInterrupt
@@ -133,7 +133,7 @@ def _measure(options: BenchOptions, files: RunFiles) -> dict[str, Any]:
 
 
 def _conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> bool:
-    """Write and print what came out so far; whether all turns of all runs that are there were answered."""
+    """Write and print the verdict so far. Return whether all turns of all existing runs were answered."""
     folder.write_results(slots)
     pairs = _read_pairs(options.arms, folder, options.repeats)
     comparisons = compare(pairs, options.threshold)
@@ -196,7 +196,7 @@ def _make_record(
 
 @contextmanager
 def _sigterm_as_sigint() -> Iterator[None]:
-    """A service manager's farewell ends the comparison as Ctrl-C does, with the servers stopped."""
+    """Make SIGTERM end the comparison like Ctrl-C does, so that the servers are stopped."""
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The arms' servers: started and stopped here, or only asked; their caches emptied between runs."""
+"""Manages the arms' servers: starts and stops local ones, checks all, and empties caches between runs."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from tenuto.core.redact import redact
 from tenuto.core.settings import parse_option
 
 ANSWER_S = 30.0
-"""How long a server may take to name its models."""
+"""Time limit for a server to list its models, in seconds."""
 RESET_LIMIT_S = 30.0
-"""How long a server may hold blocks after a run before its cache counts as not emptied."""
+"""If a server still holds blocks this many seconds after a run, its cache counts as not emptied."""
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
-"""Lets vLLM's server empty its prefix cache on request."""
+"""Makes vLLM's server accept requests to empty its prefix cache."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A server to run on."""
+    """A server that is ready for a run."""
 
     url: str
     is_fresh: bool
-    """It has not run anything for us yet."""
+    """The server has not run anything for us yet."""
     local: LocalServer | None = None
 
     def check(self) -> None:
-        """Raise ServerError if it was started here and has died."""
+        """Raise ServerError if the server was started here and has ended."""
         if self.local is not None and (status := self.local.process.poll()) is not None:
             raise ServerError(f"the server died with status {status}; its log: {self.local.log}")
 
 
 class Servers:
-    """One server at a time, or, with `keep_up`, all that were used so far; a context manager."""
+    """Keeps one server running at a time or, with `keep_up`, all servers used so far. A context manager."""
 
     def __init__(
         self, options: AbOptions, make_log_path: Callable[[str], Path], say: Callable[[str], None]
@@ -58,16 +58,16 @@ class Servers:
         self._stack = ExitStack()
 
     def __enter__(self) -> Servers:
-        """Nothing is started before it is needed."""
+        """Start nothing; servers start when they are needed."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop what is up."""
+        """Stop all running servers."""
         self._stack.close()
 
     @contextmanager
     def open(self, arm: Arm) -> Iterator[Ready]:
-        """An arm's server for the length of a run. Raises TenutoError if it does not start."""
+        """Provide an arm's server for the duration of a run. Raises TenutoError if it does not start."""
         if arm.is_local and not self._options.keep_up:
             with self._start(arm, self._options.port) as server:
                 yield Ready(server.url, True, server)
@@ -116,9 +116,9 @@ class Servers:
 
 
 def check_arm(arm: Arm, api_key: str | None) -> None:
-    """See that an arm can be run, as far as that shows at once: before hours are spent on the others.
+    """Check early that an arm can be run, before hours are spent on the other arms.
 
-    Raises TenutoError for a server that does not answer, or a policy or option that does not exist.
+    Raises TenutoError if the server does not answer, or if the policy or an option does not exist.
     """
     try:
         if arm.is_local:
@@ -139,7 +139,7 @@ def check_arm(arm: Arm, api_key: str | None) -> None:
 
 
 def empty_cache(url: str, api_key: str | None) -> bool:
-    """Empty a server's prefix cache; False if it offers no such thing, or goes on holding blocks."""
+    """Empty a server's prefix cache. False if the server does not support this or keeps holding blocks."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     where = f"{url.rstrip('/').removesuffix('/v1')}/reset_prefix_cache"
     end_s = time.monotonic() + RESET_LIMIT_S
@@ -158,7 +158,7 @@ def empty_cache(url: str, api_key: str | None) -> bool:
 
 
 def _says_success(answer: httpx.Response) -> bool:
-    # vLLM before 0.32 says nothing when it is done, and nothing when it is not.
+    # Before version 0.32, vLLM's answer is empty both on success and on failure.
     try:
         body = answer.json()
     except ValueError:
@@ -167,7 +167,7 @@ def _says_success(answer: httpx.Response) -> bool:
 
 
 def _check_port(port: int) -> None:
-    # Whoever answers there would be taken for the server that is about to start.
+    # Any process that already answers on this port would be mistaken for the server that is about to start.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""What came out: comparisons of each arm with the first, as JSON and in words."""
+"""The verdict: comparisons of each arm with the first one, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from tenuto.client.ab.measures import MEASURES, Measure, Values
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One measure of one arm against the baseline's."""
+    """One measure of one arm, compared with the same measure of the baseline."""
 
     arm: str
     baseline: str
     measure: Measure
     values: tuple[float, ...]
-    """The arm's, one per pair."""
+    """The arm's values, one per pair."""
     baseline_values: tuple[float, ...]
     estimate: Estimate
-    """Of the arm's value over the baseline's."""
+    """The ratio of the arm's value to the baseline's."""
     threshold: float
 
     @property
     def differs(self) -> bool:
-        """Whether the difference is one, for all that is known."""
+        """Whether the data show a real difference."""
         return self.estimate.differs(self.threshold)
 
     def describe(self) -> str:
-        """In words, without naming the arms or the measure."""
+        """The comparison as text, without the names of the arms and the measure."""
         estimate, is_time = self.estimate, self.measure.is_time
         change = describe_change(estimate.ratio, is_time=is_time)
         if estimate.low is None or estimate.high is None:
@@ -46,7 +46,7 @@ class Comparison:
         return f"no difference seen (95 % interval: {span}; {estimate.num_pairs} pairs)"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The comparison as JSON values."""
         return {
             "arm": self.arm,
             "baseline": self.baseline,
@@ -60,7 +60,7 @@ class Comparison:
 
 
 def compare(pairs: Sequence[Mapping[str, Values]], threshold: float) -> list[Comparison]:
-    """All comparisons; each pair holds all arms' values, the baseline's first."""
+    """Make all comparisons. Each pair contains the values of all arms, with the baseline first."""
     if not pairs:
         return []
     baseline, *others = pairs[0]
@@ -83,14 +83,14 @@ def _compare(
 
 
 def describe_change(ratio: float, *, is_time: bool) -> str:
-    """A ratio in words: `26 % shorter`."""
+    """A ratio as text, for example `26 % shorter`."""
     if abs(ratio - 1) < 0.0005:
         return "the same"
     return f"{_format_percent(ratio)} {_get_word(ratio, is_time=is_time)}"
 
 
 def describe_span(low: float, high: float, *, is_time: bool) -> str:
-    """An interval of ratios in words, the smaller change first if both go one way."""
+    """An interval of ratios as text. If both changes have the same direction, the smaller one comes first."""
     ends = sorted((low, high), key=lambda ratio: abs(ratio - 1)) if (low < 1) == (high < 1) else [low, high]
     words = [_get_word(ratio, is_time=is_time) for ratio in ends]
     first = _format_percent(ends[0]) + (f" {words[0]}" if words[0] != words[1] else "")
@@ -100,7 +100,7 @@ def describe_span(low: float, high: float, *, is_time: bool) -> str:
 def format_verdict(
     comparisons: Sequence[Comparison], num_pairs: int, num_planned: int, notes: Sequence[str]
 ) -> str:
-    """A table and sentences; the most important sentence is the table's first row in words."""
+    """Write a table and sentences. The most important sentence says the first row of the table in words."""
     lines = [f"{num_pairs} of {num_planned} pairs of runs"]
     if not num_pairs:
         lines[0] += ": no verdict, as that takes a run on every arm"

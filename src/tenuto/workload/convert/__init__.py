@@ -1,1 +1,1 @@
-"""From one trace format to another: writers beside the readers, and importers of agents' own logs."""
+"""Converts one trace format to another: writers for the formats, and importers of agents' own logs."""

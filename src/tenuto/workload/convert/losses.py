@@ -1,4 +1,4 @@
-"""What a conversion lost: the file that was written is read again and held against what went into it."""
+"""Finds what a conversion lost: reads the written file and compares it with the original jobs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tenuto.workload.formats.mooncake import sort_turns
 from tenuto.workload.schema import Job, Prompt, count_shared_tokens
 
 TOLERANCE_S = 1e-6
-"""Formats write some times as differences; what a microsecond's rounding changes is not lost."""
+"""Some formats store times as differences. Rounding errors up to this limit are not reported as losses."""
 _SHOWN_CHARS = 40
 
 
 @dataclass(slots=True)
 class _Loss:
-    """How often something changed, and the first such change."""
+    """How often a property changed, and the first change."""
 
     num_changed: int = 0
     first: str = ""
@@ -29,7 +29,7 @@ class _Losses:
     found: dict[str, _Loss] = field(default_factory=dict)
 
     def compare(self, what: str, was: Any, now: Any) -> None:
-        """Count a change."""
+        """Count one change, unless the values are equal."""
         if was == now or (_are_times(was, now) and math.isclose(was, now, rel_tol=0, abs_tol=TOLERANCE_S)):
             return
         loss = self.found.setdefault(what, _Loss())
@@ -37,15 +37,15 @@ class _Losses:
         loss.first = loss.first or f"{_show(was)} → {_show(now)}"
 
     def describe(self) -> Iterator[str]:
-        """Each loss in words."""
+        """Describe each loss in words."""
         for what, loss in self.found.items():
             yield f"{what}: changed {loss.num_changed:,} times, first {loss.first}"
 
 
 def find_losses(before: Sequence[Job], after: Sequence[Job], names: Mapping[str, str] | None) -> list[str]:
-    """What differs, in words; empty if nothing does.
+    """Describe the differences in words. Empty if there are none.
 
-    `names` says what each job is called afterwards; None where jobs became single requests.
+    `names` maps each job to its name after the conversion. None if jobs became single requests.
     """
     losses = _Losses()
     lines = []
@@ -103,7 +103,7 @@ def _compare_turn(losses: _Losses, turn: Any, now: Any) -> None:
 
 
 def _compare_sharing(before: Sequence[Job], after: Sequence[Job], *, is_split: bool) -> Iterator[str]:
-    """How much prompts share with what the job computed before, and first prompts with each other's."""
+    """Compare how much prompts share with earlier turns of their job, and first prompts with each other."""
     if not is_split:
         was, now = _count_repeated(before), _count_repeated(after)
         if was != now:
@@ -134,7 +134,7 @@ def _count_all_common(jobs: Sequence[Job]) -> int:
 
 
 def _count_neighbours(prompts: list[Prompt]) -> int:
-    """In sorted order those that share most stand next to each other."""
+    """Count the tokens shared by neighbours in sorted order. Prompts that share most are neighbours there."""
     prompts.sort()
     return sum(count_shared_tokens(a, b) for a, b in pairwise(prompts))
 

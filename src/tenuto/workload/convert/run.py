@@ -1,4 +1,4 @@
-"""Changing a trace's format: read, write, read again, and say what the new format could not hold."""
+"""Converts a trace: reads it, writes it, reads the result, and reports what the new format cannot store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenuto.workload.schema import Job, TurnSpec
 
 
 def run_convert(options: ConvertOptions) -> int:
-    """Convert; 0 also if the new format cannot hold everything: that is said, not failed."""
+    """Convert a trace; return 0. If the new format cannot store everything, the losses are reported."""
     jobs = load_workload(options.source).jobs
     if not options.keep_text and holds_text(options.source):
         jobs = drop_commands(jobs)
@@ -38,7 +38,7 @@ def run_convert(options: ConvertOptions) -> int:
 
 
 def drop_commands(jobs: Sequence[Job]) -> tuple[Job, ...]:
-    """The jobs without what the agents' commands say beyond the tool's name."""
+    """The jobs without their agents' command lines; the tool names stay."""
 
     def drop(turn: TurnSpec) -> TurnSpec:
         if turn.tool is None:

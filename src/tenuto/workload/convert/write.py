@@ -1,4 +1,4 @@
-"""The formats a trace can be written in, and the writing."""
+"""The formats in which a trace can be written, and the functions that write it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def _keep_names(jobs: Sequence[Job]) -> dict[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How jobs become rows."""
+    """How jobs are converted to rows."""
 
     make_rows: Callable[[Sequence[Job], int], Rows]
-    """From jobs and the tokens per block id."""
+    """Makes rows from jobs and the number of tokens per block id."""
     block_size: int = 64
     get_names: Callable[[Sequence[Job]], dict[str, str] | None] = _keep_names
-    """What each job is called when the file is read again; None if jobs become single requests."""
+    """Gives each job's name when the file is read again. None if jobs become single requests."""
     has_sessions: bool = False
-    """Whether each row is a whole session, which people keep in a file of its own."""
+    """Whether each row is a whole session, which is usually stored in a file of its own."""
 
 
 FORMATS = {
@@ -54,10 +54,10 @@ FORMATS = {
 
 
 def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int) -> list[Job]:
-    """Write a new file and read it again; returns the jobs as they are in it.
+    """Write a new file and read it again; return the jobs that were read.
 
-    A session format goes into a folder, a file each, unless `out` ends with .jsonl or .json; with .gz behind
-    the file is packed. Raises ConfigError if something is there already or cannot be written.
+    A session format is written to a folder with one file per session, unless `out` ends with .jsonl or .json.
+    If .gz follows, the file is compressed. Raises ConfigError if `out` already exists or cannot be written.
     """
     rows = _report(chosen.make_rows(jobs, block_size))
     try:
@@ -73,7 +73,7 @@ def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int)
 
 
 def _report(rows: Rows) -> Iterator[Mapping[str, object]]:
-    """The rows, told of on stderr while they take longer than one waits in silence."""
+    """Pass the rows on, and report progress on stderr if they take long."""
     next_s = time.monotonic() + _PROGRESS_S
     for number, row in enumerate(rows, 1):
         yield row
@@ -83,18 +83,18 @@ def _report(rows: Rows) -> Iterator[Mapping[str, object]]:
 
 
 def _write_file(out: Path, rows: Rows) -> None:
-    # A device or a pipe cannot be read again, and must not be replaced by a file.
+    # A device or a pipe cannot be read again and must not be replaced by a file.
     if out.exists() and (not out.is_file() or out.stat().st_size):
         raise ConfigError(f"{out} is there already; name a new file")
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the file and then in its place: whoever reads it never sees half of it.
+    # Write a temporary file next to the target, then rename it, so that readers never see a partial file.
     part = out.with_name(f"{out.name}.part")
     try:
         with _open_new(part, is_packed=out.suffix == ".gz") as file:
             for row in rows:
                 file.write(f"{dump_json(row)}\n")
         os.replace(part, out)
-    except BaseException:  # a full disk, or Ctrl-C
+    except BaseException:  # for example a full disk or Ctrl-C
         part.unlink(missing_ok=True)
         raise
 
@@ -102,7 +102,7 @@ def _write_file(out: Path, rows: Rows) -> None:
 def _open_new(path: Path, *, is_packed: bool) -> TextIO:
     if not is_packed:
         return path.open("w", encoding="utf-8", newline="\n")
-    # Without the time of writing: the same trace makes the same file.
+    # Leave out the time of writing, so that the same trace gives the same file.
     packed = cast("IO[bytes]", gzip.GzipFile(path, "wb", mtime=0))
     return io.TextIOWrapper(packed, encoding="utf-8", newline="\n")
 
@@ -112,6 +112,6 @@ def _write_folder(out: Path, rows: Rows) -> None:
         raise ConfigError(f"{out} is there already and not an empty folder; name a new one")
     out.mkdir(parents=True, exist_ok=True)
     for number, row in enumerate(rows):
-        # A number keeps the order, and ids that differ in what no file name can hold apart.
+        # The number keeps the order. It also keeps names distinct if ids differ only in invalid characters.
         name = re.sub(r"[^\w.-]", "_", str(row["id"]))[:80]
         (out / f"{number:06d}-{name}.json").write_text(f"{dump_json(row)}\n", encoding="utf-8")

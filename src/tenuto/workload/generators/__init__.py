@@ -1,1 +1,1 @@
-"""Workloads made from published figures."""
+"""Generators of workloads from published figures."""

@@ -1,7 +1,7 @@
 """`ab8`: the 8-turn workload of the published H200 sweep, the same token counts for every job.
 
-The system prompt is shared by all jobs; every tool output is random text of its (job, turn), so nothing else
-is. Poisson arrivals with seed 42 over 45 s give 54, 133, 255, 433
+All jobs share the system prompt. Every tool output is random text for its (job, turn), so jobs share nothing
+else. Poisson arrivals with seed 42 over 45 s give 54, 133, 255, 433
 and 665 jobs at 1, 3, 6, 10 and 15 jobs per second.
 """
 

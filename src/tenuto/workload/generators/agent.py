@@ -1,8 +1,8 @@
-"""Random agent jobs that meet published means and deviations; the benchmark families fill in the numbers.
+"""Random agent jobs that match published means and deviations. The benchmark families provide the numbers.
 
-A job draws its number of turns and its total of tokens, which rise together; the total is then dealt out to
-the task, the outputs and the tool outputs. Tool times are two-part: most calls are fast, a tenth is slow, as
-measured for shell commands, where one `cd repo && …` may hide a test run.
+A job draws its number of turns and its total number of tokens; the two are correlated. The total is then
+split into the task, the outputs and the tool outputs. Tool times have two parts: most calls are fast, and
+10 % are slow. Measured shell commands behave like this, because a `cd repo && …` may hide a test run.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from dataclasses import dataclass
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
 SLOW_SHARE = 0.1
-"""Share of slow calls: the published figures are about each tool's slowest tenth."""
+"""Share of slow calls. The published figures describe the slowest 10 % of each tool's calls."""
 PART_CV = 0.5
-"""Coefficient of variation within the fast and within the slow calls of one tool: wide, yet apart."""
+"""Coefficient of variation within a tool's fast calls, and within its slow calls. The values are wide, but
+the two parts stay separate."""
 TEXT_CV = 1.0
 """Coefficient of variation of single texts; 0.5 to 1.7 within 8 recorded agent tasks
 (agentperf-local 0.3.4)."""
 TURNS_TOKENS_CORRELATION = 0.8
-"""Between a job's turns and its tokens. Nobody published it; longer jobs read more."""
+"""Correlation of a job's turns and its tokens. There is no published value, but longer jobs read more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """How often a tool is called, and the mean seconds of its fast and of its slow calls."""
+    """A tool: how often it is called, and the mean seconds of its fast calls and of its slow calls."""
 
     name: str
     share: float
@@ -39,8 +40,8 @@ class Tool:
 class Family:
     """The numbers of one benchmark.
 
-    `tokens_mean` and `tokens_sd` are about a job's prompt and output tokens, added up over its turns.
-    `system_tokens` is exact and shared by all jobs; the other three lengths only set proportions.
+    `tokens_mean` and `tokens_sd` describe a job's prompt and output tokens, summed over its turns.
+    `system_tokens` is exact and shared by all jobs. The other three lengths only set proportions.
     """
 
     name: str
@@ -56,9 +57,9 @@ class Family:
 
 
 def agent_jobs(family: Family, arrivals: Iterable[float], seed: int) -> list[Job]:
-    """One job per arrival time in seconds; job n depends on the seed and n alone."""
+    """Make one job per arrival time in seconds. Job n depends only on the seed and n."""
     return [
-        # A text seeds the generator through SHA-512, the same in every process.
+        # A text seeds the generator through SHA-512, which gives the same seed in every process.
         _make_job(family, f"{family.name}-{n}", arrival_s, random.Random(f"{family.name}/{seed}/{n}"))
         for n, arrival_s in enumerate(arrivals)
     ]
@@ -82,7 +83,7 @@ def _make_job(family: Family, job_id: str, arrival_s: float, rng: random.Random)
 
 
 def _draw_size(family: Family, rng: random.Random) -> tuple[int, float]:
-    # Turns are a rounded normal, tokens a log-normal, for they have a long right tail.
+    # Turns follow a rounded normal distribution. Tokens are log-normal, because they have a long right tail.
     z_turns, z_own = rng.gauss(0, 1), rng.gauss(0, 1)
     num_turns = max(1, round(family.turns_mean + family.turns_sd * z_turns))
     rho = TURNS_TOKENS_CORRELATION
@@ -94,15 +95,15 @@ def _draw_size(family: Family, rng: random.Random) -> tuple[int, float]:
 def _draw_lengths(
     family: Family, num_turns: int, num_tokens: float, rng: random.Random
 ) -> tuple[int, list[int], list[int]]:
-    # A text that enters at turn k is counted again by every later turn; the lengths drawn are stretched
-    # so that the counts add up to num_tokens.
+    # A text that appears at turn k is counted again in every later turn. So the drawn lengths are scaled so
+    # that the counts add up to num_tokens.
     task = _draw_length(family.task_tokens, rng)
     outputs = [_draw_length(family.output_tokens, rng) for _ in range(num_turns)]
     tool_outputs = [_draw_length(family.tool_output_tokens, rng) for _ in range(num_turns - 1)]
     drawn = num_turns * task
     drawn += sum(length * (num_turns - index) for index, length in enumerate(outputs))
     drawn += sum(length * (num_turns - index) for index, length in enumerate(tool_outputs, 1))
-    # A rare short job would not even hold its system prompts: it gets texts of about a token.
+    # A few short jobs would not even fit their system prompts. Such a job gets texts of about one token.
     stretch = max(0.0, num_tokens - num_turns * family.system_tokens) / drawn
 
     def fit(length: float) -> int:

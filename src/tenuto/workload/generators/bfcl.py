@@ -1,10 +1,11 @@
 """`bfcl`: the web searches of BFCL V4, as the Continuum paper (arXiv 2511.02230, table 1) describes them.
 
-Published: 6.3 ± 2.3 turns, tool calls of 1,923 ± 2,133 ms, 93,256 ± 68,687 tokens per job; the slowest tenth
-of the `fetch_url_content` calls holds 52.5 % of their time. Tokens per job are read as in `swe_bench`. The
-paper evaluates it with contexts scaled by 0.4: `scale_lengths(workload, 0.4)`.
+Published: 6.3 ± 2.3 turns, tool calls of 1,923 ± 2,133 ms, 93,256 ± 68,687 tokens per job. The slowest 10 %
+of the `fetch_url_content` calls take 52.5 % of the total time of these calls. Tokens per job are interpreted
+as in `swe_bench`. The paper evaluates it with contexts scaled by 0.4: `scale_lengths(workload, 0.4)`.
 
-Not published, chosen: the two tools are called equally often, and search takes what the two moments leave.
+Not published, chosen by us: both tools are called equally often, and the time of the search tool follows from
+the published mean and deviation.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """`swe-bench`: mini-swe-agent on SWE-bench, as the Continuum paper (arXiv 2511.02230, table 1) describes it.
 
-Published: 10.9 ± 2.1 turns, tool calls of 925 ± 3,550 ms, 70,126 ± 19,732 tokens per job; the slowest tenth
-of the `cd` calls holds 94.1 % of their time. We read tokens per job as prompt and output tokens added up
-over the turns: mini-swe-agent cuts a tool's output at 10,000 characters, so that eleven turns cannot reach
-a context of 70,000 tokens, while recorded tasks of this size do add up to as many.
+Published: 10.9 ± 2.1 turns, tool calls of 925 ± 3,550 ms, 70,126 ± 19,732 tokens per job. The slowest 10 % of
+the `cd` calls take 94.1 % of the total time of all `cd` calls. We interpret tokens per job as the sum of
+prompt and output tokens over all turns: mini-swe-agent truncates a tool's output at 10,000 characters, so
+11 turns cannot reach a context of 70,000 tokens, while recorded tasks of this size do reach this sum.
 
-Not published, chosen: which tools there are besides `cd`, how often each is called (half of the recorded
-shell commands begin with `cd`) and how long the rest take; they are fitted to the two moments above.
+Not published, chosen by us: the tools other than `cd`, how often each tool is called (half of the recorded
+shell commands begin with `cd`), and how long the other tools take. They are fitted to the mean and deviation
+of the tool times above.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SWE_BENCH = Family(
     turns_sd=2.1,
     tokens_mean=70_126,
     tokens_sd=19_732,
-    system_tokens=1_200,  # first prompts of recorded tasks: 1,458 tokens and more, task included
+    system_tokens=1_200,  # first prompts of recorded tasks have 1,458 tokens or more, including the task
     task_tokens=600,
     output_tokens=110,
     tool_output_tokens=800,
