@@ -64,7 +64,7 @@ class Exchange:
             return self.chunks
         if self.content_encoding not in ("gzip", "deflate"):
             raise ValueError(f"the answer is packed as {self.content_encoding}")
-            unpack = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # accepts gzip and zlib headers
+        unpack = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # accepts gzip and zlib headers
         unpacked, num_left = [], MAX_BODY_BYTES
         for at_s, piece in self.chunks:
             try:
