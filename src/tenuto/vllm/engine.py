@@ -49,7 +49,7 @@ class VllmEngine:
         )
 
     def get_num_free_blocks(self) -> int:
-        """Blocks an allocation could take now."""
+        """Number of blocks that an allocation could take now."""
         return int(self._pool.get_num_free_blocks())
 
     def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
@@ -59,7 +59,7 @@ class VllmEngine:
             return compat.get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
         blocks = CachedBlocks(compat.get_cached_blocks(self._scheduler, request))
         if blocks:
-            # The whole request or nothing: of a shorter prefix, a sliding window would need other blocks.
+            # Keep the whole request or nothing: a shorter prefix would need other blocks of a sliding window.
             blocks.num_chain_hashes = min(
                 (request.num_tokens - 1) // self.hash_block_size, len(request.block_hashes)
             )
@@ -67,7 +67,10 @@ class VllmEngine:
         return blocks
 
     def count_common_blocks(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
-        """How many leading blocks a prompt with these hashes runs through; O(log n), as hashes chain."""
+        """How many leading blocks a prompt with these hashes shares.
+
+        Takes O(log n) time: each hash also covers the blocks before it, so a binary search works.
+        """
         if not self.can_truncate:
             assert isinstance(blocks, CachedBlocks)
             position = blocks.num_chain_hashes
@@ -83,11 +86,11 @@ class VllmEngine:
         return low
 
     def get_num_leased_blocks(self) -> int:
-        """Distinct blocks that leases hold now."""
+        """Number of distinct blocks that leases hold now."""
         return len(self._leased)
 
     def get_block_ids(self, blocks: list[Any]) -> list[int]:
-        """The numbers that vLLM gave them."""
+        """The block ids that vLLM assigned."""
         return [block.block_id for block in blocks]
 
     def hold(self, blocks: list[Any]) -> None:
@@ -96,7 +99,7 @@ class VllmEngine:
         self._leased.add(self.get_block_ids(blocks))
 
     def release(self, blocks: list[Any]) -> None:
-        """Give one reference to each block up, tails to be evicted first."""
+        """Release one reference to each block; the last blocks will be evicted first."""
         self._pool.free_blocks(reversed(blocks))
         self._leased.remove(self.get_block_ids(blocks))
 

@@ -2,15 +2,16 @@
 
     vllm serve MODEL --scheduler-cls tenuto.vllm.Scheduler --middleware tenuto.vllm.Middleware
 
-vLLM carries `vllm_xargs` and its own session id to the scheduler, and nothing else. Clients name their jobs
-in many other ways; this puts what they say into `vllm_xargs`, by the rules of
-`tenuto.core.requests.identity`. vLLM's own session id is left alone, as vLLM carries it itself.
+vLLM passes only `vllm_xargs` and its own session id to the scheduler. Clients name their jobs in many other
+ways. The middleware copies these names into `vllm_xargs`, by the rules of `tenuto.core.requests.identity`.
+It does not copy vLLM's own session id, because vLLM passes that itself.
 
-It also tells the scheduler whose the request is (`tenuto.vllm.tenants`).
+The middleware also tells the scheduler the request's tenant (`tenuto.vllm.tenants`).
 
-Everything else passes through as it came: other paths, bodies that are no JSON object in UTF-8, and requests
-that say nothing new. vLLM runs middleware before it checks an API key, so a body is read and parsed only when
-the application behind asks for it, which it does after that check. What is read is bounded.
+Everything else passes through unchanged: other paths, bodies that are not a JSON object in UTF-8, and
+requests that name nothing new. vLLM runs middleware before it checks an API key. The middleware therefore
+reads and parses a body only when the application asks for it, which is after that check. The number of
+bytes that it reads is bounded.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 8 * 2**20
-"""Larger bodies are streamed through unread: a million tokens of text are about half of it."""
+"""Larger bodies pass through without being parsed. A million tokens of text take about half this size."""
 
 DP_SIZE_VARIABLE = "TENUTO_DP_SIZE"
-"""Environment variable: the server's `--data-parallel-size`; set, each job keeps to one rank."""
+"""Environment variable with the server's `--data-parallel-size`. If set, each job stays on one rank."""
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _RANK_HEADER = "x-data-parallel-rank"
 
 
 class Middleware:
-    """Puts what names a request's job where vLLM carries it to the scheduler; pure ASGI."""
+    """ASGI middleware that copies the name of a request's job to where vLLM passes it to the scheduler."""
 
     def __init__(self, app: App, dp_size: int | None = None) -> None:
         self._app = app
@@ -50,16 +51,16 @@ class Middleware:
         self._tenants = TenantReader(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection; responses are never touched."""
+        """Handle one connection. Responses are never changed."""
         if _is_generation(scope):
             scope = {**scope, "headers": list(scope["headers"])}
             receive = self._read_when_asked(scope, receive)
         await self._app(scope, receive, send)
 
     def _read_when_asked(self, scope: Scope, receive: Receive) -> Receive:
-        """Receives the request as it is handed on. Nothing is read before the application asks.
+        """A `receive` that returns the rewritten request. It reads nothing before the application asks.
 
-        Whoever checks keys refuses a request without asking for its body.
+        The check of API keys refuses a request without asking for its body, so such a body is never read.
         """
         pending: list[Message] | None = None
 
@@ -70,16 +71,16 @@ class Middleware:
                 if after is None:
                     body = self._rewrite(scope, body)
                 pending = [{"type": "http.request", "body": body, "more_body": after is not None}]
-                # The rest of a body that is too large, or the client's leaving.
+                # The next part of a body that is too large, or the message that the client disconnected.
                 pending += [] if after is None else [after]
             return pending.pop(0) if pending else await receive()
 
         return read
 
     def _rewrite(self, scope: Scope, body: bytes) -> bytes:
-        """The body with what the request says about its job in `vllm_xargs`; itself if that is nothing new.
+        """The body with the request's hints added to `vllm_xargs`; the same body if there are no new hints.
 
-        Headers that follow from it are changed in the scope.
+        Also updates the headers in the scope: the content length and the data-parallel rank.
         """
         request = _parse(body)
         if request is None:
@@ -87,7 +88,7 @@ class Middleware:
         xargs = request.get("vllm_xargs")
         xargs = {} if xargs is None else xargs
         if not are_xargs(xargs):
-            # vLLM will refuse the request, in its own words.
+            # vLLM will refuse the request with its own error message.
             return body
         headers = _get_headers(scope)
         own_session_id = get_own_session_id(request, headers, scope["path"])
@@ -120,16 +121,16 @@ def _is_generation(scope: Scope) -> bool:
     return (
         scope["type"] == "http"
         and scope["method"] == "POST"
-        # A suffix, as the path includes the root path that the server is mounted under.
+        # Compare the end of the path, because the path may begin with the server's root path.
         and scope["path"].endswith(_PATHS)
         and not any(name.lower() == b"content-encoding" for name, _ in scope["headers"])
     )
 
 
 async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
-    """The body and None; or as much of it as was read and the message that says how it goes on.
+    """The whole body and None; or the part that was read and the next message.
 
-    That message is an `http.disconnect`, or the part of a body that made it too large.
+    The next message is an `http.disconnect`, or the part of the body that made it too large.
     """
     body = bytearray()
     while True:
@@ -144,7 +145,7 @@ async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
 
 def _parse(body: bytes) -> dict[str, Any] | None:
     try:
-        # Not json.loads(body), which takes UTF-16 too: what is appended below is UTF-8.
+        # Not json.loads(body), because that also accepts UTF-16, and `_append_member` appends UTF-8.
         request = json.loads(body.decode())
     except (ValueError, RecursionError):
         return None
@@ -152,27 +153,30 @@ def _parse(body: bytes) -> dict[str, Any] | None:
 
 
 def _get_headers(scope: Scope) -> dict[str, str]:
-    """Headers by name in lower case; the first of several counts, as in vLLM."""
+    """Headers by name in lower case. If a header occurs several times, the first is used, as in vLLM."""
     return {
         name.decode("latin-1").lower(): value.decode("latin-1") for name, value in reversed(scope["headers"])
     }
 
 
 def _append_member(body: bytes, name: str, value: Mapping[str, Any]) -> bytes:
-    """A JSON object with a member added and its own bytes as they were; of equal names, the last counts."""
+    """Add a member to a JSON object without changing its other bytes.
+
+    If the object already has a member of this name, JSON parsers use the last one, which is the new one.
+    """
     start = body.rstrip()[:-1].rstrip()
     comma = b"" if start.endswith(b"{") else b","
     return start + comma + json.dumps({name: value}).encode()[1:]
 
 
 def _get_rank(job_id: str, dp_size: int) -> int:
-    """The same rank for a job in every API server process."""
+    """The job's data-parallel rank; the same in every API server process."""
     digest = hashlib.blake2b(job_id.encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % dp_size
 
 
 def _set_headers(scope: Scope, new: Mapping[str, str]) -> None:
-    """Replace or add headers where they are: the application may have its own reference to the list."""
+    """Replace or add headers in place, because the application may hold a reference to the list."""
     if new:
         kept = [each for each in scope["headers"] if each[0].decode("latin-1").lower() not in new]
         scope["headers"][:] = kept + [(name.encode(), value.encode()) for name, value in new.items()]

@@ -1,4 +1,4 @@
-"""The `vllm serve` line that `tenuto serve` runs."""
+"""Builds the `vllm serve` command line that `tenuto serve` runs."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def build_command(model: str, settings: Mapping[str, Any], passed: Sequence[str]
 
 
 def get_hints(command: Sequence[str]) -> list[str]:
-    """What only the operator can size of what the policy of a built command needs, a line each."""
+    """Hints, one per line, about options that the policy needs and only the operator can choose."""
     wanted = _get_engine_settings(_parse_config(_take_option(list(command), "--additional-config")[0]))
     has_tier = any(_take_option(list(command), flag)[0] is not None for flag in OFFLOAD_FLAGS)
     if wanted.offload is None or has_tier:
         return []
     if is_cpu_build():
-        # There the flag stops the server at its start.
+        # A vLLM that is built for CPUs stops at start if it gets this flag.
         return [
             "this policy is meant to run with KV in host memory too, which vLLM's CPU build does not have"
         ]
@@ -67,7 +67,7 @@ def get_hints(command: Sequence[str]) -> list[str]:
 
 
 def check_files(command: Sequence[str]) -> None:
-    """Try the files that the server will write, before it loads its weights. Makes their folders.
+    """Check, before the server loads its weights, that its output files can be written; make their folders.
 
     Raises ConfigError naming the setting and the file.
     """
@@ -97,7 +97,7 @@ def is_cpu_build() -> bool:
 
 
 def find_vllm() -> str:
-    """The `vllm` of this environment; else whichever the shell finds."""
+    """The `vllm` command of this environment, or else the one that the shell finds."""
     beside = Path(sys.executable).parent / "vllm"
     return str(beside) if beside.exists() else "vllm"
 

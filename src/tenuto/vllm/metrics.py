@@ -1,12 +1,12 @@
 """Prometheus metrics of the driver, under `tenuto:` beside vLLM's own.
 
-The engine runs in a process of its own, and vLLM's statistics have no room for ours. Three ways lead to
-`/metrics`, and which one is open is known at start:
+The engine runs in its own process, and vLLM's statistics cannot carry our metrics. There are three ways to
+`/metrics`. The way is chosen at start:
 
-- in-process (`LLM()`): the metrics are in the default registry already;
-- several API servers: vLLM sets PROMETHEUS_MULTIPROC_DIR and prometheus_client shares values by file;
-- one API server (the usual case): the engine writes its metrics as text into a folder the API server
-  made (`tenuto.vllm.plugin`), whose collector reads it at every scrape.
+- in-process (`LLM()`): the metrics are already in the default registry;
+- several API servers: vLLM sets PROMETHEUS_MULTIPROC_DIR, and prometheus_client shares values in files;
+- one API server (the usual case): the API server makes a folder, and the engine writes its metrics there as
+  text. A collector in the API server (`tenuto.vllm.plugin`) reads the folder at every scrape.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tenuto.vllm.settings import read_settings
 FOLDER_VARIABLE = "TENUTO_METRICS_DIR"
 OWNER_VARIABLE = "TENUTO_METRICS_OWNER"
 REFRESH_S = 1.0
-"""Gauges and counters are brought up to date at most this often, and whenever the engine goes idle."""
+"""Shortest interval between two updates of the metrics. An engine that becomes idle updates them at once."""
 
 LABELS = ("model_name", "engine")
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("vllm.tenuto")
 
 
 class Metrics:
-    """Exports one driver's state and statistics; the driver has to be made with `stats`."""
+    """Exports one driver's state and statistics. The driver must be made with this object's `stats`."""
 
     def __init__(self, vllm_config: Any, engine_index: int) -> None:
         self._next_s = 0.0
@@ -51,7 +51,7 @@ class Metrics:
         self._labels = (str(model), str(engine_index))
         self._totals: dict[Any, float] = {}
         self._make()
-        # prometheus_client's histograms have the `observe` of ours, so the driver fills them itself.
+        # prometheus_client's histograms have the same `observe` method as ours, so the driver fills them.
         self.stats = DriverStats(
             tool_s=self._histogram(
                 "tenuto:tool_time_seconds", "From a turn's finish to its job's next arrival.", TOOL_BUCKETS_S
@@ -122,18 +122,18 @@ class Metrics:
         )
 
     def refresh(self, driver: Driver, now_s: float, *, idle: bool = False) -> None:
-        """Bring the exported values up to date, if it is time."""
+        """Update the exported values, if the interval has passed or the engine is idle."""
         if now_s < self._next_s and not idle:
             return
         self._next_s = now_s + REFRESH_S
-        # An idle engine asks often, and mostly nothing has happened.
+        # An idle engine calls this often, and usually nothing has changed.
         state = (len(driver.leases), self.stats.num_events, driver.get_next_deadline_s())
         if state != self._last_state:
             self._last_state = state
             self._refresh_now(driver, now_s)
 
     def close(self) -> None:
-        """Take the metrics away."""
+        """Stop exporting the metrics."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink()
@@ -144,7 +144,7 @@ class Metrics:
     def _refresh_now(self, driver: Driver, now_s: float) -> None:
         stats = self.stats
         deadline_s = driver.get_next_deadline_s()
-        # A moment, not a countdown: it stays right while the engine sleeps.
+        # Export a point in time, not a countdown, because it stays correct while the engine sleeps.
         self._deadline.set(0.0 if deadline_s is None else time.time() + deadline_s - now_s)
         view = driver.get_view(now_s)
         self._parked.set(view.num_parked)
@@ -174,7 +174,7 @@ class Metrics:
             temporary.write_bytes(generate_latest(self._registry))
             temporary.replace(file)
         except OSError as error:
-            # Figures must not take the engine with them.
+            # A failure to write metrics must not stop the engine.
             logger.error("tenuto: metrics end here, %s cannot be written: %s", file, error)
             self._file = None
 
@@ -191,13 +191,16 @@ class Metrics:
 
 
 class _Forward(Collector):
-    """Shows one engine's registry in the default one; engines in one process have the same names."""
+    """Shows one engine's registry in the default registry.
+
+    Several engines in one process use the same metric names, so they cannot register them directly.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
     def describe(self) -> Iterable[Any]:
-        """Nothing: the default registry would refuse the second engine's names."""
+        """Return nothing; otherwise the default registry would refuse the second engine's metric names."""
         return ()
 
     def collect(self) -> Iterable[Any]:
@@ -206,7 +209,7 @@ class _Forward(Collector):
 
 
 def _get_file(engine_index: int) -> Path | None:
-    """Where this process writes its metrics; None where the default registry is scraped directly."""
+    """The file for this process's metrics; None if the default registry is scraped directly."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None or os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         return None

@@ -54,13 +54,13 @@ def _remove(folder: str, owner: int) -> None:
 
 
 class EngineMetrics(Collector):
-    """Reads what the engine processes wrote last."""
+    """Reads the metrics that the engine processes wrote last."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def collect(self) -> Iterable[Any]:
-        """All engines' metrics, families of one name merged."""
+        """The metrics of all engines; families with the same name are merged."""
         families: dict[str, Any] = {}
         for file in sorted(self._folder.glob("engine-*.prom")):
             try:

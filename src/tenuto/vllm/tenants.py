@@ -1,8 +1,8 @@
-"""Whose request is it? The server says so, and never the client.
+"""Finds the tenant of a request. The server decides the tenant, never the client.
 
 The tenant is the API key that vLLM checked, or a header that a trusted proxy sets. The middleware knows both,
-but only `vllm_xargs` reach the scheduler, and there anyone can write. So the middleware signs the tenant with
-a secret that the server's processes share, and the scheduler takes no tenant whose signature is wrong.
+but only `vllm_xargs` reach the scheduler, and any client can write there. Therefore the middleware signs the
+tenant with a secret that the server's processes share. The scheduler ignores a tenant with a wrong signature.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 from tenuto.core.requests.hints import get_bounded_id
 
 SECRET_VARIABLE = "TENUTO_SECRET"
-"""Environment variable that the server's processes share. Made at start where it is not set."""
+"""Environment variable with the secret that the server's processes share. If unset, it is made at start."""
 HEADER_VARIABLE = "TENUTO_TENANT_HEADER"
-"""Environment variable: the header that names the tenant, which a trusted proxy sets on every request."""
+"""Environment variable with the name of the tenant header, which a trusted proxy sets on every request."""
 FIELD = "tenuto_tenant"
-"""In `vllm_xargs`: the signature, a colon, the tenant."""
+"""The field in `vllm_xargs`. Its value is the signature, a colon, and the tenant."""
 
 _KEY_CHECK = "AuthenticationMiddleware"
-"""vLLM's class. Not in `compat.py`: that imports the engine, which a server of requests does not need."""
+"""vLLM's class. It is not in `compat.py`: that imports the engine, which an API server does not need."""
 
 
 class TenantReader:
-    """Reads the tenant off a request's headers: the proxy's header where one is set, else the API key."""
+    """Reads the tenant from a request's headers: from the proxy's header if configured, else the API key."""
 
     def __init__(self, app: Any) -> None:
         """`app` is the application behind the middleware."""
         self._header = os.environ.get(HEADER_VARIABLE, "").strip().lower()
-        # Where nobody checks the key, clients make up what they like.
+        # If the server does not check keys, clients can invent any key.
         self._has_keys = _checks_keys(app)
 
     def get(self, headers: Mapping[str, str]) -> str | None:
-        """The tenant, or None. Names of headers are in lower case. A key is shown as its digest."""
+        """The tenant, or None. Header names must be in lower case. A key is replaced by its digest."""
         if self._header and self._header != "authorization":
             return get_bounded_id(headers.get(self._header))
         key = headers.get("authorization", "").partition(" ")[2].strip()
@@ -47,18 +47,18 @@ class TenantReader:
 
 
 def make_secret() -> None:
-    """Make the secret for this process and those that it starts, unless there is one."""
+    """Make the secret for this process and its child processes, unless it is already set."""
     os.environ.setdefault(SECRET_VARIABLE, os.urandom(32).hex())
 
 
 def sign(tenant: str) -> dict[str, str]:
-    """What to add to `vllm_xargs`; nothing where there is no secret."""
+    """The field to add to `vllm_xargs`, with the signed tenant; empty if there is no secret."""
     secret = os.environ.get(SECRET_VARIABLE)
     return {FIELD: f"{_make_signature(tenant, secret)}:{tenant}"} if secret else {}
 
 
 def take_tenant(xargs: Any) -> Any:
-    """The request's fields with the signed tenant in the place of what its client says."""
+    """The request's fields, with the client's own `tenant` replaced by the signed tenant, if it is valid."""
     if not isinstance(xargs, Mapping):
         return xargs
     fields = {name: value for name, value in xargs.items() if name != "tenant"}
@@ -76,7 +76,7 @@ def _make_signature(tenant: str, secret: str) -> str:
 
 
 def _checks_keys(app: Any) -> bool:
-    """Whether vLLM's check of API keys is among the applications behind this one."""
+    """Whether vLLM's check of API keys is among the applications that this application wraps."""
     while app is not None:
         if type(app).__name__ == _KEY_CHECK:
             return True
