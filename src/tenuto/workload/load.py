@@ -108,7 +108,7 @@ def _find_reader(first: Fields) -> Callable[[Sequence[Fields]], list[Job]]:
 
 
 def holds_text(path: Path) -> bool:
-    """Whether a trace holds what agents and models said: trajectories and chat logs do."""
+    """Whether a trace contains the text of agents and models, as trajectories and chat logs do."""
     if path.is_dir():
         return any(path.rglob(f"*{SUFFIX}"))
     return _find_reader(read_objects(path, exact=True)[0]) in (read_mini_swe_agent, read_chat_logs)

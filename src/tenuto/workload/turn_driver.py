@@ -22,7 +22,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.workload.schema import Event, Job, TurnSpec, Workload, find_roots
 
 USER_GAP_S = 0.01
-"""Between the first jobs of two users: if all began at once, the client would measure its own crowd."""
+"""Seconds between the first jobs of two users. If all began at once, the client would measure its burst."""
 
 
 class Due(NamedTuple):
@@ -178,7 +178,7 @@ class TurnDriver:
                 yield Due(self._jobs[waiting.job_id], waiting.number, self._ready_s.pop(waiting))
 
     def _close(self, job_id: str, now_s: float) -> list[Due]:
-        """One turn less to come; with `users`, the next job where that was the family's last turn."""
+        """Count one turn as ended. With `users`, begin the next job if it was the family's last turn."""
         root = self._roots[job_id]
         self._num_open[root] -= 1
         if self._num_open[root]:

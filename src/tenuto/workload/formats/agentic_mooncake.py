@@ -133,7 +133,7 @@ def _check_dependencies(rows: dict[str, _Row]) -> None:
 
 
 def _anchor_roots(rows: dict[str, _Row]) -> None:
-    """Tie what else waits for nothing to the play's first request, so that a play stays together."""
+    """Make requests without dependencies depend on the play's first request, so a play stays together."""
     roots: dict[str, _Row] = {}
     free = [row for row in rows.values() if not row.dependencies]
     for row in sorted(free, key=lambda row: row.not_before_s):
@@ -282,7 +282,7 @@ def _waits(job: Job) -> bool:
 
 
 def _name_play(members: Sequence[Job]) -> tuple[str, dict[str, str]]:
-    """A play and its sessions by job: read again they are called PLAY/SESSION, and such names stay."""
+    """Name a play and its sessions by job. When read again, they are called PLAY/SESSION, and names stay."""
     first = members[0].job_id
     play = first.removesuffix(f"/{MAIN}") or first
     sessions = {job.job_id: job.job_id.removeprefix(f"{play}/") or job.job_id for job in members}
@@ -305,7 +305,7 @@ def _make_dependencies(job: Job, index: int) -> Iterator[dict[str, object]]:
             "delay_ms": to_ms(job.turns[index - 1].tool_s),
             "relation": "sequence",
         }
-    # The parent's event first: a reader takes a session's first dependency for who started it.
+    # The parent's event first: a reader treats a session's first dependency as the one that started it.
     for event in sorted(turn.after, key=lambda each: each.job_id != job.parent):
         yield {
             "request_id": _name_request(event.job_id, event.turn),

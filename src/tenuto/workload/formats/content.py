@@ -1,14 +1,14 @@
-"""Which prompts begin alike, said without their text: salted hashes that chain, and the spans they stand for.
+"""Salted chained hashes that show which prompts begin alike without their text, and the spans they stand for.
 
-A prompt is a row of pieces: blocks of 16 tokens where token ids are known, messages where they are not. The
-hash of a piece covers all before it, as a KV cache's block hash does, and is keyed with the salt: without it
-nobody can check a guess against it.
+A prompt is a sequence of pieces: blocks of 16 tokens if token ids are known, otherwise messages. The hash of
+a piece covers everything before it, like the block hash of a KV cache. It is keyed with the salt, so a guess
+of the text cannot be checked without the salt.
 
     turn 1   pieces a b c      →  [c 400]                            answer  [out1 20]
     turn 2   pieces a b c d e  →  [c 400][out1 20][e 112]            d is the answer
     another  pieces a b x      →  [c 290][x 85]                      alike up to b, then not
 
-What was seen before stands for the spans it had then; the rest is one new span, named by its last hash.
+A beginning that was seen before keeps its spans. The rest becomes one new span, named by its last hash.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tenuto.workload.schema import Prompt, Span
 BLOCK_TOKENS = 16
 """Tokens per piece, where they are known: vLLM's smallest block, so that any of its caches can be told."""
 TOKENS_START, TEXTS_START = b"tokens", b"texts"
-"""Stand before the first piece: no block of tokens has a text's hash."""
+"""Start values of the hash chains. They differ, so a block of tokens never has the hash of a text."""
 MAX_REMEMBERED = 300_000
 """Pieces remembered, the latest; 5 million tokens of different content."""
 

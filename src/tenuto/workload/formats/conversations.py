@@ -1,7 +1,7 @@
-"""From conversations with their text to jobs: what the readers of agents' own logs share.
+"""Makes jobs from conversations with text. The readers of agents' own logs share this code.
 
-Nothing of the text stays but its lengths, which beginnings are alike, and the tools called. Where nobody
-counted tokens, 4 characters count as one, and the turn's `extra` says so.
+Only these facts about the text are kept: lengths, which beginnings are alike, and the tools called. If a log
+has no token counts, 4 characters count as one token, and the turn's `extra` says so.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chat messages as pieces that can be compared, and the tool calls in them.
 
-A piece is a message in a form of its own: role, text and tool calls, and nothing that clients add or drop
-when they send an answer back. So the next prompt of a conversation begins with the pieces of this one, and
-goes on with those of its answer.
+A piece is a message in a normalised form: role, text and tool calls, without anything that clients add or
+drop when they send an answer back. So the next prompt of a conversation begins with the pieces of this one,
+followed by the pieces of its answer.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tenuto.core.requests.tool_calls import find_tool_call
 from tenuto.core.types import ToolCall
 
 TEXT_PIECE_CHARS = 256
-"""A prompt that is one text is cut into pieces of this length."""
+"""A prompt that is one text is split into pieces of this length."""
 CHARS_PER_TOKEN = 4
-"""Where nobody counted: about what English and code have in the common vocabularies."""
+"""Used if token counts are missing. About the average for English and code in the common vocabularies."""
 _TAIL_CHARS = 65_536
-"""A tool call is at the end of an output, and is looked for there."""
+"""A tool call is searched for only in this many characters at the end of an output."""
 _ASSIGNMENT = re.compile(r"\s*[A-Za-z_]\w*=(?:\"[^\"]*\"|'[^']*'|\S*)\s+")
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.:+-]{0,63}")
 
@@ -91,7 +91,7 @@ def find_tool(text: str, calls: Sequence[tuple[Any, Any]]) -> ToolCall | None:
 
 
 def get_plain_tool(tool: ToolCall) -> str:
-    """A tool's name that gives nothing else away.
+    """A tool's name that reveals nothing else.
 
     A shell command's first word may be an assignment (of a key, say) or a path with a user's name in it.
     """

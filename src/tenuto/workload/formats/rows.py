@@ -26,7 +26,7 @@ def get_sent_times(jobs: Sequence[Job]) -> dict[str, list[float]]:
 
 
 def to_ms(seconds: float) -> Decimal:
-    """Milliseconds, exactly, which multiplying a float is not."""
+    """Milliseconds as an exact Decimal; multiplying a float would round."""
     return Decimal(repr(seconds)).scaleb(3)
 
 

@@ -7,17 +7,17 @@
        "duration_ms": 91243, "requests": [{"type": "n", "t": 0.0, …}, …]},
       {"type": "n", "t": 107.0, "think_time": 98.0, …}]}
 
-What the fields mean was read off 710 published sessions (49,334 requests, 63 sub-agents):
+The meaning of the fields was derived from 710 published sessions (49,334 requests, 63 sub-agents):
 
-- `hash_ids` names the full blocks of the prompt, `in // block_size` of them; ids mean something within the
-  session alone. The last few tokens have no id, nor has an output, so neither is shared with a later prompt
-  even where the agent surely sent it again: about a quarter more tokens for a perfect cache to prefill.
-- `t` is when a request was sent, in whole seconds; `api_time` how long it took; `think_time` the pause since
-  the last end on record, rounded by itself. An interrupted request has no `api_time`, so no end on record.
-- A sub-agent's `t` is when it ended if its status is "completed", when it started if it is "async_launched";
-  its requests' `t` count from its start. It starts about a second after the request before it in the list;
-  several in a row start together and run in parallel. The session waits for the completed ones.
-- No tool is named; `stop` says whether there was a call.
+- `hash_ids` names the full blocks of the prompt, `in // block_size` of them. Ids are only valid within the
+  session. The last few tokens and the output have no id. So no later prompt shares them, even if the agent
+  surely sent them again. A perfect cache must therefore prefill about a quarter more tokens.
+- `t` is when a request was sent, in whole seconds. `api_time` is how long it took. `think_time` is the pause
+  since the last recorded end, rounded separately. An interrupted request has no `api_time`, hence no end.
+- A sub-agent's `t` is its end if its status is "completed", and its start if it is "async_launched". Its
+  requests' `t` count from its start. It starts about a second after the request before it in the list.
+  Several in a row start together and run in parallel. The session waits for the completed ones.
+- No tool is named; `stop` tells whether there was a call.
 
 A session becomes one job, each sub-agent a job of its own, tied to it by `after` events. In a closed loop a
 job's requests go one after the other; the 4 of 49,334 that overlapped do so again in an open loop only.
@@ -40,7 +40,7 @@ from tenuto.workload.formats.rows import get_sent_times
 from tenuto.workload.schema import After, Job, Prompt, Span, TurnSpec
 
 TOOL = "tool_use"
-"""The tool of every turn that calls one, named after the `stop` that tells so."""
+"""The tool of every turn that calls one, named after the value of `stop`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def _after_last(agents: list[_SubAgent], request: _Request) -> tuple[After, ...]
 
 
 def _gap_s(request: _Request, following: _Request) -> float:
-    # Without an end on record, think_time reaches back to an earlier request.
+    # If no end was recorded, think_time counts from the end of an earlier request.
     if request.finished_s is not None and following.think_s is not None:
         return following.think_s
     return max(0.0, following.sent_s - _end_s(request))
@@ -232,10 +232,10 @@ def _find_sub_agents(jobs: Sequence[Job]) -> dict[str, Job]:
 
 
 def _find_ends(jobs: Sequence[Job], times: _Times, sub_agents: Mapping[str, Job]) -> _Times:
-    """When each turn was answered, as far as what follows it says: no job holds it itself.
+    """When each turn was answered, derived from the turns after it, because jobs do not store it.
 
-    A sub-agent starts its delay after the answer that called it, a turn that waits for it goes on a delay
-    after its last answer; any other turn ends its tool time before the next is sent.
+    A sub-agent starts its delay after the answer that called it. A turn that waits for a sub-agent starts a
+    delay after the sub-agent's last answer. Any other turn ends its tool time before the next turn is sent.
     """
     by_id = {job.job_id: job for job in jobs}
     ends: _Times = {}
@@ -255,7 +255,7 @@ def _find_ends(jobs: Sequence[Job], times: _Times, sub_agents: Mapping[str, Job]
 
 
 def _get_joins(session: Job, spawner: int, job_id: str) -> list[After]:
-    """What the turn after the spawner waits for of this job, if anything."""
+    """What the turn after the spawner waits for in this job. Empty if it does not wait."""
     following = session.turns[spawner + 1 : spawner + 2]
     return [event for turn in following for event in turn.after if event.job_id == job_id]
 
