@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors made on purpose are one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # What is shown may hold characters that the terminal's encoding has not: names in traces, say.
+            # The output, such as names in traces, may contain characters that the terminal's encoding lacks.
             stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read the output has seen enough (`| head`); what is still buffered has nowhere to go.
+        # The reader closed the pipe (for example `| head`), so the buffered output is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -1,4 +1,4 @@
-"""A command: its words, its options and what runs; and the parser that is made from it."""
+"""Defines a command: its texts, its options and its function. Makes the parser from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Part:
     cls: type
     without: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    """Fields that this command does without, though they have no default."""
+    """Fields that are optional in this command, although they have no default."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(Options):
-    """All that are not vLLM's."""
+    """The options that do not belong to vLLM."""
 
     model: str = option(
         MISSING, "model name or folder, as for vllm serve", metavar="MODEL", is_positional=True

@@ -30,7 +30,7 @@ Where the output is no terminal, it prints one line per look. A server that is d
 
 
 def run(given: Given) -> int:
-    """Watch until Ctrl-C."""
+    """Watch the server until Ctrl-C."""
     options = given.read(TopOptions)
     with needing("top"):
         from tenuto.report.top.watch import watch

@@ -15,9 +15,10 @@ class Cause(Enum):
     NONE = "none"
     """No tokens were missed, or less than one block."""
     EVICTED = "evicted"
-    """A lease held the tokens. It was reclaimed, truncated, or dropped when the cache was reset."""
+    """A lease held the tokens. It was reclaimed, wholly or from its tail, or dropped when the cache was
+    reset."""
     EXPIRED = "expired"
-    """A lease held the tokens and expired before the job came back. Then they were evicted."""
+    """A lease held the tokens and ended before the job came back. Then they were evicted."""
     NEVER_KEPT = "never kept"
     """No lease was granted, so the tokens were evicted from the cache."""
     NOT_STORED = "not yet stored"

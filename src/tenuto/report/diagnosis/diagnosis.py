@@ -43,8 +43,7 @@ TIER_LOSES = 0.3
 alone causes less than a tenth."""
 STORM = 0.25
 """Preemption storm: at least this many preemptions per turn. Each preemption recomputes a prompt. At this
-value,
-recomputed prompts equal a quarter of the turns' prompts."""
+value, a quarter of all prefill is repeated work."""
 MANY_LEASES = 0.3
 """A reason is reported if at least this share of leases ends for it without a hit."""
 MANY_TOKENS = 0.2

@@ -1,4 +1,4 @@
-"""What the charts share: curves, legends and axes."""
+"""Parts that the charts share: curves, legends and axes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenuto.report.html.verdict import format_seconds
 
 Looks = Mapping[str, Look]
 WIDE_RANGE = 20
-"""An axis whose largest value is more than so many times the smallest is logarithmic."""
+"""An axis is logarithmic if its largest value exceeds the smallest by more than this factor."""
 
 LEGEND_ROW_INCHES = 0.2
 
@@ -37,7 +37,7 @@ def plot(axes: Axes, xs: Sequence[float], ys: Sequence[float], look: Look, every
 
 
 def add_legend(figure: Figure, looks: Looks, is_narrow: bool) -> None:
-    """Above all panels, for every policy drawn in any of them; a column each where there is room."""
+    """Add one legend above all panels for all drawn policies, with one column each if there is room."""
     drawn = {line.get_gid() for each in figure.axes for line in each.get_lines()}
     shown = [look for look in looks.values() if f"marks-{look.key}" in drawn]
     handles = [
@@ -77,7 +77,7 @@ def set_load_axis(axes: Axes, loads: Sequence[Load]) -> None:
 
 
 def place_load(load: Load, loads: Sequence[Load]) -> float:
-    """Where a load stands on the axis; runs without one stand left of all others."""
+    """Return a load's position on the axis. Runs without a load are left of all others."""
     if load is not None:
         return load
     numbers = [each for each in loads if each is not None]

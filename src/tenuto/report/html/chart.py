@@ -1,4 +1,4 @@
-"""What a chart is: a picture, the words around it, and its numbers."""
+"""The parts of a chart: a picture, the text around it, and its numbers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Chart:
     name: str
     """For files and ids; unique in a report."""
     title: str
-    """What to see."""
+    """The main message of the chart."""
     caption: str
-    """How to read it; also its text alternative."""
+    """How to read the chart; also used as its text alternative."""
     table: Table
     draw: Callable[[bool], Figure]
     """Draws it; the argument says whether for a narrow screen."""

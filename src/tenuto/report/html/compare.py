@@ -11,14 +11,14 @@ from tenuto.report.html.records import Run, Setting
 
 BASELINE = "stock"
 TIE = 0.02
-"""Policies whose mean JCT is within this share of the best tie with it."""
+"""Policies tie with the best one if their mean JCT is within this share of it."""
 
 Load = float | None
-"""Jobs per second; None where the runs have none."""
+"""Jobs per second; None if the runs have no arrival rate."""
 
 
 class Spread(NamedTuple):
-    """A value over seeds: middle, and the ends of its range."""
+    """A value over several seeds: the middle and both ends of its range."""
 
     middle: float
     low: float
@@ -55,7 +55,7 @@ class PolicyCell:
 
 @dataclass(frozen=True)
 class Winner:
-    """Who has the shortest mean JCT in one setting at one load."""
+    """The policy with the shortest mean JCT in one setting at one load."""
 
     policies: tuple[str, ...]
     """The best first, then those that tie with it."""
@@ -64,7 +64,7 @@ class Winner:
 
     @property
     def is_tie(self) -> bool:
-        """Whether no policy alone is best."""
+        """Whether several policies share the first place."""
         return len(self.policies) > 1
 
 

@@ -1,4 +1,4 @@
-"""The page: one HTML file that asks nothing of the network."""
+"""The page: one HTML file that needs no network access."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tenuto.report.html.verdict import ReportVerdict, count, describe, describe_
 from tenuto.report.html.winners import make_winner_map
 
 MAX_SETTINGS = 12
-"""Settings with charts of their own, about 300 kB each."""
+"""Maximum number of settings with their own charts; each takes about 300 kB."""
 MAX_OCCUPANCY = 8
 MAX_SENTENCES = 4
-"""Of a kind on the first screen; more are folded away."""
+"""Maximum number of sentences of one kind on the first screen. More are collapsed."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _draw(chart: Chart) -> _Picture:
 
 
 def _fold(verdict: ReportVerdict) -> tuple[list[str], list[str]]:
-    """The sentences of the first screen, and those that are too many for it."""
+    """Split the sentences into those on the first screen and the collapsed rest."""
     first = [verdict.headline]
     more: list[str] = []
     for sentences in (verdict.speed_ups, verdict.places):

@@ -17,7 +17,7 @@ from tenuto.report.html.verdict import format_load, format_seconds
 
 MAX_CURVE_POINTS = 300
 MAX_ROWS = 500
-"""Of a table."""
+"""Maximum number of rows in a table."""
 
 Turns = Mapping[tuple[Load, str], Mapping[int, float]]
 """Mean latency in seconds by turn, by load and policy."""

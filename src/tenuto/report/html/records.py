@@ -12,35 +12,35 @@ from tenuto.records.schema import RunRecord, get_stat
 
 NO_POLICY, NO_GPU = "unnamed policy", "unnamed GPU"
 FAULT_MARK = " !"
-"""At the end of a policy's label: hooks of it failed in some run."""
+"""Added to a policy's label if some of its hooks failed in a run."""
 MAX_NAME = 48
 """Longest name shown, in characters."""
 IDENTITY = ("policy", "options", "gpu", "model", "workload", "jps", "seed")
-"""What a run is compared by; all else in a configuration must be equal."""
+"""The fields that runs are compared by. All other fields of the configuration must be equal."""
 BENCH_LOAD = {"users": None, "loop": "closed", "scale_lengths": 1.0, "scale_rate": 1.0, "window_s": None}
-"""What of a bench's settings changes the load, and the value that goes without saying."""
+"""The bench's settings that change the load, with the default values, which are not shown."""
 
 
 class Setting(NamedTuple):
-    """What has to be the same for two policies to be compared."""
+    """The conditions that must be equal to compare two policies."""
 
     workload: str
     model: str
     gpu: str
     is_simulated: bool | None
-    """None: the record does not say."""
+    """None if the record does not contain it."""
     variant: str = ""
-    """What else was not at its default, of the machine and of the load."""
+    """Other options of the machine and the load that differ from their defaults."""
 
     @property
     def kind(self) -> str:
-        """Where the numbers come from, in a word."""
+        """Where the numbers come from, as one word."""
         return {True: "simulated", False: "measured", None: "origin unknown"}[self.is_simulated]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of one policy. None, or nothing in it, where the record says nothing."""
+    """One run of one policy. A value is None or empty if the record lacks it."""
 
     place: str
     """Where the record was read."""
@@ -74,7 +74,7 @@ class Run:
     client: Mapping[str, object]
     """How the bench drove the load."""
     complaint: str | None
-    """Why the run is not a whole one, if it says so."""
+    """Why the run is incomplete, if the record says that it is."""
 
 
 def make_run(record: RunRecord, place: str) -> Run:

@@ -33,7 +33,7 @@ BENCH_USUAL = {
     "arrival": "poisson", "users": None, "window_s": None, "loop": "closed", "scale_lengths": 1,
     "scale_rate": 1, "prompts": "ids", "answers": "server", "hints": "last", "retries": 0,
 }  # fmt: skip
-"""The bench's settings that are options, and the values that need not be said."""
+"""The bench's settings that are options, with default values, which the command omits."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _find_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
 
 
 def _try_grid(runs: Sequence[Run]) -> dict[str, list[object]] | None:
-    """What the runs' axes hold, if they are all of a grid's points; one alone is none."""
+    """Return the values on each axis if the runs form a complete grid. A single run is not a grid."""
     axes = {name: list(dict.fromkeys(run.config[name] for run in runs)) for name in GRID}
     points = {tuple(run.config[name] for name in GRID) for run in runs}
     is_grid = 1 < len(points) == math.prod(map(len, axes.values()))
@@ -132,7 +132,7 @@ def try_command(run: Run) -> str | None:
         name: run.client.get(name) for name, usual in BENCH_USUAL.items() if run.client.get(name) != usual
     }
     if run.jps is None:
-        said.pop("arrival", None)  # Then it says that there was no such process.
+        said.pop("arrival", None)  # The value then means that there was no such process.
     options |= said
     return shlex.join(["tenuto", "bench", *_make_options(options)])
 

@@ -17,9 +17,9 @@ from tenuto.records.schema import Sample, TurnRecord
 from tenuto.report.html.records import Run, make_run, shorten
 
 OUR_NAMES = {"result.json", "results.jsonl", "turns.jsonl", "occupancy.jsonl"}
-"""In a folder these must be readable; others are taken if they hold what we know."""
+"""In a folder, these files must be readable. Others are used only if their kind is known."""
 OTHERS = {"metrics.jsonl", "commands.jsonl", "ab.json", "verdict.json"}
-"""Files that Tenuto writes and no chart is made of."""
+"""Files that Tenuto writes but that no chart uses."""
 WANTED = "a result record, turns, samples of a KV cache, a scheduler's trace or a recording"
 TRACE_NOTE = (
     "From a scheduler's trace: first tokens are taken to be there at the next step, and the most blocks ever "
@@ -123,7 +123,7 @@ class _Reader:
             shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
             sources.notes.append(f"Left out, as they hold nothing that a report shows: {shown}.")
         for folder, detail in self._folders.items():
-            # A folder's one record says what its turns are of; with several nobody knows which.
+            # A folder's single record describes its turns. With several records, the match is unknown.
             if len(runs := self._runs.get(folder, [])) == 1:
                 detail.label = describe_run(runs[0])
         sources.details = sorted([*sources.details, *self._folders.values()], key=lambda each: each.label)

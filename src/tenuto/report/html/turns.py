@@ -1,4 +1,4 @@
-"""A turn's time, cut into states, and what it found in the KV cache."""
+"""Splits a turn's time into states, and finds what it hit in the KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ State = Literal["queue", "wait", "prefill", "decode", "tool", "failed"]
 CacheVerdict = Literal["first", "hit", "part", "miss", "unknown"]
 
 HIT_SHARE = 0.9
-"""From this share of the reusable tokens on, a turn counts as a hit."""
+"""A turn counts as a hit if it hit at least this share of the reusable tokens."""
 MISS_SHARE = 0.1
 
 
@@ -45,7 +45,7 @@ def get_tool_end_s(turn: TurnRecord, following: TurnRecord | None) -> float | No
 
 
 def get_slices(turn: TurnRecord, tool_end_s: float | None) -> list[Slice]:
-    """The turn's time from when it was due, cut into states.
+    """Split the turn's time since its due time into states.
 
     Without `start_s` queue and prefill are one state, "wait": for the first token.
     """

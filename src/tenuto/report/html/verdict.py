@@ -1,4 +1,4 @@
-"""What came out, in words: the first thing on the page, and what the command prints."""
+"""States the results as text, for the top of the page and the command's output."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ReportVerdict:
     """Sentences."""
 
     headline: str
-    """Who wins how often."""
+    """Which policies win, and how often."""
     places: tuple[str, ...] = ()
-    """Where who wins: one for each setting."""
+    """One sentence per setting: which policy wins at which loads."""
     speed_ups: tuple[str, ...] = ()
     """How much faster than stock: one for each policy, the fastest first."""
     caveats: tuple[str, ...] = ()

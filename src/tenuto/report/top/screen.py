@@ -74,7 +74,7 @@ def make_line(state: Mapping[str, Any]) -> str:
 
 
 def make_trouble(problem: str, url: str, since_s: float | None) -> Text:
-    """What stands there while the server does not answer."""
+    """Make the text that is shown while the server does not answer."""
     seen = "not seen yet" if since_s is None else f"last seen {_s(since_s)} ago"
     return Text.assemble(
         ("tenuto top ", "bold"), f"{url}\n\n", (f"{problem}\n", "red"), f"{seen}; trying again"

@@ -1,4 +1,7 @@
-"""What the view shows, in JSON types, made from the window alone. None: the server does not say."""
+"""What the view shows, in JSON types, made only from the window.
+
+A value is None if the server does not report it.
+"""
 
 from __future__ import annotations
 

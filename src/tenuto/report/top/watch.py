@@ -1,4 +1,4 @@
-"""Looking at a server again and again, and showing what was seen."""
+"""Polls a server repeatedly and shows its state."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Watch:
         return state
 
     def forget_server(self) -> None:
-        """It did not answer: it may be another one when it does."""
+        """Forget the server after a failed request, because a different one may answer next time."""
         self._server = None
 
     def _ask_version(self) -> str | None:

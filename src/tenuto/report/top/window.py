@@ -1,4 +1,4 @@
-"""The last looks at a server: rates, percentiles and how numbers went."""
+"""The latest samples of a server's metrics: rates, percentiles and trends."""
 
 from __future__ import annotations
 
