@@ -1,4 +1,4 @@
-"""Jobs and their turns: what an engine tells of them, and what the driver remembers."""
+"""Jobs and their turns: what an engine reports about them, and what the driver remembers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tenuto.core.types import Job, ToolCall, Turn
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What is known of a turn when it comes in."""
+    """What is known about a turn when it arrives."""
 
     hints: Hints
     num_prompt_tokens: int
     prompt: Sequence[int] = ()
-    """Its prompt's token ids; needed only to recognise jobs by content."""
+    """The prompt's token ids; needed only to recognise jobs by content."""
     hashes: Sequence[Hashable] = ()
-    """Chained hashes of its full blocks. The engine's own list, so it grows with the output. Without hashes
-    nothing tells what the prompt shares with its job's lease, and the lease ends."""
+    """Chained hashes of the turn's full blocks. This is the engine's own list, so it grows with the output.
+    Without hashes, the driver cannot tell what the prompt shares with its job's lease, and the lease ends."""
     priority: int = 0
 
 
@@ -31,14 +31,14 @@ class Finish:
     num_output_tokens: int
     tool: ToolCall | None = None
     is_last: bool | None = None
-    """Whether the job ends with this turn, as far as the output tells."""
+    """Whether this turn is the job's last, according to the output; None if the output does not tell."""
     aborted: bool = False
-    """The client went away or the request failed; nothing is retained."""
+    """Whether the client left or the request failed. If so, nothing is retained."""
 
 
 @dataclass(slots=True)
 class JobState:
-    """One job, as the driver changes it."""
+    """The driver's mutable record of one job."""
 
     job_id: str
     arrival_s: float
@@ -54,7 +54,7 @@ class JobState:
     last_marks: PrefixMarks | None = None
     """What a later prompt can reuse of the job's last finished turn."""
     stock_mark: float | None = None
-    """Tokens that stock will have allocated in all when it evicts what its last finished turn left."""
+    """Total tokens that stock vLLM will have allocated when it evicts the last finished turn's blocks."""
 
     def get_view(self, arrival_s: float | None = None) -> Job:
         """What a policy sees of the job; `arrival_s` replaces the job's own arrival."""
@@ -64,7 +64,7 @@ class JobState:
 
 @dataclass(slots=True)
 class TurnState:
-    """One turn between its arrival and its finish, as the driver changes it."""
+    """The driver's mutable record of one turn, from its arrival to its finish."""
 
     turn_id: str
     job: JobState
@@ -73,27 +73,27 @@ class TurnState:
     num_reusable_tokens: int = 0
     num_hit_tokens: int = 0
     num_held_tokens: int = 0
-    """Tokens that it hit when it last started; after a preemption it can be fewer than at first."""
+    """Tokens that the turn hit when it last started; after a preemption, this can be fewer than before."""
     num_preemptions: int = 0
     num_computed_tokens: int = 0
     """Tokens that were computed when it was last preempted."""
     started: bool = False
     is_admitted: bool = False
     job_arrival_s: float | None = None
-    """The job arrival that a policy sees for this turn; None: the job's real arrival."""
+    """The job arrival that a policy sees for this turn; None means the job's real arrival."""
     number: int = 0
     """Its place in the order of arrival, from 1."""
     stock_work: float = 0.0
-    """What stock would compute for it, in prefill tokens."""
+    """The work that stock vLLM would do for this turn, in prefill tokens."""
     stock_start: float = 0.0
     """Work that the engine had begun when this turn started."""
     is_overdue: bool = False
-    """It waits longer than in stock: it goes before all that are not overdue."""
+    """Whether it has waited too long compared with stock vLLM; if so, it goes before turns not overdue."""
     _facts: tuple[object, ...] = ()
     _view: Turn | None = None
 
     def get_view(self, *, has_lease: bool) -> Turn:
-        """What a policy sees of a turn that waits or runs; made again only after a change."""
+        """What a policy sees of a turn that waits or runs; cached until something changes."""
         facts = (has_lease, self.num_hit_tokens, self.num_preemptions, self.job.num_turns)
         if self._view is None or self._facts != facts:
             self._facts = facts
@@ -140,5 +140,5 @@ class TurnState:
         hints = self.arrival.hints
         if hints.is_last is not None:
             return hints.is_last
-        # A client that names a tool says that the job goes on.
+        # A client that names a tool thereby says that the job continues.
         return False if hints.tool is not None else finish.is_last

@@ -1,6 +1,6 @@
-"""Presets: a policy together with settings of the engine, under a name of its own.
+"""Presets: named combinations of a policy and engine settings.
 
-A preset decides nothing itself. Its name stands wherever a policy's does (`--policy offload-async`).
+A preset makes no decisions itself. Its name can be used in place of a policy's (`--policy offload-async`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ OffloadMode = Literal["async", "sync", "asked"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Settings of the engine, as far as a policy or a preset asks for them; the user's own go first."""
+    """Engine settings that a policy or a preset asks for. The user's own settings override them."""
 
     order: Literal["fcfs", "priority"] = "fcfs"
     """vLLM's `--scheduling-policy`. With "priority", a request's own priority comes before every key."""
     offload: OffloadMode | None = None
-    """How KV is copied to the tiers below the GPU: beside the steps (async), inside each step (sync), or
-    when `retain` and `reconsider` say so (asked)."""
+    """How the KV cache is copied to the tiers below the GPU: in parallel with the steps (async), inside each
+    step (sync), or when `retain` and `reconsider` ask for it (asked)."""
     long_prefill_token_threshold: int | None = None
-    """Most tokens of one prompt in a step while other requests wait or run."""
+    """The most tokens of one prompt in a step, while other requests wait or run."""
     watermark: float | None = None
-    """Share of the KV blocks that starting a request leaves free."""
+    """Share of the KV cache blocks that must stay free when a request starts."""
     unbounded_kv: bool = False
-    """A KV cache without end; only the simulator has one."""
+    """Whether the KV cache is unlimited; only the simulator supports this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             help="Stock vLLM as a good operator sets it: capped prompts, a small reserve, KV in host memory.",
             source="vLLM 0.32's --long-prefill-token-threshold, --watermark and --kv-offloading-size",
         ),
-        # Starts every turn that fits, as stock does: turns in overload evict each other, and the tier fills
-        # with all of them.
+        # Starts every turn that fits, as stock does. Under overload, turns evict each other, and the tier
+        # fills with the blocks of all turns.
         "offload-async": Preset(
             policy="stock",
             engine=EngineSettings(offload="async"),
@@ -73,16 +73,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             help="Stock vLLM with LMCache: every step waits for its copies to and from host memory.",
             source="LMCache 0.3.7 behind vLLM (`start_load_kv` and `wait_for_save` around the forward pass)",
         ),
-        # The paper's engine swaps what it preempts to the CPU, so this is nearer to it than `autellix` alone.
-        # Known weakness: overload makes more jobs take turns than the tier holds; then all is recomputed.
+        # The paper's engine swaps preempted turns to the CPU, so this preset is closer to it than `autellix`.
+        # Known weakness: under overload, the tier cannot hold all active jobs; then everything is recomputed.
         "autellix+": Preset(
             policy="autellix",
             engine=EngineSettings(offload="async"),
             help="Autellix with KV in host memory: a preempted turn loads what it lost.",
             source="arXiv 2502.13965, section 4.2.2",
         ),
-        # What is left is the useful work alone: a policy that is slower wastes something, one that is faster
-        # has the better order. No server has such a cache.
+        # Only useful work remains here. A slower policy wastes work; a faster policy has a better order. No
+        # real server has such a cache.
         "unbounded": Preset(
             policy="job-order",
             engine=EngineSettings(unbounded_kv=True),
