@@ -28,7 +28,7 @@ class IntegrityError(TenutoError):
 
 
 class IncompatibleError(TenutoError):
-    """This vLLM is not one Tenuto fits; the message lists what differs."""
+    """Tenuto does not support this vLLM; the message lists what differs."""
 
 
 class DataError(TenutoError):

@@ -1,4 +1,4 @@
-"""A queue of ids in the order of their keys, whose keys may change while they wait."""
+"""A priority queue of ids. The key of an id may change while the id is in the queue."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class IndexedHeap:
         self._forget_stale()
 
     def get_first(self) -> str | None:
-        """The id that goes next, or None if there is none."""
+        """The id with the smallest key, or None if the queue is empty."""
         while self._heap:
             _, item, key = self._heap[0]
             if self._keys.get(item) == key:
@@ -55,24 +55,24 @@ class IndexedHeap:
         return None
 
     def get_first_key(self) -> Key | None:
-        """The key of the id that goes next, or None if there is none."""
+        """The smallest key, or None if the queue is empty."""
         first = self.get_first()
         return None if first is None else self._keys[first]
 
     def get_first_except(self, spared: str | None) -> str | None:
-        """The id that goes next if `spared` is left out, or None if there is no other."""
+        """The id with the smallest key except `spared`, or None if there is no other id."""
         first = self.get_first()
         if first is None or first != spared:
             return first
         entry = self._heap[0]
-        # A key that changed and changed back has left equal entries behind: all of them go.
+        # A key that changed and changed back has left equal entries behind; remove all of them.
         while (second := self.get_first()) == spared:
             heapq.heappop(self._heap)
         heapq.heappush(self._heap, entry)
         return second
 
     def pop(self) -> str:
-        """Remove and return the id that goes next; raises IndexError if there is none."""
+        """Remove and return the id with the smallest key; raises IndexError if the queue is empty."""
         item = self.get_first()
         if item is None:
             raise IndexError("pop from an empty queue")

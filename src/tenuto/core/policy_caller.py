@@ -43,11 +43,11 @@ class PolicyCaller:
 
     @property
     def num_faults(self) -> int:
-        """How often a hook failed so far."""
+        """How many hook calls have failed so far."""
         return self.faults.total()
 
     def hears(self, hook: str) -> bool:
-        """Whether telling this hook reaches anyone; its inputs need not be made otherwise."""
+        """Whether the policy or the log uses this told hook; if not, its inputs need not be made."""
         return hook in self._heard
 
     def ask(self, hook: str, *inputs: Any) -> Any:
@@ -63,7 +63,7 @@ class PolicyCaller:
         return answer
 
     def tell(self, hook: str, *inputs: Any) -> None:
-        """Tell the policy something; a fault is counted and the telling skipped. Raises as `ask`."""
+        """Call a told hook. A fault is counted and otherwise ignored. Raises PolicyError if strict."""
         if self.log is not None:
             self.log({"kind": "told", "hook": hook, "inputs": to_json(inputs)})
         try:
@@ -72,7 +72,7 @@ class PolicyCaller:
             self._fault(hook, inputs, error)
 
     def get_figures(self) -> dict[str, float]:
-        """What the policy shows of what it learned; a fault is counted, and shows nothing."""
+        """The figures that the policy reports about what it learned; a fault is counted and gives none."""
         if not isinstance(self.policy, Reports):
             return {}
         try:
@@ -105,7 +105,7 @@ def check_answer(hook: str, answer: Any) -> None:
 
 
 def is_key(answer: Any) -> bool:
-    """Whether an answer can order anything: a tuple of numbers and strings, no NaN."""
+    """Whether an answer can be used as a sort key: a tuple of numbers and strings, without NaN."""
     return isinstance(answer, tuple) and all(
         isinstance(part, int | float | str) and part == part for part in answer
     )

@@ -46,12 +46,12 @@ class DriverStats:
     num_hit_tokens: int = 0
     """Prompt tokens that started turns found in cache."""
     num_reusable_tokens: int = 0
-    """Of started turns, as `tenuto.core.reuse` defines them."""
+    """Reusable tokens of started turns, as `tenuto.core.reuse` defines them."""
     num_recomputed_tokens: int = 0
     """Tokens computed a second time: reusable tokens that were not hit, and tokens lost by preemptions."""
     num_admission_waits: int = 0
     num_overdue_turns: int = 0
-    """Turns that went before the policy's order, because they would have started in stock by then."""
+    """Turns moved ahead of the policy's order, because they would already have started in stock vLLM."""
     tool_s: Histogram = field(default_factory=_histogram(TOOL_BUCKETS_S))
     """Seconds from a turn's finish to its job's next arrival."""
     queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))

@@ -1,4 +1,4 @@
-"""Did you mean …? The known name that is nearest to one that is not known."""
+"""Finds the known name that is nearest to an unknown name, for "did you mean" messages."""
 
 from __future__ import annotations
 
