@@ -67,7 +67,7 @@ def describe_policy(policy: Policy, name: str | None = None) -> dict[str, Any]:
 
 
 def get_policy_name(cls: type[Policy]) -> str:
-    """What `load_policy` finds this class by."""
+    """The name by which `load_policy` finds this class."""
     if cls.__module__.startswith(f"{POLICIES_PACKAGE}."):
         return _get_name_of_module(cls.__module__)
     module = sys.modules.get(cls.__module__)
@@ -167,7 +167,7 @@ def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up while they are made.
+    # A dataclass looks up its module while it is being created.
     sys.modules[name] = module
     try:
         with _working_directory_in_path():

@@ -43,23 +43,23 @@ class Form(TypedDict, total=False):
     """How a command line gives an option, and what it may be."""
 
     flag: str
-    """Its name; without, the field's name: `window_s` is `--window`, `max_jobs` is `--max-jobs`."""
+    """The flag. By default it is made from the field's name: `window_s` gives `--window`."""
     alias: str
-    """Another name of the flag."""
+    """Another name for the flag."""
     metavar: str
-    """What the help shows in the place of the value."""
+    """What the help shows in place of the value."""
     group: str
     """The help's heading for it; without, the class's `GROUP`."""
     is_positional: bool
-    """It has no flag; `metavar` is its name."""
+    """Whether the option is positional: it has no flag, and `metavar` is its name."""
     is_repeatable: bool
     """For a tuple: the flag may be given again. Without: one list with commas."""
     read: Callable[[Any], Any]
     """Makes the field's value from the text, or from the list of texts where the flag is repeatable."""
     environment: str
-    """The environment variable that is used where the flag is not given."""
+    """The environment variable that is used if the flag is not given."""
     shown_default: str
-    """What the help names as the default, where that is not the field's own."""
+    """The default that the help shows, if it differs from the field's default."""
     minimum: float
     maximum: float
     above: float
@@ -181,7 +181,7 @@ def check_settings(cls: type, given: Mapping[str, Any], where: str) -> dict[str,
 
 
 def _check_value(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
-    # An int is taken for a float; a bool is never taken for a number.
+    # An int is accepted as a float; a bool is never accepted as a number.
     allowed = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     allowed = tuple(get_origin(one) or one for one in allowed)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
