@@ -89,7 +89,7 @@ def summarise(report: Report) -> dict[str, Any]:
 
 
 def _write_text(path: Path, text: str, option: str) -> None:
-    """Write a file whole or not at all; into a device or a pipe as it comes. Raises ConfigError."""
+    """Write a file atomically; a device or pipe is written directly. Raises ConfigError."""
     part = path.with_name(f"{path.name}.part")
     try:
         if path.exists() and not path.is_file() and not path.is_dir():

@@ -67,7 +67,7 @@ class Look(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Of its line, in points; the baseline's shows behind a line that runs on top of it."""
+        """Width of its line in points. The baseline's line is wider, so it stays visible behind others."""
         return 3.0 if self.is_baseline else 1.6
 
     def get_marker(self) -> dict[str, Any]:
@@ -83,13 +83,13 @@ class Look(NamedTuple):
 
 
 def make_looks(policies: Sequence[str], faulty: Collection[str] = ()) -> dict[str, Look]:
-    """A look for each policy, in order; labels are all different.
+    """Make a look for each policy, in order, with distinct labels.
 
     The label of a policy in `faulty`, whose hooks failed, ends in `FAULT_MARK`.
     """
     looks: dict[str, Look] = {}
     labels: set[str] = set()
-    # The first look is the baseline's, also where it did not run.
+    # The first look is reserved for the baseline, even if it did not run.
     first = 0 if BASELINE in policies else 1
     num_colors = sum(name[0] == "p" and name[1:].isdigit() for name in LIGHT)
     for index, policy in enumerate(policies, first):

@@ -20,7 +20,7 @@ _LOCAL_URL = re.compile(r"url\(#")
 
 
 def to_inline_svg(figure: Figure, name: str) -> str:
-    """SVG markup. `name` begins all its ids, as ids count once in a page."""
+    """Return SVG markup. All ids begin with `name`, because ids must be unique in a page."""
     text = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none"}):
         figure.savefig(text, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})

@@ -13,7 +13,7 @@ from tenuto.report.html.turns import get_cache_verdicts, get_tool_end_s, group_b
 from tenuto.report.html.verdict import count
 
 MAX_TURNS = 20_000
-"""Turns in the page, over all runs: some 60 bytes each."""
+"""Maximum number of turns in the page over all runs; each takes about 60 bytes."""
 LABELS = {"queue": "queue", "wait": "waiting for the first token", "failed": "failed turn"}
 
 

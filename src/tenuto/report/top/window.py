@@ -22,7 +22,7 @@ class Window:
         if self._pages and _has_restarted(self._pages[-1], page):
             self._pages.clear()
         self._pages.append(page)
-        # The oldest look is the last one that is older than the window: else nothing spans it.
+        # Keep one look that is older than the window, so that the looks span the whole window.
         while len(self._pages) > 2 and self._pages[1].at_s <= page.at_s - self._span_s:
             self._pages.popleft()
 
