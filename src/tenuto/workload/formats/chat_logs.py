@@ -3,10 +3,10 @@
     {"messages": [{"role": "user", "content": "…"}], "tools": […], "timestamp": 1700000000.5,
      "response": {"choices": [{"message": {…}}], "usage": {"prompt_tokens": 92, "completion_tokens": 20}}}
 
-A row that ends with an answer and says nothing else is a whole conversation: a job, each answer in it a turn.
-Any other row is a request, its answer the row's `response` (or `choices` and `usage`), or what the next row
-of its conversation says it was. Rows belong to one job by `session_id`, `session`, `conversation_id` or
-`user_session`, else by content: a request that goes on from an earlier one is that job's next turn.
+A row that ends with an answer and says nothing else is a whole conversation: a job with one turn per answer.
+Any other row is a request. Its answer is the row's `response` (or `choices` and `usage`), or is taken from
+the next row of its conversation. Rows belong to one job by `session_id`, `session`, `conversation_id` or
+`user_session`. Without these, a request that continues an earlier one is the next turn of that job.
 
 `timestamp`, `created` or `created_at`, seconds, milliseconds or ISO 8601, says when a request was sent. How
 long answers took is not in such logs, so the time between two requests counts as the tool's.

@@ -61,7 +61,7 @@ def _find_followers(hashed: Sequence[HashedPrompt]) -> dict[int, int | None]:
 
 
 def _join_runs(prompt: HashedPrompt, block_size: int, scope: str, followers: dict[int, int | None]) -> Prompt:
-    # Prompts that begin alike are cut alike, up to where they part; a run's first id tells all of it.
+    # Prompts with equal beginnings split equally, up to where they differ. A run's first id identifies it.
     ids, num_tokens = prompt
     starts = [n for n, one in enumerate(ids) if n == 0 or followers[ids[n - 1]] != one]
     ends = [*starts[1:], len(ids)] if ids else []

@@ -7,10 +7,11 @@
       {"role": "user", "content": "<returncode>…", "extra": {"timestamp": 18.1, "raw_output": "…"}}, …,
       {"role": "exit", …}]}
 
-What the fields mean was read off minisweagent 2.4.6 (agents/default.py, models/litellm_model.py): the
-`timestamp` of an answer is when it had come, that of an observation when the command had ended, and `created`
-the server's whole second. An answer that could not be parsed is in the `extra` of the complaint about it, and
-no later prompt holds it. A task is a job; of the times between, the command's is kept.
+The meaning of the fields was taken from minisweagent 2.4.6 (agents/default.py, models/litellm_model.py). An
+answer's `timestamp` is when it had arrived. An observation's `timestamp` is when the command had ended.
+`created` is the server's time in whole seconds. An answer that could not be parsed is in the `extra` of the
+complaint about it, and no later prompt contains it. A task becomes a job. Of the recorded times between
+turns, only the command's time is kept.
 """
 
 from __future__ import annotations
