@@ -53,10 +53,9 @@ class Tenuto(Policy, Learns, Reports):
       second of work that it is expected to still need. This shift is scaled by how accurate such
       predictions have been; without any trust in them, the order is first come, first served.
     - *Which KV stays*: the KV of every job stays through every tool call, as long as no turn needs the
-    memory.
-      A turn that needs memory reclaims it from jobs behind it in the order, starting with the last job. It
-      waits rather than reclaim from a job before it. So jobs at the front are never recomputed, and no
-      turn waits because of idle memory that belongs to a job behind it.
+      memory. A turn that needs memory reclaims it from jobs behind it in the order, starting with the last
+      job. It waits rather than reclaim from a job before it. So jobs at the front are never recomputed, and
+      no turn waits because of idle memory that belongs to a job behind it.
     - *At what price*: memory has a price when turns wait for memory while steps have room for more tokens.
       The price is the throughput that one more decoding turn would add. If a tool is expected to take
       longer than the KV is worth, the job gives its KV up. With a host copy this happens sooner, because

@@ -1,8 +1,7 @@
 """Computes every metric from turn records. docs/glossary.md defines them, with an example by hand.
 
 The token arithmetic of one turn is in `tenuto.core.reuse`, because the driver needs it too. A function
-returns
-None if the turns do not contain the necessary values.
+returns None if the turns do not contain the necessary values.
 """
 
 from __future__ import annotations

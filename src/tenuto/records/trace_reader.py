@@ -26,9 +26,8 @@ from tenuto.records.trace_parts import Part, read_part
 
 SCARCE = 0.05
 """Free blocks are scarce at or below this share of the largest number that was ever free. A step that
-reclaims
-blocks ends with almost no free blocks. So if a lease lost blocks while more were free, its own job's prompt
-took them, not other jobs."""
+reclaims blocks ends with almost no free blocks. So if a lease lost blocks while more were free, its own job's
+prompt took them, not other jobs."""
 _GAUGES = (
     "num_running",
     "num_waiting",

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, field
 
 GROWS = 3.0
 """Linear growth: T8/T1 is at least this. Published healthy cells have 2.1 to 2.5, because prompts grow and
-the
-first prompt is short. Overloaded stock has 4.5 and 6.3."""
+the first prompt is short. Overloaded stock has 4.5 and 6.3."""
 GROWS_FROM_SECOND = 1.5
 """Linear growth also needs T8/T2 of at least this. On an idle server, the short first prompt alone makes
 T8/T1
