@@ -51,7 +51,7 @@ def test_token_ids_are_exact(server: LocalServer, tmp_path: Path, capsys: pytest
     result, turns = run(server, tmp_path / "ids", capsys)
     client = result["client"]
     # No complaint: the server counted what was sent, and as many tokens came as were asked for.
-    assert (client["complaints"], client["answers"], client["block_size"]) == ({}, "server", BLOCK_SIZE)
+    assert (client["complaints"], client["answers"], result["block_size"]) == ({}, "server", BLOCK_SIZE)
     assert result["jobs"] == 2
     assert result["versions"]["server"].startswith("0.")
     assert all(turn["prompt_tokens"] == turn["planned_prompt_tokens"] for turn in turns)
