@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
 from collections.abc import Sequence
 
 from tenuto.core.admission import Admission
@@ -20,7 +19,7 @@ from tenuto.core.history import History
 from tenuto.core.indexed_heap import SortKey, get_sort_key
 from tenuto.core.job_table import JobTable
 from tenuto.core.jobs import Arrival, Finish, JobState, TurnState
-from tenuto.core.leases import LeaseEnded, LeaseEvent, LeaseGranted, LeaseRefused, LeaseTruncated
+from tenuto.core.lease_ledger import LeaseLedger
 from tenuto.core.limits import Limits
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
 from tenuto.core.policy_caller import DecisionLog, PolicyCaller
@@ -72,8 +71,7 @@ class Driver:
         stock_queue = make_stock_queue(policy, self.limits, view.num_blocks * view.block_size)
         self._admission = Admission(self._caller, self._retention, self.limits, self.stats, stock_queue)
         self.leases = self._retention.leases
-        self._to_reorder: deque[str] = deque()
-        """Waiting turns that lost their lease; `settle` reports them to the engine and empties the list."""
+        self._ledger = LeaseLedger(self.stats, self._history)
         self._ticked_s = -math.inf
 
     # What happens to turns.
@@ -95,7 +93,7 @@ class Driver:
         job.live_turn_ids[turn_id] = None
         self._turns[turn_id] = turn
         self._admission.enter(turn)
-        self._apply(self._retention.claim(turn, now_s))
+        self._ledger.apply(self._retention.claim(turn, now_s))
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
             if self._caller.hears("on_tool_returned"):
@@ -132,7 +130,7 @@ class Driver:
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
         self.stats.num_recomputed_tokens += count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
         self.stats.queue_s.observe(now_s - turn.arrival_s)
-        self._apply(self._retention.hit(turn, now_s))
+        self._ledger.apply(self._retention.hit(turn, now_s))
         if self._caller.hears("on_turn_started"):
             self._caller.tell("on_turn_started", self._view(turn), now_s)
         self._history.record(
@@ -186,7 +184,7 @@ class Driver:
         """
         num_ended = 0
         for ended in self._retention.expire(now_s, max_renewals):
-            self._apply(ended)
+            self._ledger.apply(ended)
             self.settle()
             num_ended += 1
         return num_ended
@@ -225,7 +223,7 @@ class Driver:
         turn = self._turns.get(for_turn_id) if for_turn_id is not None else None
         num_free_before = self._engine.get_num_free_blocks()
         for event in self._retention.reclaim(num_blocks, turn, now_s, stalled=stalled):
-            self._apply(event)
+            self._ledger.apply(event)
         return self._engine.get_num_free_blocks() - num_free_before
 
     def settle(self) -> None:
@@ -233,13 +231,13 @@ class Driver:
 
         Call after each allocation that reclaimed blocks, before the waiting queue is read again.
         """
-        while self._to_reorder:
-            self._engine.reorder(self._to_reorder.popleft())
+        for turn_id in self._ledger.pop_to_reorder():
+            self._engine.reorder(turn_id)
 
     def drop_all(self, now_s: float, reason: LeaseEnd = LeaseEnd.RESET) -> None:
         """End every lease (a cache reset, a shutdown)."""
         for ended in self._retention.drop_all(reason, now_s):
-            self._apply(ended)
+            self._ledger.apply(ended)
             self.settle()
 
     # Questions an engine asks.
@@ -360,26 +358,6 @@ class Driver:
             self.stats.num_overdue_turns += 1
             self._engine.reorder(turn_id)
 
-    def _apply(self, event: LeaseEvent | None) -> None:
-        """Count and log what happened to a lease, and note the turn that may have to be reordered."""
-        match event:
-            case LeaseGranted():
-                self.stats.num_leases_granted += 1
-                self._history.record_lease(event)
-            case LeaseRefused():
-                self.stats.num_lease_refusals[event.reason] += 1
-                self._history.record_refusal(event)
-            case LeaseTruncated():
-                self.stats.num_revoked_blocks += event.num_blocks
-            case LeaseEnded():
-                self.stats.num_leases_ended[event.reason] += 1
-                if event.reason is LeaseEnd.REVOKED:
-                    self.stats.num_revoked_blocks += event.num_blocks
-                self._history.record_lease(event)
-                waiting_id = event.lease.next_turn_id
-                if waiting_id is not None and event.reason is not LeaseEnd.HIT:
-                    self._to_reorder.append(waiting_id)
-
     def _affords_look_up(self, now_s: float) -> bool:
         return self._engine.get_view(now_s).num_waiting <= self.policy.needs.max_waiting_with_hits
 
@@ -398,7 +376,7 @@ class Driver:
         self._jobs.remember(job, turn.arrival)
         if not view.is_last and self.policy.overrides("retain"):
             for event in self._retention.retain(turn, view, now_s):
-                self._apply(event)
+                self._ledger.apply(event)
 
     def _leave(self, job: JobState, now_s: float) -> None:
         """A turn left. If its job has no other turns, the job is now idle.
@@ -410,7 +388,7 @@ class Driver:
             self._end_job(forgotten, now_s, LeaseEnd.EXPIRED)
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd) -> None:
-        self._apply(self._retention.end(job.job_id, reason, now_s))
+        self._ledger.apply(self._retention.end(job.job_id, reason, now_s))
         if self._caller.hears("on_job_ended"):
             self._caller.tell("on_job_ended", job.get_view(), now_s)
         self._jobs.forget(job)
