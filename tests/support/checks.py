@@ -1,4 +1,4 @@
-"""The invariants of a block pool and of the leases on it."""
+"""The invariants of a block pool, of the leases on it, and of the driver's books on vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -48,3 +48,56 @@ def _check_leases(pool: Any, leases: LeaseTable, idle: bool) -> None:
             continue
         if block.ref_cnt < references or (idle and block.ref_cnt != references):
             raise IntegrityError(f"{block}: {references} leases hold it")
+
+
+def check_books(scheduler: Any) -> None:
+    """Check that a driver and vLLM's scheduler agree on who is there. O(turns + jobs + leased blocks).
+
+    Raises IntegrityError naming what differs.
+    """
+    driver = scheduler.driver
+    turns, jobs = driver._turns, driver._jobs
+    if turns.keys() != scheduler.requests.keys():
+        differ = sorted(turns.keys() ^ scheduler.requests.keys())
+        raise IntegrityError(f"the driver and the scheduler disagree on these requests: {differ[:5]}")
+    live = {turn_id: job.job_id for job in jobs.jobs.values() for turn_id in job.live_turn_ids}
+    if live != {turn_id: turn.job.job_id for turn_id, turn in turns.items()}:
+        raise IntegrityError("the jobs' live turns are not the driver's turns")
+    if idle_and_live := [job_id for job_id in jobs.idle if jobs.jobs[job_id].live_turn_ids]:
+        raise IntegrityError(f"a job is idle and has turns: {idle_and_live[0]!r}")
+    if len(jobs.idle) > driver.limits.max_remembered_jobs:
+        raise IntegrityError(f"{len(jobs.idle)} idle jobs are remembered")
+    if len(jobs.jobs) > len(jobs.idle) + len(turns):
+        raise IntegrityError(f"{len(jobs.jobs)} jobs, but {len(jobs.idle)} idle ones and {len(turns)} turns")
+    for lease in driver.leases:
+        if lease.job_id not in jobs or not (lease.next_turn_id is None or lease.next_turn_id in turns):
+            raise IntegrityError(f"the lease of {lease.job_id!r} waits for a turn that is gone")
+    leased = {block.block_id for lease in driver.leases for block in lease.blocks}
+    if len(leased) != driver.get_num_leased_blocks():
+        raise IntegrityError(f"{len(leased)} blocks leased, counted {driver.get_num_leased_blocks()}")
+    stats = driver.stats
+    if stats.num_leases_granted != sum(stats.num_leases_ended.values()) + len(driver.leases):
+        raise IntegrityError(f"{stats.num_leases_granted} leases granted, not as many ended or held")
+    if stray := driver._admission._waiting.keys() - turns.keys():
+        raise IntegrityError(f"admission waits for a turn that is gone: {sorted(stray)[0]}")
+
+
+def check_nothing_is_left(scheduler: Any) -> None:
+    """Check that no request is left, and no block, lease or note of one. Call it when all leases have ended.
+
+    Raises IntegrityError naming what is left.
+    """
+    driver, pool = scheduler.driver, scheduler.kv_cache_manager.block_pool
+    left = {
+        "requests": len(scheduler.requests),
+        "turns in the driver": len(driver._turns),
+        "turns in admission": len(driver._admission._waiting),
+        "parked turns": scheduler.get_num_parked(),
+        "leases": len(driver.leases),
+        "leased blocks": driver.get_num_leased_blocks(),
+        "blocks in use": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+    }
+    if any(left.values()) or scheduler.has_requests():
+        raise IntegrityError(f"something is left: { ({name: n for name, n in left.items() if n}) }")
+    check_integrity(pool, driver.leases, idle=True)
+    check_books(scheduler)

@@ -1,0 +1,43 @@
+"""Soaks Tenuto in random traffic and faults, and checks its invariants throughout.
+
+    python -m experiments.soak scheduler --turns 1000000 [--seed N] [--workers N] [--out FILE]
+    python -m experiments.soak scheduler --seed N --episode K      one episode again, such as one that failed
+
+`scheduler` runs episodes on vLLM's real scheduler without workers. With `--out`, each episode becomes one
+JSON line as soon as it ends, and a further run with the same file goes on after those that are there. The
+exit status is 1 if any episode failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from experiments.soak import episodes
+
+
+def main() -> int:
+    """Run a soak; 0 if nothing failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    soaks = parser.add_subparsers(dest="soak", required=True)
+    scheduler = soaks.add_parser("scheduler", help="random turns through vLLM's scheduler without workers")
+    scheduler.add_argument("--turns", type=int, default=1_000_000, help="turns of all episodes together")
+    scheduler.add_argument("--turns-per-episode", type=int, default=2000)
+    scheduler.add_argument("--seed", type=int, default=1)
+    scheduler.add_argument("--episode", type=int, help="run this episode only")
+    scheduler.add_argument("--workers", type=int, default=1, help="processes")
+    scheduler.add_argument(
+        "--out", type=Path, help="JSON lines, one per episode; an existing file is gone on with"
+    )
+    scheduler.add_argument("--json", action="store_true", help="the summary as JSON")
+    parsed = parser.parse_args()
+    if min(parsed.turns, parsed.turns_per_episode, parsed.workers) < 1:
+        parser.error("--turns, --turns-per-episode and --workers must be at least 1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    return episodes.run_all(parsed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
