@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from tenuto.core.policy import Needs
 from tenuto.core.presets import EngineSettings
+from tenuto.core.step_tokens import ADAPTIVE
 from tenuto.core.types import Decision, EngineView, Keep, Lease, LoadOffer, Release, Turn
 from tenuto.policies.tenuto import Tenuto
 
@@ -23,8 +24,7 @@ class FirstJobFirst(Tenuto):
 class FullSteps(Tenuto):
     """Steps as large as the engine allows."""
 
-    def step_budget(self, view: EngineView) -> int | None:
-        return None
+    needs: ClassVar[Needs] = dataclasses.replace(Tenuto.needs, engine=EngineSettings(offload="async"))
 
 
 @dataclass
@@ -57,7 +57,7 @@ class AnyoneTakes(Tenuto):
 class NoTier(Tenuto):
     """Host memory is not used."""
 
-    needs: ClassVar[Needs] = dataclasses.replace(Tenuto.needs, engine=EngineSettings())
+    needs: ClassVar[Needs] = dataclasses.replace(Tenuto.needs, engine=EngineSettings(step_tokens=ADAPTIVE))
 
 
 @dataclass

@@ -149,6 +149,8 @@ def test_serve_prints_the_line_it_would_run(capsys: pytest.CaptureFixture[str]) 
         "continuum-fixed",
         "--option",
         "ttl_s=3",
+        "--step-tokens",
+        "512",
         "--port",
         "1",
     ]
@@ -156,7 +158,7 @@ def test_serve_prints_the_line_it_would_run(capsys: pytest.CaptureFixture[str]) 
     command = shlex.split(capsys.readouterr().out)
     assert command[-2:] == ["--port", "1"]
     config = json.loads(command[command.index("--additional-config") + 1])
-    assert config == {"tenuto": {"policy": "continuum-fixed", "options": {"ttl_s": 3}}}
+    assert config == {"tenuto": {"policy": "continuum-fixed", "options": {"ttl_s": 3}, "step_tokens": 512}}
 
 
 def test_the_model_comes_first(capsys: pytest.CaptureFixture[str]) -> None:

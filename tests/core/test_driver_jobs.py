@@ -327,6 +327,54 @@ def test_the_step_budget_is_bounded(answer, expected) -> None:
     assert ToyEngine(Budget(), 20).driver.get_step_budget(0, 2048) == expected
 
 
+class Chooser:
+    """Chooses always the same; remembers what it was told."""
+
+    def __init__(self, answer) -> None:
+        self.answer, self.steps, self.turns = answer, [], []
+
+    def observe_step(self, step) -> None:
+        self.steps.append(step)
+
+    def observe_turn(self, turn) -> None:
+        self.turns.append(turn.turn_id)
+
+    def choose(self, view):
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("chosen", "wanted", "expected"),
+    [(None, None, 2048), (512, None, 512), (None, 100, 100), (512, 100, 100), (512, 600, 512), (0, None, 1)],
+)
+def test_the_step_gets_the_smaller_of_what_the_chooser_and_the_policy_say(chosen, wanted, expected) -> None:
+    @dataclass
+    class Budget(Policy):
+        def step_budget(self, view):
+            return wanted
+
+    driver = ToyEngine(Budget(), 20, step_chooser=Chooser(chosen)).driver
+    assert driver.bounds_steps and driver.hears_steps
+    assert driver.get_step_budget(0, 2048) == expected
+
+
+def test_a_chooser_hears_steps_and_turns_beside_a_policy_that_does_not() -> None:
+    log = []
+    chooser = Chooser(7)
+    engine = ToyEngine(Policy(), 60, step_chooser=chooser, log=log.append)
+    engine.arrive("done", 0, PROMPT)
+    engine.start_first(0)
+    engine.finish("done", 1)
+    engine.arrive("gone", 2, PROMPT)
+    engine.abort("gone", 3)
+    engine.driver.step("a step")
+    assert (chooser.turns, chooser.steps) == (["done"], ["a step"])
+    assert not any(record.get("hook") == "on_step" for record in log)  # the policy does not learn from it
+    assert engine.driver.get_step_budget(4, 2048) == 7
+    assert log[-1] == {"kind": "chosen", "what": "step_tokens", "answer": 7}
+    assert not ToyEngine(Policy(), 60).driver.bounds_steps
+
+
 @dataclass
 class LongestFirst(Policy):
     """Preempts the turn with the longest prompt; has no opinion on those of 8 tokens."""

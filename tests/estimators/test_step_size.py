@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
-from tenuto.estimators.step_size import TurnSizes, choose_step_tokens, count_prefilling
+from tenuto.core.types import EngineView, Job, StepView, Turn
+from tenuto.estimators.step_size import (
+    AdaptiveSteps,
+    TurnSizes,
+    choose_step_tokens,
+    count_prefilling,
+    make_step_chooser,
+)
 from tenuto.estimators.step_times import StepTimes
 
 MOST = 8192
@@ -87,3 +95,27 @@ def test_few_who_decode_are_held_up_little_while_prefill_is_rare() -> None:
     times, sizes = make_times(), make_sizes(2000, 500)
     rare, steady = (choose_step_tokens(times, sizes, 1, 3, share, MOST) for share in (0.0, 1.0))
     assert rare is not None and steady is not None and rare > steady
+
+
+def test_the_chooser_learns_from_steps_and_turns() -> None:
+    chooser = AdaptiveSteps()
+    for count in range(1, 21):
+        chooser.observe_step(StepView(0.0, 0.01 + 1e-3 * count, count, count))
+        chooser.observe_step(StepView(0.0, 1e-4 * 100 * count, 100 * count, 1))
+    few = EngineView(100.0, 16, 1000, 900, 10, 0, 8192)
+    assert chooser.choose(few) is None  # no turn is known yet
+    for n in range(20):
+        chooser.observe_turn(Turn(f"t{n}", Job("a", 0.0, 1), 0.0, 1000, num_output_tokens=10))
+    assert chooser.choose(dataclasses.replace(few, num_running=1)) is None
+    many = dataclasses.replace(few, num_waiting=4000, num_free_blocks=100_000)
+    # Steps have room: those who wait, wait for memory.
+    assert chooser.choose(many) == chooser.choose(few)
+    for _ in range(500):
+        chooser.observe_step(StepView(0.0, 0.1, 1000, 1, is_full=True))
+    assert chooser.choose(few) < chooser.choose(many)
+    assert chooser.choose(few) == chooser.choose(dataclasses.replace(many, num_free_blocks=0))
+
+
+def test_only_adaptive_steps_need_a_chooser() -> None:
+    assert isinstance(make_step_chooser("adaptive"), AdaptiveSteps)
+    assert make_step_chooser(512) is None and make_step_chooser(None) is None

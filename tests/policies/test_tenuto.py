@@ -180,20 +180,9 @@ def test_jobs_that_never_come_back_hold_nothing() -> None:
     assert isinstance(policy.retain(make_turn("agent"), IDLE), Keep)
 
 
-def test_the_step_budget_grows_with_those_who_wait_for_prefill() -> None:
-    policy = Tenuto()
-    teach_steps(policy)
-    few = dataclasses.replace(IDLE, num_running=10, num_waiting=0)
-    assert policy.step_budget(few) is None  # no turn is known yet
-    teach_jobs(policy, 5)
-    assert policy.step_budget(dataclasses.replace(few, num_running=1)) is None
-    many = dataclasses.replace(few, num_waiting=4000, num_free_blocks=100_000)
-    # Steps have room: those who wait, wait for memory.
-    assert policy.step_budget(many) == policy.step_budget(few)
-    for _ in range(500):
-        policy.on_step(StepView(0.0, 0.1, 1000, 1, is_full=True))
-    assert policy.step_budget(few) < policy.step_budget(many)
-    assert policy.step_budget(few) == policy.step_budget(dataclasses.replace(many, num_free_blocks=0))
+def test_it_wants_adaptive_steps_and_bounds_none_itself() -> None:
+    assert Tenuto.needs.engine.step_tokens == "adaptive"
+    assert not Tenuto.overrides("step_budget")
 
 
 def test_a_load_behind_a_long_queue_is_not_waited_for() -> None:

@@ -41,11 +41,13 @@ def simulate(
     jobs: tuple[Job, ...], cost: object, *, policy: str = "stock", num_blocks: int = 2000, skips: bool = True
 ) -> list[TurnRecord]:
     made = load_policy(policy)
+    wanted = get_engine_settings(policy, made)
     config = EngineConfig(
         kv=KvConfig(num_blocks=num_blocks),
         max_num_batched_tokens=2048,
         max_num_seqs=256,
-        order=get_engine_settings(policy, made).order,
+        order=wanted.order,
+        step_tokens=wanted.step_tokens,
     )
     simulation = Simulation(Scheduler(config, made), cost, Workload("w", jobs))  # type: ignore[arg-type]
     simulation.fast_forwards = skips

@@ -18,6 +18,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.quota import BlockRefCounts
 from tenuto.core.requests.hints import Hints
+from tenuto.core.step_tokens import StepChooser
 from tenuto.core.types import EngineView, ToolCall
 from tests.support.blocks import Block, BlockPool
 from tests.support.prefix import get_hit_blocks, hash_blocks
@@ -54,6 +55,7 @@ class ToyEngine:
         *,
         by_priority: bool = False,
         log=None,
+        step_chooser: StepChooser | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks + 1)  # and the null block
         self.block_size = self.hash_block_size = block_size
@@ -64,7 +66,9 @@ class ToyEngine:
         self.turns: dict[str, ToyTurn] = {}
         self.stored: list[list[int]] = []
         self.coverage = BlockRefCounts()
-        self.driver = Driver(policy, self, limits, by_priority=by_priority, log=log)
+        self.driver = Driver(
+            policy, self, limits, by_priority=by_priority, log=log, step_chooser=step_chooser
+        )
 
     # What clients and time do.
 

@@ -155,3 +155,29 @@ def test_pins_starve_nobody_under_the_plugins_limits() -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("policy", ["stock", "continuum", "tenuto"])
+def test_a_fixed_size_of_steps_is_an_engine_with_that_budget(policy: str) -> None:
+    def get_times(**sizes: int | str) -> list[float]:
+        return [turn.last_token_s for turn in run(replace(SMALL, policy=policy, **sizes), LOAD).turns]
+
+    # The KV cache is given here; a smaller --max-num-batched-tokens would leave more memory to it.
+    fixed = {name: get_times(step_tokens=512, max_num_batched_tokens=name) for name in (512, 2048)}
+    assert fixed[512] == fixed[2048] != get_times(step_tokens=2048)
+
+
+@pytest.mark.parametrize("policy", ["stock", "continuum", "concur"])
+def test_steps_are_chosen_beside_any_policy(policy: str) -> None:
+    chosen = []
+
+    def log(record: dict[str, Any]) -> None:
+        if record["kind"] == "chosen":
+            chosen.append(record["answer"])
+
+    means = set()
+    for size in (None, "adaptive", 512):
+        setup = replace(SMALL, policy=policy, step_tokens=size)
+        means.add(run(setup, LOAD, log=log).record["ttft_s"]["mean"])
+    assert len(means) == 3
+    assert {512, 1024} <= set(chosen) <= {None, 512, 1024, 2048}

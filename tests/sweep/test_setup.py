@@ -137,3 +137,19 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
 def test_what_makes_no_sense_is_refused(settings: dict[str, object], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         build(make(**settings)).make_scheduler()
+
+
+def test_the_size_of_steps_is_what_the_policy_wants_unless_the_user_says() -> None:
+    assert build(make(gpu="H100", policy="stock")).config.step_tokens is None
+    assert build(make(gpu="H100", policy="tenuto")).config.step_tokens == "adaptive"
+    assert build(make(gpu="H100", policy="tenuto", step_tokens=512)).config.max_step_tokens == 512
+    config = build(make(gpu="H100", policy="stock", step_tokens="adaptive")).config
+    assert (config.step_tokens, config.max_step_tokens) == ("adaptive", 8192)
+    # The engine's own budget stays the most; it also says how much memory is left for the KV cache.
+    assert build(make(gpu="H100", policy="stock", step_tokens=10**6)).config.max_step_tokens == 8192
+
+
+@pytest.mark.parametrize("wrong", ["fast", 0, -512, 1.5, True])
+def test_a_size_of_steps_that_is_none_is_refused(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="--step-tokens must be adaptive, or a number"):
+        make(step_tokens=wrong)

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import DraftTokenIds
 
 import tenuto.vllm
+from tenuto.core.errors import ConfigError
 from tenuto.vllm import compat
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -31,21 +32,54 @@ def test_a_policy_s_budget_bounds_the_step() -> None:
     assert get_first_step_tokens(start(make_config(tenuto=SHORT_STEPS))) == 16
 
 
-def make_unchunked() -> Any:
-    return make_config(tenuto=SHORT_STEPS, enable_chunked_prefill=False, max_num_batched_tokens=8192)
+@pytest.mark.parametrize("policy", ["stock", "continuum", "tenuto"])
+def test_the_operator_bounds_the_steps_of_every_policy(policy: str) -> None:
+    settings = {"policy": policy, "step_tokens": 32}
+    engine = start(make_config(tenuto=settings))
+    assert get_first_step_tokens(engine) == 32
+    assert not engine.scheduler.driver.bounds_steps  # a fixed size costs nothing per step
+    engine.run()
 
 
-def make_speculative() -> Any:
-    return make_config(tenuto=SHORT_STEPS, num_drafts=3)
+def test_a_fixed_size_above_vllm_s_budget_changes_nothing() -> None:
+    assert get_first_step_tokens(start(make_config(tenuto={"policy": "stock", "step_tokens": 10**6}))) == 100
 
 
-def make_whole_items() -> Any:
-    return make_config(tenuto=SHORT_STEPS, disable_chunked_mm_input=True)
+def test_adaptive_steps_learn_beside_a_policy_that_hears_no_steps(clock: Clock) -> None:
+    engine = start(make_config(tenuto={"policy": "stock", "step_tokens": "adaptive"}))
+    driver = engine.scheduler.driver
+    assert driver.bounds_steps and not driver.policy.overrides("on_step")
+    get_first_step_tokens(engine)
+    engine.run()
+    assert driver._step_chooser._sizes.weight == 1
+    assert not start(make_config(tenuto={"policy": "stock"})).scheduler.driver.bounds_steps
 
 
+@pytest.mark.parametrize("wrong", ["fast", 0, -1, 1.5, True])
+def test_a_wrong_size_is_refused_at_start(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="step_tokens"):
+        start(make_config(tenuto={"policy": "stock", "step_tokens": wrong}))
+
+
+def make_unchunked(settings: Any) -> Any:
+    return make_config(tenuto=settings, enable_chunked_prefill=False, max_num_batched_tokens=8192)
+
+
+def make_speculative(settings: Any) -> Any:
+    return make_config(tenuto=settings, num_drafts=3)
+
+
+def make_whole_items(settings: Any) -> Any:
+    return make_config(tenuto=settings, disable_chunked_mm_input=True)
+
+
+SIZES = [SHORT_STEPS, {"policy": "stock", "step_tokens": 16}, {"policy": "stock", "step_tokens": "adaptive"}]
+
+
+@pytest.mark.parametrize("settings", SIZES)
 @pytest.mark.parametrize("make", [make_unchunked, make_speculative, make_whole_items])
-def test_the_budget_is_vllm_s_own_where_a_step_must_take_something_whole(make: Any) -> None:
-    engine = start(make())
+def test_the_budget_is_vllm_s_own_where_a_step_must_take_something_whole(make: Any, settings: Any) -> None:
+    engine = start(make(settings))
     assert get_first_step_tokens(engine) == 100
     engine.run()
 

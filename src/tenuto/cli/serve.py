@@ -13,6 +13,7 @@ from tenuto.cli.options import Given, get_flags
 from tenuto.core.errors import TenutoError
 from tenuto.core.redact import redact
 from tenuto.core.settings import Options, option, parse_policy_options
+from tenuto.core.step_tokens import StepTokens, check_step_tokens, read_step_tokens
 from tenuto.core.suggest import suggest
 
 _SUMMARY = """\
@@ -49,14 +50,32 @@ class ServeOptions(Options):
         metavar="[POLICY:]KEY=VALUE",
         is_repeatable=True,
     )
+    step_tokens: StepTokens | None = option(
+        None,
+        "most tokens in a step, within vLLM's --max-num-batched-tokens: a number, or adaptive",
+        metavar="adaptive|N",
+        read=read_step_tokens,
+        shown_default="what the policy wants: adaptive for tenuto, the whole budget for others",
+    )
     trace: str | None = option(None, "write a JSONL trace of steps and decisions", metavar="FILE")
     state: str | None = option(None, "keep what the policy learned across restarts", metavar="FILE")
     dry_run: bool = option(False, "print the line and stop")
 
+    def __post_init__(self) -> None:
+        """Check the options. Raises ConfigError."""
+        super().__post_init__()
+        check_step_tokens(self.step_tokens, "--step-tokens")
+
     def get_settings(self) -> dict[str, Any]:
         """What was given, as the plugin's settings."""
         options = parse_policy_options(self.options, self.policy or "tenuto")
-        settings = {"policy": self.policy, "options": options, "trace": self.trace, "state": self.state}
+        settings = {
+            "policy": self.policy,
+            "options": options,
+            "step_tokens": self.step_tokens,
+            "trace": self.trace,
+            "state": self.state,
+        }
         return {name: value for name, value in settings.items() if value}
 
 

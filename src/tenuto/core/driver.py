@@ -26,6 +26,7 @@ from tenuto.core.policy_caller import DecisionLog, PolicyCaller
 from tenuto.core.retention import Retention
 from tenuto.core.reuse import PrefixMarks, count_computed_tokens, count_lost_tokens, count_missed_tokens
 from tenuto.core.stats import DriverStats
+from tenuto.core.step_tokens import StepChooser
 from tenuto.core.stock_queue import make_stock_queue
 from tenuto.core.types import EngineView, LeaseEnd, LoadOffer, StepView, Turn
 
@@ -43,6 +44,7 @@ class Driver:
         log: DecisionLog | None = None,
         stats: DriverStats | None = None,
         strict: bool = False,
+        step_chooser: StepChooser | None = None,
     ) -> None:
         """Connect a policy to an engine.
 
@@ -50,11 +52,13 @@ class Driver:
         order among requests of equal priority.
         `stats`: the statistics to update; by default the driver makes an empty one.
         `strict`: if a hook of the policy fails, raise PolicyError instead of counting the fault.
+        `step_chooser`: chooses the size of each step; by default, steps are as large as the engine allows.
         """
         self.policy = policy
         self.limits = limits or Limits()
         self.stats = stats or DriverStats()
         self._engine = engine
+        self._step_chooser = step_chooser
         self._caller = PolicyCaller(policy, log, strict=strict)
         self._history = History(log)
         # A policy that treats all jobs alike does not need to know which turns belong to one job.
@@ -313,9 +317,17 @@ class Driver:
         """The next time at which `tick` has work to do; infinity if nothing depends on time."""
         return min(self._admission.get_next_overdue_s(), self._get_next_rekey_s())
 
+    @property
+    def hears_steps(self) -> bool:
+        """Whether `step` must be called for each step."""
+        return self._step_chooser is not None or self._caller.hears("on_step")
+
     def step(self, step: StepView) -> None:
-        """The engine computed a step. Call this only if the policy overrides `on_step`."""
-        self._caller.tell("on_step", step)
+        """The engine computed a step. Call this only if `hears_steps`."""
+        if self._step_chooser is not None:
+            self._step_chooser.observe_step(step)
+        if self._caller.hears("on_step"):
+            self._caller.tell("on_step", step)
 
     def admit(self, first_id: str | None, now_s: float, *, idle: bool) -> list[str]:
         """Turns that may start now; `first_id` is the first parked turn. Call until the list is empty."""
@@ -338,13 +350,26 @@ class Driver:
         """Whether the policy must be asked before this turn starts."""
         return self._admission.needs(self._turns.get(turn_id))
 
+    @property
+    def bounds_steps(self) -> bool:
+        """Whether `get_step_budget` must be asked before each step."""
+        return self._step_chooser is not None or self.policy.overrides("step_budget")
+
     def get_step_budget(self, now_s: float, max_num_batched_tokens: int) -> int:
-        """Token budget of the next step: at least one token per running turn, at most the engine's budget."""
+        """Token budget of the next step: at least one token per running turn, at most the engine's budget.
+
+        Within that, it is the smaller of what the chooser and the policy say.
+        """
         view = self.get_view(now_s)
-        answer: int | None = self._caller.ask("step_budget", view)
-        if answer is None:
-            return max_num_batched_tokens
-        return max(1, min(max(answer, view.num_running), max_num_batched_tokens))
+        answers = [max_num_batched_tokens]
+        if self._step_chooser is not None:
+            chosen = self._step_chooser.choose(view)
+            self._caller.write({"kind": "chosen", "what": "step_tokens", "answer": chosen})
+            answers += [] if chosen is None else [chosen]
+        if self.policy.overrides("step_budget"):
+            bound: int | None = self._caller.ask("step_budget", view)
+            answers += [] if bound is None else [bound]
+        return max(1, min(max(min(answers), view.num_running), max_num_batched_tokens))
 
     # Inside.
 
@@ -368,6 +393,8 @@ class Driver:
         job.last_marks = PrefixMarks(
             turn.arrival.hashes, turn.arrival.num_prompt_tokens, num_computed_tokens, self._hash_block_size
         )
+        if self._step_chooser is not None:
+            self._step_chooser.observe_turn(view)
         if self._caller.hears("on_turn_finished"):
             self._caller.tell("on_turn_finished", view, now_s)
         if view.is_last and not job.live_turn_ids:

@@ -112,7 +112,10 @@ class Policy:
         return False
 
     def step_budget(self, view: EngineView) -> int | None:
-        """The maximum number of tokens in the next step; None keeps the engine's own budget."""
+        """The maximum number of tokens in the next step; None keeps the engine's own budget.
+
+        A policy that only wants small steps sets `needs.engine.step_tokens` instead.
+        """
         return None
 
     # Told.

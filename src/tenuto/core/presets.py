@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from tenuto.core.step_tokens import StepTokens
+
 OffloadMode = Literal["async", "sync", "asked"]
 
 
@@ -26,6 +28,8 @@ class EngineSettings:
     """The most tokens of one prompt in a step, while other requests wait or run."""
     watermark: float | None = None
     """Share of the KV cache blocks that must stay free when a request starts."""
+    step_tokens: StepTokens | None = None
+    """The most tokens of a step: "adaptive", or a number; None for the engine's own budget."""
     unbounded_kv: bool = False
     """Whether the KV cache is unlimited; only the simulator supports this."""
 

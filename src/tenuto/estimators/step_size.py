@@ -24,8 +24,10 @@ derivative of Pollaczek's and Khinchine's mean wait), with ρ the share of steps
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tenuto.core.step_tokens import ADAPTIVE, StepChooser, StepTokens
+from tenuto.core.types import EngineView, StepView, Turn
 from tenuto.estimators.step_times import StepTimes
 
 MIN_STEP_TOKENS = 512
@@ -34,6 +36,13 @@ MAX_BUSY_SHARE = 0.8
 """Bound of the busy share; beyond it, the current queue says more than the expected queue."""
 DECAY = 0.99
 """Factor on a turn's weight for each later turn."""
+FULL_DECAY = 0.02
+"""Weight of the latest step in the moving average of the share of full steps."""
+
+
+def make_step_chooser(step_tokens: StepTokens | None) -> StepChooser | None:
+    """The chooser of adaptive steps; None where the size of steps is fixed."""
+    return AdaptiveSteps() if step_tokens == ADAPTIVE else None
 
 
 @dataclass
@@ -95,3 +104,42 @@ def choose_step_tokens(
     # Kernels work in tiles: what does not fill the last ones is lost.
     sizes_to_try = [MIN_STEP_TOKENS << n for n in range(16) if MIN_STEP_TOKENS << n < most]
     return min([*sizes_to_try, most], key=get_loss)
+
+
+@dataclass
+class AdaptiveSteps:
+    """Chooses the token count of each step with the lowest total delay for decoding and waiting turns.
+
+    It works beside any policy (`--step-tokens adaptive`), and learns from the steps and turns of its engine.
+    """
+
+    _times: StepTimes = field(default_factory=StepTimes)
+    _sizes: TurnSizes = field(default_factory=TurnSizes)
+    _full_share: float = 0.0
+    """The share of steps that were full."""
+
+    def observe_step(self, step: StepView) -> None:
+        """Learn how long steps take, and whether they are full."""
+        self._times.observe(step.num_tokens, step.num_requests, step.duration_s)
+        self._full_share += FULL_DECAY * (step.is_full - self._full_share)
+
+    def observe_turn(self, turn: Turn) -> None:
+        """Learn how many tokens turns compute and generate."""
+        self._sizes.observe(turn.num_prompt_tokens - turn.num_hit_tokens, turn.num_output_tokens)
+
+    def choose(self, view: EngineView) -> int | None:
+        """The most tokens of the next step; None while nothing is known, or if no turn would be delayed."""
+        num_others = view.num_running - 1
+        if num_others < 1:
+            return None
+        num_waiting = view.num_waiting + view.num_parked
+        num_free_tokens = view.num_free_blocks * view.block_size
+        num_prefilling = count_prefilling(self._sizes, num_waiting, num_free_tokens, self._full_share)
+        return choose_step_tokens(
+            self._times,
+            self._sizes,
+            num_others,
+            num_prefilling,
+            self._full_share,
+            view.max_num_batched_tokens,
+        )

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from tenuto.core.policy import Key, Learns, Needs, Policy, Reports, setting
 from tenuto.core.presets import EngineSettings
+from tenuto.core.step_tokens import ADAPTIVE
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -26,7 +27,6 @@ from tenuto.core.types import (
 from tenuto.estimators.remaining_work import RemainingWork, get_mean_left_s
 from tenuto.estimators.returns import Returns
 from tenuto.estimators.samples import ToolSamples
-from tenuto.estimators.step_size import TurnSizes, choose_step_tokens, count_prefilling
 from tenuto.estimators.step_times import StepTimes
 
 MIN_LOOK_S = 1.0
@@ -60,14 +60,15 @@ class Tenuto(Policy, Learns, Reports):
       The price is the throughput that one more decoding turn would add. If a tool is expected to take
       longer than the KV is worth, the job gives its KV up. With a host copy this happens sooner, because
       the KV is then cheaper to restore.
-    - *How long a step is*: prefill shares a step with decoding. Its chunks are small enough not to delay
+    - *How long a step is*: prefill shares a step with decoding. The engine's chooser of step sizes
+      (`tenuto.estimators.step_size`), which this policy asks for, makes its chunks small enough not to delay
       decoding turns, and large enough not to delay waiting turns.
 
     Nothing here is tuned to a GPU or a workload. The policy learns step times from the engine's steps, and
     lengths and tool times from earlier jobs. Stock vLLM never calls `load`.
     """
 
-    needs: ClassVar[Needs] = Needs(rekey_s=2.0, engine=EngineSettings(offload="async"))
+    needs: ClassVar[Needs] = Needs(rekey_s=2.0, engine=EngineSettings(offload="async", step_tokens=ADAPTIVE))
 
     stretch: float = setting(
         500.0, "seconds by which a job is put back for each second of work it still needs", minimum=0
@@ -77,7 +78,6 @@ class Tenuto(Policy, Learns, Reports):
         4.0, "wait for a load this many times as long as computing would take", minimum=0
     )
     _steps: StepTimes = field(init=False, default_factory=StepTimes)
-    _sizes: TurnSizes = field(init=False, default_factory=TurnSizes)
     _work: RemainingWork = field(init=False, default_factory=RemainingWork)
     _tools: ToolSamples = field(init=False, default_factory=ToolSamples)
     _contexts: dict[str, int] = field(init=False, default_factory=dict)
@@ -161,20 +161,7 @@ class Tenuto(Policy, Learns, Reports):
         reload_s = min([token_s, *(tier.s_per_block for tier in view.tiers)])
         return min(self.max_idle_s, reload_s / gain) if gain > 0 else self.max_idle_s
 
-    # Steps and loads.
-
-    def step_budget(self, view: EngineView) -> int | None:
-        """Choose the step's token count with the lowest total delay for decoding and waiting turns."""
-        num_others = view.num_running - 1
-        if num_others < 1:
-            return None
-        full_share = self._full_share
-        num_waiting = view.num_waiting + view.num_parked
-        num_free_tokens = view.num_free_blocks * view.block_size
-        num_prefilling = count_prefilling(self._sizes, num_waiting, num_free_tokens, full_share)
-        return choose_step_tokens(
-            self._steps, self._sizes, num_others, num_prefilling, full_share, view.max_num_batched_tokens
-        )
+    # Loads.
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
         """Load the KV, unless loading takes more than `patience` times as long as computing."""
@@ -199,7 +186,6 @@ class Tenuto(Policy, Learns, Reports):
         if turn.is_aborted:
             return
         job_id = turn.job.job_id
-        self._sizes.observe(turn.num_prompt_tokens - turn.num_hit_tokens, turn.num_output_tokens)
         if not turn.is_last:
             num_computed = turn.num_prompt_tokens - turn.num_hit_tokens + turn.num_output_tokens
             self._returns.leave(turn.job, _get_tool_name(turn), max(0, num_computed))

@@ -129,7 +129,7 @@ class _TraceReader:
             kind = record.text("kind")
             if kind in kinds:
                 kinds[kind](record)
-            elif kind != "told":
+            elif kind not in ("told", "chosen"):
                 raise record.error("kind", f"{kind!r} is not a record of a trace")
 
     def _on_header(self, record: Fields) -> None:

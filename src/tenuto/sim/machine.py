@@ -94,6 +94,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         ),
         max_num_batched_tokens=profile.max_num_batched_tokens,
         max_num_seqs=profile.max_num_seqs,
+        step_tokens=setup.step_tokens or wanted.step_tokens,
         long_prefill_token_threshold=_get(
             setup.long_prefill_token_threshold, wanted.long_prefill_token_threshold, 0
         ),

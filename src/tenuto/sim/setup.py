@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
+from tenuto.core.step_tokens import StepTokens, check_step_tokens, read_step_tokens
 from tenuto.sim.hardware.gpus import GPUS
 
 
@@ -81,6 +82,13 @@ class Setup(Options):
     max_num_batched_tokens: int | None = option(
         None, "most tokens in a step, as in vLLM", minimum=1, shown_default="vLLM's for this GPU"
     )
+    step_tokens: StepTokens | None = option(
+        None,
+        "most tokens in a step, within that budget: a number, or adaptive, which chooses it for each step",
+        metavar="adaptive|N",
+        read=read_step_tokens,
+        shown_default="what the policy wants: adaptive for tenuto, the whole budget for others",
+    )
     max_num_seqs: int | None = option(
         None, "most requests that run at a time, as in vLLM", minimum=1, shown_default="vLLM's for this GPU"
     )
@@ -109,6 +117,7 @@ class Setup(Options):
     def __post_init__(self) -> None:
         """Check the bounds, and that the KV cache holds at least two blocks."""
         super().__post_init__()
+        check_step_tokens(self.step_tokens, "--step-tokens")
         if self.kv_tokens is not None and self.kv_tokens < 2 * self.block_size:
             raise ConfigError(
                 f"--kv-tokens must be at least {2 * self.block_size}, two blocks; got {self.kv_tokens}"

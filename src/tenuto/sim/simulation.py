@@ -81,7 +81,7 @@ class Simulation:
         """Each step in flight, with the times at which it was scheduled and will end."""
         self._last_step: Step | None = None
         self._last_end_s = 0.0
-        self._tells_steps = scheduler.driver.policy.overrides("on_step")
+        self._tells_steps = scheduler.driver.hears_steps
         self._step_clock = StepClock(0.0)
         for due in self._turn_driver.start():
             self._plan(due)

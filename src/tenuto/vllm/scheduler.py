@@ -20,6 +20,8 @@ from tenuto.core.jobs import Arrival
 from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_loader import get_engine_settings, load_policy
 from tenuto.core.requests.hints import Hints, parse_hints
+from tenuto.core.step_tokens import StepTokens, get_max_step_tokens
+from tenuto.estimators.step_size import make_step_chooser
 from tenuto.records.trace import TraceWriter
 from tenuto.vllm import compat
 from tenuto.vllm.engine import VllmEngine
@@ -60,7 +62,8 @@ class _DrivenScheduler(compat.PrivateHooks):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = read_settings(vllm_config.additional_config)
         policy = load_policy(settings.policy, settings.options)
-        if get_engine_settings(settings.policy, policy).order == "priority":
+        wanted = get_engine_settings(settings.policy, policy)
+        if wanted.order == "priority":
             vllm_config.scheduler_config.policy = "priority"
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         compat.check_attributes(self)
@@ -73,6 +76,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._trace = (
             TraceWriter(trace_path, policy, settings.policy, settings.trace_options) if trace_path else None
         )
+        step_tokens = self._bound_steps(policy, settings.step_tokens or wanted.step_tokens)
         self._engine = VllmEngine(self)
         self._metrics = Metrics(vllm_config, engine_index)
         log = self._trace.write if self._trace else None
@@ -84,6 +88,7 @@ class _DrivenScheduler(compat.PrivateHooks):
             log=log,
             strict=settings.strict,
             stats=self._metrics.stats,
+            step_chooser=make_step_chooser(step_tokens),
         )
         self._metrics.refresh(self.driver, 0.0)
         # The output shows what follows a turn: a tool call, or the end of the job.
@@ -101,16 +106,24 @@ class _DrivenScheduler(compat.PrivateHooks):
             "on" if vllm_config.scheduler_config.async_scheduling else "off",
         )
 
+    def _bound_steps(self, policy: Policy, step_tokens: StepTokens | None) -> StepTokens | None:
+        """Lower vLLM's step budget to a fixed size; return the size of steps that holds on this engine."""
+        if step_tokens is None and not policy.overrides("step_budget"):
+            return None
+        reason = compat.get_reason_for_full_steps(self)
+        if reason is not None:
+            logger.info("steps have vLLM's own budget, no smaller one: %s", reason)
+            return None
+        self.max_num_scheduled_tokens = get_max_step_tokens(step_tokens, self.max_num_scheduled_tokens)
+        return step_tokens
+
     def _install(self, policy: Policy) -> None:
         """Install only the hooks that the policy overrides."""
         self._asks_admission = policy.overrides("admit")
-        reason = compat.get_reason_for_full_steps(self) if policy.overrides("step_budget") else None
-        self._asks_budget = policy.overrides("step_budget") and reason is None
-        if reason is not None:
-            logger.info("step budgets are vLLM's own, not the policy's: %s", reason)
+        self._asks_budget = self.driver.bounds_steps and compat.get_reason_for_full_steps(self) is None
         if self._asks_admission or policy.overrides("queue_key"):
             self.waiting = TurnQueue(self._get_queue_key, self._is_gated, self.driver.settle)
-        self._step_teller = StepTeller(self.driver) if policy.overrides("on_step") else None
+        self._step_teller = StepTeller(self.driver) if self.driver.hears_steps else None
         retains = policy.overrides("retain") or policy.overrides("preempt_key")
         self._pressure = Pressure(self) if retains else None
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
 from tenuto.core.settings import check_settings, setting
+from tenuto.core.step_tokens import check_step_tokens
 from tenuto.records.trace import TraceOptions
 from tenuto.records.trace_commands import COMMANDS, Commands
 
@@ -21,6 +22,10 @@ class Settings:
     """The policy's own parameters."""
     limits: Limits = field(default_factory=Limits)
     """Bounds on any policy, hint or client (see `tenuto.core.limits.Limits`)."""
+    step_tokens: str | int | None = setting(
+        None,
+        "most tokens in a step: a number within vLLM's budget, or adaptive; unset: what the policy wants",
+    )
     tenants: str = setting(
         "server",
         "who says whose a request is: the server (the API key, or a trusted proxy's header), or its client",
@@ -58,4 +63,6 @@ def read_settings(additional_config: Any) -> Settings:
         raise ConfigError(f"tenuto: must be an object of settings, got {given!r}")
     given = dict(given)
     limits = check_settings(Limits, given.pop("limits", {}), "tenuto.limits")
-    return Settings(**check_settings(Settings, given, "tenuto"), limits=Limits(**limits))
+    settings = Settings(**check_settings(Settings, given, "tenuto"), limits=Limits(**limits))
+    check_step_tokens(settings.step_tokens, "tenuto: key 'step_tokens'")
+    return settings

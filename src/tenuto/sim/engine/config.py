@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tenuto.core.errors import ConfigError
+from tenuto.core.step_tokens import StepTokens, check_step_tokens, get_max_step_tokens
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.tiers.offload import Offload
 
@@ -17,6 +18,8 @@ class EngineConfig:
     kv: KvConfig
     max_num_batched_tokens: int = 8192
     """Token budget of a step."""
+    step_tokens: StepTokens | None = None
+    """A smaller budget: "adaptive" is chosen for each step; None for `max_num_batched_tokens`."""
     max_num_seqs: int = 1024
     """Most requests that run at a time."""
     long_prefill_token_threshold: int = 0
@@ -32,10 +35,16 @@ class EngineConfig:
     offload_chunk_tokens: int = 256
     """Tokens per chunk of the tiers, whole blocks; LMCache's default."""
 
+    @property
+    def max_step_tokens(self) -> int:
+        """The most tokens that any step may have."""
+        return get_max_step_tokens(self.step_tokens, self.max_num_batched_tokens)
+
     def __post_init__(self) -> None:
         """Check the ranges."""
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_steps_in_flight) < 1:
             raise ConfigError(f"a step needs tokens, and requests and steps must be 1 or more: {self}")
+        check_step_tokens(self.step_tokens, "step_tokens")
         if self.offload_chunk_tokens < 1 or self.offload_chunk_tokens % self.kv.block_size:
             raise ConfigError(f"offload_chunk_tokens must be whole blocks of {self.kv.block_size}: {self}")
         if self.long_prefill_token_threshold < 0 or self.num_draft_tokens < 0:

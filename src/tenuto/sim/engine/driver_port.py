@@ -60,7 +60,7 @@ class SimEngine:
             num_free_blocks=pool.num_free_blocks,
             num_running=len(state.running),
             num_waiting=len(state.waiting) - num_parked + state.num_loading,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_num_batched_tokens=self._config.max_step_tokens,
             num_parked=num_parked,
             num_leases=num_leases,
             num_leased_blocks=pool.num_leased_blocks,

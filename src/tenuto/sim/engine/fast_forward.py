@@ -35,7 +35,7 @@ class FastForward:
         config, state, running = self._config, self._state, self._state.running
         if (
             not running
-            or len(running) > config.max_num_batched_tokens
+            or len(running) > config.max_step_tokens
             or config.num_draft_tokens
             or not self._kv.can_truncate
             or state.loaded
@@ -82,7 +82,7 @@ class FastForward:
         request = waiting.get_first()
         if waiting.get_first_parked() is not None or (request and self._may_preempt_for_waiting):
             return True
-        budget = config.max_num_batched_tokens - len(running)
+        budget = config.max_step_tokens - len(running)
         if request is None or len(running) == config.max_num_seqs or budget == 0:
             return False
         hit = self._kv.get_hit(request)

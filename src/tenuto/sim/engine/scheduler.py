@@ -22,6 +22,7 @@ from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_caller import DecisionLog
+from tenuto.estimators.step_size import make_step_chooser
 from tenuto.sim.engine.allocator import Allocator
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.driver_port import SimEngine
@@ -62,13 +63,21 @@ class Scheduler:
         """`tiers` belong to the engine that `config.offload` describes; `strict` is as in `Driver`."""
         by_priority = config.order == "priority"
         self._asks_admission = policy.overrides("admit")
-        self._asks_budget = policy.overrides("step_budget")
         self.config = config
         self.kv = kv = KvCache(config.kv, config.max_steps_in_flight * config.max_num_batched_tokens)
         self.offloader = make_offloader(config.offload, tiers, kv, config.offload_chunk_tokens)
         self.state = state = EngineState(WaitingQueue(self._choose_key(policy, by_priority=by_priority)))
         port = SimEngine(config, state, kv, self.offloader)
-        self.driver = driver = Driver(policy, port, limits, by_priority=by_priority, log=log, strict=strict)
+        self.driver = driver = Driver(
+            policy,
+            port,
+            limits,
+            by_priority=by_priority,
+            log=log,
+            strict=strict,
+            step_chooser=make_step_chooser(config.step_tokens),
+        )
+        self._asks_budget = driver.bounds_steps
         allocator = Allocator(state, kv, driver)
         self._preemption = Preemption(state, kv, driver, by_priority=by_priority)
         self._progress = Progress(config, state, kv, driver, self.offloader)
@@ -108,7 +117,7 @@ class Scheduler:
             state.waiting.reorder_all()
         if self._asks_admission:
             self._admit_parked()
-        budget = self.config.max_num_batched_tokens
+        budget = self.config.max_step_tokens
         if self._asks_budget:
             budget = driver.get_step_budget(now_s, budget)
         # A request that is alone has nobody to starve.

@@ -86,7 +86,7 @@ class Engine:
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_end_s = now_s
         self._waits_for_step = False
-        self._tells_steps = scheduler.driver.policy.overrides("on_step")
+        self._tells_steps = scheduler.driver.hears_steps
         self._step_clock = StepClock(now_s)
 
     @property

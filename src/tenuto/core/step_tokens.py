@@ -1,0 +1,49 @@
+"""How many tokens a step may have: the engine's own budget, a smaller number, or a number chosen per step.
+
+The engine owns this, not the policy: it works beside any policy. A policy may say what it wants
+(`EngineSettings.step_tokens`); what the user sets comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.types import EngineView, StepView, Turn
+
+ADAPTIVE = "adaptive"
+"""Before each step, a `StepChooser` chooses the number of tokens."""
+StepTokens = str | int
+"""The most tokens of a step: "adaptive", or always the same number."""
+
+
+def get_max_step_tokens(step_tokens: StepTokens | None, max_num_batched_tokens: int) -> int:
+    """The most tokens that any step may have, given the engine's own budget."""
+    return (
+        min(step_tokens, max_num_batched_tokens) if isinstance(step_tokens, int) else max_num_batched_tokens
+    )
+
+
+class StepChooser(Protocol):
+    """Chooses the size of each step from what it was told of turns and steps. See `estimators.step_size`."""
+
+    def observe_step(self, step: StepView) -> None:
+        """The engine computed a step."""
+
+    def observe_turn(self, turn: Turn) -> None:
+        """A turn finished; it was not aborted."""
+
+    def choose(self, view: EngineView) -> int | None:
+        """The most tokens of the next step; None leaves it to the engine. Changes nothing."""
+
+
+def read_step_tokens(text: str) -> StepTokens:
+    """What a command line says; `check_step_tokens` checks it."""
+    return int(text) if text.isdecimal() else text
+
+
+def check_step_tokens(given: StepTokens | None, where: str) -> None:
+    """Raise ConfigError if this is neither "adaptive" nor a number from 1 up. `where` names the option."""
+    is_number = isinstance(given, int) and not isinstance(given, bool) and given >= 1
+    if not (given is None or given == ADAPTIVE or is_number):
+        raise ConfigError(f"{where} must be {ADAPTIVE}, or a number of tokens from 1 up; got {given!r}")
