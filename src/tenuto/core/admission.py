@@ -39,7 +39,7 @@ class Admission:
 
     def needs(self, turn: TurnState | None) -> bool:
         """Whether the policy must be asked before this turn starts."""
-        if turn is None or turn.started or turn.is_admitted:
+        if turn is None or turn.started or turn.is_admitted or turn.job.runs_as_stock:
             return False
         return self._asks_every_turn or not turn.job.is_admitted
 

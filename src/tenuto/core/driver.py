@@ -9,18 +9,18 @@ bounds the answer and carries it out. A lease is a request, not a right: when an
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
 from tenuto.core.admission import Admission
+from tenuto.core.canary import Canary
 from tenuto.core.engine import Engine
 from tenuto.core.history import History
-from tenuto.core.indexed_heap import SortKey, get_sort_key
 from tenuto.core.job_table import JobTable
 from tenuto.core.jobs import Arrival, Finish, JobState, TurnState
 from tenuto.core.lease_ledger import LeaseLedger
 from tenuto.core.limits import Limits
+from tenuto.core.order import Order
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
 from tenuto.core.policy_caller import DecisionLog, PolicyCaller
 from tenuto.core.retention import Retention
@@ -43,6 +43,8 @@ class Driver:
         by_priority: bool = False,
         log: DecisionLog | None = None,
         stats: DriverStats | None = None,
+        decided: DriverStats | None = None,
+        canary: Canary | None = None,
         strict: bool = False,
         step_chooser: StepChooser | None = None,
     ) -> None:
@@ -51,12 +53,18 @@ class Driver:
         `by_priority`: the engine serves requests by their own priority, and the policy only decides the
         order among requests of equal priority.
         `stats`: the statistics to update; by default the driver makes an empty one.
+        `decided`: where to count what was decided, such as leases, if not in `stats`: a driver in shadow
+        mode decides, and the engine does not follow.
+        `canary`: the jobs that the policy applies to; all by default.
         `strict`: if a hook of the policy fails, raise PolicyError instead of counting the fault.
         `step_chooser`: chooses the size of each step; by default, steps are as large as the engine allows.
         """
         self.policy = policy
         self.limits = limits or Limits()
         self.stats = stats or DriverStats()
+        self.decided = decided or self.stats
+        self._canary = canary or Canary()
+        self._num_earlier_faults = 0
         self._engine = engine
         self._step_chooser = step_chooser
         self._caller = PolicyCaller(policy, log, strict=strict)
@@ -70,12 +78,12 @@ class Driver:
         self._hash_block_size = engine.hash_block_size
         self._jobs = JobTable(self.limits.max_remembered_jobs, engine.hash_block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
-        self._by_priority = by_priority
         self._retention = Retention(engine, self._caller, self.limits, by_priority=by_priority)
+        self._order = Order(self._caller, engine, self._retention, self._canary, by_priority=by_priority)
         stock_queue = make_stock_queue(policy, self.limits, view.num_blocks * view.block_size)
-        self._admission = Admission(self._caller, self._retention, self.limits, self.stats, stock_queue)
+        self._admission = Admission(self._caller, self._retention, self.limits, self.decided, stock_queue)
         self.leases = self._retention.leases
-        self._ledger = LeaseLedger(self.stats, self._history)
+        self._ledger = LeaseLedger(self.decided, self._history)
         self._ticked_s = -math.inf
 
     # What happens to turns.
@@ -84,6 +92,8 @@ class Driver:
         """A turn arrived. Find its job, and truncate the job's lease to the blocks that the prompt shares."""
         self.stats.num_events += 1
         job = self._jobs.find(turn_id, arrival, now_s)
+        job.is_released = False
+        self._place(job, arrival)
         tool_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
         turn = TurnState(turn_id, job, now_s, arrival)
         if job.last_marks is not None:
@@ -100,10 +110,8 @@ class Driver:
         self._ledger.apply(self._retention.claim(turn, now_s))
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
-            if self._caller.hears("on_tool_returned"):
-                self._caller.tell("on_tool_returned", self._view(turn), job.last_tool, tool_s)
-        if self._caller.hears("on_turn_arrived"):
-            self._caller.tell("on_turn_arrived", self._view(turn), now_s)
+            self._tell("on_tool_returned", turn, job.last_tool, tool_s)
+        self._tell("on_turn_arrived", turn, now_s)
         self._history.record(
             "arrived", turn, now_s, num_prompt_tokens=arrival.num_prompt_tokens, tool_s=tool_s
         )
@@ -121,8 +129,7 @@ class Driver:
         if turn.started:
             num_lost_tokens = count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
             self.stats.num_recomputed_tokens += num_lost_tokens
-            if self._caller.hears("on_turn_started"):
-                self._caller.tell("on_turn_started", self._view(turn), now_s)
+            self._tell("on_turn_started", turn, now_s)
             self._history.record(
                 "resumed", turn, now_s, num_hit_tokens=num_hit_tokens, num_lost_tokens=num_lost_tokens
             )
@@ -134,9 +141,12 @@ class Driver:
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
         self.stats.num_recomputed_tokens += count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
         self.stats.queue_s.observe(now_s - turn.arrival_s)
+        if self._canary.is_on:
+            self.stats.groups["stock" if turn.job.runs_as_stock else "policy"].start(
+                turn, num_hit_tokens, now_s
+            )
         self._ledger.apply(self._retention.hit(turn, now_s))
-        if self._caller.hears("on_turn_started"):
-            self._caller.tell("on_turn_started", self._view(turn), now_s)
+        self._tell("on_turn_started", turn, now_s)
         self._history.record(
             "started",
             turn,
@@ -154,8 +164,7 @@ class Driver:
         self.stats.num_events += 1
         turn.num_preemptions += 1
         turn.num_computed_tokens = num_computed_tokens
-        if self._caller.hears("on_turn_preempted"):
-            self._caller.tell("on_turn_preempted", self._view(turn), now_s)
+        self._tell("on_turn_preempted", turn, now_s)
         self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
 
     def finish(self, turn_id: str, now_s: float, finish: Finish) -> None:
@@ -173,10 +182,45 @@ class Driver:
         )
         if not finish.aborted:
             self._complete(turn, now_s, finish)
-        elif self._caller.hears("on_turn_finished"):
-            self._caller.tell("on_turn_finished", turn.get_finished_view(finish), now_s)
-        if job.job_id in self._jobs:
+        else:
+            self._tell("on_turn_finished", turn, now_s, view=turn.get_finished_view(finish))
+        if job.job_id not in self._jobs:
+            return
+        if job.is_released and not job.live_turn_ids:
+            self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
+        else:
             self._leave(job, now_s)
+
+    def release(self, job_id: str, now_s: float) -> bool:
+        """The client says that a job is complete; return whether the job was known.
+
+        The job's lease ends, and its turns that still wait or run get none. The job itself ends with the last
+        of them. A turn that arrives later begins the job anew.
+        """
+        job = self._jobs.get(job_id)
+        if job is None:
+            return False
+        if not job.live_turn_ids:
+            self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
+        else:
+            job.is_released = True
+            self._ledger.apply(self._retention.end(job_id, LeaseEnd.JOB_ENDED, now_s))
+        self.settle()
+        return True
+
+    def take_over(self, other: Driver, now_s: float) -> None:
+        """Go on where another driver of the same engine stops; the engine asks this one from now on.
+
+        All leases end. Jobs and turns stay. The policy is told of each turn that waits or runs, as if it
+        arrived now, and it is asked again whether the waiting ones may start.
+        """
+        other.drop_all(now_s, LeaseEnd.SWITCHED)
+        self._num_earlier_faults = other.num_policy_faults
+        self._jobs.take_over(other._jobs)
+        for job in self._jobs.jobs.values():
+            job.runs_as_stock, job.is_admitted = None, False
+        for turn in other._turns.values():
+            self._adopt(turn, now_s)
 
     # Leases.
 
@@ -199,8 +243,8 @@ class Driver:
 
     @property
     def num_policy_faults(self) -> int:
-        """How many calls of policy hooks have failed so far."""
-        return self._caller.num_faults
+        """How many calls of policy hooks have failed so far, those of earlier drivers included."""
+        return self._num_earlier_faults + self._caller.num_faults
 
     def get_policy_figures(self) -> dict[str, float]:
         """The figures that the policy reports about what it learned; empty for most policies."""
@@ -252,15 +296,15 @@ class Driver:
 
     def get_queue_key(self, turn_id: str, now_s: float) -> Key:
         """The key that orders a waiting turn in the queue; the smallest key goes first."""
-        state = self._turns[turn_id]
-        if state.is_overdue:
-            first: Key = (-math.inf, state.number)
-            return (state.arrival.priority, *first) if self._by_priority else first
-        turn = self._view(state)
-        if self.policy.needs.max_waiting_with_hits and self._affords_look_up(now_s):
-            turn = dataclasses.replace(turn, num_cached_tokens=self._engine.get_num_cached_tokens(turn_id))
-        key: Key = self._caller.ask("queue_key", turn, now_s)
-        return (turn.priority, *key) if self._by_priority else key
+        return self._order.get_queue_key(self._turns[turn_id], now_s)
+
+    def get_stock_key(self, turn_id: str) -> Key:
+        """The key that puts a waiting turn where stock vLLM would; the smallest key goes first."""
+        return self._order.get_stock_key(self._turns[turn_id])
+
+    def runs_as_stock(self, turn_id: str) -> bool:
+        """Whether the policy leaves this turn alone, because its job is not in the canary."""
+        return self._turns[turn_id].job.runs_as_stock is True
 
     def get_victim(self, turn_ids: Sequence[str], now_s: float) -> str | None:
         """The running turn to preempt, out of these; None leaves the choice to the engine."""
@@ -271,27 +315,16 @@ class Driver:
 
         An empty list leaves the choice to the engine.
         """
-        if not self.policy.overrides("preempt_key"):
-            return []
-        view = self.get_view(now_s)
-        keys: dict[str, SortKey] = {}
-        for turn_id in turn_ids:
-            if turn_id in self._turns:
-                turn = self._view(self._turns[turn_id])
-                key = self._caller.ask("preempt_key", turn, view)
-                keys[turn_id] = get_sort_key((-turn.priority, *key) if self._by_priority else key)
-        return sorted(keys, key=lambda turn_id: (keys[turn_id], turn_id))
+        known = (self._turns[turn_id] for turn_id in turn_ids if turn_id in self._turns)
+        return self._order.get_victims(known, now_s)
 
     def get_preempted_for(self, turn_id: str, running_ids: Sequence[str], now_s: float) -> str | None:
         """The running turn to preempt so that a waiting turn fits; None if no turn may be preempted."""
         victim_id = self.get_victim(running_ids, now_s)
         if victim_id is None or turn_id not in self._turns:
             return None
-        turn, victim = (self._view(self._turns[each]) for each in (turn_id, victim_id))
-        if self._by_priority and turn.priority > victim.priority:
-            return None
-        answer = self._caller.ask("may_preempt", turn, victim, self.get_view(now_s))
-        return victim_id if answer else None
+        turn, victim = self._turns[turn_id], self._turns[victim_id]
+        return victim_id if self._order.may_preempt(turn, victim, now_s) else None
 
     def may_load(self, turn_id: str, offer: LoadOffer, now_s: float) -> bool:
         """Whether a turn that is about to start loads its KV cache from the lower tiers."""
@@ -358,7 +391,8 @@ class Driver:
     def get_step_budget(self, now_s: float, max_num_batched_tokens: int) -> int:
         """Token budget of the next step: at least one token per running turn, at most the engine's budget.
 
-        Within that, it is the smaller of what the chooser and the policy say.
+        Within that, it is the smaller of what the chooser and the policy say. With a canary the policy is not
+        asked, because a step serves all jobs.
         """
         view = self.get_view(now_s)
         answers = [max_num_batched_tokens]
@@ -366,7 +400,7 @@ class Driver:
             chosen = self._step_chooser.choose(view)
             self._caller.write({"kind": "chosen", "what": "step_tokens", "answer": chosen})
             answers += [] if chosen is None else [chosen]
-        if self.policy.overrides("step_budget"):
+        if self.policy.overrides("step_budget") and not self._canary.is_on:
             bound: int | None = self._caller.ask("step_budget", view)
             answers += [] if bound is None else [bound]
         return max(1, min(max(min(answers), view.num_running), max_num_batched_tokens))
@@ -380,11 +414,8 @@ class Driver:
     def _hurry(self, now_s: float) -> None:
         """Move the overdue turns to the front of the queue."""
         for turn_id in self._admission.pop_overdue(now_s):
-            self.stats.num_overdue_turns += 1
+            self.decided.num_overdue_turns += 1
             self._engine.reorder(turn_id)
-
-    def _affords_look_up(self, now_s: float) -> bool:
-        return self._engine.get_view(now_s).num_waiting <= self.policy.needs.max_waiting_with_hits
 
     def _complete(self, turn: TurnState, now_s: float, finish: Finish) -> None:
         job, view = turn.job, turn.get_finished_view(finish)
@@ -395,13 +426,14 @@ class Driver:
         )
         if self._step_chooser is not None:
             self._step_chooser.observe_turn(view)
-        if self._caller.hears("on_turn_finished"):
-            self._caller.tell("on_turn_finished", view, now_s)
+        self._tell("on_turn_finished", turn, now_s, view=view)
+        if job.is_released:
+            return
         if view.is_last and not job.live_turn_ids:
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
             return
         self._jobs.remember(job, turn.arrival)
-        if not view.is_last and self.policy.overrides("retain"):
+        if not view.is_last and not job.runs_as_stock and self.policy.overrides("retain"):
             for event in self._retention.retain(turn, view, now_s):
                 self._ledger.apply(event)
 
@@ -416,9 +448,35 @@ class Driver:
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd) -> None:
         self._ledger.apply(self._retention.end(job.job_id, reason, now_s))
-        if self._caller.hears("on_job_ended"):
+        if self._caller.hears("on_job_ended") and not job.runs_as_stock:
             self._caller.tell("on_job_ended", job.get_view(), now_s)
         self._jobs.forget(job)
+
+    def _adopt(self, turn: TurnState, now_s: float) -> None:
+        """Take over a turn that another driver knew."""
+        job = turn.job
+        self._place(job, turn.arrival)
+        self._turns[turn.turn_id] = turn
+        turn.is_admitted = turn.is_overdue = False
+        self._admission.enter(turn)
+        self._tell("on_turn_arrived", turn, now_s)
+        if turn.started:
+            if not job.is_admitted or self.policy.needs.admit == "turns":
+                self._tell("on_turn_admitted", turn, now_s)
+            job.is_admitted = True
+            self._admission.start(turn, turn.num_hit_tokens)
+            self._tell("on_turn_started", turn, now_s)
+
+    def _place(self, job: JobState, arrival: Arrival) -> None:
+        """Decide, once for each job, whether it runs as in stock."""
+        if job.runs_as_stock is None:
+            hints = arrival.hints
+            job.runs_as_stock = not self._canary.selects(job.job_id, hints.tenant, hints.group)
+
+    def _tell(self, hook: str, turn: TurnState, *inputs: object, view: Turn | None = None) -> None:
+        """Tell the policy what happened to a turn, unless the turn runs as in stock."""
+        if self._caller.hears(hook) and not turn.job.runs_as_stock:
+            self._caller.tell(hook, self._view(turn) if view is None else view, *inputs)
 
     def _view(self, turn: TurnState) -> Turn:
         return self._retention.get_turn_view(turn)

@@ -45,6 +45,17 @@ class JobTable:
         if arrival.hashes and self._infers:
             self.lineage.remember(job.job_id, arrival.hashes, arrival.prompt, job.tenant)
 
+    def get(self, job_id: str) -> JobState | None:
+        """A known job, or None."""
+        return self.jobs.get(job_id)
+
+    def take_over(self, other: JobTable) -> None:
+        """Go on with the jobs that another table knows, the most recently active ones if it has more."""
+        self.jobs, self.idle, self.lineage = other.jobs, other.idle, other.lineage
+        self.lineage.set_max_jobs(self._max_idle)
+        while len(self.idle) > self._max_idle:
+            self.forget(self.jobs[next(iter(self.idle))])
+
     def mark_idle(self, job: JobState) -> JobState | None:
         """A job has no turn in the engine any more. Return a job that should now be forgotten, or None."""
         if job.last_finish_s is None:

@@ -53,6 +53,11 @@ class JobState:
     last_tool: ToolCall | None = None
     last_marks: PrefixMarks | None = None
     """What a later prompt can reuse of the job's last finished turn."""
+    runs_as_stock: bool | None = None
+    """Whether the policy leaves this job alone, because the operator tries the policy on other jobs
+    (`tenuto.core.canary`). None until its next turn arrives."""
+    is_released: bool = False
+    """The client said that the job is complete, while a turn of it still ran."""
     stock_mark: float | None = None
     """Total tokens that stock vLLM will have allocated when it evicts the last finished turn's blocks."""
 

@@ -169,7 +169,8 @@ class Retention:
         """Free at least `num_blocks` leased blocks, or as many as possible; see `Driver.reclaim`."""
         lease = self.get_claimed(turn)
         own = None if lease is None else lease.job_id
-        kinds = list(Yields) if stalled or self._limits.always_yield else [Yields.ALWAYS]
+        all_yield = stalled or self._limits.always_yield or (turn is not None and turn.job.runs_as_stock)
+        kinds = list(Yields) if all_yield else [Yields.ALWAYS]
         spares = [own] if own is None or not stalled else [own, None]
         num_free_before = self._engine.get_num_free_blocks()
         num_freed = 0
@@ -212,10 +213,13 @@ class Retention:
     def _may_reclaim(self, lease: LeaseState, turn: TurnState | None, now_s: float) -> bool:
         """Whether a lease yields to a turn.
 
-        It always yields to a turn that has started or waited too long. Otherwise the turns' priorities
+        It always yields to a turn that has started or waited too long, and to one that runs as in stock.
+        Otherwise the turns' priorities
         decide (if the engine uses them), and then the policy.
         """
-        if turn is None or turn.started or not self._caller.policy.overrides("may_reclaim"):
+        if turn is None or turn.started or turn.job.runs_as_stock:
+            return True
+        if not self._caller.policy.overrides("may_reclaim"):
             return True
         if turn.is_overdue or now_s - turn.arrival_s >= self._limits.max_held_back_s:
             return True

@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tenuto.core.jobs import TurnState
+from tenuto.core.reuse import count_missed_tokens
 from tenuto.core.types import LeaseEnd, LeaseRefusal
 
 TOOL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -32,6 +34,26 @@ def _histogram(bounds: Sequence[float]) -> Callable[[], Histogram]:
 
 
 @dataclass
+class GroupStats:
+    """Totals over the turns of some jobs, while a canary is on."""
+
+    num_turns: int = 0
+    """Turns that started."""
+    num_prompt_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))
+
+    def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
+        """A turn got its first step."""
+        self.num_turns += 1
+        self.num_prompt_tokens += turn.arrival.num_prompt_tokens
+        self.num_hit_tokens += num_hit_tokens
+        self.num_recomputed_tokens += count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
+        self.queue_s.observe(now_s - turn.arrival_s)
+
+
+@dataclass
 class DriverStats:
     """Totals since the start."""
 
@@ -52,6 +74,10 @@ class DriverStats:
     num_admission_waits: int = 0
     num_overdue_turns: int = 0
     """Turns moved ahead of the policy's order, because they would already have started in stock vLLM."""
+    groups: dict[str, GroupStats] = field(
+        default_factory=lambda: {"policy": GroupStats(), "stock": GroupStats()}
+    )
+    """Turns of jobs under the policy, and turns of jobs that run as in stock; counted with a canary only."""
     tool_s: Histogram = field(default_factory=_histogram(TOOL_BUCKETS_S))
     """Seconds from a turn's finish to its job's next arrival."""
     queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))

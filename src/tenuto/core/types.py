@@ -34,6 +34,8 @@ class LeaseEnd(Enum):
     JOB_ENDED = "job-ended"
     RESET = "reset"
     """The prefix cache was reset, or the engine shuts down."""
+    SWITCHED = "switched"
+    """The operator switched leases off, or changed the policy, its options or the limits."""
 
 
 class LeaseRefusal(Enum):

@@ -39,10 +39,16 @@ JOB_HEADERS = (
 SUBAGENT_HEADERS = {"x-claude-code-session-id": "x-claude-code-agent-id"}
 """Headers that distinguish the subagents of one session: each has its own context and its own KV cache."""
 
-LAST_TURN_HEADER = "x-dynamo-session-final"
-"""A header of NVIDIA Dynamo; it is true on a job's last request."""
+LAST_TURN_HEADERS = (
+    "x-tenuto-last-step",
+    "x-dynamo-session-final",  # NVIDIA Dynamo
+)
+"""Headers that are true on a job's last request."""
 
-HINT_FIELDS = ("job_id", "is_last_step", "tool", "expected_tool_seconds", "tenant")
+GROUP_HEADER = "x-tenuto-group"
+"""A header that names a group of jobs; an operator may try a policy on some groups (`tenuto.core.canary`)."""
+
+HINT_FIELDS = ("job_id", "is_last_step", "tool", "expected_tool_seconds", "tenant", "tenuto_group")
 """Request fields that carry hints, in `vllm_xargs` or at the top level of the body."""
 
 
@@ -55,6 +61,7 @@ class Hints:
     tool: str | None = None
     expected_tool_s: float | None = None
     tenant: str | None = None
+    group: str | None = None
 
 
 def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None) -> Hints:
@@ -75,6 +82,7 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
         tool=said.get("tool"),
         expected_tool_s=said.get("expected_tool_seconds"),
         tenant=tenant,
+        group=said.get("tenuto_group"),
     )
 
 
@@ -86,6 +94,7 @@ def make_fields(hints: Hints) -> dict[str, str | int | float]:
         "tool": hints.tool,
         "expected_tool_seconds": hints.expected_tool_s,
         "tenant": hints.tenant,
+        "tenuto_group": hints.group,
     }
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -105,9 +114,13 @@ def get_header_fields(headers: Mapping[str, str]) -> dict[str, Any]:
             subagent = get_bounded_id(headers.get(SUBAGENT_HEADERS.get(name, "")))
             fields["job_id"] = job_id if subagent is None else f"{job_id}/{subagent}"
             break
-    is_last = _get_bool(headers.get(LAST_TURN_HEADER))
+    said = (_get_bool(headers.get(name)) for name in LAST_TURN_HEADERS)
+    is_last = next((each for each in said if each is not None), None)
     if is_last is not None:
         fields["is_last_step"] = is_last
+    group = get_bounded_id(headers.get(GROUP_HEADER))
+    if group is not None:
+        fields["tenuto_group"] = group
     return fields
 
 
@@ -162,4 +175,5 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "tool": get_bounded_tool,
     "expected_tool_seconds": _get_seconds,
     "tenant": get_bounded_id,
+    "tenuto_group": get_bounded_id,
 }

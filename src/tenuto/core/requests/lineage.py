@@ -50,6 +50,12 @@ class Lineage:
     def __len__(self) -> int:
         return len(self._finished)
 
+    def set_max_jobs(self, max_jobs: int) -> None:
+        """Change how many jobs are remembered. If there are more, the least recent ones are forgotten."""
+        self._max_jobs = max_jobs
+        while len(self._finished) > max_jobs:
+            self.forget(next(iter(self._finished)))
+
     def remember(
         self, job_id: str, hashes: Sequence[Hashable], prompt: Sequence[int], tenant: str | None = None
     ) -> None:

@@ -49,6 +49,7 @@ _LEASE_ENDS = {
     "revoked": Cause.EVICTED,
     "replaced": Cause.EVICTED,
     "reset": Cause.EVICTED,
+    "switched": Cause.EVICTED,
     "job-ended": Cause.NEVER_KEPT,
 }
 _FATES = {

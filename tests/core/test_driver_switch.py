@@ -1,0 +1,182 @@
+"""An operator changes what the driver does under load; a client says that its job is complete."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tenuto.core.canary import Canary
+from tenuto.core.driver import Driver
+from tenuto.core.limits import Limits
+from tenuto.core.policy import Policy
+from tenuto.core.policy_loader import get_policy_names, load_policy
+from tenuto.core.requests.hints import Hints
+from tenuto.core.types import LeaseEnd, LeaseRefusal, ToolCall
+from tests.support.checks import check_integrity
+from tests.support.small_policies import KeepFor
+from tests.support.toy_engine import ToyEngine, make_tokens
+
+LS = ToolCall("ls")
+
+
+def prompt_of(number: int, length: int = 18) -> list[int]:
+    return make_tokens(10_000 * (number + 1), length)
+
+
+def run(engine: ToyEngine, number: int, now_s: float = 0.0, **hints: Any) -> None:
+    engine.arrive(
+        f"t{number}", now_s, prompt_of(number), make_tokens(500, 3), Hints(job_id=f"j{number}", **hints)
+    )
+    assert engine.start_first(now_s) == f"t{number}"
+    engine.finish(f"t{number}", now_s, tool=LS)
+
+
+def switch(engine: ToyEngine, policy: Policy, now_s: float, **settings: Any) -> None:
+    new = Driver(policy, engine, stats=engine.driver.stats, **settings)
+    new.take_over(engine.driver, now_s)
+    engine.driver = new
+    for turn_id in list(engine.waiting):
+        engine.waiting.push(turn_id, engine.driver.get_queue_key(turn_id, now_s))
+
+
+# Release.
+
+
+def test_a_completed_job_gives_its_lease_back_and_is_forgotten() -> None:
+    engine = ToyEngine(KeepFor(), 20)
+    run(engine, 0)
+    assert len(engine.driver.leases) == 1
+    assert engine.driver.release("j0", 1.0)
+    assert engine.pool.num_free_blocks == 20
+    assert engine.driver.stats.num_leases_ended[LeaseEnd.JOB_ENDED] == 1
+    assert not engine.driver.release("j0", 1.0), "once is enough, and twice does no harm"
+    assert not engine.driver.release("nobody", 1.0)
+
+
+@pytest.mark.parametrize("how", ["finish", "abort"])
+def test_turns_of_a_completed_job_get_no_lease(how: str) -> None:
+    engine = ToyEngine(KeepFor(), 20)
+    run(engine, 0)
+    engine.arrive("more", 1.0, prompt_of(0, 30), [1, 2], Hints(job_id="j0"))
+    assert engine.driver.release("j0", 1.0)
+    assert engine.start_first(1.0) == "more"
+    if how == "finish":
+        engine.finish("more", 2.0, tool=LS)
+    else:
+        engine.abort("more", 2.0)
+    assert len(engine.driver.leases) == 0
+    assert engine.pool.num_free_blocks == 20
+    assert not engine.driver.release("j0", 3.0), "the job ended with its last turn"
+
+
+def test_an_id_that_comes_back_after_its_release_is_a_job_again() -> None:
+    engine = ToyEngine(KeepFor(), 20)
+    run(engine, 0)
+    engine.driver.release("j0", 1.0)
+    run(engine, 0, 2.0)
+    assert len(engine.driver.leases) == 1
+
+
+# Switch.
+
+
+def test_a_switch_drops_leases_and_keeps_jobs_and_turns() -> None:
+    engine = ToyEngine(KeepFor(), 30)
+    run(engine, 0)
+    engine.arrive("waits", 1.0, prompt_of(1), [1], Hints(job_id="j1"))
+    switch(engine, Policy(), 2.0)
+    assert engine.driver.stats.num_leases_ended[LeaseEnd.SWITCHED] == 1
+    assert engine.pool.num_free_blocks == 30
+    assert engine.start_first(2.0) == "waits"
+    engine.finish("waits", 2.0, tool=LS)
+    assert len(engine.driver.leases) == 0
+    # What the job can reuse is still known.
+    engine.arrive("again", 3.0, prompt_of(0) + make_tokens(500, 3) + [9] * 8, [1], Hints(job_id="j0"))
+    assert engine.start_first(3.0) == "again"
+    assert engine.driver.stats.num_reusable_tokens == 20
+    switch(engine, KeepFor(), 4.0)
+    engine.finish("again", 5.0, tool=LS)
+    assert len(engine.driver.leases) == 1
+    check_integrity(engine.pool, engine.driver.leases)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_policy_takes_over_from_any_other_under_load(seed: int) -> None:
+    """No hook fails, nothing leaks, every turn ends, whatever the order of policies."""
+    rng = random.Random(seed)
+    names = [name for name in get_policy_names() if name != "clairvoyant"]
+    rng.shuffle(names)
+    engine = ToyEngine(load_policy(names[0]), 60)
+    now_s, num_turns, num_ended = 0.0, 0, 0
+    texts = {f"j{n}": make_tokens(10_000 * (n + 1), 10) for n in range(12)}
+    for step in range(len(names) * 25):
+        now_s += rng.uniform(0.05, 0.4)
+        if step % 25 == 24:
+            limits = Limits(max_lease_s=rng.choice([0.0, 5.0, 600.0]))
+            canary = Canary(share=rng.choice([None, 0.5]))
+            switch(engine, load_policy(names[step // 25]), now_s, limits=limits, canary=canary, strict=True)
+            check_integrity(engine.pool, engine.driver.leases)
+        if rng.random() < 0.5:
+            job = rng.choice(sorted(texts))
+            texts[job] = (texts[job] + [rng.randrange(1000) for _ in range(9)])[:80]
+            if len(texts[job]) == 80:
+                texts[job] = texts[job][:10]
+            num_turns += 1
+            engine.arrive(f"t{num_turns}", now_s, texts[job], [1, 2, 3], Hints(job_id=job))
+        engine.driver.expire(now_s)
+        engine.driver.tick(now_s)
+        if len(engine.running) < 5:
+            engine.start_first(now_s)
+        if engine.running and rng.random() < 0.5:
+            turn_id = rng.choice(sorted(engine.running))
+            what = rng.random()
+            if what < 0.15:
+                engine.preempt(turn_id, now_s)
+            else:
+                num_ended += 1
+                engine.abort(turn_id, now_s) if what < 0.3 else engine.finish(turn_id, now_s, tool=LS)
+    while engine.turns:
+        now_s += 0.1
+        engine.start_first(now_s)
+        for turn_id in list(engine.running):
+            num_ended += 1
+            engine.finish(turn_id, now_s, tool=LS)
+    assert num_ended == num_turns > 100
+    assert engine.driver.num_policy_faults == 0
+    switch(engine, Policy(), now_s)
+    assert engine.pool.num_free_blocks == 60
+    check_integrity(engine.pool, engine.driver.leases, idle=True)
+
+
+def test_faults_are_counted_over_a_switch() -> None:
+    class Bad(KeepFor):
+        def retain(self, turn: Any, view: Any) -> Any:
+            raise RuntimeError
+
+    engine = ToyEngine(Bad(), 20)
+    run(engine, 0)
+    switch(engine, Policy(), 1.0)
+    assert engine.driver.num_policy_faults == 1
+
+
+# Canary.
+
+
+def test_only_jobs_of_the_canary_get_leases_and_each_part_has_its_figures() -> None:
+    engine = ToyEngine(KeepFor(), 30)
+    switch(engine, KeepFor(), 0.0, canary=Canary(groups=["beta"]))
+    run(engine, 0, group="beta")
+    run(engine, 1)
+    assert [lease.job_id for lease in engine.driver.leases] == ["j0"]
+    assert not any(engine.driver.stats.num_lease_refusals.values()), "the other was not refused one"
+    # A job stays in its part, whatever a later turn says.
+    engine.arrive("t1b", 1.0, prompt_of(1, 30), [1], Hints(job_id="j1", group="beta"))
+    engine.start_first(1.0)
+    engine.finish("t1b", 1.0, tool=LS)
+    assert [lease.job_id for lease in engine.driver.leases] == ["j0"]
+    groups = engine.driver.stats.groups
+    assert (groups["policy"].num_turns, groups["stock"].num_turns) == (1, 2)
+    assert groups["stock"].num_hit_tokens > 0 == groups["policy"].num_hit_tokens
+    assert LeaseRefusal.POLICY not in [why for why, n in engine.driver.stats.num_lease_refusals.items() if n]
