@@ -150,7 +150,7 @@ def test_the_result_reads_well() -> None:
     assert result["client"]["url"] == "u"
     text = format_result(result)
     assert "two, stock: m (measured)" in text
-    assert "mean 6.00 s, p50 6.00 s" in text
+    assert "p50 6.00 s, p90 6.80 s" in text
     assert "prompt 600, output 44, hit 160, reusable 192, recomputed 32" in text
     assert "event loop: mean 2.0 ms" in text
     assert "complaints: 1 × prompt count: 200 tokens sent, 9 counted" in text

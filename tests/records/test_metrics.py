@@ -53,7 +53,7 @@ def test_percentiles_are_numpys() -> None:
 
 def test_a_summary_leaves_out_what_is_not_known() -> None:
     assert metrics.summarise([4.0, None, 2.0]) == Stats(
-        3.0, 3.0, pytest.approx(3.8), pytest.approx(3.9), pytest.approx(3.98), 4.0
+        3.0, 3.0, pytest.approx(3.8), pytest.approx(3.9), pytest.approx(3.98), 4.0, 2.0
     )
     assert metrics.summarise([None]) is None
 

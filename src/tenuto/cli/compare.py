@@ -15,10 +15,11 @@ from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
 from tenuto.cli.simulations import GridOptions, make_folder, say_notes
 from tenuto.core.settings import option
+from tenuto.records.csv_file import write_csv
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import Cell, check_cells, make_cells, read_results
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load_options import JPS_HELP, LoadOptions
 
 _SUMMARY = """\
 Simulate every GPU with every policy, load and seed, on all cores, and mark the winner of each cell.
@@ -39,14 +40,13 @@ class CompareOptions(GridOptions):
 
     GROUP = "the sweep"
 
-    jps: tuple[float, ...] = option(
-        (), "jobs arriving per second; without it a trace keeps its recorded times", above=0
-    )
+    jps: tuple[float, ...] = option((), JPS_HELP, above=0, alias="--request-rate")
     seeds: tuple[int, ...] = option((42,), "seeds of the arrivals and of generated jobs", alias="--seed")
     out: Path = option(MISSING, "results.jsonl goes here", metavar="DIR")
     workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
     ray: str | None = option(None, "run on a Ray cluster instead (auto: the one around)", metavar="ADDRESS")
     as_json: bool = option(False, "print the table as JSON instead of text", flag="--json")
+    csv: Path | None = option(None, "write the table as CSV too")
     strict: bool = option(False, "stop with an error when a policy raises or gives a wrong answer")
 
 
@@ -66,6 +66,8 @@ def run(given: Given) -> int:
     make_folder(options.out)
     progress = Progress(cells, len({cell.key for cell in cells} & set(read_results(options.out))))
     result = compare_cells(cells, options.out, workers=options.workers, ray=options.ray, tell=progress.say)
+    if options.csv:
+        write_csv(options.csv, result.rows)
     print(json.dumps(result.rows) if options.as_json else result)
     return 0
 

@@ -111,6 +111,8 @@ def add_flags(parser: argparse.ArgumentParser, flags: list[Flag]) -> None:
         else:
             words["metavar"] = flag.metavar
             words["action"] = "append" if form.get("is_repeatable") else "store"
+        if form.get("takes_several"):
+            words |= {"action": "extend", "nargs": "+"}
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
         groups[flag.group].add_argument(*flag.names, **words)
@@ -182,6 +184,8 @@ class Given:
             return read(given)
         if not flag.is_tuple:
             return _convert(flag, given)
+        if flag.field.metadata.get("takes_several"):
+            given = ",".join(given)
         parts = given if isinstance(given, list) else [each.strip() for each in given.split(",")]
         values = tuple(_convert(flag, each) for each in parts if each)
         if not values and flag.is_required:

@@ -41,12 +41,14 @@ class SimulateOptions(Options):
     out: Path | None = option(None, "write result, turns and occupancy here", metavar="DIR")
     trace: Path | None = option(None, "write every decision with its inputs, as JSONL")
     as_json: bool = option(False, "print the record as JSON instead of text", flag="--json")
+    csv: Path | None = option(None, "write the result as a row of CSV too")
     strict: bool = option(False, "stop with an error when the policy raises or gives a wrong answer")
 
 
 def run(given: Given) -> int:
     """Simulate one run."""
     from tenuto.api import run_simulation
+    from tenuto.records.csv_file import write_csv
     from tenuto.records.text import format_run
     from tenuto.records.trace import TraceOptions, TraceWriter
     from tenuto.sim.occupancy import Occupancy, write_run
@@ -72,6 +74,8 @@ def run(given: Given) -> int:
     say_notes(result.record["notes"])
     if options.out and occupancy:
         write_run(options.out, result.outcome, occupancy)
+    if options.csv:
+        write_csv(options.csv, [result.record])
     print(json.dumps(result.record) if options.as_json else format_run(result.record))
     return 0
 

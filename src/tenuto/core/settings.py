@@ -54,6 +54,8 @@ class Form(TypedDict, total=False):
     """Whether the option is positional: it has no flag, and `metavar` is its name."""
     is_repeatable: bool
     """For a tuple: the flag may be given again. Without: one list with commas."""
+    takes_several: bool
+    """For a tuple: several values, with spaces or commas between them, may follow the flag."""
     read: Callable[[Any], Any]
     """Makes the field's value from the text, or from the list of texts where the flag is repeatable."""
     environment: str

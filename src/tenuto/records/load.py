@@ -5,6 +5,7 @@ Every function raises DataError, which names the file, line and field. Files of 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import cast
@@ -20,6 +21,7 @@ from tenuto.records.run_data import RunData
 from tenuto.records.schema import (
     SCHEMA,
     STATUSES,
+    Goodput,
     RunRecord,
     Sample,
     Stats,
@@ -31,7 +33,7 @@ from tenuto.records.trace_reader import read_trace
 
 _TIME_SLACK_S = 1e-6
 """Tolerance for the order of times, in seconds, because times are written rounded."""
-_PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
+_PERCENTILES = tuple(field.name for field in dataclasses.fields(Stats))
 
 
 def read_run(fields: Fields) -> RunRecord:
@@ -60,16 +62,21 @@ def read_run(fields: Fields) -> RunRecord:
         queue_s=_read_stats(fields, "queue_s"),
         ttft_s=_read_stats(fields, "ttft_s"),
         tpot_s=_read_stats(fields, "tpot_s"),
+        itl_s=_read_stats(fields, "itl_s"),
         by_turn=_read_turn_means(fields.optional_part("by_turn")),
         prompt_tokens=cast("int", fields.optional(count, "prompt_tokens")),
         output_tokens=fields.optional(count, "output_tokens"),
         hit_tokens=fields.optional(count, "hit_tokens"),
         reusable_tokens=fields.optional(count, "reusable_tokens"),
+        reused_tokens=fields.optional(count, "reused_tokens"),
         recomputed_tokens=fields.optional(count, "recomputed_tokens"),
         loaded_tokens=fields.optional(count, "loaded_tokens"),
         stored_tokens=fields.optional(count, "stored_tokens"),
         preemptions=fields.optional(count, "preemptions"),
         makespan_s=fields.optional(number, "makespan_s"),
+        offered_jps=fields.optional(number, "offered_jps"),
+        finished_jps=fields.optional(number, "finished_jps"),
+        goodput=_read_goodput(fields.optional_part("goodput")),
         job_times_s=times_s,
         policy_faults=fields.optional(count, "policy_faults"),
         block_size=fields.optional(count, "block_size"),
@@ -214,6 +221,18 @@ def _complete(stats: Stats | None, computed: Stats | None) -> Stats | None:
     values = {name: getattr(stats, name) for name in _PERCENTILES}
     return Stats(
         **{name: getattr(computed, name) if math.isnan(value) else value for name, value in values.items()}
+    )
+
+
+def _read_goodput(part: Fields) -> Goodput | None:
+    if not part.values:
+        return None
+    limits = part.optional_part("limits_ms")
+    return Goodput(
+        limits_ms={name: limits.number(name) for name in limits.values},
+        turns=part.count("turns"),
+        share=part.optional(part.number, "share"),
+        turns_per_s=part.optional(part.number, "turns_per_s"),
     )
 
 

@@ -10,9 +10,17 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_reusable_tokens
 from tenuto.records.schema import Stats, TurnMeans, TurnRecord
+
+
+class Rates(NamedTuple):
+    """Jobs per second. None if there are too few of them."""
+
+    offered_jps: float | None
+    finished_jps: float | None
 
 
 def get_percentile(values: Iterable[float], percent: float) -> float:
@@ -28,12 +36,12 @@ def get_percentile(values: Iterable[float], percent: float) -> float:
 
 
 def summarise(values: Iterable[float | None]) -> Stats | None:
-    """Compute mean, percentiles and maximum of the known values; None if there are none."""
+    """Compute mean, percentiles, maximum and minimum of the known values; None if there are none."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return None
     p50, p90, p95, p99 = (_interpolate(known, percent) for percent in (50, 90, 95, 99))
-    return Stats(mean=fmean(known), p50=p50, p90=p90, p95=p95, p99=p99, max=known[-1])
+    return Stats(mean=fmean(known), p50=p50, p90=p90, p95=p95, p99=p99, max=known[-1], min=known[0])
 
 
 def get_job_times_s(
@@ -60,6 +68,46 @@ def get_job_times_s(
         arrivals_s[job] = min(turn.due_s for turn in its_turns)
         times_s[job] = max(known_s) - arrivals_s[job]
     return {job: times_s[job] for job in sorted(times_s, key=lambda job: (arrivals_s[job], job))}
+
+
+def get_rate(times_s: Iterable[float]) -> float | None:
+    """Return events per second over the middle 90 % of the given times; None for fewer than two times.
+
+    The ends are left out because one job that takes long would stretch the time, and so hide the rate.
+    """
+    ordered = sorted(times_s)
+    cut = len(ordered) // 20
+    middle = ordered[cut : len(ordered) - cut]
+    if len(middle) < 2 or middle[-1] == middle[0]:
+        return None
+    return (len(middle) - 1) / (middle[-1] - middle[0])
+
+
+def get_job_rates(turns: Sequence[TurnRecord], times_s: Mapping[str, float]) -> Rates:
+    """Return how many jobs arrived and how many finished per second, of the jobs in `times_s`.
+
+    `times_s` is what `get_job_times_s` returns. In a run that is overloaded, jobs arrive faster than they
+    finish: the second rate is what the engine can do.
+    """
+    arrivals_s: dict[str, float] = {}
+    for turn in turns:
+        if turn.job in times_s:
+            arrivals_s[turn.job] = min(arrivals_s.get(turn.job, math.inf), turn.due_s)
+    ends_s = (arrivals_s[job] + times_s[job] for job in arrivals_s)
+    return Rates(get_rate(arrivals_s.values()), get_rate(ends_s))
+
+
+def count_reused_tokens(turns: Iterable[TurnRecord]) -> int | None:
+    """Return how many of the reusable tokens were hit when turns first started; None if unknown.
+
+    A turn's hits beyond its reusable tokens, of what other jobs left, do not count.
+    """
+    return add_up(
+        None
+        if turn.reusable_tokens is None or turn.hit_tokens is None
+        else turn.reusable_tokens - count_missed_tokens(turn.reusable_tokens, turn.hit_tokens)
+        for turn in turns
+    )
 
 
 def get_makespan_s(turns: Sequence[TurnRecord]) -> float | None:

@@ -38,6 +38,20 @@ class Stats:
     p95: float
     p99: float
     max: float
+    min: float = math.nan
+    """Not a number if an older version wrote the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The turns that kept the limits that `--goodput` set."""
+
+    limits_ms: Mapping[str, float]
+    turns: int
+    share: float | None
+    """Of all turns that were sent."""
+    turns_per_s: float | None
+    """Per second of the makespan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +222,16 @@ class RunRecord:
     queue_s: Stats | None = None
     ttft_s: Stats | None
     tpot_s: Stats | None
+    itl_s: Stats | None = None
+    """Gaps between the output tokens of an answer, over all answers."""
     by_turn: Mapping[str, TurnMeans]
     """Means by turn number: `{"1": …, "2": …}`."""
     prompt_tokens: int
     output_tokens: int | None
     hit_tokens: int | None
     reusable_tokens: int | None
+    reused_tokens: int | None = None
+    """The part of `reusable_tokens` that was hit."""
     recomputed_tokens: int | None
     loaded_tokens: int | None
     """Tokens loaded from tiers below the GPU."""
@@ -221,6 +239,11 @@ class RunRecord:
     preemptions: int | None
     makespan_s: float | None
     """Seconds from the due time of the first turn to the last token."""
+    offered_jps: float | None = None
+    """Rate at which jobs arrived, per second, over the middle 90 % of the arrivals."""
+    finished_jps: float | None = None
+    """Rate at which jobs finished, per second, over the middle 90 % of their ends."""
+    goodput: Goodput | None = None
     job_times_s: Mapping[str, float]
     """Time of each finished job by id, in order of arrival."""
     policy_faults: int | None = None

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
+
+OVERLOADED = 0.9
+"""A run that finishes less than this share of the jobs per second that arrive is called overloaded,
+if its later jobs took longer, too. In a short run jobs finish over a longer time than they arrived in."""
+_GROWTH = 1.25
+"""Mean time of the last third of the jobs over that of the first third, from which on they took longer."""
+_MIN_JOBS = 12
+_STATS = ("mean", "min", "p50", "p90", "p95", "p99", "max")
 
 
 def format_run(record: Mapping[str, Any]) -> str:
@@ -18,24 +27,23 @@ def format_run(record: Mapping[str, Any]) -> str:
         f"jobs         {record['jobs']} of {record['jobs_planned']} finished"
         + ("" if makespan_s is None else f" in {makespan_s:.1f} s"),
         f"turns        {turns['ok']} of {turns['planned']} ok" + _format_losses(turns),
+        *_format_rates(record),
         f"job time     {format_stats(record['job_s'])}",
-        f"turn time    {format_stats(record['latency_s'])}",
+        *_format_slowdown(record),
+        f"e2e (turn)   {format_stats(record['latency_s'])}",
         f"ttft         {format_stats(record['ttft_s'])}",
         f"tpot         {format_stats(record['tpot_s'])}",
+        *([f"itl          {format_stats(record['itl_s'])}"] if record.get("itl_s") else []),
         "tokens       "
         + ", ".join(
             f"{name} {_format_count(record[f'{name}_tokens'])}"
             for name in ("prompt", "output", "hit", "reusable", "recomputed", "loaded", "stored")
             if record[f"{name}_tokens"] is not None or name not in ("loaded", "stored")
         ),
+        *_format_reuse(record),
         f"preemptions  {_format_count(record['preemptions'])}",
+        *_format_goodput(record),
     ]
-    if (slowdown := record["slowdown"]) is not None:
-        lines.insert(
-            4,
-            f"slowdown     p50 {slowdown['p50']:.2f}, p95 {slowdown['p95']:.2f}, max {slowdown['max']:.2f} "
-            "times a job alone",
-        )
     if record["policy_faults"]:
         lines.append(
             f"faults       {record['policy_faults']} hooks of the policy failed; the default was used instead"
@@ -45,9 +53,68 @@ def format_run(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def is_overloaded(record: Mapping[str, Any]) -> bool:
+    """Whether jobs arrived clearly faster than they finished, and later jobs took clearly longer."""
+    offered, finished = record.get("offered_jps"), record.get("finished_jps")
+    times_s = list(record["job_times_s"].values())  # in order of arrival
+    if not offered or not finished or finished >= OVERLOADED * offered or len(times_s) < _MIN_JOBS:
+        return False
+    third = len(times_s) // 3
+    return fmean(times_s[-third:]) > _GROWTH * fmean(times_s[:third])
+
+
+def _format_rates(record: Mapping[str, Any]) -> list[str]:
+    """The line about jobs and the line about tokens per second, where they are known."""
+    lines = []
+    offered, finished, makespan_s = (
+        record.get(name) for name in ("offered_jps", "finished_jps", "makespan_s")
+    )
+    if offered and finished:
+        verdict = "; overloaded: the longer it runs, the longer jobs take" if is_overloaded(record) else ""
+        lines.append(f"load         offered {offered:.3g} jobs/s, finished {finished:.3g} jobs/s{verdict}")
+    if makespan_s and record["output_tokens"] is not None:
+        turns, output = record["turns"]["ok"], record["output_tokens"]
+        total = record["prompt_tokens"] + output
+        lines.append(
+            f"throughput   {turns / makespan_s:.2f} turns/s, {output / makespan_s:,.0f} output tokens/s, "
+            f"{total / makespan_s:,.0f} tokens/s with prompts"
+        )
+    return lines
+
+
+def _format_slowdown(record: Mapping[str, Any]) -> list[str]:
+    slowdown = record["slowdown"]
+    if slowdown is None:
+        return []
+    return [
+        f"slowdown     p50 {slowdown['p50']:.2f}, p95 {slowdown['p95']:.2f}, max {slowdown['max']:.2f} "
+        "times a job alone"
+    ]
+
+
+def _format_reuse(record: Mapping[str, Any]) -> list[str]:
+    reused, reusable = record.get("reused_tokens"), record["reusable_tokens"]
+    if reused is None or not reusable:
+        return []
+    return [f"cache        hits {reused / reusable:.1%} of the tokens that were reusable (best: 100 %)"]
+
+
+def _format_goodput(record: Mapping[str, Any]) -> list[str]:
+    goodput = record.get("goodput")
+    if not goodput:
+        return []
+    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in goodput["limits_ms"].items())
+    share = "" if goodput["share"] is None else f", {goodput['share']:.1%} of the turns"
+    rate = "" if goodput["turns_per_s"] is None else f"{goodput['turns_per_s']:.2f} turns/s"
+    return [f"goodput      {rate}{share} within {limits}"]
+
+
 def format_stats(stats: Mapping[str, float] | None) -> str:
-    """Format times as mean, percentiles and maximum."""
-    return "–" if stats is None else ", ".join(f"{name} {_format_s(stats[name])}" for name in stats)
+    """Format times as mean, minimum, percentiles and maximum."""
+    if stats is None:
+        return "–"
+    known = (name for name in _STATS if stats.get(name) is not None)
+    return ", ".join(f"{name} {_format_s(stats[name])}" for name in known)
 
 
 def _format_losses(turns: Mapping[str, int]) -> str:

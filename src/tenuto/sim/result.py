@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.records import metrics
-from tenuto.records.schema import RunRecord, TurnCounts, TurnRecord
+from tenuto.records.goodput import measure_goodput
+from tenuto.records.schema import RunRecord, Stats, TurnCounts, TurnRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class RunInfo:
     policy_faults: int = 0
     turns_refused: int = 0
     step_cost: str | None = None
+    itl_s: Stats | None = None
+    goodput_limits_ms: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -46,6 +49,8 @@ def make_record(
     if not turns:
         raise ValueError("a record needs a turn")
     times_s = metrics.get_job_times_s(turns, parents=parents)
+    rates = metrics.get_job_rates(turns, times_s)
+    makespan_s = metrics.get_makespan_s(turns)
     return RunRecord(
         policy=run.policy,
         gpu=run.gpu,
@@ -63,16 +68,21 @@ def make_record(
         queue_s=metrics.summarise(turn.queue_s for turn in turns),
         ttft_s=metrics.summarise(turn.ttft_s for turn in turns),
         tpot_s=metrics.summarise(turn.tpot_s for turn in turns),
+        itl_s=run.itl_s,
         by_turn=metrics.get_turn_means(turns),
         prompt_tokens=metrics.add_up(turn.prompt_tokens for turn in turns) or 0,
         output_tokens=metrics.add_up(turn.output_tokens for turn in turns),
         hit_tokens=metrics.add_up(turn.hit_tokens for turn in turns),
         reusable_tokens=metrics.add_up(turn.reusable_tokens for turn in turns),
+        reused_tokens=metrics.count_reused_tokens(turns),
         recomputed_tokens=metrics.add_up(turn.recomputed_tokens for turn in turns),
         loaded_tokens=run.loaded_tokens,
         stored_tokens=run.stored_tokens,
         preemptions=metrics.add_up(turn.preemptions for turn in turns),
-        makespan_s=metrics.get_makespan_s(turns),
+        makespan_s=makespan_s,
+        offered_jps=rates.offered_jps,
+        finished_jps=rates.finished_jps,
+        goodput=measure_goodput(turns, run.goodput_limits_ms, makespan_s),
         job_times_s=times_s,
         policy_faults=run.policy_faults,
         block_size=run.block_size,

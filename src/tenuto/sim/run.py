@@ -14,6 +14,7 @@ from tenuto.core.policy import Oracle, Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.version import __version__
 from tenuto.records.config import get_config
+from tenuto.records.goodput import parse_limits
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.aiconfigurator import installed_version
 from tenuto.sim.isolated_time import get_isolated_time_s
@@ -100,6 +101,8 @@ def run(
         policy_faults=scheduler.driver.num_policy_faults,
         turns_refused=num_cut,
         step_cost=machine.step_cost_name,
+        itl_s=simulation.gaps.summarise(),
+        goodput_limits_ms=parse_limits(load.goodput),
         notes=tuple(machine.notes),
     )
     parents = {job.job_id: job.parent for job in workload.jobs}

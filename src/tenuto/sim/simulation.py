@@ -17,6 +17,7 @@ from tenuto.core.errors import IntegrityError
 from tenuto.core.reuse import count_lost_tokens, count_missed_tokens
 from tenuto.core.step_clock import StepClock
 from tenuto.core.types import ToolCall
+from tenuto.records.gaps import Gaps
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine.scheduler import Scheduler
@@ -39,6 +40,7 @@ class _LiveTurn:
     start_s: float | None = None
     first_token_s: float | None = None
     num_hit_tokens: int = 0
+    last_token_s: float = 0.0
     num_recomputed_tokens: int = 0
     num_computed_tokens: int = 0
     """Tokens that had been computed when the turn was last preempted."""
@@ -67,6 +69,8 @@ class Simulation:
         self.fast_forwards = True
         """Whether a stretch of steps without events is advanced in one piece. The result is the same, but
         faster."""
+        self.gaps = Gaps()
+        """Seconds between the output tokens of each answer."""
         self._step_cost = step_cost
         self._say_hints = say_hints
         self._watch = watch
@@ -143,8 +147,12 @@ class Simulation:
         if self._tells_steps:
             self._tell_step(step, scheduled_s, end_s)
         for request, num_new_tokens in self.scheduler.finish_step(step, end_s):
+            turn = self._turns[request.turn_id]
             if request.num_output_tokens == num_new_tokens:
-                self._turns[request.turn_id].first_token_s = end_s
+                turn.first_token_s = end_s
+            else:
+                self.gaps.add(end_s - turn.last_token_s)
+            turn.last_token_s = end_s
             if request.status is Status.FINISHED:
                 self._finish_turn(request.turn_id)
 
@@ -165,21 +173,35 @@ class Simulation:
         # here.
         quiet_step = Step(self._last_step.budget, 0, {request.turn_id: 1 for request in running})
         in_flight = self._in_flight
+        turns = [self._turns[request.turn_id] for request in running]
+        last_end_s: float | None = None
         num_steps = 0
         while num_steps < num_quiet_steps and self.now_s < next_s:
             self._last_end_s = self._get_end_s(self.now_s, get_decode_batch(len(running), num_context_tokens))
             in_flight.append((quiet_step, self.now_s, self._last_end_s))
             if len(in_flight) == depth:
                 step, scheduled_s, self.now_s = in_flight.popleft()
+                self._count_gaps(turns, last_end_s)
+                last_end_s = self.now_s
                 if self._tells_steps:
                     self._tell_step(step, scheduled_s, self.now_s)
             num_context_tokens += len(running)
             num_steps += 1
         if num_steps == 0:
             return False
+        for turn in turns:
+            turn.last_token_s = turn.last_token_s if last_end_s is None else last_end_s
         self.scheduler.fast_forward.run(num_steps)
         self.num_steps += num_steps
         return True
+
+    def _count_gaps(self, turns: list[_LiveTurn], last_end_s: float | None) -> None:
+        """Count the gaps of a step of a quiet stretch, which gives every turn a token."""
+        if last_end_s is not None:
+            self.gaps.add(self.now_s - last_end_s, len(turns))
+            return
+        for turn in turns:
+            self.gaps.add(self.now_s - turn.last_token_s)
 
     def _tell_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
         """Tell the policy about a step, just before the step's results."""

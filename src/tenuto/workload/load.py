@@ -14,10 +14,12 @@ from tenuto.workload.formats.agentic_mooncake import read_agentic_mooncake
 from tenuto.workload.formats.chat_logs import read_chat_logs
 from tenuto.workload.formats.mini_swe_agent import FORMAT, SUFFIX, find_trajectories, read_mini_swe_agent
 from tenuto.workload.formats.mooncake import read_mooncake
+from tenuto.workload.formats.sharegpt import CONVERSATIONS, read_sharegpt
 from tenuto.workload.formats.tenuto_jsonl import is_note, read_tenuto_jsonl
 from tenuto.workload.formats.weka import read_weka
 from tenuto.workload.generators.ab8 import WINDOW_S, ab8_jobs
 from tenuto.workload.generators.bfcl import bfcl_jobs
+from tenuto.workload.generators.random_lengths import RandomLengths, random_jobs
 from tenuto.workload.generators.swe_bench import swe_bench_jobs
 from tenuto.workload.schema import Job, Loop, Workload
 
@@ -28,11 +30,12 @@ GENERATORS: dict[str, Callable[[Iterable[float], int], list[Job]]] = {
     "ab8": lambda arrivals, seed: ab8_jobs(arrivals),
     "swe-bench": swe_bench_jobs,
     "bfcl": bfcl_jobs,
+    "random": random_jobs,
 }
 
 
 def load_workload(
-    source: str | Path,
+    source: str | Path | RandomLengths,
     *,
     jps: float | None = None,
     seed: int = 42,
@@ -45,18 +48,20 @@ def load_workload(
     With `jps` (jobs per second) jobs arrive by the process `arrival` ("poisson", "gamma:CV" or "fixed") for
     `window_s` seconds; generators need it, and take 45 s unless told. A trace without `jps` keeps its
     recorded arrivals; with `jps` its jobs arrive in their order, each once, all of them unless `window_s`
-    ends sooner. Raises ConfigError for settings, DataError for files.
+    ends sooner. `RandomLengths` stand for the generator `random` with these lengths. Raises ConfigError for
+    settings, DataError for files.
     """
-    if isinstance(source, str) and source in GENERATORS:
+    if isinstance(source, RandomLengths) or (isinstance(source, str) and source in GENERATORS):
+        name = "random" if isinstance(source, RandomLengths) else source
         if jps is None:
-            raise ConfigError(f"{source}: jps, the jobs per second, must be given")
+            raise ConfigError(f"{name}: jps, the jobs per second, must be given")
         window_s = WINDOW_S if window_s is None else window_s
         if jps * window_s > MAX_JOBS:
-            raise ConfigError(
-                f"{source}: {jps} jobs per second for {window_s} s are more than {MAX_JOBS} jobs"
-            )
+            raise ConfigError(f"{name}: {jps} jobs per second for {window_s} s are more than {MAX_JOBS} jobs")
         times = within(arrival_times(arrival, jps, seed), window_s)
-        return Workload(source, tuple(GENERATORS[source](times, seed)), loop)
+        if isinstance(source, RandomLengths):
+            return Workload(name, tuple(random_jobs(times, seed, source)), loop)
+        return Workload(name, tuple(GENERATORS[name](times, seed)), loop)
     workload = Workload(str(source), tuple(read_trace(Path(source))), loop)
     if jps is None:
         if window_s is not None:
@@ -89,6 +94,8 @@ def _find_reader(first: Fields) -> Callable[[Sequence[Fields]], list[Job]]:
         raise make_error(first.file, kind, "a workload")
     if FORMAT in first:
         return read_mini_swe_agent
+    if CONVERSATIONS in first:
+        return read_sharegpt
     if "messages" in first:
         return read_chat_logs
     if "requests" in first:
@@ -103,12 +110,17 @@ def _find_reader(first: Fields) -> Callable[[Sequence[Fields]], list[Job]]:
     raise DataError(
         f"{first.place}: unknown format: the keys of the first record are {keys};"
         " expected 'requests' (Weka), 'schema' (dynamo.agentic_mooncake), 'session' (Tenuto)"
-        ", 'hash_ids' (Mooncake), 'messages' (a chat log) or 'trajectory_format' (mini-swe-agent)"
+        ", 'hash_ids' (Mooncake), 'messages' (a chat log), 'conversations' (ShareGPT) or"
+        " 'trajectory_format' (mini-swe-agent)"
     )
 
 
 def holds_text(path: Path) -> bool:
-    """Whether a trace contains the text of agents and models, as trajectories and chat logs do."""
+    """Whether a trace contains the text of agents and models, as trajectories, chat logs and ShareGPT do."""
     if path.is_dir():
         return any(path.rglob(f"*{SUFFIX}"))
-    return _find_reader(read_objects(path, exact=True)[0]) in (read_mini_swe_agent, read_chat_logs)
+    return _find_reader(read_objects(path, exact=True)[0]) in (
+        read_mini_swe_agent,
+        read_chat_logs,
+        read_sharegpt,
+    )

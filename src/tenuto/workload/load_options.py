@@ -7,12 +7,18 @@ from typing import Literal, get_args
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
+from tenuto.records.goodput import parse_limits
+from tenuto.workload.generators.random_lengths import VLLM_LENGTHS, RandomLengths
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load import GENERATORS, load_workload
-from tenuto.workload.scaling import scale_lengths, scale_rate
+from tenuto.workload.scaling import scale_lengths, scale_rate, scale_turns, take_first_turns
 from tenuto.workload.schema import Loop, Workload, find_roots
 
 DEFAULT_ARRIVAL = "poisson"
+JPS_HELP = (
+    "jobs arriving per second, of one or more requests each; without it a trace keeps its recorded times"
+)
+_RANDOM = "the lengths of --workload random"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +33,12 @@ class LoadOptions(Options):
         "`tenuto convert` reads",
         metavar="NAME|FILE",
     )
-    jps: float | None = option(
-        None, "jobs arriving per second; without it a trace keeps its recorded times", above=0
-    )
+    jps: float | None = option(None, JPS_HELP, above=0, alias="--request-rate")
     users: int | None = option(
-        None, "instead of --jps: N users, who begin 10 ms apart, each with one job at a time", minimum=1
+        None,
+        "instead of --jps: N users, who begin 10 ms apart, each with one job (not: one request) at a time",
+        minimum=1,
+        alias="--max-concurrency",
     )
     window_s: float | None = option(
         None, "jobs arrive for S seconds", above=0, shown_default="45 for generators, else all of the trace"
@@ -53,8 +60,20 @@ class LoadOptions(Options):
     scale_rate: float = option(
         1.0, "let jobs arrive X times as fast; tool calls take as long as before", above=0
     )
+    scale_turns: float = option(
+        1.0,
+        "give every job X times as many turns: further ones are like its own, fewer are its first ones",
+        above=0,
+    )
     max_jobs: int | None = option(
-        None, "only the first N jobs, and the jobs that these start", minimum=1, shown_default="all"
+        None,
+        "only the first N jobs, and the jobs that these start",
+        minimum=1,
+        shown_default="all",
+        alias="--num-prompts",
+    )
+    max_turns: int | None = option(
+        None, "only the first N turns of every job", minimum=1, shown_default="all"
     )
     hints: str = option(
         "last",
@@ -63,6 +82,44 @@ class LoadOptions(Options):
         "times too long or too short",
         choices=tuple(HINTS),
     )
+    goodput: tuple[str, ...] = option(
+        (),
+        "count the turns that keep these limits, in milliseconds: ttft, tpot and e2el (the whole turn), "
+        "for example --goodput ttft:500 tpot:50",
+        metavar="NAME:MS",
+        takes_several=True,
+    )
+    random_input_len: int = option(
+        VLLM_LENGTHS.input_len, "mean tokens of a prompt", minimum=1, group=_RANDOM
+    )
+    random_output_len: int = option(
+        VLLM_LENGTHS.output_len, "mean tokens of an answer", minimum=1, group=_RANDOM
+    )
+    random_range_ratio: float = option(
+        VLLM_LENGTHS.range_ratio,
+        "how far lengths differ from their mean: 0.5 is from half of it to one and a half",
+        minimum=0,
+        below=1,
+        group=_RANDOM,
+    )
+    random_prefix_len: int = option(
+        VLLM_LENGTHS.prefix_len, "tokens that all prompts share, beside their own", minimum=0, group=_RANDOM
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options one by one. Raises ConfigError."""
+        super().__post_init__()
+        parse_limits(self.goodput)
+
+    @property
+    def lengths(self) -> RandomLengths:
+        """The lengths of `--workload random`."""
+        return RandomLengths(
+            input_len=self.random_input_len,
+            output_len=self.random_output_len,
+            range_ratio=self.random_range_ratio,
+            prefix_len=self.random_prefix_len,
+        )
 
 
 def make_workload(options: LoadOptions) -> Workload:
@@ -77,6 +134,10 @@ def make_workload(options: LoadOptions) -> Workload:
         workload = _take_first(workload, options.max_jobs)
     if not workload.jobs:
         raise ConfigError(f"{options.workload}: nothing to run: no job arrives within the window")
+    if options.scale_turns != 1.0:
+        workload = scale_turns(workload, options.scale_turns)
+    if options.max_turns is not None:
+        workload = take_first_turns(workload, options.max_turns)
     if options.scale_rate != 1.0:
         workload = scale_rate(workload, options.scale_rate)
     return workload if options.scale_lengths == 1.0 else scale_lengths(workload, options.scale_lengths)
@@ -84,6 +145,8 @@ def make_workload(options: LoadOptions) -> Workload:
 
 def _check(options: LoadOptions) -> None:
     name = options.workload
+    if name != "random" and options.lengths != VLLM_LENGTHS:
+        raise ConfigError(f"--random-input-len and the like are for --workload random, not for {name}")
     if options.jps is None and options.arrival != DEFAULT_ARRIVAL:
         raise ConfigError(f"--arrival {options.arrival} says how --jps arrives; give --jps")
     if options.users is None:
@@ -102,9 +165,10 @@ def _check(options: LoadOptions) -> None:
 
 
 def _load(options: LoadOptions) -> Workload:
+    source = options.lengths if options.workload == "random" else options.workload
     if options.users is None:
         return load_workload(
-            options.workload,
+            source,
             jps=options.jps,
             window_s=options.window_s,
             arrival=options.arrival,
@@ -112,10 +176,10 @@ def _load(options: LoadOptions) -> Workload:
             loop=options.loop,
         )
     if options.workload not in GENERATORS:
-        return load_workload(options.workload, seed=options.seed)
+        return load_workload(source, seed=options.seed)
     assert options.max_jobs is not None  # `_check`
     return load_workload(
-        options.workload, jps=1.0, window_s=float(options.max_jobs), arrival="fixed", seed=options.seed
+        source, jps=1.0, window_s=float(options.max_jobs), arrival="fixed", seed=options.seed
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -13,6 +13,7 @@ from tenuto.client.load import metrics
 from tenuto.client.load.metrics import Outcome
 from tenuto.core.version import __version__
 from tenuto.records import metrics as records
+from tenuto.records.goodput import measure_goodput
 from tenuto.records.schema import RunRecord
 from tenuto.records.text import format_run, format_stats
 
@@ -32,12 +33,15 @@ class Labels:
     settings: Mapping[str, object]
     """How the client sent the load. Stored as part of `client` in the record."""
     wall_s: float
+    goodput_limits_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 def make_result(outcome: Outcome, labels: Labels) -> RunRecord:
     """Make the record. Metrics that only a client knows are under `client`."""
     done = outcome.done
     times_s = records.get_job_times_s(outcome.records, outcome.num_turns, outcome.parents)
+    rates = records.get_job_rates(outcome.records, times_s)
+    makespan_s = records.get_makespan_s(outcome.records)
     return RunRecord(
         policy=labels.policy,
         gpu=labels.gpu,
@@ -60,11 +64,15 @@ def make_result(outcome: Outcome, labels: Labels) -> RunRecord:
         output_tokens=sum(turn.output_tokens or 0 for turn in done),
         hit_tokens=metrics.get_hit_tokens(outcome),
         reusable_tokens=records.add_up(turn.reusable_tokens for turn in done),
+        reused_tokens=records.count_reused_tokens(done),
         recomputed_tokens=metrics.get_recomputed_tokens(outcome),
         loaded_tokens=metrics.get_loaded_tokens(outcome),
         stored_tokens=None,
         preemptions=metrics.get_preemptions(outcome),
-        makespan_s=records.get_makespan_s(outcome.records),
+        makespan_s=makespan_s,
+        offered_jps=rates.offered_jps,
+        finished_jps=rates.finished_jps,
+        goodput=measure_goodput(outcome.records, labels.goodput_limits_ms, makespan_s),
         job_times_s=times_s,
         policy_faults=metrics.get_policy_faults(outcome),
         block_size=outcome.block_size,

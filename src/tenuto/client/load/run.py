@@ -30,6 +30,7 @@ from tenuto.client.load.result import Labels, format_result, make_result
 from tenuto.client.load.runner import Load
 from tenuto.client.servers import scrape
 from tenuto.records.config import get_config
+from tenuto.records.goodput import parse_limits
 from tenuto.records.schema import TurnRecord
 from tenuto.records.writer import RunFiles
 from tenuto.workload.hints import HINTS
@@ -88,6 +89,7 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
         config=get_config(options.load),
         settings=_get_settings(setup),
         wall_s=time.monotonic() - started_s,
+        goodput_limits_ms=parse_limits(options.load.goodput),
     )
     return make_result(outcome, labels).to_json()
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tenuto.records import metrics
 from tenuto.records.run_data import Gauge, LeaseRecord, RunData
-from tenuto.records.schema import RunRecord, Sample
+from tenuto.records.schema import RunRecord, Sample, Stats
 from tenuto.report.diagnosis.causes import Cause, get_cause
 from tenuto.report.diagnosis.diagnosis import Evidence, diagnose
 from tenuto.report.diagnosis.history import JobStory, TurnStory, get_policy, make_stories
@@ -113,9 +113,9 @@ def _make_evidence(
 
 
 def describe(values: Iterable[float | None]) -> dict[str, float | None]:
-    """Return mean, percentiles and maximum of the known values; each is None if there are none."""
+    """Return mean, percentiles, maximum and minimum of the known values; each is None if there are none."""
     stats = metrics.summarise(values)
-    names = ("mean", "p50", "p90", "p95", "p99", "max")
+    names = [each.name for each in fields(Stats)]
     return dict.fromkeys(names) if stats is None else asdict(stats)
 
 

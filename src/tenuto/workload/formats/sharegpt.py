@@ -1,0 +1,59 @@
+"""ShareGPT: conversations of people and models, the usual test data of serving benchmarks.
+
+    [{"id": "abc", "conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}]
+
+A conversation becomes a job with one turn per answer. The file has no times and no token counts: all
+conversations arrive at once unless `--jps` or `--users` says otherwise, the next question follows at once,
+and 4 characters count as one token. `vllm bench serve` reads the first exchange only; so does
+`--max-turns 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tenuto.core.errors import DataError
+from tenuto.records.fields import Fields
+from tenuto.workload.formats.conversations import JobMaker, Said
+from tenuto.workload.formats.messages import write_piece
+from tenuto.workload.schema import Job
+
+CONVERSATIONS = "conversations"
+"""The key that tells the format."""
+_ROLES: Mapping[str, str] = {
+    "human": "user",
+    "user": "user",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""The names of those who ask. Whoever else speaks (gpt, chatgpt, bing, bard, …) is the model."""
+
+
+def read_sharegpt(records: Sequence[Fields]) -> list[Job]:
+    """The jobs in the order of the file, without conversations that have no answer. Raises DataError."""
+    maker = JobMaker()
+    jobs = []
+    for number, record in enumerate(records):
+        said = _read_answers(record)
+        if said:
+            jobs.append(maker.make_job(f"sharegpt-{number}", said, 0.0))
+    if not jobs:
+        raise DataError(f"{records[0].file}: no conversation has a question and an answer")
+    return jobs
+
+
+def _read_answers(record: Fields) -> list[Said]:
+    """Each answer with what was said before it; an answer to nothing is part of what was said."""
+    pieces: list[str] = []
+    said: list[Said] = []
+    for part in record.records(CONVERSATIONS):
+        role = _ROLES.get(part.text("from"), "assistant")
+        text = part.values.get("value")
+        if not isinstance(text, str):
+            raise part.error("value", "must be text")
+        if role == "assistant" and text and any(pieces):
+            said.append(Said(tuple(pieces), {"content": text}, {}))
+        pieces.append(write_piece(role, text, []))
+    return said
