@@ -99,7 +99,9 @@ def count_calls(event: Callable[[], object]) -> int:
 class Crowd:
     """An engine with n leases and n waiting turns, all of jobs of their own; blocks hold 4 tokens."""
 
-    def __init__(self, num_jobs: int) -> None:
+    def __init__(self, num_jobs: int, *, tenants: bool = False) -> None:
+        """`tenants`: whether each job has a tenant of its own."""
+        self.has_tenants = tenants
         self.engine = ToyEngine(CountedKeys(), 4 * num_jobs + 200)
         self.num_turns = 0
         self.now_s = 0.0
@@ -119,15 +121,17 @@ class Crowd:
         prompt = make_tokens(100 * self.num_turns, 8)
         job_id = f"job-{self.num_turns}"
         self.jobs.append((job_id, prompt))
-        self.engine.arrive(f"turn-{self.num_turns}", self.now_s, prompt, [1, 2], Hints(job_id=job_id))
+        self._arrive(job_id, prompt, [1, 2])
 
     def come_back(self) -> None:
         """A leased job's next turn."""
         self.num_turns += 1
         job_id, prompt = self.leased.pop()
-        self.engine.arrive(
-            f"turn-{self.num_turns}", self.now_s, [*prompt, 1, 2, 3], [1], Hints(job_id=job_id)
-        )
+        self._arrive(job_id, [*prompt, 1, 2, 3], [1])
+
+    def _arrive(self, job_id: str, prompt: list[int], output: list[int]) -> None:
+        hints = Hints(job_id=job_id, tenant=f"of-{job_id}" if self.has_tenants else None)
+        self.engine.arrive(f"turn-{self.num_turns}", self.now_s, prompt, output, hints)
 
     def start(self) -> None:
         assert self.engine.start_first(self.now_s)
@@ -162,7 +166,10 @@ class Crowd:
         driver, leases = self.engine.driver, self.engine.driver.leases
         driver._jobs.jobs, driver._turns = Walked(driver._jobs.jobs), Walked(driver._turns)
         leases._leases = Walked(leases._leases)
-        for order in (self.engine.waiting, leases._deadlines, *leases._evict_order.values()):
+        waiting = self.engine.waiting
+        waiting._turns, waiting._lane_of = driver._turns, Walked(waiting._lane_of)
+        lanes = [lane.turns for lane in waiting._lanes.values()]
+        for order in (waiting._order, *lanes, leases._deadlines, *leases._evict_order.values()):
             order._keys = Walked(order._keys)
         Walked.num_walks = 0
 
@@ -181,9 +188,9 @@ EVENTS: list[tuple[str, ...]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def crowds() -> tuple[Crowd, Crowd]:
-    return Crowd(FEW), Crowd(MANY)
+@pytest.fixture(scope="module", params=[False, True], ids=["nobody", "tenants"])
+def crowds(request: pytest.FixtureRequest) -> tuple[Crowd, Crowd]:
+    return Crowd(FEW, tenants=request.param), Crowd(MANY, tenants=request.param)
 
 
 def measure(crowd: Crowd, steps: tuple[str, ...]) -> float:

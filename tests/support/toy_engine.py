@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.core.driver import Driver
+from tenuto.core.fair_order import FairOrder
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
@@ -61,7 +62,7 @@ class ToyEngine:
         self.block_size = self.hash_block_size = block_size
         self.now_s = 0.0
         """When it was last asked for room: the time of all that this changes in the queue."""
-        self.waiting = IndexedHeap()
+        self.waiting: IndexedHeap | FairOrder = IndexedHeap()
         self.running: dict[str, ToyTurn] = {}
         self.turns: dict[str, ToyTurn] = {}
         self.stored: list[list[int]] = []
@@ -69,6 +70,7 @@ class ToyEngine:
         self.driver = Driver(
             policy, self, limits, by_priority=by_priority, log=log, step_chooser=step_chooser
         )
+        self.waiting = self.driver.make_order()
 
     # What clients and time do.
 

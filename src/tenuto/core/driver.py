@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from tenuto.core.admission import Admission
 from tenuto.core.canary import Canary
 from tenuto.core.engine import Engine
+from tenuto.core.fair_order import FairOrder, Service
 from tenuto.core.history import History
+from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.job_table import JobTable
 from tenuto.core.jobs import Arrival, Finish, JobState, TurnState
 from tenuto.core.lease_ledger import LeaseLedger
@@ -78,6 +80,8 @@ class Driver:
         self._hash_block_size = engine.hash_block_size
         self._jobs = JobTable(self.limits.max_remembered_jobs, engine.hash_block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
+        self._by_priority = by_priority
+        self._service = Service(self.limits.tenant_weights)
         self._retention = Retention(engine, self._caller, self.limits, by_priority=by_priority)
         self._order = Order(self._caller, engine, self._retention, self._canary, by_priority=by_priority)
         stock_queue = make_stock_queue(policy, self.limits, view.num_blocks * view.block_size)
@@ -106,6 +110,7 @@ class Driver:
             turn.job_arrival_s = now_s
         job.live_turn_ids[turn_id] = None
         self._turns[turn_id] = turn
+        self._service.arrive(turn)
         self._admission.enter(turn)
         self._ledger.apply(self._retention.claim(turn, now_s))
         if tool_s is not None:
@@ -134,6 +139,7 @@ class Driver:
                 "resumed", turn, now_s, num_hit_tokens=num_hit_tokens, num_lost_tokens=num_lost_tokens
             )
             return
+        self._service.start(turn, num_hit_tokens)
         turn.started = turn.job.is_admitted = True
         self._admission.start(turn, num_hit_tokens)
         turn.num_hit_tokens = num_hit_tokens
@@ -176,6 +182,7 @@ class Driver:
         job = turn.job
         del job.live_turn_ids[turn_id]
         self._retention.unclaim(turn)
+        self._service.leave(turn, finish.num_output_tokens)
         self._admission.finish(turn, finish.num_output_tokens)
         self._history.record(
             "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
@@ -217,6 +224,8 @@ class Driver:
         other.drop_all(now_s, LeaseEnd.SWITCHED)
         self._num_earlier_faults = other.num_policy_faults
         self._jobs.take_over(other._jobs)
+        self._service = other._service
+        self._service.set_weights(self.limits.tenant_weights)
         for job in self._jobs.jobs.values():
             job.runs_as_stock, job.is_admitted = None, False
         for turn in other._turns.values():
@@ -293,6 +302,12 @@ class Driver:
     def get_view(self, now_s: float) -> EngineView:
         """The engine's state, including the number of leases."""
         return self._retention.get_view(now_s)
+
+    def make_order(self) -> IndexedHeap | FairOrder:
+        """An empty queue of turns, for the engine to fill; the keys are those of `get_queue_key`."""
+        if not self.limits.fair_tenants:
+            return IndexedHeap()
+        return FairOrder(self._turns, self._service, by_priority=self._by_priority)
 
     def get_queue_key(self, turn_id: str, now_s: float) -> Key:
         """The key that orders a waiting turn in the queue; the smallest key goes first."""

@@ -94,6 +94,8 @@ class TurnState:
     """Work that the engine had begun when this turn started."""
     is_overdue: bool = False
     """Whether it has waited too long compared with stock vLLM; if so, it goes before turns not overdue."""
+    charged_work: float = 0.0
+    """The work that its tenant's virtual time counts for it, in prefill tokens."""
     _facts: tuple[object, ...] = ()
     _view: Turn | None = None
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+from tenuto.core.errors import ConfigError
 from tenuto.core.settings import setting
 
 
@@ -20,6 +23,12 @@ class Limits:
     )
     max_tenant_share: float = setting(
         1.0, "share of the KV cache that leases of one tenant may cover", minimum=0, maximum=1
+    )
+    fair_tenants: bool = setting(
+        True, "while turns of several tenants wait, the tenant that received the least service goes first"
+    )
+    tenant_weights: dict[str, Any] | None = setting(  # noqa: RUF009 - the default is None
+        None, "weights of tenants by name, for fair shares of the order and of leased memory; 1 for others"
     )
     max_held_back_s: float = setting(
         600.0,
@@ -47,3 +56,10 @@ class Limits:
         "leases yield before any allocation fails, even if the policy lets them yield only on a deadlock",
     )
     infer_jobs: bool = setting(True, "recognise turns without a job id by their content")
+
+    def __post_init__(self) -> None:
+        """Check the weights. Raises ConfigError naming the tenant."""
+        for tenant, weight in (self.tenant_weights or {}).items():
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not (is_number and 0 < weight < math.inf):
+                raise ConfigError(f"tenant_weights: the weight of {tenant!r} must be above 0, got {weight!r}")

@@ -122,7 +122,8 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._asks_admission = policy.overrides("admit")
         self._asks_budget = self.driver.bounds_steps and compat.get_reason_for_full_steps(self) is None
         if self._asks_admission or policy.overrides("queue_key"):
-            self.waiting = TurnQueue(self._get_queue_key, self._is_gated, self.driver.settle)
+            driver = self.driver
+            self.waiting = TurnQueue(self._get_queue_key, self._is_gated, driver.settle, driver.make_order)
         self._step_teller = StepTeller(self.driver) if self.driver.hears_steps else None
         retains = policy.overrides("retain") or policy.overrides("preempt_key")
         self._pressure = Pressure(self) if retains else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from tenuto.core.fair_order import FairOrder
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
 from tenuto.vllm.compat import RequestQueue
@@ -18,15 +19,19 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
     """
 
     def __init__(
-        self, get_key: Callable[[Any], Key], is_gated: Callable[[Any], bool], settle: Callable[[], None]
+        self,
+        get_key: Callable[[Any], Key],
+        is_gated: Callable[[Any], bool],
+        settle: Callable[[], None],
+        make_order: Callable[[], IndexedHeap | FairOrder] = IndexedHeap,
     ) -> None:
         """`settle` updates the order of the queue; it is called before the first request is looked up."""
         self._get_key = get_key
         self._is_gated = is_gated
         self._settle = settle
         self._requests: dict[str, Any] = {}
-        self._ready = IndexedHeap()
-        self._parked = IndexedHeap()
+        self._ready = make_order()
+        self._parked = make_order()
 
     def add_request(self, request: Any) -> None:
         """Add a request that arrived; it is parked if admission must be asked first."""
@@ -49,9 +54,7 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
 
         vLLM peeks, allocates for the peeked request, then pops it. Nothing changes the order in between.
         """
-        request = self._get_first()
-        self.remove_request(request)
-        return request
+        return self._requests.pop(self._ready.pop())
 
     def peek_request(self) -> Any:
         """The first request that is not parked."""

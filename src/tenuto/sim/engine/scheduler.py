@@ -77,6 +77,8 @@ class Scheduler:
             strict=strict,
             step_chooser=make_step_chooser(config.step_tokens),
         )
+        if self._orders_by_policy(policy):
+            state.waiting.share_fairly(driver.make_order)
         self._asks_budget = driver.bounds_steps
         allocator = Allocator(state, kv, driver)
         self._preemption = Preemption(state, kv, driver, by_priority=by_priority)
@@ -193,9 +195,12 @@ class Scheduler:
 
     def _choose_key(self, policy: Policy, *, by_priority: bool) -> GetKey | None:
         """What waiting requests are ordered by; None for vLLM's "fcfs"."""
-        if self._asks_admission or policy.overrides("queue_key"):
+        if self._orders_by_policy(policy):
             return self._get_policy_key
         return (lambda request: (request.priority, request.arrival_s)) if by_priority else None
+
+    def _orders_by_policy(self, policy: Policy) -> bool:
+        return self._asks_admission or policy.overrides("queue_key")
 
     def _get_policy_key(self, request: Request) -> Key:
         return self.driver.get_queue_key(request.turn_id, self.state.now_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from tenuto.core.fair_order import FairOrder
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
 from tenuto.sim.kv.request import Request
@@ -22,10 +23,14 @@ class WaitingQueue:
     def __init__(self, get_key: GetKey | None) -> None:
         self._get_key = get_key
         self._requests: dict[str, Request] = {}
-        self._ready = IndexedHeap()
-        self._parked = IndexedHeap()
+        self._ready: IndexedHeap | FairOrder = IndexedHeap()
+        self._parked: IndexedHeap | FairOrder = IndexedHeap()
         self._skipped: list[tuple[Request, Key]] = []
         self._num_pushed = 0
+
+    def share_fairly(self, make_order: Callable[[], IndexedHeap | FairOrder]) -> None:
+        """Use the driver's order. The queue must be empty."""
+        self._ready, self._parked = make_order(), make_order()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -99,7 +104,7 @@ class WaitingQueue:
             self._parked.discard(turn_id)
             self._push(self._ready, self._requests[turn_id], 1)
 
-    def _push(self, order: IndexedHeap, request: Request, direction: int) -> None:
+    def _push(self, order: IndexedHeap | FairOrder, request: Request, direction: int) -> None:
         self._num_pushed += 1
         key = (direction * self._num_pushed,) if self._get_key is None else self._get_key(request)
         self._requests[request.turn_id] = request

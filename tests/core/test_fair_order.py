@@ -1,0 +1,199 @@
+"""Fair shares of the order: between tenants by service, within a tenant by the policy's key."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.fair_order import FairOrder, Service
+from tenuto.core.indexed_heap import IndexedHeap
+from tenuto.core.jobs import Arrival, JobState, TurnState
+from tenuto.core.limits import Limits
+from tenuto.core.requests.hints import Hints
+from tests.support.small_policies import KeepFor
+from tests.support.toy_engine import ToyEngine, make_tokens
+
+
+class Queue:
+    """A fair order, with turns that arrive, start at once when they are popped, and end."""
+
+    def __init__(self, weights: dict[str, float] | None = None, *, by_priority: bool = False) -> None:
+        self.turns: dict[str, TurnState] = {}
+        self.service = Service(weights)
+        self.order = FairOrder(self.turns, self.service, by_priority=by_priority)
+        self.began: dict[str | None, float] = {}
+
+    def arrive(
+        self, turn_id: str, tenant: str | None, num_tokens: int = 100, key: float = 0.0, priority: int = 0
+    ) -> None:
+        arrival = Arrival(Hints(), num_tokens, priority=priority)
+        turn = self.turns[turn_id] = TurnState(turn_id, JobState(turn_id, 0.0, tenant), 0.0, arrival)
+        self.service.arrive(turn)
+        self.order.push(turn_id, (key,))
+
+    def start(self) -> str:
+        turn = self.turns[self.order.pop()]
+        self.service.start(turn, 0)
+        turn.started = True
+        tenant = turn.job.tenant
+        self.began[tenant] = self.began.get(tenant, 0.0) + turn.arrival.num_prompt_tokens
+        return turn.turn_id
+
+    def end(self, turn_id: str, num_output_tokens: int = 0) -> None:
+        self.service.leave(self.turns.pop(turn_id), num_output_tokens)
+
+    def serve(self) -> str:
+        turn_id = self.start()
+        self.end(turn_id)
+        return turn_id
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["push", "push", "pop", "discard"]), st.integers(0, 9), st.integers(0, 5)),
+    max_size=60,
+)
+
+
+@given(OPERATIONS)
+def test_with_one_tenant_it_is_the_policy_s_order(operations: list[tuple[str, int, int]]) -> None:
+    queue, plain = Queue(), IndexedHeap()
+    for name, number, key in operations:
+        turn_id = f"t{number}"
+        if name == "push":
+            if turn_id not in queue.turns:
+                queue.arrive(turn_id, "one", 10 * number + 1, key)
+            queue.order.push(turn_id, (key,))
+            plain.push(turn_id, (key,))
+        elif name == "discard":
+            queue.order.discard(turn_id)
+            plain.discard(turn_id)
+        elif plain:
+            assert queue.start() == plain.pop()
+        assert list(queue.order) == list(plain)
+        assert queue.order.get_first() == plain.get_first()
+        assert queue.order.get_first_key() == plain.get_first_key()
+        assert len(queue.order) == len(plain)
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 500), min_size=30, max_size=30), min_size=2, max_size=4),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=4, max_size=4),
+)
+def test_tenants_that_wait_receive_service_by_their_weights(
+    sizes: list[list[int]], weights: list[float]
+) -> None:
+    """Source of the bound: start-time fair queueing, theorem 1."""
+    names = [f"tenant{number}" for number in range(len(sizes))]
+    weight_of = dict(zip(names, weights, strict=False))
+    queue = Queue(weight_of)
+    for name, own in zip(names, sizes, strict=True):
+        for index, size in enumerate(own):
+            queue.arrive(f"{name}/{index}", name, size)
+    for _ in range(30):
+        queue.serve()
+        if {turn.job.tenant for turn in queue.turns.values()} != set(names):
+            return
+        for one, other in itertools.combinations(names, 2):
+            apart = abs(
+                queue.began.get(one, 0) / weight_of[one] - queue.began.get(other, 0) / weight_of[other]
+            )
+            assert apart <= 500 / weight_of[one] + 500 / weight_of[other] + 1e-6
+
+
+def test_a_flood_does_not_push_another_tenant_back() -> None:
+    queue = Queue()
+    for number in range(1000):
+        queue.arrive(f"flood{number:04}", "flood", 2000)
+    for _ in range(100):
+        queue.serve()
+    # The policy would serve the flood first.
+    queue.arrive("late", "other", 2000, key=10**6)
+    assert "late" in (queue.serve(), queue.serve())
+
+
+def test_many_turns_of_one_step_are_charged_at_once() -> None:
+    """The engine takes several turns off the queue before the driver hears that they started."""
+    queue = Queue()
+    for number in range(6):
+        queue.arrive(f"a{number}", "a", key=number)
+        queue.arrive(f"b{number}", "b", key=number)
+    assert sorted(turn_id[0] for turn_id in [queue.order.pop() for _ in range(6)]) == list("aaabbb")
+
+
+def test_a_turn_that_is_put_back_is_not_charged() -> None:
+    queue = Queue()
+    queue.arrive("a", "a", 1000)
+    queue.arrive("b", "b", 10, key=1)
+    for _ in range(5):
+        assert queue.order.pop() == "a"
+        queue.order.push("a", (0,))
+        # Its tenant is charged until it is back, so the other one may be first meanwhile.
+        while queue.order.get_first() != "a":
+            queue.serve()
+    assert queue.serve() == "a"
+
+
+def test_waiting_for_nothing_earns_no_credit() -> None:
+    queue = Queue()
+    for number in range(50):
+        queue.arrive(f"busy{number:02}", "busy")
+    for _ in range(40):
+        queue.serve()
+    for number in range(5):
+        queue.arrive(f"new{number}", "new")
+    served = [queue.serve() for _ in range(6)]
+    assert sum(turn_id.startswith("new") for turn_id in served) == 3
+
+
+def test_answers_that_are_longer_than_expected_are_charged() -> None:
+    queue = Queue()
+    for number in range(10):
+        queue.arrive(f"long{number}", "long", 100)
+        queue.arrive(f"short{number}", "short", 100)
+    order = []
+    for _ in range(8):
+        turn_id = queue.start()
+        queue.end(turn_id, 500 if turn_id.startswith("long") else 5)
+        order.append(turn_id.rstrip("0123456789"))
+    assert order.count("short") > order.count("long")
+
+
+def test_priorities_come_before_tenants_where_the_engine_uses_them() -> None:
+    for by_priority, expected in ((True, "urgent"), (False, "other")):
+        queue = Queue(by_priority=by_priority)
+        queue.arrive("first", "busy", 1000, priority=0)
+        queue.serve()
+        queue.arrive("urgent", "busy", priority=0)
+        queue.arrive("other", "other", priority=5)
+        queue.service._tenants["busy"].time += 1
+        assert queue.order.get_first() == expected
+
+
+def test_tenants_that_left_are_forgotten() -> None:
+    queue = Queue()
+    for number in range(1000):
+        queue.arrive(f"t{number}", f"tenant{number}")
+        queue.serve()
+    assert len(queue.service._tenants) < 5
+    assert queue.service.num_live_tenants == 0
+
+
+@pytest.mark.parametrize("fair", [True, False])
+def test_the_driver_s_order_is_fair_by_default(fair: bool) -> None:
+    engine = ToyEngine(KeepFor(), 100, limits=None if fair else Limits(fair_tenants=False))
+    for number in range(8):
+        tenant = "flood" if number < 6 else "other"
+        hints = Hints(job_id=f"{tenant}/{number}", tenant=tenant)
+        engine.arrive(f"{tenant}{number}", number, make_tokens(100 * number, 12), [1], hints)
+    started = [engine.start_first(9.0) for _ in range(3)]
+    assert any(turn_id is not None and turn_id.startswith("other") for turn_id in started) is fair
+
+
+@pytest.mark.parametrize("weight", [0, -1, "2", True, float("nan"), float("inf")])
+def test_a_weight_must_be_a_positive_number(weight: object) -> None:
+    with pytest.raises(ConfigError, match="weight of 'a' must be above 0"):
+        Limits(tenant_weights={"a": weight})
