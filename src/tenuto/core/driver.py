@@ -224,11 +224,12 @@ class Driver:
         other.drop_all(now_s, LeaseEnd.SWITCHED)
         self._num_earlier_faults = other.num_policy_faults
         self._jobs.take_over(other._jobs)
-        self._service = other._service
+        # The engine's queue of waiting turns (`make_order`) looks at both of these.
+        self._turns, self._service = other._turns, other._service
         self._service.set_weights(self.limits.tenant_weights)
         for job in self._jobs.jobs.values():
             job.runs_as_stock, job.is_admitted = None, False
-        for turn in other._turns.values():
+        for turn in self._turns.values():
             self._adopt(turn, now_s)
 
     # Leases.
@@ -471,7 +472,6 @@ class Driver:
         """Take over a turn that another driver knew."""
         job = turn.job
         self._place(job, turn.arrival)
-        self._turns[turn.turn_id] = turn
         turn.is_admitted = turn.is_overdue = False
         self._admission.enter(turn)
         self._tell("on_turn_arrived", turn, now_s)
