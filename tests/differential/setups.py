@@ -7,24 +7,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from vllm.config import SpeculativeConfig, VllmConfig
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
-from vllm.v1.structured_output import StructuredOutputManager
+import vllm
+from vllm.config import SpeculativeConfig
 
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.kv.config import KvConfig
 from tests.differential.sides import Turn
-from tests.vllm.workerless import MAX_MODEL_LEN, make_config
+from tests.vllm.workerless import MAX_MODEL_LEN, make_config, make_scheduler
 
 BLOCK_SIZE = 16
+RELEASE: Literal["0.32", "0.33"] = "0.33" if vllm.__version__.startswith("0.33") else "0.32"
+"""Whose decisions the simulator is to make: those of the vLLM that is installed."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +31,7 @@ class Setup:
     reserve_full_sequence: bool = True
     watermark: float = 0.0
     windows: tuple[int | None, ...] = (None,)
+    retention_interval: int | None = 0
     order: Literal["fcfs", "priority"] = "fcfs"
     depth: int = 1
     num_draft_tokens: int = 0
@@ -53,6 +47,7 @@ class Setup:
             num_blocks=self.total_blocks,
             block_size=BLOCK_SIZE,
             windows=self.windows,
+            retention_interval=self.retention_interval,
             max_model_len=MAX_MODEL_LEN,
             reserve_full_sequence=self.reserve_full_sequence,
             watermark=self.watermark,
@@ -67,6 +62,7 @@ class Setup:
             order=self.order,
             max_steps_in_flight=self.depth,
             num_draft_tokens=self.num_draft_tokens,
+            vllm_release=RELEASE,
         )
 
     def make_vllm_scheduler(self, cls: type, tenuto: dict[str, Any] | None = None) -> Any:
@@ -89,34 +85,22 @@ class Setup:
                 target_model_config=config.model_config,
                 target_parallel_config=config.parallel_config,
             )
-        scheduler = make_vllm_scheduler(cls, config, self.windows, self.total_blocks)
+        scheduler = make_scheduler(
+            cls,
+            config,
+            num_blocks=self.total_blocks,
+            block_size=BLOCK_SIZE,
+            windows=self.windows,
+            retention_interval=self.retention_interval,
+        )
         if self.has_draft_model:
             # What EAGLE changes in the scheduler, without a draft model to configure.
             scheduler.num_lookahead_tokens = self.num_draft_tokens
-            scheduler.kv_cache_manager.coordinator.eagle_group_ids = {0}
+            coordinator = scheduler.kv_cache_manager.coordinator
+            coordinator.eagle_group_ids = {0}
+            # Since 0.33.
+            coordinator.drop_eagle_group_ids = {0}
         return scheduler
-
-
-def make_vllm_scheduler(
-    cls: type, config: VllmConfig, windows: tuple[int | None, ...], num_blocks: int
-) -> Any:
-    """A vLLM scheduler for a model with these layer groups."""
-    init_none_hash(sha256)
-    config.cache_config.num_gpu_blocks = num_blocks
-    config.cache_config.block_size = BLOCK_SIZE
-    common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-    specs = [
-        FullAttentionSpec(**common) if window is None else SlidingWindowSpec(**common, sliding_window=window)
-        for window in windows
-    ]
-    groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
-    return cls(
-        vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK_SIZE,
-        log_stats=True,
-    )
 
 
 class Conversations:

@@ -22,7 +22,8 @@ def make_scheduler(
     policy: Policy = STOCK, *, num_blocks: int = 100, limits: Limits | None = None, **settings: Any
 ) -> Scheduler:
     """An engine with blocks of 4 tokens, `num_blocks` of them usable."""
-    kv_names = ("windows", "max_model_len", "reserve_full_sequence", "watermark", "num_lookahead_tokens")
+    kv_names = ("windows", "retention_interval", "max_model_len", "reserve_full_sequence", "watermark")
+    kv_names += ("num_lookahead_tokens",)
     kv = {name: settings.pop(name) for name in kv_names if name in settings}
     config = EngineConfig(kv=KvConfig(num_blocks=num_blocks + 1, block_size=4, **kv), **settings)
     return Scheduler(config, policy) if limits is None else Scheduler(config, policy, limits)

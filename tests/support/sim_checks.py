@@ -53,8 +53,10 @@ def check_pool(pool: ExtentPool, held: Iterable[Row], *, num_blanks: int = 0) ->
     for extent in {*free, *references}:
         if extent.ref_cnt != references[extent]:
             raise IntegrityError(f"{extent} has {references[extent]} holders")
-        if extent.first >= extent.end or extent not in extent.home:
+        if extent.first >= extent.end or (extent.is_cached and extent not in extent.home):
             raise IntegrityError(f"{extent} is empty, or no look-up finds it")
+        if not extent.is_cached and references[extent] != 1:
+            raise IntegrityError(f"{extent} is not cached, yet more than one holder found it")
         if (extent.ref_cnt == 0) != (extent in free):
             raise IntegrityError(f"{extent} is free or in use, but not both say so")
     num_free = num_free_blanks + _count_blocks(free)

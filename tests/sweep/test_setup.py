@@ -103,6 +103,12 @@ def test_types_of_weights_and_cache() -> None:
     assert build(make(gpu="H100", dtype="fp8")).config.kv.num_blocks != 434_000 // 16
 
 
+def test_the_interval_of_windows_is_that_of_a_default_server() -> None:
+    assert build(make()).config.kv.retention_interval == 0
+    dense = build(make(gpu="H100", model="gemma-3-12b", prefix_cache_retention_interval=None))
+    assert dense.config.kv.retention_interval is None
+
+
 def test_leases_can_yield_as_under_the_plugin() -> None:
     assert not build(make()).make_scheduler().driver.limits.always_yield
     assert build(make(limits="plugin")).make_scheduler().driver.limits.always_yield
@@ -126,6 +132,12 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
         ),
         ({"max_model_len": -1}, ConfigError, "--max-model-len must be"),
         ({"gpu_memory_utilization": 0.0}, ConfigError, "--gpu-memory-utilization must be above 0"),
+        ({"prefix_cache_retention_interval": 64}, ConfigError, "is for models with sliding windows"),
+        (
+            {"prefix_cache_retention_interval": 40, "model": "gpt-oss-20b", "gpu": "H100"},
+            ConfigError,
+            "must be a multiple of the block size \\(16\\), or None; got 40",
+        ),
         ({"kv_tokens": 17}, ConfigError, "--kv-tokens must be at least 32, two blocks; got 17"),
         ({"offload": "async", "host_gb": math.nan}, ConfigError, "--host-gb must be finite"),
         ({"offload": "async", "host_gb": math.inf}, ConfigError, "--host-gb must be finite"),

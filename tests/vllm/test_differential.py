@@ -28,10 +28,10 @@ def run(cls: type, seed: int, *, depth: int, tenuto: dict[str, Any] | None, poli
         max_num_batched_tokens=rng.choice((64, 256)),
         long_prefill_token_threshold=rng.choice((0, 48)),
     )
-    window = rng.choice((None, None, 64))
+    windows = rng.choice(((None,), (None,), (None, 64)))
     # Two layer groups need twice the blocks; the smallest pool just holds the longest request.
-    num_blocks = rng.choice((44, 60, 300)) * (1 if window is None else 2)
-    scheduler = make_scheduler(cls, config, num_blocks=num_blocks, window=window)
+    num_blocks = rng.choice((44, 60, 300)) * len(windows)
+    scheduler = make_scheduler(cls, config, num_blocks=num_blocks, windows=windows)
     engine = Engine(scheduler, depth=depth)
     shared = [rng.randrange(10, 900) for _ in range(40)]
     talks = [shared + [rng.randrange(10, 900) for _ in range(rng.randrange(5, 120))] for _ in range(8)]

@@ -27,7 +27,12 @@ BLOCK_SIZE = 16
 def start(*, depth: int = 1, num_blocks: int = 100, window: int | None = None, **config: Any) -> Engine:
     tenuto_config = {"policy": KEEP_ALL, "options": {"ttl_s": 100.0}}
     vllm_config = make_config(is_async=depth > 1, tenuto=tenuto_config, **config)
-    scheduler = make_scheduler(tenuto.vllm.Scheduler, vllm_config, num_blocks=num_blocks, window=window)
+    scheduler = make_scheduler(
+        tenuto.vllm.Scheduler,
+        vllm_config,
+        num_blocks=num_blocks,
+        windows=(None,) if window is None else (None, window),
+    )
     return Engine(scheduler, depth=depth)
 
 
@@ -250,7 +255,12 @@ def test_order_and_leases_together(
     rng = random.Random(seed)
     config = make_config(is_async=depth > 1, tenuto=policy, max_num_seqs=8, policy=mode)
     num_blocks = 60 if window is None else 120
-    scheduler = make_scheduler(tenuto.vllm.Scheduler, config, num_blocks=num_blocks, window=window)
+    scheduler = make_scheduler(
+        tenuto.vllm.Scheduler,
+        config,
+        num_blocks=num_blocks,
+        windows=(None,) if window is None else (None, window),
+    )
     engine = Engine(scheduler, depth=depth)
     talks = [[rng.randrange(10, 900) for _ in range(rng.randrange(20, 90))] for _ in range(10)]
     for step in range(300):
@@ -290,7 +300,7 @@ def test_order_and_leases_together(
 def test_a_window_in_the_only_layer_group(clock: Clock) -> None:
     """A model of sliding windows alone: its leases are whole or nothing, and hit on return."""
     config = make_config(tenuto={"policy": KEEP_ALL})
-    engine = Engine(make_scheduler(tenuto.vllm.Scheduler, config, window=64, full=False))
+    engine = Engine(make_scheduler(tenuto.vllm.Scheduler, config, windows=(64,)))
     prompt = list(range(100, 296))
     engine.scheduler.add_request(make_request("a1", prompt, max_tokens=2, xargs={"job_id": "a", "tool": "x"}))
     engine.run()
@@ -404,7 +414,7 @@ def test_a_turn_s_own_blocks_are_those_that_a_look_up_finds(
 
     def compare(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
         blocks = own(scheduler, request, num_hit_tokens)
-        compared.append((blocks, compat.get_cached_blocks(scheduler, request)))
+        compared.append((blocks, compat.get_cached_blocks(scheduler, request)[0]))
         return blocks
 
     monkeypatch.setattr(compat, "get_own_cached_blocks", compare)

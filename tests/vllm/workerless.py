@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm.config import (
     CacheConfig,
     ModelConfig,
@@ -25,16 +24,11 @@ from vllm.config import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.vllm.kv_configs import get_attention, make_scheduler_of_layers
 
 EOS = 2
 MAX_MODEL_LEN = 8192
@@ -115,27 +109,15 @@ def make_scheduler(
     *,
     num_blocks: int = 100,
     block_size: int = 16,
-    window: int | None = None,
-    full: bool = True,
+    windows: Sequence[int | None] = (None,),
+    retention_interval: int | None = 0,
 ) -> Any:
     """A scheduler of the given class with `num_blocks` blocks, the null block included.
 
-    With `window` the model has a layer group with a sliding window, beside the one with full attention.
+    `windows` has the sliding window of each layer in tokens, None for full attention.
     """
-    init_none_hash(sha256)
-    config.cache_config.num_gpu_blocks = num_blocks
-    config.cache_config.block_size = block_size
-    common = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**common))] if full else []
-    if window is not None:
-        groups.append(KVCacheGroupSpec(["window"], SlidingWindowSpec(**common, sliding_window=window)))
-    return cls(
-        vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=block_size,
-        log_stats=True,
-    )
+    layers = [get_attention(window, block_size) for window in windows]
+    return make_scheduler_of_layers(cls, config, layers, num_blocks, retention_interval=retention_interval)
 
 
 def make_request(

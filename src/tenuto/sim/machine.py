@@ -89,6 +89,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
             num_blocks=_get_num_blocks(setup, gpu, model, wanted, profile),
             block_size=setup.block_size,
             windows=tuple(group.window for group in model.kv_groups()),
+            retention_interval=setup.prefix_cache_retention_interval,
             max_model_len=setup.max_model_len or model.max_model_len,
             watermark=_get(setup.watermark, wanted.watermark, 0.0),
         ),

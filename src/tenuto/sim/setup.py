@@ -12,11 +12,24 @@ from tenuto.core.step_tokens import StepTokens, check_step_tokens, read_step_tok
 from tenuto.sim.hardware.gpus import GPUS
 
 
+def _read_interval(text: str) -> int | None:
+    """The value as vLLM spells it. Raises ConfigError."""
+    if text == "None":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"--prefix-cache-retention-interval must be a whole number or None, got {text!r}"
+        ) from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup(Options):
     """One simulated machine, checked.
 
-    An option that is None gets vLLM's value on that GPU. Raises ConfigError.
+    An option that is None gets vLLM's value on that GPU; only of `prefix_cache_retention_interval` None is
+    itself a value. Raises ConfigError.
     """
 
     GROUP = "the machine"
@@ -96,6 +109,14 @@ class Setup(Options):
         None, "longest prompt with its answer, in tokens", minimum=1, shown_default="the model's"
     )
     block_size: int = option(16, "tokens in a KV block", minimum=1)
+    prefix_cache_retention_interval: int | None = option(
+        0,
+        "how often the end of a sliding window is cached, in tokens, as in vLLM; 0: where a prompt ends and "
+        "where prompts part; None: at every block",
+        metavar="N|None",
+        read=_read_interval,
+        minimum=0,
+    )
     long_prefill_token_threshold: int | None = option(
         None, "most tokens of one prompt in a step, as in vLLM; 0: no limit", minimum=0, shown_default="0"
     )

@@ -191,10 +191,10 @@ def get_block_size(scheduler: Any) -> int:
     return int(scheduler.block_size if len(groups) == 1 else groups[0].kv_cache_spec.block_size)
 
 
-def get_cached_blocks(scheduler: Any, request: Any) -> list[Any]:
-    """Blocks that a prompt extending this request would hit: all layer groups, from the prompt's start."""
-    groups = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks
-    return [block for group in groups for block in group if not block.is_null]
+def get_cached_blocks(scheduler: Any, request: Any) -> tuple[list[Any], int]:
+    """What a prompt extending this request would hit: blocks of all layer groups, and how many tokens."""
+    hit, num_tokens = scheduler.kv_cache_manager.get_computed_blocks(request)[:2]
+    return [block for group in hit.blocks for block in group if not block.is_null], int(num_tokens)
 
 
 def get_own_cached_blocks(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:

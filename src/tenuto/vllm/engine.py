@@ -57,12 +57,11 @@ class VllmEngine:
         request = self._scheduler.requests[turn_id]
         if self.can_truncate:
             return compat.get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
-        blocks = CachedBlocks(compat.get_cached_blocks(self._scheduler, request))
+        found, num_tokens = compat.get_cached_blocks(self._scheduler, request)
+        blocks = CachedBlocks(found)
         if blocks:
-            # Keep the whole request or nothing: a shorter prefix would need other blocks of a sliding window.
-            blocks.num_chain_hashes = min(
-                (request.num_tokens - 1) // self.hash_block_size, len(request.block_hashes)
-            )
+            # Keep the whole hit or nothing: a shorter prefix would need other blocks of a sliding window.
+            blocks.num_chain_hashes = num_tokens // self.hash_block_size
             blocks.chain_hash = request.block_hashes[blocks.num_chain_hashes - 1]
         return blocks
 

@@ -88,7 +88,7 @@ class SimEngine:
         request = self._state.requests[turn_id]
         hit = self._kv.get_hit(request)
         row = LeasedRow(part for row in hit.rows for part in row.ranges)
-        last = (request.num_tokens - 1) // self._config.kv.block_size - 1
+        last = hit.num_tokens // self._config.kv.block_size - 1
         row.last_hash = (request.path.get_segment(last), last) if row else None
         return row
 

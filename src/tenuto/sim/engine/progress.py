@@ -110,14 +110,31 @@ class Progress:
             request.max_tokens - request.num_output_tokens,
             self._config.kv.max_model_len - request.num_tokens,
         )
-        num_new_tokens = min(num_new_tokens, num_left)
+        num_cut = max(0, num_new_tokens - num_left)
+        num_new_tokens -= num_cut
         request.num_tokens += num_new_tokens
-        if self._config.max_steps_in_flight > 1 and not is_stale:
-            request.num_placeholders -= num_new_tokens
-            self._kv.cache(request, request.num_computed_tokens - request.num_placeholders)
+        if not is_stale:
+            self._cache_output(request, num_new_tokens, num_cut)
         if num_new_tokens == num_left:
             self.finish(request, Finish(request.num_output_tokens, request.tool, request.is_last))
         return num_new_tokens
+
+    def _cache_output(self, request: Request, num_new_tokens: int, num_cut: int) -> None:
+        """Cache the blocks that new output fills, where they were not cached when they were scheduled.
+
+        `num_cut`: tokens of the output that are beyond the request's end.
+        """
+        is_async = self._config.max_steps_in_flight > 1
+        if self._config.vllm_release == "0.32":
+            if is_async:
+                request.num_placeholders -= num_new_tokens
+                self._kv.cache(request, request.num_computed_tokens - request.num_placeholders)
+            return
+        if is_async:
+            request.num_placeholders -= num_new_tokens + num_cut
+        if is_async or self._config.num_draft_tokens:
+            request.num_computed_tokens -= num_cut
+            self._kv.cache(request, request.num_computed_tokens - request.num_in_flight_tokens)
 
     def _remove_finished(self, outputs: list[tuple[Request, int]]) -> None:
         finished = [request for request, _ in outputs if request.status is Status.FINISHED]

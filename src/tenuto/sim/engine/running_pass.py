@@ -23,6 +23,8 @@ class RunningPass:
         self._state = state
         self._allocator = allocator
         self._preemption = preemption
+        # What comes behind it in `running` may be more important, and has its blocks to take.
+        self._goes_on_after_self = config.order == "priority" and config.vllm_release != "0.32"
 
     def schedule(self, step: Step) -> None:
         """Spend the step's budget on running requests, in their order."""
@@ -37,16 +39,23 @@ class RunningPass:
             while not allocator.try_allocate(request, num_new_tokens, None):
                 victim = self._preemption.preempt_for_running(request, step)
                 if victim is request:
-                    return
+                    break
                 index = running.index(request)
-            step.give(request, num_new_tokens)
-            step.has_prefill |= request.is_prefill_chunk
-            if request.num_drafts:
-                num_certain = request.num_tokens + request.num_placeholders - request.num_computed_tokens
-                if num_new_tokens > num_certain:
-                    step.num_drafts[request.turn_id] = num_new_tokens - num_certain
-                request.num_drafts = 0
-            index += 1
+            else:
+                self._give(request, num_new_tokens, step)
+                index += 1
+                continue
+            if not self._goes_on_after_self:
+                return
+
+    def _give(self, request: Request, num_new_tokens: int, step: Step) -> None:
+        step.give(request, num_new_tokens)
+        step.has_prefill |= request.is_prefill_chunk
+        if request.num_drafts:
+            num_certain = request.num_tokens + request.num_placeholders - request.num_computed_tokens
+            if num_new_tokens > num_certain:
+                step.num_drafts[request.turn_id] = num_new_tokens - num_certain
+            request.num_drafts = 0
 
     def _count_new_tokens(self, request: Request, step: Step) -> int:
         """How many tokens a running request gets.

@@ -16,6 +16,10 @@ class KvConfig:
     block_size: int = 16
     windows: tuple[int | None, ...] = (None,)
     """The sliding window of each layer group, in tokens; None for full attention."""
+    retention_interval: int | None = 0
+    """vLLM's `prefix_cache_retention_interval`: how often the end of a sliding window is cached, in tokens.
+
+    0: only where a prompt ends, and where prompts part. None: at every block."""
     max_model_len: int = 131_072
     reserve_full_sequence: bool = True
     """A waiting request starts only when all its tokens so far fit (`scheduler_reserve_full_isl`)."""
@@ -32,6 +36,17 @@ class KvConfig:
             raise ConfigError(f"num_blocks and max_model_len must be 2 or more, block_size 1 or more: {self}")
         if not self.windows or any(window is not None and window < 1 for window in self.windows):
             raise ConfigError(f"windows must name one layer group or more, each of 1 token or more: {self}")
+        interval = self.retention_interval
+        if interval is not None and (interval < 0 or interval % self.block_size):
+            raise ConfigError(
+                "prefix_cache_retention_interval must be a multiple of the block size "
+                f"({self.block_size}), or None; got {interval}"
+            )
+        if interval and not any(self.windows):
+            # As in vLLM, which refuses to start.
+            raise ConfigError(
+                "prefix_cache_retention_interval is for models with sliding windows; set it to 0"
+            )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark must be at least 0 and below 1: {self}")
         if self.num_lookahead_tokens < 0:

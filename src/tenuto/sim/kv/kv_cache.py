@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tenuto.core.errors import ConfigError
+from tenuto.sim.kv.checkpoints import Checkpoints, count_tail_blocks
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.pool import ExtentPool
 from tenuto.sim.kv.request import BlockTable, Request
@@ -31,6 +32,8 @@ class Hit(NamedTuple):
     num_tokens: int
     rows: tuple[Row, ...]
     """Its blocks in each layer group; in a sliding window only those that the window still sees."""
+    shared_tokens: int = 0
+    """Where the prompt leaves what a layer group has cached, if that is behind the hit; else 0."""
     num_loaded_tokens: int = 0
     """Tokens behind it that come from a tier."""
     waits: bool = False
@@ -56,6 +59,10 @@ class KvCache:
         for group, window in enumerate(config.windows):
             if window is not None:
                 self._window_groups.setdefault(window, []).append(group)
+        self._checkpoints = {
+            window: Checkpoints(window, config.block_size, config.retention_interval)
+            for window in self._window_groups
+        }
         # A window's blocks are given back as it moves on, so admission need not count a whole prompt's.
         self._max_admission_blocks = [
             None if window is None else self._count_window_blocks(window, max_in_flight_tokens)
@@ -97,18 +104,22 @@ class KvCache:
             return Hit(len(row) * self._block_size, (row,))
         if self._full_groups:
             end = min(len(find(path, group, 0, end)) for group in self._full_groups)
-        # Each kind of window accepts the length or shortens it, until all accept it.
+        # Each kind of window accepts the length or shortens it, until all accept it. The first kind of layer
+        # that was asked has the longest prefix.
+        longest = end if self._full_groups else None
         previous_end = None
         while end != previous_end:
             previous_end = end
             for window, groups in self._window_groups.items():
                 end = self._get_window_hit(path, window, groups, end)
+                longest = end if longest is None else longest
         num_tokens = end * self._block_size
+        shared_tokens = longest * self._block_size if longest is not None and longest > end else 0
         rows = (
             find(path, group, self._count_skipped_blocks(window, num_tokens), end)
             for group, window in enumerate(self.config.windows)
         )
-        return Hit(num_tokens, tuple(rows))
+        return Hit(num_tokens, tuple(rows), shared_tokens)
 
     def try_allocate(self, request: Request, num_new_tokens: int, hit: Hit | None, *, is_busy: bool) -> bool:
         """Take slots for a request's next tokens and cache the blocks they fill; False if blocks are short.
@@ -125,6 +136,7 @@ class KvCache:
         num_computed_tokens = request.num_computed_tokens
         if hit is not None:
             num_computed_tokens = hit.num_computed_tokens
+            request.shared_tokens = hit.shared_tokens
             for table, row, window in zip(request.tables, hit.rows, self.config.windows, strict=True):
                 self.pool.hold(row)
                 table.row = row
@@ -168,12 +180,20 @@ class KvCache:
 
     def cache(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks of a request's first tokens findable."""
-        num_full_blocks = num_tokens // self._block_size
-        for group, table in enumerate(request.tables):
-            num_cached = table.num_cached
-            if num_full_blocks > num_cached:
-                table.num_blanks -= num_full_blocks - num_cached
-                self.pool.cache(table.row, request.path, group, num_cached, num_full_blocks)
+        end = num_tokens // self._block_size
+        for group, (table, window) in enumerate(zip(request.tables, self.config.windows, strict=True)):
+            first = table.num_full
+            if end <= first:
+                continue
+            table.num_blanks -= end - first
+            if window is None:
+                self.pool.cache(table.row, request.path, group, first, end)
+                continue
+            for start, stop in self._checkpoints[window].get_runs(request, first, end):
+                self.pool.fill(table.row, request.path, first, start)
+                self.pool.cache(table.row, request.path, group, start, stop)
+                first = stop
+            self.pool.fill(table.row, request.path, first, end)
 
     def free(self, request: Request) -> None:
         """Give all blocks of a request back."""
@@ -200,7 +220,7 @@ class KvCache:
         num_tokens = request.num_computed_tokens + num_new_tokens
         return (
             num_tokens + self.config.num_lookahead_tokens <= table.num_blocks * size
-            and min(num_tokens, request.num_tokens) < (table.num_cached + 1) * size
+            and min(num_tokens, request.num_tokens) < (table.num_full + 1) * size
         )
 
     def _count_blocks(self, num_tokens: int) -> int:
@@ -231,7 +251,7 @@ class KvCache:
         runs = self.pool.find_runs(path, groups[0], end)
         for group in groups[1:]:
             runs = _intersect(runs, self.pool.find_runs(path, group, end))
-        num_window_blocks = -(-(window - 1) // self._block_size)
+        num_window_blocks = count_tail_blocks(window, self._block_size)
         for first, last in reversed(runs):
             if last - first >= num_window_blocks or first == 0:
                 return last

@@ -123,6 +123,19 @@ class ExtentPool:
                 copies.append(extent)
                 row.append(extent, start, stop)
 
+    def fill(self, row: Row, path: Path, first: int, end: int) -> None:
+        """Append the full blocks `first` to before `end` to a sequence's row; no look-up will find them."""
+        for segment, start, stop in path.get_ranges(first, end):
+            last = row.ranges[-1].extent if row.ranges else None
+            if last is not None and not last.is_cached and last.segment is segment and last.end == start:
+                last.end = stop
+                row.ranges[-1] = Range(last, row.ranges[-1].first, stop)
+                row.num_blocks += stop - start
+            else:
+                extent = Extent(segment, [], start, stop, 0)
+                extent.is_cached = False
+                row.append(extent, start, stop)
+
     def reset(self) -> bool:
         """Forget all content; False, and nothing changes, while any block is referenced."""
         if self.num_free_blocks != self.num_blocks:
@@ -175,9 +188,13 @@ class ExtentPool:
         """Give one reference to each block up, the last block first."""
         for extent in reversed(self._get_extents(row)):
             extent.ref_cnt -= 1
-            if extent.ref_cnt == 0:
+            if extent.ref_cnt > 0:
+                continue
+            if extent.is_cached:
                 self.num_free_blocks += extent.end - extent.first
                 self._free.append(extent)
+            else:
+                self.give_back(extent.end - extent.first)
 
     def release_head(self, row: Row, num_blocks: int) -> None:
         """Give up the references to a row's first blocks, the last of them first, and drop them from the row.
@@ -250,6 +267,7 @@ class ExtentPool:
         """Split an extent before block `at`; returns the new extent, which holds the blocks from `at` on."""
         tail = Extent(extent.segment, extent.home, at, extent.end, extent.order)
         tail.ref_cnt, tail.num_holds = extent.ref_cnt, extent.num_holds
+        tail.is_cached = extent.is_cached
         tail.after, extent.after = extent.after, tail
         extent.end = at
         extent.home.append(tail)

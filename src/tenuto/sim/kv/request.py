@@ -32,9 +32,9 @@ class Status(Enum):
 class BlockTable:
     """A request's blocks in one layer group, in the order of its tokens.
 
-    │ null … │ cached …            │ blank … │
+    │ null … │ full …              │ blank … │
     │        │ row                 │         │
-    └ behind its sliding window    └ not full, or not cached yet
+    └ behind its sliding window    └ not full, or not certain yet
     """
 
     num_nulls: int = 0
@@ -42,8 +42,8 @@ class BlockTable:
     num_blanks: int = 0
 
     @property
-    def num_cached(self) -> int:
-        """Blocks up to the first blank one."""
+    def num_full(self) -> int:
+        """Blocks up to the first blank one. All are cached, but for some of a sliding window's."""
         return self.num_nulls + self.row.num_blocks
 
     @property
@@ -90,6 +90,9 @@ class Request:
     """Tokens with KV, those of steps in flight included."""
     num_drafts: int = field(init=False, default=0)
     """Draft tokens to verify in its next step."""
+    shared_tokens: int = field(init=False, default=0)
+    """Where its prompt leaves what was cached in some layer group when it started, if that is behind its hit;
+    else 0. Source: `shared_prefix_boundary` in vllm/v1/request.py@0.32."""
     num_placeholders: int = field(init=False, default=0)
     """Output tokens that steps in flight will bring, drafts included."""
     num_in_flight_tokens: int = field(init=False, default=0)

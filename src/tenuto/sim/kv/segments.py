@@ -47,9 +47,10 @@ class Segment:
 
 
 class Extent:
-    """A run of cached blocks that share one fate: `first` to before `end`, counted from the sequence's start.
+    """A run of full blocks that share one fate: `first` to before `end`, counted from the sequence's start.
 
-    They lie in one segment, have the same number of references, and one place in the free queue.
+    They lie in one segment, have the same number of references, and one place in the free queue. Most are
+    cached. Those that a sliding window fills between two of its checkpoints are not.
     """
 
     __slots__ = (
@@ -57,6 +58,7 @@ class Extent:
         "end",
         "first",
         "home",
+        "is_cached",
         "next",
         "num_holds",
         "order",
@@ -74,6 +76,8 @@ class Extent:
         self.order = order
         """Extents are numbered as they are cached; of several copies the smallest number is hit."""
         self.ref_cnt = 1
+        self.is_cached = True
+        """Whether look-ups find it; if not, its blocks are blank again as soon as they are free."""
         self.num_holds = 0
         """References among them that leases have."""
         self.after: Extent | None = None

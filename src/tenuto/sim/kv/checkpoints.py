@@ -1,0 +1,53 @@
+"""Which blocks of a sliding window are cached: the window's end at a few places of the sequence.
+
+A later prompt hits where all layer groups are cached. In a sliding window that takes only the last blocks
+before the hit's end, so vLLM caches these blocks where a later prompt is expected to part from this one, and
+leaves the others without content:
+
+    prompt        ├──────────────────────────┤ output …
+    interval 0                    ··      ▒▒ ·           the prompt's end, and where prompts part
+    interval 4        ▒▒      ▒▒  ▒▒  ▒▒  ▒▒ ·   ▒▒      and at every fourth block
+    None          ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒     every block
+
+Source: single_type_kv_cache_manager.py:SlidingWindowManager.reachable_block_mask@0.32.
+"""
+
+from __future__ import annotations
+
+from tenuto.sim.kv.request import Request
+
+
+class Checkpoints:
+    """The places at which one sliding window's end is cached."""
+
+    def __init__(self, window: int, block_size: int, interval: int | None) -> None:
+        """`window` and `interval` are in tokens; the interval is a multiple of `block_size`, 0 or None."""
+        self._block_size = block_size
+        self._interval = interval
+        self._num_tail_blocks = count_tail_blocks(window, block_size)
+        self._num_segment_blocks = 1 if interval is None else interval // block_size
+
+    def get_runs(self, request: Request, first: int, end: int) -> list[tuple[int, int]]:
+        """The blocks to cache of those from `first` to before `end`, as rising runs (first, end)."""
+        num_tail, num_segment = self._num_tail_blocks, self._num_segment_blocks
+        if 0 < num_segment <= num_tail:
+            return [(first, end)]
+        ends: set[int] = set()
+        if num_segment and num_tail:
+            ends.update(range((first // num_segment + 1) * num_segment, end + num_tail, num_segment))
+        if self._interval is not None:
+            # The same prompt again computes its last token, so it can use no more than the tokens before it.
+            ends.add((request.num_prompt_tokens - 1) // self._block_size)
+            if request.shared_tokens:
+                ends.add(request.shared_tokens // self._block_size)
+        runs: list[tuple[int, int]] = []
+        for stop in sorted(ends):
+            start = max(first, stop - num_tail, runs[-1][1] if runs else 0)
+            if start < min(stop, end):
+                runs.append((start, min(stop, end)))
+        return runs
+
+
+def count_tail_blocks(window: int, block_size: int) -> int:
+    """Blocks before a hit's end that a sliding window needs: the next token sees `window` - 1 others."""
+    return -(-(window - 1) // block_size)

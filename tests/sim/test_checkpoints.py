@@ -1,0 +1,74 @@
+"""Which blocks of a sliding window are cached, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.core.errors import ConfigError
+from tenuto.sim.kv.checkpoints import Checkpoints, count_tail_blocks
+from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv.request import Request
+from tests.sim.test_scheduler import make_scheduler, run
+
+
+def get_blocks(
+    window: int, interval: int | None, *, shared: int = 0, first: int = 0, end: int = 14
+) -> list[int]:
+    """The cached ones of the first 14 blocks of 4 tokens: 42 of the prompt, then output."""
+    request = Request("r", [("prompt", 42)], ("output", 14), 0.0)
+    request.shared_tokens = shared
+    runs = Checkpoints(window, 4, interval).get_runs(request, first, end)
+    assert all(start < stop for start, stop in runs)
+    return [block for start, stop in runs for block in range(start, stop)]
+
+
+def test_the_end_of_the_prompt_and_where_prompts_part() -> None:
+    # 41 of the 42 tokens may be hit: 10 full blocks. A window of 9 sees 8 tokens before the next one.
+    assert get_blocks(9, 0) == [8, 9]
+    assert get_blocks(10, 0) == [7, 8, 9]
+    assert get_blocks(9, 0, shared=18) == [2, 3, 8, 9]
+    assert get_blocks(9, 0, shared=36) == [7, 8, 9]
+    # Chunk by chunk.
+    assert get_blocks(9, 0, shared=18, end=3) == [2]
+    assert get_blocks(9, 0, shared=18, first=3) == [3, 8, 9]
+
+
+def test_intervals() -> None:
+    assert get_blocks(9, 16) == [2, 3, 6, 7, 8, 9, 10, 11]
+    assert get_blocks(9, 16, end=10) == [2, 3, 6, 7, 8, 9]
+    assert get_blocks(9, 16, first=11, end=12) == [11]
+    # A chunk may end between two blocks of one tail.
+    assert get_blocks(9, 16, end=11) == [2, 3, 6, 7, 8, 9, 10]
+    # No longer than the window, or None: every block.
+    assert get_blocks(9, 8) == get_blocks(9, None) == list(range(14))
+
+
+def test_a_window_of_one_token_needs_nothing_before() -> None:
+    assert count_tail_blocks(1, 4) == 0
+    assert get_blocks(1, 0) == get_blocks(1, None) == []
+
+
+@pytest.mark.parametrize(
+    ("interval", "hits"), [(0, [0, 0, 40, 40]), (None, [0, 40, 40, 40]), (32, [0, 32, 40, 40])]
+)
+def test_prompts_that_share_a_beginning(interval: int | None, hits: list[int]) -> None:
+    """By default the second one marks where they part, and only the third one hits it."""
+    scheduler = make_scheduler(windows=(None, 9), retention_interval=interval)
+    found = []
+    for n in range(4):
+        prompt = [("system", 41), (f"task{n}", 20)]
+        scheduler.add_request(Request(f"r{n}", prompt, (f"out{n}", 3), 0.0), 0.0)
+        each = scheduler.schedule(0.0)
+        found.append(each.new[f"r{n}"])
+        scheduler.finish_step(each, 0.0)
+        run(scheduler)
+    assert found == hits
+
+
+def test_an_interval_must_fit() -> None:
+    for kv in ({"retention_interval": 24, "windows": (64,)}, {"retention_interval": -16, "windows": (64,)}):
+        with pytest.raises(ConfigError, match="must be a multiple of the block size"):
+            KvConfig(num_blocks=10, **kv)
+    with pytest.raises(ConfigError, match="for models with sliding windows"):
+        KvConfig(num_blocks=10, retention_interval=16)
+    KvConfig(num_blocks=10, retention_interval=None)
