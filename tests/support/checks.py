@@ -34,6 +34,22 @@ def check_integrity(pool: Any, leases: LeaseTable | None = None, *, idle: bool =
             raise IntegrityError(f"{block} is free or in use, but not both counts say so")
     if leases is not None:
         _check_leases(pool, leases, idle)
+        if hasattr(pool, "get_usage"):
+            _check_usage(pool, leases)
+
+
+def count_idle_leased_blocks(pool: Any, leases: LeaseTable) -> int:
+    """Blocks that leases hold and nothing else does, counted one by one."""
+    held = Counter(block.block_id for lease in leases for block in lease.blocks)
+    return sum(block.ref_cnt == held[block.block_id] > 0 for block in pool.blocks)
+
+
+def _check_usage(pool: Any, leases: LeaseTable) -> None:
+    """The reported usage counts the blocks that something else than leases holds."""
+    num_blocks = sum(not block.is_null for block in pool.blocks)
+    num_used = num_blocks - pool.free_block_queue.num_free_blocks - count_idle_leased_blocks(pool, leases)
+    if abs(pool.get_usage() - num_used / num_blocks) > 1e-9:
+        raise IntegrityError(f"usage {pool.get_usage()}, but {num_used} of {num_blocks} blocks are used")
 
 
 def _check_leases(pool: Any, leases: LeaseTable, idle: bool) -> None:

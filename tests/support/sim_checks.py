@@ -40,6 +40,11 @@ def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
         extent.num_holds != num_holds for extent, num_holds in leased.items()
     ):
         raise IntegrityError(f"leases hold {_count_blocks(leased)} blocks, counted {pool.num_leased_blocks}")
+    num_idle = sum(
+        extent.end - extent.first for extent, num_holds in leased.items() if extent.ref_cnt == num_holds
+    )
+    if num_idle != pool.num_idle_leased_blocks:
+        raise IntegrityError(f"only leases hold {num_idle} blocks, counted {pool.num_idle_leased_blocks}")
     storing = [] if scheduler.offloader is None else scheduler.offloader.get_held_rows()
     check_pool(pool, [*rows, *held, *storing], num_blanks=sum(table.num_blanks for table in tables))
 

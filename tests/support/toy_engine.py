@@ -22,6 +22,7 @@ from tenuto.core.requests.hints import Hints
 from tenuto.core.step_tokens import StepChooser
 from tenuto.core.types import EngineView, ToolCall
 from tests.support.blocks import Block, BlockPool
+from tests.support.checks import count_idle_leased_blocks
 from tests.support.prefix import get_hit_blocks, hash_blocks
 
 
@@ -201,6 +202,9 @@ class ToyEngine:
 
     def get_num_leased_blocks(self) -> int:
         return len(self.coverage)
+
+    def get_num_idle_leased_blocks(self) -> int:
+        return count_idle_leased_blocks(self.pool, self.driver.leases)
 
     def get_block_ids(self, blocks: list[Block]) -> list[int]:
         return [block.block_id for block in blocks]

@@ -41,14 +41,14 @@ def check(engine: Engine, *, idle: bool = False) -> None:
     check_integrity(scheduler.kv_cache_manager.block_pool, scheduler.driver.leases, idle=idle)
 
 
-def get_usage(engine: Engine) -> int:
+def count_referenced(engine: Engine) -> int:
     pool = engine.scheduler.kv_cache_manager.block_pool
     return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("window", [None, 64])
-def test_hold_shows_in_usage_and_is_hit_on_return(clock: Clock, depth: int, window: int | None) -> None:
+def test_hold_takes_blocks_and_is_hit_on_return(clock: Clock, depth: int, window: int | None) -> None:
     engine = start(depth=depth, window=window)
     prompt = list(range(100, 200))
     engine.scheduler.add_request(
@@ -58,7 +58,7 @@ def test_hold_shows_in_usage_and_is_hit_on_return(clock: Clock, depth: int, wind
     # 100 + 8 tokens, of which the last is never computed: 107 // 16 = 6 full blocks. The sliding window
     # keeps the blocks of its last 64 tokens before position 96: 4 more.
     held = 6 + (4 if window else 0)
-    assert get_usage(engine) == held
+    assert count_referenced(engine) == held
     check(engine, idle=True)
     clock.now_s += 1
     follow = prompt + engine.outputs["a1"] + list(range(300, 340))
@@ -67,7 +67,7 @@ def test_hold_shows_in_usage_and_is_hit_on_return(clock: Clock, depth: int, wind
     stats = engine.scheduler.driver.stats
     assert stats.num_hit_tokens == 6 * BLOCK_SIZE
     assert stats.num_leases_ended[LeaseEnd.HIT] == 1
-    assert get_usage(engine) == 0
+    assert count_referenced(engine) == 0
     check(engine, idle=True)
 
 
@@ -138,7 +138,7 @@ def test_expiry_while_idle_takes_one_step(clock: Clock) -> None:
     assert engine.scheduler.has_requests()
     engine.step()
     assert not engine.scheduler.has_requests()
-    assert get_usage(engine) == 0
+    assert count_referenced(engine) == 0
     assert engine.scheduler.driver.stats.num_leases_ended[LeaseEnd.EXPIRED] == 1
 
 
@@ -162,7 +162,7 @@ def test_a_rewritten_prompt_supersedes_the_lease(clock: Clock, num_common_blocks
     compacted = prompt[: num_common_blocks * BLOCK_SIZE] + [9] * 60
     engine.scheduler.add_request(make_request("a2", compacted, xargs={"job_id": "a", "is_last_step": 1}))
     # At arrival already: blocks behind the common part serve nobody.
-    assert get_usage(engine) == num_common_blocks
+    assert count_referenced(engine) == num_common_blocks
     engine.run()
     assert engine.scheduler.driver.stats.num_hit_tokens == num_common_blocks * BLOCK_SIZE
     check(engine, idle=True)
@@ -294,7 +294,7 @@ def test_order_and_leases_together(
     assert scheduler.driver.stats.num_leases_granted > 10
     clock.now_s += 1000
     engine.step()
-    assert get_usage(engine) == 0
+    assert count_referenced(engine) == 0
 
 
 def test_a_window_in_the_only_layer_group(clock: Clock) -> None:
@@ -325,7 +325,7 @@ def test_shared_prefixes_do_not_make_leases_look_larger(clock: Clock) -> None:
     leases = engine.scheduler.driver.leases
     # 846 tokens each are 52 full blocks, of which 51 are the same.
     assert leases.num_blocks == 156
-    assert get_usage(engine) == 54
+    assert count_referenced(engine) == 54
     engine.scheduler.add_request(make_request("busy", [3] * 600, max_tokens=90, xargs={"is_last_step": 1}))
     for _ in range(5):
         engine.step()
@@ -399,7 +399,7 @@ def test_chaos_ends_clean(clock: Clock, depth: int, seed: int) -> None:
     engine.step()
     assert len(scheduler.driver.leases) == 0
     assert not scheduler.driver._turns
-    assert get_usage(engine) == 0
+    assert count_referenced(engine) == 0
     check(engine, idle=True)
 
 
@@ -429,4 +429,4 @@ def test_a_turn_s_own_blocks_are_those_that_a_look_up_finds(
     assert len(compared) == 12
     assert all(ours == found for ours, found in compared)
     # Fewer blocks than the leases' sum: they share.
-    assert get_usage(engine) < sum(len(blocks) for blocks, _ in compared)
+    assert count_referenced(engine) < sum(len(blocks) for blocks, _ in compared)

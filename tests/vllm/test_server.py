@@ -22,6 +22,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from tenuto import cli
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
+from tenuto.client.servers.metrics_page import parse_page
 from tenuto.client.servers.server_metrics import read_cache_state
 
 MODEL = os.environ.get("TENUTO_TEST_MODEL", "")
@@ -161,6 +162,19 @@ def test_a_job_over_plain_headers_hits_what_it_left(server: LocalServer) -> None
     for hit, reusable in asyncio.run(run_all()):
         assert reusable > 1000
         assert hit >= 0.95 * reusable
+    wait_until_empty(server)
+
+
+def test_a_job_in_a_tool_call_leaves_the_cache_free_for_others(server: LocalServer) -> None:
+    """Routers read vLLM's usage: what a lease holds and gives back is free memory."""
+    body = {"model": "tiny", "prompt": make_text("idle", 60), "max_tokens": 4, "job_id": "idle", "tool": "ls"}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status()
+    time.sleep(1.0)
+    page = parse_page(httpx.get(f"{server.url}/metrics").text, at_s=0.0)
+    num_idle = page.total("tenuto:idle_retained_blocks")
+    assert num_idle == page.total("tenuto:retained_blocks")
+    assert num_idle is not None and num_idle > 5
+    assert page.total("vllm:kv_cache_usage_perc") == 0
     wait_until_empty(server)
 
 

@@ -1,9 +1,9 @@
 """`tenuto verify`: does this server hold a job's KV cache through its tool calls?
 
 One job of five turns runs against the server. After each turn except the last, the job is in a tool call. Its
-blocks must stay in use for the whole gap, and the next turn must hit them. After the last turn, no blocks may
-stay held. Turn lengths follow the published functional check of the Continuum prototype, scaled to the
-server's block size.
+blocks must stay held for the whole gap, by a lease or in use, and the next turn must hit them. After the last
+turn, no blocks may stay held. Turn lengths follow the published functional check of the Continuum prototype,
+scaled to the server's block size.
 
 The server reports which policy runs. A policy may choose to ask for no lease, or a short one, when nothing
 competes for the cache. The check separates this from a server that should hold blocks but does not.

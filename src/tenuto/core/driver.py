@@ -264,6 +264,10 @@ class Driver:
         """Number of distinct blocks that leases cover."""
         return self._engine.get_num_leased_blocks()
 
+    def get_num_idle_leased_blocks(self) -> int:
+        """Number of leased blocks that no turn uses and that always yield: memory that is free in effect."""
+        return self._engine.get_num_idle_leased_blocks() if self.limits.always_yield else 0
+
     def get_num_reclaimable_blocks(self, for_turn_id: str) -> int:
         """Upper bound on the leased blocks that `reclaim` could free for this turn while other turns run."""
         return self._retention.get_num_reclaimable_blocks(self._turns.get(for_turn_id))

@@ -45,6 +45,9 @@ class Engine(Protocol):
     def get_num_leased_blocks(self) -> int:
         """Number of distinct blocks that leases hold; a block that several leases hold counts once."""
 
+    def get_num_idle_leased_blocks(self) -> int:
+        """Number of leased blocks that nothing but leases uses."""
+
     def get_block_ids(self, blocks: list[Any]) -> Collection[Hashable]:
         """The id of each block, in the same order; ids are unique."""
 

@@ -41,6 +41,10 @@ class BlockRefCounts:
         """How many of these blocks are not covered by any lease yet."""
         return len(block_ids) - len(self._covered.intersection(block_ids))
 
+    def get_count(self, block_id: Hashable) -> int:
+        """How many leases cover this block."""
+        return self._more[block_id] + 1 if block_id in self._more else int(block_id in self._covered)
+
 
 class Quota:
     """Limits the blocks that all leases, and the leases of one tenant, may cover.

@@ -69,6 +69,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     f"{_POOL}.touch": ("blocks",),
     f"{_POOL}.free_blocks": ("ordered_blocks",),
     f"{_POOL}.get_num_free_blocks": (),
+    f"{_POOL}.get_usage": (),
     **{
         f"{_WAITING}.{name}": ()
         for name in (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from tenuto.core.quota import BlockRefCounts
 from tenuto.core.types import EngineView
 from tenuto.vllm import compat
+from tenuto.vllm.usage import LeasedBlocks
 
 
 class CachedBlocks(list[Any]):
@@ -26,7 +26,7 @@ class VllmEngine:
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         self._block_size = compat.get_block_size(scheduler)
-        self._leased = BlockRefCounts()
+        self._leased = LeasedBlocks(self._pool, lambda: scheduler.driver.limits.always_yield)
         self.hash_block_size = int(scheduler.hash_block_size)
         self.can_truncate = compat.can_truncate_leases(scheduler)
 
@@ -88,19 +88,21 @@ class VllmEngine:
         """Number of distinct blocks that leases hold now."""
         return len(self._leased)
 
+    def get_num_idle_leased_blocks(self) -> int:
+        """Leased blocks that no request uses; vLLM's reported usage does not include them."""
+        return self._leased.count_idle()
+
     def get_block_ids(self, blocks: list[Any]) -> list[int]:
         """The block ids that vLLM assigned."""
         return [block.block_id for block in blocks]
 
     def hold(self, blocks: list[Any]) -> None:
         """Take one reference to each block."""
-        self._pool.touch(blocks)
-        self._leased.add(self.get_block_ids(blocks))
+        self._leased.hold(blocks)
 
     def release(self, blocks: list[Any]) -> None:
         """Release one reference to each block; the last blocks will be evicted first."""
-        self._pool.free_blocks(reversed(blocks))
-        self._leased.remove(self.get_block_ids(blocks))
+        self._leased.release(blocks)
 
     def store(self, blocks: list[Any]) -> None:
         """Nothing: vLLM's own connectors copy everything, and cannot be told what."""

@@ -82,6 +82,10 @@ class Metrics:
         )
         self._leases = self._gauge("tenuto:retained_jobs", "Jobs whose KV cache is leased now.")
         self._blocks = self._gauge("tenuto:retained_blocks", "KV cache blocks under lease now.")
+        self._idle = self._gauge(
+            "tenuto:idle_retained_blocks",
+            "Blocks under lease that no request uses; vllm:kv_cache_usage_perc counts them as free.",
+        )
         self._size = self._gauge("tenuto:kv_blocks", "KV cache blocks there are.")
         self._deadline = self._gauge(
             "tenuto:next_lease_deadline_timestamp_seconds",
@@ -151,6 +155,7 @@ class Metrics:
         self._size.set(view.num_blocks)
         self._leases.set(len(driver.leases))
         self._blocks.set(driver.get_num_leased_blocks())
+        self._idle.set(driver.get_num_idle_leased_blocks())
         for name, value in driver.get_policy_figures().items():
             self._figures.labels(*self._labels, name).set(value)
         for counter, total in (

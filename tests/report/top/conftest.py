@@ -41,8 +41,8 @@ class FakeMetrics:
 
     def _add_tenuto(self) -> None:
         for name in (
-            "tenuto:retained_jobs", "tenuto:retained_blocks", "tenuto:parked_jobs",
-            "tenuto:next_lease_deadline_timestamp_seconds",
+            "tenuto:retained_jobs", "tenuto:retained_blocks", "tenuto:idle_retained_blocks",
+            "tenuto:parked_jobs", "tenuto:next_lease_deadline_timestamp_seconds",
         ):  # fmt: skip
             self._add(name, Gauge(name, name, LABELS, registry=self.registry))
         for name in ("tenuto:leases_granted", "tenuto:policy_faults", "tenuto:recomputed_tokens"):

@@ -24,8 +24,9 @@ def look(window: Window, metrics: FakeMetrics, at_s: float) -> dict:
 
 def test_one_look_has_gauges_and_no_rates(metrics: FakeMetrics) -> None:
     metrics.of("vllm:num_requests_running").set(3)
-    metrics.of("vllm:kv_cache_usage_perc").set(0.6)
-    metrics.of("tenuto:retained_blocks").set(20)
+    metrics.of("vllm:kv_cache_usage_perc").set(0.4)
+    metrics.of("tenuto:retained_blocks").set(25)
+    metrics.of("tenuto:idle_retained_blocks").set(20)
     metrics.of("tenuto:retained_jobs").set(2)
     metrics.of("tenuto:parked_jobs").set(4)
     metrics.of("tenuto:next_lease_deadline_timestamp_seconds").set(1001.5)
@@ -33,8 +34,9 @@ def test_one_look_has_gauges_and_no_rates(metrics: FakeMetrics) -> None:
     assert state["requests"]["running"] == 3
     assert state["requests"]["parked"] == 4
     assert state["requests"]["finished_per_s"] is None
-    # 60 of the 100 blocks (block 0 holds nothing) are used; 20 of them by leases.
-    assert state["cache"] == {"blocks": 100, "running": 40, "leased": 20, "free": 40, "used_share": 0.6}
+    # Requests use 40 of the 100 blocks (block 0 holds nothing), 5 of which are leased as well.
+    assert state["cache"] == {"blocks": 100, "running": 40, "leased": 20, "free": 40, "used_share": 0.4}
+    assert state["leases"]["blocks"] == 25
     assert state["leases"]["next_deadline_in_s"] == 1.5
     assert state["server"]["policy"] == "continuum-fixed"
     assert state["hits"]["ratio"] is None
@@ -84,12 +86,12 @@ def test_engines_are_summed_and_shown_one_by_one() -> None:
     for engine in metrics.engines:
         metrics.of("vllm:num_requests_running", engine).set(2)
         metrics.of("vllm:kv_cache_usage_perc", engine).set(0.5)
-    metrics.of("tenuto:retained_blocks", "3").set(7)
+    metrics.of("tenuto:idle_retained_blocks", "3").set(7)
     for engine, deadline in (("3", 1010), ("4", 1003)):
         metrics.of("tenuto:next_lease_deadline_timestamp_seconds", engine).set(deadline)
     state = look(Window(60), metrics, 1000.0)
     assert state["requests"]["running"] == 22
-    assert (state["cache"]["blocks"], state["cache"]["running"], state["cache"]["leased"]) == (1100, 543, 7)
+    assert (state["cache"]["blocks"], state["cache"]["running"], state["cache"]["leased"]) == (1100, 550, 7)
     assert state["leases"]["next_deadline_in_s"] == 3.0
     assert [each["engine"] for each in state["engines"]] == [str(number) for number in range(11)]
     assert state["engines"][3]["cache"]["leased"] == 7

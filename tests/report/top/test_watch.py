@@ -34,13 +34,14 @@ def make_busy_state(metrics: FakeMetrics) -> dict[str, Any]:
     for engine in metrics.engines:
         metrics.of("vllm:num_requests_running", engine).set(1024)
         metrics.of("vllm:num_requests_waiting", engine).set(123456)
-        metrics.of("vllm:kv_cache_usage_perc", engine).set(0.999)
+        metrics.of("vllm:kv_cache_usage_perc", engine).set(0.669)
         for name in ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries"):
             metrics.of(name, engine).inc(1e9)
         metrics.of("vllm:prefix_cache_hits", engine).inc(9e8)
         metrics.of("vllm:time_to_first_token_seconds", engine).observe(9)
         if "tenuto:retained_blocks" in metrics.text():
             metrics.of("tenuto:retained_blocks", engine).set(33)
+            metrics.of("tenuto:idle_retained_blocks", engine).set(33)
             metrics.of("tenuto:recomputed_tokens", engine).inc(1e9)
             metrics.of("tenuto:tool_time_seconds", engine).observe(5)
             metrics.of("tenuto:next_lease_deadline_timestamp_seconds", engine).set(599)

@@ -19,6 +19,7 @@ class CacheState:
     num_blocks: int
     """Number of KV blocks, without the null blocks."""
     num_used_blocks: int
+    """Blocks in use as the server reports it. With Tenuto, blocks that only leases hold are not in use."""
     num_retained_blocks: int | None
     """None if the server has no such metric (stock vLLM)."""
     num_hit_tokens: float

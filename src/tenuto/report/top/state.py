@@ -69,9 +69,9 @@ def get_requests(window: Window) -> dict[str, Any]:
 
 
 def get_cache(page: Page, **labels: str) -> dict[str, Any]:
-    """The KV cache in blocks: running, leased, free.
+    """The KV cache in blocks: running, leased and not in use, free.
 
-    Leased blocks count as used in vLLM.
+    The server's usage does not include leased blocks that no request uses.
     """
     sizes = {own.get("engine", "0"): own for own, _ in page.samples.get("vllm:cache_config_info", ())}
     wanted = labels.get("engine")
@@ -82,11 +82,12 @@ def get_cache(page: Page, **labels: str) -> dict[str, Any]:
         if blocks > 0 and wanted in (None, engine):
             num_blocks += blocks
             used += blocks * (page.total("vllm:kv_cache_usage_perc", engine=engine) or 0.0)
-    leased = page.total("tenuto:retained_blocks", **labels)
+    leased = page.total("tenuto:idle_retained_blocks", **labels)
     if not num_blocks:
         return {"blocks": None, "running": None, "leased": leased, "free": None, "used_share": None}
-    held = min(leased or 0.0, num_blocks)
-    running = max(0.0, used - held)
+    running = min(used, num_blocks)
+    # The two gauges are not read at exactly the same time.
+    held = min(leased or 0.0, num_blocks - running)
     return {
         "blocks": round(num_blocks),
         "running": round(running),

@@ -75,6 +75,10 @@ class SimEngine:
         """Distinct blocks that leases hold now."""
         return self._kv.pool.num_leased_blocks
 
+    def get_num_idle_leased_blocks(self) -> int:
+        """Leased blocks that no request uses."""
+        return self._kv.pool.num_idle_leased_blocks
+
     def get_block_ids(self, blocks: Any) -> list[Hashable]:
         """An id for each block. Extents are split and grow, but a block's segment and number stay."""
         return [

@@ -65,6 +65,8 @@ class ExtentPool:
         self.num_free_blocks = num_blocks
         self.num_leased_blocks = 0
         """Distinct blocks that leases hold references to."""
+        self.num_idle_leased_blocks = 0
+        """Those of them that nothing else references: they are given back before an allocation fails."""
         self._num_blanks = num_blocks
         self._num_cached = 0
         self._free = _Queue()
@@ -182,6 +184,8 @@ class ExtentPool:
             if extent.ref_cnt == 0:
                 _unlink(extent)
                 self.num_free_blocks -= extent.end - extent.first
+            elif extent.ref_cnt == extent.num_holds:
+                self.num_idle_leased_blocks -= extent.end - extent.first
             extent.ref_cnt += 1
 
     def release(self, row: Row) -> None:
@@ -189,6 +193,8 @@ class ExtentPool:
         for extent in reversed(self._get_extents(row)):
             extent.ref_cnt -= 1
             if extent.ref_cnt > 0:
+                if extent.ref_cnt == extent.num_holds:
+                    self.num_idle_leased_blocks += extent.end - extent.first
                 continue
             if extent.is_cached:
                 self.num_free_blocks += extent.end - extent.first
@@ -221,9 +227,11 @@ class ExtentPool:
     def mark_leased(self, row: Row, change: int) -> None:
         """A lease took a reference to each block (`change` 1), or gave it up (-1): count leased blocks."""
         for extent in self._get_extents(row):
-            was_leased = extent.num_holds > 0
+            was_leased, was_idle = extent.num_holds > 0, extent.num_holds == extent.ref_cnt
             extent.num_holds += change
-            self.num_leased_blocks += (extent.end - extent.first) * ((extent.num_holds > 0) - was_leased)
+            num_blocks, is_idle = extent.end - extent.first, extent.num_holds == extent.ref_cnt
+            self.num_leased_blocks += num_blocks * ((extent.num_holds > 0) - was_leased)
+            self.num_idle_leased_blocks += num_blocks * (is_idle - was_idle)
 
     def count_free(self, row: Row) -> int:
         """How many blocks of a row are in the free queue."""

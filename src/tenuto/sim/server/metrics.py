@@ -49,7 +49,9 @@ class EngineMetrics(Collector):
         num_waiting = len(scheduler.state.waiting) + scheduler.state.num_loading
         yield self._gauge("vllm:num_requests_running", "Requests that run.", len(scheduler.state.running))
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", num_waiting)
-        usage = 1 - pool.num_free_blocks / pool.num_blocks
+        # Leases yield before an allocation fails, so blocks that only they hold are free memory.
+        num_free_blocks = pool.num_free_blocks + scheduler.driver.get_num_idle_leased_blocks()
+        usage = 1 - num_free_blocks / pool.num_blocks
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 for all.", usage)
         config = GaugeMetricFamily(
             "vllm:cache_config_info",
@@ -99,6 +101,11 @@ class EngineMetrics(Collector):
         num_blocks = driver.get_num_leased_blocks()
         yield self._gauge("tenuto:retained_jobs", "Jobs whose KV cache is leased now.", len(driver.leases))
         yield self._gauge("tenuto:retained_blocks", "KV cache blocks under lease now.", num_blocks)
+        yield self._gauge(
+            "tenuto:idle_retained_blocks",
+            "Blocks under lease that no request uses; vllm:kv_cache_usage_perc counts them as free.",
+            driver.get_num_idle_leased_blocks(),
+        )
         yield self._gauge("tenuto:kv_blocks", "KV cache blocks there are.", view.num_blocks)
         yield self._gauge(
             "tenuto:next_lease_deadline_timestamp_seconds",
