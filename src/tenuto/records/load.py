@@ -61,6 +61,7 @@ def read_run(fields: Fields) -> RunRecord:
         latency_s=_read_stats(fields, "latency_s"),
         queue_s=_read_stats(fields, "queue_s"),
         ttft_s=_read_stats(fields, "ttft_s"),
+        plain_ttft_s=_read_stats(fields, "plain_ttft_s"),
         tpot_s=_read_stats(fields, "tpot_s"),
         itl_s=_read_stats(fields, "itl_s"),
         by_turn=_read_turn_means(fields.optional_part("by_turn")),

@@ -136,6 +136,12 @@ def get_slowdown(times_s: Mapping[str, float], isolated_s: Mapping[str, float]) 
     return summarise(times_s[job] / isolated_s[job] for job in times_s if isolated_s.get(job))
 
 
+def get_plain_turns(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
+    """Return the turns of jobs that call no tool: what people and plain requests feel beside agents."""
+    agents = {turn.job for turn in turns if turn.tool is not None}
+    return [turn for turn in turns if turn.job not in agents]
+
+
 def add_up(values: Iterable[int | None]) -> int | None:
     """Return the sum; None if any value is unknown or if there are no values."""
     known = list(values)

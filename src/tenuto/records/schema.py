@@ -221,6 +221,8 @@ class RunRecord:
     latency_s: Stats | None
     queue_s: Stats | None = None
     ttft_s: Stats | None
+    plain_ttft_s: Stats | None = None
+    """TTFT of the jobs that call no tool."""
     tpot_s: Stats | None
     itl_s: Stats | None = None
     """Gaps between the output tokens of an answer, over all answers."""

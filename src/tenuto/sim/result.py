@@ -67,6 +67,7 @@ def make_record(
         latency_s=metrics.summarise(turn.latency_s for turn in turns),
         queue_s=metrics.summarise(turn.queue_s for turn in turns),
         ttft_s=metrics.summarise(turn.ttft_s for turn in turns),
+        plain_ttft_s=metrics.summarise(turn.ttft_s for turn in metrics.get_plain_turns(turns)),
         tpot_s=metrics.summarise(turn.tpot_s for turn in turns),
         itl_s=run.itl_s,
         by_turn=metrics.get_turn_means(turns),

@@ -19,7 +19,21 @@ from tenuto.workload.formats.tenuto_jsonl import is_note, read_tenuto_jsonl
 from tenuto.workload.formats.weka import read_weka
 from tenuto.workload.generators.ab8 import WINDOW_S, ab8_jobs
 from tenuto.workload.generators.bfcl import bfcl_jobs
+from tenuto.workload.generators.conversations import chat_jobs, coding_jobs, geometric_jobs, giant_jobs
 from tenuto.workload.generators.random_lengths import RandomLengths, random_jobs
+from tenuto.workload.generators.single_turn import (
+    decode_jobs,
+    document_jobs,
+    long_prompt_jobs,
+    probe_jobs,
+    request_jobs,
+)
+from tenuto.workload.generators.streams import (
+    agent_mix_jobs,
+    agents_and_chat_jobs,
+    agents_and_probes_jobs,
+    shift_jobs,
+)
 from tenuto.workload.generators.swe_bench import swe_bench_jobs
 from tenuto.workload.schema import Job, Loop, Workload
 
@@ -31,6 +45,19 @@ GENERATORS: dict[str, Callable[[Iterable[float], int], list[Job]]] = {
     "swe-bench": swe_bench_jobs,
     "bfcl": bfcl_jobs,
     "random": random_jobs,
+    "requests": request_jobs,
+    "long-prompts": long_prompt_jobs,
+    "documents": document_jobs,
+    "decodes": decode_jobs,
+    "probes": probe_jobs,
+    "chat": chat_jobs,
+    "geometric": geometric_jobs,
+    "giants": giant_jobs,
+    "coding": coding_jobs,
+    "agents-and-chat": agents_and_chat_jobs,
+    "agents-and-probes": agents_and_probes_jobs,
+    "agent-mix": agent_mix_jobs,
+    "shift": shift_jobs,
 }
 
 
