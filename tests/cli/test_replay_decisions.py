@@ -40,6 +40,18 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+VIEW: dict[str, Any] = {
+    "type": "EngineView",
+    "now_s": 0.0,
+    **dict.fromkeys(("block_size", "num_blocks", "num_free_blocks"), 16),
+    **dict.fromkeys(("num_running", "num_waiting", "max_num_batched_tokens"), 1),
+}
+
+
+def ask(hook: str, *inputs: Any) -> dict[str, Any]:
+    return {"kind": "asked", "hook": hook, "inputs": inputs, "answer": None}
+
+
 def test_every_decision_is_made_again(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "--decisions", str(trace), "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)
@@ -110,11 +122,14 @@ def test_a_policy_goes_on_with_what_it_had_learned(tmp_path: Path) -> None:
         caller.tell("on_turn_arrived", Turn(f"t{number}", Job("j", 0.0, 1), 0.0, 9), 0.0)
         assert caller.ask("step_budget", EngineView(0.0, 16, 9, 9, 0, 0, 99)) == 41 + number
     trace.close()
-    verdict = check_decisions(path)
-    assert (verdict.num_asked, verdict.num_differences) == (3, 0)
     lines = read(path)
+    name = lines[0]["policy"]
+    with pytest.raises(DataError, match=r":1: policy: .* is code from outside Tenuto.*--policy"):
+        check_decisions(path)
+    verdict = check_decisions(path, policy=name)
+    assert (verdict.num_asked, verdict.num_differences) == (3, 0)
     with pytest.raises(DataError, match=":1: state: is none that this policy goes on with"):
-        check_decisions(write(path, [{**lines[0], "state": {}}, *lines[1:]]))
+        check_decisions(write(path, [{**lines[0], "state": {}}, *lines[1:]]), policy=name)
 
 
 def test_a_cut_last_line_is_left_out_and_told(trace: Path, tmp_path: Path, capsys: Any) -> None:
@@ -137,12 +152,25 @@ def test_a_cut_last_line_is_left_out_and_told(trace: Path, tmp_path: Path, capsy
         (lambda lines: [lines[0], {"kind": "told", "hook": "retain", "inputs": []}], ":2: .*told 'retain'"),
         (lambda lines: [lines[0], {"kind": "asked", "hook": "admit"}], ":2: .*admit"),
         (lambda lines: lines[:1], "nothing was asked"),
+        (lambda lines: [{**lines[0], "policy": "tenutoo"}], ":1: no policy 'tenutoo'"),
+        (lambda lines: [lines[0], ask("retain", None, None)], ":2: what retain was given .*Turn, EngineView"),
+        (lambda lines: [lines[0], ask("evict_key", *range(4))], ":2: what evict_key was given"),
+        (
+            lambda lines: [lines[0], ask("step_budget", VIEW | {"num_blocks": "9"})],
+            ":2: .*must be int, got '9'",
+        ),
+        (
+            lambda lines: [lines[0], ask("step_budget", VIEW | {"num_blocks": None})],
+            ":2: .*must be int, got None",
+        ),
+        (lambda lines: [lines[0], ask("retain", *["\ud800" * 9999] * 2)], ":2: what retain was given"),
     ],
 )
 def test_what_cannot_be_replayed_is_said(trace: Path, tmp_path: Path, change: Any, words: str) -> None:
     path = write(tmp_path / "t", change(read(trace)))
-    with pytest.raises(TenutoError, match=words):
+    with pytest.raises(TenutoError, match=words) as error:
         check_decisions(path)
+    assert len(str(error.value).encode()) < 3000
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -188,10 +216,11 @@ def test_the_parts_of_one_run_are_replayed_as_one(tmp_path: Path) -> None:
     parts = write_parts(tmp_path, 3)
     whole = tmp_path / "whole"
     whole.write_text("".join(part.read_text() for part in parts))
-    verdict = check_decisions(whole)
+    name = read(whole)[0]["policy"]
+    verdict = check_decisions(whole, name)
     assert (verdict.num_runs, verdict.num_asked, verdict.num_differences) == (1, 3, 0)
     assert not any("this is part" in note for note in verdict.notes)
-    assert any("this is part 3 of a run" in note for note in check_decisions(parts[2]).notes)
+    assert any("this is part 3 of a run" in note for note in check_decisions(parts[2], name).notes)
 
 
 def test_a_policy_that_reads_commands_needs_a_trace_with_commands(trace: Path, tmp_path: Path) -> None:

@@ -127,6 +127,11 @@ def test_an_option_may_be_required() -> None:
         Told()  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000, "{", "\x00"])
+def test_an_option_that_json_cannot_hold_is_text(value: str) -> None:
+    assert parse_policy_options([f"a={value}"], "stock") == {"a": value}
+
+
 def test_policy_options_may_be_for_one_policy() -> None:
     given = ["ttl_s=3", "a:name=x", "b:name=y"]
     assert parse_policy_options(given, "a") == {"ttl_s": 3, "name": "x"}

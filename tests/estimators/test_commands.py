@@ -79,6 +79,7 @@ def test_counts_of_a_pipeline_by_hand() -> None:
         ("rm -rf x", {"is_recursive": 1}),
         ("echo $((1 + 2)) $(date)", {"num_substitutions": 2}),
         ("sleep infinity; sleep x", {"wait_s": 1e6}),
+        ("sleep -5; sleep nan", {"wait_s": 0.0}),
     ],
 )
 def test_what_else_is_counted(command: str, counts: dict[str, float]) -> None:

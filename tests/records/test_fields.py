@@ -7,7 +7,8 @@ import re
 import pytest
 
 from tenuto.core.errors import DataError
-from tenuto.records.fields import Fields, clean
+from tenuto.core.printable import clean
+from tenuto.records.fields import Fields
 from tenuto.workload.formats.hash_ids import read_hash_ids
 
 

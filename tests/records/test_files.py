@@ -84,6 +84,12 @@ def test_one_object_however_it_is_written(tmp_path, text):
     assert read_first(path).values == {"a": 1}
 
 
+def test_a_packed_file_that_is_cut_before_its_first_object(tmp_path):
+    packed = gzip.compress(b"\n" * 70_000 + b'{"a": 1}\n', mtime=0)
+    with pytest.raises(DataError, match="is cut off before its first object"):
+        read_first(write(tmp_path, packed[:60]))
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_cut_last_line_is_left_out_with_a_note(tmp_path, is_packed):
     data = b'{"a": 1}\n{"a": 2}\n{"a": '

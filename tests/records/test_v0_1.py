@@ -80,3 +80,8 @@ def test_an_error_tells_the_name_that_the_file_has() -> None:
 def test_a_later_schema_is_refused() -> None:
     with pytest.raises(DataError, match="f:3: schema: must be 2, got 3: read it with the version"):
         read_turn(Fields("f:3", {"job": "a", "turn": 1, "due_s": 0.0, "schema": 3}))
+
+
+def test_jobs_whose_names_are_not_their_own_are_numbered() -> None:
+    record = {"job_durations": [1.0, 2.0], "client": {"finished_jobs": ["a", "b", "a"]}}
+    assert read_run(Fields("x", record)).job_times_s == {"job 1": 1.0, "job 2": 2.0}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from enum import Enum
 from functools import cache
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from tenuto.core import types
 from tenuto.core.errors import DataError
@@ -65,6 +65,7 @@ class Replay:
             raise DataError(f"no policy of this version is {kind} {hook!r} with {str(written)[:60]}")
         try:
             inputs = [from_json(value) for value in written]
+            _check_inputs(hook, inputs)
             was = to_json(from_json(record.get("answer")))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"what {hook} was given is not this version's: {error!r}") from None
@@ -80,6 +81,34 @@ class Replay:
         # decision, its reason, is not compared.
         answer = json.loads(json.dumps(to_json(self._caller.ask(hook, *inputs))))
         return None if from_json(answer) == from_json(was) else Difference(hook, written, was, answer)
+
+
+def _check_inputs(hook: str, inputs: list[Any]) -> None:
+    """Raise TypeError if a hook of this version does not take these inputs."""
+    kinds = _get_kinds(hook)
+    if len(inputs) != len(kinds) or not all(map(_fits, inputs, kinds)):
+        raise TypeError(f"it takes {', '.join(map(_name_kind, kinds))}")
+
+
+@cache
+def _get_kinds(hook: str) -> tuple[Any, ...]:
+    hints = get_type_hints(getattr(Policy, hook))
+    return tuple(kind for name, kind in hints.items() if name != "return")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value has the type that a hook or a view declares."""
+    if isinstance(kind, UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(each, get_args(kind)[0]) for each in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+
+
+def _name_kind(kind: Any) -> str:
+    return getattr(kind, "__name__", str(kind))
 
 
 def from_json(value: Any) -> Any:
@@ -117,8 +146,13 @@ def _get_view(name: str) -> tuple[Any, tuple[tuple[str, Any], ...]]:
 
 
 def _read_field(value: Any, kind: Any) -> Any:
-    if isinstance(kind, UnionType) and value is not None:
+    if isinstance(kind, UnionType):
+        if value is None:
+            return None
         [kind] = [one for one in get_args(kind) if one is not type(None)]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(_VALUES_0_1.get(value, value))
-    return from_json(value)
+    read = from_json(value)
+    if not _fits(read, kind):
+        raise TypeError(f"must be {_name_kind(kind)}, got {value!r}")
+    return read

@@ -10,9 +10,15 @@ TenutoError
 
 from __future__ import annotations
 
+from tenuto.core.printable import bound_message
+
 
 class TenutoError(Exception):
     """Base of all errors raised on purpose; its message says what to do."""
+
+    def __str__(self) -> str:
+        """The message, safe to print and of bounded length, whatever input it quotes."""
+        return bound_message(super().__str__())
 
 
 class ConfigError(TenutoError):

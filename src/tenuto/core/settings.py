@@ -156,7 +156,7 @@ def parse_option(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--option wants KEY=VALUE or POLICY:KEY=VALUE, got {text!r}")
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # not JSON; or a number too long, or nested too deep
         return key, value
 
 

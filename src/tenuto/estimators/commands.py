@@ -311,4 +311,5 @@ def _to_seconds(words: list[str]) -> float:
             total_s += float(word[:-1]) * units[word[-1]] if word[-1] in units else float(word)
         except ValueError:
             continue
-    return min(total_s, 1e6) if total_s == total_s else 0.0
+    # `sleep -5` and `sleep nan` fail at once.
+    return min(total_s, 1e6) if total_s >= 0 else 0.0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from tenuto.core.errors import DataError
+from tenuto.core.printable import clean
 
 MAX_TOKENS = 2**24
 """Longest prompt or output in tokens. The longest context that a public model claims is 10 million tokens."""
@@ -20,17 +21,9 @@ MAX_SECONDS = 1e9
 MAX_COUNT = 2**53
 """Largest sum of tokens. Up to this value, all JSON readers represent integers exactly."""
 
-_UNPRINTABLE = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\ufffe\uffff]+"
-)
 _SHOWN_CHARS = 60
 
 T = TypeVar("T")
-
-
-def clean(text: str) -> str:
-    """Make an untrusted text safe to print: remove control, direction and surrogate characters."""
-    return _UNPRINTABLE.sub(" ", text).strip()
 
 
 class Fields:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tenuto.core.errors import DataError
-from tenuto.records.fields import Fields, clean, show
+from tenuto.core.printable import clean
+from tenuto.records.fields import Fields, show
 
 Say = Callable[[str], None]
 Note = Callable[[str], None]
@@ -60,7 +61,10 @@ def stream_objects(path: Path, note: Note, say: Say | None = None) -> Iterator[F
 
 def read_first(path: Path) -> Fields:
     """Return the first object of a file without reading the rest. Raises DataError."""
-    return next(_Reader(path, note=lambda text: None, max_bytes=MAX_FILE_BYTES).read())
+    first = next(_Reader(path, note=lambda text: None, max_bytes=MAX_FILE_BYTES).read(), None)
+    if first is None:
+        raise DataError(f"{path}: is cut off before its first object")
+    return first
 
 
 @dataclass

@@ -99,6 +99,6 @@ def _make_turn_means(fields: Fields) -> dict[str, object]:
 def _name_jobs(client: Fields, durations_s: tuple[float, ...]) -> dict[str, float]:
     """Return job times by job name. If the record lacks the names (0.1's simulator), they are numbered."""
     names = client.values.get("finished_jobs")
-    if not isinstance(names, list) or len(set(map(str, names))) != len(durations_s):
+    if not isinstance(names, list) or not len(set(map(str, names))) == len(names) == len(durations_s):
         names = [f"job {number}" for number in range(1, len(durations_s) + 1)]
     return {str(name): duration_s for name, duration_s in zip(names, durations_s, strict=True)}

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.decision_replay import Difference, Replay
-from tenuto.core.errors import ConfigError, DataError
+from tenuto.core.errors import ConfigError, DataError, TenutoError
 from tenuto.core.policy import Learns, Oracle, Policy
 from tenuto.core.policy_loader import load_policy
-from tenuto.records.fields import Fields
+from tenuto.records.fields import Fields, show
 from tenuto.records.files import stream_objects
 from tenuto.records.kinds import TRACE, UNKNOWN, identify, make_error
 from tenuto.records.legacy import name_policy
@@ -112,17 +112,29 @@ def _start_run(
         raise record.error(
             "schema", f"must be {SCHEMA}, got {record.values.get('schema')!r}: another version's"
         )
-    name = policy or name_policy(record.optional(record.text, "policy") or "")
+    said_name = record.optional(record.text, "policy") or ""
+    name = policy or name_policy(said_name)
     if not name:
         raise record.error("policy", "the trace does not name its policy; say --policy and --option")
-    if policy is None and not options:
+    # For a policy from outside, naming it as the trace does only allows it.
+    is_own = policy is None or (":" in policy and policy == said_name)
+    if is_own and not options:
         said = record.values.get("options")
         options = said if isinstance(said, dict) else {}
-    made = load_policy(name, options)
+    if policy is None and ":" in name:
+        raise record.error(
+            "policy",
+            f"{show(name)} is code from outside Tenuto, which a trace alone must not run; to run it, say "
+            "--policy with this name",
+        )
+    try:
+        made = load_policy(name, options)
+    except TenutoError as error:
+        raise type(error)(f"{record.place}: {error}") from None
     if isinstance(made, Oracle):
         raise ConfigError(f"policy {name} is told the whole workload beforehand, which no trace holds")
     state = record.values.get("state")
-    if policy is None and state is not None:
+    if is_own and state is not None:
         _restore(made, state, record)
     verdict.num_runs += 1
     verdict.policies.append(name)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tenuto.core.errors import DataError
+from tenuto.core.printable import clean
 from tenuto.records import kinds
-from tenuto.records.fields import clean
 from tenuto.records.files import read_objects
 from tenuto.records.kinds import identify
 from tenuto.records.load import load_file, read_run, read_sample

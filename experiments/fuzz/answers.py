@@ -1,0 +1,93 @@
+"""Parsers of what others send over HTTP: answers and pages of servers, and requests to our own."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from experiments.fuzz.guard import Wrong
+from experiments.fuzz.requests import GENERATION_PATHS, check_hints
+from tenuto.client.http.stream import AnswerStream, StreamError
+from tenuto.client.servers.metrics_page import parse_page
+from tenuto.proxy.answered import UnreadableAnswer, read_answered
+from tenuto.proxy.asked import UnreadableRequest, read_asked
+from tenuto.proxy.exchange import Exchange
+from tenuto.proxy.usage import UsageFilter, ask_for_usage
+from tenuto.report.top.state import make_state
+from tenuto.report.top.window import Window
+from tenuto.sim.server.ask import Served, read_ask
+from tenuto.sim.server.tokenizer import PieceTokenizer
+
+ERRORS = (UnreadableAnswer, UnreadableRequest)
+_CONTENT_TYPES = ("text/event-stream", "application/json")
+_ENCODINGS = ("", "", "", "gzip", "deflate")
+
+
+def ask_simulated_server(data: bytes) -> None:
+    """A request's body; the answer's plan must stay within the model's context."""
+    ask = read_ask(data, {"x-session-id": "s"}, GENERATION_PATHS[len(data) % 2], _get_served())
+    check_hints(ask.hints)
+    if not 0 < len(ask.prompt_ids) < _get_served().max_model_len:
+        raise Wrong(f"a prompt of {len(ask.prompt_ids)} tokens")
+
+
+@cache
+def _get_served() -> Served:
+    return Served(
+        model_name="tiny", max_model_len=4096, answer_tokens=32, tokenizer=PieceTokenizer(vocab_size=1000)
+    )
+
+
+def read_recorded_request(data: bytes) -> None:
+    """A request's body, as the recording proxy reads and changes it."""
+    path = GENERATION_PATHS[len(data) % len(GENERATION_PATHS)]
+    ask_for_usage(path, data)
+    exchange = _make_exchange(path, b"")
+    exchange.add_request(data)
+    try:
+        asked = read_asked(exchange)
+    except UnreadableRequest:
+        return
+    check_hints(asked.hints)
+
+
+def read_answers(data: bytes) -> None:
+    """An answer, as the proxy and the bench's client read it, in pieces of any size."""
+    exchange = _make_exchange(GENERATION_PATHS[len(data) % len(GENERATION_PATHS)], data)
+    passed = UsageFilter()
+    out = b"".join(passed.feed(piece) for _, piece in exchange.chunks) + passed.finish()
+    if len(out) > len(data) or (b'"usage"' not in data and out != data):
+        raise Wrong("the client would get other bytes than the server sent")
+    try:
+        answered = read_answered(exchange)
+        answered.find_tool()
+        answered.get_pieces(exchange.path)
+    except UnreadableAnswer:
+        pass
+    stream = AnswerStream()
+    try:
+        for at_s, piece in exchange.chunks:
+            stream.feed(piece, at_s)
+        stream.finish()
+    except StreamError as error:
+        str(error).encode()
+
+
+def _make_exchange(path: str, answer: bytes) -> Exchange:
+    exchange = Exchange(path=path, headers={"x-session-id": "s"}, arrival_s=1.0, start_s=0.0, status=200)
+    exchange.content_type = _CONTENT_TYPES[len(answer) % len(_CONTENT_TYPES)]
+    exchange.content_encoding = _ENCODINGS[len(answer) % len(_ENCODINGS)]
+    size = 1 + len(answer) // 4
+    for number, start in enumerate(range(0, len(answer), size)):
+        exchange.add_answer(answer[start : start + size], 2.0 + number)
+    exchange.end, exchange.end_s = "whole", 10.0
+    return exchange
+
+
+def read_metrics_page(data: bytes) -> None:
+    """A server's page twice, and the state that `tenuto top` makes of it."""
+    window = Window(60.0)
+    for at_s in (1.0, 2.0):
+        window.add(parse_page(data.decode(errors="replace"), at_s))
+    state: dict[str, Any] = make_state(window, {"url": "http://x", "version": None})
+    repr(state)

@@ -1,0 +1,216 @@
+"""Parsers of what clients and models write: hints, bodies, tool calls, commands, options."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from functools import cache
+from typing import Any
+
+from experiments.fuzz.guard import Wrong
+from tenuto.core.errors import ConfigError
+from tenuto.core.policy_loader import get_policy_names, load_policy
+from tenuto.core.requests.hints import (
+    MAX_EXPECTED_TOOL_S,
+    MAX_ID_CHARS,
+    MAX_TOOL_CHARS,
+    Hints,
+    get_header_fields,
+    make_fields,
+    parse_hints,
+)
+from tenuto.core.requests.identity import are_xargs, read_hints
+from tenuto.core.requests.tool_calls import MAX_COMMAND_CHARS, find_tool_call, is_cut
+from tenuto.core.settings import parse_option, parse_policy_options
+from tenuto.estimators.command_times import load_command_times
+from tenuto.vllm.identity import Middleware
+from tenuto.vllm.settings import read_settings
+from tenuto.vllm.tenants import SECRET_VARIABLE, sign, take_tenant
+
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_MAX_JOB_CHARS = 2 * MAX_ID_CHARS + 1
+_MAX_TEXT_CHARS = 100_000
+"""An output's tail has at most some thousand tokens."""
+
+
+def load_json(data: bytes) -> Any:
+    """The JSON value of an input; its text if it is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return data.decode(errors="replace")
+
+
+def _get(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else value
+
+
+def _get_headers(value: Any) -> dict[str, str]:
+    """Headers as a server has them: names in lower case, text that fits into Latin-1."""
+    headers = value if isinstance(value, dict) else {}
+    pairs = ((str(name).lower(), str(text)) for name, text in headers.items() if not isinstance(text, int))
+    return {_to_latin(name): _to_latin(text) for name, text in pairs}
+
+
+def _to_latin(text: str) -> str:
+    return text.encode("latin-1", "replace").decode("latin-1")
+
+
+def check_hints(hints: Hints) -> None:
+    """Whatever was said, hints are bounded, printable, and say the same when they are sent on."""
+    for text, most in (
+        (hints.job_id, _MAX_JOB_CHARS),
+        (hints.tenant, MAX_ID_CHARS),
+        (hints.tool, MAX_TOOL_CHARS),
+    ):
+        if text is not None and not (0 < len(text) <= most and text.replace("\t", "").isprintable()):
+            raise Wrong(f"unbounded or unprintable: {text[:200]!r}")
+    if hints.expected_tool_s is not None and not 0 <= hints.expected_tool_s <= MAX_EXPECTED_TOOL_S:
+        raise Wrong(f"unbounded: {hints.expected_tool_s}")
+    if hints.tenant is None and parse_hints(make_fields(hints)) != hints:
+        raise Wrong(f"sent on as {make_fields(hints)}, {hints} is read as another")
+    if not are_xargs(make_fields(hints)):
+        raise Wrong(f"vLLM does not take {make_fields(hints)}")
+
+
+def read_hint_fields(data: bytes) -> None:
+    """`vllm_xargs`, vLLM's session id, headers, and the tenant that only the server may sign."""
+    value = load_json(data)
+    fields = _get(value, "fields")
+    check_hints(parse_hints(fields, _get(value, "session_id")))
+    check_hints(parse_hints(get_header_fields(_get_headers(_get(value, "headers")))))
+    os.environ.setdefault(SECRET_VARIABLE, "secret of the fuzzing")
+    taken = take_tenant(fields)
+    if isinstance(taken, dict) and "tenant" in taken:
+        raise Wrong(f"the client chose its tenant: {taken['tenant']!r}")
+    if isinstance(fields, dict):
+        signed = take_tenant({**fields, **sign("acme")})
+        if signed.get("tenant") != "acme":
+            raise Wrong("the tenant that was signed is not the one that was read")
+
+
+def read_identity(data: bytes) -> None:
+    """A whole request, as the simulated server and the proxy read it."""
+    value = load_json(data)
+    body = _get(value, "body")
+    path = _get(value, "path")
+    path = path if isinstance(path, str) else GENERATION_PATHS[len(data) % len(GENERATION_PATHS)]
+    check_hints(
+        read_hints(body if isinstance(body, dict) else {}, _get_headers(_get(value, "headers")), path)
+    )
+
+
+def pass_middleware(data: bytes) -> None:
+    """A body in pieces through the middleware: nothing changes but `vllm_xargs` and the length."""
+    path = GENERATION_PATHS[len(data) % len(GENERATION_PATHS)]
+    headers = [(b"content-length", str(len(data)).encode()), (b"authorization", b"Bearer k")]
+    if len(data) % 3 == 0:
+        headers.append((b"x-session-id", data[:40].replace(b"\n", b"").replace(b"\r", b"")))
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    received, scope = _get_loop().run_until_complete(_pass_on(data, scope))
+    length = dict(scope["headers"]).get(b"content-length")
+    if length is not None and int(length) != len(received):
+        raise Wrong(f"content-length {length.decode()} of a body of {len(received)} bytes")
+    try:
+        before = json.loads(data.decode())
+    except (ValueError, RecursionError):
+        before = None
+    if not isinstance(before, dict):
+        if received != data:
+            raise Wrong("a body that is no JSON object was changed")
+        return
+    after = json.loads(received.decode())
+    if repr({**before, "vllm_xargs": 0}) != repr({**after, "vllm_xargs": 0}) and received != data:
+        raise Wrong("more than vllm_xargs was changed")
+    xargs = before.get("vllm_xargs") or {}
+    if received != data and not are_xargs(after["vllm_xargs"]):
+        raise Wrong(f"vLLM does not take {after['vllm_xargs']!r}")
+    if isinstance(xargs, dict) and any(
+        repr(after["vllm_xargs"].get(name)) != repr(xargs[name])
+        for name in xargs
+        if isinstance(after.get("vllm_xargs"), dict) and name != "tenuto_tenant"
+    ):
+        raise Wrong("what was in vllm_xargs is not there any more")
+
+
+async def _pass_on(data: bytes, scope: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+    seen: dict[str, Any] = {}
+    cut = len(data) // 3
+    messages = [
+        {"type": "http.request", "body": data[:cut], "more_body": True},
+        {"type": "http.request", "body": data[cut:], "more_body": False},
+    ]
+
+    async def receive() -> Any:
+        return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        seen["body"], seen["scope"] = body, scope
+
+    async def send(message: Any) -> None:
+        raise Wrong(f"the middleware answered by itself: {message}")
+
+    await Middleware(app, dp_size=2)(scope, receive, send)
+    return seen["body"], seen["scope"]
+
+
+@cache
+def _get_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+def read_tool_call(data: bytes) -> None:
+    """The text of an answer, and every tail of it that a reader begins with."""
+    text = data.decode(errors="replace")[:_MAX_TEXT_CHARS]
+    is_cut(text)
+    for tail in (text, text[-400:]):
+        call = find_tool_call(tail)
+        if call is None:
+            continue
+        if not (0 < len(call.name) <= MAX_TOOL_CHARS and call.name.isprintable()):
+            raise Wrong(f"unbounded or unprintable name: {call.name[:200]!r}")
+        if call.command is not None:
+            call.command.encode()
+            if not 0 < len(call.command) <= MAX_COMMAND_CHARS:
+                raise Wrong(f"a command of {len(call.command)} characters")
+
+
+def read_shell_command(data: bytes) -> None:
+    """A command line, and the time that is predicted for it."""
+    read = _get_command_times().read(data.decode(errors="replace"))
+    if read.log_s is not None and not (math.isfinite(read.log_s) and math.isfinite(read.sd)):
+        raise Wrong(f"predicted {read}")
+
+
+@cache
+def _get_command_times() -> Any:
+    return load_command_times()
+
+
+def read_options(data: bytes) -> None:
+    """One option per line, for one policy after the other."""
+    names = get_policy_names()
+    name = names[len(data) % len(names)]
+    lines = data.decode(errors="replace").split("\n")
+    for line in lines:
+        try:
+            parse_option(line)
+        except ConfigError:
+            continue
+    known = [line for line in lines if "=" in line]
+    load_policy(name, parse_policy_options(known, name))
+
+
+def read_config(data: bytes) -> None:
+    """The additional config of vLLM."""
+    settings = read_settings(load_json(data))
+    if not 0 <= settings.limits.max_leased_share <= 1 or not math.isfinite(settings.save_every_s):
+        raise Wrong(f"out of range: {settings}")

@@ -1,0 +1,31 @@
+"""What strangers wrote, in messages: safe to print, and short enough to read."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.core.errors import DataError
+from tenuto.core.printable import MAX_MESSAGE_CHARS, bound_message, clean
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("plain é 😀", "plain é 😀"),
+        ("a\x1b[31mb", "a [31mb"),
+        ("\u202eabc\u2028", "abc"),
+        ("\ud800x\ufeff", "x"),
+        ("a\nb\tc", "a b c"),
+    ],
+)
+def test_clean(text: str, cleaned: str) -> None:
+    assert clean(text) == cleaned
+
+
+def test_a_message_keeps_its_lines_its_beginning_and_its_end() -> None:
+    assert bound_message("a\n  b") == "a\n  b"
+    said = str(DataError(f"trace.jsonl:7: {'x' * 10**6} is wrong; try this\x00\ud800"))
+    assert len(said) <= MAX_MESSAGE_CHARS
+    assert said.startswith("trace.jsonl:7: xxx")
+    assert said.rstrip().endswith("is wrong; try this")
+    said.encode()
