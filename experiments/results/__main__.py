@@ -1,106 +1,102 @@
 """The tables of docs/results.md, one command each, resumable.
 
-    python -m experiments.results TABLE [--seeds 42,1,2] [--write]
+    python -m experiments.results TABLE [--seeds 42,1,2] [--rows TEXT] [--write]
+    python -m experiments.results screen --write        the page's first screen, from the kept records
 
-Records go to experiments/out/TABLE/results.jsonl, the table to stdout as Markdown; --write puts it into
-docs/results.md and the records' figures into experiments/records/TABLE.jsonl. In a cell: mean job time in
-seconds (geometric mean over the seeds), and its range. Bold: the best, and what is within 2 % of it; red:
-tenuto where it is not.
+Runs go to experiments/out/TABLE.jsonl and are not repeated; the table goes to stdout as Markdown. --write
+puts it into docs/results.md, and the runs' figures into experiments/records/TABLE.jsonl, one line per row,
+policy, size of steps and seed. In most tables every policy races at several sizes of steps: see `race`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.results.figure import draw_options
+from experiments.results.race_tables import format_race
 from experiments.results.rows import OUT, ROOT, TABLES, Row
+from experiments.results.runs import Race, read_runs
+from experiments.results.screen import write_screen
+from experiments.results.settings import Runs, Step
 from experiments.results.tables import format_section, put_section
-from tenuto.sim.sweep.cells import Cell, run_cells
 
-KEPT = (
-    *("kind", "schema", "policy", "gpu", "model", "workload", "jps", "seed", "simulated", "jobs", "job_s"),
-    *("slowdown", "ttft_s", "prompt_tokens", "hit_tokens", "reusable_tokens", "recomputed_tokens"),
-    *("loaded_tokens", "stored_tokens", "preemptions", "policy_faults", "makespan_s", "versions"),
-)
-"""Of each record, what goes into experiments/records. Files there without `schema` are of version 0.1."""
+PAGE = ROOT / "docs" / "results.md"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("table", choices=[*TABLES])
-    parser.add_argument("--seeds", default="42", help="one or more, with commas between them")
-    parser.add_argument("--policies", help="only these, by name or as POLICY/OFFLOAD")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", choices=[*TABLES, "screen"])
+    parser.add_argument(
+        "--seeds", default="42,1,2", help="with commas; the first is run for all (%(default)s)"
+    )
+    parser.add_argument("--policies", help="only these beside tenuto, by name or as POLICY/OFFLOAD")
+    parser.add_argument("--steps", help="only these sizes of steps, of default, adaptive and numbers")
+    parser.add_argument("--rows", help="only rows whose title contains this")
     parser.add_argument("--workers", type=int, help="processes; all cores unless told")
+    parser.add_argument("--no-runs", action="store_true", help="only what has run already")
     parser.add_argument("--write", action="store_true", help="into docs/results.md and experiments/records")
     parsed = parser.parse_args()
+    if parsed.table == "screen":
+        write_screen(PAGE)
+        return 0
     table = TABLES[parsed.table]
     policies = parsed.policies.split(",") if parsed.policies else list(table.policies)
+    steps = [_read_step(step) for step in parsed.steps.split(",")] if parsed.steps else table.steps
+    rows = [row for row in table.make_rows() if parsed.rows is None or parsed.rows in row.title]
     seeds = [int(seed) for seed in parsed.seeds.split(",")]
-    rows = list(table.make_rows())
-    records = run_rows(rows, policies, seeds, OUT / parsed.table, parsed.workers)
-    section = format_section(table, rows, records)
+    path = OUT / f"{parsed.table}.jsonl"
+    race = Race(parsed.table, rows, policies, steps, seeds, path)
+    if parsed.workers:
+        race = Race(parsed.table, rows, policies, steps, seeds, path, parsed.workers)
+    runs = read_runs(path, rows) if parsed.no_runs else race.run()
+    section = format_race(table, rows, runs) if table.is_race else format_section(table, rows, to_plain(runs))
     print(section)
     if parsed.write:
         command = f"python -m experiments.results {parsed.table} --seeds {parsed.seeds}"
         if parsed.table == "options":
-            draw_options(rows, records, ROOT / "docs" / "figures" / "options.svg")
+            draw_options(rows, to_plain(runs), ROOT / "docs" / "figures" / "options.svg")
             section += "\n\n![Ratios to the defaults](figures/options.svg)"
         section += f"\n\nMade by `{command}`; the records are in `experiments/records/{parsed.table}.jsonl`."
-        write(parsed.table, rows, records, section)
+        write(parsed.table, rows, runs, section)
     return 0
 
 
-def run_rows(
-    rows: Sequence[Row], policies: Sequence[str], seeds: Sequence[int], folder: Path, workers: int | None
-) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    folder.mkdir(parents=True, exist_ok=True)
-    places: dict[str, tuple[str, str]] = {}
-    cells = []
-    for row in rows:
-        for policy in policies:
-            for seed in seeds:
-                cell = Cell(*row.place(policy, seed))
-                cells.append(cell)
-                places[cell.key] = (row.title, policy)
-    records: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    started_s = time.monotonic()
-    for number, (cell, record) in enumerate(run_cells(cells, folder, workers=workers), start=1):
-        records.setdefault(places[cell.key], []).append(record)
-        spent_s = int(time.monotonic() - started_s)
-        print(f"{number} of {len(cells)}, {spent_s} s: {cell.title}", file=sys.stderr, flush=True)
-    return records
+def _read_step(text: str) -> Step:
+    if text == "default":
+        return None
+    return int(text) if text.isdecimal() else text
 
 
-def write(
-    name: str, rows: Sequence[Row], records: dict[tuple[str, str], list[dict[str, Any]]], section: str
-) -> None:
-    page = ROOT / "docs" / "results.md"
-    page.write_text(put_section(page.read_text(encoding="utf-8"), name, section), encoding="utf-8")
-    path = ROOT / "experiments" / "records" / f"{name}.jsonl"
-    path.parent.mkdir(exist_ok=True)
+def to_plain(runs: Runs) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Records by row and policy, for the tables in which everybody has the default size of steps."""
+    return {
+        (row, setting.policy): [dict(by_seed[seed]) for seed in sorted(by_seed)]
+        for (row, setting), by_seed in runs.items()
+        if setting.step is None
+    }
+
+
+def write(name: str, rows: Sequence[Row], runs: Runs, section: str) -> None:
+    page = put_section(PAGE.read_text(encoding="utf-8"), name, section)
+    PAGE.write_text(page, encoding="utf-8")
+    titles = [row.title for row in rows]
     lines = []
-    for row in rows:
-        for (title, policy), of_row in records.items():
-            if title == row.title:
-                for record in sorted(of_row, key=lambda each: each["seed"]):
-                    kept = {key: shorten(record[key]) for key in KEPT}
-                    # A trace's name on another machine is its file's alone.
-                    kept["workload"] = Path(str(kept["workload"])).name
-                    lines.append(json.dumps({"row": title, **kept, "policy": policy}) + "\n")
-    path.write_text("".join(lines), encoding="utf-8")
-
-
-def shorten(value: Any) -> Any:
-    """Six digits are more than a simulation is good for."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    return {key: shorten(each) for key, each in value.items()} if isinstance(value, dict) else value
+    for (title, setting), by_seed in sorted(
+        ((key, by_seed) for key, by_seed in runs.items() if key[0] in titles),
+        key=lambda each: (titles.index(each[0][0]), each[0][1].policy, str(each[0][1].step)),
+    ):
+        for seed in sorted(by_seed):
+            record = {key: value for key, value in by_seed[seed].items() if key not in ("config", "cpu_s")}
+            assert (record["row"], record["policy"]) == (title, setting.policy)
+            lines.append(json.dumps(record) + "\n")
+    Path(ROOT / "experiments" / "records" / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    write_screen(PAGE)
 
 
 if __name__ == "__main__":

@@ -38,11 +38,12 @@ def test_the_options_are_the_policys() -> None:
 def test_a_place_names_layer_options_and_seed() -> None:
     setup, load = ROWS[0].place("continuum/async", 7)
     assert (setup.policy, setup.offload, setup.options, load.seed) == ("continuum", "async", {}, 7)
+    assert ROWS[0].place("continuum", 7, 512)[0].step_tokens == 512
     setup, _ = ROWS[0].place("tenuto?stretch=125", 7)
     assert (setup.policy, setup.offload, setup.options) == ("tenuto", None, {"stretch": 125.0})
 
 
-@pytest.mark.parametrize("name", ["ab8", "swe-bench", "bfcl", "70b"])
+@pytest.mark.parametrize("name", ["mixed", "ab8", "swe-bench", "bfcl", "70b"])
 def test_every_row_can_be_built(name: str) -> None:
     table = TABLES[name]
     rows = list(table.make_rows())

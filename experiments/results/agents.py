@@ -1,0 +1,53 @@
+"""Rows of agents that were published: the benchmarks of the papers, and recorded sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from experiments.results.row import ROOT, Row
+from tenuto.sim.setup import Setup
+from tenuto.workload.load_options import LoadOptions
+
+WEKA = ROOT.parent / "shared" / "traces" / "weka"
+AB8_LOADS = {"A100-40": (1, 3), "L40S": (1, 3), "H100": (1, 3, 6, 15), "H200": (3, 6, 15)}
+SWE_LOADS = {"A100-80": (0.5, 1.0, 2.0), "H100": (1.0, 2.0, 4.0), "B200": (2.0, 4.0, 8.0)}
+BFCL_LOADS = {"A100-80": (0.2, 0.5, 1.0), "H100": (0.3, 0.6, 1.2), "B200": (0.6, 1.2, 2.4)}
+
+
+def make_ab8() -> Iterable[Row]:
+    for gpu, rates in AB8_LOADS.items():
+        for jps in rates:
+            yield Row(f"{gpu}, {jps}/s", Setup(gpu=gpu), LoadOptions(jps=jps), gpu, f"{jps}/s")
+
+
+def make_agents(workload: str, loads: Mapping[str, tuple[float, ...]]) -> Iterable[Row]:
+    for gpu, rates in loads.items():
+        for host_gb in (0, 200):
+            tier = f"{host_gb} GiB host" if host_gb else "no host tier"
+            for jps, column in zip(rates, ("idle", "full", "overload"), strict=True):
+                setup = Setup(gpu=gpu, host_gb=host_gb)
+                load = LoadOptions(workload=workload, jps=jps, window_s=90)
+                yield Row(f"{gpu}, {jps:g}/s, {tier}", setup, load, f"{gpu}, {tier}", column)
+
+
+def make_weka() -> Iterable[Row]:
+    for gpu in ("H200", "B200"):
+        for jps in (0.05, 0.2):
+            load = LoadOptions(workload=str(WEKA), jps=jps, window_s=300)
+            yield Row(f"{gpu}, {jps:g}/s", Setup(gpu=gpu), load)
+
+
+def make_70b() -> Iterable[Row]:
+    for jps in (0.5, 1, 2):
+        setup = Setup(gpu="H100", model="llama-3.1-70b", tp=4, host_gb=200)
+        yield Row(f"4 x H100, {jps:g}/s", setup, LoadOptions(jps=jps))
+
+
+def make_ablation() -> Iterable[Row]:
+    wanted = {
+        *("H200, 3/s", "H200, 15/s", "A100-40, 3/s"),
+        *("H100, 2/s, no host tier", "H100, 2/s, 200 GiB host"),
+        *("H100, 1.2/s, no host tier", "H100, 1.2/s, 200 GiB host"),
+    }
+    for rows in (make_ab8(), make_agents("swe-bench", SWE_LOADS), make_agents("bfcl", BFCL_LOADS)):
+        yield from (row for row in rows if row.title in wanted)

@@ -1,0 +1,58 @@
+"""A row of a table, and a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from experiments.results.settings import Step
+from tenuto.sim.setup import Setup
+from tenuto.workload.load_options import LoadOptions
+
+ROOT = Path(__file__).parents[2]
+OUT = ROOT / "experiments" / "out"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a table: a machine under a load, for every policy."""
+
+    title: str
+    setup: Setup
+    load: LoadOptions
+    group: str = ""
+    """The machine in a map of winners, with `column` across."""
+    column: str = ""
+
+    def place(self, policy: str, seed: int, step: Step = None) -> tuple[Setup, LoadOptions]:
+        """The row's run with a policy: POLICY, POLICY/OFFLOAD with that layer, POLICY?OPTION=NUMBER."""
+        policy, _, option = policy.partition("?")
+        name, _, offload = policy.partition("/")
+        key, _, value = option.partition("=")
+        options = {key: float(value)} if option else {}
+        setup = dataclasses.replace(
+            self.setup,
+            policy=name,
+            offload=offload or None,  # type: ignore[arg-type]  # `Setup` checks it
+            options=options,
+            step_tokens=step,
+        )
+        return setup, dataclasses.replace(self.load, seed=seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of docs/results.md."""
+
+    title: str
+    about: str
+    policies: Sequence[str]
+    make_rows: Callable[[], Iterable[Row]]
+    steps: Sequence[Step] = (None,)
+    """Sizes of steps for each policy. With several, the table is a race: see `race`."""
+
+    @property
+    def is_race(self) -> bool:
+        """Whether every rival stands at its best size of steps."""
+        return len(self.steps) > 1

@@ -1,0 +1,205 @@
+"""Runs the rows of a table in a race, on all cores; what has run is kept in a file and not run again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.results.race import find_missing
+from experiments.results.rows import TABLES, Row
+from experiments.results.settings import Runs, Setting, Step, add, get_settings
+from tenuto.records.config import get_config
+from tenuto.sim.run import run
+
+KEPT = (
+    *("gpu", "model", "workload", "jps", "jobs", "job_s", "slowdown", "ttft_s", "plain_ttft_s", "itl_s"),
+    *("queue_s", "finished_jps", "makespan_s", "prompt_tokens", "output_tokens", "hit_tokens"),
+    *("reusable_tokens", "recomputed_tokens", "loaded_tokens", "preemptions", "policy_faults", "versions"),
+)
+"""Of each record, what is kept."""
+STATS = ("mean", "p50", "p90", "p95", "p99", "max")
+GUESS = 60
+"""Runs of a row, before one is done."""
+
+
+class Place(NamedTuple):
+    """One run."""
+
+    table: str
+    row: str
+    setting: Setting
+    seed: int
+
+
+def run_place(place: Place) -> dict[str, Any]:
+    """Run one setting. Returns the kept part of its record, and the CPU seconds that it took."""
+    started_s = time.process_time()
+    row = _get_rows(place.table)[place.row]
+    setup, load = row.place(place.setting.policy, place.seed, place.setting.step)
+    record = run(setup, load).record
+    kept = {key: shorten(record[key]) for key in KEPT}
+    # A trace's name on another machine is its file's alone.
+    kept["workload"] = Path(str(kept["workload"])).name
+    who = {"row": place.row, "policy": place.setting.policy, "step": place.setting.step, "seed": place.seed}
+    config = get_key(row, place.setting, place.seed)
+    return {**who, **kept, "config": config, "cpu_s": round(time.process_time() - started_s, 2)}
+
+
+@cache
+def _get_rows(table: str) -> dict[str, Row]:
+    return {row.title: row for row in TABLES[table].make_rows()}
+
+
+def get_key(row: Row, setting: Setting, seed: int) -> str:
+    """What defines a run, as text: a record with another key is out of date."""
+    setup, load = row.place(setting.policy, seed, setting.step)
+    config = get_config(setup, load)
+    config["workload"] = Path(str(config["workload"])).name
+    return json.dumps(config, sort_keys=True)
+
+
+def shorten(value: Any) -> Any:
+    """Five digits are more than a simulation is good for; of statistics, those that the tables may show."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if not isinstance(value, Mapping):
+        return value
+    if "p99" in value:
+        value = {name: value[name] for name in STATS}
+    return {key: shorten(each) for key, each in value.items()}
+
+
+def read_runs(path: Path, rows: Sequence[Row]) -> Runs:
+    """The runs of a file that are those of these rows; a line that was cut off, or is out of date, is not."""
+    by_title = {row.title: row for row in rows}
+    runs: Runs = {}
+    if not path.exists():
+        return runs
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        row = by_title.get(record["row"])
+        setting = Setting(record["policy"], record["step"])
+        if row is not None and record["config"] == get_key(row, setting, record["seed"]):
+            add(runs, record)
+    return runs
+
+
+@dataclass(frozen=True)
+class Race:
+    """What runs: the rows of one table, by the rules of `race`."""
+
+    table: str
+    rows: Sequence[Row]
+    policies: Sequence[str]
+    steps: Sequence[Step]
+    seeds: Sequence[int]
+    path: Path
+    workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+
+    def find_missing(self, row: Row, runs: Runs) -> list[Place]:
+        """The next runs of a row."""
+        found = get_settings(runs, row.title)
+        if len(self.steps) > 1:
+            missing = find_missing(self.policies, self.steps, self.seeds, found)
+        else:
+            settings = [Setting(policy, step) for policy in self.policies for step in self.steps]
+            places = itertools.product(settings, self.seeds)
+            missing = [(setting, seed) for setting, seed in places if seed not in found.get(setting, {})]
+        return [Place(self.table, row.title, setting, seed) for setting, seed in missing]
+
+    def run(self) -> Runs:
+        """Run all that is missing; says on stderr how far it is. An interruption loses the runs under way."""
+        runs = read_runs(self.path, self.rows)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        context = multiprocessing.get_context("spawn")
+        with (
+            open(self.path, "a", encoding="utf-8") as file,
+            ProcessPoolExecutor(self.workers, mp_context=context) as pool,
+        ):
+            for record in self._run_missing(runs, pool):
+                add(runs, record)
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+        return runs
+
+    def _run_missing(self, runs: Runs, pool: ProcessPoolExecutor) -> Iterator[dict[str, Any]]:
+        """The records of what is missing, as they come. A row goes on when its last run is done."""
+        waiting = list(self.rows)
+        queue: list[Place] = []
+        flying: dict[Future[dict[str, Any]], Place] = {}
+        progress = _Progress(len(self.rows))
+        while waiting or queue or flying:
+            while waiting and len(queue) < self.workers:
+                places = self.find_missing(waiting[0], runs)
+                progress.open(waiting.pop(0).title, places)
+                queue += places
+            while queue and len(flying) < 2 * self.workers:
+                place = queue.pop(0)
+                flying[pool.submit(run_place, place)] = place
+            if not flying:
+                continue
+            done, _ = wait(flying, return_when=FIRST_COMPLETED)
+            for future in done:
+                place = flying.pop(future)
+                record = future.result()
+                yield record
+                busy = {each.row for each in (*queue, *flying.values())}
+                if place.row not in busy:
+                    row = next(each for each in self.rows if each.title == place.row)
+                    places = self.find_missing(row, runs)
+                    progress.open(place.row, places)
+                    queue = places + queue
+                progress.say(place, record)
+
+
+class _Progress:
+    """How far a race is, and how long the rest will take if the rest is like what was done."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._started_s = time.monotonic()
+        self._open: dict[str, int] = {}
+        self._per_row: dict[str, int] = {}
+        self._num_done = 0
+        self._cpu_s = 0.0
+
+    def open(self, row: str, places: Sequence[Place]) -> None:
+        """A row has these runs to do next; none if it is done."""
+        if places:
+            self._open[row] = self._per_row[row] = self._per_row.get(row, 0) + len(places)
+        else:
+            self._open.pop(row, None)
+            self._per_row.setdefault(row, 0)
+
+    def say(self, place: Place, record: Mapping[str, Any]) -> None:
+        """A run is done."""
+        self._num_done += 1
+        self._cpu_s += record["cpu_s"]
+        closed = [count for row, count in self._per_row.items() if row not in self._open and count]
+        typical = sum(closed) / len(closed) if closed else GUESS
+        num_rows_left = self._num_rows - len(self._per_row) + len(self._open)
+        num_open = sum(self._open.values())
+        begun = self._num_done - sum(closed)
+        left = max(0.0, typical * num_rows_left - begun) if num_open else 0.0
+        spent_s = time.monotonic() - self._started_s
+        print(
+            f"{self._num_done} runs, {self._num_rows - num_rows_left} of {self._num_rows} rows, "
+            f"{spent_s / 60:.1f} min, about {left * spent_s / self._num_done / 60:.0f} min left; "
+            f"{self._cpu_s / self._num_done:.1f} s of CPU a run: "
+            f"{place.row}, {place.setting.label}, seed {place.seed}",
+            file=sys.stderr,
+            flush=True,
+        )

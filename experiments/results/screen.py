@@ -1,0 +1,154 @@
+"""The first screen of docs/results.md: what is won against whom, what is lost, who is harmed, the bound."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from experiments.results.race_tables import describe_harm, describe_losses, judge_rows
+from experiments.results.row import ROOT
+from experiments.results.rows import TABLES
+from experiments.results.settings import OURS, Runs, get_settings, group
+from experiments.results.tables import format_markdown
+from experiments.results.verdicts import Ratio, Seeds, Setting, Verdict, get_one_setting
+
+RECORDS = ROOT / "experiments" / "records"
+
+
+def read_records(name: str) -> Runs:
+    """The kept records of a table; none if there are none of this kind."""
+    path = RECORDS / f"{name}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines]
+    return group(record for record in records if "step" in record)
+
+
+def format_screen() -> str:
+    """The screen, from the kept records of all races."""
+    by_table: dict[str, dict[str, Verdict]] = {}
+    all_runs: dict[str, Runs] = {}
+    for name, table in TABLES.items():
+        if table.is_race:
+            runs = read_records(name)
+            verdicts = judge_rows([row.title for row in table.make_rows()], runs)
+            if verdicts:
+                by_table[name], all_runs[name] = verdicts, runs
+    verdicts = [verdict for each in by_table.values() for verdict in each.values()]
+    if not verdicts:
+        return "No race has run yet."
+    return "\n\n".join(
+        [
+            _say_in_short(verdicts),
+            format_markdown(HEADS, [*_make_lines(by_table), _make_line("**all**", verdicts)]),
+            *_list_losses(by_table),
+            *_list_harms(by_table, all_runs),
+            _format_one_for_all(by_table, all_runs),
+        ]
+    )
+
+
+HEADS = (
+    *("`tenuto` against the best other at its best size of steps", "rows", "won", "tied", "behind", "lost"),
+    *("harmed", "mean job time, geometric mean", "worst row", "over clairvoyant's"),
+)
+
+
+def _make_lines(by_table: dict[str, dict[str, Verdict]]) -> list[list[str]]:
+    return [_make_line(f"`{name}`", list(verdicts.values())) for name, verdicts in by_table.items()]
+
+
+def _make_line(title: str, verdicts: Sequence[Verdict]) -> list[str]:
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    worst = max(verdicts, key=lambda verdict: verdict.ratio.mean)
+    plain = [verdict for verdict in verdicts if verdict.harm is not None]
+    harmed = f"{sum(verdict.is_harmed for verdict in plain)} of {len(plain)}" if plain else "–"
+    return [
+        title,
+        str(len(verdicts)),
+        *(str(counts[outcome]) for outcome in ("won", "tied", "behind", "lost")),
+        harmed,
+        f"{_get_geomean(verdict.ratio for verdict in verdicts):.2f}",
+        f"{worst.ratio.mean:.2f} ({worst.row}; {worst.rival.label})",
+        f"{_get_geomean(verdict.bound for verdict in verdicts):.2f}",
+    ]
+
+
+def _get_geomean(ratios: Iterable[Ratio | None]) -> float:
+    means = [math.log(ratio.mean) for ratio in ratios if ratio is not None]
+    return math.exp(statistics.fmean(means)) if means else math.nan
+
+
+def _say_in_short(verdicts: Sequence[Verdict]) -> str:
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    rivals = Counter(verdict.rival.policy.partition("/")[0] for verdict in verdicts)
+    strongest = ", ".join(f"`{policy}` {count}" for policy, count in rivals.most_common(5))
+    plain = [verdict for verdict in verdicts if verdict.harm is not None]
+    return (
+        f"In {len(verdicts)} rows, `tenuto` with its defaults stands against {OPPONENTS}. It wins "
+        f"{counts['won']}, ties {counts['tied']} (within 2 % in mean job time), is behind in "
+        f"{counts['behind']} (a rival has the better mean, but a worse P95 or TTFT), and loses "
+        f"{counts['lost']}. Plain requests are harmed in {sum(each.is_harmed for each in plain)} of the "
+        f"{len(plain)} rows that have some. The best other is most often: {strongest}."
+    )
+
+
+OPPONENTS = (
+    "every other policy at its own best size of steps in hindsight (512, 1,024, 2,048 or the default), with "
+    "the same host tier, seats and asynchronous scheduling"
+)
+
+
+def _list_losses(by_table: dict[str, dict[str, Verdict]]) -> list[str]:
+    lines = [
+        f"- {name}, {describe_losses(verdict)}"
+        for name, verdicts in by_table.items()
+        for verdict in verdicts.values()
+        if verdict.losses
+    ]
+    head = (
+        "**Lost**: a rival is better by more than 2 % in the mean, and no worse in P95 and P95 TTFT (our "
+        "mean over theirs):"
+    )
+    return [head + "\n\n" + "\n".join(lines)] if lines else []
+
+
+def _list_harms(by_table: dict[str, dict[str, Verdict]], all_runs: dict[str, Runs]) -> list[str]:
+    lines = [
+        f"- {name}, {describe_harm(verdict, get_settings(all_runs[name], verdict.row))}"
+        for name, verdicts in by_table.items()
+        for verdict in verdicts.values()
+        if verdict.is_harmed
+    ]
+    head = (
+        "**Harmed**: P95 TTFT of jobs that call no tool, over stock's at the size of steps that is best for "
+        "it:"
+    )
+    return [head + "\n\n" + "\n".join(lines)] if lines else []
+
+
+def _format_one_for_all(by_table: dict[str, dict[str, Verdict]], all_runs: dict[str, Runs]) -> str:
+    by_row: dict[str, dict[Setting, Seeds]] = {}
+    for name, verdicts in by_table.items():
+        for row in verdicts:
+            by_row[f"{name}, {row}"] = dict(get_settings(all_runs[name], row))
+    lines = [
+        [setting.label + (" (adaptive)" if setting == OURS else ""), f"{mean:.2f}", f"{worst:.2f}", row]
+        for setting, (mean, worst, row) in get_one_setting(by_row, by_row).items()
+    ]
+    head = (
+        "**Without tuning**: one setting for all rows; mean job time over that of each row's best setting "
+        "(settings that ran in all rows):"
+    )
+    return head + "\n\n" + format_markdown(["", "geometric mean", "worst", ""], lines[:8])
+
+
+def write_screen(page: Path) -> None:
+    """Put the screen into the page."""
+    from experiments.results.tables import put_section
+
+    text = put_section(page.read_text(encoding="utf-8"), "screen", format_screen())
+    page.write_text(text, encoding="utf-8")

@@ -1,0 +1,202 @@
+"""What a row's records say: who is best in hindsight, and whether ours lost, harmed, or is near the bound.
+
+All figures of several seeds are geometric means of ratios, seed by seed; their range is that of the seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from experiments.results.settings import BOUND, OURS, STOCK, YARDSTICKS, Record, Setting
+
+TIE = 1.02
+"""Means within 2 % are a tie."""
+HARM = 1.10
+"""Plain requests are harmed from here on: their P95 TTFT over stock's."""
+Seeds = Mapping[int, Record]
+Get = Callable[[Record], float | None]
+Outcome = Literal["won", "tied", "behind", "lost"]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ours over theirs: the geometric mean over the seeds that both have, and the range of these seeds."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if f"{self.low:.2f}" == f"{self.high:.2f}":
+            return f"{self.mean:.2f}"
+        return f"{self.mean:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def stat(part: str, name: str) -> Get:
+    """A getter of one statistic, such as `job_s`, `p95`."""
+
+    def get(record: Record) -> float | None:
+        stats = record.get(part)
+        return None if stats is None else stats[name]
+
+    return get
+
+
+MEAN, P95, P99 = (stat("job_s", name) for name in ("mean", "p95", "p99"))
+TTFT_P95, PLAIN_P95 = stat("ttft_s", "p95"), stat("plain_ttft_s", "p95")
+
+
+def get_mean(seeds: Seeds, get: Get = MEAN) -> float:
+    """The geometric mean over the seeds; NaN if a record does not have the figure."""
+    values = [get(record) for record in seeds.values()]
+    if not all(values):
+        return 0.0 if all(value is not None for value in values) else math.nan
+    return math.exp(statistics.fmean(math.log(value) for value in values if value))
+
+
+def compare(ours: Seeds, theirs: Seeds, get: Get = MEAN) -> Ratio | None:
+    """Ours over theirs; None without a seed in common, or where a figure is missing or 0."""
+    ratios = []
+    for seed in sorted(ours.keys() & theirs.keys()):
+        mine, other = get(ours[seed]), get(theirs[seed])
+        if mine and other:
+            ratios.append(mine / other)
+    if not ratios:
+        return None
+    return Ratio(math.exp(statistics.fmean(map(math.log, ratios))), min(ratios), max(ratios))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row: ours against the best of the rivals, each at its best size of steps."""
+
+    row: str
+    best: dict[str, Setting]
+    """Each policy's best setting in hindsight, by mean job time."""
+    rival: Setting
+    """The best of them."""
+    ratio: Ratio
+    """Mean job time, ours over the best rival's."""
+    losses: dict[Setting, Ratio]
+    """Settings that are better by more than 2 % in the mean and no worse in P95 and P95 of TTFT."""
+    harm: Ratio | None
+    """Plain requests' P95 TTFT over stock's at its best size; None where there are no plain requests."""
+    harm_by: Setting | None
+    """The setting of stock that `harm` is against."""
+    bound: Ratio | None
+    """Mean job time over the clairvoyant policy's at its best size."""
+    num_seeds: int
+
+    @property
+    def outcome(self) -> Outcome:
+        """Behind: a rival has a better mean, but pays for it in P95 or TTFT."""
+        if self.losses:
+            return "lost"
+        if self.ratio.mean > TIE:
+            return "behind"
+        return "won" if self.ratio.mean < 1 / TIE else "tied"
+
+    @property
+    def is_harmed(self) -> bool:
+        """Whether plain requests wait longer than with stock."""
+        return self.harm is not None and self.harm.mean > HARM
+
+
+def judge(row: str, settings: Mapping[Setting, Seeds]) -> Verdict | None:
+    """The verdict of a row; None while ours or all rivals have not run."""
+    ours = settings.get(OURS)
+    rivals = {
+        setting: seeds
+        for setting, seeds in settings.items()
+        if setting.policy not in (OURS.policy, *YARDSTICKS) and ours and ours.keys() & seeds.keys()
+    }
+    if not ours or not rivals:
+        return None
+    best = find_best(ours, rivals)
+    rival = min(best.values(), key=lambda setting: _get_relative(ours, rivals[setting]))
+    ratio = compare(ours, rivals[rival])
+    assert ratio is not None
+    harm, harm_by = _find_harm(ours, rivals)
+    bounds = [compare(ours, seeds) for setting, seeds in settings.items() if setting.policy == BOUND]
+    known = [bound for bound in bounds if bound is not None]
+    return Verdict(
+        row=row,
+        best=best,
+        rival=rival,
+        ratio=ratio,
+        losses=_find_losses(ours, rivals),
+        harm=harm,
+        harm_by=harm_by,
+        bound=max(known, key=lambda bound: bound.mean, default=None),
+        num_seeds=len(ours),
+    )
+
+
+def find_best(ours: Seeds, rivals: Mapping[Setting, Seeds]) -> dict[str, Setting]:
+    """Each policy's best setting by mean job time, relative to ours on the same seeds."""
+    best: dict[str, Setting] = {}
+    for setting, seeds in rivals.items():
+        before = best.get(setting.policy)
+        if before is None or _get_relative(ours, seeds) < _get_relative(ours, rivals[before]):
+            best[setting.policy] = setting
+    return best
+
+
+def _get_relative(ours: Seeds, theirs: Seeds) -> float:
+    """Theirs over ours. Seeds differ in their load, so means of different seeds cannot be compared."""
+    ratio = compare(ours, theirs)
+    return math.inf if ratio is None else 1 / ratio.mean
+
+
+def _find_losses(ours: Seeds, rivals: Mapping[Setting, Seeds]) -> dict[Setting, Ratio]:
+    losses = {}
+    for setting, seeds in rivals.items():
+        ratios = [compare(ours, seeds, get) for get in (MEAN, P95, TTFT_P95)]
+        mean, p95, ttft = ratios
+        if mean and p95 and ttft and mean.mean > TIE and p95.mean >= 1 and ttft.mean >= 1:
+            losses[setting] = mean
+    return dict(sorted(losses.items(), key=lambda each: -each[1].mean))
+
+
+def _find_harm(ours: Seeds, rivals: Mapping[Setting, Seeds]) -> tuple[Ratio | None, Setting | None]:
+    worst: tuple[Ratio | None, Setting | None] = (None, None)
+    for setting, seeds in rivals.items():
+        ratio = compare(ours, seeds, PLAIN_P95) if setting.policy == STOCK else None
+        if ratio is not None and (worst[0] is None or ratio.mean > worst[0].mean):
+            worst = (ratio, setting)
+    return worst
+
+
+def get_one_setting(
+    rows: Iterable[str], by_row: Mapping[str, Mapping[Setting, Seeds]]
+) -> dict[Setting, tuple[float, float, str]]:
+    """For settings that ran in all rows: mean job time over the best of each row, worst, and where.
+
+    The best of a row is the best setting of any competitor. Only the first seed of each row counts, because
+    it is the only one that all settings ran.
+    """
+    ratios: dict[Setting, dict[str, float]] = {}
+    titles = list(rows)
+    for row in titles:
+        settings = {
+            setting: seeds for setting, seeds in by_row[row].items() if setting.policy not in YARDSTICKS
+        }
+        seed = next(iter(settings[OURS]))
+        means = {
+            setting: mean
+            for setting, seeds in settings.items()
+            if seed in seeds and (mean := MEAN(seeds[seed]))
+        }
+        best = min(means.values())
+        for setting, mean in means.items():
+            ratios.setdefault(setting, {})[row] = mean / best
+    found = {}
+    for setting, each in ratios.items():
+        if len(each) == len(titles):
+            worst = max(each, key=each.__getitem__)
+            found[setting] = (math.exp(statistics.fmean(map(math.log, each.values()))), each[worst], worst)
+    return dict(sorted(found.items(), key=lambda each: each[1][0]))
