@@ -3,9 +3,12 @@
     python -m experiments.soak scheduler --turns 1000000 [--seed N] [--workers N] [--out FILE]
     python -m experiments.soak scheduler --seed N --episode K      one episode again, such as one that failed
 
+    python -m experiments.soak server --hours 2 --model FOLDER [--seed N] [--out FILE]
+
 `scheduler` runs episodes on vLLM's real scheduler without workers. With `--out`, each episode becomes one
 JSON line as soon as it ends, and a further run with the same file goes on after those that are there. The
-exit status is 1 if any episode failed.
+exit status is 1 if any episode failed. `server` starts `tenuto serve` with a small model on this machine,
+lets random clients and faults loose on it, checks it throughout, and prints a summary in JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +35,23 @@ def main() -> int:
         "--out", type=Path, help="JSON lines, one per episode; an existing file is gone on with"
     )
     scheduler.add_argument("--json", action="store_true", help="the summary as JSON")
+    server = soaks.add_parser("server", help="a live server under random faults")
+    server.add_argument("--model", required=True, help="folder of a small model")
+    server.add_argument("--hours", type=float, default=2.0)
+    server.add_argument("--policy", default="tenuto")
+    server.add_argument("--seed", type=int, default=1)
+    server.add_argument(
+        "--cycle-s", type=float, default=120.0, help="seconds that clients work between rests"
+    )
+    server.add_argument(
+        "--cycles", type=int, default=4, help="cycles until the server is ended and started anew"
+    )
+    server.add_argument("--out", type=Path, help="JSON lines: rests, failures, notes")
     parsed = parser.parse_args()
+    if parsed.soak == "server":
+        from experiments.soak.server import run_soak
+
+        return run_soak(parsed)
     if min(parsed.turns, parsed.turns_per_episode, parsed.workers) < 1:
         parser.error("--turns, --turns-per-episode and --workers must be at least 1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -51,6 +51,14 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tests.vllm.policies:OneJobAtATime", {"step_tokens": 40}),
     ("tests.vllm.policies:Faulty", {}),
 )
+LAYERS: dict[str, tuple[int | None, ...]] = {
+    "full": (None,),
+    "window": (64,),
+    "1:1": (None, 64),
+    "1:5": (None, *(5 * [32])),
+    "two windows": (None, 32, 96),
+}
+"""The sliding window of each layer in tokens; None for full attention."""
 FAULTY = "tests.vllm.policies:Faulty"
 
 
@@ -66,7 +74,9 @@ class Plan:
     """Steps in flight: 2 as asynchronous scheduling has them, or 1."""
     order: str
     layers: str
-    """`full`, `window` (a group with a sliding window beside it) or `window-only`."""
+    """A name in `LAYERS`."""
+    retention_interval: int | None
+    """What vLLM keeps of windows: 0, as servers have it, everything (None), or a boundary every so often."""
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -80,7 +90,7 @@ def make_plan(seed: int, episode: int) -> Plan:
     """The plan of one episode."""
     rng = random.Random(f"{seed}/{episode}")
     policy, options = POLICIES[episode % len(POLICIES)]
-    layers = rng.choice(("full", "full", "window", "window-only"))
+    layers = rng.choice(("full", "full", "full", *LAYERS))
     limits: dict[str, Any] = {"max_parallel_turns": rng.choice((1, 1, 2, 1000))}
     if rng.random() < 0.4:
         limits["max_leased_share"] = rng.choice((0.2, 0.7))
@@ -100,7 +110,8 @@ def make_plan(seed: int, episode: int) -> Plan:
         depth=rng.choice((1, 2)),
         order=rng.choice(("fcfs", "fcfs", "priority")),
         layers=layers,
-        num_blocks=rng.choice((44, 60, 100, 400)) * (2 if layers == "window" else 1),
+        retention_interval=0 if layers == "full" else rng.choice((0, 0, None, 96)),
+        num_blocks=rng.choice((44, 60, 100, 400)) * len(LAYERS[layers]),
         max_num_seqs=rng.choice((4, 16, 48)),
         max_num_batched_tokens=rng.choice((128, 512, 2048)),
         limits=limits,
@@ -209,8 +220,8 @@ def _start(plan: Plan) -> SoakEngine:
         tenuto.vllm.Scheduler,
         config,
         num_blocks=plan.num_blocks,
-        window=None if plan.layers == "full" else 64,
-        full=plan.layers != "window-only",
+        windows=LAYERS[plan.layers],
+        retention_interval=plan.retention_interval,
     )
     if plan.speaks:
         scheduler._reader._tokenizer = SpeakingTokenizer()

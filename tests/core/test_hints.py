@@ -150,6 +150,8 @@ def test_which_tool_is_called(value, expected) -> None:
 
 def test_a_tool_name_is_bounded() -> None:
     assert parse_hints({"tool": "x" * 10_000}).tool == "x" * MAX_TOOL_CHARS
+    # It is the same name when it is sent on: the cut leaves no space at its end.
+    assert parse_hints({"tool": "x " * 10_000}).tool == ("x " * MAX_TOOL_CHARS)[: MAX_TOOL_CHARS - 1]
 
 
 @pytest.mark.slow

@@ -172,6 +172,14 @@ def test_what_it_learned_survives_a_restart() -> None:
     assert after.profile == before.profile
 
 
+def test_steps_too_few_to_learn_from_are_kept_too() -> None:
+    before, after = PrefillCost(), PrefillCost()
+    run_turns(before, PrefillProfile(0.01, 1e-4, 1e-9), 2)
+    assert before.profile == PrefillProfile()
+    after.set_state(json.loads(json.dumps(before.get_state())))
+    assert after.get_state() == before.get_state() != PrefillCost().get_state()
+
+
 @pytest.mark.parametrize(
     "state",
     [
@@ -179,6 +187,7 @@ def test_what_it_learned_survives_a_restart() -> None:
         {"weight": 20, "moments": [[1.0]]},
         {"weight": "x", "moments": []},
         {"weight": 9, "moments": [[float("nan")] * 5] * 4},
+        {"weight": -1, "moments": [[1.0] * 5] * 4},
     ],
 )
 def test_a_state_that_is_none_changes_nothing(state: dict) -> None:

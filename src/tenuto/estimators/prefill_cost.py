@@ -100,11 +100,17 @@ class PrefillCost:
         """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
         weight, moments = float(state["weight"]), [[float(each) for each in row] for row in state["moments"]]
         is_finite = all(math.isfinite(each) for row in moments for each in (weight, *row))
-        if not is_finite or [len(row) for row in moments] != [len(row) for row in self._moments]:
+        if (
+            weight < 0
+            or not is_finite
+            or [len(row) for row in moments] != [len(row) for row in self._moments]
+        ):
             raise ValueError("the moments are not those of a prefill cost")
-        if self._learns and weight >= MIN_STEPS:
+        if not self._learns:
+            return
+        if weight >= MIN_STEPS:
             self.profile = _fit(moments, weight)
-            self._weight, self._moments = weight, moments
+        self._weight, self._moments = weight, moments
 
     def __repr__(self) -> str:
         return f"PrefillCost({self.profile}, {self._pending}, {self._weight}, {self._moments})"

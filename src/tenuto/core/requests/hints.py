@@ -153,7 +153,7 @@ def get_bounded_tool(value: Any) -> str | None:
     """A usable tool name of bounded length, or None."""
     if not isinstance(value, str) or not value.strip():
         return None
-    text = value.strip()[:MAX_TOOL_CHARS]
+    text = value.strip()[:MAX_TOOL_CHARS].rstrip()
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

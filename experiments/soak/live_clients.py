@@ -1,0 +1,218 @@
+"""Clients of a live server: agents, a plain probe, strangers, and clients that leave, stop or are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import httpx
+
+from experiments.hostile import make_hints
+from experiments.soak.book import Book
+
+STALL_S = 120.0
+"""A request that takes longer was lost, or the server stalls."""
+PROBE_EVERY_S = 2.0
+MAX_MESSAGES = 9
+HEADERS = ("x-session-id", "x-claude-code-session-id", "thread-id")
+
+CHILD = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
+    connection.sendall(sys.stdin.buffer.read())
+    while connection.recv(64):
+        pass
+"""
+"""A client in a process of its own, which can be stopped and killed. It reads slowly."""
+
+
+class Clients:
+    """All clients of one server. They work until they are told to pause, and finish what they began."""
+
+    def __init__(self, url: str, rng: random.Random, book: Book) -> None:
+        self._url, self._rng, self._book = url, rng, book
+        self._port = int(url.rsplit(":", 1)[1])
+        self._pausing = asyncio.Event()
+        self._num_jobs = 0
+        self._http = httpx.AsyncClient(
+            base_url=url, timeout=STALL_S, limits=httpx.Limits(max_connections=None)
+        )
+
+    async def work(self, seconds: float) -> None:
+        """Work for so long; returns when every request has been answered or given up."""
+        self._pausing.clear()
+        kinds: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            self._probe, self._be_agent, self._be_agent, self._be_agent, self._be_agent_without_id,
+            self._hoard, self._be_hostile, self._leave_streams, self._use_child,
+        ]  # fmt: skip
+        tasks = [asyncio.create_task(kind()) for kind in kinds]
+        await asyncio.sleep(seconds)
+        self._pausing.set()
+        for task in tasks:
+            try:
+                await asyncio.wait_for(task, STALL_S + 60)
+            except TimeoutError:
+                self._book.fail("client", "a client did not end")
+            except Exception as error:
+                self._book.fail("client", repr(error))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    # Kinds of clients.
+
+    async def _probe(self) -> None:
+        """A plain request of a few tokens, again and again."""
+        while not self._pausing.is_set():
+            started_s = time.monotonic()
+            body = {"prompt": [self._rng.randrange(100, 900) for _ in range(4)], "max_tokens": 4}
+            if await self._ask("/v1/completions", body, kind="probe") is not None:
+                self._book.probe_s.append(time.monotonic() - started_s)
+            await asyncio.sleep(PROBE_EVERY_S)
+
+    async def _be_agent(self) -> None:
+        while not self._pausing.is_set():
+            self._num_jobs += 1
+            name = f"soak-{self._num_jobs}"
+            header = self._rng.choice(HEADERS)
+            await self._talk({header: name}, {"tool": self._rng.choice(("ls", "make"))})
+
+    async def _be_agent_without_id(self) -> None:
+        while not self._pausing.is_set():
+            await self._talk({}, {})
+
+    async def _talk(self, headers: dict[str, str], hints: dict[str, Any]) -> None:
+        """One job: a conversation that grows by each answer and by what a tool returned."""
+        messages: list[dict[str, str]] = [{"role": "user", "content": self._make_text(60)}]
+        while len(messages) < MAX_MESSAGES and not self._pausing.is_set():
+            is_last = len(messages) + 2 >= MAX_MESSAGES
+            body = {"messages": messages, "max_tokens": self._rng.randrange(1, 20), **hints}
+            if is_last and self._rng.random() < 0.5:
+                body["is_last_step"] = True
+            answer = await self._ask("/v1/chat/completions", body, headers, kind="agent")
+            if answer is None:
+                return
+            messages.append(
+                {"role": "assistant", "content": answer["choices"][0]["message"]["content"] or "-"}
+            )
+            messages.append({"role": "user", "content": self._make_text(25)})
+            await asyncio.sleep(self._rng.expovariate(1.0))
+
+    async def _hoard(self) -> None:
+        """Ids that never come back, each of which announces a tool that takes a year."""
+        while not self._pausing.is_set():
+            self._num_jobs += 1
+            hints = {"job_id": f"hoard-{self._num_jobs}", "tool": "x", "expected_tool_seconds": 31_536_000}
+            body = {"prompt": self._make_text(40), "max_tokens": 1, **hints}
+            await self._ask("/v1/completions", body, kind="hoarder")
+            await asyncio.sleep(self._rng.expovariate(0.5))
+
+    async def _be_hostile(self) -> None:
+        """Absurd hints in sound requests, and bodies that are none."""
+        rng = self._rng
+        while not self._pausing.is_set():
+            hints = make_hints(rng)
+            body = {"prompt": self._make_text(10), "max_tokens": 2, **hints}
+            if rng.random() < 0.5:
+                body["vllm_xargs"] = make_hints(rng)
+            data = json.dumps({"model": "soak", **body}).encode()
+            if rng.random() < 0.2:
+                data = data[: rng.randrange(len(data))]
+            headers = {"content-type": "application/json", "x-session-id": "h" * rng.choice((1, 200, 4000))}
+            await self._send("/v1/completions", data, headers, kind="hostile", may_refuse=True)
+            await asyncio.sleep(rng.expovariate(1.0))
+
+    async def _leave_streams(self) -> None:
+        """Clients that go away in the middle of an answer."""
+        while not self._pausing.is_set():
+            body = {"model": "soak", "prompt": self._make_text(60), "max_tokens": 60, "stream": True,
+                    "ignore_eos": True, "job_id": f"leaves-{self._rng.randrange(5)}"}  # fmt: skip
+            self._book.counts["left"] += 1
+            try:
+                async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+                    num_lines = self._rng.randrange(1, 30)
+                    async for _ in answer.aiter_lines():
+                        num_lines -= 1
+                        if num_lines < 0:
+                            break
+            except httpx.HTTPError as error:
+                self._count_error("left", error)
+            await asyncio.sleep(self._rng.expovariate(0.7))
+
+    async def _use_child(self) -> None:
+        """A client in its own process: stopped, continued, and killed in the middle of its answer."""
+        rng = self._rng
+        while not self._pausing.is_set():
+            request = {"model": "soak", "prompt": self._make_text(50), "max_tokens": 50, "job_id": "child"}
+            body = json.dumps({**request, "stream": True, "ignore_eos": True}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-S", "-c", CHILD, str(self._port),
+                stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+            assert child.stdin is not None
+            child.stdin.write(
+                f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + body
+            )
+            child.stdin.close()
+            await asyncio.sleep(rng.uniform(0.2, 3.0))
+            try:
+                if rng.random() < 0.5:
+                    child.send_signal(signal.SIGSTOP)
+                    self._book.counts["clients stopped"] += 1
+                    await asyncio.sleep(rng.uniform(0.5, 8.0))
+                    child.send_signal(signal.SIGCONT)
+                child.kill()
+                self._book.counts["clients killed"] += 1
+            except ProcessLookupError:
+                self._book.counts["clients ended"] += 1
+            await child.wait()
+            await asyncio.sleep(rng.expovariate(0.5))
+
+    # Requests.
+
+    async def _ask(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None, *, kind: str
+    ) -> dict[str, Any] | None:
+        """A sound request, which must be answered; None if it was not."""
+        data = json.dumps({"model": "soak", "temperature": 0, **body}).encode()
+        headers = {"content-type": "application/json", **(headers or {})}
+        answer = await self._send(path, data, headers, kind=kind)
+        return None if answer is None else answer.json()
+
+    async def _send(
+        self, path: str, data: bytes, headers: dict[str, str], *, kind: str, may_refuse: bool = False
+    ) -> httpx.Response | None:
+        was_down = self._book.is_down
+        self._book.counts[kind] += 1
+        try:
+            answer = await self._http.post(path, content=data, headers=headers)
+        except httpx.HTTPError as error:
+            self._count_error(kind, error, was_down=was_down)
+            return None
+        if answer.status_code == 200:
+            return answer
+        if may_refuse and 400 <= answer.status_code < 500:
+            self._book.counts[f"{kind} refused"] += 1
+        elif self._book.is_down or was_down:
+            self._book.counts[f"{kind} during a restart"] += 1
+        else:
+            self._book.fail(f"{kind}: status {answer.status_code}", f"{answer.text[:300]} for {data[:200]!r}")
+        return None
+
+    def _count_error(self, kind: str, error: Exception, *, was_down: bool = False) -> None:
+        if self._book.is_down or was_down:
+            self._book.counts[f"{kind} during a restart"] += 1
+        else:
+            self._book.fail(f"{kind}: no answer", repr(error))
+
+    def _make_text(self, num_words: int) -> str:
+        first = self._rng.randrange(1000)
+        return " ".join(f"w{(first + n * 7919) % 1000}" for n in range(num_words))

@@ -1,0 +1,235 @@
+"""A live server under random faults: clients that leave, resets, a full disk, kills, restarts with state.
+
+A life of the server has several cycles: its clients work, faults happen, then the clients rest and nothing of
+them may be left. At the end of each life the server is stopped or killed, and started again with its state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from experiments.soak.book import Book
+from experiments.soak.live_clients import Clients
+from experiments.soak.live_watch import Watch, find_processes, get_slope
+from tenuto.client.servers.local_server import LocalServer, run_server
+from tenuto.report.diagnosis.run import analyze
+
+MAX_IDLE_S = 12.0
+"""After so many seconds the policy gives a silent job up, so that a rest of the clients ends soon."""
+REST_LIMIT_S = 90.0
+DEATH_LIMIT_S = 60.0
+DISK_FULL_S = 4.0
+ENDS = ("terminate", "kill the engine", "kill all")
+
+
+def get_command(model: str, port: int, folder: Path, policy: str) -> list[str]:
+    """`tenuto serve` with a small cache, a trace and a state file."""
+    config = {
+        "tenuto": {
+            "policy": policy,
+            "options": {"max_idle_s": MAX_IDLE_S} if policy == "tenuto" else {},
+            "limits": {"max_lease_s": MAX_IDLE_S},
+            "trace": str(folder / "trace.jsonl"),
+            "trace_max_mb": 8,
+            "state": str(folder / "state.json"),
+            "save_every_s": 10,
+        }
+    }
+    return [
+        sys.executable, "-m", "tenuto.cli", "serve", model, "--served-model-name", "soak",
+        "--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32",
+        "--num-gpu-blocks-override", "97",
+        "--max-model-len", "2048", "--max-num-seqs", "8", "--additional-config", json.dumps(config),
+    ]  # fmt: skip
+
+
+def run_soak(parsed: argparse.Namespace) -> int:
+    """Run it; 1 if anything failed."""
+    book = Book(parsed.out)
+    rng = random.Random(parsed.seed)
+    end_s = time.monotonic() + 3600 * parsed.hours
+    with tempfile.TemporaryDirectory(prefix="tenuto-soak-") as name:
+        lives = asyncio.run(_live(parsed, Path(name), book, rng, end_s))
+    summary = {
+        "hours": round(book.get_now_s() / 3600, 3),
+        "seed": parsed.seed,
+        "policy": parsed.policy,
+        "lives": len(lives),
+        "rests": sum(len(rests) for rests in lives),
+        "counts": dict(sorted(book.counts.items())),
+        "probe_s": book.summarise_probe(),
+        "memory": [_describe_memory(rests) for rests in lives],
+        "failures": book.num_failures,
+        "first_failures": book.failures,
+    }
+    print(json.dumps(summary, indent=1))
+    return 1 if book.num_failures else 0
+
+
+def _describe_memory(rests: list[tuple[float, float]]) -> dict[str, Any]:
+    slope = get_slope(rests)
+    return {
+        "mb_at_rests": [round(mb, 1) for _, mb in rests],
+        "mb_per_hour": None if slope is None else round(slope, 1),
+    }
+
+
+async def _live(
+    parsed: argparse.Namespace, folder: Path, book: Book, rng: random.Random, end_s: float
+) -> list[list[tuple[float, float]]]:
+    """One life of the server after the other; returns the memory at each life's rests."""
+    lives: list[list[tuple[float, float]]] = []
+    while time.monotonic() < end_s:
+        number = len(lives) + 1
+        had_state = (folder / "state.json").exists()
+        log = folder / f"server-{number}.log"
+        book.is_down = True
+        with _start(parsed, folder, log) as server:
+            book.is_down = False
+            _say(book, f"life {number} begins")
+            if had_state and "goes on with what" not in log.read_text(errors="replace"):
+                book.fail("state", "the server did not take up the state that was there")
+            watch = Watch(server.url, server.process.pid, book)
+            watching = asyncio.create_task(watch.run())
+            clients = Clients(server.url, rng, book)
+            try:
+                for _ in range(parsed.cycles):
+                    if time.monotonic() > end_s:
+                        break
+                    await _run_cycle(clients, watch, server, parsed.cycle_s, book, rng)
+                await _end_life(clients, server, ENDS[number % len(ENDS)], book)
+            finally:
+                watching.cancel()
+                await clients.close()
+            if watching.done() and not watching.cancelled() and watching.exception() is not None:
+                book.fail("watch", repr(watching.exception()))
+        lives.append(watch.rests)
+        _check_log(log, book)
+    _check_trace(folder / "trace.jsonl", book)
+    return lives
+
+
+@contextmanager
+def _start(parsed: argparse.Namespace, folder: Path, log: Path) -> Iterator[LocalServer]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    # Resets of the cache are among vLLM's calls for development.
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    command = get_command(parsed.model, port, folder, parsed.policy)
+    with run_server(command, port, log, env=env) as server:
+        yield server
+
+
+async def _run_cycle(
+    clients: Clients, watch: Watch, server: LocalServer, cycle_s: float, book: Book, rng: random.Random
+) -> None:
+    faults = asyncio.create_task(_make_faults(server, book, rng))
+    await clients.work(cycle_s)
+    faults.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await faults
+    _limit_files(server, None)
+    await watch.rest(REST_LIMIT_S)
+    book.counts["rests"] += 1
+    _say(book, f"{sum(book.counts.values()):,} events, {book.num_failures} failures")
+
+
+async def _make_faults(server: LocalServer, book: Book, rng: random.Random) -> None:
+    """Reset the cache and fill the disk, at random moments."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+        while True:
+            await asyncio.sleep(rng.uniform(5, 25))
+            if rng.random() < 0.7:
+                book.counts["resets"] += 1
+                everything = "true" if rng.random() < 0.3 else "false"
+                answer = await http.post("/reset_prefix_cache", params={"reset_running_requests": everything})
+                if answer.status_code != 200:
+                    book.fail("reset", f"status {answer.status_code}: {answer.text[:200]}")
+            else:
+                book.counts["disk full"] += 1
+                _limit_files(server, 0)
+                await asyncio.sleep(DISK_FULL_S)
+                _limit_files(server, None)
+
+
+def _limit_files(server: LocalServer, num_bytes: int | None) -> None:
+    """Let no file of the server grow beyond a size: to its writer, that is a full disk. None: no limit."""
+    for pid in find_processes(server.process.pid):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
+
+
+async def _end_life(clients: Clients, server: LocalServer, how: str, book: Book) -> None:
+    """End the server while its clients work; whatever they lose by that is expected."""
+    working = asyncio.create_task(clients.work(6.0))
+    await asyncio.sleep(4.0)
+    book.is_down = True
+    book.counts[how] += 1
+    _say(book, how)
+    if how == "terminate":
+        server.process.send_signal(signal.SIGTERM)
+    elif how == "kill all":
+        server.signal(signal.SIGKILL)
+    else:
+        for pid in find_processes(server.process.pid):
+            if pid != server.process.pid and "EngineCore" in _get_name(pid):
+                os.kill(pid, signal.SIGKILL)
+    await working
+    end_s = time.monotonic() + DEATH_LIMIT_S
+    while server.process.poll() is None and time.monotonic() < end_s:
+        await asyncio.sleep(0.5)
+    if server.process.poll() is None:
+        book.fail(how, f"the server is still there after {DEATH_LIMIT_S} s")
+
+
+def _get_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _check_log(log: Path, book: Book) -> None:
+    """Errors of Tenuto's in the log that no fault explains."""
+    known = ("cannot be written", "is not saved in", "not written")
+    for line in log.read_text(errors="replace").splitlines():
+        if (
+            "tenuto" in line
+            and ("ERROR" in line or "Traceback" in line)
+            and not any(k in line for k in known)
+        ):
+            book.fail("log", line)
+
+
+def _check_trace(trace: Path, book: Book) -> None:
+    """The trace is readable, wherever the server was killed or its disk was full."""
+    try:
+        report = analyze(trace, say=lambda text: None)
+    except Exception as error:
+        book.fail("trace", repr(error))
+    else:
+        book.counts["turns in the trace"] = sum(report["turns"].values()) if "turns" in report else 0
+
+
+def _say(book: Book, text: str) -> None:
+    print(f"[soak] {book.get_now_s() / 60:.1f} min: {text}", file=sys.stderr, flush=True)
+    book.write({"kind": "note", "text": text})
