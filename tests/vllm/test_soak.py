@@ -48,7 +48,7 @@ def park_all(self: Any, *args: Any, **kwargs: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("cls", "method", "broken", "said", "policy"),
     [
-        (VllmEngine, "release", leak, "something is left|leases hold it|blocks leased, counted", "KeepAll"),
+        (VllmEngine, "release", leak, "IntegrityError", "KeepAll"),
         (Driver, "admit", park_all, "stalled", "OneJobAtATime"),
         (Driver, "preempt", lambda *args: 1 / 0, "ZeroDivisionError", "KeepAll"),
     ],
@@ -61,7 +61,7 @@ def test_a_fault_is_noticed(
     # More than one, because not every episode's clients fill the cache.
     tries = [numbers[0] + k * len(scheduler.POLICIES) for k in range(6)]
     failures = [episodes.run_one(7, episode, NUM_TURNS).get("failure", "") for episode in tries]
-    assert any(part in failure for failure in failures for part in said.split("|")), failures
+    assert any(said in failure for failure in failures), failures
 
 
 def test_the_command_goes_on_where_it_was_stopped(
