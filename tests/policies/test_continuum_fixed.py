@@ -6,6 +6,8 @@ tokens, 5 blocks.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tenuto.core.limits import Limits
@@ -53,6 +55,13 @@ def test_an_unseen_tool_counts_as_0_s_and_is_pinned_for_2_s() -> None:
 )
 def test_a_tool_is_pinned_while_its_mean_time_is_not_above_2_s(times_s, expected) -> None:
     assert make_policy(*times_s).retain(make_turn(), VIEW) == expected
+
+
+def test_as_the_prototype_reads_answers_a_tool_without_a_command_is_not_pinned() -> None:
+    policy = make_policy(tools="shown")
+    assert policy.retain(make_turn("ls"), VIEW) == Release()
+    shown = dataclasses.replace(make_turn(), tool=ToolCall("ls", "ls -la"))
+    assert policy.retain(shown, VIEW) == PIN
 
 
 def test_without_a_tool_nothing_is_pinned() -> None:

@@ -27,6 +27,23 @@ def test_a_policy_s_own_settings_are_not_the_preset_s() -> None:
     assert get_engine_settings("tenuto", load_policy("tenuto")).offload == "async"
 
 
+def test_a_preset_s_options_yield_to_the_user_s() -> None:
+    assert load_policy("continuum-prototype").tools == "shown"  # type: ignore[attr-defined]
+    assert load_policy("continuum-prototype", {"tools": "named"}).tools == "named"  # type: ignore[attr-defined]
+    config = build(Setup(gpu="H100", policy="continuum-prototype", step_cost="roofline")).config
+    assert (config.scheduler, config.kv.reserve_full_sequence) == ("continuum-fork", False)
+
+
+def test_the_prototype_pins_nothing_in_the_workload_of_its_sweeps() -> None:
+    leases: list[int] = []
+    run(
+        Setup(gpu="H100", policy="continuum-prototype", step_cost="roofline"),
+        LoadOptions(jps=1, window_s=4),
+        watch=lambda now_s, scheduler: leases.append(scheduler.kv.pool.num_leased_blocks),
+    )
+    assert leases and not any(leases)
+
+
 def test_the_record_names_the_preset() -> None:
     setup = Setup(gpu="H100", policy="priority", step_cost="roofline")
     record = run(setup, LoadOptions(jps=0.5, window_s=4)).record

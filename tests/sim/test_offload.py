@@ -44,7 +44,7 @@ from tests.sim.test_loop import LinearSteps, OneSecondSteps
 from tests.support.processes import run_under_hash_seeds
 from tests.support.sim_checks import check_integrity
 
-MODES = ("sync", "async", "asked")
+MODES = ("sync", "serial", "async", "asked")
 
 
 @dataclass
@@ -179,7 +179,8 @@ def test_a_sync_step_ends_when_its_copies_are_there() -> None:
 
 @pytest.mark.parametrize(
     ("offload", "start_s", "first_token_s"),
-    [("sync", 10.0, 12.5), ("async", 12.0, 13.0)],
+    # serial: 2 s of loads, 1 s of computation, half a second for the chunk that it stores.
+    [("sync", 10.0, 12.5), ("serial", 10.0, 13.5), ("async", 12.0, 13.0)],
 )
 def test_the_time_of_a_load_in_a_run(offload: Any, start_s: float, first_token_s: float) -> None:
     """Steps of 1 s. sync: the step at 10 s waits for its copies; async: one begins when the load is there."""

@@ -34,16 +34,18 @@ def get_policy_names() -> list[str]:
 def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """Make a policy from its name (`continuum`), `my.module:Class` or `file.py:Class`, and its options.
 
-    A preset's name makes the policy of the preset; its engine settings are those of `get_engine_settings`.
+    A preset's name makes the policy of the preset, with the preset's options under those that are given; its
+    engine settings are those of `get_engine_settings`.
     Modules are also looked for in the working directory. Raises PolicyError if the policy cannot be loaded,
     ConfigError for an unknown option or a bad value.
     """
     if ":" in name:
-        cls = _import_class(name)
+        cls, own = _import_class(name), {}
     else:
         preset = PRESETS.get(name)
         cls = _find_class(preset.policy if preset is not None else name)
-    return cls(**check_settings(cls, options or {}, f"policy {name!r}"))
+        own = {} if preset is None else dict(preset.options)
+    return cls(**check_settings(cls, {**own, **(options or {})}, f"policy {name!r}"))
 
 
 def get_engine_settings(name: str, policy: Policy) -> EngineSettings:

@@ -6,13 +6,13 @@ A preset makes no decisions itself. Its name can be used in place of a policy's 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from tenuto.core.step_tokens import StepTokens
 
-OffloadMode = Literal["async", "sync", "asked"]
+OffloadMode = Literal["async", "sync", "serial", "asked"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class EngineSettings:
     """vLLM's `--scheduling-policy`. With "priority", a request's own priority comes before every key."""
     offload: OffloadMode | None = None
     """How the KV cache is copied to the tiers below the GPU: in parallel with the steps (async), inside each
-    step (sync), or when `retain` and `reconsider` ask for it (asked)."""
+    step (sync), before and after each step's computation (serial), or when `retain` and `reconsider` ask for
+    it (asked)."""
     long_prefill_token_threshold: int | None = None
     """The most tokens of one prompt in a step, while other requests wait or run."""
     watermark: float | None = None
@@ -32,6 +33,9 @@ class EngineSettings:
     """The most tokens of a step: "adaptive", or a number; None for the engine's own budget."""
     unbounded_kv: bool = False
     """Whether the KV cache is unlimited; only the simulator supports this."""
+    scheduler: Literal["vllm", "continuum-fork"] = "vllm"
+    """Whose scheduler the simulator imitates where the two differ: vLLM's, or that of the fork of vLLM 0.10.2
+    that is the Continuum prototype. Only the simulator supports this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,8 @@ class Preset:
     engine: EngineSettings
     help: str
     source: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the policy that belong to the preset; options that are given override them."""
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -84,6 +90,18 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             engine=EngineSettings(offload="async"),
             help="Autellix with KV in host memory: a preempted turn loads what it lost.",
             source="arXiv 2502.13965, section 4.2.2",
+        ),
+        # What the published sweeps measured. The prototype reads an answer's tool call from its only ```bash
+        # block. The 20 tokens that follow random text have none, so nothing was pinned in these sweeps: what
+        # remains is the order by jobs. `continuum-fixed` alone is what the prototype does where it is told
+        # the tool.
+        "continuum-prototype": Preset(
+            policy="continuum-fixed",
+            engine=EngineSettings(scheduler="continuum-fork"),
+            help="The public Continuum prototype as its sweeps ran it: no pin without a call in the answer.",
+            source="estimate_with_func.py and sched/scheduler.py in vllm/v1/core of the fork of vLLM 0.10.2 "
+            "that accompanies arXiv 2511.02230",
+            options=MappingProxyType({"tools": "shown"}),
         ),
         # Only useful work remains here. A slower policy wastes work; a faster policy has a better order. No
         # real server has such a cache.

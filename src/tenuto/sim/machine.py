@@ -92,6 +92,8 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
             retention_interval=setup.prefix_cache_retention_interval,
             max_model_len=setup.max_model_len or model.max_model_len,
             watermark=_get(setup.watermark, wanted.watermark, 0.0),
+            # vLLM 0.10.2, which the fork is made from, admits a turn as soon as its first tokens fit.
+            reserve_full_sequence=wanted.scheduler == "vllm",
         ),
         max_num_batched_tokens=profile.max_num_batched_tokens,
         max_num_seqs=profile.max_num_seqs,
@@ -100,6 +102,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
             setup.long_prefill_token_threshold, wanted.long_prefill_token_threshold, 0
         ),
         order=wanted.order,
+        scheduler=wanted.scheduler,
         max_steps_in_flight=2 if setup.async_scheduling else 1,
         offload=offload,
     )

@@ -78,10 +78,10 @@ class Setup(Options):
         shown_default="that of the machine with this GPU in the published sweeps",
     )
     disk_gb: float = option(0.0, "disk behind the host memory", metavar="GIB", minimum=0)
-    offload: Literal["none", "async", "sync", "asked"] | None = option(
+    offload: Literal["none", "async", "sync", "serial", "asked"] | None = option(
         None,
-        "copy KV to host memory beside the steps (async), while each step waits (sync), or when the policy "
-        "says so (asked)",
+        "copy KV to host memory beside the steps (async), while each step waits (sync), loads before and "
+        "stores after each step's computation (serial), or when the policy says so (asked)",
         shown_default="what the policy wants",
     )
     link_gb_s: float | None = option(

@@ -132,7 +132,8 @@ class Simulation:
         self._last_step = step
         if step.num_tokens:
             self.num_steps += 1
-            self._last_end_s = max(self._get_end_s(self.now_s, step.batch), step.copies_done_s)
+            end_s = self._get_end_s(self.now_s, step.batch) + step.copies_s
+            self._last_end_s = max(end_s, step.copies_done_s)
             self._in_flight.append((step, self.now_s, self._last_end_s))
         return step
 

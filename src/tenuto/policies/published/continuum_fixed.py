@@ -33,6 +33,12 @@ class ContinuumFixed(Policy):
 
     ttl_s: float = setting(2.0, "seconds a pin lasts; a tool with a longer mean is not pinned", minimum=0)
     variant: str = setting("B", "A keeps an expired pin whose job waits, B does not", choices=("A", "B"))
+    tools: str = setting(
+        "named",
+        "which tool calls are pinned: those that the client or the workload names (named), or only those "
+        "whose command the answer shows (shown), as the prototype's parser reads them",
+        choices=("named", "shown"),
+    )
     _tool_times: MeanTimes = field(init=False, default_factory=MeanTimes)
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
@@ -41,7 +47,10 @@ class ContinuumFixed(Policy):
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         """Pin when a tool was found and it has been quick so far."""
-        if turn.tool is None or self._tool_times.get_mean_s(turn.tool.name) > self.ttl_s:
+        tool = turn.tool
+        if tool is None or (self.tools == "shown" and tool.command is None):
+            return Release()
+        if self._tool_times.get_mean_s(tool.name) > self.ttl_s:
             return Release()
         return Keep(view.now_s + self.ttl_s, yields=Yields.ON_DEADLOCK)
 

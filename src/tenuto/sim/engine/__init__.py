@@ -5,6 +5,7 @@
     scheduler ─► running_pass, waiting_pass ─► preemption, loading ─► allocator ─► driver ─► driver_port
               ─► progress, fast_forward
 
+    fork_pass    the running pass of the Continuum prototype
     state        where each request stands, and the time: the only thing that they all change
     waiting      the queue of waiting requests
     step         what one step computes

@@ -26,6 +26,8 @@ class EngineConfig:
     """Most tokens of one request in a step while there are other requests; 0 for no bound."""
     order: Literal["fcfs", "priority"] = "fcfs"
     """Which waiting request goes first, as vLLM's `--scheduling-policy` says."""
+    scheduler: Literal["vllm", "continuum-fork"] = "vllm"
+    """Whose preemption: vLLM's, or that of the fork that is the Continuum prototype (`fork_pass`)."""
     max_steps_in_flight: int = 1
     """2 for asynchronous scheduling: a step is scheduled while the one before runs. Pipelines have more."""
     num_draft_tokens: int = 0

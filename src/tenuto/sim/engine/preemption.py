@@ -34,6 +34,17 @@ class Preemption:
         self._preempt_in(step, victim)
         return victim
 
+    def preempt_as_fork(self, step: Step) -> Request:
+        """Preempt the policy's choice of all that run, as the Continuum fork does.
+
+        A request that has tokens in this step may be taken too. The step's budget does not get them back.
+        """
+        running = self._state.running
+        victim_id = self._driver.get_victim([each.turn_id for each in running], self._state.now_s)
+        victim = running[-1] if victim_id is None else self._state.requests[victim_id]
+        self._preempt_in(step, victim, gives_back=False)
+        return victim
+
     def preempt_for_waiting(self, request: Request, step: Step) -> bool:
         """Preempt a running request for a waiting one that does not fit, if the policy says so."""
         if not self._asks_for_waiting:
@@ -66,9 +77,9 @@ class Preemption:
                 running.remove(each)
                 running.append(each)
 
-    def _preempt_in(self, step: Step, victim: Request) -> None:
+    def _preempt_in(self, step: Step, victim: Request, *, gives_back: bool = True) -> None:
         self._state.running.remove(victim)
-        step.take_out(victim)
+        step.take_out(victim, gives_back=gives_back)
         step.preempted[victim.turn_id] = victim.num_computed_tokens
         self._give_up(victim)
 

@@ -27,6 +27,7 @@ from tenuto.sim.engine.allocator import Allocator
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.driver_port import SimEngine
 from tenuto.sim.engine.fast_forward import FastForward
+from tenuto.sim.engine.fork_pass import ForkRunningPass
 from tenuto.sim.engine.loading import Loading
 from tenuto.sim.engine.preemption import Preemption
 from tenuto.sim.engine.progress import Progress
@@ -86,7 +87,8 @@ class Scheduler:
         self._loading = None
         if self.offloader is not None:
             self._loading = Loading(state, kv, driver, allocator, self.offloader)
-        self._running_pass = RunningPass(config, state, allocator, self._preemption)
+        running_pass = ForkRunningPass if config.scheduler == "continuum-fork" else RunningPass
+        self._running_pass = running_pass(config, state, allocator, self._preemption)
         self._waiting_pass = WaitingPass(config, state, allocator, self._preemption, self._loading)
         self.fast_forward = FastForward(config, state, kv, driver, has_tiers=self.offloader is not None)
 
@@ -125,10 +127,14 @@ class Scheduler:
         # A request that is alone has nobody to starve.
         is_alone = len(state.running) + len(state.waiting) <= 1
         step = Step(budget, 0 if is_alone else self.config.long_prefill_token_threshold)
+        offloader = self.offloader
+        copied_s = offloader.get_free_s(now_s) if offloader is not None else now_s
         self._running_pass.schedule(step)
         if not step.preempted:
             self._waiting_pass.schedule(step)
         self._progress.advance(step)
+        if offloader is not None and offloader.is_serial:
+            step.copies_s = max(0.0, step.copies_done_s - copied_s)
         for turn_id, num_hit_tokens in (*step.new.items(), *step.resumed.items()):
             driver.start(turn_id, now_s, num_hit_tokens)
         return step

@@ -36,6 +36,8 @@ class Step:
     """What its duration depends on."""
     copies_done_s: float = 0.0
     """When the copies end that it waits for."""
+    copies_s: float = 0.0
+    """Seconds of copies that are added to its computation, where they do not run beside it."""
 
     @property
     def is_decode_only(self) -> bool:
@@ -48,9 +50,13 @@ class Step:
         self.num_tokens[request.turn_id] = num_tokens
         self.budget -= num_tokens
 
-    def take_out(self, request: Request) -> None:
-        """Undo `give`, if the request is in this step."""
-        self.budget += self.num_tokens.pop(request.turn_id, 0)
+    def take_out(self, request: Request, *, gives_back: bool = True) -> None:
+        """Undo `give`, if the request is in this step.
+
+        Its tokens go back to the budget, unless `gives_back` is False.
+        """
+        num_tokens = self.num_tokens.pop(request.turn_id, 0)
+        self.budget += num_tokens if gives_back else 0
         self.num_drafts.pop(request.turn_id, None)
 
     def bound(self, num_tokens: int) -> int:

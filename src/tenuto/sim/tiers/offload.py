@@ -6,6 +6,10 @@
   (LMCache 0.3.7 in vLLM: `start_load_kv` and `wait_for_save`; outputs are not stored). Copies share the link
   and run beside the computation. If they ran one after the other, the published sweep at 6 jobs/s would take
   1.7 times as long as it took (see docs/fidelity.md).
+- *serial*: as sync, but nothing overlaps: loads, then the computation, then stores. So LMCache 0.3.7's source
+  reads. `start_load_kv` synchronises its stream before the forward pass. `wait_for_save` copies each
+  request's slot mapping to the GPU without `non_blocking`, which waits for the forward pass, and then
+  synchronises after every chunk. docs/fidelity.md holds both modes against the published sweeps.
 - *async*: copies run beside the steps, and outputs are stored too. A turn waits, with its blocks, until its
   load has ended. The blocks of a finished turn stay taken until they are stored (vLLM's native offloading).
 - *asked*: as async, but only what the policy answers `Offload` for is stored.
@@ -27,7 +31,7 @@ from tenuto.sim.kv.rows import Row, skip_to
 from tenuto.sim.kv.segments import Segment
 from tenuto.sim.tiers.tier import OffloadTiers
 
-Offload = Literal["sync", "async", "asked"]
+Offload = Literal["sync", "serial", "async", "asked"]
 """When KV is copied to the tiers below the GPU."""
 
 Chunk = tuple[Segment, int]
@@ -45,7 +49,8 @@ class Offloader:
         self, tiers: OffloadTiers, pool: ExtentPool, offload: Offload, *, block_size: int, chunk_blocks: int
     ) -> None:
         """`chunk_blocks`: blocks per chunk of the tiers."""
-        self.is_sync = offload == "sync"
+        self.is_sync = offload in ("sync", "serial")
+        self.is_serial = offload == "serial"
         self.num_loaded_tokens = 0
         self.num_stored_tokens = 0
         self._tiers = tiers
@@ -118,6 +123,10 @@ class Offloader:
             self._hold_until(row, self._store(row, now_s), now_s)
 
     # Questions.
+
+    def get_free_s(self, now_s: float) -> float:
+        """When all copies that were begun have ended; now, if they have."""
+        return max(now_s, *(tier.link.free_at_s for tier in self._tiers.tiers))
 
     def get_held_rows(self) -> list[Row]:
         """Blocks that are taken only because they are being stored."""
