@@ -70,8 +70,8 @@ def test_with_two_steps_in_flight_a_step_lasts_from_the_end_of_the_one_before(cl
 
 
 def test_a_policy_that_does_not_listen_costs_nothing(clock: Clock) -> None:
-    assert start("stock").scheduler._step_teller is None
-    assert start("tests.vllm.policies:KeepAll").scheduler._step_teller is None
+    assert start("stock").scheduler._hooks.steps is None
+    assert start("tests.vllm.policies:KeepAll").scheduler._hooks.steps is None
 
 
 def test_waiting_turns_are_asked_for_their_keys_again(clock: Clock) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from tenuto.core.admission import Admission
 from tenuto.core.canary import Canary
@@ -70,7 +71,7 @@ class Driver:
         self._engine = engine
         self._step_chooser = step_chooser
         self._caller = PolicyCaller(policy, log, strict=strict)
-        self._history = History(log)
+        self._history = History(log, is_shadow=self.is_shadow)
         # A policy that treats all jobs alike does not need to know which turns belong to one job.
         infers = self.limits.infer_jobs and any(
             policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
@@ -252,6 +253,11 @@ class Driver:
         return self.leases.get_next_deadline_s()
 
     @property
+    def is_shadow(self) -> bool:
+        """Whether the engine does not follow what this driver decides."""
+        return self.decided is not self.stats
+
+    @property
     def num_policy_faults(self) -> int:
         """How many calls of policy hooks have failed so far, those of earlier drivers included."""
         return self._num_earlier_faults + self._caller.num_faults
@@ -267,6 +273,11 @@ class Driver:
     def get_num_idle_leased_blocks(self) -> int:
         """Number of leased blocks that no turn uses and that always yield: memory that is free in effect."""
         return self._engine.get_num_idle_leased_blocks() if self.limits.always_yield else 0
+
+    def get_claimed_blocks(self, turn_id: str) -> list[Any]:
+        """The leased blocks that wait for a turn; empty if there are none."""
+        lease = self._retention.get_claimed(self._turns.get(turn_id))
+        return [] if lease is None else lease.blocks
 
     def get_num_reclaimable_blocks(self, for_turn_id: str) -> int:
         """Upper bound on the leased blocks that `reclaim` could free for this turn while other turns run."""
@@ -399,6 +410,11 @@ class Driver:
         turn = self._turns.get(turn_id)
         return turn is not None and turn.arrival.hints.is_last is not True
 
+    def has_started(self, turn_id: str) -> bool:
+        """Whether a turn has had its first step; a turn that the driver does not know has."""
+        turn = self._turns.get(turn_id)
+        return turn is None or turn.started
+
     def needs_admission(self, turn_id: str) -> bool:
         """Whether the policy must be asked before this turn starts."""
         return self._admission.needs(self._turns.get(turn_id))
@@ -479,7 +495,13 @@ class Driver:
         turn.is_admitted = turn.is_overdue = False
         self._admission.enter(turn)
         self._tell("on_turn_arrived", turn, now_s)
-        if turn.started:
+        if not turn.started:
+            # In a log, a driver begins anew, and this turn will start. A running turn is left out.
+            num_prompt_tokens = turn.arrival.num_prompt_tokens
+            self._history.record(
+                "arrived", turn, turn.arrival_s, num_prompt_tokens=num_prompt_tokens, tool_s=None
+            )
+        else:
             if not job.is_admitted or self.policy.needs.admit == "turns":
                 self._tell("on_turn_admitted", turn, now_s)
             job.is_admitted = True

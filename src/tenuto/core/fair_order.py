@@ -189,6 +189,10 @@ class FairOrder:
                 self._order.push(name, self._get_key(lane))
         self._lanes[name].turns.push(item, key)
 
+    def get_key(self, item: str) -> Key:
+        """The policy's key of an id; raises KeyError if it is not in the queue."""
+        return self._lanes[self._lane_of[item]].turns.get_key(item)
+
     def get_first(self) -> str | None:
         """The id that goes first, or None if the queue is empty."""
         lane = self._get_first_lane()

@@ -10,8 +10,10 @@ from tenuto.core.policy_caller import DecisionLog, LogRecord
 class History:
     """Writes one record per event; nothing without a log."""
 
-    def __init__(self, log: DecisionLog | None) -> None:
+    def __init__(self, log: DecisionLog | None, *, is_shadow: bool = False) -> None:
+        """`is_shadow`: leases are not real; their records say so."""
         self._log = log
+        self._shadow: LogRecord = {"shadow": True} if is_shadow else {}
 
     def record(self, event: str, turn: TurnState, now_s: float, **facts: object) -> None:
         """Something happened to a turn."""
@@ -24,7 +26,8 @@ class History:
         if self._log is not None:
             turn = refused.turn
             place: LogRecord = {"kind": "job", "event": "lease-refused", "job": turn.job.job_id}
-            self._log({**place, "turn": turn.turn_id, "now_s": refused.now_s, "reason": refused.reason.value})
+            facts: LogRecord = {"turn": turn.turn_id, "now_s": refused.now_s, "reason": refused.reason.value}
+            self._log({**place, **facts, **self._shadow})
 
     def record_lease(self, happened: LeaseGranted | LeaseEnded) -> None:
         """A lease began or ended."""
@@ -39,4 +42,4 @@ class History:
             event, num_blocks = "lease-ended", happened.num_blocks
             facts = {"reason": happened.reason.value, "held_s": happened.now_s - lease.granted_s}
         place: LogRecord = {"kind": "job", "event": event, "job": lease.job_id, "turn": lease.turn.turn_id}
-        self._log({**place, "now_s": happened.now_s, "num_blocks": num_blocks, **facts})
+        self._log({**place, "now_s": happened.now_s, "num_blocks": num_blocks, **facts, **self._shadow})

@@ -45,6 +45,10 @@ class IndexedHeap:
         heapq.heappush(self._heap, (get_sort_key(key), item, key))
         self._forget_stale()
 
+    def get_key(self, item: str) -> Key:
+        """The key of an id; raises KeyError if it is not in the queue."""
+        return self._keys[item]
+
     def get_first(self) -> str | None:
         """The id with the smallest key, or None if the queue is empty."""
         while self._heap:

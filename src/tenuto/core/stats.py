@@ -43,6 +43,8 @@ class GroupStats:
     num_hit_tokens: int = 0
     num_recomputed_tokens: int = 0
     queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))
+    first_token_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))
+    """Seconds from a turn's arrival to its first token. The engine measures them."""
 
     def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
         """A turn got its first step."""
@@ -51,6 +53,16 @@ class GroupStats:
         self.num_hit_tokens += num_hit_tokens
         self.num_recomputed_tokens += count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
         self.queue_s.observe(now_s - turn.arrival_s)
+
+
+@dataclass
+class ShadowStats:
+    """What a policy in shadow mode would have changed, beside the leases it would have granted."""
+
+    num_gained_tokens: int = 0
+    """Prompt tokens that leases would have kept for turns that came back, and that stock did not have."""
+    num_delayed_turns: dict[str, int] = field(default_factory=lambda: {"order": 0, "admission": 0})
+    """Turns that would have waited longer, by what would have held them back."""
 
 
 @dataclass

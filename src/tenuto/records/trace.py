@@ -62,15 +62,16 @@ class TraceWriter:
         policy: Policy | None = None,
         name: str | None = None,
         options: TraceOptions | None = None,
+        facts: dict[str, Any] | None = None,
     ) -> None:
         """With `policy`, the header contains its name and options, so that `tenuto replay` can load it.
 
         `name` is the name that the policy was loaded by. The name of a preset cannot be derived from its
-        policy.
+        policy. `facts` go into the header too.
         """
         self._step = 0
         self._path = path
-        self._policy, self._name = policy, name
+        self._policy, self._name, self._facts = policy, name, facts or {}
         self._options = options or TraceOptions()
         self._hider = CommandHider(self._options.commands)
         self._run, self._part = os.urandom(8).hex(), 1
@@ -95,6 +96,12 @@ class TraceWriter:
             self._num_bytes += self._file.write(json.dumps(record, separators=(",", ":"), default=str) + "\n")
         except (OSError, ValueError) as error:
             self._give_up(error)
+
+    def begin_run(self, policy: Policy, name: str, facts: dict[str, Any]) -> None:
+        """Begin a new run in the same file: from now on another policy decides."""
+        self._policy, self._name, self._facts = policy, name, facts
+        self._run, self._part, self._step = os.urandom(8).hex(), 1, 0
+        self._write_header()
 
     def flush(self) -> None:
         """Flush the buffer to the operating system, because the engine becomes idle or may be killed."""
@@ -155,6 +162,7 @@ class TraceWriter:
                 "commands": self._options.commands,
                 "wall_s": time.time(),
                 "now_s": time.monotonic(),
+                **self._facts,
                 **described,
             }
         )

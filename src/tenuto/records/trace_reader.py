@@ -129,7 +129,7 @@ class _TraceReader:
             kind = record.text("kind")
             if kind in kinds:
                 kinds[kind](record)
-            elif kind not in ("told", "chosen"):
+            elif kind not in ("told", "chosen", "shadow"):
                 raise record.error("kind", f"{kind!r} is not a record of a trace")
 
     def _on_header(self, record: Fields) -> None:
@@ -155,6 +155,8 @@ class _TraceReader:
             "lease-ended": self._on_lease_ended,
         }
         event, job_id, turn_id = record.text("event"), record.text("job"), record.text("turn")
+        if record.values.get("shadow") is True:
+            return  # a lease that was never held
         if event == "arrived":
             self._on_arrived(record, job_id, turn_id)
         elif event == "lease-refused":

@@ -6,6 +6,7 @@ starts with an underscore or is not part of its scheduler interface.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -268,6 +269,12 @@ class AllocationGuard:
         else:
             del manager.allocate_slots
 
+    def remove(self) -> None:
+        """Let vLLM allocate by itself again."""
+        if self._is_on:
+            self._is_on = False
+            del self._manager.allocate_slots
+
 
 def count_missing_blocks(scheduler: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
     """How many free blocks this failed allocation lacked, over all layer groups.
@@ -344,6 +351,49 @@ def find_engine_core() -> Any | None:
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def make_waiting_queue(scheduler: Any) -> Any:
+    """An empty queue of the class that vLLM itself would use for waiting requests."""
+    return create_request_queue(scheduler.policy)
+
+
+def offer_call(engine_core: Any, name: str, call: Callable[[str], str]) -> None:
+    """Let an API server call a function in this engine's process; see `call_engines`.
+
+    vLLM looks up the methods that its API servers call (`EngineCoreRequestType.UTILITY`) by name, on the
+    EngineCore. It runs them between two steps, in the thread that schedules.
+    """
+    setattr(engine_core, name, call)
+
+
+async def call_engines(client: Any, name: str, text: str, limit_s: float) -> dict[int, str | Exception]:
+    """Call an offered function in every engine that this API server knows; its answers by rank.
+
+    `client`: the server's AsyncLLM. An engine that does not answer within the limit has a TimeoutError.
+    """
+    core = client.engine_core
+
+    async def call(engine: Any) -> str:
+        return str(await asyncio.wait_for(core._call_utility_async(name, text, engine=engine), limit_s))
+
+    answers = await asyncio.gather(*map(call, core.core_engines), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, Exception):
+            raise answer
+    return dict(zip(core.engine_ranks_managed, answers, strict=True))  # type: ignore[arg-type]
+
+
+def can_call_engines(client: Any) -> bool:
+    """Whether `call_engines` works with this server's client of its engines."""
+    core = getattr(client, "engine_core", None)
+    names = ("_call_utility_async", "core_engines", "engine_ranks_managed")
+    return all(hasattr(core, name) for name in names)
+
+
+def get_dp_size(client: Any) -> int:
+    """Number of data-parallel ranks of a deployment; some may belong to other API servers."""
+    return int(client.vllm_config.parallel_config.data_parallel_size)
 
 
 def wake(engine_core: Any) -> None:

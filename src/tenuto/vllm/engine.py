@@ -26,7 +26,7 @@ class VllmEngine:
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         self._block_size = compat.get_block_size(scheduler)
-        self._leased = LeasedBlocks(self._pool, lambda: scheduler.driver.limits.always_yield)
+        self._leased: LeasedBlocks = scheduler.leased_blocks
         self.hash_block_size = int(scheduler.hash_block_size)
         self.can_truncate = compat.can_truncate_leases(scheduler)
 
@@ -110,7 +110,7 @@ class VllmEngine:
     def get_num_cached_tokens(self, turn_id: str) -> int:
         """Prompt tokens of a waiting request that are cached."""
         # vLLM queues a request before it lists it in `requests`.
-        return compat.get_num_cached_tokens(self._scheduler, self._scheduler.waiting.get_request(turn_id))
+        return compat.get_num_cached_tokens(self._scheduler, self._scheduler.get_waiting(turn_id))
 
     def reorder(self, turn_id: str) -> None:
         """Ask for a waiting request's key again."""

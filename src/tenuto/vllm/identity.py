@@ -6,7 +6,8 @@ vLLM passes only `vllm_xargs` and its own session id to the scheduler. Clients n
 ways. The middleware copies these names into `vllm_xargs`, by the rules of `tenuto.core.requests.identity`.
 It does not copy vLLM's own session id, because vLLM passes that itself.
 
-The middleware also tells the scheduler the request's tenant (`tenuto.vllm.tenants`).
+The middleware also tells the scheduler the request's tenant (`tenuto.vllm.tenants`), and it answers requests
+under /tenuto/ (`tenuto.vllm.control_http`).
 
 Everything else passes through unchanged: other paths, bodies that are not a JSON object in UTF-8, and
 requests that name nothing new. vLLM runs middleware before it checks an API key. The middleware therefore
@@ -24,6 +25,7 @@ from typing import Any
 
 from tenuto.core.requests.hints import parse_hints
 from tenuto.core.requests.identity import are_xargs, get_new_fields, get_own_session_id
+from tenuto.vllm.control_http import ControlAddresses
 from tenuto.vllm.tenants import TenantReader, sign
 
 Message = MutableMapping[str, Any]
@@ -49,9 +51,14 @@ class Middleware:
         self._app = app
         self._dp_size = _get_dp_size() if dp_size is None else dp_size
         self._tenants = TenantReader(app)
+        self._control = ControlAddresses(app, self._tenants)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection. Responses are never changed."""
+        """Handle one connection. Responses of the application are never changed."""
+        address = self._control.find(scope)
+        if address is not None:
+            await self._control(address, scope, receive, send)
+            return
         if _is_generation(scope):
             scope = {**scope, "headers": list(scope["headers"])}
             receive = self._read_when_asked(scope, receive)

@@ -19,111 +19,117 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from tenuto.core.driver import Driver
-from tenuto.core.stats import DECISION_BUCKETS_S, QUEUE_BUCKETS_S, TOOL_BUCKETS_S, DriverStats
-from tenuto.core.types import LeaseEnd, LeaseRefusal
+from tenuto.core.stats import (
+    DECISION_BUCKETS_S,
+    QUEUE_BUCKETS_S,
+    TOOL_BUCKETS_S,
+    DriverStats,
+    ShadowStats,
+)
 from tenuto.core.version import __version__
-from tenuto.vllm.settings import read_settings
+from tenuto.vllm.metric_parts import GroupMetrics, LeaseMetrics, Maker, ShadowMetrics
+from tenuto.vllm.settings import CHANGEABLE, MODES, Settings, read_settings
 
 FOLDER_VARIABLE = "TENUTO_METRICS_DIR"
 OWNER_VARIABLE = "TENUTO_METRICS_OWNER"
 REFRESH_S = 1.0
 """Shortest interval between two updates of the metrics. An engine that becomes idle updates them at once."""
 
-LABELS = ("model_name", "engine")
-
 logger = logging.getLogger("vllm.tenuto")
 
 
 class Metrics:
-    """Exports one driver's state and statistics. The driver must be made with this object's `stats`."""
+    """Exports one driver's state and statistics. The driver must be made with this object's `stats`.
+
+    In shadow mode what the driver decides goes into `shadow` and `shadow_stats`.
+    """
 
     def __init__(self, vllm_config: Any, engine_index: int) -> None:
         self._next_s = 0.0
-        self._last_state: tuple[int, int, float | None] | None = None
+        self._last_state: tuple[int, int, int, float | None] | None = None
         self._file = _get_file(engine_index)
         self._registry = CollectorRegistry()
         names = vllm_config.model_config.served_model_name
         model = names[0] if isinstance(names, list) else names
-        self._labels = (str(model), str(engine_index))
-        self._totals: dict[Any, float] = {}
-        self._make()
+        self._make = make = Maker(self._registry, (str(model), str(engine_index)))
         # prometheus_client's histograms have the same `observe` method as ours, so the driver fills them.
         self.stats = DriverStats(
-            tool_s=self._histogram(
+            tool_s=make.histogram(
                 "tenuto:tool_time_seconds", "From a turn's finish to its job's next arrival.", TOOL_BUCKETS_S
             ),
-            queue_s=self._histogram(
+            queue_s=make.histogram(
                 "tenuto:queue_delay_seconds", "From a turn's arrival to its first step.", QUEUE_BUCKETS_S
             ),
-            decision_s=self._histogram(
+            decision_s=make.histogram(
                 "tenuto:decision_time_seconds",
                 "Time in Tenuto per turn arrival or finish.",
                 DECISION_BUCKETS_S,
             ),
         )
+        self.shadow = DriverStats()
+        self.shadow_stats = ShadowStats()
+        self._make_metrics()
         self._forward = _Forward(self._registry) if self._file is None else None
         if self._forward is not None:
             REGISTRY.register(self._forward)
-        self._info.labels(
-            *self._labels, read_settings(vllm_config.additional_config).policy, __version__
-        ).set(1)
+        self._shown: tuple[str, str] | None = None
+        self.show(read_settings(vllm_config.additional_config))
 
-    def _make(self) -> None:
-        self._info = Gauge(
-            "tenuto:info",
-            "Always 1; the labels say what runs.",
-            (*LABELS, "policy", "version"),
-            registry=self._registry,
-            multiprocess_mode="mostrecent",
+    def _make_metrics(self) -> None:
+        make = self._make
+        self._info = make.gauges("tenuto:info", "Always 1; the labels say what runs.", "policy", "version")
+        mode = make.gauges("tenuto:mode", "1 for the mode that the operator chose, 0 for the others.", "mode")
+        self._modes = {name: mode.labels(name) for name in MODES}
+        self._changes = make.counters(
+            "tenuto:control_changes", "Live changes by an operator, by what changed.", "what", CHANGEABLE
         )
-        self._leases = self._gauge("tenuto:retained_jobs", "Jobs whose KV cache is leased now.")
-        self._blocks = self._gauge("tenuto:retained_blocks", "KV cache blocks under lease now.")
-        self._idle = self._gauge(
+        self._leases = LeaseMetrics(make, "tenuto:", "")
+        self._shadow_leases = LeaseMetrics(make, "tenuto:shadow_", ", had the policy not been in shadow mode")
+        self._shadow = ShadowMetrics(make)
+        self._groups = GroupMetrics(make, self.stats.groups)
+        self._idle = make.gauge(
             "tenuto:idle_retained_blocks",
             "Blocks under lease that no request uses; vllm:kv_cache_usage_perc counts them as free.",
         )
-        self._size = self._gauge("tenuto:kv_blocks", "KV cache blocks there are.")
-        self._deadline = self._gauge(
+        self._size = make.gauge("tenuto:kv_blocks", "KV cache blocks there are.")
+        self._deadline = make.gauge(
             "tenuto:next_lease_deadline_timestamp_seconds",
             "Unix time at which the next lease ends; 0 without leases.",
         )
-        self._parked = self._gauge("tenuto:parked_jobs", "Jobs that wait because the policy admits none now.")
-        self._granted = self._counter("tenuto:leases_granted", "Leases granted.")
-        ended = Counter(
-            "tenuto:leases_ended",
-            "Leases ended, by reason (hit: the next turn took the blocks over).",
-            (*LABELS, "reason"),
-            registry=self._registry,
+        self._figures = make.gauges(
+            "tenuto:policy_figure", "What the policy shows of what it learned, by name.", "figure"
         )
-        self._ended = {reason: ended.labels(*self._labels, reason.value) for reason in LeaseEnd}
-        refused = Counter(
-            "tenuto:lease_refusals",
-            "Finished turns, not their job's last, that got no lease, by reason.",
-            (*LABELS, "reason"),
-            registry=self._registry,
-        )
-        self._refused = {reason: refused.labels(*self._labels, reason.value) for reason in LeaseRefusal}
-        self._figures = Gauge(
-            "tenuto:policy_figure",
-            "What the policy shows of what it learned, by name.",
-            (*LABELS, "figure"),
-            registry=self._registry,
-            multiprocess_mode="mostrecent",
-        )
-        self._revoked = self._counter("tenuto:revoked_blocks", "Blocks reclaimed from leases under pressure.")
-        self._hit = self._counter("tenuto:hit_tokens", "Prompt tokens that started turns found in cache.")
-        self._recomputed = self._counter(
+        self._shown_figures: set[str] = set()
+        self._hit = make.counter("tenuto:hit_tokens", "Prompt tokens that started turns found in cache.")
+        self._recomputed = make.counter(
             "tenuto:recomputed_tokens",
             "Tokens of a job's earlier turns, or of preempted turns, computed again.",
         )
-        self._waits = self._counter("tenuto:admission_waits", "Times a new job was not admitted yet.")
-        self._faults = self._counter(
+        self._faults = make.counter(
             "tenuto:policy_faults", "Policy hooks that failed; stock's answer was used."
         )
+
+    def show(self, settings: Settings) -> None:
+        """Show what runs now: the mode and the policy."""
+        shown = (settings.policy, __version__)
+        if self._shown is not None and self._shown != shown:
+            self._info.remove(*self._shown)
+        self._shown = shown
+        self._info.labels(*shown).set(1)
+        for name, gauge in self._modes.items():
+            gauge.set(name == settings.mode)
+        for figure in self._shown_figures:
+            self._figures.remove(figure)
+        self._shown_figures.clear()
+
+    def count_changes(self, changed: Iterable[str]) -> None:
+        """An operator changed these settings."""
+        for what in changed:
+            self._changes[what].inc()
 
     def refresh(self, driver: Driver, now_s: float, *, idle: bool = False) -> None:
         """Update the exported values, if the interval has passed or the engine is idle."""
@@ -131,7 +137,7 @@ class Metrics:
             return
         self._next_s = now_s + REFRESH_S
         # An idle engine calls this often, and usually nothing has changed.
-        state = (len(driver.leases), self.stats.num_events, driver.get_next_deadline_s())
+        state = (id(driver), len(driver.leases), self.stats.num_events, driver.get_next_deadline_s())
         if state != self._last_state:
             self._last_state = state
             self._refresh_now(driver, now_s)
@@ -146,30 +152,27 @@ class Metrics:
             self._forward = None
 
     def _refresh_now(self, driver: Driver, now_s: float) -> None:
-        stats = self.stats
-        deadline_s = driver.get_next_deadline_s()
+        stats, view = self.stats, driver.get_view(now_s)
+        now = (len(driver.leases), driver.get_num_leased_blocks(), view.num_parked)
+        nothing = (0, 0, 0)
+        self._leases.refresh(stats, *(nothing if driver.is_shadow else now))
+        self._shadow_leases.refresh(self.shadow, *(now if driver.is_shadow else nothing))
+        self._shadow.refresh(self.shadow_stats)
+        self._groups.refresh(stats.groups)
+        deadline_s = None if driver.is_shadow else driver.get_next_deadline_s()
         # Export a point in time, not a countdown, because it stays correct while the engine sleeps.
         self._deadline.set(0.0 if deadline_s is None else time.time() + deadline_s - now_s)
-        view = driver.get_view(now_s)
-        self._parked.set(view.num_parked)
         self._size.set(view.num_blocks)
-        self._leases.set(len(driver.leases))
-        self._blocks.set(driver.get_num_leased_blocks())
         self._idle.set(driver.get_num_idle_leased_blocks())
         for name, value in driver.get_policy_figures().items():
-            self._figures.labels(*self._labels, name).set(value)
+            self._shown_figures.add(name)
+            self._figures.labels(name).set(value)
         for counter, total in (
-            (self._granted, stats.num_leases_granted),
-            (self._revoked, stats.num_revoked_blocks),
             (self._hit, stats.num_hit_tokens),
             (self._recomputed, stats.num_recomputed_tokens),
-            (self._waits, stats.num_admission_waits),
             (self._faults, driver.num_policy_faults),
-            *((self._ended[reason], total) for reason, total in stats.num_leases_ended.items()),
-            *((self._refused[reason], total) for reason, total in stats.num_lease_refusals.items()),
         ):
-            counter.inc(total - self._totals.get(counter, 0))
-            self._totals[counter] = total
+            self._make.count_to(counter, total)
         if self._file is not None:
             self._write(self._file)
 
@@ -182,17 +185,6 @@ class Metrics:
             # A failure to write metrics must not stop the engine.
             logger.error("tenuto: metrics end here, %s cannot be written: %s", file, error)
             self._file = None
-
-    def _gauge(self, name: str, text: str) -> Any:
-        gauge = Gauge(name, text, LABELS, registry=self._registry, multiprocess_mode="mostrecent")
-        return gauge.labels(*self._labels)
-
-    def _counter(self, name: str, text: str) -> Any:
-        return Counter(name, text, LABELS, registry=self._registry).labels(*self._labels)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
-        histogram = Histogram(name, text, LABELS, buckets=buckets, registry=self._registry)
-        return histogram.labels(*self._labels)
 
 
 class _Forward(Collector):

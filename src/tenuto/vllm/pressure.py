@@ -21,6 +21,10 @@ class Pressure:
         self._victims: list[str] | None = None
         """Running turns in the order in which to preempt them; None until this step needs the order."""
 
+    def remove(self) -> None:
+        """Leave vLLM's allocation as it was."""
+        self._guard.remove()
+
     def begin_step(self, now_s: float) -> None:
         """A step is about to be scheduled."""
         self._now_s = now_s

@@ -2,46 +2,45 @@
 
     vllm serve MODEL --scheduler-cls tenuto.vllm.Scheduler --additional-config '{"tenuto": {...}}'
 
-No code of vLLM's `schedule()` is copied. Hooks that the policy does not override are not installed, so with
-policy `stock` vLLM's own code runs unchanged.
+No code of vLLM's `schedule()` is copied. What depends on the policy is in `tenuto.vllm.hooks`, so that an
+operator can change it while requests wait and run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import vllm
 
-from tenuto.core.driver import Driver
 from tenuto.core.errors import IncompatibleError
 from tenuto.core.jobs import Arrival
-from tenuto.core.policy import Key, Policy
+from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import get_engine_settings, load_policy
 from tenuto.core.requests.hints import Hints, parse_hints
-from tenuto.core.step_tokens import StepTokens, get_max_step_tokens
-from tenuto.estimators.step_size import make_step_chooser
+from tenuto.core.types import LeaseEnd
 from tenuto.records.trace import TraceWriter
 from tenuto.vllm import compat
-from tenuto.vllm.engine import VllmEngine
+from tenuto.vllm.control import Control, is_control_configured
+from tenuto.vllm.control_http import CALL
+from tenuto.vllm.hooks import Hooks
 from tenuto.vllm.idle import IdleTimer
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.output import OutputReader
-from tenuto.vllm.pressure import Pressure
 from tenuto.vllm.settings import Settings, read_settings
 from tenuto.vllm.state import StateFile
-from tenuto.vllm.steps import StepTeller, StepTracer
+from tenuto.vllm.steps import StepTracer
 from tenuto.vllm.tenants import take_tenant
-from tenuto.vllm.waiting import TurnQueue
+from tenuto.vllm.usage import LeasedBlocks
 
 logger = logging.getLogger("vllm.tenuto")
 
 MAX_RENEWALS = 32
 """Most leases that one step renews. This is enough to renew 1,000 leases once a second, and it bounds the
 cost of a step even with 10,000 leases."""
-MAX_ORDERING_SHARE = 0.02
-"""Largest share of time spent on reordering all waiting turns; with thousands, this is done less often."""
 
 OUTSIDE = Hints(is_last=True)
 """Hints for requests that run as in stock vLLM: their KV cache is never retained."""
@@ -58,6 +57,9 @@ class _DrivenScheduler(compat.PrivateHooks):
     max_num_scheduled_tokens: int
     scheduler_config: Any
     hash_block_size: int
+    kv_cache_manager: Any
+
+    _hooks: Any = None
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = read_settings(vllm_config.additional_config)
@@ -70,34 +72,29 @@ class _DrivenScheduler(compat.PrivateHooks):
         engine_core = compat.find_engine_core()
         engine_index = compat.get_engine_index(engine_core)
         self._trusts_clients = settings.tenants == "client"
+        self.max_step_tokens = self.max_num_scheduled_tokens
         self._state = _open_state(policy, settings, engine_index)
         # Open the trace after the state is restored: the trace's header contains the restored state.
         trace_path = _get_file(settings.trace, engine_index) if settings.trace else None
-        self._trace = (
-            TraceWriter(trace_path, policy, settings.policy, settings.trace_options) if trace_path else None
-        )
-        step_tokens = self._bound_steps(policy, settings.step_tokens or wanted.step_tokens)
-        self._engine = VllmEngine(self)
+        self._trace = None
+        if trace_path:
+            name, facts = _get_header(settings)
+            asked = Policy() if settings.mode == "off" else policy
+            self._trace = TraceWriter(trace_path, asked, name, settings.trace_options, facts)
         self._metrics = Metrics(vllm_config, engine_index)
-        log = self._trace.write if self._trace else None
-        self.driver = Driver(
-            policy,
-            self._engine,
-            settings.limits,
-            by_priority=self.policy.value == "priority",
-            log=log,
-            strict=settings.strict,
-            stats=self._metrics.stats,
-            step_chooser=make_step_chooser(step_tokens),
-        )
+        pool = self.kv_cache_manager.block_pool
+        self.leased_blocks = LeasedBlocks(pool, lambda: self.driver.limits.always_yield)
+        self._hooks = self._make_hooks(settings, policy)
+        self.driver = self._hooks.driver
+        self._hooks.install()
         self._metrics.refresh(self.driver, 0.0)
-        # The output shows what follows a turn: a tool call, or the end of the job.
-        self._reads_output = any(map(policy.overrides, ("retain", "on_tool_returned", "on_job_ended")))
-        self._reader = OutputReader(compat.load_tokenizer(vllm_config) if self._reads_output else None)
+        reads_output = self._hooks.reads_output or is_control_configured()
+        self._reader = OutputReader(compat.load_tokenizer(vllm_config) if reads_output else None)
         self._steps = StepTracer(self._trace, self) if self._trace else None
-        self._next_keys_s = 0.0
         self._idle_timer = IdleTimer(lambda: compat.wake(engine_core)) if engine_core is not None else None
-        self._install(policy)
+        self.control = Control(self, engine_index)
+        if engine_core is not None:
+            compat.offer_call(engine_core, CALL, self.control.answer)
         logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, vllm.__version__)
         # vLLM logs a warning about every scheduler class that is not its own.
         logger.info(
@@ -105,28 +102,6 @@ class _DrivenScheduler(compat.PrivateHooks):
             "Tenuto; async scheduling is %s, as in stock vLLM with this configuration",
             "on" if vllm_config.scheduler_config.async_scheduling else "off",
         )
-
-    def _bound_steps(self, policy: Policy, step_tokens: StepTokens | None) -> StepTokens | None:
-        """Lower vLLM's step budget to a fixed size; return the size of steps that holds on this engine."""
-        if step_tokens is None and not policy.overrides("step_budget"):
-            return None
-        reason = compat.get_reason_for_full_steps(self)
-        if reason is not None:
-            logger.info("steps have vLLM's own budget, no smaller one: %s", reason)
-            return None
-        self.max_num_scheduled_tokens = get_max_step_tokens(step_tokens, self.max_num_scheduled_tokens)
-        return step_tokens
-
-    def _install(self, policy: Policy) -> None:
-        """Install only the hooks that the policy overrides."""
-        self._asks_admission = policy.overrides("admit")
-        self._asks_budget = self.driver.bounds_steps and compat.get_reason_for_full_steps(self) is None
-        if self._asks_admission or policy.overrides("queue_key"):
-            driver = self.driver
-            self.waiting = TurnQueue(self._get_queue_key, self._is_gated, driver.settle, driver.make_order)
-        self._step_teller = StepTeller(self.driver) if self.driver.hears_steps else None
-        retains = policy.overrides("retain") or policy.overrides("preempt_key")
-        self._pressure = Pressure(self) if retains else None
 
     # vLLM calls these.
 
@@ -136,29 +111,29 @@ class _DrivenScheduler(compat.PrivateHooks):
             started_s = time.perf_counter()
             arrival = _describe(request, trusts_clients=self._trusts_clients)
             self.driver.arrive(request.request_id, time.monotonic(), arrival)
+            self._hooks.arrive(request)
             self.driver.stats.decision_s.observe(time.perf_counter() - started_s)
         super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """One step: expire leases, admit, set the budget; then vLLM's own schedule."""
         now_s = time.monotonic()
+        hooks = self._hooks
         self.driver.expire(now_s, MAX_RENEWALS)
-        if self.driver.tick(now_s) and isinstance(self.waiting, TurnQueue):
-            self._ask_all_keys(now_s)
-        if self._asks_admission:
-            self._admit_parked(now_s)
-        if self._pressure is not None:
-            self._pressure.begin_step(now_s)
+        hooks.begin_step(now_s)
         full_budget = self.max_num_scheduled_tokens
-        if self._asks_budget:
+        if hooks.asks_budget:
             self.max_num_scheduled_tokens = self.driver.get_step_budget(now_s, full_budget)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-            if self._step_teller is not None:
-                self._step_teller.schedule(output, now_s, self.max_num_scheduled_tokens)
+            if hooks.steps is not None:
+                hooks.steps.schedule(output, now_s, self.max_num_scheduled_tokens)
         finally:
             self.max_num_scheduled_tokens = full_budget
             self.driver.settle()
+        if hooks.shadow is not None:
+            started = [(self.requests[each], num_hits) for each, num_hits in compat.get_started(output)]
+            hooks.shadow.start(started, now_s)
         for request_id, num_hit_tokens in compat.get_started(output):
             self.driver.start(request_id, now_s, num_hit_tokens)
         if self._steps is not None:
@@ -170,15 +145,16 @@ class _DrivenScheduler(compat.PrivateHooks):
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """A step was computed. The policy is told of the step before vLLM processes its results."""
-        if self._step_teller is not None:
-            self._step_teller.finish(scheduler_output, time.monotonic())
+        if self._hooks.steps is not None:
+            self._hooks.steps.finish(scheduler_output, time.monotonic())
         return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def on_turn_finishing(self, request: Any) -> None:
         """A request ended and still has its blocks, so the driver may grant a lease on them."""
         started_s = time.perf_counter()
-        reads = self._reads_output and self.driver.needs_output(request.request_id)
+        reads = self._hooks.reads_output and self.driver.needs_output(request.request_id)
         finish = self._reader.get_finish(request, reads_output=reads)
+        self._hooks.leave(request)
         self.driver.finish(request.request_id, time.monotonic(), finish)
         self.driver.stats.decision_s.observe(time.perf_counter() - started_s)
 
@@ -224,37 +200,64 @@ class _DrivenScheduler(compat.PrivateHooks):
 
     def get_num_parked(self) -> int:
         """Waiting requests that admission holds back."""
-        return self.waiting.num_parked if isinstance(self.waiting, TurnQueue) else 0
+        order = self._hooks.order if self._hooks is not None else None
+        return order.num_parked if order is not None else 0
+
+    def get_waiting(self, request_id: str) -> Any:
+        """A request that waits in the policy's order; raises KeyError if it does not."""
+        return self._hooks.order.get_request(request_id)
 
     def reorder_waiting(self, request_id: str) -> None:
         """A waiting request's key may have changed."""
-        if isinstance(self.waiting, TurnQueue):
-            self.waiting.reorder(request_id)
+        if self._hooks.order is not None:
+            self._hooks.order.reorder(request_id)
+
+    # The operator's control calls these (`tenuto.vllm.control`).
+
+    @property
+    def settings(self) -> Settings:
+        """What runs now."""
+        settings: Settings = self._hooks.settings
+        return settings
+
+    @property
+    def configured_policy(self) -> Policy:
+        """The policy of the settings, also while leases are off."""
+        policy: Policy = self._hooks.policy
+        return policy
+
+    def count_changes(self, changed: Iterable[str]) -> None:
+        """Show on `/metrics` that an operator changed these settings."""
+        self._metrics.count_changes(changed)
+
+    def prepare(self, settings: Settings, policy: Policy) -> Hooks:
+        """Make the hooks of these settings; nothing changes yet. Whatever can be wrong with them, raises."""
+        return self._make_hooks(settings, policy)
+
+    def switch(self, hooks: Hooks) -> None:
+        """Run these hooks from now on. All leases end; requests that wait or run are not touched."""
+        now_s = time.monotonic()
+        before = self._hooks
+        self.driver.drop_all(now_s, LeaseEnd.SWITCHED)
+        if self._state is not None:
+            self._state.follow(hooks.policy, hooks.settings.policy)
+        if self._trace is not None:
+            self._trace.begin_run(hooks.driver.policy, *_get_header(hooks.settings))
+        hooks.driver.take_over(self.driver, now_s)
+        self._hooks, self.driver = hooks, hooks.driver
+        hooks.install(before)
+        self._metrics.show(hooks.settings)
+        self._metrics.refresh(self.driver, now_s, idle=True)
+
+    def release(self, job_id: str) -> bool:
+        """End a job that its client says is complete; return whether it was known."""
+        return self.driver.release(job_id, time.monotonic())
 
     # Inside.
 
-    def _ask_all_keys(self, now_s: float) -> None:
-        """Reorder all waiting turns, unless this would exceed the share of time `MAX_ORDERING_SHARE`."""
-        if now_s < self._next_keys_s:
-            return
-        started_s = time.perf_counter()
-        self.waiting.reorder_all()
-        self._next_keys_s = now_s + (time.perf_counter() - started_s) / MAX_ORDERING_SHARE
-
-    def _get_queue_key(self, request: Any) -> Key:
-        return self.driver.get_queue_key(request.request_id, time.monotonic())
-
-    def _is_gated(self, request: Any) -> bool:
-        return self._asks_admission and self.driver.needs_admission(request.request_id)
-
-    def _admit_parked(self, now_s: float) -> None:
-        while self.waiting.num_parked:
-            idle = not self.running and not self.waiting
-            admitted = self.driver.admit(self.waiting.get_first_parked(), now_s, idle=idle)
-            if not admitted:
-                return
-            for request_id in admitted:
-                self.waiting.unpark(request_id)
+    def _make_hooks(self, settings: Settings, policy: Policy) -> Hooks:
+        log = self._trace.write if self._trace else None
+        return Hooks(self, settings, policy, self._metrics, log, lambda: time.monotonic())
 
 
 class _SynchronousScheduler(_DrivenScheduler, compat.SyncScheduler):  # type: ignore[misc]
@@ -313,6 +316,14 @@ def _open_state(policy: Policy, settings: Settings, engine_index: int) -> StateF
 def _get_file(path: str, engine_index: int) -> str:
     """The file of one data-parallel engine; the first engine uses the path unchanged."""
     return path if engine_index == 0 else f"{path}.engine{engine_index}"
+
+
+def _get_header(settings: Settings) -> tuple[str, dict[str, Any]]:
+    """What the trace's header says of the settings: the policy that is asked, and other facts."""
+    facts: dict[str, Any] = {"mode": settings.mode}
+    if settings.canary.is_on:
+        facts["canary"] = dataclasses.asdict(settings.canary)
+    return "stock" if settings.mode == "off" else settings.policy, facts
 
 
 def _describe(request: Any, *, trusts_clients: bool) -> Arrival:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from tenuto.core.canary import Canary, read_canary
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
 from tenuto.core.settings import check_settings, setting
 from tenuto.core.step_tokens import check_step_tokens
 from tenuto.records.trace import TraceOptions
 from tenuto.records.trace_commands import COMMANDS, Commands
+
+MODES = ("on", "off", "shadow")
+CHANGEABLE = ("mode", "policy", "options", "limits", "canary")
+"""The settings that an operator may change while the server runs (`tenuto.vllm.control`)."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,13 @@ class Settings:
     """The policy's own parameters."""
     limits: Limits = field(default_factory=Limits)
     """Bounds on any policy, hint or client (see `tenuto.core.limits.Limits`)."""
+    mode: str = setting(
+        "on", "on, off (as stock vLLM), or shadow (decide and count, change nothing)", choices=MODES
+    )
+    canary: Canary = field(default_factory=Canary)
+    """The jobs that the policy applies to (see `tenuto.core.canary.Canary`); all by default."""
+    own_policies: list[str] | None = None
+    """Policies, as my.module:Class, that an operator may switch to beside those that ship with Tenuto."""
     step_tokens: str | int | None = setting(
         None,
         "most tokens in a step: a number within vLLM's budget, or adaptive; unset: what the policy wants",
@@ -63,6 +75,8 @@ def read_settings(additional_config: Any) -> Settings:
         raise ConfigError(f"tenuto: must be an object of settings, got {given!r}")
     given = dict(given)
     limits = check_settings(Limits, given.pop("limits", {}), "tenuto.limits")
-    settings = Settings(**check_settings(Settings, given, "tenuto"), limits=Limits(**limits))
+    canary = read_canary(given.pop("canary", None))
+    checked = check_settings(Settings, given, "tenuto")
+    settings = Settings(**checked, limits=Limits(**limits), canary=canary)
     check_step_tokens(settings.step_tokens, "tenuto: key 'step_tokens'")
     return settings

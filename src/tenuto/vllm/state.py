@@ -73,7 +73,7 @@ class StateFile:
 
     def __init__(self, policy: Policy, policy_name: str, path: str, save_every_s: float) -> None:
         """Restore the policy. Raises ConfigError if the folder cannot be written to."""
-        self._policy = policy
+        self._policy: Policy | None = policy
         self._policy_name = policy_name
         self._path = Path(path)
         self._save_every_s = save_every_s
@@ -89,6 +89,10 @@ class StateFile:
         if not isinstance(policy, Learns):
             logger.info("policy %s learns nothing to keep: tenuto.state has no effect", policy_name)
         self._restore()
+
+    def follow(self, policy: Policy, policy_name: str) -> None:
+        """Another policy runs now, or another object. Only what the file's own policy learns is saved."""
+        self._policy = policy if policy_name == self._policy_name else None
 
     def save_if_due(self, now_s: float, *, idle: bool = False) -> None:
         """Save the state if the interval has passed.

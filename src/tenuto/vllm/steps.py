@@ -17,19 +17,20 @@ class StepTeller:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._clock = StepClock()
-        self._scheduled: deque[tuple[float, bool]] = deque()
-        """For each scheduled step: its time, and whether it uses the whole token budget."""
+        self._scheduled: deque[tuple[Any, float, bool]] = deque()
+        """For each scheduled step: what was scheduled, when, and whether it uses the whole token budget."""
 
     def schedule(self, output: Any, now_s: float, budget: int) -> None:
         """A step was scheduled. A step without tokens is never computed, so it is not counted."""
         if output.total_num_scheduled_tokens:
-            self._scheduled.append((now_s, output.total_num_scheduled_tokens >= budget))
+            self._scheduled.append((output, now_s, output.total_num_scheduled_tokens >= budget))
 
     def finish(self, output: Any, now_s: float) -> None:
         """The results of a step have arrived."""
-        if not output.total_num_scheduled_tokens or not self._scheduled:
+        # Steps that were under way when this object was made are not among those it knows.
+        if not self._scheduled or self._scheduled[0][0] is not output:
             return
-        scheduled_s, is_full = self._scheduled.popleft()
+        _, scheduled_s, is_full = self._scheduled.popleft()
         drafts = map(len, output.scheduled_spec_decode_tokens.values())
         tokens = output.num_scheduled_tokens.values()
         self._driver.step(self._clock.finish(now_s, scheduled_s, tokens, drafts, is_full=is_full))
@@ -74,8 +75,8 @@ class StepTracer:
                 "num_waiting": num_waiting,
                 "num_free_blocks": pool.get_num_free_blocks(),
                 "num_cached_blocks": compat.count_cached_blocks(pool),
-                "num_retained_blocks": driver.get_num_leased_blocks(),
-                "num_retained_jobs": len(driver.leases),
+                "num_retained_blocks": 0 if driver.is_shadow else driver.get_num_leased_blocks(),
+                "num_retained_jobs": 0 if driver.is_shadow else len(driver.leases),
                 "new": new,
                 "resumed": resumed,
                 "running": [each for each in output.num_scheduled_tokens if each not in started],

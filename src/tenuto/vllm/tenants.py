@@ -33,7 +33,7 @@ class TenantReader:
         """`app` is the application behind the middleware."""
         self._header = os.environ.get(HEADER_VARIABLE, "").strip().lower()
         # If the server does not check keys, clients can invent any key.
-        self._has_keys = _checks_keys(app)
+        self._has_keys = find_key_check(app) is not None
 
     def get(self, headers: Mapping[str, str]) -> str | None:
         """The tenant, or None. Header names must be in lower case. A key is replaced by its digest."""
@@ -75,10 +75,8 @@ def _make_signature(tenant: str, secret: str) -> str:
     return hmac.digest(secret.encode(), tenant.encode(errors="replace"), "sha256").hex()
 
 
-def _checks_keys(app: Any) -> bool:
-    """Whether vLLM's check of API keys is among the applications that this application wraps."""
-    while app is not None:
-        if type(app).__name__ == _KEY_CHECK:
-            return True
+def find_key_check(app: Any) -> Any | None:
+    """VLLM's check of API keys, if it is among the applications that this application wraps."""
+    while app is not None and type(app).__name__ != _KEY_CHECK:
         app = getattr(app, "app", None)
-    return False
+    return app

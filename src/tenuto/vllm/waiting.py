@@ -36,13 +36,15 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
     def add_request(self, request: Any) -> None:
         """Add a request that arrived; it is parked if admission must be asked first."""
         self._requests[request.request_id] = request
-        order = self._parked if self._is_gated(request) else self._ready
-        order.push(request.request_id, self._get_key(request))
+        if self._is_gated(request):
+            self._parked.push(request.request_id, self._get_key(request))
+        else:
+            self._make_ready(request)
 
     def prepend_request(self, request: Any) -> None:
         """Add a request that returns to the queue (preempted, or skipped in this step)."""
         self._requests[request.request_id] = request
-        self._ready.push(request.request_id, self._get_key(request))
+        self._make_ready(request)
 
     def prepend_requests(self, requests: Iterable[Any]) -> None:
         """Add requests that return to the queue."""
@@ -92,15 +94,35 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         """How many requests are parked."""
         return len(self._parked)
 
+    def is_parked(self, request_id: str) -> bool:
+        """Whether admission holds a request back."""
+        return request_id in self._parked
+
     def get_first_parked(self) -> str | None:
         """The first parked request in the order of keys, or None."""
         return self._parked.get_first()
+
+    def get_first_ready(self, number: int) -> set[str]:
+        """The first requests in the order of keys that are not parked, at most so many."""
+        firsts: dict[str, Key] = {}
+        while len(firsts) < number and (first := self._ready.get_first()) is not None:
+            firsts[first] = self._ready.get_key(first)
+            self._ready.discard(first)
+        for request_id, key in firsts.items():
+            self._ready.push(request_id, key)
+        return set(firsts)
 
     def unpark(self, request_id: str) -> None:
         """Let a request start, if it is parked."""
         if request_id in self._parked:
             self._parked.discard(request_id)
-            self._ready.push(request_id, self._get_key(self._requests[request_id]))
+            self._make_ready(self._requests[request_id])
+
+    def begin_step(self) -> None:
+        """A step is about to be scheduled."""
+
+    def _make_ready(self, request: Any) -> None:
+        self._ready.push(request.request_id, self._get_key(request))
 
     def _get_first(self) -> Any:
         first = self._ready.get_first()
@@ -118,3 +140,82 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         for order in (self._ready, self._parked):
             for request_id in order:
                 yield self._requests[request_id]
+
+
+class SplitQueue(TurnQueue):
+    """The queue while a canary is on: the policy orders its own jobs, and cannot make the others wait.
+
+    Each request has a *place*: its place in stock vLLM's queue. Requests of the others keep their places.
+    Those under the policy exchange theirs: when the first of their places comes up, the first of them in the
+    policy's order takes it.
+    """
+
+    def __init__(
+        self,
+        get_key: Callable[[Any], Key],
+        is_gated: Callable[[Any], bool],
+        settle: Callable[[], None],
+        make_order: Callable[[], IndexedHeap | FairOrder],
+        get_place: Callable[[Any], Key],
+        runs_as_stock: Callable[[Any], bool],
+    ) -> None:
+        """`get_place`: a key in stock vLLM's order. `runs_as_stock`: whether a request keeps its place."""
+        super().__init__(get_key, is_gated, settle, make_order)
+        self._get_place = get_place
+        self._runs_as_stock = runs_as_stock
+        self._stock = IndexedHeap()
+        """Requests that keep their places, by place."""
+        self._places = IndexedHeap()
+        """Requests under the policy that are ready, by the place that each has now."""
+        self._taken: dict[str, Key] = {}
+        """Places that requests took in this step. A request that vLLM skips gets its place back."""
+
+    def begin_step(self) -> None:
+        """A step is about to be scheduled."""
+        self._taken.clear()
+
+    def pop_request(self) -> Any:
+        """Remove and return the request that was peeked last; it takes the first place."""
+        request = self._get_first()
+        if request.request_id in self._places:
+            self._take_first_place(request.request_id)
+        self.remove_request(request)
+        return request
+
+    def remove_request(self, request: Any) -> None:
+        """Remove a request; does nothing if it is not in the queue."""
+        super().remove_request(request)
+        self._stock.discard(request.request_id)
+        self._places.discard(request.request_id)
+
+    def _take_first_place(self, request_id: str) -> None:
+        owner = self._places.get_first()
+        assert owner is not None
+        self._taken[request_id] = self._places.get_key(owner)
+        self._places.push(owner, self._places.get_key(request_id))
+
+    def _make_ready(self, request: Any) -> None:
+        place = self._get_place(request)
+        if self._runs_as_stock(request):
+            self._stock.push(request.request_id, place)
+            return
+        super()._make_ready(request)
+        taken = self._taken.pop(request.request_id, None)
+        self._places.push(request.request_id, place if taken is None else min(place, taken))
+
+    def _get_first(self) -> Any:
+        place, stock_place = self._places.get_first_key(), self._stock.get_first_key()
+        if place is None or (stock_place is not None and stock_place < place):
+            first = self._stock.get_first()
+            if first is None:
+                raise IndexError("peek from an empty queue")
+            return self._requests[first]
+        return super()._get_first()
+
+    def __bool__(self) -> bool:
+        return len(self._ready) > 0 or len(self._stock) > 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for request_id in self._stock:
+            yield self._requests[request_id]
+        yield from super().__iter__()

@@ -1,0 +1,181 @@
+"""The operator's control of a running engine: what runs now, and changes of it without a restart.
+
+Each engine process (data-parallel rank) has one `Control`. An API server calls it by vLLM's utility calls
+(`compat.call_engines`), which vLLM runs between two steps, in the thread that schedules. So a change meets no
+step half-way, and nobody waits for it. A change is checked completely before anything is touched: a bad one
+is refused, and the old one goes on.
+
+Requests and answers are JSON texts. `control_http` has the authentication and the addresses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tenuto.core.canary import read_canary
+from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.limits import Limits
+from tenuto.core.policy import Learns, Oracle, Policy
+from tenuto.core.policy_loader import get_engine_settings, get_policy_names, load_policy
+from tenuto.core.presets import PRESETS
+from tenuto.core.requests.hints import parse_hints
+from tenuto.core.settings import check_settings
+from tenuto.vllm.control_http import ADMIN_VARIABLE
+from tenuto.vllm.settings import CHANGEABLE, Settings
+from tenuto.vllm.tenants import take_tenant
+
+logger = logging.getLogger("vllm.tenuto")
+
+
+def is_control_configured() -> bool:
+    """Whether this server has an operator's key."""
+    return bool(os.environ.get(ADMIN_VARIABLE))
+
+
+class Control:
+    """One engine's answers to its operator, and to clients that end their jobs."""
+
+    def __init__(self, scheduler: Any, rank: int) -> None:
+        self._scheduler = scheduler
+        self._rank = rank
+        self._initial = scheduler.settings
+        self._learned: dict[str, Any] = {}
+        """What each policy had learned when another took its place."""
+        self._last: dict[str, Any] = {"changes": 0, "changed_by": None, "changed_unix_s": None}
+
+    def answer(self, text: str) -> str:
+        """Do what a request says. The answer has `ok`, and either the status or an `error`."""
+        try:
+            request = json.loads(text)
+            result = self._do(request)
+        except TenutoError as error:
+            result = {"ok": False, "error": str(error)}
+        except Exception as error:  # an error here must not stop the engine
+            logger.exception("control: a request failed")
+            result = {"ok": False, "error": f"failed, see the server's log: {error!r}"}
+        return json.dumps({"rank": self._rank, **result})
+
+    def change(self, change: Any, by: str) -> dict[str, Any]:
+        """Apply a change, and return the status. Raises ConfigError or PolicyError; then nothing changed."""
+        settings = self._read(change)
+        before = self._scheduler.settings
+        changed = [name for name in CHANGEABLE if getattr(settings, name) != getattr(before, name)]
+        if not changed:
+            return self.get_status()
+        policy = self._make_policy(settings)
+        hooks = self._scheduler.prepare(settings, policy)
+        self._scheduler.switch(hooks)
+        self._scheduler.count_changes(changed)
+        self._last = {
+            "changes": self._last["changes"] + 1,
+            "changed_by": by,
+            "changed_unix_s": round(time.time(), 3),
+        }
+        words = ", ".join(f"{name} {_show(before, name)} -> {_show(settings, name)}" for name in changed)
+        logger.info("control: %s changed %s", by, words)
+        return self.get_status()
+
+    def get_status(self) -> dict[str, Any]:
+        """What runs now."""
+        settings, driver = self._scheduler.settings, self._scheduler.driver
+        return {
+            "mode": settings.mode,
+            "policy": settings.policy,
+            "options": settings.options,
+            "limits": dataclasses.asdict(settings.limits),
+            "canary": dataclasses.asdict(settings.canary) if settings.canary.is_on else None,
+            "leases": 0 if settings.mode == "shadow" else len(driver.leases),
+            "leased_blocks": 0 if settings.mode == "shadow" else driver.get_num_leased_blocks(),
+            **self._last,
+        }
+
+    def _do(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        match request["do"]:
+            case "status":
+                return {"ok": True, **self.get_status()}
+            case "check":
+                settings = self._read(request["change"])
+                self._scheduler.prepare(settings, self._make_policy(settings))
+                return {"ok": True}
+            case "change":
+                return {"ok": True, **self.change(request["change"], request["by"])}
+            case "release":
+                return {"ok": True, "known": self._release(request["fields"])}
+        raise ConfigError(f"there is no request {request['do']!r}")
+
+    def _read(self, change: Any) -> Settings:
+        """The settings after a change. Raises ConfigError or PolicyError."""
+        now: Settings = self._scheduler.settings
+        if not isinstance(change, dict) or not change:
+            raise ConfigError(f"a change is an object with some of: {', '.join(CHANGEABLE)}")
+        unknown = sorted(set(change) - set(CHANGEABLE))
+        if unknown:
+            raise ConfigError(f"cannot change {', '.join(unknown)}; only {', '.join(CHANGEABLE)}")
+        given = dict(change)
+        limits = check_settings(Limits, given.pop("limits", {}), "tenuto.limits")
+        canary = read_canary(given.pop("canary")) if "canary" in given else now.canary
+        given = check_settings(Settings, given, "tenuto")
+        if "policy" in given:
+            given.setdefault("options", {})
+        elif "options" in given:
+            given["options"] = {**now.options, **given["options"]}
+        return dataclasses.replace(
+            now, **given, limits=dataclasses.replace(now.limits, **limits), canary=canary
+        )
+
+    def _make_policy(self, settings: Settings) -> Policy:
+        """A new policy object, with what such a policy has learned on this engine."""
+        name = settings.policy
+        self._check_name(name)
+        policy = load_policy(name, settings.options)
+        if isinstance(policy, Oracle):
+            raise ConfigError(f"policy {name} knows the future; it works only in the simulator")
+        wanted, runs = get_engine_settings(name, policy), self._scheduler.policy.value
+        if wanted.order == "priority" and runs != "priority":
+            raise ConfigError(f"policy {name} needs vLLM's --scheduling-policy priority, set at start")
+        self._keep_learned()
+        state = self._learned.get(name)
+        if isinstance(policy, Learns) and state is not None:
+            policy.set_state(state)
+        return policy
+
+    def _keep_learned(self) -> None:
+        policy, name = self._scheduler.configured_policy, self._scheduler.settings.policy
+        if isinstance(policy, Learns):
+            try:
+                self._learned[name] = policy.get_state()
+            except Exception as error:  # a policy is code from outside
+                logger.error("control: what policy %s learned is lost: %r", name, error)
+
+    def _check_name(self, name: str) -> None:
+        """Refuse a policy that would run code which the operator did not name at start."""
+        initial = self._initial
+        if name in (initial.policy, *(initial.own_policies or ())):
+            return
+        if ":" in name:
+            raise ConfigError(
+                f"policy {name!r} is not one of Tenuto's; name it in the setting own_policies at start"
+            )
+        if name in PRESETS:
+            raise ConfigError(f"{name} is a preset of engine settings, which are fixed at start")
+        if name not in get_policy_names():
+            load_policy(name)  # raises with the names that there are
+
+    def _release(self, fields: Any) -> bool:
+        """End a client's job. `fields` are those of a request's `vllm_xargs`, with the signed tenant."""
+        trusts_clients = self._initial.tenants == "client"
+        job_id = parse_hints(fields if trusts_clients else take_tenant(fields)).job_id
+        if job_id is None:
+            raise ConfigError("the job's id is unusable")
+        return bool(self._scheduler.release(job_id))
+
+
+def _show(settings: Settings, name: str) -> str:
+    value = getattr(settings, name)
+    return json.dumps(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)

@@ -1,0 +1,189 @@
+"""The addresses under /tenuto/ on vLLM's API server.
+
+    GET  /tenuto/control              what runs, on every data-parallel rank     (operator)
+    POST /tenuto/control              change it: {"mode": "off"}, …               (operator)
+    POST /tenuto/jobs/ID/release      the job is complete: give its cache back   (client)
+
+The operator's key is not one of vLLM's API keys, because those belong to clients. Without the environment
+variable TENUTO_ADMIN_KEY every operator's call is refused. A client's call is checked as vLLM checks its
+own: by the API key, if the server has keys; and a client ends jobs of its own tenant only.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import unquote
+
+from tenuto.core.requests.hints import get_bounded_id
+from tenuto.vllm.tenants import TenantReader, find_key_check, sign
+
+PREFIX = "/tenuto/"
+ADMIN_VARIABLE = "TENUTO_ADMIN_KEY"
+"""Environment variable with the operator's key. Without it, nothing can be changed over HTTP."""
+OPERATOR_HEADER = "x-tenuto-operator"
+"""A header with the operator's name, for the log. It is not checked: the key is."""
+CALL = "tenuto_control"
+"""The name under which an API server calls the engines."""
+MAX_BODY_BYTES = 64 * 1024
+LIMIT_S = 15.0
+"""Longest wait for an engine's answer. An engine answers between two steps."""
+
+logger = logging.getLogger("vllm.tenuto")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Answer = tuple[int, dict[str, Any]]
+
+
+class ControlAddresses:
+    """Answers requests under /tenuto/; `find` says which those are."""
+
+    def __init__(self, app: Any, tenants: TenantReader) -> None:
+        """`app`: the application behind the middleware; it has vLLM's check of API keys."""
+        self._key_check = find_key_check(app)
+        self._tenants = tenants
+
+    def find(self, scope: Scope) -> str | None:
+        """The address under /tenuto/ that a request asks for, or None."""
+        if scope["type"] != "http":
+            return None
+        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+        return path.removeprefix(PREFIX) if path.startswith(PREFIX) else None
+
+    async def __call__(self, address: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
+        }
+        try:
+            status, answer = await self._answer(address, scope, headers, receive)
+        except Exception as error:  # an error here must not reach a client as a stack of frames
+            logger.exception("control: a request failed")
+            status, answer = 500, {"error": f"failed, see the server's log: {type(error).__name__}"}
+        body = json.dumps(answer).encode()
+        head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, address: str, scope: Scope, headers: dict[str, str], receive: Receive) -> Answer:
+        parts, method = address.split("/"), scope["method"]
+        match parts:
+            case ["control"] if method in ("GET", "POST"):
+                refusal = self._check_operator(headers, scope)
+                if refusal is not None:
+                    return refusal
+                if method == "GET":
+                    return await _ask(scope, {"do": "status"})
+                return await self._change(scope, headers, receive)
+            case ["jobs", job_id, "release"] if method == "POST":
+                if not self._is_client(scope):
+                    return 401, {"error": "Unauthorized"}
+                return await self._release(scope, headers, unquote(job_id))
+            case ["control"] | ["jobs", _, "release"]:
+                return 405, {"error": f"{method} is not possible here"}
+        return 404, {"error": "there are /tenuto/control and /tenuto/jobs/ID/release"}
+
+    def _check_operator(self, headers: dict[str, str], scope: Scope) -> Answer | None:
+        key = os.environ.get(ADMIN_VARIABLE, "")
+        if not key:
+            return 403, {
+                "error": f"control is off: start the server with the environment variable {ADMIN_VARIABLE} "
+                "set to a secret of the operator's, and send it as `Authorization: Bearer …`"
+            }
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        is_same = hmac.compare_digest(given.strip().encode(), key.strip().encode())
+        if scheme.lower() == "bearer" and is_same:
+            return None
+        logger.warning("control: a request from %s had no valid operator's key", _get_address(scope))
+        return 401, {"error": f"this needs the operator's key ({ADMIN_VARIABLE} of the server)"}
+
+    async def _change(self, scope: Scope, headers: dict[str, str], receive: Receive) -> Answer:
+        """Check the change on every rank; apply it on every rank if none refuses it."""
+        body = await _read(receive)
+        if body is None:
+            return 413, {"error": f"a change has at most {MAX_BODY_BYTES} bytes"}
+        try:
+            change = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            return 400, {"error": f"the body is not JSON: {error}"}
+        by = f"{get_bounded_id(headers.get(OPERATOR_HEADER)) or 'operator'} at {_get_address(scope)}"
+        status, answer = await _ask(scope, {"do": "check", "change": change})
+        if status != 200:
+            return status, {**answer, "applied": False}
+        status, answer = await _ask(scope, {"do": "change", "change": change, "by": by})
+        logger.info("control: %s asked for %s: status %d", by, json.dumps(change), status)
+        return status, answer
+
+    def _is_client(self, scope: Scope) -> bool:
+        """Whether vLLM would serve this client."""
+        if self._key_check is None:
+            return True
+        from starlette.datastructures import Headers
+
+        return bool(self._key_check.verify_token(Headers(scope=scope)))
+
+    async def _release(self, scope: Scope, headers: dict[str, str], job_id: str) -> Answer:
+        tenant = self._tenants.get(headers)
+        fields = {"job_id": job_id, **(sign(tenant) if tenant is not None else {})}
+        query = dict(
+            part.partition("=")[::2] for part in scope.get("query_string", b"").decode("latin-1").split("&")
+        )
+        if "tenant" in query:  # used only where the settings let clients say whose a request is
+            fields["tenant"] = unquote(query["tenant"])
+        status, answer = await _ask(scope, {"do": "release", "fields": fields})
+        if status != 200:
+            return status, answer
+        return 200, {"job": job_id, "released": any(rank["known"] for rank in answer["ranks"])}
+
+
+async def _ask(scope: Scope, request: dict[str, Any]) -> Answer:
+    """Ask every engine that this server knows: 200 if all agree, 400 if one refuses, 504 if one is silent."""
+    from tenuto.vllm import compat
+
+    client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    if client is None or not compat.can_call_engines(client):
+        return 501, {"error": "this server has no engines that can be asked"}
+    answers = await compat.call_engines(client, CALL, json.dumps(request), LIMIT_S)
+    ranks: list[dict[str, Any]] = []
+    for rank, answer in answers.items():
+        if isinstance(answer, TimeoutError):
+            ranks.append({"rank": rank, "ok": None, "error": f"no answer within {LIMIT_S:g} s"})
+        elif isinstance(answer, Exception):
+            if CALL in str(answer) and "has no attribute" in str(answer):
+                answer = "Tenuto's scheduler does not run here"  # type: ignore[assignment]
+            ranks.append({"rank": rank, "ok": False, "error": str(answer) or repr(answer)})
+        else:
+            ranks.append({**json.loads(answer), "rank": rank})
+    found = {"ok": all(rank["ok"] for rank in ranks), "ranks": ranks}
+    num_ranks = compat.get_dp_size(client)
+    if num_ranks > len(ranks):
+        found["note"] = f"this server has {len(ranks)} of {num_ranks} ranks; ask the other servers too"
+    errors = [f"rank {rank['rank']}: {rank['error']}" for rank in ranks if not rank["ok"]]
+    if not errors:
+        return 200, found
+    is_silent = any(rank["ok"] is None for rank in ranks)
+    return 504 if is_silent else 400, {**found, "error": "; ".join(errors)}
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """A request's body; None if it is too large, or if the client left."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if message["type"] != "http.request" or len(body) > MAX_BODY_BYTES:
+            return None
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _get_address(scope: Scope) -> str:
+    client = scope.get("client")
+    return str(client[0]) if client else "an unknown address"

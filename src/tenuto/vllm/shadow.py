@@ -1,0 +1,169 @@
+"""Shadow mode: the policy decides, and vLLM runs as if there were no policy.
+
+Leases hold no blocks. Each only remembers which content it would have kept. So it can be counted what leases
+would have covered, what they would have hit, and which turns would have waited longer:
+
+- A turn's lease would have hit its blocks, and stock vLLM has hit some tokens: the difference is the gain.
+- A turn that starts would have been *delayed* if admission held it back, or if the policy would have started
+  other turns in its place.
+
+These are estimates. The turns that the policy would have served sooner would also have finished sooner, and
+what follows from that is not known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
+
+from tenuto.core.driver import Driver
+from tenuto.core.policy_caller import DecisionLog
+from tenuto.core.quota import BlockRefCounts
+from tenuto.core.stats import ShadowStats
+from tenuto.core.types import EngineView
+from tenuto.vllm.engine import CachedBlocks, VllmEngine
+from tenuto.vllm.waiting import TurnQueue
+
+
+class SeenBlock(NamedTuple):
+    """A block as it was when a turn ended; vLLM may have given it to another turn since."""
+
+    block_id: int
+    block_hash: Any
+
+
+class ShadowEngine(VllmEngine):
+    """vLLM as the driver sees it in shadow mode: nothing is held and nothing is reordered.
+
+    Leases take the memory that nobody uses, so the number of free blocks is smaller than vLLM's by the blocks
+    of leases. It is too small by the blocks that leases share with running turns, so leases yield a little
+    early. It is negative while leases cover more than there is.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._seen = BlockRefCounts()
+        super().__init__(scheduler)
+
+    def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
+        """The engine's state as it would be."""
+        view = super().get_view(now_s, num_leases)
+        num_free_blocks = max(0, self.get_num_free_blocks())
+        return dataclasses.replace(
+            view, num_free_blocks=num_free_blocks, num_leased_blocks=self.get_num_leased_blocks()
+        )
+
+    def get_num_free_blocks(self) -> int:
+        """Number of blocks that would be free."""
+        return super().get_num_free_blocks() - len(self._seen)
+
+    def get_num_leased_blocks(self) -> int:
+        """Number of distinct blocks that leases would hold."""
+        return len(self._seen)
+
+    def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
+        """Cached blocks of a finishing request, with what they hold now."""
+        blocks = super().get_cached_blocks(turn_id, num_hit_tokens)
+        seen = [SeenBlock(block.block_id, block.block_hash) for block in blocks]
+        if not isinstance(blocks, CachedBlocks):
+            return seen
+        kept = CachedBlocks(seen)
+        kept.chain_hash, kept.num_chain_hashes = blocks.chain_hash, blocks.num_chain_hashes
+        return kept
+
+    def get_block_ids(self, blocks: list[Any]) -> list[Hashable]:
+        """What each block holds, because its number may stand for something else by now."""
+        return [block.block_hash for block in blocks]
+
+    def hold(self, blocks: list[Any]) -> None:
+        """Count the blocks."""
+        self._seen.add(self.get_block_ids(blocks))
+
+    def release(self, blocks: list[Any]) -> None:
+        """Count the blocks no more."""
+        self._seen.remove(self.get_block_ids(blocks))
+
+    def count_tokens(self, blocks: list[Any]) -> int:
+        """Tokens that the blocks of a lease hold."""
+        if isinstance(blocks, CachedBlocks):
+            return blocks.num_chain_hashes * self.hash_block_size
+        return len(blocks) * self._block_size
+
+
+class Shadow:
+    """Compares what a driver in shadow mode decides with what vLLM does."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        engine: ShadowEngine,
+        stats: ShadowStats,
+        log: DecisionLog | None,
+    ) -> None:
+        self.order: TurnQueue | None = None
+        """The waiting requests in the policy's order, if it has one."""
+        self._driver = driver
+        self._engine = engine
+        self._stats = stats
+        self._log = log
+
+    def arrive(self, request: Any) -> None:
+        """A request arrived; the driver knows it already."""
+        if self.order is not None and not self._driver.runs_as_stock(request.request_id):
+            self.order.add_request(request)
+
+    def leave(self, request: Any) -> None:
+        """A request left."""
+        if self.order is not None:
+            self.order.remove_request(request)
+
+    def begin_step(self, now_s: float) -> None:
+        """Leases that no longer fit beside the running turns would have yielded."""
+        missing = -self._engine.get_num_free_blocks()
+        if missing > 0:
+            self._driver.reclaim(missing, now_s)
+            self._driver.settle()
+
+    def start(self, started: Iterable[tuple[Any, int]], now_s: float) -> None:
+        """VLLM started these requests, with so many hit tokens each; call before the driver is told."""
+        first = [
+            (request, hits) for request, hits in started if not self._driver.has_started(request.request_id)
+        ]
+        delays = self._find_delays([request for request, _ in first], now_s)
+        for request, num_hit_tokens in first:
+            turn_id = request.request_id
+            blocks = self._driver.get_claimed_blocks(turn_id)
+            num_leased_tokens = self._engine.count_tokens(blocks) if blocks else 0
+            self._stats.num_gained_tokens += max(0, num_leased_tokens - num_hit_tokens)
+            if turn_id in delays:
+                self._stats.num_delayed_turns[delays[turn_id]] += 1
+            if self._log is not None:
+                self._log(
+                    {
+                        "kind": "shadow",
+                        "turn": turn_id,
+                        "now_s": now_s,
+                        "num_hit_tokens": num_hit_tokens,
+                        "num_leased_tokens": num_leased_tokens,
+                        "delayed_by": delays.get(turn_id),
+                    }
+                )
+
+    def _find_delays(self, requests: list[Any], now_s: float) -> dict[str, str]:
+        """The reason for each of these requests that the policy would not have started now."""
+        order = self.order
+        if order is None or not requests:
+            return {}
+        ids = [each.request_id for each in requests if not self._driver.runs_as_stock(each.request_id)]
+        chosen = order.get_first_ready(len(ids))
+        delays = {}
+        for turn_id in ids:
+            if order.is_parked(turn_id):
+                delays[turn_id] = "admission"
+                # The policy must know that it runs.
+                self._driver.may_start(turn_id, now_s, idle=True)
+            elif turn_id not in chosen:
+                delays[turn_id] = "order"
+        for request in requests:
+            order.remove_request(request)
+        return delays
