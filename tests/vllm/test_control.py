@@ -386,6 +386,13 @@ def test_jobs_outside_the_canary_keep_stock_s_places(clock: Clock) -> None:
     assert started == ["b6", "a1", "b3", "b2", "a4", "a5", "b0"]
     groups = engine.scheduler.driver.stats.groups
     assert (groups["policy"].num_turns, groups["stock"].num_turns) == (4, 3)
+    counts = {
+        sample.labels["group"]: sample.value
+        for family in engine.scheduler._metrics._registry.collect()
+        for sample in family.samples
+        if sample.name == "tenuto:group_first_token_seconds_count"
+    }
+    assert counts == {"policy": 4, "stock": 3}
 
 
 def test_a_canary_of_no_job_decides_what_stock_decides() -> None:

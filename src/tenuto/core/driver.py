@@ -410,6 +410,11 @@ class Driver:
         turn = self._turns.get(turn_id)
         return turn is not None and turn.arrival.hints.is_last is not True
 
+    def get_arrival_s(self, turn_id: str) -> float | None:
+        """When a turn arrived; None if the driver does not know the turn."""
+        turn = self._turns.get(turn_id)
+        return None if turn is None else turn.arrival_s
+
     def has_started(self, turn_id: str) -> bool:
         """Whether a turn has had its first step; a turn that the driver does not know has."""
         turn = self._turns.get(turn_id)

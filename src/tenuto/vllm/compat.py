@@ -381,7 +381,7 @@ async def call_engines(client: Any, name: str, text: str, limit_s: float) -> dic
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, Exception):
             raise answer
-    return dict(zip(core.engine_ranks_managed, answers, strict=True))  # type: ignore[arg-type]
+    return dict(zip(core.engine_ranks_managed, answers, strict=True))
 
 
 def can_call_engines(client: Any) -> bool:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tenuto.core.canary import read_canary
+from tenuto.core.canary import Canary, read_canary
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Learns, Oracle, Policy
@@ -178,4 +178,4 @@ class Control:
 
 def _show(settings: Settings, name: str) -> str:
     value = getattr(settings, name)
-    return json.dumps(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)
+    return json.dumps(dataclasses.asdict(value) if isinstance(value, Limits | Canary) else value)

@@ -73,22 +73,24 @@ class ControlAddresses:
         await send({"type": "http.response.body", "body": body})
 
     async def _answer(self, address: str, scope: Scope, headers: dict[str, str], receive: Receive) -> Answer:
-        parts, method = address.split("/"), scope["method"]
-        match parts:
-            case ["control"] if method in ("GET", "POST"):
-                refusal = self._check_operator(headers, scope)
-                if refusal is not None:
-                    return refusal
-                if method == "GET":
-                    return await _ask(scope, {"do": "status"})
-                return await self._change(scope, headers, receive)
-            case ["jobs", job_id, "release"] if method == "POST":
-                if not self._is_client(scope):
-                    return 401, {"error": "Unauthorized"}
-                return await self._release(scope, headers, unquote(job_id))
-            case ["control"] | ["jobs", _, "release"]:
-                return 405, {"error": f"{method} is not possible here"}
-        return 404, {"error": "there are /tenuto/control and /tenuto/jobs/ID/release"}
+        method = scope["method"]
+        # The address is decoded already, and a job's id may have slashes.
+        job_id = address.removeprefix("jobs/").removesuffix("/release")
+        is_job = address == f"jobs/{job_id}/release"
+        if not is_job and address != "control":
+            return 404, {"error": "there are /tenuto/control and /tenuto/jobs/ID/release"}
+        if method != "POST" and (is_job or method != "GET"):
+            return 405, {"error": f"{method} is not possible here"}
+        if is_job:
+            if not self._is_client(scope):
+                return 401, {"error": "Unauthorized"}
+            return await self._release(scope, headers, job_id)
+        refusal = self._check_operator(headers, scope)
+        if refusal is not None:
+            return refusal
+        if method == "GET":
+            return await _ask(scope, {"do": "status"})
+        return await self._change(scope, headers, receive)
 
     def _check_operator(self, headers: dict[str, str], scope: Scope) -> Answer | None:
         key = os.environ.get(ADMIN_VARIABLE, "")
@@ -156,9 +158,9 @@ async def _ask(scope: Scope, request: dict[str, Any]) -> Answer:
         if isinstance(answer, TimeoutError):
             ranks.append({"rank": rank, "ok": None, "error": f"no answer within {LIMIT_S:g} s"})
         elif isinstance(answer, Exception):
-            if CALL in str(answer) and "has no attribute" in str(answer):
-                answer = "Tenuto's scheduler does not run here"  # type: ignore[assignment]
-            ranks.append({"rank": rank, "ok": False, "error": str(answer) or repr(answer)})
+            is_stock = CALL in str(answer) and "has no attribute" in str(answer)
+            error = "Tenuto's scheduler does not run here" if is_stock else str(answer) or repr(answer)
+            ranks.append({"rank": rank, "ok": False, "error": error})
         else:
             ranks.append({**json.loads(answer), "rank": rank})
     found = {"ok": all(rank["ok"] for rank in ranks), "ranks": ranks}

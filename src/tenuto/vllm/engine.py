@@ -92,7 +92,7 @@ class VllmEngine:
         """Leased blocks that no request uses; vLLM's reported usage does not include them."""
         return self._leased.count_idle()
 
-    def get_block_ids(self, blocks: list[Any]) -> list[int]:
+    def get_block_ids(self, blocks: list[Any]) -> Sequence[Hashable]:
         """The block ids that vLLM assigned."""
         return [block.block_id for block in blocks]
 

@@ -7,8 +7,6 @@ There are none at all while leases are off. In shadow mode the policy is asked, 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from typing import Any
 
 from tenuto.core.driver import Driver
@@ -19,6 +17,7 @@ from tenuto.core.step_tokens import StepTokens, get_max_step_tokens
 from tenuto.estimators.step_size import make_step_chooser
 from tenuto.vllm import compat
 from tenuto.vllm.engine import VllmEngine
+from tenuto.vllm.first_tokens import FirstTokens
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.pressure import Pressure
 from tenuto.vllm.settings import Settings
@@ -42,9 +41,9 @@ class Hooks:
         policy: Policy,
         metrics: Metrics,
         log: DecisionLog | None,
-        clock: Callable[[], float],
+        clock: Any,
     ) -> None:
-        """Changes nothing in the scheduler before `install`. `clock`: the time in seconds."""
+        """Changes nothing in the scheduler before `install`. `clock`: the module `time`, or a test's."""
         self.settings = settings
         self.policy = policy
         """The policy of the settings, also while it is off."""
@@ -73,6 +72,7 @@ class Hooks:
         self.order: TurnQueue | None = None
         """The waiting requests in the policy's order."""
         self.steps = StepTeller(self.driver) if self.driver.hears_steps else None
+        self.first_tokens = FirstTokens(scheduler, self.driver) if settings.canary.is_on else None
         self._retains = asked.overrides("retain") or asked.overrides("preempt_key")
         self._pressure: Pressure | None = None
         self._next_keys_s = 0.0
@@ -113,8 +113,20 @@ class Hooks:
         if self.shadow is not None:
             self.shadow.arrive(request)
 
-    def leave(self, request: Any) -> None:
-        """A request left."""
+    def start(self, started: list[tuple[str, int]], now_s: float) -> None:
+        """These requests started or resumed, with so many hit tokens each."""
+        if self.shadow is not None:
+            requests = self._scheduler.requests
+            self.shadow.start([(requests[each], num_hits) for each, num_hits in started], now_s)
+        for request_id, num_hit_tokens in started:
+            if self.first_tokens is not None:
+                self.first_tokens.start(request_id)
+            self.driver.start(request_id, now_s, num_hit_tokens)
+
+    def leave(self, request: Any, now_s: float) -> None:
+        """A request ends; the driver still knows it."""
+        if self.first_tokens is not None:
+            self.first_tokens.finish(request, now_s)
         if self.shadow is not None:
             self.shadow.leave(request)
 
@@ -160,7 +172,7 @@ class Hooks:
         )
 
     def _get_key(self, request: Any) -> Key:
-        return self.driver.get_queue_key(request.request_id, self._clock())
+        return self.driver.get_queue_key(request.request_id, self._clock.monotonic())
 
     def _get_place(self, request: Any) -> Key:
         return self.driver.get_stock_key(request.request_id)
@@ -172,9 +184,9 @@ class Hooks:
         """Reorder all waiting turns, unless this would exceed the share of time `MAX_ORDERING_SHARE`."""
         if now_s < self._next_keys_s:
             return
-        started_s = time.perf_counter()
+        started_s = self._clock.perf_counter()
         order.reorder_all()
-        self._next_keys_s = now_s + (time.perf_counter() - started_s) / MAX_ORDERING_SHARE
+        self._next_keys_s = now_s + (self._clock.perf_counter() - started_s) / MAX_ORDERING_SHARE
 
     def _admit_parked(self, order: TurnQueue, now_s: float) -> None:
         while order.num_parked:

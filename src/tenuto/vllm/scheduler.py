@@ -131,11 +131,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         finally:
             self.max_num_scheduled_tokens = full_budget
             self.driver.settle()
-        if hooks.shadow is not None:
-            started = [(self.requests[each], num_hits) for each, num_hits in compat.get_started(output)]
-            hooks.shadow.start(started, now_s)
-        for request_id, num_hit_tokens in compat.get_started(output):
-            self.driver.start(request_id, now_s, num_hit_tokens)
+        hooks.start(list(compat.get_started(output)), now_s)
         if self._steps is not None:
             self._steps.record(output, now_s)
         if self._state is not None:
@@ -147,15 +143,19 @@ class _DrivenScheduler(compat.PrivateHooks):
         """A step was computed. The policy is told of the step before vLLM processes its results."""
         if self._hooks.steps is not None:
             self._hooks.steps.finish(scheduler_output, time.monotonic())
-        return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        if self._hooks.first_tokens is not None:
+            self._hooks.first_tokens.look(time.monotonic())
+        return outputs
 
     def on_turn_finishing(self, request: Any) -> None:
         """A request ended and still has its blocks, so the driver may grant a lease on them."""
         started_s = time.perf_counter()
         reads = self._hooks.reads_output and self.driver.needs_output(request.request_id)
         finish = self._reader.get_finish(request, reads_output=reads)
-        self._hooks.leave(request)
-        self.driver.finish(request.request_id, time.monotonic(), finish)
+        now_s = time.monotonic()
+        self._hooks.leave(request, now_s)
+        self.driver.finish(request.request_id, now_s, finish)
         self.driver.stats.decision_s.observe(time.perf_counter() - started_s)
 
     def on_turn_preempting(self, request: Any) -> None:
@@ -251,13 +251,14 @@ class _DrivenScheduler(compat.PrivateHooks):
 
     def release(self, job_id: str) -> bool:
         """End a job that its client says is complete; return whether it was known."""
-        return self.driver.release(job_id, time.monotonic())
+        released: bool = self.driver.release(job_id, time.monotonic())
+        return released
 
     # Inside.
 
     def _make_hooks(self, settings: Settings, policy: Policy) -> Hooks:
         log = self._trace.write if self._trace else None
-        return Hooks(self, settings, policy, self._metrics, log, lambda: time.monotonic())
+        return Hooks(self, settings, policy, self._metrics, log, time)
 
 
 class _SynchronousScheduler(_DrivenScheduler, compat.SyncScheduler):  # type: ignore[misc]

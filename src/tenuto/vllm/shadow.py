@@ -14,7 +14,7 @@ what follows from that is not known.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tenuto.core.driver import Driver
@@ -71,7 +71,7 @@ class ShadowEngine(VllmEngine):
         kept.chain_hash, kept.num_chain_hashes = blocks.chain_hash, blocks.num_chain_hashes
         return kept
 
-    def get_block_ids(self, blocks: list[Any]) -> list[Hashable]:
+    def get_block_ids(self, blocks: list[Any]) -> Sequence[Hashable]:
         """What each block holds, because its number may stand for something else by now."""
         return [block.block_hash for block in blocks]
 

@@ -76,7 +76,7 @@ def _make_signature(tenant: str, secret: str) -> str:
 
 
 def find_key_check(app: Any) -> Any | None:
-    """VLLM's check of API keys, if it is among the applications that this application wraps."""
+    """The check of API keys in vLLM, if it is among the applications that this application wraps."""
     while app is not None and type(app).__name__ != _KEY_CHECK:
         app = getattr(app, "app", None)
     return app

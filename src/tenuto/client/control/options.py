@@ -1,0 +1,119 @@
+"""The options of `tenuto control`."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from tenuto.client.http.address import check_api_key, check_url
+from tenuto.core.errors import ConfigError
+from tenuto.core.settings import Options, option, parse_option
+
+ACTIONS = ("status", "on", "off", "shadow", "set", "release")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions(Options):
+    """All options, checked. Raises ConfigError."""
+
+    action: str = option(
+        MISSING,
+        "status: show what runs; on, off, shadow: change the mode; set: change the rest; release: end a job",
+        metavar="ACTION",
+        is_positional=True,
+        choices=ACTIONS,
+    )
+    url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")
+    policy: str | None = option(None, "set: the policy; its options begin anew", metavar="NAME")
+    options: tuple[str, ...] = option(
+        (),
+        "set: an option of the policy; may be repeated",
+        flag="--option",
+        metavar="K=V",
+        is_repeatable=True,
+    )
+    limits: tuple[str, ...] = option(
+        (), "set: one of the limits; may be repeated", flag="--limit", metavar="K=V", is_repeatable=True
+    )
+    canary_share: float | None = option(
+        None, "set: the policy applies to this share of jobs only", minimum=0, maximum=1, metavar="X"
+    )
+    canary_tenants: tuple[str, ...] = option(
+        (),
+        "set: … to the jobs of this tenant only; may be repeated",
+        flag="--canary-tenant",
+        metavar="NAME",
+        is_repeatable=True,
+    )
+    canary_groups: tuple[str, ...] = option(
+        (),
+        "set: … to jobs with this value of the header X-Tenuto-Group only; may be repeated",
+        flag="--canary-group",
+        metavar="NAME",
+        is_repeatable=True,
+    )
+    no_canary: bool = option(False, "set: the policy applies to all jobs again")
+    job: str | None = option(None, "release: the job's id", metavar="ID")
+    admin_key: str | None = option(
+        None, "the operator's key, as the server has it", environment="TENUTO_ADMIN_KEY", metavar="KEY"
+    )
+    api_key: str | None = option(
+        None, "release: the client's key", environment="OPENAI_API_KEY", metavar="KEY"
+    )
+    operator: str | None = option(
+        None, "your name in the server's log", metavar="NAME", shown_default="user@host", flag="--as"
+    )
+    timeout_s: float = option(60.0, "longest wait for the server's answer, seconds", above=0)
+    as_json: bool = option(False, "print JSON instead of text", flag="--json")
+
+    def __post_init__(self) -> None:
+        """Check them."""
+        super().__post_init__()
+        check_url(self.url)
+        check_api_key(self.api_key)
+        if self.admin_key is not None and not (self.admin_key.isprintable() and self.admin_key.isascii()):
+            raise ConfigError(
+                "the operator's key (--admin-key or $TENUTO_ADMIN_KEY) holds strange characters"
+            )
+        if (self.action == "release") != (self.job is not None):
+            raise ConfigError("release needs --job, and no other action takes it")
+        if self.action == "set" and not self.get_change():
+            raise ConfigError("set needs something to set: --policy, --option, --limit or --canary-…")
+        if self.action != "set" and self._get_settings():
+            raise ConfigError(f"only set takes --policy, --option, --limit and --canary-…, not {self.action}")
+
+    def get_change(self) -> dict[str, Any]:
+        """The change to ask the server for. Raises ConfigError for an option that is not K=V."""
+        return {"mode": self.action} if self.action in ("on", "off", "shadow") else self._get_settings()
+
+    def get_operator(self) -> str:
+        """The name for the server's log."""
+        if self.operator:
+            return self.operator
+        try:
+            return f"{getpass.getuser()}@{socket.gethostname()}"
+        except (OSError, KeyError):
+            return "somebody"
+
+    def _get_settings(self) -> dict[str, Any]:
+        canary = {
+            name: value
+            for name, value in (
+                ("share", self.canary_share),
+                ("tenants", list(self.canary_tenants) or None),
+                ("groups", list(self.canary_groups) or None),
+            )
+            if value is not None
+        }
+        if canary and self.no_canary:
+            raise ConfigError("--no-canary and the other options of a canary exclude each other")
+        change: dict[str, Any] = {
+            "policy": self.policy,
+            "options": dict(map(parse_option, self.options)),
+            "limits": dict(map(parse_option, self.limits)),
+            "canary": canary,
+        }
+        change = {name: value for name, value in change.items() if value}
+        return {**change, "canary": None} if self.no_canary else change

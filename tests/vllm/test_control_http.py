@@ -1,0 +1,279 @@
+"""The addresses under /tenuto/: who may call them, what reaches the engines, what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import httpx
+
+from tenuto.client.control.options import ControlOptions
+from tenuto.client.control.run import control
+from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.vllm import Middleware, control_http, tenants
+from tests.vllm.asgi import App
+from tests.vllm.test_control import start
+from tests.vllm.workerless import make_request
+
+KEEP_ALL = "tests.vllm.policies:KeepAll"
+ADMIN = {"Authorization": "Bearer operator-secret"}
+
+
+class AuthenticationMiddleware:
+    """Stands in for vLLM's, which is known by its name."""
+
+    def __init__(self, app: Any, keys: list[str]) -> None:
+        self.app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def verify_token(self, headers: Any) -> bool:
+        given = (headers.get("Authorization") or "").partition(" ")[2]
+        return hashlib.sha256(given.encode()).digest() in self._digests
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+
+
+class Core:
+    """An API server's client of two engines, which may be silent, broken or gone."""
+
+    def __init__(self, *engines: Any) -> None:
+        self.engine_ranks_managed = list(range(len(engines)))
+        self.core_engines = [n.to_bytes(2, "little") for n in self.engine_ranks_managed]
+        self._engines = engines
+
+    async def _call_utility_async(self, name: str, text: str, *, engine: bytes) -> str:
+        assert name == control_http.CALL
+        asked = self._engines[int.from_bytes(engine, "little")]
+        if asked == "silent":
+            await asyncio.sleep(60)
+        if isinstance(asked, Exception):
+            raise asked
+        return str(asked.scheduler.control.answer(text))
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(control_http.ADMIN_VARIABLE, "operator-secret")
+    monkeypatch.setenv(tenants.SECRET_VARIABLE, "s" * 64)
+    monkeypatch.setattr(control_http, "LIMIT_S", 0.2)
+
+
+def make_client(*engines: Any, keys: list[str] | None = None, dp_size: int = 0) -> httpx.Client:
+    """A client of a server with these engines, behind the middleware."""
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=dp_size or len(engines)))
+    engine_client = SimpleNamespace(engine_core=Core(*engines), vllm_config=config)
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine_client))
+    inner: Any = App() if keys is None else AuthenticationMiddleware(App(), keys)
+    middleware = Middleware(inner)
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        await middleware({**scope, "app": app}, receive, send)
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        async def ask() -> httpx.Response:
+            transport = httpx.ASGITransport(serve)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+                return await client.request(
+                    request.method, request.url, headers=request.headers, content=request.content
+                )
+
+        answer = asyncio.run(ask())
+        return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
+
+    return httpx.Client(transport=httpx.MockTransport(handle), base_url="http://server")
+
+
+def test_without_an_operator_s_key_control_is_off_and_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = make_client(start({"policy": KEEP_ALL}))
+    for unset in (False, True):
+        monkeypatch.setenv(control_http.ADMIN_VARIABLE, "")
+        if unset:
+            monkeypatch.delenv(control_http.ADMIN_VARIABLE)
+        for answer in (client.get("/tenuto/control"), client.post("/tenuto/control", json={"mode": "off"})):
+            assert answer.status_code == 403
+            assert "TENUTO_ADMIN_KEY" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("key", [None, "Bearer wrong", "Bearer ", "operator-secret", "Basic operator-secret"])
+def test_only_the_operator_s_key_opens_control(key: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start({"policy": KEEP_ALL})
+    client = make_client(engine, keys=["client-key"])
+    headers = {} if key is None else {"Authorization": key}
+    with caplog.at_level(logging.WARNING, logger="vllm.tenuto"):
+        assert client.get("/tenuto/control", headers=headers).status_code == 401
+        assert client.post("/tenuto/control", headers=headers, json={"mode": "off"}).status_code == 401
+    assert "had no valid operator's key" in caplog.text
+    assert engine.scheduler.settings.mode == "on"
+    # A client's key is not the operator's.
+    answer = client.post(
+        "/tenuto/control", headers={"Authorization": "Bearer client-key"}, json={"mode": "off"}
+    )
+    assert answer.status_code == 401
+
+
+def test_a_change_reaches_every_rank_and_is_logged_with_who(caplog: pytest.LogCaptureFixture) -> None:
+    engines = [start({"policy": KEEP_ALL}) for _ in range(2)]
+    client = make_client(*engines)
+    with caplog.at_level(logging.INFO, logger="vllm.tenuto"):
+        answer = client.post(
+            "/tenuto/control", headers={**ADMIN, "X-Tenuto-Operator": "ann"}, json={"mode": "off"}
+        )
+    assert answer.status_code == 200
+    assert [(rank["rank"], rank["mode"]) for rank in answer.json()["ranks"]] == [(0, "off"), (1, "off")]
+    assert all(engine.scheduler.settings.mode == "off" for engine in engines)
+    assert caplog.text.count('control: ann at 127.0.0.1 changed mode "on" -> "off"') == 2
+    status = client.get("/tenuto/control", headers=ADMIN).json()["ranks"]
+    assert [rank["changed_by"] for rank in status] == ["ann at 127.0.0.1"] * 2
+
+
+def test_a_change_that_one_rank_refuses_is_applied_on_none() -> None:
+    """The ranks were started with different settings, so only one may run this policy."""
+    own = "tests.vllm.policies:LeasedLast"
+    engines = [start({"policy": KEEP_ALL, "own_policies": names}) for names in ([own], [])]
+    answer = make_client(*engines).post("/tenuto/control", headers=ADMIN, json={"policy": own})
+    assert answer.status_code == 400
+    assert "rank 1" in answer.json()["error"]
+    assert answer.json()["applied"] is False
+    assert [engine.scheduler.settings.policy for engine in engines] == [KEEP_ALL] * 2
+
+
+def test_a_rank_that_does_not_confirm_is_named() -> None:
+    engine = start({"policy": KEEP_ALL})
+    answer = make_client(engine, "silent").get("/tenuto/control", headers=ADMIN)
+    assert answer.status_code == 504
+    assert answer.json()["error"] == "rank 1: no answer within 0.2 s"
+    assert [rank["ok"] for rank in answer.json()["ranks"]] == [True, None]
+    # The check before the change finds it, so nothing is changed half-way.
+    answer = make_client(engine, "silent").post("/tenuto/control", headers=ADMIN, json={"mode": "off"})
+    assert answer.status_code == 504
+    assert engine.scheduler.settings.mode == "on"
+
+
+def test_engines_of_other_servers_are_named() -> None:
+    answer = make_client(start({"policy": KEEP_ALL}), dp_size=4).get("/tenuto/control", headers=ADMIN)
+    assert answer.json()["note"] == "this server has 1 of 4 ranks; ask the other servers too"
+
+
+def test_stock_engines_are_named() -> None:
+    gone = Exception(
+        "Call to tenuto_control method failed: 'EngineCoreProc' object has no attribute 'tenuto_control'"
+    )
+    answer = make_client(gone).get("/tenuto/control", headers=ADMIN)
+    assert answer.status_code == 400
+    assert answer.json()["error"] == "rank 0: Tenuto's scheduler does not run here"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b"null", b'{"mode": 1}', b'{"mode":' * 5000])
+def test_nonsense_is_refused(body: bytes) -> None:
+    engine = start({"policy": KEEP_ALL})
+    assert make_client(engine).post("/tenuto/control", headers=ADMIN, content=body).status_code == 400
+    assert engine.scheduler.settings.mode == "on"
+
+
+def test_what_does_not_exist_and_what_is_too_large() -> None:
+    client = make_client(start({"policy": KEEP_ALL}))
+    assert client.get("/tenuto/nothing").status_code == 404
+    assert client.get("/tenuto/jobs/x/release").status_code == 405
+    assert client.put("/tenuto/control", headers=ADMIN).status_code == 405
+    large = b" " * (control_http.MAX_BODY_BYTES + 1)
+    assert client.post("/tenuto/control", headers=ADMIN, content=large).status_code == 413
+
+
+# Clients.
+
+
+def hold(engine: Any, name: str, tenant: str | None) -> None:
+    """One finished turn of a job, with a lease."""
+    xargs = {"job_id": name, "tool": "x", **(tenants.sign(tenant) if tenant else {})}
+    engine.scheduler.add_request(make_request(f"{name}{tenant}", [len(name), 3] * 30, xargs=xargs))
+    engine.run()
+
+
+def get_tenant(key: str) -> str:
+    digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"tenuto-tenant").hexdigest()
+    return f"key-{digest}"
+
+
+def test_a_client_releases_its_own_job_with_its_own_key() -> None:
+    engines = [start({"policy": KEEP_ALL}) for _ in range(2)]
+    for tenant in map(get_tenant, ("ann", "bob")):
+        hold(engines[1], "task/7 a", tenant)
+    client = make_client(*engines, keys=["ann", "bob", "eve"])
+    url = "/tenuto/jobs/task%2F7%20a/release"
+    assert client.post(url).status_code == 401
+    assert client.post(url, headers={"Authorization": "Bearer guess"}).status_code == 401
+    eve = client.post(url, headers={"Authorization": "Bearer eve"})
+    assert (eve.status_code, eve.json()["released"]) == (200, False)
+    assert len(engines[1].scheduler.driver.leases) == 2
+    ann = {"Authorization": "Bearer ann"}
+    assert client.post(url, headers=ann).json() == {"job": "task/7 a", "released": True}
+    assert client.post(url, headers=ann).json() == {"job": "task/7 a", "released": False}
+    assert [lease.turn.job.tenant for lease in engines[1].scheduler.driver.leases] == [get_tenant("bob")]
+
+
+def test_without_keys_and_tenants_anybody_releases_as_anybody_sends() -> None:
+    engine = start({"policy": KEEP_ALL})
+    hold(engine, "j", None)
+    assert make_client(engine).post("/tenuto/jobs/j/release").json()["released"] is True
+    assert len(engine.scheduler.driver.leases) == 0
+
+
+# The command.
+
+
+def run_command(client: httpx.Client, action: str, **options: Any) -> tuple[int, str]:
+    options = {"admin_key": "operator-secret", "operator": "ann", **options}
+    return control(ControlOptions(action=action, url="http://server", **options), client)
+
+
+def test_the_command_shows_and_changes() -> None:
+    engine = start({"policy": "continuum-fixed"})
+    client = make_client(engine)
+    assert run_command(client, "status")[1].startswith("rank 0: on, policy continuum-fixed {}\n  leases 0")
+    client = make_client(engine)
+    changed = {"options": ("ttl_s=3",), "limits": ("max_lease_s=60",), "canary_share": 0.25}
+    status, text = run_command(client, "set", **changed)
+    assert status == 0
+    assert 'policy continuum-fixed {"ttl_s": 3}' in text
+    assert "canary: share 0.25" in text
+    assert "max_lease_s 60.0" in text
+    assert "1 changes since the start" in text
+    _, text = run_command(make_client(engine), "off", as_json=True)
+    assert json.loads(text)["ranks"][0]["mode"] == "off"
+    _, text = run_command(make_client(engine), "set", no_canary=True)
+    assert "canary" not in text
+    status, text = run_command(make_client(engine, "silent"), "on")
+    assert (status, text) == (
+        1,
+        "rank 0: would do it, but nothing was changed\nrank 1: NOT CONFIRMED: no answer within 0.2 s",
+    )
+    hold(engine, "j", None)
+    assert run_command(make_client(engine), "release", job="j") == (0, "job j: released")
+    assert run_command(make_client(engine), "release", job="j") == (0, "job j: nothing was kept for it")
+
+
+def test_the_command_says_what_is_wrong() -> None:
+    engine = start({"policy": KEEP_ALL})
+    with pytest.raises(TenutoError, match="no policy 'nope'"):
+        run_command(make_client(engine), "set", policy="nope")
+    with pytest.raises(TenutoError, match="needs the operator's key"):
+        run_command(make_client(engine), "off", admin_key="wrong")
+    with pytest.raises(ConfigError, match="TENUTO_ADMIN_KEY is missing"):
+        run_command(make_client(engine), "off", admin_key=None)
+    for bad in ({"action": "set"}, {"action": "off", "policy": "x"}, {"action": "release"}):
+        with pytest.raises(ConfigError):
+            ControlOptions(url="http://server", **bad)
+    other = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(404, text="no")))
+    with pytest.raises(TenutoError, match="is it vLLM with"):
+        run_command(other, "status")
