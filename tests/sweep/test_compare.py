@@ -12,11 +12,8 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
-from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import RESULTS, read_results
-from tenuto.sim.sweep.plan import make_plans
 from tenuto.sim.sweep.table import format_rows, make_rows
-from tenuto.workload.load_options import LoadOptions
 
 COMPARE = [
     *("compare", "--gpu", "L40S", "--policies", "stock,continuum-fixed", "--jps", "0.5,1", "--window", "6"),
@@ -208,69 +205,6 @@ def test_seeds_are_averaged_as_ratios_are() -> None:
     [row] = make_rows([make_record("a", 4.0, seed=1), make_record("a", 9.0, seed=2)])
     assert row["mean_job_s"] == pytest.approx(6.0)  # √(4 · 9)
     assert (row["seeds"], row["lowest_mean_job_s"], row["highest_mean_job_s"]) == (2, 4.0, 9.0)
-
-
-def test_the_plan_is_the_fewest_that_meet_the_target() -> None:
-    asked = []
-
-    def run(cell: Any) -> dict[str, float]:
-        asked.append(cell.load.jps)
-        return {"job_s": {"p95": 10 * cell.load.jps}}
-
-    # 12 jobs/s on N machines have a P95 of 120/N s: 20 s takes 6 machines, and 5 give 24 s.
-    [plan] = make_plans([Setup(gpu="H100", tp=2)], LoadOptions(jps=12.0), 20.0, run=run)
-    assert (plan.num_machines, plan.num_gpus) == (6, 12)
-    assert (plan.p95_s, plan.p95_with_fewer_s) == (20.0, 24.0)
-    assert len(asked) == len(set(asked)) <= 6
-    [plan] = make_plans([Setup(gpu="H100")], LoadOptions(jps=12.0), 20.0, max_machines=4, run=run)
-    assert (plan.num_machines, plan.p95_s) == (None, 30.0)
-
-
-def test_a_small_share_is_simulated_for_long_enough() -> None:
-    windows_s = {}
-
-    def run(cell: Any) -> dict[str, float]:
-        windows_s[cell.load.jps] = cell.load.window_s
-        return {"job_s": {"p95": 100.0}}
-
-    list(make_plans([Setup(gpu="H100")], LoadOptions(jps=1.0), 20.0, max_machines=4, run=run))
-    # 45 s of the whole load, then 20 jobs of a half and of a quarter of it.
-    assert windows_s == {1.0: 45.0, 0.5: 45.0, 0.25: 80.0}
-    list(
-        make_plans(
-            [Setup(gpu="H100")], LoadOptions(jps=1.0, workload="a.jsonl"), 20.0, max_machines=1, run=run
-        )
-    )
-    assert windows_s[1.0] is None
-
-
-def test_gpus_that_the_model_does_not_fit_are_left_out_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", "qwen3-32b", "--policies", "stock", "--jps", "0.2", "--p95", "90"]
-    assert main([*arguments, "--gpu", "RTX5090,H200"]) == 0
-    output = capsys.readouterr()
-    assert "note: qwen3-32b leaves no KV cache on RTX5090 (tp 1): left out" in output.err
-    assert "RTX5090" not in output.out
-    assert main([*arguments, "--gpu", "RTX5090"]) == 2
-    assert "leaves no KV cache on RTX5090" in capsys.readouterr().err
-
-
-def test_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "plan",
-        "--gpu",
-        "L40S",
-        "--policies",
-        "stock",
-        "--jps",
-        "1",
-        "--window",
-        "10",
-        "--p95",
-        "30",
-    ]
-    assert main([*arguments, "--step-cost", "roofline"]) == 0
-    assert "Fewest:" in capsys.readouterr().out
-    assert main([*arguments, "--step-cost", "roofline", "--p95", "0.1", "--max-machines", "2"]) == 1
 
 
 def strip(records: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
-from typing import Any
+from pathlib import Path
 
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
+from tenuto.cli.progress import Progress
 from tenuto.cli.simulations import GridOptions, say_notes
+from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
+from tenuto.records.csv_file import write_csv
+from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.cells import Cell, check_cells, make_cells, run_cell
-from tenuto.sim.sweep.plan import drop_too_small, format_plans, get_best, make_plans
+from tenuto.sim.sweep.cells import check_cells, make_cells
+from tenuto.sim.sweep.plan import Plan, Target, drop_too_small, get_best, make_plans
+from tenuto.sim.sweep.plan_text import format_effects, format_plans
+from tenuto.sim.sweep.seeds import SeedRunner
+from tenuto.sim.sweep.sensitivity import Effect, try_changes
 from tenuto.workload.load_options import LoadOptions
 
 _SUMMARY = """\
@@ -23,12 +31,33 @@ It searches over the simulator: machines are independent behind a router with se
 
 _EXAMPLES = """\
 examples:
-  tenuto plan --gpu H100,H200,L40S --workload swe-bench --window 300 --jps 4 --p95 60 --policies stock,tenuto
+  tenuto plan --gpu H100,H200,L40S --workload swe-bench --jps 4 --p95 120 --policies stock,tenuto
+  tenuto plan --gpu H100,L40S --price H100=2.5,L40S=0.9 --workload jobs.jsonl --jps 2 --p95-ttft 3
 """
 
 _NOTES = """\
+Each machine is simulated until it is steady: its warm-up is cut off, and the number of jobs in it must have
+no trend, with every seed. A queue that grows has no P95, because it depends on how long one waits: such a
+machine is overloaded, and the plan says how many jobs it finishes. So the answer does not depend on --window,
+which only sets the least time to simulate. The jobs of a trace come again and again, in random order, each
+time as new jobs.
+
 Exit status: 0 if some number of GPUs suffices, 1 if none does.
 """
+
+
+def _read_prices(texts: Iterable[str]) -> dict[str, float]:
+    """Prices by GPU, from texts such as `H100=2.5`. Raises ConfigError."""
+    prices = {}
+    for text in (part for each in texts for part in each.split(",") if part):
+        gpu, _, price = text.partition("=")
+        try:
+            prices[get_gpu(gpu).name] = float(price)
+        except ValueError:
+            raise ConfigError(f"--price wants GPU=DOLLARS, for example H100=2.5; got {text!r}") from None
+        if not 0 <= prices[get_gpu(gpu).name] < float("inf"):
+            raise ConfigError(f"--price of {gpu} must be 0 or more and finite, got {price}")
+    return prices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,36 +69,97 @@ class PlanOptions(GridOptions):
     policies: tuple[str, ...] = option(
         ("stock", "tenuto"), "see `tenuto policies`", metavar="A,B,…", alias="--policy"
     )
-    p95_s: float = option(MISSING, "P95 job time to keep, seconds", above=0)
-    jps: float = option(MISSING, "jobs arriving per second, in all", above=0)
+    p95_s: float | None = option(None, "P95 job time to keep, seconds", above=0)
+    p95_ttft_s: float | None = option(None, "P95 time to first token to keep, seconds", above=0)
+    margin: float = option(
+        0.1,
+        "share of the targets that must be left over: with 0.1, the P95 may be 90 % of the target",
+        metavar="SHARE",
+        minimum=0,
+        below=1,
+    )
+    jps: float = option(MISSING, "jobs arriving per second, in all", above=0, alias="--request-rate")
+    seeds: tuple[int, ...] = option(
+        (42, 43, 44), "a machine must be steady with each of these seeds", alias="--seed"
+    )
+    prices: dict[str, float] = option(
+        dict,
+        "dollars per GPU and hour; may be repeated. The cheapest plan is then the best",
+        flag="--price",
+        metavar="GPU=X",
+        is_repeatable=True,
+        read=_read_prices,
+    )
     max_machines: int = option(64, "most machines to try", minimum=1)
+    max_sim_jobs: int = option(
+        2000, "give a machine up that is not steady after N jobs, with one seed", minimum=50
+    )
+    no_sensitivity: bool = option(
+        False, "do not try what a little more load, longer jobs or slower steps change"
+    )
+    workers: int | None = option(
+        None, "processes, one per seed at most", minimum=1, shown_default="one per core"
+    )
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
+    csv: Path | None = option(None, "write the table as CSV too")
 
 
 def run(given: Given) -> int:
     """Search, and print the plans."""
     options = given.read(PlanOptions)
+    target = Target(p95_s=options.p95_s, p95_ttft_s=options.p95_ttft_s, margin=options.margin)
     setups, left_out = drop_too_small(options.read_setups(given))
-    load = given.read(LoadOptions, jps=options.jps)
+    load = given.read(LoadOptions, jps=options.jps, seed=options.seeds[0])
     say_notes([*left_out, *check_cells(make_cells(setups, [load]))])
+    progress = Progress()
+    workers = options.workers or len(os.sched_getaffinity(0))
+    plans, effects = [], []
+    with SeedRunner(
+        options.seeds, workers=workers, max_jobs=options.max_sim_jobs, say=progress.tell
+    ) as measure:
+        found = make_plans(
+            setups, load, target, measure, max_machines=options.max_machines, prices=options.prices
+        )
+        for plan in found:
+            count = "no number of" if plan.num_gpus is None else plan.num_gpus
+            progress.say(f"{plan.setup.gpu} {plan.setup.policy}: {count} GPUs: {plan.point}")
+            plans.append(plan)
+        best = get_best(plans)
+        if best is not None and not options.no_sensitivity:
+            for effect in try_changes(best, load, target, measure):
+                progress.say(f"{effect.name}: {effect.point}")
+                effects.append(effect)
+    progress.clear()
+    _print(options, plans, effects, target)
+    return 0 if best else 1
 
-    def run_and_say(cell: Cell) -> dict[str, Any]:
-        record = run_cell(cell)
-        print(f"{cell.title}: P95 {record['job_s']['p95']:.1f} s", file=sys.stderr, flush=True)
-        return record
 
-    plans = list(make_plans(setups, load, options.p95_s, max_machines=options.max_machines, run=run_and_say))
+def _print(options: PlanOptions, plans: list[Plan], effects: list[Effect], target: Target) -> None:
+    if options.csv:
+        write_csv(options.csv, [plan.to_json() for plan in plans])
+    best = get_best(plans)
     if options.as_json:
-        print(json.dumps([plan.to_json() for plan in plans]))
-    else:
-        print(format_plans(plans, options.p95_s))
-    return 0 if get_best(plans) else 1
+        whole = {
+            "target": {"p95_s": target.p95_s, "p95_ttft_s": target.p95_ttft_s, "margin": target.margin},
+            "plans": [plan.to_json() for plan in plans],
+            "best": None if best is None else best.to_json(),
+            "sensitivity": [effect.to_json() for effect in effects],
+        }
+        print(json.dumps(whole))
+        return
+    print(format_plans(plans, target))
+    if best is not None and effects:
+        print("\n" + format_effects(effects, best))
 
 
 COMMAND = Command(
     _SUMMARY,
     _EXAMPLES,
-    (Part(PlanOptions), Part(LoadOptions, without=("jps",)), Part(Setup, without=("gpu",))),
+    (
+        Part(PlanOptions),
+        Part(LoadOptions, without=("jps", "seed", "users", "max_jobs", "loop", "scale_rate", "goodput")),
+        Part(Setup, without=("gpu",)),
+    ),
     run,
     notes=_NOTES,
 )

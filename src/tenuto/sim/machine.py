@@ -23,6 +23,7 @@ from tenuto.sim.cost import (
     FittedStepCost,
     HostOverhead,
     NoTablesError,
+    ScaledStepCost,
     StepCost,
     default_backend,
     load_step_cost,
@@ -108,6 +109,8 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     )
     step_cost, step_cost_name = _load_step_cost(setup, gpu, model, notes)
     fitted_link = step_cost.link_bytes_per_s if isinstance(step_cost, FittedStepCost) else None
+    if setup.step_cost_factor != 1.0:
+        step_cost = ScaledStepCost(step_cost, setup.step_cost_factor)
     tiers = _make_tiers(setup, gpu, model, config, fitted_link) if offload is not None else None
     return Machine(
         setup=setup,

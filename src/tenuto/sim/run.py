@@ -65,22 +65,9 @@ def run(
     log: DecisionLog | None = None,
 ) -> Outcome:
     """Run a load on a setup. Raises ConfigError, PolicyError or DataError for invalid input."""
-    machine = build(setup, copy.deepcopy(extras.policy))
-    scheduler = machine.make_scheduler(log, strict=extras.strict)
-    given = make_workload(load) if extras.workload is None else extras.workload
-    workload, num_cut = truncate_to_fit(given, scheduler.kv)
-    if not workload.jobs:
-        raise ConfigError(f"{load.workload}: nothing to run: none of its {num_cut} turns fits this machine")
-    if isinstance(machine.policy, Oracle):
-        machine.policy.set_oracle(workload.jobs)
-    simulation = Simulation(
-        scheduler,
-        machine.step_cost,
-        workload,
-        users=load.users,
-        say_hints=HINTS[load.hints],
-        watch=watch,
-    )
+    prepared = prepare(setup, load, extras=extras, watch=watch, log=log)
+    machine, simulation, workload = prepared.machine, prepared.simulation, prepared.workload
+    scheduler = simulation.scheduler
     started_s = time.perf_counter()
     turns = simulation.run()
     wall_s = time.perf_counter() - started_s
@@ -99,7 +86,7 @@ def run(
         loaded_tokens=offloader.num_loaded_tokens if offloader else 0,
         stored_tokens=offloader.num_stored_tokens if offloader else 0,
         policy_faults=scheduler.driver.num_policy_faults,
-        turns_refused=num_cut,
+        turns_refused=prepared.num_cut,
         step_cost=machine.step_cost_name,
         itl_s=simulation.gaps.summarise(),
         goodput_limits_ms=parse_limits(load.goodput),
@@ -108,6 +95,46 @@ def run(
     parents = {job.job_id: job.parent for job in workload.jobs}
     record = make_record(turns, info, parents, _get_isolated_s(workload.jobs, machine))
     return Outcome(record.to_json(), turns, workload, machine)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A simulation that can be run, and what it was made from."""
+
+    simulation: Simulation
+    workload: Workload
+    """Without the turns that are too long for the machine."""
+    num_cut: int
+    """How many turns are too long."""
+    machine: Machine
+
+
+def prepare(
+    setup: Setup,
+    load: LoadOptions,
+    *,
+    extras: Extras = NO_EXTRAS,
+    watch: Watch | None = None,
+    log: DecisionLog | None = None,
+) -> Prepared:
+    """Build the machine and the workload of a run. Raises as `run`."""
+    machine = build(setup, copy.deepcopy(extras.policy))
+    scheduler = machine.make_scheduler(log, strict=extras.strict)
+    given = make_workload(load) if extras.workload is None else extras.workload
+    workload, num_cut = truncate_to_fit(given, scheduler.kv)
+    if not workload.jobs:
+        raise ConfigError(f"{load.workload}: nothing to run: none of its {num_cut} turns fits this machine")
+    if isinstance(machine.policy, Oracle):
+        machine.policy.set_oracle(workload.jobs)
+    simulation = Simulation(
+        scheduler,
+        machine.step_cost,
+        workload,
+        users=load.users,
+        say_hints=HINTS[load.hints],
+        watch=watch,
+    )
+    return Prepared(simulation, workload, num_cut, machine)
 
 
 def get_versions() -> dict[str, str]:

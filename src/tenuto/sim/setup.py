@@ -56,6 +56,9 @@ class Setup(Options):
         metavar="NAME|FILE",
         shown_default="tables where there are some, else roofline",
     )
+    step_cost_factor: float = option(
+        1.0, "multiply the time of every step by X, to see what an error of the model would change", above=0
+    )
     gpu_memory_utilization: float | None = option(
         None,
         "share of the GPU's memory for weights and KV cache, as in vLLM",

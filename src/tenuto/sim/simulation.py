@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tenuto.core.errors import IntegrityError
@@ -87,8 +87,18 @@ class Simulation:
         self._last_end_s = 0.0
         self._tells_steps = scheduler.driver.hears_steps
         self._step_clock = StepClock(0.0)
+        self._is_stopped = False
         for due in self._turn_driver.start():
             self._plan(due)
+
+    @property
+    def records(self) -> Sequence[TurnRecord]:
+        """The turns that have finished so far, in the order in which they finished."""
+        return self._records
+
+    def stop(self) -> None:
+        """Let `run` return before its next step. Turns that have not finished get no record."""
+        self._is_stopped = True
 
     def run(self) -> list[TurnRecord]:
         """Run until every turn has finished. Returns their records in the order in which they finished.
@@ -98,6 +108,8 @@ class Simulation:
         while True:
             if self._watch is not None:
                 self._watch(self.now_s, self.scheduler)
+            if self._is_stopped:
+                return self._records
             self._send_until(self.now_s)
             if self.fast_forwards and self._fast_forward():
                 continue

@@ -13,7 +13,7 @@ from tenuto.sim.cost.aiconfigurator import (
     installed_version,
     load_table_step_cost,
 )
-from tenuto.sim.cost.batch import HostedStepCost, HostOverhead, StepBatch, StepCost
+from tenuto.sim.cost.batch import HostedStepCost, HostOverhead, ScaledStepCost, StepBatch, StepCost
 from tenuto.sim.cost.fitted import FittedStepCost, fit_step_cost
 from tenuto.sim.cost.observed import ObservedStep, ObservedTransfer, read_observations
 from tenuto.sim.cost.roofline import RooflineStepCost
@@ -28,6 +28,7 @@ __all__ = [
     "ObservedStep",
     "ObservedTransfer",
     "RooflineStepCost",
+    "ScaledStepCost",
     "StepBatch",
     "StepCost",
     "default_backend",

@@ -109,3 +109,15 @@ class HostedStepCost:
         gpu_s = self.gpu_cost.seconds(batch) * (PREFILL_SCALE if batch.num_prefills else DECODE_SCALE)
         host_s = self.host.per_step_s + self.host.per_request_s * num_requests
         return max(gpu_s, host_s) if self.host.overlapped else gpu_s + host_s
+
+
+@dataclass(frozen=True)
+class ScaledStepCost:
+    """Another step cost, with every step longer or shorter by one factor."""
+
+    step_cost: StepCost
+    factor: float
+
+    def seconds(self, batch: StepBatch) -> float:
+        """Seconds of one step."""
+        return self.step_cost.seconds(batch) * self.factor

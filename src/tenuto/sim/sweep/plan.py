@@ -1,67 +1,196 @@
-"""The fewest GPUs that serve a load within a P95 target, found by simulation.
+"""The fewest GPUs that serve a load within its targets, found by simulation.
 
 A router with session affinity sends all turns of a job to the same machine. So each of N machines serves its
-share of the jobs and does not depend on the others: one machine is simulated at 1/N of the rate. N is found
-by doubling and bisection.
+share of the jobs and does not depend on the others: one machine is simulated at 1/N of the rate, until it is
+steady. A machine that is overloaded has no P95: the longer it runs, the longer its jobs take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean, stdev
 from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.hardware.kv_budget import ModelTooLargeError
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.cells import Cell, run_cell
-from tenuto.workload.generators.ab8 import WINDOW_S as DEFAULT_WINDOW_S
-from tenuto.workload.load import GENERATORS
+from tenuto.sim.sweep.settling import Verdict
+from tenuto.sim.sweep.steady import Steady, get_p95
 from tenuto.workload.load_options import LoadOptions
 
-MIN_JOBS = 20
-"""The share of one machine is simulated until at least so many jobs arrived: the P95 of fewer jobs would only
-be the slowest of them."""
+QUICK, PRECISE = 300, 1000
+"""Fewest jobs for each seed: for most points; and for points near the target and for the answer."""
+NEAR, NUM_ERRORS = 0.15, 2
+"""A P95 is near the target if it is away from it by less than this share of it, or by less than so many
+standard errors of the seeds' mean."""
+ALMOST = 1.5
+"""One machine less is measured precisely unless it needs so many times the target."""
+BOLDNESS = 0.7
+"""An overloaded machine says how many jobs it finishes. So many of the machines that this asks for are tried
+next: it may finish more when it is less overloaded."""
 
-RunCell = Callable[[Cell], dict[str, Any]]
+Measure = Callable[[Setup, LoadOptions, int], Sequence[Steady]]
+"""Simulates one machine with each seed, with so many jobs at least. One that is not steady ends the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What must be kept. Raises ConfigError if that is nothing."""
+
+    p95_s: float | None = None
+    p95_ttft_s: float | None = None
+    margin: float = 0.0
+    """Share of the targets that must be left over."""
+
+    def __post_init__(self) -> None:
+        """Check that there is a target."""
+        if self.p95_s is None and self.p95_ttft_s is None:
+            raise ConfigError("say what the GPUs must keep: --p95 or --p95-ttft, in seconds")
+
+    def get_use(self, point: Point | Steady) -> float:
+        """The largest share of a target that the P95s take up; 1 is just enough, without the margin."""
+        uses = []
+        if self.p95_s is not None:
+            uses.append(point.p95_s / self.p95_s)
+        if self.p95_ttft_s is not None:
+            uses.append(point.p95_ttft_s / self.p95_ttft_s)
+        return max(uses)
+
+    def is_met(self, point: Point, margin: float | None = None) -> bool:
+        """Whether a steady point keeps the targets, with this margin (the target's own unless given)."""
+        margin = self.margin if margin is None else margin
+        return point.verdict == "steady" and self.get_use(point) <= 1 - margin
+
+    def __str__(self) -> str:
+        """The targets in words."""
+        names = (("P95 job time", self.p95_s), ("P95 TTFT", self.p95_ttft_s))
+        words = " and ".join(f"{name} {value:g} s" for name, value in names if value is not None)
+        return f"{words}, less a margin of {self.margin:.0%}" if self.margin else words
+
+
+@dataclass(frozen=True)
+class Point:
+    """So many machines under the load: a run of one of them for each seed. Times are over all seeds."""
+
+    num_machines: int
+    jps: float
+    """Of the whole load."""
+    runs: tuple[Steady, ...]
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The worst of the seeds'."""
+        verdicts = {run.verdict for run in self.runs}
+        return next(each for each in ("overloaded", "unsettled", "steady") if each in verdicts)
+
+    @cached_property
+    def p95_s(self) -> float:
+        """P95 of the job times."""
+        return get_p95(tuple(time_s for run in self.runs for time_s in run.job_times_s))
+
+    @cached_property
+    def p95_ttft_s(self) -> float:
+        """P95 of the times to first token."""
+        return get_p95(tuple(time_s for run in self.runs for time_s in run.ttfts_s))
+
+    @property
+    def finished_jps(self) -> float:
+        """Jobs that all machines finish per second, by the seeds that are not steady if there are any."""
+        rough = [run for run in self.runs if run.verdict == self.verdict]
+        share = fmean(run.finished_jps / run.offered_jps if run.offered_jps else 1.0 for run in rough)
+        return share * self.jps
+
+    def __str__(self) -> str:
+        """What came of it, in words: times only if it is steady."""
+        rates = f"{self.jps:.3g} jobs/s offered, {self.finished_jps:.3g} finished"
+        if self.verdict == "overloaded":
+            return f"overloaded: {rates}"
+        if self.verdict == "unsettled":
+            return f"not steady after {max(run.num_jobs for run in self.runs)} jobs: {rates}"
+        return f"P95 {format_s(self.p95_s)}, TTFT P95 {format_s(self.p95_ttft_s)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values. Times are null unless the machines are steady."""
+        is_steady = self.verdict == "steady"
+        return {
+            "machines": self.num_machines,
+            "verdict": self.verdict,
+            "offered_jps": self.jps,
+            "finished_jps": self.finished_jps,
+            "p95_s": self.p95_s if is_steady else None,
+            "p95_ttft_s": self.p95_ttft_s if is_steady and math.isfinite(self.p95_ttft_s) else None,
+            "seeds": [
+                {
+                    "verdict": run.verdict,
+                    "p95_s": run.p95_s if run.verdict == "steady" else None,
+                    "jobs": run.num_jobs,
+                    "counted_jobs": len(run.job_times_s),
+                    "warm_up_s": run.warm_up_s,
+                    "simulated_s": run.simulated_s,
+                }
+                for run in self.runs
+            ],
+        }
 
 
 @dataclass(frozen=True)
 class Plan:
     """How many machines of one kind, under one policy, meet the target."""
 
-    gpu: str
-    policy: str
+    setup: Setup
     num_machines: int | None
     """None if even the most allowed do not."""
-    num_gpus: int | None
-    """Tensor parallelism counted."""
-    p95_s: float
-    """The P95 with that many machines; with the most allowed if even these do not meet the target."""
-    p95_with_fewer_s: float | None
-    """The P95 with one machine less; None for a single machine."""
+    point: Point
+    """With that many machines; with the most that were tried if even these do not meet the target."""
+    fewer: Point | None
+    """With one machine less; None for a single machine."""
+    usd_per_hour: float | None = None
+    """The price of all its GPUs; None if it is not known."""
+
+    @property
+    def num_gpus(self) -> int | None:
+        """Tensor parallelism counted."""
+        return None if self.num_machines is None else self.num_machines * self.setup.tp
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return dict(vars(self))
+        return {
+            "gpu": self.setup.gpu,
+            "model": self.setup.model,
+            "policy": self.setup.policy,
+            "num_machines": self.num_machines,
+            "num_gpus": self.num_gpus,
+            "usd_per_hour": self.usd_per_hour,
+            "step_cost": self.point.runs[0].step_cost,
+            "point": self.point.to_json(),
+            "with_one_machine_less": None if self.fewer is None else self.fewer.to_json(),
+        }
 
 
 def make_plans(
     setups: Sequence[Setup],
     load: LoadOptions,
-    target_s: float,
+    target: Target,
+    measure: Measure,
     *,
     max_machines: int = 64,
-    run: RunCell = run_cell,
+    prices: Mapping[str, float] | None = None,
 ) -> Iterator[Plan]:
-    """The fewest machines for each setup. Raises ConfigError without a rate or without a positive target."""
+    """The fewest machines for each setup. `prices`: US dollars per GPU and hour. Raises ConfigError."""
     if load.jps is None or load.jps <= 0:
         raise ConfigError("--jps: a plan needs the rate at which jobs arrive")
-    if target_s <= 0 or max_machines < 1:
-        raise ConfigError("--p95 and --max-machines must be positive")
+    if max_machines < 1:
+        raise ConfigError("--max-machines must be positive")
     for setup in setups:
-        yield _find_fewest(setup, load, target_s, max_machines, run)
+        plan = _find_fewest(setup, load, target, measure, max_machines)
+        price = (prices or {}).get(setup.gpu)
+        if price is not None and plan.num_gpus is not None:
+            plan = replace(plan, usd_per_hour=price * plan.num_gpus)
+        yield plan
 
 
 def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:
@@ -83,62 +212,84 @@ def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:
 
 
 def get_best(plans: Sequence[Plan]) -> Plan | None:
-    """The plan that meets the target with the fewest GPUs; of several the one with the lowest P95."""
+    """The cheapest plan that meets the target; the one with the fewest GPUs if not all prices are known.
+
+    Of several, the one with the lowest P95.
+    """
     meeting = [plan for plan in plans if plan.num_gpus is not None]
-    return min(meeting, key=lambda plan: (plan.num_gpus or 0, plan.p95_s), default=None)
+    has_prices = all(plan.usd_per_hour is not None for plan in meeting)
+
+    def rank(plan: Plan) -> tuple[float, float]:
+        cost = plan.usd_per_hour if has_prices else plan.num_gpus
+        return cost or 0.0, plan.point.p95_s
+
+    return min(meeting, key=rank, default=None)
 
 
-def _find_fewest(setup: Setup, load: LoadOptions, target_s: float, max_machines: int, run: RunCell) -> Plan:
+def measure_point(
+    setup: Setup, load: LoadOptions, num_machines: int, measure: Measure, min_jobs: int = PRECISE
+) -> Point:
+    """So many machines under the load, each simulated at its share."""
     assert load.jps is not None
-    jps = load.jps
-    known: dict[int, float] = {}
+    share = replace(load, jps=load.jps / num_machines)
+    return Point(num_machines, load.jps, tuple(measure(setup, share, min_jobs)))
 
-    def get_p95_s(num_machines: int) -> float:
+
+def _is_near(point: Point, target: Target) -> bool:
+    uses = [target.get_use(run) / (1 - target.margin) for run in point.runs]
+    error = stdev(uses) / math.sqrt(len(uses)) if len(uses) > 1 else 0.0
+    distance = abs(target.get_use(point) / (1 - target.margin) - 1)
+    return distance < max(NEAR, NUM_ERRORS * error)
+
+
+def _find_fewest(
+    setup: Setup, load: LoadOptions, target: Target, measure: Measure, max_machines: int
+) -> Plan:
+    """Find the fewest by doubling and bisection, then make sure of it, and of one machine less."""
+    known: dict[int, Point] = {}
+    precise: dict[int, Point] = {}
+
+    def get_point(num_machines: int) -> Point:
         if num_machines not in known:
-            record = run(Cell(setup, _get_share(load, jps / num_machines)))
-            known[num_machines] = record["job_s"]["p95"]
-        return known[num_machines]
+            point = measure_point(setup, load, num_machines, measure, QUICK)
+            if point.verdict == "steady" and _is_near(point, target):
+                point = measure_point(setup, load, num_machines, measure)
+            known[num_machines] = point
+        return precise.get(num_machines, known[num_machines])
+
+    def get_precise(num_machines: int) -> Point:
+        if num_machines not in precise:
+            precise[num_machines] = measure_point(setup, load, num_machines, measure)
+        return precise[num_machines]
 
     enough = 1
-    while get_p95_s(enough) > target_s:
+    while not target.is_met(point := get_point(enough)):
         if enough == max_machines:
-            return Plan(setup.gpu, setup.policy, None, None, known[enough], None)
-        enough = min(2 * enough, max_machines)
-    too_few = max((count for count in known if known[count] > target_s), default=0)
+            return Plan(setup, None, point, None)
+        wanted = 2 * enough
+        if point.verdict == "overloaded" and point.finished_jps:
+            wanted = max(wanted, int(BOLDNESS * enough * point.jps / point.finished_jps))
+        enough = min(wanted, max_machines)
+    too_few = max((count for count, each in known.items() if not target.is_met(each)), default=0)
     while enough - too_few > 1:
         middle = (enough + too_few) // 2
-        enough, too_few = (middle, too_few) if get_p95_s(middle) <= target_s else (enough, middle)
-    fewer_s = get_p95_s(enough - 1) if enough > 1 else None
-    return Plan(setup.gpu, setup.policy, enough, enough * setup.tp, known[enough], fewer_s)
+        enough, too_few = (middle, too_few) if target.is_met(get_point(middle)) else (enough, middle)
+    while enough > 1:
+        fewer = get_point(enough - 1)
+        if fewer.verdict != "steady" or target.get_use(fewer) >= ALMOST:
+            break
+        if not target.is_met(get_precise(enough - 1)):
+            break
+        enough -= 1
+    while not target.is_met(get_precise(enough)):
+        if enough == max_machines:
+            return Plan(setup, None, precise[enough], None)
+        enough += 1
+    return Plan(setup, enough, precise[enough], get_point(enough - 1) if enough > 1 else None)
 
 
-def _get_share(load: LoadOptions, jps: float) -> LoadOptions:
-    """One machine's share of the jobs; the window is longer where too few jobs would arrive in it.
-
-    A whole trace keeps its length.
-    """
-    if load.window_s is None and load.workload not in GENERATORS:
-        return replace(load, jps=jps)
-    window_s = DEFAULT_WINDOW_S if load.window_s is None else load.window_s
-    return replace(load, jps=jps, window_s=max(window_s, MIN_JOBS / jps))
-
-
-def format_plans(plans: Sequence[Plan], target_s: float) -> str:
-    """The table and the answer in words."""
-    lines = [f"{'gpu':11} {'policy':18} {'GPUs':>5} {'P95':>9} {'with one machine less':>22}"]
-    for plan in plans:
-        count = "none" if plan.num_gpus is None else str(plan.num_gpus)
-        fewer = "" if plan.p95_with_fewer_s is None else f"{plan.p95_with_fewer_s:.1f} s"
-        lines.append(f"{plan.gpu:11} {plan.policy:18} {count:>5} {plan.p95_s:7.1f} s {fewer:>22}")
-    best = get_best(plans)
-    if best is None:
-        lines.append(
-            f"\nNothing that was tried keeps P95 within {target_s:g} s; allow more with --max-machines."
-        )
-    else:
-        lines.append(
-            f"\nFewest: {best.num_gpus} × {best.gpu} with policy {best.policy}: P95 {best.p95_s:.1f} s "
-            f"(target {target_s:g} s). Found by simulating one machine at its share of the jobs, which a "
-            "router with session affinity keeps on it."
-        )
-    return "\n".join(lines)
+def format_s(seconds: float) -> str:
+    """Seconds with three digits or so."""
+    if not math.isfinite(seconds):
+        return "–"
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"

@@ -1,0 +1,57 @@
+"""What a plan depends on: the same machines under a load that is a little different."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tenuto.core.errors import ConfigError
+from tenuto.sim.setup import Setup
+from tenuto.sim.sweep.plan import Measure, Plan, Point, Target, measure_point
+from tenuto.workload.load_options import LoadOptions
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that may come out differently from what was planned with."""
+
+    name: str
+    setup: Setup
+    load: LoadOptions
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a change makes of a plan."""
+
+    name: str
+    point: Point
+    is_enough: bool
+    """Whether the target is still kept, without the margin."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"change": self.name, "is_enough": self.is_enough, **self.point.to_json()}
+
+
+def make_changes(setup: Setup, load: LoadOptions) -> Iterator[Change]:
+    """More load, longer jobs, and an error of 10 % in the step times."""
+    assert load.jps is not None
+    yield Change("load +20 %", setup, replace(load, jps=1.2 * load.jps))
+    yield Change("turns of a job +20 %", setup, replace(load, scale_turns=1.2 * load.scale_turns))
+    yield Change("lengths of texts +20 %", setup, replace(load, scale_lengths=1.2 * load.scale_lengths))
+    for name, factor in (("steps 10 % slower", 1.1), ("steps 10 % faster", 0.9)):
+        yield Change(name, replace(setup, step_cost_factor=factor * setup.step_cost_factor), load)
+
+
+def try_changes(plan: Plan, load: LoadOptions, target: Target, measure: Measure) -> Iterator[Effect]:
+    """Each change's effect on a plan that meets its target, for the changes that the load can have."""
+    assert plan.num_machines is not None
+    plain = replace(target, margin=0.0)
+    for change in make_changes(plan.setup, load):
+        try:
+            point = measure_point(change.setup, change.load, plan.num_machines, measure)
+        except ConfigError:
+            continue  # turns that wait for other jobs cannot be multiplied
+        yield Effect(change.name, point, plain.is_met(point))

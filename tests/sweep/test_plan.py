@@ -1,0 +1,244 @@
+"""The search for the fewest machines, on queueing systems of known capacity and on the simulator."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tenuto.cli import main
+from tenuto.core.errors import ConfigError
+from tenuto.sim.setup import Setup
+from tenuto.sim.sweep.plan import Plan, Target, get_best, make_plans
+from tenuto.sim.sweep.plan_text import format_effects, format_plans
+from tenuto.sim.sweep.sensitivity import try_changes
+from tenuto.sim.sweep.settling import COHORT, Settling
+from tenuto.sim.sweep.steady import Steady, make_long_workload, simulate_until_steady
+from tenuto.workload import LoadOptions
+from tests.sweep.test_trend import serve
+
+H100 = Setup(gpu="H100")
+
+
+def watch_queue(setup: Setup, load: LoadOptions, min_jobs: int, capacity_jps: float = 1.0) -> list[Steady]:
+    """A machine that is an M/M/1 queue, until it is steady, with three seeds. Its mean service is 1 s."""
+    assert load.jps is not None
+    runs = []
+    for seed in (1, 2, 3):
+        rho = load.jps * setup.step_cost_factor / capacity_jps
+        arrivals_s, ends_s = serve(rho, 8000, seed)
+        settling = Settling(
+            first_look_s=50.0, min_jobs=min_jobs, max_jobs=4000, shortest_s=load.window_s or 0.0
+        )
+        verdict = None
+        while verdict is None:
+            now_s = settling.next_look_s
+            verdict = settling.decide(arrivals_s, ends_s, now_s)
+        seen = settling.last
+        assert seen is not None
+        # First come, first served: the n-th job to come is the n-th to leave.
+        times_s = [
+            end_s - arrival_s
+            for arrival_s, end_s in zip(arrivals_s, ends_s, strict=True)
+            if seen.warm_up_s < arrival_s < COHORT * now_s
+        ]
+        run = Steady(
+            verdict, seen.offered_jps, seen.finished_jps, tuple(times_s), tuple(times_s),
+            now_s, seen.warm_up_s, int(now_s * rho), 0, "a queue",
+        )  # fmt: skip
+        if verdict != "steady":
+            return [run]
+        runs.append(run)
+    return runs
+
+
+def plan_queue(jps: float, target: Target, **changes: Any) -> Plan:
+    [plan] = make_plans([H100], LoadOptions(jps=jps, **changes), target, watch_queue)
+    return plan
+
+
+@pytest.mark.parametrize("window_s", [None, 45.0, 180.0, 600.0])
+@pytest.mark.parametrize(("jps", "p95_s"), [(4.4, 40.0), (2.2, 30.0), (3.3, 35.0)])
+def test_the_answer_is_the_queues_own_whatever_the_window(
+    jps: float, p95_s: float, window_s: float | None
+) -> None:
+    """The P95 of an M/M/1 queue with one job a second is ln 20 / (1 − load)."""
+
+    def is_enough(num: int) -> bool:
+        return jps / num < 1 and math.log(20) / (1 - jps / num) <= p95_s
+
+    fewest = next(num for num in range(1, 65) if is_enough(num))
+    plan = plan_queue(jps, Target(p95_s=p95_s), window_s=window_s)
+    assert plan.num_machines == fewest
+    assert plan.fewer is not None
+    assert not Target(p95_s=p95_s).is_met(plan.fewer)
+
+
+def test_an_overloaded_machine_has_no_p95() -> None:
+    [plan] = make_plans([H100], LoadOptions(jps=6.0), Target(p95_s=20.0), watch_queue, max_machines=3)
+    assert (plan.num_machines, plan.point.verdict) == (None, "overloaded")
+    text = format_plans([plan], Target(p95_s=20.0))
+    assert "none" in text
+    assert "3 machines: overloaded: 6 jobs/s offered, " in text
+    finished = plan.point.to_json()["finished_jps"]
+    assert finished == pytest.approx(3.0, rel=0.15)
+    assert plan.point.to_json()["p95_s"] is None
+    assert "P95 " not in text.splitlines()[1]
+
+
+def test_the_margin_asks_for_more() -> None:
+    # Three machines have a P95 of 11 s, four one of 6.7 s.
+    assert plan_queue(2.2, Target(p95_s=18.0)).num_machines == 3
+    assert plan_queue(2.2, Target(p95_s=18.0, margin=0.5)).num_machines == 4
+
+
+def test_a_target_for_the_first_token_alone() -> None:
+    assert plan_queue(2.2, Target(p95_ttft_s=18.0)).num_machines == 3
+    with pytest.raises(ConfigError, match="--p95 or --p95-ttft"):
+        Target()
+
+
+def test_the_cheapest_is_best_where_all_prices_are_known() -> None:
+    def measure(setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+        return watch_queue(setup, load, min_jobs, capacity_jps={"H100": 2.0, "L40S": 1.0}[setup.gpu])
+
+    def plan(prices: dict[str, float]) -> list[Plan]:
+        setups = [Setup(gpu="H100"), Setup(gpu="L40S")]
+        return list(make_plans(setups, LoadOptions(jps=3.0), Target(p95_s=15.0), measure, prices=prices))
+
+    plans = plan({"H100": 3.0, "L40S": 1.0})
+    assert [(each.num_gpus, each.usd_per_hour) for each in plans] == [(2, 6.0), (4, 4.0)]
+    best = get_best(plans)
+    assert best is not None
+    assert best.setup.gpu == "L40S"
+    assert "Cheapest: 4 × L40S with policy stock, 4.00 $/hour" in format_plans(plans, Target(p95_s=15.0))
+    best = get_best(plan({"L40S": 1.0}))
+    assert best is not None
+    assert best.setup.gpu == "H100"
+
+
+def test_what_a_plan_depends_on() -> None:
+    target = Target(p95_s=30.0)
+    plan = plan_queue(2.5, target)
+    effects = list(try_changes(plan, LoadOptions(jps=2.5), target, watch_queue))
+    verdicts = {effect.name: effect.is_enough for effect in effects}
+    assert verdicts["steps 10 % faster"]
+    assert not verdicts["load +20 %"]
+    text = format_effects(effects, plan)
+    assert "load +20 %" in text
+    assert "not enough" in text
+
+
+SMALL = Setup(gpu="L40S", step_cost="roofline", kv_tokens=60_000, host_gb=0.0, offload="none")
+
+
+def simulate(jps: float, **changes: Any) -> Steady:
+    load = LoadOptions(workload="bfcl", scale_lengths=0.1, jps=jps, **changes)
+    return simulate_until_steady(SMALL, load, min_jobs=60, max_jobs=200)
+
+
+def test_a_simulated_machine_is_steady_or_overloaded() -> None:
+    light = simulate(0.2)
+    assert light.verdict == "steady"
+    assert light.finished_jps == pytest.approx(light.offered_jps, rel=0.2)
+    assert light.num_jobs >= 60
+    assert simulate(0.2) == light
+    heavy = simulate(4.0)
+    assert heavy.verdict != "steady"
+    assert heavy.finished_jps < 0.7 * heavy.offered_jps
+
+
+def test_the_shortest_time_is_kept() -> None:
+    told: list[tuple[float, int, int]] = []
+    load = LoadOptions(workload="bfcl", scale_lengths=0.1, jps=0.2, window_s=700.0)
+    run = simulate_until_steady(SMALL, load, min_jobs=20, max_jobs=200, tell=lambda *now: told.append(now))
+    assert run.simulated_s >= 700
+    assert told[-1][0] >= 700
+    assert told[-1][1] == pytest.approx(0.2 * told[-1][0], rel=0.4)
+
+
+def test_the_jobs_of_a_trace_come_again_as_new_jobs(write_trace: Callable[[], str]) -> None:
+    workload = make_long_workload(LoadOptions(workload=write_trace(), jps=2.0, seed=3), 20.0)
+    assert len(workload.jobs) > 30
+    assert len({job.job_id for job in workload.jobs}) == len(workload.jobs)
+    private = [job.turns[0].output.content_id for job in workload.jobs]
+    assert len(set(private)) == len(private)
+    shared = {job.turns[0].prompt[0].content_id for job in workload.jobs}
+    assert len(shared) == 1  # the system prompt
+    arrivals_s = [job.arrival_s for job in workload.jobs]
+    assert arrivals_s == sorted(arrivals_s)
+    assert arrivals_s[-1] <= 20.0
+
+
+@pytest.fixture
+def write_trace(tmp_path: Any) -> Callable[[], str]:
+    def write() -> str:
+        rows = [
+            {
+                "session": f"s{n}", "input_length": 120, "output_length": 10, "timestamp": n * 1000,
+                "prompt": [["system", 100], [f"t{n}", 20]], "output": f"o{n}",
+            }
+            for n in range(5)
+        ]  # fmt: skip
+        path = tmp_path / "trace.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+PLAN = [
+    *("plan", "--gpu", "L40S", "--policies", "stock", "--workload", "random", "--random-output-len", "16"),
+    *("--step-cost", "roofline", "--max-sim-jobs", "200", "--seeds", "1", "--workers", "1"),
+]
+
+
+def test_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*PLAN, "--jps", "2", "--p95", "10", "--p95-ttft", "5", "--price", "L40S=0.9"]
+    assert main([*arguments, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["best"]["num_gpus"] == 1
+    assert whole["best"]["usd_per_hour"] == 0.9
+    assert whole["best"]["step_cost"] == "roofline"
+    assert whole["sensitivity"][0]["change"] == "load +20 %"
+    assert whole["best"]["point"]["p95_s"] < 10
+    assert main([*arguments, "--no-sensitivity"]) == 0
+    output = capsys.readouterr()
+    assert "Cheapest: 1 × L40S with policy stock, 0.90 $/hour" in output.out
+    assert "a roofline model" in output.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--jps", "1"], "--p95 or --p95-ttft"),
+        (["--jps", "1", "--p95", "5", "--price", "H3000=1"], "unknown GPU"),
+        (["--jps", "1", "--p95", "5", "--price", "H100=cheap"], "--price wants GPU=DOLLARS"),
+        (["--jps", "1", "--p95", "5", "--margin", "1"], "--margin must be below 1"),
+        (["--p95", "5"], "--jps is missing"),
+    ],
+)
+def test_plans_that_make_no_sense(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*PLAN, *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_no_number_of_gpus_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--jps", "2", "--p95", "0.05", "--max-machines", "2", "--no-sensitivity"]
+    assert main([*PLAN, *arguments]) == 1
+    assert "Nothing that was tried keeps P95 job time 0.05 s" in capsys.readouterr().out
+
+
+def test_gpus_that_the_model_does_not_fit_are_left_out_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*PLAN, "--model", "qwen3-32b", "--jps", "0.5", "--p95", "90", "--no-sensitivity"]
+    assert main([*arguments, "--gpu", "RTX5090,H200"]) == 0
+    output = capsys.readouterr()
+    assert "note: qwen3-32b leaves no KV cache on RTX5090 (tp 1): left out" in output.err
+    assert "RTX5090" not in output.out
+    assert main([*arguments, "--gpu", "RTX5090"]) == 2
+    assert "leaves no KV cache on RTX5090" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""Steady or overloaded: told from queueing systems whose capacity is known."""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+import pytest
+
+from tenuto.sim.sweep.trend import find_warm_up, fit_trend, look
+
+
+def serve(load: float, num_jobs: int, seed: int, num_servers: int = 1) -> tuple[list[float], list[float]]:
+    """Arrivals and ends of an M/M/c queue whose servers finish one job a second together."""
+    rng = random.Random(seed)
+    free_s = [0.0] * num_servers
+    now_s, arrivals_s, ends_s = 0.0, [], []
+    for _ in range(num_jobs):
+        now_s += rng.expovariate(load)
+        end_s = max(now_s, heapq.heappop(free_s)) + rng.expovariate(1 / num_servers)
+        heapq.heappush(free_s, end_s)
+        arrivals_s.append(now_s)
+        ends_s.append(end_s)
+    return arrivals_s, sorted(ends_s)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("load", [0.1, 0.5, 0.8])
+def test_a_system_below_its_capacity_is_never_growing(load: float, seed: int) -> None:
+    arrivals_s, ends_s = serve(load, 3000, seed)
+    states = [look(arrivals_s, ends_s, share * arrivals_s[-1]).state for share in (0.1, 0.2, 0.4, 0.7, 1.0)]
+    assert "growing" not in states
+    assert "steady" in states[2:]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("load", [1.2, 1.5, 2.0, 4.0])
+def test_a_system_above_its_capacity_is_growing(load: float, seed: int) -> None:
+    arrivals_s, ends_s = serve(load, 3000, seed)
+    for share in (0.4, 0.7) if load > 1.2 else (0.7,):
+        assert look(arrivals_s, ends_s, share * arrivals_s[-1]).state != "steady"
+    last = look(arrivals_s, ends_s, arrivals_s[-1])
+    assert last.state == "growing"
+    assert last.finished_jps == pytest.approx(1.0, rel=0.15)
+    assert last.offered_jps == pytest.approx(load, rel=0.15)
+
+
+def test_a_system_that_still_fills_is_not_growing() -> None:
+    """Many servers, each slow: until the first jobs leave, the backlog only grows."""
+    arrivals_s, ends_s = serve(0.7, 3000, 1, num_servers=50)
+    states = [look(arrivals_s, ends_s, now_s).state for now_s in (10, 30, 60, 100, 150, 250, 400)]
+    assert "growing" not in states
+    final = look(arrivals_s, ends_s, 2000)
+    assert final.state == "steady"
+    assert final.backlog == pytest.approx(0.7 * 50, rel=0.15)
+
+
+def test_the_warm_up_is_cut() -> None:
+    rng = random.Random(2)
+    values = [min(n / 40, 1.0) * 10 + rng.gauss(0, 0.5) for n in range(200)]
+    assert 30 <= find_warm_up(values) <= 60
+    assert find_warm_up([float(n) for n in range(200)]) == 100
+
+
+def test_the_trend_of_a_line() -> None:
+    trend = fit_trend([3.0 + 0.5 * n for n in range(200)])
+    assert trend.growth == pytest.approx(100.0)
+    assert trend.error == pytest.approx(0.0, abs=1e-9)
