@@ -126,7 +126,7 @@ def test_the_log_holds_inputs_and_the_answer_that_counted() -> None:
     caller.policy.answer = None
     caller.ask("retain", TURN, VIEW)
     turn, view = to_json(TURN), to_json(VIEW)
-    keep = {"type": "Keep", "until_s": 8.0, "value": 0.5, "yields": "on-deadlock"}
+    keep = {"type": "Keep", "until_s": 8.0, "value": 0.5, "yields": "on-deadlock", "why": None}
     assert json.loads(json.dumps(records)) == [
         {"kind": "asked", "hook": "retain", "inputs": [turn, view], "answer": keep},
         {"kind": "told", "hook": "on_turn_finished", "inputs": [turn, 6.0]},

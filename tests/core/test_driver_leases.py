@@ -12,7 +12,17 @@ import pytest
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
-from tenuto.core.types import Keep, LeaseEnd, Offload, Release, ToolCall, Turn, Yields
+from tenuto.core.types import (
+    Keep,
+    LeaseEnd,
+    LeaseRefusal,
+    Offload,
+    Release,
+    TakenBy,
+    ToolCall,
+    Turn,
+    Yields,
+)
 from tests.support.checks import check_integrity
 from tests.support.small_policies import KeepFor
 from tests.support.toy_engine import ToyEngine, make_tokens
@@ -158,21 +168,27 @@ def test_the_job_s_end_ends_its_lease() -> None:
 @pytest.mark.parametrize(
     ("limits", "granted"),
     [
-        (Limits(), ["j0", "j1", "j2"]),
-        # 0.5 × 20 = 10 blocks: two leases of 5.
-        (Limits(max_leased_share=0.5), ["j0", "j1"]),
-        (Limits(max_leased_share=0.49), ["j0"]),
-        (Limits(max_leased_share=0.0), []),
-        # 5 blocks for each tenant; j0 and j1 have one, j2 has none and is not bounded.
-        (Limits(max_tenant_share=0.25), ["j0", "j2"]),
-        (Limits(max_tenant_share=0.24), ["j2"]),
+        (Limits(), {"j0": 5, "j1": 5, "j2": 5}),
+        # 0.5 × 20 = 10 blocks: two leases of 5. The oldest makes room for the newest.
+        (Limits(max_leased_share=0.5), {"j1": 5, "j2": 5}),
+        # It gives up only what is needed.
+        (Limits(max_leased_share=0.65), {"j0": 3, "j1": 5, "j2": 5}),
+        (Limits(max_leased_share=0.0), {}),
     ],
 )
-def test_a_lease_over_the_quota_is_not_granted(limits, granted) -> None:
+def test_leases_that_yield_earlier_make_room_within_the_limit(limits, granted) -> None:
     engine = ToyEngine(KeepFor(), 20, limits=limits)
     for number, tenant in enumerate(("a", "a", None)):
         run(engine, number, tenant=tenant)
-    assert list(sizes(engine)) == granted
+    assert sizes(engine) == granted
+
+
+def test_a_lease_that_is_too_large_alone_is_not_granted() -> None:
+    engine = ToyEngine(KeepFor(), 20, limits=Limits(max_leased_share=0.2))
+    run(engine, 0)
+    assert sizes(engine) == {}
+    assert engine.driver.stats.num_lease_refusals[LeaseRefusal.OVER_SHARE] == 1
+    assert engine.driver.stats.num_takes[TakenBy.QUOTA] == 0
 
 
 def run_alike(engine: ToyEngine, job_id: str, number: int = 0, tenant: str | None = "a") -> None:
@@ -186,14 +202,16 @@ def run_alike(engine: ToyEngine, job_id: str, number: int = 0, tenant: str | Non
 def test_a_prefix_that_many_jobs_share_does_not_use_the_quota_up(limits: Limits) -> None:
     # 20 leases of the same 5 blocks in a pool of 20: counted for each lease they are 100.
     engine = ToyEngine(KeepFor(), 20, limits=limits)
+    engine.arrive("of another tenant", 0, prompt_of(5), hints=Hints(tenant="b"))
+    engine.start_first(0)
     for number in range(20):
         run_alike(engine, f"j{number}")
     assert len(engine.driver.leases) == 20
     assert engine.driver.get_view(0).num_leased_blocks == 5
-    # Five others are too many, as 0.25 × 20 = 5; with one lease less nothing changes.
-    engine.driver.reclaim(1, 0)
+    # Five others are too many, as 0.25 × 20 = 5, and the end of one lease makes no room for them.
     run_alike(engine, "another", 1)
     assert "another" not in sizes(engine)
+    assert len(engine.driver.leases) == 19
 
 
 def test_blocks_are_free_for_others_once_the_last_lease_on_them_ends() -> None:
@@ -213,8 +231,6 @@ def test_tenants_that_share_a_prefix_each_count_it_once() -> None:
     assert len(engine.driver.leases) == 4
     # 5 of the 10 blocks that all may lease are leased; 5 of each tenant's 5.
     run_alike(engine, "c", 1, tenant="c")
-    run_alike(engine, "a2", 1, tenant="a")
-    run_alike(engine, "d", 2, tenant="d")
     assert list(sizes(engine)) == ["a0", "a1", "b0", "b1", "c"]
 
 
@@ -253,7 +269,7 @@ def test_a_prompt_with_nothing_in_common_ends_the_lease() -> None:
 
 def test_a_retry_that_ends_with_a_block_cannot_hit_that_block_and_gives_it_up() -> None:
     # 16 tokens are 4 whole blocks, but the last token is computed again: the hit is 15 // 4 = 3 blocks.
-    engine = ToyEngine(KeepFor(ttl_s=100), 5)
+    engine = ToyEngine(KeepFor(ttl_s=100), 5, limits=Limits(max_leased_share=1.0))
     run(engine, 0)
     engine.arrive("retry", 1, prompt_of(0)[:16], (), Hints(job_id="j0"))
     assert sizes(engine) == {"j0": 3}
@@ -556,6 +572,7 @@ def test_the_log_tells_a_job_s_history() -> None:
         ("preempted", "t0b", 6),
         ("resumed", "t0b", 7),
         ("finished", "t0b", 8),
+        ("lease-refused", "t0b", 8),
     ]
     granted, lease_ended = history[3], history[5]
     assert (granted["num_blocks"], granted["until_s"]) == (5, 11)

@@ -59,6 +59,7 @@ limits = st.builds(
     max_lease_s=st.sampled_from([4.0, 600.0]),
     max_leased_share=st.sampled_from([1.0, 1.0, 0.5]),
     max_tenant_share=st.sampled_from([1.0, 1.0, 0.25]),
+    max_tenant_leases=st.sampled_from([1, 1000]),
     max_remembered_jobs=st.sampled_from([2, 100]),
     always_yield=st.booleans(),
 )
@@ -232,20 +233,32 @@ class DriverMachine(RuleBasedStateMachine):
         leases = list(self.driver.leases)
         assert len({lease.job_id for lease in leases}) == len(leases)
         covered: set[int] = set()
-        of_tenants: dict[str | None, set[int]] = {}
         for lease in leases:
             assert lease.blocks
             assert lease.terms.until_s - lease.granted_s <= self.limits.max_lease_s
             assert lease.next_turn_id is None or lease.next_turn_id in self.engine.waiting
-            block_ids = {block.block_id for block in lease.blocks}
-            covered |= block_ids
-            of_tenants.setdefault(lease.turn.job.tenant, set()).update(block_ids)
+            covered |= {block.block_id for block in lease.blocks}
         # A block counts once, however many leases share it.
         assert self.driver.get_view(self.now_s).num_leased_blocks == len(covered)
-        share, tenant_share = self.limits.max_leased_share, self.limits.max_tenant_share
-        assert len(covered) <= share * NUM_BLOCKS
-        of_tenants.pop(None, None)
-        assert all(len(block_ids) <= tenant_share * NUM_BLOCKS for block_ids in of_tenants.values())
+        assert len(covered) <= self.limits.max_leased_share * NUM_BLOCKS
+
+    @invariant()
+    def tenants_are_counted(self) -> None:
+        quota, leases = self.driver._retention.quota, list(self.driver.leases)
+        active = {turn.job.tenant or "" for turn in self.driver._turns.values()}
+        assert quota._tenants.keys() == active | {lease.tenant or "" for lease in leases}
+        for name, own in quota._tenants.items():
+            ours = [lease for lease in leases if (lease.tenant or "") == name]
+            assert own.num_leases == len(ours)
+            if quota.counts_blocks:
+                assert len(own.leased) == len({block.block_id for lease in ours for block in lease.blocks})
+            running = [
+                turn.num_counted_blocks
+                for turn in self.driver._turns.values()
+                if (turn.job.tenant or "") == name and turn.turn_id in self.engine.running
+            ]
+            assert own.num_running_blocks == sum(running)
+        assert quota._sum_of_weights == len(quota._tenants)
 
     @invariant()
     def driver_knows_the_turns_and_no_others(self) -> None:
@@ -266,7 +279,7 @@ class DriverMachine(RuleBasedStateMachine):
         assert self.driver.get_next_deadline_s() is None
         check_integrity(self.engine.pool, self.driver.leases, idle=True)
         assert self.engine.pool.num_free_blocks == NUM_BLOCKS
-        assert len(self.driver._retention._quota) == 0
+        assert len(self.driver._retention.quota) == 0
 
 
 TestDriverMachine = DriverMachine.TestCase

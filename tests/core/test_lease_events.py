@@ -16,7 +16,7 @@ JOB = Hints(job_id="j0")
 
 def test_ending_a_lease_returns_what_it_gave_up_and_leaves_the_table_whole() -> None:
     engine = ToyEngine(KeepFor(), 20)
-    table = LeaseTable(engine, Quota(Limits()))
+    table = LeaseTable(engine, Quota(Limits(), 20, 4))
     turn = Turn("t", Job("j", 0.0, 1), 0.0, 10)
     lease = LeaseState("j", turn, engine.pool.allocate(3), 1.0, Keep(9.0))
     table.grant(lease, (0,))

@@ -22,6 +22,7 @@ from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.job_table import JobTable
 from tenuto.core.jobs import Arrival, Finish, JobState, TurnState
 from tenuto.core.lease_ledger import LeaseLedger
+from tenuto.core.leases import LeaseRefused
 from tenuto.core.limits import Limits
 from tenuto.core.order import Order
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
@@ -31,7 +32,7 @@ from tenuto.core.reuse import PrefixMarks, count_computed_tokens, count_lost_tok
 from tenuto.core.stats import DriverStats
 from tenuto.core.step_tokens import StepChooser
 from tenuto.core.stock_queue import make_stock_queue
-from tenuto.core.types import EngineView, LeaseEnd, LoadOffer, StepView, Turn
+from tenuto.core.types import EngineView, LeaseEnd, LeaseRefusal, LoadOffer, StepView, Turn
 
 
 class Driver:
@@ -113,6 +114,7 @@ class Driver:
         self._turns[turn_id] = turn
         self._service.arrive(turn)
         self._admission.enter(turn)
+        self._retention.enter(turn)
         self._ledger.apply(self._retention.claim(turn, now_s))
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
@@ -135,6 +137,7 @@ class Driver:
         if turn.started:
             num_lost_tokens = count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
             self.stats.num_recomputed_tokens += num_lost_tokens
+            self._retention.quota.start(turn)
             self._tell("on_turn_started", turn, now_s)
             self._history.record(
                 "resumed", turn, now_s, num_hit_tokens=num_hit_tokens, num_lost_tokens=num_lost_tokens
@@ -171,6 +174,7 @@ class Driver:
         self.stats.num_events += 1
         turn.num_preemptions += 1
         turn.num_computed_tokens = num_computed_tokens
+        self._retention.quota.stop(turn)
         self._tell("on_turn_preempted", turn, now_s)
         self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
 
@@ -182,7 +186,7 @@ class Driver:
         self.stats.num_events += 1
         job = turn.job
         del job.live_turn_ids[turn_id]
-        self._retention.unclaim(turn)
+        self._retention.leave(turn)
         self._service.leave(turn, finish.num_output_tokens)
         self._admission.finish(turn, finish.num_output_tokens)
         self._history.record(
@@ -191,7 +195,10 @@ class Driver:
         if not finish.aborted:
             self._complete(turn, now_s, finish)
         else:
-            self._tell("on_turn_finished", turn, now_s, view=turn.get_finished_view(finish))
+            view = turn.get_finished_view(finish)
+            self._tell("on_turn_finished", turn, now_s, view=view)
+            if self._asks_to_retain(turn, view):
+                self._ledger.apply(LeaseRefused(view, LeaseRefusal.ABORTED, now_s))
         if job.job_id not in self._jobs:
             return
         if job.is_released and not job.live_turn_ids:
@@ -474,9 +481,12 @@ class Driver:
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
             return
         self._jobs.remember(job, turn.arrival)
-        if not view.is_last and not job.runs_as_stock and self.policy.overrides("retain"):
+        if self._asks_to_retain(turn, view):
             for event in self._retention.retain(turn, view, now_s):
                 self._ledger.apply(event)
+
+    def _asks_to_retain(self, turn: TurnState, view: Turn) -> bool:
+        return not view.is_last and not turn.job.runs_as_stock and self.policy.overrides("retain")
 
     def _leave(self, job: JobState, now_s: float) -> None:
         """A turn left. If its job has no other turns, the job is now idle.
@@ -485,7 +495,7 @@ class Driver:
         """
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
         if forgotten is not None:
-            self._end_job(forgotten, now_s, LeaseEnd.EXPIRED)
+            self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd) -> None:
         self._ledger.apply(self._retention.end(job.job_id, reason, now_s))
@@ -499,6 +509,7 @@ class Driver:
         self._place(job, turn.arrival)
         turn.is_admitted = turn.is_overdue = False
         self._admission.enter(turn)
+        self._retention.enter(turn)
         self._tell("on_turn_arrived", turn, now_s)
         if not turn.started:
             # In a log, a driver begins anew, and this turn will start. A running turn is left out.

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import TurnState
 from tenuto.core.policy import Key
+from tenuto.core.quota import NOBODY
 
 DECODE_TOKENS = 8.0
 """Prefill tokens that cost as much as one decoded token; see `tenuto.core.stock_queue`."""
 DECAY = 0.05
 """Weight of the latest turn in the moving average of output lengths."""
-NOBODY = ""
-"""The tenant of turns without a tenant. They share one place in the order."""
 
 
 @dataclass(slots=True)

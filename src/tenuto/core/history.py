@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tenuto.core.jobs import TurnState
-from tenuto.core.leases import LeaseEnded, LeaseGranted, LeaseRefused
+from tenuto.core.leases import LeaseEnded, LeaseGranted, LeaseRefused, LeaseTruncated
 from tenuto.core.policy_caller import DecisionLog, LogRecord
 
 
@@ -29,17 +29,23 @@ class History:
             facts: LogRecord = {"turn": turn.turn_id, "now_s": refused.now_s, "reason": refused.reason.value}
             self._log({**place, **facts, **self._shadow})
 
-    def record_lease(self, happened: LeaseGranted | LeaseEnded) -> None:
-        """A lease began or ended."""
+    def record_lease(self, happened: LeaseGranted | LeaseTruncated | LeaseEnded) -> None:
+        """A lease began, lost its last blocks, or ended."""
         if self._log is None:
             return
         lease = happened.lease
         facts: LogRecord
-        if isinstance(happened, LeaseGranted):
-            event, num_blocks = "lease-granted", len(lease.blocks)
-            facts = {"until_s": lease.terms.until_s}
-        else:
-            event, num_blocks = "lease-ended", happened.num_blocks
-            facts = {"reason": happened.reason.value, "held_s": happened.now_s - lease.granted_s}
+        match happened:
+            case LeaseGranted():
+                event, num_blocks = "lease-granted", len(lease.blocks)
+                facts = {"until_s": lease.terms.until_s}
+            case LeaseTruncated():
+                event, num_blocks = "lease-truncated", happened.num_blocks
+                facts = {"taken_by": happened.taken_by.value}
+            case LeaseEnded():
+                event, num_blocks = "lease-ended", happened.num_blocks
+                facts = {"reason": happened.reason.value, "held_s": happened.now_s - lease.granted_s}
+                if happened.taken_by is not None:
+                    facts["taken_by"] = happened.taken_by.value
         place: LogRecord = {"kind": "job", "event": event, "job": lease.job_id, "turn": lease.turn.turn_id}
         self._log({**place, "now_s": happened.now_s, "num_blocks": num_blocks, **facts, **self._shadow})

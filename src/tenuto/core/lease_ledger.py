@@ -31,10 +31,14 @@ class LeaseLedger:
                 self._history.record_refusal(event)
             case LeaseTruncated():
                 self._stats.num_revoked_blocks += event.num_blocks
+                self._stats.num_takes[event.taken_by] += 1
+                self._history.record_lease(event)
             case LeaseEnded():
                 self._stats.num_leases_ended[event.reason] += 1
                 if event.reason is LeaseEnd.REVOKED:
                     self._stats.num_revoked_blocks += event.num_blocks
+                if event.taken_by is not None:
+                    self._stats.num_takes[event.taken_by] += 1
                 self._history.record_lease(event)
                 waiting_id = event.lease.next_turn_id
                 if waiting_id is not None and event.reason is not LeaseEnd.HIT:

@@ -5,15 +5,16 @@ The table never calls the policy or the driver. It returns an event, and the dri
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.core.engine import Engine
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
-from tenuto.core.quota import Quota
-from tenuto.core.types import Keep, Lease, LeaseEnd, LeaseRefusal, Turn, Yields
+from tenuto.core.quota import NOBODY, Quota
+from tenuto.core.types import Keep, Lease, LeaseEnd, LeaseRefusal, TakenBy, Turn, Yields
 
 
 @dataclass(slots=True)
@@ -27,6 +28,11 @@ class LeaseState:
     granted_s: float
     terms: Keep
     next_turn_id: str | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Whose lease it is."""
+        return self.turn.job.tenant or NOBODY
 
     def get_view(self, terms: Keep | None = None) -> Lease:
         """The frozen view that a policy sees, with these terms or, by default, the lease's own."""
@@ -60,9 +66,12 @@ class LeaseRefused:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTruncated:
-    """An allocation reclaimed the last blocks of a lease; the lease keeps the others."""
+    """The last blocks of a lease were taken back; the lease keeps the others."""
 
+    lease: LeaseState
     num_blocks: int
+    taken_by: TakenBy
+    now_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +83,22 @@ class LeaseEnded:
     num_blocks: int
     """How many blocks it still had when it ended."""
     now_s: float
+    taken_by: TakenBy | None = None
+    """Who took its last blocks, if the reason is `REVOKED`."""
 
 
 LeaseEvent = LeaseGranted | LeaseRefused | LeaseTruncated | LeaseEnded
+
+
+@dataclass(slots=True)
+class _TenantLeases:
+    """The leases of one tenant, by job."""
+
+    jobs: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """The oldest lease first."""
+    evict_order: dict[Yields, IndexedHeap] = field(
+        default_factory=lambda: {yields: IndexedHeap() for yields in Yields}
+    )
 
 
 class LeaseTable:
@@ -85,9 +107,12 @@ class LeaseTable:
     def __init__(self, engine: Engine, quota: Quota) -> None:
         self._engine = engine
         self._quota = quota
-        self._leases: dict[str, LeaseState] = {}
+        self._leases: OrderedDict[str, LeaseState] = OrderedDict()
+        """By job, the oldest lease first."""
         self._deadlines = IndexedHeap()
         self._evict_order = {yields: IndexedHeap() for yields in Yields}
+        self._by_tenant: dict[str, _TenantLeases] = {}
+        """The leases of each tenant, once there are tenants."""
         self.num_blocks = 0
         """Blocks of all leases together; a block that several leases share counts once for each."""
 
@@ -107,23 +132,34 @@ class LeaseTable:
         self._leases[lease.job_id] = lease
         self._engine.hold(lease.blocks)
         self.num_blocks += len(lease.blocks)
-        if self._quota.is_limited:
-            self._quota.add(lease.turn.job.tenant, self._engine.get_block_ids(lease.blocks))
+        self._quota.grant(lease.tenant)
+        if self._quota.counts_blocks:
+            self._quota.add(lease.tenant, self._engine.get_block_ids(lease.blocks))
         self._enter(lease, evict_key)
+
+    def begin_counting(self) -> None:
+        """Count the leases of each tenant from now on."""
+        for lease in self:
+            self._quota.add(lease.tenant, self._engine.get_block_ids(lease.blocks))
+            self._enter_tenant(lease, self._get_order(lease).get_key(lease.job_id))
 
     def renew(self, lease: LeaseState, terms: Keep, evict_key: Key) -> None:
         """Change a lease's deadline, its value, or when it yields."""
-        self._get_order(lease).discard(lease.job_id)
+        self._discard(lease)
         lease.terms = terms
         self._enter(lease, evict_key)
 
-    def end(self, lease: LeaseState, reason: LeaseEnd, now_s: float) -> LeaseEnded:
+    def end(
+        self, lease: LeaseState, reason: LeaseEnd, now_s: float, taken_by: TakenBy | None = None
+    ) -> LeaseEnded:
         """Release all blocks of a lease and remove it from the table."""
         del self._leases[lease.job_id]
         self._deadlines.discard(lease.job_id)
-        self._get_order(lease).discard(lease.job_id)
-        ended = LeaseEnded(lease, reason, len(lease.blocks), now_s)
+        self._discard(lease)
+        self._leave_tenant(lease)
+        ended = LeaseEnded(lease, reason, len(lease.blocks), now_s, taken_by)
         self.truncate(lease, 0)
+        self._quota.end(lease.tenant)
         return ended
 
     def truncate(self, lease: LeaseState, num_blocks: int) -> None:
@@ -133,8 +169,8 @@ class LeaseTable:
             return
         del lease.blocks[num_blocks:]
         self.num_blocks -= len(tail)
-        if self._quota.is_limited:
-            self._quota.remove(lease.turn.job.tenant, self._engine.get_block_ids(tail))
+        if self._quota.counts_blocks:
+            self._quota.remove(lease.tenant, self._engine.get_block_ids(tail))
         self._engine.release(tail)
 
     def get_due(self, now_s: float) -> LeaseState | None:
@@ -156,9 +192,43 @@ class LeaseTable:
         first = self._evict_order[yields].get_first_except(spare_job_id)
         return None if first is None else self._leases[first]
 
+    def get_tenants_first_to_yield(
+        self, tenant: str, yields: Yields, spare_job_id: str | None = None
+    ) -> LeaseState | None:
+        """Of one tenant's leases the one that yields first; None if the leases of tenants are not counted."""
+        own = self._by_tenant.get(tenant)
+        first = None if own is None else own.evict_order[yields].get_first_except(spare_job_id)
+        return None if first is None else self._leases[first]
+
+    def get_oldest(self, tenant: str | None) -> LeaseState:
+        """The oldest lease of a tenant that has leases; of all tenants if it is None. There must be one."""
+        jobs = self._leases if tenant is None else self._by_tenant[tenant].jobs
+        return self._leases[next(iter(jobs))]
+
     def _enter(self, lease: LeaseState, evict_key: Key) -> None:
         self._deadlines.push(lease.job_id, (lease.terms.until_s,))
         self._get_order(lease).push(lease.job_id, evict_key)
+        if self._quota.counts_blocks:
+            self._enter_tenant(lease, evict_key)
+
+    def _enter_tenant(self, lease: LeaseState, evict_key: Key) -> None:
+        own = self._by_tenant.setdefault(lease.tenant, _TenantLeases())
+        own.jobs[lease.job_id] = None
+        own.evict_order[lease.terms.yields].push(lease.job_id, evict_key)
+
+    def _discard(self, lease: LeaseState) -> None:
+        """Take a lease out of the order in which leases yield."""
+        self._get_order(lease).discard(lease.job_id)
+        own = self._by_tenant.get(lease.tenant)
+        if own is not None:
+            own.evict_order[lease.terms.yields].discard(lease.job_id)
+
+    def _leave_tenant(self, lease: LeaseState) -> None:
+        own = self._by_tenant.get(lease.tenant)
+        if own is not None:
+            own.jobs.pop(lease.job_id, None)
+            if not own.jobs:
+                del self._by_tenant[lease.tenant]
 
     def _get_order(self, lease: LeaseState) -> IndexedHeap:
         return self._evict_order[lease.terms.yields]

@@ -16,13 +16,19 @@ class Limits:
 
     max_lease_s: float = setting(600.0, "longest lease, whatever the policy or a hint says", minimum=0)
     max_leased_share: float = setting(
-        1.0,
-        "share of the KV cache that leases may cover; a lease that would exceed it is not granted",
+        0.95,
+        "share of the KV cache that leases may cover; leases that yield earlier make room for a new one",
         minimum=0,
         maximum=1,
     )
     max_tenant_share: float = setting(
-        1.0, "share of the KV cache that leases of one tenant may cover", minimum=0, maximum=1
+        0.8,
+        "share of the KV cache that leases of one tenant may cover while another tenant is active",
+        minimum=0,
+        maximum=1,
+    )
+    max_tenant_leases: int = setting(
+        1000, "leases that one tenant may hold while another tenant is active", minimum=0
     )
     fair_tenants: bool = setting(
         True, "while turns of several tenants wait, the tenant that received the least service goes first"

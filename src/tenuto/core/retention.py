@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator, Iterator
 
 from tenuto.core.engine import Engine
 from tenuto.core.jobs import TurnState
@@ -27,15 +26,27 @@ from tenuto.core.policy import Key
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.quota import Quota
 from tenuto.core.types import (
+    Decision,
     EngineView,
     Keep,
     Lease,
     LeaseEnd,
     LeaseRefusal,
     Offload,
+    TakenBy,
     Turn,
-    Yields,
 )
+from tenuto.core.yielding import Yielding
+
+MAX_YIELDING = 8
+"""Most leases that make room for one new lease. It bounds the cost of a grant."""
+
+_GIVEN_UP = {
+    LeaseRefusal.IDLE: LeaseEnd.IDLE,
+    LeaseRefusal.PRICE: LeaseEnd.PRICE,
+    LeaseRefusal.NOT_EXPECTED_BACK: LeaseEnd.NOT_EXPECTED_BACK,
+}
+"""How a lease ends that the policy does not renew, by the reason that the policy gives."""
 
 
 class Retention:
@@ -49,13 +60,15 @@ class Retention:
         *,
         by_priority: bool = False,
     ) -> None:
-        self._quota = Quota(limits)
-        self.leases = LeaseTable(engine, self._quota)
+        view = engine.get_view(0.0)
+        self.quota = Quota(limits, view.num_blocks, view.block_size)
+        self.leases = LeaseTable(engine, self.quota)
         self._engine = engine
-        self._block_size = engine.get_view(0.0).block_size
+        self._block_size = view.block_size
         self._caller = caller
         self._limits = limits
         self._by_priority = by_priority
+        self._yielding = Yielding(self.leases, self.quota, limits, self._is_before)
 
     def get_view(self, now_s: float) -> EngineView:
         """The engine's state, including the number of leases."""
@@ -66,6 +79,13 @@ class Retention:
         return turn.get_view(has_lease=self.get_claimed(turn) is not None)
 
     # What happens to turns.
+
+    def enter(self, turn: TurnState) -> None:
+        """A turn arrived, or was taken over from another driver."""
+        if self.quota.arrive(turn):
+            self.leases.begin_counting()
+        if turn.started:
+            self.quota.start(turn)
 
     def claim(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
         """A turn arrived. Its job's lease now waits for it, unless the lease already waits for another turn.
@@ -94,11 +114,13 @@ class Retention:
 
     def hit(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
         """A turn started and now holds the blocks that its lease kept, so the lease ends."""
+        self.quota.start(turn)
         lease = self.get_claimed(turn)
         return None if lease is None else self.leases.end(lease, LeaseEnd.HIT, now_s)
 
-    def unclaim(self, turn: TurnState) -> None:
+    def leave(self, turn: TurnState) -> None:
         """A turn left the system. If a lease still waits for it, the lease stays: the client may retry."""
+        self.quota.leave(turn)
         lease = self.get_claimed(turn)
         if lease is not None:
             lease.next_turn_id = None
@@ -124,7 +146,7 @@ class Retention:
         elif is_claimed:
             yield LeaseRefused(turn, LeaseRefusal.TURN_WAITING, now_s)
         else:
-            yield self._grant(state, turn, terms, view)
+            yield from self._grant(state, turn, terms, view)
 
     def end(self, job_id: str, reason: LeaseEnd, now_s: float) -> LeaseEnded | None:
         """End a job's lease, if it has one."""
@@ -153,7 +175,7 @@ class Retention:
             else:
                 if isinstance(answer, Offload):
                     self._engine.store(lease.blocks)
-                yield self.leases.end(lease, LeaseEnd.EXPIRED, now_s)
+                yield self.leases.end(lease, self._get_end(lease, answer), now_s)
                 view = None
 
     # Memory.
@@ -169,70 +191,89 @@ class Retention:
         """Free at least `num_blocks` leased blocks, or as many as possible; see `Driver.reclaim`."""
         lease = self.get_claimed(turn)
         own = None if lease is None else lease.job_id
-        all_yield = stalled or self._limits.always_yield or (turn is not None and turn.job.runs_as_stock)
-        kinds = list(Yields) if all_yield else [Yields.ALWAYS]
         spares = [own] if own is None or not stalled else [own, None]
         num_free_before = self._engine.get_num_free_blocks()
         num_freed = 0
-        for spare, yields in itertools.product(spares, kinds):
+        for spare, yields in itertools.product(spares, self._yielding.get_kinds(stalled=stalled)):
             while num_freed < num_blocks:
-                lease = self.leases.get_first_to_yield(yields, spare)
-                if lease is None or not (stalled or self._may_reclaim(lease, turn, now_s)):
+                chosen = self._yielding.choose(yields, spare, turn, now_s, stalled=stalled)
+                if chosen is None:
                     break
-                yield self._shrink(lease, num_blocks - num_freed, now_s)
+                lease, taken_by = chosen
+                yield self._shrink(lease, num_blocks - num_freed, taken_by, now_s)
                 num_freed = self._engine.get_num_free_blocks() - num_free_before
 
     # Inside.
 
-    def _grant(
-        self, state: TurnState, turn: Turn, terms: Keep, view: EngineView
-    ) -> LeaseGranted | LeaseRefused:
-        """Grant a lease on the cached blocks of a finishing turn, if the shares allow it."""
+    def _grant(self, state: TurnState, turn: Turn, terms: Keep, view: EngineView) -> Iterator[LeaseEvent]:
+        """Grant a lease on the cached blocks of a finishing turn, if the limits allow it."""
         blocks = self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)
         if not blocks:
-            return LeaseRefused(turn, LeaseRefusal.NOT_CACHED, view.now_s)
-        if not self._is_within_shares(turn.job.tenant, blocks, view.num_blocks):
-            return LeaseRefused(turn, LeaseRefusal.OVER_SHARE, view.now_s)
+            yield LeaseRefused(turn, LeaseRefusal.NOT_CACHED, view.now_s)
+            return
         lease = LeaseState(turn.job.job_id, turn, blocks, view.now_s, terms)
         self.leases.grant(lease, self._get_evict_key(lease.get_view(), view))
-        return LeaseGranted(lease, view.now_s)
+        reason = yield from self._make_room(lease, view.now_s)
+        if reason is None:
+            yield LeaseGranted(lease, view.now_s)
+        else:
+            self.leases.end(lease, LeaseEnd.REVOKED, view.now_s)
+            yield LeaseRefused(turn, reason, view.now_s)
+
+    def _make_room(
+        self, lease: LeaseState, now_s: float
+    ) -> Generator[LeaseTruncated | LeaseEnded, None, LeaseRefusal | None]:
+        """Take blocks from the oldest leases, until a new lease keeps all limits.
+
+        Not from those that yield first: a client that hoards leases under old ids would keep them, and other
+        clients would get none. Returns the limit that still is exceeded; None if none is.
+        """
+        before: tuple[LeaseRefusal, int] | None = None
+        for num_left in range(MAX_YIELDING, -1, -1):
+            excess = self.quota.get_excess(lease.tenant, self._engine.get_num_leased_blocks())
+            if excess is None:
+                return None
+            reason, number = excess
+            of_all = reason is LeaseRefusal.OVER_SHARE
+            first = self.leases.get_oldest(self.quota.get_most_over() if of_all else lease.tenant)
+            # Blocks that other leases share do not make room.
+            if first is lease or not num_left or excess == before:
+                break
+            before = excess
+            num_blocks = len(first.blocks) if reason is LeaseRefusal.TENANT_LEASES else number
+            yield self._shrink(first, num_blocks, TakenBy.QUOTA, now_s)
+        return reason
 
     def _bound(self, terms: Keep, granted_s: float) -> Keep:
         latest_s = granted_s + self._limits.max_lease_s
         return terms if terms.until_s <= latest_s else dataclasses.replace(terms, until_s=latest_s)
 
-    def _is_within_shares(self, tenant: str | None, blocks: list[Any], num_blocks: int) -> bool:
-        if not self._quota.is_limited:
-            return True
-        return self._quota.fit(tenant, self._engine.get_block_ids(blocks), num_blocks)
-
     def _get_evict_key(self, lease: Lease, view: EngineView) -> Key:
         key: Key = self._caller.ask("evict_key", lease, view)
         return (-lease.turn.priority, *key) if self._by_priority else key
 
-    def _may_reclaim(self, lease: LeaseState, turn: TurnState | None, now_s: float) -> bool:
-        """Whether a lease yields to a turn.
-
-        It always yields to a turn that has started or waited too long, and to one that runs as in stock.
-        Otherwise the turns' priorities
-        decide (if the engine uses them), and then the policy.
-        """
-        if turn is None or turn.started or turn.job.runs_as_stock:
-            return True
+    def _is_before(self, turn: TurnState, lease: LeaseState, now_s: float) -> bool:
+        """Whether a waiting turn goes before a lease, by their priorities or by the policy."""
         if not self._caller.policy.overrides("may_reclaim"):
-            return True
-        if turn.is_overdue or now_s - turn.arrival_s >= self._limits.max_held_back_s:
             return True
         if self._by_priority and lease.turn.priority != turn.arrival.priority:
             return lease.turn.priority > turn.arrival.priority
-        view = self.get_view(now_s)
-        return bool(self._caller.ask("may_reclaim", lease.get_view(), self.get_turn_view(turn), view))
+        views = lease.get_view(), self.get_turn_view(turn), self.get_view(now_s)
+        return bool(self._caller.ask("may_reclaim", *views))
 
-    def _shrink(self, lease: LeaseState, num_blocks: int, now_s: float) -> LeaseTruncated | LeaseEnded:
+    def _get_end(self, lease: LeaseState, answer: Decision) -> LeaseEnd:
+        """Why a lease ends whose deadline has passed."""
+        if lease.terms.until_s >= lease.granted_s + self._limits.max_lease_s:
+            return LeaseEnd.TIME_LIMIT
+        return _GIVEN_UP.get(answer.why, LeaseEnd.EXPIRED) if answer.why is not None else LeaseEnd.EXPIRED
+
+    def _shrink(
+        self, lease: LeaseState, num_blocks: int, taken_by: TakenBy, now_s: float
+    ) -> LeaseTruncated | LeaseEnded:
         """Free the last `num_blocks` blocks of a lease, or all its blocks if the rest could not be hit."""
         num_left = max(0, len(lease.blocks) - num_blocks) if self._engine.can_truncate else 0
         if num_left == 0:
-            return self.leases.end(lease, LeaseEnd.REVOKED, now_s)
-        truncated = LeaseTruncated(len(lease.blocks) - num_left)
+            return self.leases.end(lease, LeaseEnd.REVOKED, now_s, taken_by)
+        truncated = LeaseTruncated(lease, len(lease.blocks) - num_left, taken_by, now_s)
         self.leases.truncate(lease, num_left)
         return truncated

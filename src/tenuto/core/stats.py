@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tenuto.core.jobs import TurnState
 from tenuto.core.reuse import count_missed_tokens
-from tenuto.core.types import LeaseEnd, LeaseRefusal
+from tenuto.core.types import LeaseEnd, LeaseRefusal, TakenBy
 
 TOOL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 QUEUE_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -76,6 +76,8 @@ class DriverStats:
     num_lease_refusals: dict[LeaseRefusal, int] = field(
         default_factory=lambda: dict.fromkeys(LeaseRefusal, 0)
     )
+    num_takes: dict[TakenBy, int] = field(default_factory=lambda: dict.fromkeys(TakenBy, 0))
+    """How often a lease lost blocks before its end, all of them or its last ones, by who took them."""
     num_revoked_blocks: int = 0
     num_hit_tokens: int = 0
     """Prompt tokens that started turns found in cache."""

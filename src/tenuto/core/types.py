@@ -25,6 +25,15 @@ class LeaseEnd(Enum):
     HIT = "hit"
     """The job's next turn started and now uses the blocks."""
     EXPIRED = "expired"
+    """Its deadline passed, and the policy did not renew it."""
+    TIME_LIMIT = "time-limit"
+    """It lasted for `max_lease_s`."""
+    IDLE = "idle"
+    """The policy gave it up, because the job was silent for too long."""
+    PRICE = "price"
+    """The policy gave it up, because other turns need the memory more."""
+    NOT_EXPECTED_BACK = "not-expected-back"
+    """The policy gave it up, because it no longer expects the job back."""
     REVOKED = "revoked"
     """All its blocks were reclaimed for an allocation."""
     SUPERSEDED = "superseded"
@@ -32,6 +41,9 @@ class LeaseEnd(Enum):
     REPLACED = "replaced"
     """Another turn of the same job finished."""
     JOB_ENDED = "job-ended"
+    """The job's last turn finished, or its client said that the job is complete."""
+    FORGOTTEN = "forgotten"
+    """The job was forgotten, because `max_remembered_jobs` were exceeded."""
     RESET = "reset"
     """The prefix cache was reset, or the engine shuts down."""
     SWITCHED = "switched"
@@ -45,14 +57,43 @@ class LeaseRefusal(Enum):
     """The policy answered `Release` or `Offload` and gave no other reason."""
     NOT_EXPECTED_BACK = "not-expected-back"
     """The policy expects that the job does not come back."""
+    IDLE = "idle"
+    """The policy gave the KV up, because the job was silent for too long."""
+    PRICE = "price"
+    """The policy finds that other turns need the memory more."""
     TOO_LATE = "too-late"
     """The deadline, set by the policy or by the limits, has already passed."""
     TURN_WAITING = "turn-waiting"
     """Another turn of the job is waiting, and the job's older lease is kept for that turn."""
     NOT_CACHED = "not-cached"
     """None of its blocks is in the prefix cache."""
+    ABORTED = "aborted"
+    """The client left, or the request failed."""
     OVER_SHARE = "over-share"
-    """It would exceed `max_leased_share` or `max_tenant_share`."""
+    """All leases together would exceed `max_leased_share`, and no lease that yields earlier made room."""
+    TENANT_SHARE = "tenant-share"
+    """The same for its tenant's leases and `max_tenant_share`."""
+    TENANT_LEASES = "tenant-leases"
+    """The same for the number of its tenant's leases and `max_tenant_leases`."""
+
+
+class TakenBy(Enum):
+    """Who took blocks back from a lease before its end."""
+
+    RUNNING = "running-turn"
+    """A turn that already runs, for its next tokens."""
+    WAITING = "waiting-turn"
+    """A waiting turn that the policy puts before the lease."""
+    OVERDUE = "overdue-turn"
+    """A turn that waited longer than the operator allows."""
+    DEADLOCK = "deadlock"
+    """A turn that could not start otherwise, while nothing ran."""
+    FAIR_SHARE = "fair-share"
+    """A turn or a lease of another tenant, because the lease's tenant used more than its fair share."""
+    PRICE = "price"
+    """Any turn: the policy found the lease not worth its memory."""
+    QUOTA = "quota"
+    """A newer lease that yields later, because a limit of the operator was reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +226,8 @@ class Keep:
     until_s: float
     value: float = 0.0
     yields: Yields = Yields.ALWAYS
+    why: LeaseRefusal | None = field(default=None, compare=False)
+    """Why the lease is not worth its memory, if so. For metrics and traces; no part of the decision."""
 
     def __post_init__(self) -> None:
         """Refuse values that the lease table cannot use, so that the error shows where the policy made it."""

@@ -113,19 +113,22 @@ class Tenuto(Policy, Learns, Reports):
         idle_s = view.now_s - lease.granted_s
         if lease.next_turn_waiting:
             return Keep(view.now_s + self.max_idle_s, value=lease.value)
-        return self._keep(lease.turn, idle_s, view) if idle_s < self.max_idle_s else Offload()
+        if idle_s >= self.max_idle_s:
+            return Offload(LeaseRefusal.IDLE)
+        return self._keep(lease.turn, idle_s, view)
 
     def _keep(self, turn: Turn, idle_s: float, view: EngineView) -> Decision:
         if self._returns.get_share(turn.job, _get_tool_name(turn)) < MIN_RETURNS:
             return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
         left_s, worth_s = self._get_tool_left_s(turn, idle_s), self._get_worth_s(view)
-        value = -self._get_place_of(turn.job) if left_s <= worth_s else FIRST
+        why = None if left_s <= worth_s else LeaseRefusal.PRICE
+        value = -self._get_place_of(turn.job) if why is None else FIRST
         # Reconsider later: the worth changes with the load. The expected rest of the tool's time changes as
         # well,
         # because it is estimated from calls that took at least as long.
         has_price = worth_s < self.max_idle_s
         look_s = min(max(left_s, MIN_LOOK_S), MAX_LOOK_S) if has_price else QUIET_LOOK_S
-        return Keep(view.now_s + min(look_s, self.max_idle_s), value=value)
+        return Keep(view.now_s + min(look_s, self.max_idle_s), value=value, why=why)
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
         """Evict first what is not worth its memory, oldest first; then the last in the order."""

@@ -42,7 +42,11 @@ from tenuto.sim.tiers.offload import make_offloader
 from tenuto.sim.tiers.tier import OffloadTiers
 
 PUBLISHED = Limits(
-    always_yield=False, max_held_back_s=math.inf, max_wait_over_stock=None, max_parallel_turns=8
+    max_leased_share=1.0,
+    always_yield=False,
+    max_held_back_s=math.inf,
+    max_wait_over_stock=None,
+    max_parallel_turns=8,
 )
 """Policies run as published: a lease that yields on a deadlock only is not reclaimed before one, and only the
 policy ends a wait."""

@@ -1,0 +1,87 @@
+"""Which lease yields next to a turn that needs blocks.
+
+In this order:
+
+1. the leases of the tenant that is furthest over its fair share, to anything of a tenant that uses less;
+2. the order of the policy's `evict_key`. A turn of a tenant over its share takes no blocks from tenants that
+   use less, unless it runs already or has waited for `max_held_back_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tenuto.core.jobs import TurnState
+from tenuto.core.leases import LeaseState, LeaseTable
+from tenuto.core.limits import Limits
+from tenuto.core.quota import NOBODY, Quota
+from tenuto.core.types import TakenBy, Yields
+
+
+class Yielding:
+    """Chooses leases; it changes none. O(log n) a choice."""
+
+    def __init__(
+        self,
+        leases: LeaseTable,
+        quota: Quota,
+        limits: Limits,
+        is_before: Callable[[TurnState, LeaseState, float], bool],
+    ) -> None:
+        """`is_before`: whether a waiting turn goes before a lease at this time."""
+        self._leases = leases
+        self._quota = quota
+        self._limits = limits
+        self._is_before = is_before
+
+    def get_kinds(self, *, stalled: bool = False) -> list[Yields]:
+        """The kinds of leases that yield now, in order; `stalled` means that nothing can run otherwise."""
+        return list(Yields) if stalled or self._limits.always_yield else [Yields.ALWAYS]
+
+    def choose(
+        self, yields: Yields, spare: str | None, turn: TurnState | None, now_s: float, *, stalled: bool
+    ) -> tuple[LeaseState, TakenBy] | None:
+        """The lease that yields next to a turn, and why it does; None if the turn must wait.
+
+        `spare`: the job whose lease does not yield.
+        """
+        lease = self._leases.get_first_to_yield(yields, spare)
+        if lease is None:
+            return None
+        tenant = (turn.job.tenant or NOBODY) if turn is not None else None
+        use = self._quota.get_use(tenant) if turn is not None else 0.0
+        over = self._get_first_over(yields, spare)
+        is_other = over is not None and (turn is None or over.tenant != tenant)
+        if over is not None and is_other and self._quota.get_use(over.tenant) > use:
+            return over, TakenBy.FAIR_SHARE
+        if stalled or turn is None:
+            return lease, TakenBy.DEADLOCK if stalled else TakenBy.RUNNING
+        is_late = now_s - turn.arrival_s >= self._limits.max_held_back_s
+        is_less = lease.tenant != tenant and self._quota.get_use(lease.tenant) <= use
+        if is_less and self._quota.is_over(tenant) and not is_late:
+            own = self._leases.get_tenants_first_to_yield(tenant, yields, spare)
+            if own is None and not turn.started:
+                return None
+            lease = own or lease
+        taken_by = self._get_taker(lease, turn, now_s, is_late=is_late)
+        return None if taken_by is None else (lease, taken_by)
+
+    def _get_first_over(self, yields: Yields, spare: str | None) -> LeaseState | None:
+        """The first lease of the tenant that is furthest over its fair share, if one is."""
+        name = self._quota.get_most_over()
+        return None if name is None else self._leases.get_tenants_first_to_yield(name, yields, spare)
+
+    def _get_taker(
+        self, lease: LeaseState, turn: TurnState, now_s: float, *, is_late: bool
+    ) -> TakenBy | None:
+        """Why a lease yields to a turn; None if it does not.
+
+        It always yields to a turn that has started or waited too long.
+        """
+        if turn.started:
+            return TakenBy.RUNNING
+        if turn.is_overdue or is_late:
+            return TakenBy.OVERDUE
+        if not self._is_before(turn, lease, now_s):
+            return None
+        return TakenBy.WAITING if lease.terms.why is None else TakenBy.PRICE
