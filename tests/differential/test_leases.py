@@ -104,9 +104,8 @@ def test_same_decisions_as_the_plugin(name: str, depth: int, clock: Clock) -> No
     drivers = [run(*make_sides(setup, policy, options), clock, seed) for seed in (1, 2)]
     num_ended = {why: sum(driver.stats.num_leases_ended[why] for driver in drivers) for why in LeaseEnd}
     if policy == KEEP_ALL:
-        assert num_ended[LeaseEnd.HIT] and num_ended[LeaseEnd.REVOKED] and num_ended[LeaseEnd.EXPIRED], (
-            num_ended
-        )
+        num_late = num_ended[LeaseEnd.EXPIRED] + num_ended[LeaseEnd.TIME_LIMIT]
+        assert num_ended[LeaseEnd.HIT] and num_ended[LeaseEnd.REVOKED] and num_late, num_ended
     elif policy == "continuum-fixed":
         assert num_ended[LeaseEnd.HIT] and num_ended[LeaseEnd.EXPIRED]
     else:

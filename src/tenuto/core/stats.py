@@ -28,6 +28,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Histogram) and vars(self) == vars(other)
+
+    __hash__ = object.__hash__
+
 
 def _histogram(bounds: Sequence[float]) -> Callable[[], Histogram]:
     return lambda: Histogram(bounds)

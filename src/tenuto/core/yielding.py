@@ -48,14 +48,15 @@ class Yielding:
         lease = self._leases.get_first_to_yield(yields, spare)
         if lease is None:
             return None
-        tenant = (turn.job.tenant or NOBODY) if turn is not None else None
-        use = self._quota.get_use(tenant) if turn is not None else 0.0
         over = self._get_first_over(yields, spare)
-        is_other = over is not None and (turn is None or over.tenant != tenant)
-        if over is not None and is_other and self._quota.get_use(over.tenant) > use:
+        if turn is None:
+            return (lease, TakenBy.RUNNING) if over is None else (over, TakenBy.FAIR_SHARE)
+        tenant = turn.job.tenant or NOBODY
+        use = self._quota.get_use(tenant)
+        if over is not None and over.tenant != tenant and self._quota.get_use(over.tenant) > use:
             return over, TakenBy.FAIR_SHARE
-        if stalled or turn is None:
-            return lease, TakenBy.DEADLOCK if stalled else TakenBy.RUNNING
+        if stalled:
+            return lease, TakenBy.DEADLOCK
         is_late = now_s - turn.arrival_s >= self._limits.max_held_back_s
         is_less = lease.tenant != tenant and self._quota.get_use(lease.tenant) <= use
         if is_less and self._quota.is_over(tenant) and not is_late:
