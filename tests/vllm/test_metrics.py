@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -95,3 +97,33 @@ def test_jobs_at_the_door_are_counted(clock: Clock) -> None:
     assert engine.scheduler.get_num_parked() == 2
     assert get_metric("tenuto:parked_jobs") == 2
     engine.scheduler.shutdown()
+
+
+def test_metrics_go_on_after_a_full_disk(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(tenuto.vllm.metrics.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(tenuto.vllm.metrics.OWNER_VARIABLE, "another process")
+    engine = start(KEEP_ALL)
+    file = tmp_path / "engine-0.prom"
+    replace = Path.replace
+
+    def fail(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.tenuto")
+    for number, is_full in enumerate((False, True, True, False), 1):
+        monkeypatch.setattr(Path, "replace", fail if is_full else replace)
+        clock.now_s += 10
+        hints = {"job_id": f"j{number}", "tool": "x"}
+        engine.scheduler.add_request(make_request(f"r{number}", [number] * 40, max_tokens=2, xargs=hints))
+        engine.run()
+        assert not engine.scheduler.has_requests()
+        granted = [line for line in file.read_text().splitlines() if line.startswith("tenuto:leases_granted")]
+        assert any(line.endswith(f" {1 if is_full else number}.0") for line in granted), granted
+    said = [record.message for record in caplog.records if "metrics" in record.message]
+    assert [text.split(",")[0] for text in said] == [
+        "tenuto: the metrics stand still",
+        "tenuto: the metrics go on",
+    ]

@@ -52,6 +52,8 @@ class Metrics:
         self._next_s = 0.0
         self._last_state: tuple[int, int, int, float | None] | None = None
         self._file = _get_file(engine_index)
+        self._has_failed = False
+        """Whether the metrics' file could not be written when it was last tried."""
         self._registry = CollectorRegistry()
         names = vllm_config.model_config.served_model_name
         model = names[0] if isinstance(names, list) else names
@@ -138,7 +140,7 @@ class Metrics:
         self._next_s = now_s + REFRESH_S
         # An idle engine calls this often, and usually nothing has changed.
         state = (id(driver), len(driver.leases), self.stats.num_events, driver.get_next_deadline_s())
-        if state != self._last_state:
+        if state != self._last_state or self._has_failed:
             self._last_state = state
             self._refresh_now(driver, now_s)
 
@@ -182,9 +184,14 @@ class Metrics:
             temporary.write_bytes(generate_latest(self._registry))
             temporary.replace(file)
         except OSError as error:
-            # A failure to write metrics must not stop the engine.
-            logger.error("tenuto: metrics end here, %s cannot be written: %s", file, error)
-            self._file = None
+            # A failure to write metrics must not stop the engine. The disk may be full only for a while.
+            if not self._has_failed:
+                logger.error("tenuto: the metrics stand still, %s cannot be written: %s", file, error)
+            self._has_failed = True
+        else:
+            if self._has_failed:
+                logger.info("tenuto: the metrics go on")
+            self._has_failed = False
 
 
 class _Forward(Collector):
