@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 from tenuto.api import compare_cells
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
+from tenuto.cli.progress import Progress, format_time
 from tenuto.cli.simulations import GridOptions, make_folder, say_notes
 from tenuto.core.settings import option
 from tenuto.records.csv_file import write_csv
+from tenuto.records.text import is_overloaded
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import Cell, check_cells, make_cells, read_results
@@ -64,44 +66,42 @@ def run(given: Given) -> int:
     ]
     say_notes(check_cells(cells))
     make_folder(options.out)
-    progress = Progress(cells, len({cell.key for cell in cells} & set(read_results(options.out))))
-    result = compare_cells(cells, options.out, workers=options.workers, ray=options.ray, tell=progress.say)
+    runs = Runs(cells, len({cell.key for cell in cells} & set(read_results(options.out))))
+    with runs.show_waiting():
+        result = compare_cells(cells, options.out, workers=options.workers, ray=options.ray, tell=runs.say)
     if options.csv:
         write_csv(options.csv, result.rows)
     print(json.dumps(result.rows) if options.as_json else result)
     return 0
 
 
-class Progress:
-    """A line per finished run on stderr, with the time that is left."""
+class Runs:
+    """A line per finished run on stderr, with the time that is left, and signs of life in between."""
 
     def __init__(self, cells: list[Cell], num_done_before: int) -> None:
         self._num_cells = len(cells)
         self._num_done_before, self._num_done = num_done_before, 0
         self._started_s = time.monotonic()
+        self._progress = Progress()
         if num_done_before:
-            print(f"{num_done_before} of {len(cells)} runs are there already", file=sys.stderr)
+            self._progress.say(f"{num_done_before} of {len(cells)} runs are there already")
+
+    def show_waiting(self) -> AbstractContextManager[None]:
+        """Say now and then that runs go on, until the end of the context."""
+        return self._progress.keep_telling(lambda: f"{self._num_done} of {self._num_cells} runs done")
 
     def say(self, cell: Cell, record: dict[str, Any]) -> None:
         """One more is there."""
         self._num_done += 1
-        mean_s = record["job_s"]["mean"]
         num_new = self._num_done - self._num_done_before
         if num_new <= 0:
             return
         spent_s = time.monotonic() - self._started_s
         left_s = spent_s / num_new * (self._num_cells - self._num_done)
-        print(
+        self._progress.say(
             f"{self._num_done} of {self._num_cells}, {format_time(left_s)} left: {cell.title}: "
-            f"mean {mean_s:.2f} s",
-            file=sys.stderr,
-            flush=True,
+            f"mean {record['job_s']['mean']:.2f} s{', overloaded' if is_overloaded(record) else ''}"
         )
-
-
-def format_time(seconds: float) -> str:
-    """Minutes and seconds."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 COMMAND = Command(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 QUIET_S = 2.0
 """Runs that take less show nothing."""
@@ -34,6 +36,24 @@ class Progress:
             line = _CLEAR + line[: shutil.get_terminal_size().columns - 1]
         print(line, end="" if self._is_terminal else "\n", file=sys.stderr, flush=True)
         self._is_shown = self._is_terminal
+
+    @contextmanager
+    def keep_telling(self, make_text: Callable[[], str]) -> Iterator[None]:
+        """Tell again and again from a thread, for work that cannot tell by itself, until the context ends."""
+        is_over = threading.Event()
+
+        def tell() -> None:
+            while not is_over.wait(TERMINAL_S):
+                self.tell(make_text)
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+            self.clear()
 
     def say(self, text: str) -> None:
         """Print a line that stays."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
+from tenuto.cli.progress import Progress
 from tenuto.cli.simulations import PolicyOptions, make_folder, say_notes
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.settings import Options, option
@@ -64,11 +66,13 @@ def run(given: Given) -> int:
     # The commands are in the workload's own file, so hiding them here would hide nothing.
     whole = TraceOptions(commands="full")
     trace = TraceWriter(str(options.trace), policy, setup.policy, whole) if options.trace else None
+    progress = Progress()
     try:
         log = trace.write if trace else None
-        extras = Extras(strict=options.strict)
+        extras = Extras(strict=options.strict, tell=_make_tell(progress))
         result = run_simulation(setup, load, extras=extras, watch=occupancy, log=log)
     finally:
+        progress.clear()
         if trace:
             trace.close()
     say_notes(result.record["notes"])
@@ -78,6 +82,13 @@ def run(given: Given) -> int:
         write_csv(options.csv, [result.record])
     print(json.dumps(result.record) if options.as_json else format_run(result.record))
     return 0
+
+
+def _make_tell(progress: Progress) -> Callable[[float, int, int], None]:
+    def tell(now_s: float, num_done: int, num_turns: int) -> None:
+        progress.tell(lambda: f"{now_s:.0f} s simulated, {num_done} of {num_turns} turns finished")
+
+    return tell
 
 
 COMMAND = Command(

@@ -56,7 +56,7 @@ def format_run(record: Mapping[str, Any]) -> str:
 def is_overloaded(record: Mapping[str, Any]) -> bool:
     """Whether jobs arrived clearly faster than they finished, and later jobs took clearly longer."""
     offered, finished = record.get("offered_jps"), record.get("finished_jps")
-    times_s = list(record["job_times_s"].values())  # in order of arrival
+    times_s = list(record.get("job_times_s", {}).values())  # in order of arrival
     if not offered or not finished or finished >= OVERLOADED * offered or len(times_s) < _MIN_JOBS:
         return False
     third = len(times_s) // 3

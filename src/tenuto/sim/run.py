@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from tenuto.records.config import get_config
 from tenuto.records.goodput import parse_limits
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.aiconfigurator import installed_version
+from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.isolated_time import get_isolated_time_s
 from tenuto.sim.machine import Machine, build
 from tenuto.sim.result import RunInfo, make_record
@@ -40,6 +41,8 @@ class Extras:
     """Used instead of the one that the load names, with its arrivals and lengths unchanged."""
     strict: bool = False
     """Whether a fault of the policy ends the run with PolicyError."""
+    tell: Callable[[float, int, int], None] | None = None
+    """Told after every step: the simulated seconds, how many turns have finished, and how many there are."""
 
 
 NO_EXTRAS = Extras()
@@ -65,7 +68,17 @@ def run(
     log: DecisionLog | None = None,
 ) -> Outcome:
     """Run a load on a setup. Raises ConfigError, PolicyError or DataError for invalid input."""
-    prepared = prepare(setup, load, extras=extras, watch=watch, log=log)
+    num_turns = 0
+
+    def watch_and_tell(now_s: float, scheduler: Scheduler) -> None:
+        if watch is not None:
+            watch(now_s, scheduler)
+        if extras.tell is not None:
+            extras.tell(now_s, len(simulation.records), num_turns)
+
+    watcher = watch if extras.tell is None else watch_and_tell
+    prepared = prepare(setup, load, extras=extras, watch=watcher, log=log)
+    num_turns = sum(len(job.turns) for job in prepared.workload.jobs)
     machine, simulation, workload = prepared.machine, prepared.simulation, prepared.workload
     scheduler = simulation.scheduler
     started_s = time.perf_counter()

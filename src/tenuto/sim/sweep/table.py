@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from tenuto.records.text import is_overloaded
 
 TIE = 1.02
 """Policies within 2 % of the best share the cell."""
@@ -27,6 +29,12 @@ def make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
             "lowest_mean_job_s": min(each["job_s"]["mean"] for each in group),
             "highest_mean_job_s": max(each["job_s"]["mean"] for each in group),
             "p95_job_s": _mean([each["job_s"]["p95"] for each in group]),
+            "p99_job_s": _mean_known(each["job_s"].get("p99") for each in group),
+            "p95_ttft_s": _mean_known((each.get("ttft_s") or {}).get("p95") for each in group),
+            "offered_jps": _mean_known(each.get("offered_jps") for each in group),
+            "finished_jps": _mean_known(each.get("finished_jps") for each in group),
+            "overloaded": any(is_overloaded(each) for each in group),
+            "best_hits_share": _get_best_share(group),
             "recomputed_share": sum(each["recomputed_tokens"] for each in group)
             / sum(each["prompt_tokens"] for each in group),
             "policy_faults": sum(each.get("policy_faults") or 0 for each in group),
@@ -46,7 +54,7 @@ def format_rows(rows: Sequence[Row]) -> str:
     """The table as text. A star marks the best policy of a cell and all policies within 2 % of it."""
     lines = [
         f"{'gpu':11} {'jobs/s':>6}  {'policy':18} {'mean':>9}  {'spread':>15} {'P95':>9} "
-        f"{'/stock':>7} {'recomp.':>7}"
+        f"{'/stock':>7} {'recomp.':>7} {'hits':>6} {'done/s':>7}"
     ]
     cell = None
     for row in rows:
@@ -61,8 +69,13 @@ def format_rows(rows: Sequence[Row]) -> str:
         lines.append(
             f"{place[0]:11} {place[1]:>6}  {row['policy']:18} {row['mean_job_s']:8.2f}s"
             f"{'*' if row['wins'] else ' '} {spread:>15} {row['p95_job_s']:8.1f}s {over:>7} "
-            f"{row['recomputed_share']:6.1%}{'  !' if row['policy_faults'] else ''}"
+            f"{row['recomputed_share']:6.1%} {_format(row['best_hits_share'], '.1%'):>6} "
+            f"{_format(row['finished_jps'], '.3g'):>7}{'+' if row['overloaded'] else ' '}"
+            f"{'  !' if row['policy_faults'] else ''}".rstrip()
         )
+    lines.append(
+        "\nhits: share of the reusable tokens; done/s: jobs finished per second, + where more arrive"
+    )
     num_faults = sum(row["policy_faults"] for row in rows)
     if num_faults:
         lines.append(
@@ -73,6 +86,24 @@ def format_rows(rows: Sequence[Row]) -> str:
 
 def _get_cell(row: Row) -> tuple[Any, ...]:
     return (row["gpu"], row["model"], row["workload"], row["jps"])
+
+
+def _get_best_share(group: Sequence[dict[str, Any]]) -> float | None:
+    """Hits as a share of the reusable tokens: 1 is the best possible."""
+    known = [each for each in group if each.get("reused_tokens") is not None and each["reusable_tokens"]]
+    if not known:
+        return None
+    reusable = sum(each["reusable_tokens"] for each in known)
+    return float(sum(each["reused_tokens"] for each in known) / reusable)
+
+
+def _mean_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value]
+    return _mean(known) if known else None
+
+
+def _format(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def _mean(values: Sequence[float]) -> float:
