@@ -109,6 +109,7 @@ def measure(policy: str, attack: Attack) -> dict[str, float]:
             max_num_batched_tokens=2048,
             step_cost="roofline",
             offload="none",
+            async_scheduling=False,  # one step after the other: every wait is one of the queue
         )
     )
     scheduler = machine.make_scheduler(strict=True)

@@ -172,6 +172,8 @@ def simulate(policy: str, seed: int, parsed: argparse.Namespace) -> dict[str, An
         max_num_batched_tokens=parsed.step_tokens,
         max_num_seqs=parsed.seats,
         offload="none",
+        # vLLM's CPU build schedules a step after the one before.
+        async_scheduling=False,
         # Every lease yields, as under the plugin: not as in the published engines.
         limits="plugin",
     )

@@ -41,7 +41,9 @@ def make_rows(published: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for policy, figures in published["avg_duration_s"].items():
         for jps, expected_s in zip(published["jps"], figures, strict=True):
-            record = run(Setup(gpu=published["gpu"], policy=policy), LoadOptions(jps=jps)).record
+            # The sweeps were made with vLLM 0.10.2, which scheduled a step after the one before.
+            setup = Setup(gpu=published["gpu"], policy=policy, async_scheduling=False)
+            record = run(setup, LoadOptions(jps=jps)).record
             print(f"{policy} {jps}/s: {record['job_s']['mean']:.2f} s", file=sys.stderr, flush=True)
             rows.append(
                 {

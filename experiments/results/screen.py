@@ -12,9 +12,9 @@ from pathlib import Path
 from experiments.results.race_tables import describe_harm, describe_losses, judge_rows
 from experiments.results.row import ROOT
 from experiments.results.rows import TABLES
-from experiments.results.settings import OURS, Runs, get_settings, group
+from experiments.results.settings import OURS, Runs, Setting, get_settings, group
 from experiments.results.tables import format_markdown
-from experiments.results.verdicts import Ratio, Seeds, Setting, Verdict, get_one_setting
+from experiments.results.verdicts import Ratio, Seeds, Verdict, get_one_setting
 
 RECORDS = ROOT / "experiments" / "records"
 
@@ -34,9 +34,9 @@ def format_screen() -> str:
     for name, table in TABLES.items():
         if table.is_race:
             runs = read_records(name)
-            verdicts = judge_rows([row.title for row in table.make_rows()], runs)
-            if verdicts:
-                by_table[name], all_runs[name] = verdicts, runs
+            judged = judge_rows([row.title for row in table.make_rows()], runs)
+            if judged:
+                by_table[name], all_runs[name] = judged, runs
     verdicts = [verdict for each in by_table.values() for verdict in each.values()]
     if not verdicts:
         return "No race has run yet."

@@ -60,6 +60,7 @@ class Sizes:
             "max_num_seqs": self.max_num_seqs,
             "policy": self.policy,
             "limits": "plugin",
+            "async_scheduling": False,  # as the engine beside it
         }
 
 

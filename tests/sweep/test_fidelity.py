@@ -27,7 +27,9 @@ PUBLISHED = json.loads(
 @pytest.fixture(scope="module")
 def records() -> dict[tuple[str, int], dict[str, Any]]:
     return {
-        (policy, jps): run(Setup(gpu="H200", policy=policy), LoadOptions(jps=jps)).record
+        (policy, jps): run(
+            Setup(gpu="H200", policy=policy, async_scheduling=False), LoadOptions(jps=jps)
+        ).record
         for policy in PUBLISHED["avg_duration_s"]
         for jps in PUBLISHED["jps"]
     }

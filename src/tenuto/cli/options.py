@@ -107,7 +107,8 @@ def add_flags(parser: argparse.ArgumentParser, flags: list[Flag]) -> None:
             continue
         words |= {"dest": flag.field.name, "default": argparse.SUPPRESS}
         if flag.kind is bool:
-            words["action"] = "store_true"
+            # What is on by default gets a --no-… beside its flag.
+            words["action"] = argparse.BooleanOptionalAction if flag.field.default is True else "store_true"
         else:
             words["metavar"] = flag.metavar
             words["action"] = "append" if form.get("is_repeatable") else "store"

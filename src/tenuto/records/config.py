@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-ALWAYS = ("gpu", "model", "policy", "workload", "seed")
-"""Options that are recorded even if they have their default values."""
+ALWAYS = ("gpu", "model", "policy", "workload", "seed", "async_scheduling")
+"""Options that are recorded even if they have their default values.
+
+Records without `async_scheduling` are from versions that had it off by default."""
 
 
 def get_config(*options: Any) -> dict[str, Any]:

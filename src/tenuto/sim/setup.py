@@ -131,7 +131,9 @@ class Setup(Options):
         below=1,
         shown_default="0",
     )
-    async_scheduling: bool = option(False, "schedule a step while another one runs")
+    async_scheduling: bool = option(
+        True, "schedule a step while another one runs, as vLLM does by default; --no-… for older releases"
+    )
     limits: Literal["published", "plugin"] = option(
         "published",
         "published: a lease whose policy says so yields only when nothing else could run; plugin: every "

@@ -27,6 +27,7 @@ _FLAGS = {
     for field in dataclasses.fields(options)
 }
 """The flags of `tenuto simulate` and `tenuto bench`, by the names of their fields."""
+_ON_BY_DEFAULT = {field.name for field in dataclasses.fields(Setup) if field.default is True}
 GRID = {"gpu": "--gpu", "policy": "--policies", "jps": "--jps", "seed": "--seed"}
 """What `tenuto compare` takes lists of, and the options for it."""
 BENCH_USUAL = {
@@ -89,7 +90,8 @@ def _find_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
                 left += part
                 continue
             words = [word for name, option in GRID.items() for word in (option, _join(axes[name]))]
-            words += [*_make_options(json.loads(rest_text)), "--out", "sweep"]
+            config = {"async_scheduling": False, **json.loads(rest_text)}
+            words += [*_make_options(config), "--out", "sweep"]
             commands.append(shlex.join(["tenuto", "compare", *words]))
     return commands, left
 
@@ -124,7 +126,9 @@ def _to_word(value: object) -> str:
 def try_command(run: Run) -> str | None:
     """The command that makes this run again, if its record says enough."""
     if run.config:
-        return shlex.join(["tenuto", "simulate", *_make_options(run.config)])
+        # Older versions had it off by default, and did not write defaults down.
+        config = {"async_scheduling": False, **run.config}
+        return shlex.join(["tenuto", "simulate", *_make_options(config)])
     if "url" not in run.client:
         return None
     options = {"url": run.client["url"], "workload": run.setting.workload, "jps": run.jps, "seed": run.seed}
@@ -142,6 +146,8 @@ def _make_options(values: Mapping[str, object]) -> list[str]:
     for name, value in values.items():
         if name == "options" and isinstance(value, dict):
             words += [word for key, each in value.items() for word in ("--option", f"{key}={each}")]
+        elif name in _ON_BY_DEFAULT:
+            words += [] if value else ["--no-" + _get_flag(name).removeprefix("--")]
         elif value is True:
             words.append(_get_flag(name))
         elif value is not None and value is not False:
