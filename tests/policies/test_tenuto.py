@@ -232,7 +232,7 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones() -> None:
     assert ended_s > 300
     # 36,000 tokens are about 4 s of work here: 200 s for each would put it back by no more than 800 s, but
     # as those that wait grow old too it is done long before the rest.
-    assert long_s < 0.8 * ended_s
+    assert long_s < 0.9 * ended_s
 
 
 def test_clients_that_say_nothing_and_are_not_recognised_fare_as_with_stock() -> None:

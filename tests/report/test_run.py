@@ -163,7 +163,7 @@ def read_commands(page: Path) -> list[str]:
 
 def test_a_run_beside_a_sweep_does_not_hide_it(tmp_path: Path) -> None:
     def make(policy: str, jps: float) -> dict[str, object]:
-        config = {"gpu": "H200", "policy": policy, "jps": jps, "seed": 41}
+        config = {"gpu": "H200", "policy": policy, "jps": jps, "seed": 41, "async_scheduling": True}
         return make_record(policy, jps, 41, config=config)
 
     sweep = [make(policy, jps) for policy in ("stock", "tenuto") for jps in (1.0, 3.0)]
@@ -186,7 +186,11 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
     configs = [dict(zip(("gpu", "policy", "jps", "seed"), point, strict=True)) for point in points]
     grid = [
         make_record(
-            each["policy"], each["jps"], each["seed"], gpu=each["gpu"], config={**each, "kv_tokens": 9000}
+            each["policy"],
+            each["jps"],
+            each["seed"],
+            gpu=each["gpu"],
+            config={**each, "kv_tokens": 9000, "async_scheduling": True},
         )
         for each in configs
     ]
@@ -222,8 +226,9 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
     assert commands == [
         "tenuto compare --gpu H100,H200 --policies stock,tenuto --jps 1,2.5 --seed 41,42 "
         "--kv-tokens 9000 --out sweep",
-        "tenuto simulate --gpu H200 --policy tenuto --option a=1 --max-num-batched-tokens 64 "
-        "--window 9 --link-gb-s 25",
+        # Versions that did not write `async_scheduling` down had it off.
+        "tenuto simulate --no-async-scheduling --gpu H200 --policy tenuto --option a=1 "
+        "--max-num-batched-tokens 64 --window 9 --link-gb-s 25",
         "tenuto bench --url http://x --workload ab8 --jps 2 --seed 7 --hints tool",
     ]
     for command in commands:
