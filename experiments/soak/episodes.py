@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 SUMMED = (
-    "turns", "finished", "aborted", "preempted", "resets", "steps", "leases", "leases_hit", "revoked_blocks",
-    "overdue", "policy_faults", "seconds",
+    "turns", "finished", "aborted", "preempted", "resets", "changes", "steps", "leases", "leases_hit",
+    "revoked_blocks", "overdue", "policy_faults", "seconds",
 )  # fmt: skip
 
 

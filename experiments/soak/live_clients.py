@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 
-from experiments.hostile import make_hints
+from experiments.hostile import make_hints, make_text
 from experiments.soak.book import Book
+from tenuto.core.requests.hints import HINT_FIELDS
 
 STALL_S = 120.0
 """A request that takes longer was lost, or the server stalls."""
@@ -98,12 +99,26 @@ class Clients:
                 body["is_last_step"] = True
             answer = await self._ask("/v1/chat/completions", body, headers, kind="agent")
             if answer is None:
+                await asyncio.sleep(1.0)
                 return
+            if is_last and headers and self._rng.random() < 0.5:
+                await self._release(next(iter(headers.values())))
             messages.append(
                 {"role": "assistant", "content": answer["choices"][0]["message"]["content"] or "-"}
             )
             messages.append({"role": "user", "content": self._make_text(25)})
             await asyncio.sleep(self._rng.expovariate(1.0))
+
+    async def _release(self, job_id: str) -> None:
+        """Say that a job is complete, without a turn."""
+        self._book.counts["release"] += 1
+        try:
+            answer = await self._http.post(f"/tenuto/jobs/{job_id}/release")
+        except httpx.HTTPError as error:
+            self._count_error("release", error)
+            return
+        if answer.status_code != 200 and not self._book.is_down:
+            self._book.fail(f"release: status {answer.status_code}", answer.text)
 
     async def _hoard(self) -> None:
         """Ids that never come back, each of which announces a tool that takes a year."""
@@ -118,10 +133,13 @@ class Clients:
         """Absurd hints in sound requests, and bodies that are none."""
         rng = self._rng
         while not self._pausing.is_set():
-            hints = make_hints(rng)
-            body = {"prompt": self._make_text(10), "max_tokens": 2, **hints}
+            body = {"prompt": self._make_text(10), "max_tokens": 2, **make_hints(rng, HINT_FIELDS)}
             if rng.random() < 0.5:
-                body["vllm_xargs"] = make_hints(rng)
+                # vLLM itself answers 500 to lone surrogates in its own fields, with and without Tenuto.
+                own = json.dumps(
+                    {"vllm_xargs": make_hints(rng), "session_id": make_text(rng)}, ensure_ascii=False
+                )
+                body |= json.loads(own.encode(errors="replace"))
             data = json.dumps({"model": "soak", **body}).encode()
             if rng.random() < 0.2:
                 data = data[: rng.randrange(len(data))]

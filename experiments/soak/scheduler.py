@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import tenuto.vllm
 import tenuto.vllm.scheduler
+from experiments.soak.changes import OWN_POLICIES, apply
 from experiments.soak.engine import Failure, SoakEngine, SpeakingTokenizer
 from experiments.soak.traffic import Mix, Traffic, make_mix
 from tenuto.core.errors import TenutoError
@@ -129,6 +130,8 @@ class Result:
     aborted: int
     preempted: int
     resets: int
+    changes: int
+    """Changes that the operator made or tried."""
     steps: int
     leases: int
     leases_hit: int
@@ -159,14 +162,11 @@ def _run(plan: Plan, num_turns: int, clock: Clock, started_s: float) -> Result:
     scheduler = engine.scheduler
     rng = random.Random(f"{plan.seed}/{plan.episode}/traffic")
     traffic = Traffic(rng, plan.mix, engine, clock)
-    pool, driver = scheduler.kv_cache_manager.block_pool, scheduler.driver
     while traffic.num_sent < num_turns:
         traffic.act()
         traffic.collect(engine.step())
         if engine.num_steps % BLOCKS_EVERY == 0:
-            check_integrity(pool, driver.leases)
-        if engine.num_steps % BOOKS_EVERY == 0:
-            check_books(scheduler)
+            _check(scheduler, with_books=engine.num_steps % BOOKS_EVERY == 0)
     while scheduler.has_unfinished_requests():
         traffic.collect(engine.step())
         clock.now_s += plan.mix.step_s
@@ -175,13 +175,16 @@ def _run(plan: Plan, num_turns: int, clock: Clock, started_s: float) -> Result:
         raise Failure(
             f"{traffic.num_sent} sent, {traffic.num_finished} answered, {traffic.num_aborted} aborted"
         )
-    check_integrity(pool, driver.leases, idle=True)
+    if traffic.num_changes:
+        apply(scheduler, {"mode": "on"})
+    driver = scheduler.driver
+    check_integrity(scheduler.kv_cache_manager.block_pool, driver.leases, idle=True)
     _end_leases(scheduler, clock)
     check_nothing_is_left(scheduler)
     _check_metrics(scheduler)
     if driver.num_policy_faults and plan.policy != FAULTY:
         raise Failure(f"the policy failed {driver.num_policy_faults} times: {driver._caller.faults}")
-    _check_state(plan, driver.policy)
+    _check_state(scheduler)
     stats = driver.stats
     result = Result(
         turns=traffic.num_sent,
@@ -189,6 +192,7 @@ def _run(plan: Plan, num_turns: int, clock: Clock, started_s: float) -> Result:
         aborted=traffic.num_aborted,
         preempted=traffic.num_preempted,
         resets=traffic.num_resets,
+        changes=traffic.num_changes,
         steps=engine.num_steps,
         leases=stats.num_leases_granted,
         leases_hit=next(n for reason, n in stats.num_leases_ended.items() if reason.value == "hit"),
@@ -211,6 +215,7 @@ def _start(plan: Plan) -> SoakEngine:
             "options": plan.options,
             "limits": plan.limits,
             "tenants": "client",
+            "own_policies": OWN_POLICIES,
         },
         policy=plan.order,
         max_num_seqs=plan.max_num_seqs,
@@ -231,6 +236,16 @@ def _start(plan: Plan) -> SoakEngine:
         return EOS if sampler.random() < 0.05 else sampler.randrange(10, 900)
 
     return SoakEngine(scheduler, sample, depth=plan.depth)
+
+
+def _check(scheduler: Any, *, with_books: bool) -> None:
+    pool = scheduler.kv_cache_manager.block_pool
+    if scheduler.settings.mode == "shadow":
+        check_integrity(pool)  # leases hold nothing
+        return
+    check_integrity(pool, scheduler.driver.leases)
+    if with_books:
+        check_books(scheduler)
 
 
 def _end_leases(scheduler: Any, clock: Clock) -> None:
@@ -266,11 +281,12 @@ def _check_metrics(scheduler: Any) -> None:
         raise Failure(f"/metrics shows another number than was counted: {wrong}")
 
 
-def _check_state(plan: Plan, policy: Any) -> None:
+def _check_state(scheduler: Any) -> None:
     """What the policy learned goes through its file's format and back."""
+    policy, settings = scheduler.configured_policy, scheduler.settings
     if isinstance(policy, Learns):
         state = json.dumps(policy.get_state(), allow_nan=False)
-        fresh = load_policy(plan.policy, plan.options)
+        fresh = load_policy(settings.policy, settings.options)
         assert isinstance(fresh, Learns)
         fresh.set_state(json.loads(state))
         if json.dumps(fresh.get_state(), allow_nan=False) != state:

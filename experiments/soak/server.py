@@ -30,12 +30,27 @@ from experiments.soak.live_clients import Clients
 from experiments.soak.live_watch import Watch, find_processes, get_slope
 from tenuto.client.servers.local_server import LocalServer, run_server
 from tenuto.report.diagnosis.run import analyze
+from tenuto.vllm.control_http import ADMIN_VARIABLE
 
 MAX_IDLE_S = 12.0
 """After so many seconds the policy gives a silent job up, so that a rest of the clients ends soon."""
 REST_LIMIT_S = 90.0
 DEATH_LIMIT_S = 60.0
 DISK_FULL_S = 4.0
+KEY = "the soak's own key"
+CHANGES: tuple[tuple[dict[str, Any], int], ...] = (
+    ({"mode": "off"}, 200),
+    ({"mode": "shadow"}, 200),
+    ({"mode": "on"}, 200),
+    ({"mode": "on"}, 200),
+    ({"mode": "on", "policy": "continuum-fixed", "options": {"ttl_s": 5}}, 200),
+    ({"mode": "on", "policy": "tenuto", "options": {"max_idle_s": MAX_IDLE_S}}, 200),
+    ({"canary": {"share": 0.5}}, 200),
+    ({"canary": None}, 200),
+    ({"policy": "os:system"}, 400),
+    ({"limits": {"max_lease_s": "x"}}, 400),
+)
+"""Changes by the operator, and the status that each must have."""
 ENDS = ("terminate", "kill the engine", "kill all")
 
 
@@ -133,6 +148,7 @@ def _start(parsed: argparse.Namespace, folder: Path, log: Path) -> Iterator[Loca
         port = int(free.getsockname()[1])
     # Resets of the cache are among vLLM's calls for development.
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    env[ADMIN_VARIABLE] = KEY
     command = get_command(parsed.model, port, folder, parsed.policy)
     with run_server(command, port, log, env=env) as server:
         yield server
@@ -147,27 +163,43 @@ async def _run_cycle(
     with contextlib.suppress(asyncio.CancelledError):
         await faults
     _limit_files(server, None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        await _change(http, {"mode": "on", "canary": None}, 200, book)
     await watch.rest(REST_LIMIT_S)
     book.counts["rests"] += 1
     _say(book, f"{sum(book.counts.values()):,} events, {book.num_failures} failures")
 
 
 async def _make_faults(server: LocalServer, book: Book, rng: random.Random) -> None:
-    """Reset the cache and fill the disk, at random moments."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+    """Reset the cache, fill the disk, and change what runs, at random moments."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         while True:
             await asyncio.sleep(rng.uniform(5, 25))
-            if rng.random() < 0.7:
+            kind = rng.random()
+            if kind < 0.4:
                 book.counts["resets"] += 1
                 everything = "true" if rng.random() < 0.3 else "false"
                 answer = await http.post("/reset_prefix_cache", params={"reset_running_requests": everything})
                 if answer.status_code != 200:
                     book.fail("reset", f"status {answer.status_code}: {answer.text[:200]}")
-            else:
+            elif kind < 0.6:
                 book.counts["disk full"] += 1
                 _limit_files(server, 0)
                 await asyncio.sleep(DISK_FULL_S)
                 _limit_files(server, None)
+            else:
+                book.counts["changes"] += 1
+                change, wanted = rng.choice(CHANGES)
+                await _change(http, change, wanted, book)
+
+
+async def _change(http: httpx.AsyncClient, change: dict[str, Any], wanted: int, book: Book) -> None:
+    """The operator changes what runs. Without the key, nobody can."""
+    key = {"Authorization": f"Bearer {KEY}"}
+    for headers, status in (({}, 401), (key, wanted)):
+        answer = await http.post("/tenuto/control", json=change, headers=headers)
+        if answer.status_code != status:
+            book.fail("control", f"{change}: status {answer.status_code} for {status}: {answer.text[:300]}")
 
 
 def _limit_files(server: LocalServer, num_bytes: int | None) -> None:
@@ -209,14 +241,11 @@ def _get_name(pid: int) -> str:
 
 
 def _check_log(log: Path, book: Book) -> None:
-    """Errors of Tenuto's in the log that no fault explains."""
-    known = ("cannot be written", "is not saved in", "not written")
+    """Errors of the engine's process, and of Tenuto's addresses, that no fault explains."""
+    known = ("cannot be written", "is not saved in")
     for line in log.read_text(errors="replace").splitlines():
-        if (
-            "tenuto" in line
-            and ("ERROR" in line or "Traceback" in line)
-            and not any(k in line for k in known)
-        ):
+        is_ours = "EngineCore" in line or "control: a request failed" in line
+        if is_ours and " ERROR " in line and not any(each in line for each in known):
             book.fail("log", line)
 
 

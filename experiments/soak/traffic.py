@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.hostile import make_hints
+from experiments.soak.changes import try_changes
 from experiments.soak.engine import SoakEngine
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import EOS, make_request
@@ -48,6 +49,8 @@ class Mix:
     step_s: float
     jump: float
     """Chance per step that the clock jumps by minutes."""
+    changes: float
+    """Chance per step that the operator changes what runs."""
 
 
 def make_mix(rng: random.Random) -> Mix:
@@ -64,6 +67,7 @@ def make_mix(rng: random.Random) -> Mix:
         tool_s=rng.choice((0.05, 0.5, 5.0, 60.0)),
         step_s=rng.choice((0.02, 0.1, 0.5)),
         jump=rng.choice((0.0, 0.001)),
+        changes=rng.choice((0.0, 0.0, 0.002, 0.03)),
     )
 
 
@@ -80,6 +84,7 @@ class Traffic:
     num_aborted: int = 0
     num_resets: int = 0
     num_preempted: int = 0
+    num_changes: int = 0
     _talks: list[Talk] = field(default_factory=list)
     _sent: dict[str, tuple[int, Talk | None]] = field(default_factory=dict)
     """Requests under way: the tokens that each asked for, and whose it is."""
@@ -107,6 +112,9 @@ class Traffic:
         if rng.random() < mix.resets:
             self.num_resets += 1
             self.engine.scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.5)
+        if rng.random() < mix.changes:
+            self.num_changes += 1
+            try_changes(self.engine.scheduler, rng)
 
     def collect(self, output: Any) -> None:
         """Take the answers that are complete; raises AssertionError for one of the wrong length."""
