@@ -50,7 +50,8 @@ def get_command(port: int, *extra: str) -> list[str]:
     ]  # fmt: skip
 
 
-ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+ADMIN_KEY = "operator-secret"
+ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TENUTO_ADMIN_KEY": ADMIN_KEY}
 
 
 @pytest.fixture(scope="module")
@@ -342,6 +343,89 @@ def test_same_greedy_tokens_as_stock(server: LocalServer, stock_server: LocalSer
             ]
         answers.append(texts)
     assert answers[0] == answers[1]
+
+
+def control(server: LocalServer, action: str, *more: str, key: str = ADMIN_KEY) -> int:
+    return cli.main(["control", action, "--url", server.url, "--admin-key", key, "--as", "test", *more])
+
+
+def hold(server: LocalServer, job: str) -> None:
+    """One turn of a job, which its policy keeps."""
+    hints = {"job_id": job, "tool": "ls"}
+    get_client(server).completions.create(
+        model="tiny", prompt=make_text(job, 60), max_tokens=2, extra_body=hints
+    )
+    with httpx.Client(base_url=server.url) as client:
+        assert read_cache_state(client).num_retained_blocks
+
+
+def test_an_operator_switches_the_server_while_it_works(
+    server: LocalServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every answer arrives, whatever is switched meanwhile; off gives all blocks back at once."""
+
+    async def run_job(client: AsyncOpenAI, n: int) -> int:
+        messages: list[Any] = [{"role": "user", "content": make_text(f"switch{n}", 40)}]
+        for turn in range(4):
+            answer = await client.chat.completions.create(
+                model="tiny",
+                messages=messages,
+                max_tokens=24,
+                extra_body={"job_id": f"switch{n}", "tool": "ls", "ignore_eos": True},
+            )
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 24
+            messages += [
+                {"role": "assistant", "content": answer.choices[0].message.content},
+                {"role": "user", "content": make_text(f"s{n}{turn}", 15)},
+            ]
+        return n
+
+    async def switch() -> None:
+        for action, more in (
+            ("off", ()),
+            ("on", ()),
+            ("set", ("--policy", "tenuto", "--limit", "max_lease_s=30")),
+            ("shadow", ()),
+            ("set", ("--policy", "continuum-fixed", "--option", f"ttl_s={TTL_S}", "--canary-share", "0.5")),
+            ("on", ()),
+            ("set", ("--no-canary",)),
+        ):
+            await asyncio.sleep(0.4)
+            assert await asyncio.to_thread(control, server, action, *more) == 0
+
+    async def run_all() -> list[Any]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(run_job(client, n) for n in range(10)), switch())
+
+    assert asyncio.run(run_all())[:10] == list(range(10))
+    hold(server, "kept")
+    assert control(server, "off") == 0
+    with httpx.Client(base_url=server.url) as client:
+        assert not read_cache_state(client).num_retained_blocks
+        assert 'mode="off",model_name="tiny"} 1.0' in client.get("/metrics").text
+    assert control(server, "set", "--policy", "nope") == 2
+    assert control(server, "on", key="wrong") == 2
+    told = capsys.readouterr()
+    assert "no policy 'nope'" in told.err
+    assert "needs the operator's key" in told.err
+    assert control(server, "on") == 0
+    assert "8 changes since the start, the last at" in capsys.readouterr().out
+    wait_until_empty(server)
+
+
+def test_a_client_ends_its_job_without_a_turn(
+    server: LocalServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hold(server, "complete")
+    release = ["control", "release", "--url", server.url, "--job", "complete"]
+    assert cli.main(release) == 0
+    assert capsys.readouterr().out == "job complete: released\n"
+    with httpx.Client(base_url=server.url) as client:
+        # An idle engine shows what changed without a further request.
+        assert not read_cache_state(client).num_retained_blocks
+    assert cli.main(release) == 0
+    assert capsys.readouterr().out == "job complete: nothing was kept for it\n"
 
 
 def test_metrics_are_on_the_servers_own_page(server: LocalServer) -> None:

@@ -101,7 +101,13 @@ def verify(
     with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=120) as client:
         # Send a request first: some of vLLM's metrics appear only after the first request.
         _Check(client, gap_s, say).warm_up()
-        engines = read_cache_state(client).engines
+        state = read_cache_state(client)
+        if state.mode != "on":
+            raise DataError(
+                f"{url} holds nothing, because an operator set its mode to {state.mode}; "
+                f"`tenuto control on --url {url}` switches it on"
+            )
+        engines = state.engines
         ranks: tuple[str | None, ...] = engines if len(engines) > 1 else (None,)
         return _join([_Check(client, gap_s, say, rank).run() for rank in ranks])
 

@@ -22,6 +22,7 @@ class FakeMetrics:
         self.version = version
         self.status = 200
         self._metrics: dict[str, Any] = {}
+        self._groups: dict[str, Any] = {}
         for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
             self._add(name, Gauge(name, name, LABELS, registry=self.registry))
         for name in (
@@ -52,8 +53,21 @@ class FakeMetrics:
         self.ended = Counter("tenuto:leases_ended", "e", (*LABELS, "reason"), registry=self.registry)
         self.refused = Counter("tenuto:lease_refusals", "r", (*LABELS, "reason"), registry=self.registry)
         info = Gauge("tenuto:info", "i", (*LABELS, "policy", "version"), registry=self.registry)
+        mode = Gauge("tenuto:mode", "m", (*LABELS, "mode"), registry=self.registry)
         for engine in self.engines:
             info.labels("tiny", engine, "continuum-fixed", "0.1.0").set(1)
+            mode.labels("tiny", engine, "on").set(1)
+            mode.labels("tiny", engine, "shadow").set(0)
+        self.mode = mode
+
+    def add_group(self, group: str, turns: int, prompt_tokens: int, hit_tokens: int) -> None:
+        """What one part of a canary did."""
+        for name, total in (("turns", turns), ("prompt_tokens", prompt_tokens), ("hit_tokens", hit_tokens)):
+            counter = self._groups.get(name)
+            if counter is None:
+                text = f"tenuto:group_{name}"
+                counter = self._groups[name] = Counter(text, "g", (*LABELS, "group"), registry=self.registry)
+            counter.labels("tiny", "0", group).inc(total)
 
     def _add(self, name: str, metric: Any) -> None:
         self._metrics[name] = metric

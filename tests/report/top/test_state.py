@@ -145,3 +145,19 @@ def test_a_bound_that_is_no_number() -> None:
 def test_values_that_are_no_numbers_are_left_out() -> None:
     page = parse_page("vllm:a NaN\nvllm:b +Inf\nvllm:c 1\n", 0.0)
     assert (page.total("vllm:a"), page.total("vllm:b"), page.total("vllm:c")) == (None, None, 1.0)
+
+
+def test_the_mode_and_its_figures(metrics: FakeMetrics) -> None:
+    """Of several modes and policies, those that are not 0 hold; a canary shows its two parts."""
+    window = Window(60)
+    metrics.mode.labels("tiny", "0", "on").set(0)
+    metrics.mode.labels("tiny", "0", "shadow").set(1)
+    state = look(window, metrics, 0.0)
+    assert state["server"]["mode"] == "shadow"
+    assert state["canary"] == {}
+    metrics.add_group("policy", 4, 1000, 800)
+    metrics.add_group("stock", 6, 1000, 100)
+    state = look(window, metrics, 2.0)
+    assert state["canary"]["policy"] == {"turns_per_s": 2.0, "hit_ratio": 0.8, "mean_queue_s": None}
+    assert state["canary"]["stock"]["hit_ratio"] == 0.1
+    assert state["shadow"]["jobs"] is None

@@ -86,6 +86,20 @@ def test_the_picture_says_what_is_there() -> None:
     assert "leases 0 blocks 33" in make_line(state)
 
 
+def test_the_picture_shows_the_mode_and_a_canary() -> None:
+    metrics = FakeMetrics()
+    metrics.mode.labels("tiny", "0", "on").set(0)
+    metrics.mode.labels("tiny", "0", "shadow").set(1)
+    metrics.add_group("policy", 4, 1000, 800)
+    state = make_busy_state(metrics)
+    text = render(state)
+    assert "policy continuum-fixed (SHADOW)" in text
+    assert "would hold" in text
+    assert "canary" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert make_line(state).endswith("mode shadow")
+
+
 def test_sparks() -> None:
     assert make_spark([0, 1, 2, None, 4]) == "▁▂▄ █"
     assert make_spark([0.5, 2.0], highest=1.0) == "▄█"

@@ -45,6 +45,10 @@ class Page:
         """The values of one label of a metric, sorted."""
         return sorted({own[label] for own, _ in self.samples.get(name, ()) if label in own})
 
+    def active(self, name: str, label: str) -> list[str]:
+        """The values of one label among the samples that are not 0, sorted: of what runs, of several."""
+        return [value for value, total in sorted(self.by_label(name, label).items()) if total]
+
     def buckets(self, name: str) -> Buckets:
         """A histogram's cumulative counts. Raises DataError if a bound is not a number."""
         try:

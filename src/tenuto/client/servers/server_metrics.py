@@ -32,6 +32,8 @@ class CacheState:
     """Policy hooks that failed."""
     policy: str | None = None
     """None if the server has no `tenuto:info` (stock vLLM)."""
+    mode: str = "on"
+    """The mode that an operator chose: on, off or shadow."""
     engines: tuple[str, ...] = ()
     """The labels of all engines, one for each data-parallel rank."""
 
@@ -65,7 +67,8 @@ def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheSt
     num_used = sum(usage.get(engine, 0.0) * (blocks - 1) for engine, (_, blocks) in sizes.items())
     retained = page.total("tenuto:retained_blocks", **which)
     ended = page.total("tenuto:leases_ended_total", reason="expired", **which)
-    policies = page.labels("tenuto:info", "policy")
+    policies = page.active("tenuto:info", "policy")
+    modes = page.active("tenuto:mode", "mode")
     return CacheState(
         block_size=next(iter(sizes.values()))[0],
         num_blocks=sum(blocks - 1 for _, blocks in sizes.values()),
@@ -76,6 +79,7 @@ def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheSt
         num_expired=ended or 0.0,
         num_faults=page.total("tenuto:policy_faults_total", **which) or 0.0,
         policy=policies[0] if policies else None,
+        mode=modes[0] if modes else "on",
         engines=engines,
     )
 

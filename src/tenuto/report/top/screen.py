@@ -43,6 +43,9 @@ def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float |
             ("tools", _show_tools(state["tools"])),
             ("policy", _show_policy(state["policy"])),
         ]
+        if "shadow" in (state["server"].get("mode") or ""):
+            rows.append(("shadow", _show_shadow(state["shadow"])))
+        rows += [("canary", _show_group(name, group)) for name, group in state["canary"].items()]
     rows += [("tier", _show_tier(tier)) for tier in state["tiers"]]
     for label, content in rows:
         grid.add_row(label, content)
@@ -70,6 +73,8 @@ def make_line(state: Mapping[str, Any]) -> str:
             f"next {_s(leases['next_deadline_in_s'])} {ends}".rstrip(),
         )
         parts.append(f"faults {_n(state['policy']['faults'])}")
+        if (mode := state["server"].get("mode")) not in (None, "on"):
+            parts.append(f"mode {mode}")
     return " | ".join(parts)
 
 
@@ -95,7 +100,9 @@ def _show_head(state: Mapping[str, Any]) -> Text:
     named = [f"vLLM {server['vllm']}" if server["vllm"] else "vLLM"]
     if server["has_tenuto"]:
         named.append(f"Tenuto {server['tenuto'] or ''}".strip())
-        named.append(f"policy {server['policy'] or '(not told)'}")
+        mode = server.get("mode") or "on"
+        is_on = mode == "on"
+        named.append(f"policy {server['policy'] or '(not told)'}{'' if is_on else f' ({mode.upper()})'}")
     else:
         named.append("without Tenuto's scheduler")
     named += [", ".join(server["models"])] if server["models"] else []
@@ -227,6 +234,22 @@ def _show_policy(policy: Mapping[str, Any]) -> Text:
         style="default",
     )
     return text
+
+
+def _show_shadow(shadow: Mapping[str, Any]) -> str:
+    rate = shadow["gained_tokens_per_s"]
+    gained = "–" if rate is None else f"{rate:,.0f}"
+    return (
+        f"would hold {_n(shadow['jobs'])} jobs, {_n(shadow['blocks'])} blocks; "
+        f"{_r(shadow['hits_per_s'])} hits, {gained} tok/s gained, {_r(shadow['delayed_turns_per_s'])} delayed"
+    )
+
+
+def _show_group(name: str, group: Mapping[str, Any]) -> str:
+    return (
+        f"{name}: {_r(group['turns_per_s'])} turns, hits {_p(group['hit_ratio'])}, "
+        f"mean wait {_s(group['mean_queue_s'])}"
+    )
 
 
 def _show_tier(tier: Mapping[str, Any]) -> str:

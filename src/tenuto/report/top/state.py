@@ -31,6 +31,8 @@ def make_state(window: Window, server: dict[str, str | None]) -> dict[str, Any]:
         "tools": get_tools(window),
         "tiers": get_tiers(page),
         "policy": get_policy(window),
+        "shadow": get_shadow(window),
+        "canary": get_canary(window),
         "engines": [get_engine(page, engine) for engine in get_engines(page)],
     }
 
@@ -39,8 +41,9 @@ def get_server(page: Page) -> dict[str, Any]:
     """What runs."""
     return {
         "models": page.labels("vllm:num_requests_running", "model_name"),
-        "policy": next(iter(page.labels("tenuto:info", "policy")), None),
-        "tenuto": next(iter(page.labels("tenuto:info", "version")), None),
+        "policy": next(iter(page.active("tenuto:info", "policy")), None),
+        "mode": ", ".join(page.active("tenuto:mode", "mode")) or None,
+        "tenuto": next(iter(page.active("tenuto:info", "version")), None),
         "has_tenuto": any(name.startswith("tenuto:") for name in page.samples),
     }
 
@@ -180,6 +183,37 @@ def get_policy(window: Window) -> dict[str, float | None]:
         "admission_waits_per_s": window.rate("tenuto:admission_waits_total"),
         "decision_p95_s": window.percentile("tenuto:decision_time_seconds", 95),
     }
+
+
+def get_shadow(window: Window) -> dict[str, float | None]:
+    """What the policy would have changed, had it not been in shadow mode."""
+    page = window.newest
+    return {
+        "jobs": page.total("tenuto:shadow_retained_jobs"),
+        "blocks": page.total("tenuto:shadow_retained_blocks"),
+        "hits_per_s": window.rate("tenuto:shadow_leases_ended_total", reason="hit"),
+        "gained_tokens_per_s": window.rate("tenuto:shadow_gained_tokens_total"),
+        "delayed_turns_per_s": window.rate("tenuto:shadow_delayed_turns_total"),
+    }
+
+
+def get_canary(window: Window) -> dict[str, dict[str, float | None]]:
+    """The two parts of a canary; empty if no turn was counted, so without a canary."""
+    groups = {}
+    for group in window.newest.active("tenuto:group_turns_total", "group"):
+        hits, prompts = (
+            window.growth(f"tenuto:group_{name}_tokens_total", group=group) for name in ("hit", "prompt")
+        )
+        queue_s, queued = (
+            window.growth(f"tenuto:group_queue_delay_seconds_{name}", group=group)
+            for name in ("sum", "count")
+        )
+        groups[group] = {
+            "turns_per_s": window.rate("tenuto:group_turns_total", group=group),
+            "hit_ratio": hits / prompts if hits is not None and prompts else None,
+            "mean_queue_s": queue_s / queued if queue_s is not None and queued else None,
+        }
+    return groups
 
 
 def get_engine(page: Page, engine: str) -> dict[str, Any]:
