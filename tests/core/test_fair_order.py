@@ -37,7 +37,8 @@ class Queue:
 
     def start(self) -> str:
         turn = self.turns[self.order.pop()]
-        self.service.start(turn, 0)
+        if not turn.started:  # otherwise it was preempted
+            self.service.start(turn, 0)
         turn.started = True
         tenant = turn.job.tenant
         self.began[tenant] = self.began.get(tenant, 0.0) + turn.arrival.num_prompt_tokens

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tenuto.core.policy_loader import load_policy
-from tests.support.toy_engine import ToyEngine
+from tenuto.core.requests.hints import Hints
+from tests.support.small_policies import KeepFor
+from tests.support.toy_engine import ToyEngine, make_tokens
 
 ADDED_BY_PROMETHEUS = frozenset({"instance", "job"})
 SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
@@ -23,7 +24,10 @@ def get_tenuto_metrics() -> Exported:
     """From the registry of the plugin's exporter."""
     from tenuto.vllm.metrics import Metrics
 
-    engine = ToyEngine(load_policy("stock"), 100)
+    engine = ToyEngine(KeepFor(), 100)
+    engine.arrive("t", 0.0, make_tokens(0, 18), [1], Hints(job_id="j", tool="ls"))
+    engine.start_first(0.0)
+    engine.finish("t", 0.0)
     config = SimpleNamespace(
         model_config=SimpleNamespace(served_model_name="tiny"), additional_config={"tenuto": {}}
     )

@@ -27,6 +27,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.order import Order
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
 from tenuto.core.policy_caller import DecisionLog, PolicyCaller
+from tenuto.core.quota import NOBODY
 from tenuto.core.retention import Retention
 from tenuto.core.reuse import PrefixMarks, count_computed_tokens, count_lost_tokens, count_missed_tokens
 from tenuto.core.stats import DriverStats
@@ -83,12 +84,12 @@ class Driver:
         self._jobs = JobTable(self.limits.max_remembered_jobs, engine.hash_block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
         self._by_priority = by_priority
-        self._service = Service(self.limits.tenant_weights)
+        self.service = Service(self.limits.tenant_weights)
         self._retention = Retention(engine, self._caller, self.limits, by_priority=by_priority)
         self._order = Order(self._caller, engine, self._retention, self._canary, by_priority=by_priority)
         stock_queue = make_stock_queue(policy, self.limits, view.num_blocks * view.block_size)
         self._admission = Admission(self._caller, self._retention, self.limits, self.decided, stock_queue)
-        self.leases = self._retention.leases
+        self.leases, self.quota = self._retention.leases, self._retention.quota
         self._ledger = LeaseLedger(self.decided, self._history)
         self._ticked_s = -math.inf
 
@@ -112,7 +113,7 @@ class Driver:
             turn.job_arrival_s = now_s
         job.live_turn_ids[turn_id] = None
         self._turns[turn_id] = turn
-        self._service.arrive(turn)
+        self.service.arrive(turn)
         self._admission.enter(turn)
         self._retention.enter(turn)
         self._ledger.apply(self._retention.claim(turn, now_s))
@@ -137,13 +138,13 @@ class Driver:
         if turn.started:
             num_lost_tokens = count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
             self.stats.num_recomputed_tokens += num_lost_tokens
-            self._retention.quota.start(turn)
+            self.quota.start(turn)
             self._tell("on_turn_started", turn, now_s)
             self._history.record(
                 "resumed", turn, now_s, num_hit_tokens=num_hit_tokens, num_lost_tokens=num_lost_tokens
             )
             return
-        self._service.start(turn, num_hit_tokens)
+        self.service.start(turn, num_hit_tokens)
         turn.started = turn.job.is_admitted = True
         self._admission.start(turn, num_hit_tokens)
         turn.num_hit_tokens = num_hit_tokens
@@ -174,7 +175,7 @@ class Driver:
         self.stats.num_events += 1
         turn.num_preemptions += 1
         turn.num_computed_tokens = num_computed_tokens
-        self._retention.quota.stop(turn)
+        self.quota.stop(turn)
         self._tell("on_turn_preempted", turn, now_s)
         self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
 
@@ -187,7 +188,7 @@ class Driver:
         job = turn.job
         del job.live_turn_ids[turn_id]
         self._retention.leave(turn)
-        self._service.leave(turn, finish.num_output_tokens)
+        self.service.leave(turn, finish.num_output_tokens)
         self._admission.finish(turn, finish.num_output_tokens)
         self._history.record(
             "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
@@ -233,8 +234,8 @@ class Driver:
         self._num_earlier_faults = other.num_policy_faults
         self._jobs.take_over(other._jobs)
         # The engine's queue of waiting turns (`make_order`) looks at both of these.
-        self._turns, self._service = other._turns, other._service
-        self._service.set_weights(self.limits.tenant_weights)
+        self._turns, self.service = other._turns, other.service
+        self.service.set_weights(self.limits.tenant_weights)
         for job in self._jobs.jobs.values():
             job.runs_as_stock, job.is_admitted = None, False
         for turn in self._turns.values():
@@ -286,6 +287,12 @@ class Driver:
         lease = self._retention.get_claimed(self._turns.get(turn_id))
         return [] if lease is None else lease.blocks
 
+    def get_tenant_blocks(self) -> dict[str, int]:
+        """Number of distinct leased blocks by tenant with leases; "" is no tenant."""
+        if self.quota.counts_blocks:
+            return self.quota.get_leased_blocks()
+        return {NOBODY: self.get_num_leased_blocks()} if len(self.leases) else {}
+
     def get_num_reclaimable_blocks(self, for_turn_id: str) -> int:
         """Upper bound on the leased blocks that `reclaim` could free for this turn while other turns run."""
         return self._retention.get_num_reclaimable_blocks(self._turns.get(for_turn_id))
@@ -330,7 +337,7 @@ class Driver:
         """An empty queue of turns, for the engine to fill; the keys are those of `get_queue_key`."""
         if not self.limits.fair_tenants:
             return IndexedHeap()
-        return FairOrder(self._turns, self._service, by_priority=self._by_priority)
+        return FairOrder(self._turns, self.service, by_priority=self._by_priority)
 
     def get_queue_key(self, turn_id: str, now_s: float) -> Key:
         """The key that orders a waiting turn in the queue; the smallest key goes first."""

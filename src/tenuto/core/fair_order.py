@@ -10,6 +10,7 @@ token counter (Sheng et al., OSDI 2024). Every event takes O(log n) time in the 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -48,6 +49,8 @@ class Service:
         self._now = 0.0
         """The virtual time of the tenant served last, when its turn started."""
         self._mean_output = 0.0
+        self._waiting: OrderedDict[str, TurnState] = OrderedDict()
+        """Turns that wait for their first step, in order of arrival."""
         self.num_live_tenants = 0
         """Tenants with a turn in the engine."""
 
@@ -64,6 +67,11 @@ class Service:
         """The tenant's share, relative to the other tenants' shares."""
         return self._weights.get(tenant, 1.0)
 
+    def get_oldest_arrival_s(self) -> float | None:
+        """When the turn arrived that waits longest for its first step; None if none waits."""
+        turn = next(iter(self._waiting.values()), None)
+        return None if turn is None else turn.arrival_s
+
     def arrive(self, turn: TurnState) -> None:
         """A turn arrived."""
         name = get_tenant(turn)
@@ -72,6 +80,7 @@ class Service:
         if not own.num_waiting:
             own.time = max(own.time, self._now)
         self.num_live_tenants += not own.num_live
+        self._waiting[turn.turn_id] = turn
         own.num_waiting += 1
         own.num_live += 1
 
@@ -96,6 +105,7 @@ class Service:
         if not turn.charged_work:
             self.take(turn)
         self._tenants[get_tenant(turn)].num_waiting -= 1
+        del self._waiting[turn.turn_id]
         num_tokens = max(1, turn.arrival.num_prompt_tokens - num_hit_tokens)
         self._charge(turn, num_tokens + DECODE_TOKENS * self._mean_output)
 
@@ -110,6 +120,7 @@ class Service:
             self._mean_output += DECAY * (num_output_tokens - self._mean_output)
         else:
             own.num_waiting -= 1
+            del self._waiting[turn.turn_id]
             self._charge(turn, 0.0)
         if not own.num_live:
             self.num_live_tenants -= 1

@@ -185,8 +185,8 @@ class Quota:
         return name if name is not None and self.is_over(name) else None
 
     def get_leased_blocks(self) -> dict[str, int]:
-        """The distinct leased blocks of each tenant with leases. Takes time linear in these tenants."""
-        return {name: len(self._tenants[name].leased) for name in self._by_use}
+        """The distinct leased blocks of each tenant with leases, if they are counted. O(tenants)."""
+        return {name: len(own.leased) for name, own in self._tenants.items() if own.num_leases}
 
     # Inside.
 

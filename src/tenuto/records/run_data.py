@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from tenuto.records.schema import RunRecord, Sample, TurnRecord
@@ -31,6 +32,8 @@ class LeaseRecord:
     """Why it ended: a value of `tenuto.core.types.LeaseEnd`."""
     num_blocks_left: int | None = None
     """Number of blocks that it still held when it ended."""
+    taken_by: str | None = None
+    """Who took blocks back last: a value of `tenuto.core.types.TakenBy`; None if unknown."""
     was_pressed: bool = True
     """Whether free blocks were scarce during the lease, so that some of its blocks may have been
     reclaimed."""
@@ -73,6 +76,10 @@ class RunData:
     leases: list[LeaseRecord] = field(default_factory=list)
     offloaded: set[tuple[str, int]] = field(default_factory=set)
     """Turns with blocks that were copied to a tier below the GPU, as pairs of job and turn number."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Finished turns that got no lease, by reason: values of `tenuto.core.types.LeaseRefusal`."""
+    takes: Counter[str] = field(default_factory=Counter)
+    """How often blocks were taken back from a lease before its end, by who took them."""
     gauges: dict[str, Gauge] = field(default_factory=dict)
     """Values of the engine's state, by their names in the file."""
     step_s: array[float] = field(default_factory=lambda: array("d"))

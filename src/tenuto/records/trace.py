@@ -1,10 +1,10 @@
 """The JSONL trace of steps and decisions; one schema for every engine.
 
 Each line is one JSON object. Every line has `kind` and `step`, the number of its step, counted from 0. Kinds:
-`header` (first line), `step`, `admission`, `job` (a job's history: arrived, started,
-finished, lease-granted, lease-refused, lease-ended, preempted, resumed), `asked` and `told` (calls of the
-policy's hooks with their inputs and answers; they suffice to replay the decisions), `chosen` (what the engine
-chose beside the policy: the tokens of a step, if these are adaptive).
+`header` (first line), `step`, `admission`, `job` (a job's history: arrived, started, finished, lease-granted,
+lease-refused, lease-truncated, lease-ended, preempted, resumed), `asked` and `told` (calls of the policy's
+hooks with their inputs and answers; they suffice to replay the decisions), `chosen` (what the engine chose
+beside the policy: the tokens of a step, if these are adaptive).
 
 A header has `run` and `part`. A file that exceeds its limit is renamed to `FILE.1`. The same run continues in
 a new FILE, and its header has the next `part`.

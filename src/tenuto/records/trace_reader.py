@@ -152,6 +152,7 @@ class _TraceReader:
             "preempted": self._on_preempted,
             "finished": self._on_finished,
             "lease-granted": self._on_lease_granted,
+            "lease-truncated": self._on_lease_truncated,
             "lease-ended": self._on_lease_ended,
         }
         event, job_id, turn_id = record.text("event"), record.text("job"), record.text("turn")
@@ -160,7 +161,7 @@ class _TraceReader:
         if event == "arrived":
             self._on_arrived(record, job_id, turn_id)
         elif event == "lease-refused":
-            return  # it only means that there is no lease
+            self.data.refusals[record.text("reason")] += 1
         elif event not in events:
             raise record.error("event", f"{event!r} is not an event of a trace")
         elif job_id in self.names:  # otherwise the trace began in the middle of the job
@@ -219,6 +220,17 @@ class _TraceReader:
         self.data.leases.append(lease)
         self.leases[turn_id] = lease
 
+    def _on_lease_truncated(self, record: Fields, turn_id: str) -> None:
+        record.integer("num_blocks")
+        self._take(record, self.leases.get(turn_id))
+
+    def _take(self, record: Fields, lease: LeaseRecord | None) -> None:
+        """Blocks of a lease were taken back."""
+        taken_by = record.text("taken_by")
+        self.data.takes[taken_by] += 1
+        if lease is not None:
+            lease.taken_by = taken_by
+
     def _on_lease_ended(self, record: Fields, turn_id: str) -> None:
         lease = self.leases.pop(turn_id, None)
         if lease is None:
@@ -227,6 +239,8 @@ class _TraceReader:
         # Tenuto 0.1 called this field `why`.
         lease.reason = record.text("reason" if "reason" in record else "why")
         lease.num_blocks_left = record.integer("num_blocks")
+        if "taken_by" in record:
+            self._take(record, lease)
         # Without steps this is unknown. Blocks are reclaimed only if none are free.
         lease.was_pressed = self.pressed_s is None or self.pressed_s >= lease.granted_s
         self.just_ended.append(lease)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import heapq
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tenuto.core.driver import Driver
 from tenuto.core.stats import QUEUE_BUCKETS_S, DriverStats, GroupStats, ShadowStats
-from tenuto.core.types import LeaseEnd, LeaseRefusal
+from tenuto.core.types import LeaseEnd, LeaseRefusal, TakenBy
 
 LABELS = ("model_name", "engine")
+NUM_TENANTS = 10
+"""Tenants with a series of their own; it bounds the number of series."""
+NO_TENANT = "(none)"
+"""The label of turns without a tenant."""
+OTHER_TENANTS = "(others)"
+"""The label of all tenants without a series of their own."""
 
 
 class Maker:
@@ -93,6 +102,12 @@ class LeaseMetrics:
             "reason",
             [reason.value for reason in LeaseRefusal],
         )
+        self._reclaims = make.counters(
+            f"{prefix}lease_reclaims",
+            f"Times a lease lost blocks before its end{note}, by reason.",
+            "reason",
+            [taken_by.value for taken_by in TakenBy],
+        )
         self._revoked = make.counter(
             f"{prefix}revoked_blocks", f"Blocks reclaimed from leases under pressure{note}."
         )
@@ -100,6 +115,10 @@ class LeaseMetrics:
             f"{prefix}parked_jobs", f"Jobs that wait because the policy admits none now{note}."
         )
         self._waits = make.counter(f"{prefix}admission_waits", f"Times a new job was not admitted yet{note}.")
+        self._overdue = make.counter(
+            f"{prefix}overdue_turns",
+            f"Turns moved to the front because they had waited too long compared with stock vLLM{note}.",
+        )
 
     def refresh(self, stats: DriverStats, num_leases: int, num_blocks: int, num_parked: int) -> None:
         """Update the values."""
@@ -114,6 +133,47 @@ class LeaseMetrics:
             count_to(self._ended[end.value], total)
         for refusal, total in stats.num_lease_refusals.items():
             count_to(self._refused[refusal.value], total)
+        for taken_by, total in stats.num_takes.items():
+            count_to(self._reclaims[taken_by.value], total)
+        count_to(self._overdue, stats.num_overdue_turns)
+
+
+class TenantMetrics:
+    """Who waits longest, and how much of the leased memory each tenant has."""
+
+    def __init__(self, make: Maker) -> None:
+        self._oldest = make.gauge(
+            "tenuto:oldest_waiting_timestamp_seconds",
+            "Unix time at which the turn arrived that waits longest for its first step; 0 if none waits.",
+        )
+        self._active = make.gauge("tenuto:active_tenants", "Tenants with a turn in the engine or a lease.")
+        self._largest = make.gauge(
+            "tenuto:largest_tenant_share",
+            "Share of all leased blocks that the tenant with most of them has; 0 without leases.",
+        )
+        self._blocks = make.gauges(
+            "tenuto:tenant_leased_blocks",
+            "Leased blocks of the tenants with most of them, and of all others together.",
+            "tenant",
+        )
+        self._shown: set[str] = set()
+
+    def refresh(self, driver: Driver, now_s: float) -> None:
+        """Update the values."""
+        arrived_s = driver.service.get_oldest_arrival_s()
+        # A point in time, not a duration: it tells the wait even if the engine stops updating it.
+        self._oldest.set(0.0 if arrived_s is None else time.time() + arrived_s - now_s)
+        self._active.set(len(driver.quota))
+        blocks = {} if driver.is_shadow else driver.get_tenant_blocks()
+        self._largest.set(max(blocks.values(), default=0) / max(1, sum(blocks.values())))
+        shown = {name or NO_TENANT: blocks[name] for name in heapq.nlargest(NUM_TENANTS, blocks, blocks.get)}
+        if len(blocks) > NUM_TENANTS:
+            shown[OTHER_TENANTS] = sum(blocks.values()) - sum(shown.values())
+        for name in self._shown - shown.keys():
+            self._blocks.remove(name)
+        for name, count in shown.items():
+            self._blocks.labels(name).set(count)
+        self._shown = set(shown)
 
 
 class ShadowMetrics:

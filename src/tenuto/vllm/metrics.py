@@ -31,7 +31,7 @@ from tenuto.core.stats import (
     ShadowStats,
 )
 from tenuto.core.version import __version__
-from tenuto.vllm.metric_parts import GroupMetrics, LeaseMetrics, Maker, ShadowMetrics
+from tenuto.vllm.metric_parts import GroupMetrics, LeaseMetrics, Maker, ShadowMetrics, TenantMetrics
 from tenuto.vllm.settings import CHANGEABLE, MODES, Settings, read_settings
 
 FOLDER_VARIABLE = "TENUTO_METRICS_DIR"
@@ -92,6 +92,7 @@ class Metrics:
         self._leases = LeaseMetrics(make, "tenuto:", "")
         self._shadow_leases = LeaseMetrics(make, "tenuto:shadow_", ", had the policy not been in shadow mode")
         self._shadow = ShadowMetrics(make)
+        self._tenants = TenantMetrics(make)
         self._groups = GroupMetrics(make, self.stats.groups)
         self._idle = make.gauge(
             "tenuto:idle_retained_blocks",
@@ -160,6 +161,7 @@ class Metrics:
         self._leases.refresh(stats, *(nothing if driver.is_shadow else now))
         self._shadow_leases.refresh(self.shadow, *(now if driver.is_shadow else nothing))
         self._shadow.refresh(self.shadow_stats)
+        self._tenants.refresh(driver, now_s)
         self._groups.refresh(stats.groups)
         deadline_s = None if driver.is_shadow else driver.get_next_deadline_s()
         # Export a point in time, not a countdown, because it stays correct while the engine sleeps.

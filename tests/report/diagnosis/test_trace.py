@@ -12,6 +12,7 @@ import pytest
 from tenuto.core.policy_loader import describe_policy, load_policy
 from tenuto.records.trace import TraceWriter
 from tenuto.report.diagnosis.run import analyze
+from tenuto.report.diagnosis.text import format_report
 from tenuto.sim.cost import load_step_cost
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
@@ -73,6 +74,31 @@ def test_a_refused_lease_is_never_kept(two_turns: TraceFile) -> None:
     two_turns.arrive("a", 2, 3.0, 160, tool_s=1.0)
     turn = get_second_turn(come_back(two_turns, 3.5, hit=16))
     assert turn["cause"] == "never kept"
+
+
+def test_reasons_are_counted_and_said_in_words(two_turns: TraceFile) -> None:
+    two_turns.event("lease-refused", "a", 1, 2.0, reason="tenant-share")
+    two_turns.event("lease-refused", "unknown", 1, 2.0, reason="aborted")
+    two_turns.grant("a", 1, 2.0, 5)
+    two_turns.event("lease-truncated", "a", 1, 3.0, num_blocks=1, taken_by="overdue-turn")
+    two_turns.event(
+        "lease-ended", "a", 1, 4.0, num_blocks=4, reason="revoked", held_s=2.0, taken_by="fair-share"
+    )
+    two_turns.arrive("a", 2, 5.0, 160)
+    report = come_back(two_turns, 5.0, 0)
+    assert report["leases"]["refused"] == {"aborted": 1, "tenant-share": 1}
+    assert report["leases"]["taken_by"] == {"fair-share": 1, "overdue-turn": 1}
+    text = format_report({**report, "jobs_shown": []})
+    for words in ("its tenant used more than its fair share", "a turn had waited for too long"):
+        assert words in text
+
+
+@pytest.mark.parametrize("why", ["time-limit", "idle", "price", "not-expected-back", "forgotten"])
+def test_a_lease_that_was_given_up(two_turns: TraceFile, why: str) -> None:
+    two_turns.grant("a", 1, 2.0, 5)
+    two_turns.end("a", 1, 4.0, why, 5)
+    two_turns.arrive("a", 2, 5.0, 160)
+    assert get_second_turn(come_back(two_turns, 5.0, 0))["cause"] == "given up"
 
 
 def test_no_lease_is_never_kept(two_turns: TraceFile) -> None:

@@ -44,14 +44,22 @@ class FakeMetrics:
         for name in (
             "tenuto:retained_jobs", "tenuto:retained_blocks", "tenuto:idle_retained_blocks",
             "tenuto:parked_jobs", "tenuto:next_lease_deadline_timestamp_seconds",
+            "tenuto:oldest_waiting_timestamp_seconds", "tenuto:active_tenants", "tenuto:largest_tenant_share",
         ):  # fmt: skip
             self._add(name, Gauge(name, name, LABELS, registry=self.registry))
-        for name in ("tenuto:leases_granted", "tenuto:policy_faults", "tenuto:recomputed_tokens"):
+        for name in (
+            "tenuto:leases_granted",
+            "tenuto:policy_faults",
+            "tenuto:recomputed_tokens",
+            "tenuto:overdue_turns",
+        ):
             self._add(name, Counter(name, name, LABELS, registry=self.registry))
         name = "tenuto:tool_time_seconds"
         self._add(name, Histogram(name, name, LABELS, buckets=(1.0, 10.0, 60.0), registry=self.registry))
         self.ended = Counter("tenuto:leases_ended", "e", (*LABELS, "reason"), registry=self.registry)
         self.refused = Counter("tenuto:lease_refusals", "r", (*LABELS, "reason"), registry=self.registry)
+        self.reclaims = Counter("tenuto:lease_reclaims", "t", (*LABELS, "reason"), registry=self.registry)
+        self.tenants = Gauge("tenuto:tenant_leased_blocks", "b", (*LABELS, "tenant"), registry=self.registry)
         info = Gauge("tenuto:info", "i", (*LABELS, "policy", "version"), registry=self.registry)
         mode = Gauge("tenuto:mode", "m", (*LABELS, "mode"), registry=self.registry)
         for engine in self.engines:

@@ -59,6 +59,22 @@ def test_rates_and_ratios_are_over_the_window(metrics: FakeMetrics) -> None:
     assert state["leases"]["granted_per_s"] == 2.0
     assert state["leases"]["ended_per_s"] == {"hit": 1.5, "expired": 0.5}
     assert state["leases"]["refused_per_s"] == {"not-expected-back": 1.0}
+    assert state["leases"]["reclaims_per_s"] == {}
+
+
+def test_waits_and_tenants(metrics: FakeMetrics) -> None:
+    state = look(Window(60), metrics, 1000.0)
+    assert state["requests"]["longest_wait_s"] == 0
+    assert state["tenants"] == {"active": 0, "largest_share": 0, "leased_blocks": {}}
+    metrics.of("tenuto:oldest_waiting_timestamp_seconds").set(990)
+    metrics.of("tenuto:active_tenants").set(2)
+    metrics.of("tenuto:largest_tenant_share").set(0.75)
+    for tenant, blocks in (("a", 10), ("b", 30)):
+        metrics.tenants.labels("tiny", "0", tenant).set(blocks)
+    state = look(Window(60), metrics, 1001.0)
+    assert state["requests"]["longest_wait_s"] == 11
+    assert list(state["tenants"]["leased_blocks"].items()) == [("b", 30), ("a", 10)]
+    assert (state["tenants"]["active"], state["tenants"]["largest_share"]) == (2, 0.75)
 
 
 def test_the_window_forgets(metrics: FakeMetrics) -> None:

@@ -47,6 +47,15 @@ def make_busy_state(metrics: FakeMetrics) -> dict[str, Any]:
             metrics.of("tenuto:next_lease_deadline_timestamp_seconds", engine).set(599)
             for why in ("hit", "expired", "revoked", "superseded", "replaced", "job-ended", "reset"):
                 metrics.ended.labels("tiny", engine, why).inc(1e5)
+            metrics.of("tenuto:oldest_waiting_timestamp_seconds", engine).set(1e-9)
+            metrics.of("tenuto:overdue_turns", engine).inc(2e5)
+            metrics.refused.labels("tiny", engine, "tenant-leases").inc(3e5)
+            metrics.reclaims.labels("tiny", engine, "fair-share").inc(2e5)
+            metrics.reclaims.labels("tiny", engine, "overdue-turn").inc(1e5)
+            metrics.of("tenuto:active_tenants", engine).set(3)
+            metrics.of("tenuto:largest_tenant_share", engine).set(0.9)
+            for tenant, count in (("key-0123456789abcdef", 27), ("(others)", 3)):
+                metrics.tenants.labels("tiny", engine, tenant).set(count)
     window.add(parse_page(metrics.text(), 2.0))
     return make_state(window, {"url": "http://localhost:8000", "vllm": "0.32.0"})
 
@@ -76,11 +85,15 @@ def test_the_picture_says_what_is_there() -> None:
     for words in (
         "vLLM 0.32.0 · Tenuto 0.1.0 · policy continuum-fixed · tiny",
         "1,024 running, 123,456 waiting",
-        "running 67%  leased 33%  free 0%",
+        "running 67% leased 33% free 0%",
         "next ends in 597.0 s",
         "90% of prompt tokens",
+        "the longest for 2.0 s",
+        "150000.0/s not granted: its tenant has limits.max_tenant_leases already",
+        "100000.0/s taken back: its tenant used more than its fair share",
+        "3 active; leased: key-0123456789abcdef 90%, (others) 10%",
     ):
-        assert words in text
+        assert words in " ".join(text.split())
     bar = next(line for line in text.splitlines() if line.startswith("KV cache"))
     assert (bar.count("█"), bar.count("▓"), bar.count("░")) == (27, 13, 0)
     assert "leases 0 blocks 33" in make_line(state)

@@ -19,6 +19,8 @@ class Cause(Enum):
     reset."""
     EXPIRED = "expired"
     """A lease held the tokens and ended before the job came back. Then they were evicted."""
+    GIVEN_UP = "given up"
+    """A lease held the tokens, and the policy or an operator's limit ended it before the job came back."""
     NEVER_KEPT = "never kept"
     """No lease was granted, so the tokens were evicted from the cache."""
     NOT_STORED = "not yet stored"
@@ -36,6 +38,7 @@ class Cause(Enum):
 MEANINGS = {
     Cause.EVICTED: "leased, but reclaimed for other turns",
     Cause.EXPIRED: "leased, but the job came back after the deadline",
+    Cause.GIVEN_UP: "leased, but given up before the job came back (idle, price, a limit)",
     Cause.NEVER_KEPT: "no lease: evicted like any cached block",
     Cause.NOT_STORED: "not yet, or no more, in the cache or tier",
     Cause.PARALLEL: "another turn of the job still ran; their prompts may have nothing in common",
@@ -50,6 +53,11 @@ _LEASE_ENDS = {
     "replaced": Cause.EVICTED,
     "reset": Cause.EVICTED,
     "switched": Cause.EVICTED,
+    "time-limit": Cause.GIVEN_UP,
+    "idle": Cause.GIVEN_UP,
+    "price": Cause.GIVEN_UP,
+    "not-expected-back": Cause.GIVEN_UP,
+    "forgotten": Cause.GIVEN_UP,
     "job-ended": Cause.NEVER_KEPT,
 }
 _FATES = {

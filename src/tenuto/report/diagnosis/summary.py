@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 from tenuto.records import metrics
-from tenuto.records.run_data import Gauge, LeaseRecord, RunData
+from tenuto.records.run_data import Gauge, RunData
 from tenuto.records.schema import RunRecord, Sample, Stats
 from tenuto.report.diagnosis.causes import Cause, get_cause
 from tenuto.report.diagnosis.diagnosis import Evidence, diagnose
@@ -48,7 +48,7 @@ def summarise(data: RunData) -> dict[str, Any]:
         "tokens": get_tokens(turns),
         "block_size": data.block_size,
         "causes": get_causes(turns, data.block_size),
-        "leases": get_leases(data.leases),
+        "leases": get_leases(data),
         "preemptions": sum(turn.record.preemptions or 0 for turn in turns),
         "engine": {name: gauge.to_json() for name, gauge in _get_gauges(data).items()},
         "step_s": describe(data.step_s),
@@ -164,8 +164,9 @@ def get_causes(turns: Iterable[TurnStory], block_size: int) -> dict[str, dict[st
     return {cause.value: {"turns": counts[cause], "tokens": number} for cause, number in tokens.most_common()}
 
 
-def get_leases(leases: Sequence[LeaseRecord]) -> dict[str, Any]:
-    """Return the number of leases, how they ended, and how long they lasted."""
+def get_leases(data: RunData) -> dict[str, Any]:
+    """Return the number of leases, how they ended and how long they lasted; and why some were refused."""
+    leases = data.leases
     ended = [lease for lease in leases if lease.ended_s is not None]
     held: defaultdict[str, list[float]] = defaultdict(list)
     for lease in ended:
@@ -174,6 +175,8 @@ def get_leases(leases: Sequence[LeaseRecord]) -> dict[str, Any]:
         "granted": len(leases),
         "open": len(leases) - len(ended),
         "ended": {reason: len(times) for reason, times in sorted(held.items())},
+        "refused": dict(sorted(data.refusals.items())),
+        "taken_by": dict(sorted(data.takes.items())),
         "held_s": describe(time for times in held.values() for time in times),
         "held_s_by_end": {reason: describe(times) for reason, times in sorted(held.items())},
         "blocks": describe(lease.num_blocks for lease in leases),

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tenuto.core.reasons import WORDS
 from tenuto.report.diagnosis.causes import MEANINGS
 
 WIDTH = 100
@@ -28,6 +29,8 @@ def _format_run(report: Mapping[str, Any]) -> list[str]:
     lines += ["", "Per turn, means:", *_format_per_turn(report["by_turn"])]
     if report["causes"]:
         lines += ["", "Why tokens of the turn before were computed again:", *_format_causes(report)]
+    if reasons := _format_reasons(report["leases"]):
+        lines += ["", "What became of leases, and why:", *reasons]
     for job in report["jobs_shown"]:
         lines += ["", *_format_job(job)]
     return [*lines, "", "Diagnosis:", *_format_findings(report["diagnosis"])]
@@ -81,6 +84,15 @@ def _format_leases(leases: Mapping[str, Any]) -> str:
     ends = [f"{why} {_n(count)}" for why, count in leases["ended"].items()]
     still = [f"{_n(leases['open'])} with no end in these records"] if leases["open"] else []
     return f"{_n(leases['granted'])} granted; " + ", ".join([*ends, *still])
+
+
+def _format_reasons(leases: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (what, why, _n(count), WORDS[what].get(why, ""))
+        for what, name in (("not granted", "refused"), ("taken back", "taken_by"), ("ended", "ended"))
+        for why, count in sorted(leases[name].items(), key=lambda item: -item[1])
+    ]
+    return format_table(("leases", "reason", "times", "that is"), rows, left=(0, 1, 3)) if rows else []
 
 
 def _format_held(leases: Mapping[str, Any]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from tenuto.core.reasons import WORDS
 
 WIDTH = 80
 _LABEL_WIDTH = 10
@@ -16,6 +18,8 @@ _BAR_WIDTH = 40
 _SPARK_WIDTH = 30
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MAX_ENGINES = 8
+_MAX_REASONS = 2
+_MAX_TENANTS = 5
 RUNNING, LEASED, FREE = "green", "yellow", "bright_black"
 
 
@@ -39,7 +43,9 @@ def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float |
         rows += [
             ("leases", _show_leases(state["leases"])),
             ("", _show_ends(state["leases"])),
+            *(("", words) for words in _show_reasons(state["leases"])),
             ("", _show_spark("leased", history["leased"])),
+            *_show_tenants(state["tenants"]),
             ("tools", _show_tools(state["tools"])),
             ("policy", _show_policy(state["policy"])),
         ]
@@ -118,6 +124,10 @@ def _show_requests(state: Mapping[str, Any]) -> Text:
     )
     if requests["parked"] is not None:
         text.append(f" ({_n(requests['parked'])} of them held at the door)")
+    if requests["longest_wait_s"]:
+        text.append(f"; the longest for {_s(requests['longest_wait_s'])}")
+    if requests["overdue_per_s"]:
+        text.append(f"; {_r(requests['overdue_per_s'])} overdue")
     return text
 
 
@@ -211,6 +221,29 @@ def _show_ends(leases: Mapping[str, Any]) -> str:
         + (f"; refused: {refusals}" if refusals else "")
         + (f"; {taken:,.1f} blocks/s reclaimed" if taken else "")
     )
+
+
+def _show_reasons(leases: Mapping[str, Any]) -> Iterator[Text]:
+    """The most frequent reasons, in words."""
+    rates = [
+        (rate, what, why)
+        for what, name in (("not granted", "refused_per_s"), ("taken back", "reclaims_per_s"))
+        for why, rate in leases[name].items()
+        if rate
+    ]
+    for rate, what, why in sorted(rates, reverse=True)[:_MAX_REASONS]:
+        yield Text(f"{_r(rate)} {what}: {WORDS[what].get(why, why)}", style="dim")
+
+
+def _show_tenants(tenants: Mapping[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+    """Who holds the leased blocks; nothing on a server without tenants."""
+    blocks = tenants["leased_blocks"]
+    if (tenants["active"] or 0) < 2 and len(blocks) < 2:
+        return
+    total = sum(blocks.values())
+    shares = [f"{name} {_p(count / total)}" for name, count in blocks.items() if count]
+    text = f"{_n(tenants['active'])} active; leased: {', '.join(shares[:_MAX_TENANTS]) or 'nothing'}"
+    yield "tenants", Text(text, style="bold" if (tenants["largest_share"] or 0) > 0.8 else "")
 
 
 def _show_tools(tools: Mapping[str, Any]) -> Text:

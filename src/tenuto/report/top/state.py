@@ -26,6 +26,7 @@ def make_state(window: Window, server: dict[str, str | None]) -> dict[str, Any]:
         "requests": get_requests(window),
         "cache": get_cache(page),
         "leases": get_leases(window),
+        "tenants": get_tenants(page),
         "hits": get_hits(window),
         "latency": get_latencies(window),
         "tools": get_tools(window),
@@ -67,7 +68,29 @@ def get_requests(window: Window) -> dict[str, Any]:
         "finished_per_s": window.rate("vllm:request_success_total"),
         "prompt_tokens_per_s": window.rate("vllm:prompt_tokens_total"),
         "output_tokens_per_s": window.rate("vllm:generation_tokens_total"),
+        "longest_wait_s": get_longest_wait_s(page),
+        "overdue_per_s": window.rate("tenuto:overdue_turns_total"),
         "preemptions_per_s": window.rate("vllm:num_preemptions_total"),
+    }
+
+
+def get_longest_wait_s(page: Page) -> float | None:
+    """How long the turn has waited that waits longest for its first step; 0 if none waits."""
+    arrivals_s = [value for _, value in page.samples.get("tenuto:oldest_waiting_timestamp_seconds", ())]
+    if not arrivals_s:
+        return None
+    return max((max(0.0, page.at_s - value) for value in arrivals_s if value > 0), default=0.0)
+
+
+def get_tenants(page: Page) -> dict[str, Any]:
+    """How many tenants are active, and who holds the leased blocks, largest first."""
+    names = page.labels("tenuto:tenant_leased_blocks", "tenant")
+    blocks = {name: page.total("tenuto:tenant_leased_blocks", tenant=name) or 0.0 for name in names}
+    shares = [value for _, value in page.samples.get("tenuto:largest_tenant_share", ())]
+    return {
+        "active": page.total("tenuto:active_tenants"),
+        "largest_share": max(shares, default=None),
+        "leased_blocks": dict(sorted(blocks.items(), key=lambda item: -item[1])),
     }
 
 
@@ -110,12 +133,14 @@ def get_leases(window: Window) -> dict[str, Any]:
     ]
     reasons = page.labels("tenuto:leases_ended_total", "reason")
     refusals = page.labels("tenuto:lease_refusals_total", "reason")
+    reclaims = page.labels("tenuto:lease_reclaims_total", "reason")
     return {
         "jobs": page.total("tenuto:retained_jobs"),
         "blocks": page.total("tenuto:retained_blocks"),
         "granted_per_s": window.rate("tenuto:leases_granted_total"),
         "ended_per_s": {why: window.rate("tenuto:leases_ended_total", reason=why) for why in reasons},
         "refused_per_s": {why: window.rate("tenuto:lease_refusals_total", reason=why) for why in refusals},
+        "reclaims_per_s": {why: window.rate("tenuto:lease_reclaims_total", reason=why) for why in reclaims},
         "revoked_blocks_per_s": window.rate("tenuto:revoked_blocks_total"),
         # An engine that is busy ends leases between its steps, a little late.
         "next_deadline_in_s": max(0.0, min(deadlines) - page.at_s) if deadlines else None,

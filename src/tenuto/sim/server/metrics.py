@@ -110,16 +110,24 @@ class EngineMetrics(Collector):
         yield self._gauge(
             "tenuto:next_lease_deadline_timestamp_seconds",
             "Unix time at which the next lease ends; 0 without leases.",
-            self._get_deadline_time_s(),
+            self._get_time_of_day_s(driver.get_next_deadline_s()),
         )
         yield self._gauge(
             "tenuto:parked_jobs", "Jobs that wait because the policy admits none now.", view.num_parked
         )
+        yield from self._collect_tenants()
         ended = {why.value: number for why, number in stats.num_leases_ended.items()}
         yield self._counters("tenuto:leases_ended", "Leases ended, by reason.", "reason", ended)
         refused = {why.value: number for why, number in stats.num_lease_refusals.items()}
         yield self._counters(
             "tenuto:lease_refusals", "Turns that got no lease, by reason.", "reason", refused
+        )
+        reclaims = {taken_by.value: number for taken_by, number in stats.num_takes.items()}
+        yield self._counters(
+            "tenuto:lease_reclaims",
+            "Times a lease lost blocks before its end, by reason.",
+            "reason",
+            reclaims,
         )
         figures = GaugeMetricFamily(
             "tenuto:policy_figure", "What the policy shows of what it learned.", labels=(*LABELS, "figure")
@@ -133,6 +141,7 @@ class EngineMetrics(Collector):
             ("tenuto:hit_tokens", "Prompt tokens of started turns found in cache.", stats.num_hit_tokens),
             ("tenuto:recomputed_tokens", "Tokens computed again.", stats.num_recomputed_tokens),
             ("tenuto:admission_waits", "Times a new job was not admitted yet.", stats.num_admission_waits),
+            ("tenuto:overdue_turns", "Turns that waited too long.", stats.num_overdue_turns),
             ("tenuto:policy_faults", "Policy hooks that failed.", driver.num_policy_faults),
         ):
             yield self._counter(name, text, number)
@@ -142,6 +151,26 @@ class EngineMetrics(Collector):
         yield self._histogram(
             "tenuto:queue_delay_seconds", "From a turn's arrival to its first step.", stats.queue_s
         )
+
+    def _collect_tenants(self) -> Iterator[Family]:
+        driver = self._engine.scheduler.driver
+        blocks = driver.get_tenant_blocks()
+        largest = max(blocks.values(), default=0) / max(1, sum(blocks.values()))
+        yield self._gauge(
+            "tenuto:oldest_waiting_timestamp_seconds",
+            "Unix time at which the turn arrived that waits longest; 0 if none waits.",
+            self._get_time_of_day_s(driver.service.get_oldest_arrival_s()),
+        )
+        yield self._gauge(
+            "tenuto:active_tenants", "Tenants with a turn in the engine or a lease.", len(driver.quota)
+        )
+        yield self._gauge("tenuto:largest_tenant_share", "Its share of all leased blocks.", largest)
+        tenants = GaugeMetricFamily(
+            "tenuto:tenant_leased_blocks", "Leased blocks by tenant.", labels=(*LABELS, "tenant")
+        )
+        for name, number in blocks.items():
+            tenants.add_metric((*self._values, name or "(none)"), number)
+        yield tenants
 
     def _collect_time(self) -> Iterator[Family]:
         clock = self._pacer.clock
@@ -153,11 +182,10 @@ class EngineMetrics(Collector):
             self._engine.stats.lag_s,
         )
 
-    def _get_deadline_time_s(self) -> float:
-        clock, deadline_s = self._pacer.clock, self._engine.scheduler.driver.get_next_deadline_s()
-        if deadline_s is None:
-            return 0.0
-        return time.time() + clock.get_real_duration_s(deadline_s - clock.get_now_s())
+    def _get_time_of_day_s(self, at_s: float | None) -> float:
+        """The time of day of a simulated time; 0 for None."""
+        clock = self._pacer.clock
+        return 0.0 if at_s is None else time.time() + clock.get_real_duration_s(at_s - clock.get_now_s())
 
     def _gauge(self, name: str, text: str, value: float) -> Family:
         family = GaugeMetricFamily(name, text, labels=LABELS)
