@@ -166,7 +166,10 @@ class TenantMetrics:
         self._active.set(len(driver.quota))
         blocks = {} if driver.is_shadow else driver.get_tenant_blocks()
         self._largest.set(max(blocks.values(), default=0) / max(1, sum(blocks.values())))
-        shown = {name or NO_TENANT: blocks[name] for name in heapq.nlargest(NUM_TENANTS, blocks, blocks.get)}
+        shown = {
+            name or NO_TENANT: blocks[name]
+            for name in heapq.nlargest(NUM_TENANTS, blocks, blocks.__getitem__)
+        }
         if len(blocks) > NUM_TENANTS:
             shown[OTHER_TENANTS] = sum(blocks.values()) - sum(shown.values())
         for name in self._shown - shown.keys():
