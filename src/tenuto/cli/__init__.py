@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "simulate": ("", "one workload on a simulated GPU"),
     "compare": ("", "GPUs x policies x loads x seeds, simulated"),
     "plan": ("", "the fewest GPUs for a load"),
+    "memory": ("", "how much KV cache there is, and how many jobs fit"),
     "profile": ("--url URL", "fit how long a server's steps take, for the simulator"),
     "analyze": ("FILE", "what happened in a run, what was lost and why"),
     "report": ("RECORDS", "one HTML page of what came out, with figures and a timeline"),

@@ -1,0 +1,179 @@
+"""How much KV cache a machine has, what a job's cache takes of it, and how many jobs fit: no simulation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tenuto.core.errors import ConfigError
+from tenuto.sim.cost import StepBatch
+from tenuto.sim.hardware.gpus import GIB
+from tenuto.sim.hardware.kv_budget import KvBudget, ProfileRun, kv_budget
+from tenuto.sim.kv.checkpoints import count_tail_blocks
+from tenuto.sim.kv.kv_cache import KvCache
+from tenuto.sim.machine import DEFAULT_UTILIZATION, Machine, build
+from tenuto.sim.setup import Setup
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share one block table. Bytes are of one GPU."""
+
+    num_layers: int
+    window: int | None
+    """Tokens; None for full attention."""
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """A job with so many tokens of context, its last answer included."""
+
+    num_tokens: int
+    blocks_running: int
+    """While a turn runs."""
+    blocks_leased: int
+    """That a lease holds during a tool call: full blocks; of a sliding window, those that it still sees. By
+    default vLLM caches windows at the end of the prompt, so then the last answer's blocks are not held."""
+    leased_bytes: int
+    """On one GPU."""
+    leased_share: float
+    """Of the KV cache."""
+    jobs_leased: int
+    """How many such leases the KV cache holds, with nothing running."""
+    jobs_running: int
+    """How many such turns run at a time: bound by the KV cache or by `max_num_seqs`."""
+    compute_s: float
+    """To compute the context again, with nothing else running."""
+    load_s: float | None
+    """To load it from host memory, over an idle link; None where tiers are not simulated."""
+    jobs_in_host: int | None
+    """How many such contexts the host memory holds; None without host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Where the memory of a machine goes."""
+
+    gpu: str
+    model: str
+    tp: int
+    dtype: str
+    kv_cache_dtype: str
+    source: str
+    """Where the size of the KV cache comes from."""
+    block_size: int
+    num_blocks: int
+    kv_bytes: int
+    """Of one GPU."""
+    kv_tokens: int
+    """Tokens that the KV cache holds; where windows slide, of all layer groups together."""
+    max_model_len: int
+    max_num_seqs: int
+    host_bytes: int
+    """Host memory for KV, of all GPUs together; 0 if none is known."""
+    step_cost: str
+    budget: KvBudget | None
+    """The computed parts; None where the size was given."""
+    groups: tuple[Group, ...]
+    contexts: tuple[Context, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        values = asdict(self)
+        if self.budget is not None:
+            values["budget"]["kv_bytes"] = self.budget.kv_bytes
+        return values
+
+
+def measure_memory(setup: Setup, contexts: tuple[int, ...]) -> Memory:
+    """Where a machine's memory goes, and what jobs of these contexts take. Raises ConfigError."""
+    machine = build(replace(setup, policy="stock", offload="none"))
+    kv = machine.make_scheduler().kv
+    model, tp = machine.model, setup.tp
+    token_bytes = model.kv_bytes_per_token_per_layer(tp)
+    groups = tuple(
+        Group(group.num_layers, group.window, group.num_layers * token_bytes) for group in model.kv_groups()
+    )
+    budget = None
+    if setup.kv_tokens is None:
+        utilization = setup.gpu_memory_utilization or DEFAULT_UTILIZATION
+        profile = ProfileRun(
+            max_num_batched_tokens=machine.config.max_num_batched_tokens,
+            max_num_seqs=machine.config.max_num_seqs,
+        )
+        budget = kv_budget(machine.gpu, model, utilization=utilization, tp=tp, profile=profile)
+    num_blocks, block_size = machine.config.kv.num_blocks, setup.block_size
+    host_gb = setup.host_gb
+    known_bytes = machine.gpu.host_memory_bytes or 0
+    host_bytes = known_bytes if host_gb is None else int(host_gb * GIB)
+    memory = Memory(
+        gpu=machine.gpu.name,
+        model=model.name,
+        tp=tp,
+        dtype=model.attention_dtype,
+        kv_cache_dtype=model.kv_cache_dtype,
+        source=_get_source(budget, num_blocks, block_size),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_bytes=num_blocks * block_size * groups[0].bytes_per_token,
+        kv_tokens=num_blocks * block_size,
+        max_model_len=machine.config.kv.max_model_len,
+        max_num_seqs=machine.config.max_num_seqs,
+        host_bytes=host_bytes,
+        step_cost=machine.step_cost_name,
+        budget=budget,
+        groups=groups,
+        contexts=(),
+        notes=machine.notes,
+    )
+    return replace(memory, contexts=tuple(_measure_context(memory, machine, kv, each) for each in contexts))
+
+
+def _get_source(budget: KvBudget | None, num_blocks: int, block_size: int) -> str:
+    if budget is None:
+        return "as given"
+    if budget.num_blocks(block_size) == num_blocks:
+        return "computed from the memory, as vLLM does"
+    return "as a server with this GPU and model reported it"
+
+
+def _measure_context(memory: Memory, machine: Machine, kv: KvCache, num_tokens: int) -> Context:
+    if num_tokens > memory.max_model_len:
+        raise ConfigError(
+            f"--context {num_tokens}: {memory.model} takes {memory.max_model_len} tokens at most"
+        )
+    running = kv.count_most_blocks(num_tokens)
+    # The last token of an answer is never computed, and a lease holds full blocks only.
+    full = (num_tokens - 1) // memory.block_size
+    leased = sum(
+        full if group.window is None else min(full, count_tail_blocks(group.window, memory.block_size))
+        for group in memory.groups
+    )
+    leased_bytes = leased * memory.block_size * memory.groups[0].bytes_per_token
+    usable = memory.num_blocks - 1  # the null block
+    has_tiers = all(group.window is None for group in memory.groups)
+    host_bytes = memory.host_bytes // memory.tp if has_tiers else 0
+    link = (machine.setup.link_gb_s or 0.0) * 1e9 or machine.gpu.host_link_bytes_per_s
+    return Context(
+        num_tokens=num_tokens,
+        blocks_running=running,
+        blocks_leased=leased,
+        leased_bytes=leased_bytes,
+        leased_share=leased / usable,
+        jobs_leased=usable // leased if leased else 0,
+        jobs_running=min(usable // running, memory.max_num_seqs),
+        compute_s=_get_compute_s(machine, num_tokens),
+        load_s=leased_bytes / link if has_tiers else None,
+        jobs_in_host=host_bytes // leased_bytes if host_bytes and leased_bytes else None,
+    )
+
+
+def _get_compute_s(machine: Machine, num_tokens: int) -> float:
+    """Seconds of the steps that compute a prompt of this length alone."""
+    total_s, budget = 0.0, machine.config.max_num_batched_tokens
+    for start in range(0, num_tokens, budget):
+        chunk = min(budget, num_tokens - start)
+        total_s += machine.step_cost.seconds(StepBatch.of(prefills=[(chunk, start)]))
+    return total_s
