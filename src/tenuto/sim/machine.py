@@ -20,6 +20,7 @@ from tenuto.core.policy_loader import get_engine_settings, load_policy
 from tenuto.core.presets import EngineSettings
 from tenuto.sim.cost import (
     BACKENDS,
+    VARIANTS,
     FittedStepCost,
     HostOverhead,
     NoTablesError,
@@ -27,6 +28,7 @@ from tenuto.sim.cost import (
     StepCost,
     default_backend,
     load_step_cost,
+    split_variant,
 )
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import PUBLISHED, Scheduler
@@ -127,30 +129,36 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
 
 
 def _load_step_cost(setup: Setup, gpu: Gpu, model: Model, notes: list[str]) -> tuple[StepCost, str]:
-    name = setup.step_cost or default_backend(gpu)
+    source, variant = split_variant(setup.step_cost)
+    name = source or default_backend(gpu)
     if name not in BACKENDS:
         # Observed step times already include the host's time.
         return _load_fit(Path(name)), name
     host = HostOverhead(overlapped=setup.async_scheduling)
-    if setup.step_cost is None:
+
+    def load(name: str) -> tuple[StepCost, str]:
+        cost = load_step_cost(name, gpu, model, setup.tp, host, variant=variant)
+        return cost, name if variant is None else f"{name}/{variant}"
+
+    if source is None:
         why = f"aiconfigurator-core has no measured times of {model.name} on it (tp {setup.tp})"
         if name == "tables":
             try:
-                return load_step_cost(name, gpu, model, setup.tp, host), name
+                return load(name)
             except NoTablesError:
                 name = "roofline"
         elif gpu.table_system is not None:
             why = "measured ones need: pip install 'tenuto[tables]'"
         notes.append(f"step times on {gpu.name} are a roofline's, a rougher guess: {why}")
-    return load_step_cost(name, gpu, model, setup.tp, host), name
+    return load(name)
 
 
 @cache
 def _load_fit(path: Path) -> FittedStepCost:
     if not path.is_file():
         raise ConfigError(
-            f"--step-cost is one of {', '.join(BACKENDS)}, or a file that `tenuto profile` wrote; "
-            f"{path}: No such file or directory"
+            f"--step-cost is one of {', '.join((*BACKENDS, *VARIANTS))}, or a file that `tenuto profile` "
+            f"wrote; {path}: No such file or directory"
         )
     return FittedStepCost.load(path)
 

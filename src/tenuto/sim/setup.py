@@ -52,7 +52,8 @@ class Setup(Options):
     step_cost: str | None = option(
         None,
         "how long steps take: tables (measured; aiconfigurator-core must be installed), roofline, or a file "
-        "that `tenuto profile` wrote",
+        "that `tenuto profile` wrote; optimistic or pessimistic, alone or as tables/pessimistic: other "
+        "assumptions on steps that mix prefill with decoding",
         metavar="NAME|FILE",
         shown_default="tables where there are some, else roofline",
     )

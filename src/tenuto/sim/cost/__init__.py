@@ -15,15 +15,18 @@ from tenuto.sim.cost.aiconfigurator import (
 )
 from tenuto.sim.cost.batch import HostedStepCost, HostOverhead, ScaledStepCost, StepBatch, StepCost
 from tenuto.sim.cost.fitted import FittedStepCost, fit_step_cost
+from tenuto.sim.cost.mixed import VARIANTS, MixedStepCost, Variant, split_variant
 from tenuto.sim.cost.observed import ObservedStep, ObservedTransfer, read_observations
 from tenuto.sim.cost.roofline import RooflineStepCost
 from tenuto.sim.hardware.gpus import Gpu
 from tenuto.sim.hardware.model import Model
 
 __all__ = [
+    "VARIANTS",
     "FittedStepCost",
     "HostOverhead",
     "HostedStepCost",
+    "MixedStepCost",
     "NoTablesError",
     "ObservedStep",
     "ObservedTransfer",
@@ -36,6 +39,7 @@ __all__ = [
     "load_step_cost",
     "load_table_step_cost",
     "read_observations",
+    "split_variant",
 ]
 
 BACKENDS = ("tables", "roofline")
@@ -48,9 +52,17 @@ def default_backend(gpu: Gpu) -> str:
 
 
 def load_step_cost(
-    backend: str, gpu: Gpu, model: Model, tp: int = 1, host: HostOverhead | None = None
+    backend: str,
+    gpu: Gpu,
+    model: Model,
+    tp: int = 1,
+    host: HostOverhead | None = None,
+    *,
+    variant: Variant | None = None,
 ) -> HostedStepCost:
     """The step cost of a model on `tp` GPUs of a kind, host time included.
+
+    `variant`: other assumptions on steps that mix prefill with decoding; None for the sum of their operators.
 
     Raises:
         NoTablesError: "tables" has none of this GPU, model and `tp`.
@@ -60,7 +72,6 @@ def load_step_cost(
         raise ConfigError(f"unknown step cost {backend!r}; choose one of {', '.join(BACKENDS)}")
     if model.base_dtype == "float32":
         raise ConfigError(f"{model.name} is float32; tensor-core rates are for bfloat16, float16 and fp8")
-    gpu_cost = (
-        load_table_step_cost(gpu, model, tp) if backend == "tables" else RooflineStepCost(gpu, model, tp)
-    )
+    parted = load_table_step_cost(gpu, model, tp) if backend == "tables" else RooflineStepCost(gpu, model, tp)
+    gpu_cost = parted if variant is None else MixedStepCost(parted, variant, model.num_layers)
     return HostedStepCost(gpu_cost, host or HostOverhead())

@@ -7,6 +7,7 @@ and the shares of them that kernels reach; the constants below are the same for 
 from __future__ import annotations
 
 from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.mixed import StepParts
 from tenuto.sim.hardware.gpus import Gpu
 from tenuto.sim.hardware.model import DTYPE_BYTES, Model
 
@@ -53,17 +54,21 @@ class RooflineStepCost:
 
     def seconds(self, batch: StepBatch) -> float:
         """Seconds of one step on the GPUs; 0.0 for an empty batch."""
+        others_s, prefill_attention_s, decode_attention_s = self.get_parts(batch)
+        return others_s + prefill_attention_s + decode_attention_s
+
+    def get_parts(self, batch: StepBatch) -> StepParts:
+        """The parts of one step; all 0.0 for an empty batch."""
         num_tokens = batch.num_prefill_tokens + batch.num_decodes
         if num_tokens == 0:
-            return 0.0
-        return (
+            return StepParts(0.0, 0.0, 0.0)
+        others_s = (
             self._s_per_step
             + self._s_per_token * num_tokens
             + self._gemm_s(num_tokens)
             + self._head_s(batch.num_prefills + batch.num_decodes)
-            + self._prefill_attention_s(batch)
-            + self._decode_attention_s(batch)
         )
+        return StepParts(others_s, self._prefill_attention_s(batch), self._decode_attention_s(batch))
 
     def _gemm_s(self, num_tokens: int) -> float:
         num_experts, num_active = self._model.num_experts, self._model.num_active_experts

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.mixed import StepParts
 
 # Four lengths per doubling, up to 256K tokens; beyond, the last slope is continued.
 LENGTHS = tuple(sorted({round(2 ** (quarter / 4)) for quarter in range(4 * 18 + 1)}))
@@ -53,9 +54,14 @@ class TableStepCost:
 
     def seconds(self, batch: StepBatch) -> float:
         """Seconds of one step on the GPU; 0.0 for an empty batch."""
+        others_s, prefill_attention_s, decode_attention_s = self.get_parts(batch)
+        return others_s + prefill_attention_s + decode_attention_s
+
+    def get_parts(self, batch: StepBatch) -> StepParts:
+        """The parts of one step; all 0.0 for an empty batch."""
         num_tokens = batch.num_prefill_tokens + batch.num_decodes
         if num_tokens == 0:
-            return 0.0
+            return StepParts(0.0, 0.0, 0.0)
         linear_s = self._linear_s.get(num_tokens)
         if linear_s is None:
             linear_s = self._linear_s[num_tokens] = self._tables.linear_s(num_tokens)
@@ -63,16 +69,16 @@ class TableStepCost:
         head_s = self._head_s.get(num_requests)
         if head_s is None:
             head_s = self._head_s[num_requests] = self._tables.head_s(num_requests)
-        total_s = linear_s + head_s
+        prefill_s = decode_s = 0.0
         if batch.num_prefills:
             num_cached = batch.num_prefill_tokens + batch.num_prefill_context_tokens
             s_per_pair = self._prefill_curve(batch.num_prefills).at(num_cached / batch.num_prefills)
-            total_s += self._prefill_fixed_s + s_per_pair * batch.num_prefill_pairs
+            prefill_s = self._prefill_fixed_s + s_per_pair * batch.num_prefill_pairs
         if batch.num_decodes:
-            total_s += self._decode_curve(batch.num_decodes).at(
+            decode_s = self._decode_curve(batch.num_decodes).at(
                 batch.num_decode_context_tokens / batch.num_decodes
             )
-        return total_s
+        return StepParts(linear_s + head_s, prefill_s, decode_s)
 
     def _prefill_curve(self, num_chunks: int) -> _Curve:
         curve = self._prefill_s_per_pair.get(num_chunks)

@@ -153,6 +153,7 @@ class Engine:
         if step.num_tokens:
             self.stats.step_tokens.observe(sum(step.num_tokens.values()))
             computed_s = max(self.now_s, self._last_end_s) + self._step_cost.seconds(step.batch)
+            computed_s += step.copies_s
             self._last_end_s = max(computed_s, step.copies_done_s)
             self._in_flight.append(_StepInFlight(step, self.now_s, self._last_end_s))
             if self._on_step is not None:
