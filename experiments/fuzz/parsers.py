@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.fuzz import answers, files, requests
+from experiments.fuzz import answers, control, files, requests
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -58,6 +58,7 @@ PARSERS = {
         Parser("metrics-pages", "a server's /metrics", answers.read_metrics_page),
         Parser("options", "KEY=VALUE options of policies", requests.read_options),
         Parser("settings", "the settings in vLLM's additional config", requests.read_config),
+        Parser("control", "changes by an operator, and releases of jobs", control.call_control),
         Parser("states", "files of what a policy learned", files.read_state),
         Parser("traces", "traces of a scheduler: analyze, report, replay", files.read_trace),
         Parser("records", "results, turns, samples and all other records", files.read_records),

@@ -109,7 +109,7 @@ def pass_middleware(data: bytes) -> None:
     if len(data) % 3 == 0:
         headers.append((b"x-session-id", data[:40].replace(b"\n", b"").replace(b"\r", b"")))
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": headers}
-    received, scope = _get_loop().run_until_complete(_pass_on(data, scope))
+    received, scope = get_loop().run_until_complete(_pass_on(data, scope))
     length = dict(scope["headers"]).get(b"content-length")
     if length is not None and int(length) != len(received):
         raise Wrong(f"content-length {length.decode()} of a body of {len(received)} bytes")
@@ -163,7 +163,8 @@ async def _pass_on(data: bytes, scope: dict[str, Any]) -> tuple[bytes, dict[str,
 
 
 @cache
-def _get_loop() -> asyncio.AbstractEventLoop:
+def get_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process."""
     return asyncio.new_event_loop()
 
 
