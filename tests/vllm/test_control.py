@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -419,6 +420,22 @@ def test_only_jobs_of_the_canary_get_leases() -> None:
 
 
 # End of a job.
+
+
+def test_vllm_s_own_release_hint_ends_the_job() -> None:
+    """Whatever else an envelope holds, or is, does nothing."""
+    engine = start({"policy": KEEP_ALL}, num_blocks=100)
+    for name, hint in (
+        ("plain", None),
+        ("released", SimpleNamespace(actions=[SimpleNamespace(action_type="Release", payload={})])),
+        ("pinned", SimpleNamespace(actions=[SimpleNamespace(action_type="pin", payload={"ttl": 1e9})])),
+        ("strange", "nonsense"),
+    ):
+        request = make_request(name, [len(name)] * 40, xargs={"job_id": name})
+        request.kv_hints = hint
+        engine.scheduler.add_request(request)
+    engine.run()
+    assert {lease.job_id for lease in engine.scheduler.driver.leases} == {"plain", "pinned", "strange"}
 
 
 def test_a_client_ends_its_own_job_only(monkeypatch: pytest.MonkeyPatch) -> None:

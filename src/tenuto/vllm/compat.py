@@ -226,6 +226,17 @@ def get_num_cached_tokens(scheduler: Any, request: Any) -> int:
     return int(scheduler.kv_cache_manager.get_computed_blocks(request)[1])
 
 
+def has_release_hint(request: Any) -> bool:
+    """Whether a request carries vLLM's own hint that its KV cache is not needed afterwards.
+
+    Since 0.31 a request may have an envelope of actions (`vllm.v1.kv_hints`). What an action's type means is
+    up to the component that reads it; `release` is the name in vLLM's proposals.
+    """
+    envelope = getattr(request, "kv_hints", None)
+    actions = getattr(envelope, "actions", None) or ()
+    return any(str(getattr(each, "action_type", "")).lower() == "release" for each in actions)
+
+
 def has_content(block: Any, block_hash: Any) -> bool:
     """Whether a block holds the content with this hash."""
     return block.block_hash is not None and get_block_hash(block.block_hash) == block_hash

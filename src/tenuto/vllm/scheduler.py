@@ -335,8 +335,11 @@ def _describe(request: Any, *, trusts_clients: bool) -> Arrival:
         return Arrival(OUTSIDE, num_prompt_tokens, priority=request.priority)
     fields = request.sampling_params.extra_args
     fields = fields if trusts_clients else take_tenant(fields)
+    hints = parse_hints(fields, getattr(request, "session_id", None))
+    if hints.is_last is None and compat.has_release_hint(request):
+        hints = dataclasses.replace(hints, is_last=True)
     return Arrival(
-        hints=parse_hints(fields, getattr(request, "session_id", None)),
+        hints=hints,
         num_prompt_tokens=num_prompt_tokens,
         prompt=request.prompt_token_ids,
         hashes=request.block_hashes,
