@@ -50,7 +50,7 @@ class Clients:
         self._pausing.clear()
         kinds: list[Callable[[], Coroutine[Any, Any, None]]] = [
             self._probe, self._be_agent, self._be_agent, self._be_agent, self._be_agent_without_id,
-            self._hoard, self._be_hostile, self._leave_streams, self._use_child,
+            self._hoard, self._be_hostile, self._leave_streams, self._use_child, self._send_slowly,
         ]  # fmt: skip
         tasks = [asyncio.create_task(kind()) for kind in kinds]
         await asyncio.sleep(seconds)
@@ -163,6 +163,24 @@ class Clients:
             except httpx.HTTPError as error:
                 self._count_error("left", error)
             await asyncio.sleep(self._rng.expovariate(0.7))
+
+    async def _send_slowly(self) -> None:
+        """A client that sends its body piece by piece, and half of the time leaves before its end."""
+        rng = self._rng
+        while not self._pausing.is_set():
+            self._book.counts["slow senders"] += 1
+            body = json.dumps({"model": "soak", "prompt": self._make_text(20), "max_tokens": 1}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", self._port)
+                writer.write(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode())
+                for start in range(0, len(body) if rng.random() < 0.5 else len(body) // 2, 20):
+                    writer.write(body[start : start + 20])
+                    await asyncio.sleep(0.3)
+                writer.close()
+            except OSError as error:
+                self._count_error("slow senders", error)
+            await asyncio.sleep(rng.expovariate(0.3))
 
     async def _use_child(self) -> None:
         """A client in its own process: stopped, continued, and killed in the middle of its answer."""

@@ -101,3 +101,22 @@ def test_a_metrics_folder_that_is_removed_ends_no_engine_and_no_page(
         elif number == 1:
             folder.mkdir()
     assert len(engine.outputs) == 3
+
+
+@pytest.mark.parametrize("gap", [0, 1, 2, 5])
+def test_a_lease_on_blocks_that_a_connector_could_not_load_ends(clock: Clock, gap: int) -> None:
+    """vLLM takes the content of such blocks out of the prefix cache; references stay as they are."""
+    engine = start("tests.vllm.policies:KeepAll")
+    scheduler = engine.scheduler
+    prompt = list(range(100, 200))
+    hints = {"job_id": "a", "tool": "x"}
+    scheduler.add_request(make_request("a1", prompt, max_tokens=2, xargs=hints))
+    engine.run()
+    (lease,) = scheduler.driver.leases
+    assert len(lease.blocks) == 6
+    scheduler.kv_cache_manager.evict_blocks({lease.blocks[gap].block_id})
+    follow = [*prompt, *engine.outputs["a1"], *range(300, 340)]
+    scheduler.add_request(make_request("a2", follow, max_tokens=2, xargs={**hints, "is_last_step": 1}))
+    engine.run()
+    assert scheduler.driver.stats.num_hit_tokens == gap * 16
+    check_nothing_is_left(scheduler)
