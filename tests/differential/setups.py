@@ -32,6 +32,7 @@ class Setup:
     watermark: float = 0.0
     windows: tuple[int | None, ...] = (None,)
     retention_interval: int | None = 0
+    max_model_len: int = MAX_MODEL_LEN
     order: Literal["fcfs", "priority"] = "fcfs"
     depth: int = 1
     num_draft_tokens: int = 0
@@ -48,7 +49,7 @@ class Setup:
             block_size=BLOCK_SIZE,
             windows=self.windows,
             retention_interval=self.retention_interval,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=self.max_model_len,
             reserve_full_sequence=self.reserve_full_sequence,
             watermark=self.watermark,
             num_lookahead_tokens=self.num_draft_tokens if self.has_draft_model else 0,
@@ -69,6 +70,7 @@ class Setup:
         config = make_config(
             is_async=self.depth > 1,
             tenuto=tenuto,
+            max_model_len=self.max_model_len,
             policy=self.order,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

@@ -34,6 +34,14 @@ CASES: dict[str, tuple[Setup, str, dict[str, Any]]] = {
     "hold, watermark": (Setup(watermark=0.15, num_blocks=60), KEEP_ALL, TTL),
     "hold, no gate": (Setup(reserve_full_sequence=False, num_blocks=80), KEEP_ALL, TTL),
     "hybrid hold": (Setup(windows=(None, 64), num_blocks=60), KEEP_ALL, TTL),
+    "hybrid hold, dense": (Setup(windows=(None, 64), num_blocks=60, retention_interval=None), KEEP_ALL, TTL),
+    "hybrid hold, interval": (Setup(windows=(None, 40), num_blocks=60, retention_interval=96), KEEP_ALL, TTL),
+    "hybrid hold, one to five": (Setup(windows=(None, *(33,) * 5), num_blocks=36), KEEP_ALL, TTL),
+    "hybrid hold, two full": (Setup(windows=(None, None, 20), num_blocks=60), KEEP_ALL, TTL),
+    "hybrid hold, two windows": (Setup(windows=(None, 100, 17), num_blocks=50), KEEP_ALL, TTL),
+    # Short enough that a block behind each window fits beside the longest request.
+    "hybrid hold, spare blocks": (Setup(windows=(None, 40), num_blocks=60, max_model_len=640), KEEP_ALL, TTL),
+    "window hold": (Setup(windows=(48,), num_blocks=26), KEEP_ALL, TTL),
     "continuum-fixed": (Setup(max_num_seqs=4), "continuum-fixed", {}),
     "continuum-fixed A": (Setup(), "continuum-fixed", {"variant": "A"}),
     "admission and budget": (Setup(num_blocks=60), "tests.vllm.policies:OneJobAtATime", {"step_tokens": 40}),
@@ -65,6 +73,7 @@ def get_turn(turns: Conversations, rng: random.Random, ours: SimSide) -> Turn:
 def get_totals(driver: Driver) -> dict[str, Any]:
     """What a driver counted and which leases it has."""
     totals = {name: value for name, value in vars(driver.stats).items() if isinstance(value, int | dict)}
+    del totals["groups"]
     leases = sorted((lease.job_id, len(lease.blocks), lease.terms.until_s) for lease in driver.leases)
     return {**totals, "leases": leases}
 

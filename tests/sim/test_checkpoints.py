@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.kv.checkpoints import Checkpoints, count_tail_blocks
+from tenuto.core.windows import count_spare_blocks, count_tail_blocks
+from tenuto.sim.kv.checkpoints import Checkpoints
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.request import Request
 from tests.sim.test_scheduler import make_scheduler, run
@@ -41,6 +42,19 @@ def test_intervals() -> None:
     assert get_blocks(9, 16, end=11) == [2, 3, 6, 7, 8, 9, 10]
     # No longer than the window, or None: every block.
     assert get_blocks(9, 8) == get_blocks(9, None) == list(range(14))
+
+
+@pytest.mark.parametrize("alignment", [4, 8, 16])
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 7, 8, 9, 30])
+def test_spare_blocks_are_just_enough(window: int, alignment: int) -> None:
+    """Counted out: the first block of the last hit's tail, wherever the request ends."""
+    size, base = 4, 160
+    num_missing = 0
+    for num_tokens in range(base, base + alignment):
+        first_needed = base // size - count_tail_blocks(window, size)
+        first_kept = (num_tokens - window + 1) // size
+        num_missing = max(num_missing, first_kept - first_needed)
+    assert count_spare_blocks(window, size, alignment) == num_missing
 
 
 def test_a_window_of_one_token_needs_nothing_before() -> None:

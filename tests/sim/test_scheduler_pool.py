@@ -97,7 +97,7 @@ class Pools(RuleBasedStateMachine):
             for block in range(first, end)
         ]
         assert runs == [n for n, each in enumerate(hashes) if self.theirs.get_cached_block(each)]
-        assert self.ours.count_free(row) == sum(block.ref_cnt == 0 for block in blocks)
+        assert self.ours.count_blocks(row, ref_cnt=0) == sum(block.ref_cnt == 0 for block in blocks)
         return blocks, row
 
     @rule(
@@ -113,8 +113,10 @@ class Pools(RuleBasedStateMachine):
         # Group 1 has a sliding window: of a hit it needs the last two blocks only.
         num_dropped = max(0, len(blocks) - 2) if group == 1 else 0
         row = self.ours.find(path, group, num_dropped, len(blocks))
-        assert self.ours.count_free(row) == sum(block.ref_cnt == 0 for block in blocks[num_dropped:])
-        if num_new > self.ours.num_free_blocks - self.ours.count_free(row):
+        assert self.ours.count_blocks(row, ref_cnt=0) == sum(
+            block.ref_cnt == 0 for block in blocks[num_dropped:]
+        )
+        if num_new > self.ours.num_free_blocks - self.ours.count_blocks(row, ref_cnt=0):
             return
         self.theirs.touch(blocks[num_dropped:])
         self.ours.hold(row)

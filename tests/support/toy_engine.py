@@ -60,7 +60,7 @@ class ToyEngine:
         step_chooser: StepChooser | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks + 1)  # and the null block
-        self.block_size = self.hash_block_size = block_size
+        self.block_size = self.hash_block_size = self.hit_alignment = block_size
         self.now_s = 0.0
         """When it was last asked for room: the time of all that this changes in the queue."""
         self.waiting: IndexedHeap | FairOrder = IndexedHeap()
@@ -192,13 +192,19 @@ class ToyEngine:
         max_blocks = (len(turn.tokens) - 1) // self.block_size
         return get_hit_blocks(turn.hashes, self.pool.get_cached_block, max_blocks)
 
-    def count_common_blocks(self, blocks: list[Block], hashes: Sequence[Hashable]) -> int:
+    def count_common_tokens(self, blocks: list[Block], hashes: Sequence[Hashable]) -> int:
         num_common = 0
         for block, block_hash in zip(blocks, hashes, strict=False):
             if block.block_hash != block_hash:
                 break
             num_common += 1
-        return num_common
+        return num_common * self.block_size
+
+    def get_prefix(self, blocks: list[Block], max_tokens: int) -> list[Block]:
+        return blocks if max_tokens >= len(blocks) * self.block_size else []
+
+    def get_rest(self, blocks: list[Block], num_blocks: int) -> list[Block]:
+        return []
 
     def get_num_leased_blocks(self) -> int:
         return len(self.coverage)

@@ -51,7 +51,7 @@ def make_scheduler_of_layers(
     cache_config.prefix_cache_retention_interval = retention_interval
     if hasattr(cache_config, "kv_cache_layout"):
         # Otherwise an attention backend is asked; the scheduler does not care where bytes lie.
-        cache_config.kv_cache_layout = "BLHNC"
+        cache_config.kv_cache_layout = "LBHNC"
     specs = {f"layers.{n}.attn": spec for n, spec in enumerate(layers)}
     groups = kv_cache_planning.get_kv_cache_groups(config, specs)
     kv_cache_config = kv_cache_utils.generate_scheduler_kv_cache_config(

@@ -61,6 +61,7 @@ def make_config(
     is_async: bool = False,
     tenuto: dict[str, Any] | None = None,
     num_drafts: int = 0,
+    max_model_len: int = MAX_MODEL_LEN,
     **scheduler: Any,
 ) -> VllmConfig:
     """A vLLM configuration for the tiny model; `scheduler` holds SchedulerConfig arguments.
@@ -68,7 +69,7 @@ def make_config(
     With `num_drafts` it decodes speculatively, guessing so many tokens by n-grams.
     """
     model_config = ModelConfig(
-        model=get_model_folder(), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN
+        model=get_model_folder(), skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len
     )
     arguments = {
         "max_num_seqs": 16,
@@ -89,7 +90,7 @@ def make_config(
         model_config=model_config,
         cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             is_encoder_decoder=False,
             # Guessing by n-grams is none of the kinds it takes drafts of; the scheduler does not mind.
             async_scheduling=is_async and not num_drafts,

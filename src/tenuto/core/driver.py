@@ -79,7 +79,7 @@ class Driver:
             policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
         )
         view = engine.get_view(0.0)
-        self._block_size = view.block_size
+        self._hit_alignment = engine.hit_alignment
         self._hash_block_size = engine.hash_block_size
         self._jobs = JobTable(self.limits.max_remembered_jobs, engine.hash_block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
@@ -105,7 +105,7 @@ class Driver:
         turn = TurnState(turn_id, job, now_s, arrival)
         if job.last_marks is not None:
             turn.num_reusable_tokens = job.last_marks.count_reusable_tokens(
-                arrival.hashes, arrival.num_prompt_tokens, self._block_size
+                arrival.hashes, arrival.num_prompt_tokens, self._hit_alignment
             )
         job.num_turns += 1
         if len(job.live_turn_ids) >= self.limits.max_parallel_turns:

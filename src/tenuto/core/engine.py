@@ -17,11 +17,18 @@ class Engine(Protocol):
 
     @property
     def can_truncate(self) -> bool:
-        """Whether a lease without its last blocks can still be hit. If not, leases are reclaimed whole."""
+        """Whether a lease without its last blocks can still be hit.
+
+        If not, a shorter lease may need other blocks: see `get_prefix` and `get_rest`.
+        """
 
     @property
     def hash_block_size(self) -> int:
         """Tokens that each of an `Arrival`'s hashes covers; the engine's blocks may be larger."""
+
+    @property
+    def hit_alignment(self) -> int:
+        """Hits end at multiples of so many tokens: the block size, or a multiple of it if groups differ."""
 
     @property
     def can_store(self) -> bool:
@@ -39,8 +46,24 @@ class Engine(Protocol):
         `num_hit_tokens`: tokens that the turn itself hit when it last started.
         """
 
-    def count_common_blocks(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
-        """How many of these blocks, from the first on, a prompt with these chained hashes shares."""
+    def count_common_tokens(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
+        """How many tokens of a lease, from the first on, a prompt with these chained hashes shares.
+
+        Full blocks only, if leases can be truncated.
+        """
+
+    def get_prefix(self, blocks: list[Any], max_tokens: int) -> list[Any]:
+        """The blocks of the longest part of a lease that can be hit, of at most `max_tokens` tokens.
+
+        Only called if leases cannot be truncated. Some of the blocks may not be the lease's, and may be free.
+        The list is empty if nothing can be hit, and it is `blocks` itself if the whole lease fits.
+        """
+
+    def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
+        """What a lease keeps if it gives up about `num_blocks` blocks; as `get_prefix`.
+
+        Empty if a shorter lease would free nothing.
+        """
 
     def get_num_leased_blocks(self) -> int:
         """Number of distinct blocks that leases hold; a block that several leases hold counts once."""

@@ -173,6 +173,16 @@ class LeaseTable:
             self._quota.remove(lease.tenant, self._engine.get_block_ids(tail))
         self._engine.release(tail)
 
+    def replace(self, lease: LeaseState, blocks: list[Any]) -> None:
+        """Let a lease hold these blocks instead of its own. Some may be in both lists."""
+        self._engine.hold(blocks)
+        old, lease.blocks = lease.blocks, blocks
+        self.num_blocks += len(blocks) - len(old)
+        if self._quota.is_limited:
+            self._quota.add(lease.tenant, self._engine.get_block_ids(blocks))
+            self._quota.remove(lease.tenant, self._engine.get_block_ids(old))
+        self._engine.release(old)
+
     def get_due(self, now_s: float) -> LeaseState | None:
         """The lease with the earliest deadline, if that deadline has passed; otherwise None."""
         key = self._deadlines.get_first_key()

@@ -95,13 +95,11 @@ class Retention:
         lease = self.leases.get(turn.job.job_id)
         if lease is None or lease.next_turn_id is not None:
             return None
-        num_common = self._engine.count_common_blocks(lease.blocks, turn.arrival.hashes)
-        if self._engine.can_truncate:
-            # A prefix hit ends before the prompt's last token, so a later block would only waste memory.
-            num_common = min(num_common, (turn.arrival.num_prompt_tokens - 1) // self._block_size)
-        if num_common == 0:
+        num_common = self._engine.count_common_tokens(lease.blocks, turn.arrival.hashes)
+        # A prefix hit ends before the prompt's last token, so a later block would only waste memory.
+        num_common = min(num_common, turn.arrival.num_prompt_tokens - 1)
+        if not self._keep_tokens(lease, num_common):
             return self.leases.end(lease, LeaseEnd.SUPERSEDED, now_s)
-        self.leases.truncate(lease, num_common)
         lease.next_turn_id = turn.turn_id
         return None
 
@@ -267,13 +265,29 @@ class Retention:
             return LeaseEnd.TIME_LIMIT
         return _GIVEN_UP.get(answer.why, LeaseEnd.EXPIRED) if answer.why is not None else LeaseEnd.EXPIRED
 
+    def _keep_tokens(self, lease: LeaseState, num_tokens: int) -> bool:
+        """Shorten a lease to what its first tokens can hit; False, and no change, if that is nothing."""
+        if self._engine.can_truncate:
+            num_blocks = num_tokens // self._block_size
+            if num_blocks > 0:
+                self.leases.truncate(lease, num_blocks)
+            return num_blocks > 0
+        blocks = self._engine.get_prefix(lease.blocks, num_tokens)
+        if blocks and blocks is not lease.blocks:
+            self.leases.replace(lease, blocks)
+        return bool(blocks)
+
     def _shrink(
         self, lease: LeaseState, num_blocks: int, taken_by: TakenBy, now_s: float
     ) -> LeaseTruncated | LeaseEnded:
         """Free the last `num_blocks` blocks of a lease, or all its blocks if the rest could not be hit."""
-        num_left = max(0, len(lease.blocks) - num_blocks) if self._engine.can_truncate else 0
-        if num_left == 0:
-            return self.leases.end(lease, LeaseEnd.REVOKED, now_s, taken_by)
-        truncated = LeaseTruncated(lease, len(lease.blocks) - num_left, taken_by, now_s)
-        self.leases.truncate(lease, num_left)
-        return truncated
+        num_before = len(lease.blocks)
+        if self._engine.can_truncate:
+            num_left = max(0, num_before - num_blocks)
+            if num_left > 0:
+                self.leases.truncate(lease, num_left)
+                return LeaseTruncated(lease, num_before - num_left, taken_by, now_s)
+        elif rest := self._engine.get_rest(lease.blocks, num_blocks):
+            self.leases.replace(lease, rest)
+            return LeaseTruncated(lease, num_before - len(rest), taken_by, now_s)
+        return self.leases.end(lease, LeaseEnd.REVOKED, now_s, taken_by)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from tenuto.core.take_back import get_max_tokens
 from tenuto.core.types import EngineView
-from tenuto.vllm import compat
+from tenuto.vllm import compat, compat_groups
 from tenuto.vllm.usage import LeasedBlocks
 
 
-class CachedBlocks(list[Any]):
-    """Blocks of one lease, with the hash of all they hold (for models whose layers differ)."""
+class GroupedBlocks(list[Any]):
+    """Blocks of one lease on a model with several layer groups: all groups' blocks of one hit."""
 
-    chain_hash: Hashable = None
-    num_chain_hashes: int = 0
+    num_tokens: int
+    """Tokens of the hit."""
+    hashes: Sequence[Any]
+    """The chained hashes of the turn that the lease is of."""
 
 
 class VllmEngine:
@@ -29,6 +32,8 @@ class VllmEngine:
         self._leased: LeasedBlocks = scheduler.leased_blocks
         self.hash_block_size = int(scheduler.hash_block_size)
         self.can_truncate = compat.can_truncate_leases(scheduler)
+        self.hit_alignment = compat_groups.get_hit_alignment(scheduler)
+        self._tokens_per_block = compat_groups.get_tokens_per_block(scheduler)
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with so many leases."""
@@ -57,32 +62,49 @@ class VllmEngine:
         request = self._scheduler.requests[turn_id]
         if self.can_truncate:
             return compat.get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
-        found, num_tokens = compat.get_cached_blocks(self._scheduler, request)
-        blocks = CachedBlocks(found)
-        if blocks:
-            # Keep the whole hit or nothing: a shorter prefix would need other blocks of a sliding window.
-            blocks.num_chain_hashes = num_tokens // self.hash_block_size
-            blocks.chain_hash = request.block_hashes[blocks.num_chain_hashes - 1]
-        return blocks
+        self._cache_ends(request)
+        if request.skip_reading_prefix_cache:
+            return []
+        return self._find(request.block_hashes, request.num_tokens - 1)
 
-    def count_common_blocks(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
-        """How many leading blocks a prompt with these hashes shares.
+    def count_common_tokens(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
+        """How many leading tokens a prompt with these hashes shares.
 
         Takes O(log n) time: each hash also covers the blocks before it, so a binary search works.
         """
-        if not self.can_truncate:
-            assert isinstance(blocks, CachedBlocks)
-            position = blocks.num_chain_hashes
-            same = 0 < position <= len(hashes) and hashes[position - 1] == blocks.chain_hash
-            return len(blocks) if same else 0
-        low, high = 0, min(len(blocks), len(hashes))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if compat.has_content(blocks[middle - 1], hashes[middle - 1]):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        if isinstance(blocks, GroupedBlocks):
+            own, size = blocks.hashes, self.hash_block_size
+            high = min(blocks.num_tokens // size, len(own), len(hashes))
+            return _count_common(high, lambda n: own[n] == hashes[n]) * size
+        high = min(len(blocks), len(hashes))
+        return _count_common(high, lambda n: compat.has_content(blocks[n], hashes[n])) * self._block_size
+
+    def get_prefix(self, blocks: list[Any], max_tokens: int) -> list[Any]:
+        """The longest part of a lease that can be hit, of at most so many tokens."""
+        assert isinstance(blocks, GroupedBlocks)
+        return blocks if max_tokens >= blocks.num_tokens else self._find(blocks.hashes, max_tokens)
+
+    def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
+        """What a lease keeps if it gives up about so many blocks."""
+        assert isinstance(blocks, GroupedBlocks)
+        if self._tokens_per_block is None:
+            # Of a window alone a shorter prefix needs as many blocks.
+            return []
+        max_tokens = get_max_tokens(blocks.num_tokens, num_blocks, self._tokens_per_block)
+        rest = self._find(blocks.hashes, max_tokens)
+        own, kept = set(self.get_block_ids(blocks)), set(self.get_block_ids(rest))
+        num_freed = sum(block.ref_cnt == 1 and block.block_id not in kept for block in blocks)
+        num_taken = sum(block.ref_cnt == 0 and block.block_id not in own for block in rest)
+        return rest if num_freed > num_taken else []
+
+    def _cache_ends(self, request: Any) -> None:
+        compat_groups.cache_window_ends(self._scheduler, request)
+
+    def _find(self, hashes: Sequence[Any], max_tokens: int) -> GroupedBlocks:
+        groups, num_tokens = compat_groups.find_hit(self._scheduler, hashes, max_tokens)
+        found = GroupedBlocks(block for group in groups for block in group)
+        found.num_tokens, found.hashes = num_tokens, hashes
+        return found
 
     def get_num_leased_blocks(self) -> int:
         """Number of distinct blocks that leases hold now."""
@@ -115,3 +137,15 @@ class VllmEngine:
     def reorder(self, turn_id: str) -> None:
         """Ask for a waiting request's key again."""
         self._scheduler.reorder_waiting(turn_id)
+
+
+def _count_common(most: int, is_common: Callable[[int], bool]) -> int:
+    """How many leading positions, of at most `most`, are common; once one is not, none after it is."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if is_common(middle - 1):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -16,6 +16,7 @@ from tenuto.core.policy_loader import get_engine_settings
 from tenuto.core.step_tokens import StepTokens, get_max_step_tokens
 from tenuto.estimators.step_size import make_step_chooser
 from tenuto.vllm import compat
+from tenuto.vllm.compat_groups import WindowSpares
 from tenuto.vllm.engine import VllmEngine
 from tenuto.vllm.first_tokens import FirstTokens
 from tenuto.vllm.metrics import Metrics
@@ -74,6 +75,8 @@ class Hooks:
         self.steps = StepTeller(self.driver) if self.driver.hears_steps else None
         self.first_tokens = FirstTokens(scheduler, self.driver) if settings.canary.is_on else None
         self._retains = asked.overrides("retain") or asked.overrides("preempt_key")
+        self._keeps_blocks = asked.overrides("retain")
+        self._spares: WindowSpares | None = None
         self._pressure: Pressure | None = None
         self._next_keys_s = 0.0
         self.shadow: Shadow | None = None
@@ -89,6 +92,8 @@ class Hooks:
         scheduler.max_num_scheduled_tokens = get_max_step_tokens(self._step_tokens, scheduler.max_step_tokens)
         if before is not None and before._pressure is not None:
             before._pressure.remove()
+        if before is not None and before._spares is not None:
+            before._spares.remove()
         waiting = list(scheduler.waiting)
         if self._has_order:
             # Only now, because the driver may have taken over the turns of another.
@@ -107,6 +112,8 @@ class Hooks:
                 scheduler.waiting.add_request(request)
         if self._retains and not self._is_shadow:
             self._pressure = Pressure(scheduler)
+        if self._keeps_blocks and not self._is_shadow:
+            self._spares = WindowSpares(scheduler)
 
     def arrive(self, request: Any) -> None:
         """A request arrived; the driver knows it already."""

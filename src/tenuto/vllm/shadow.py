@@ -3,7 +3,7 @@
 Leases hold no blocks. Each only remembers which content it would have kept. So it can be counted what leases
 would have covered, what they would have hit, and which turns would have waited longer:
 
-- A turn's lease would have hit its blocks, and stock vLLM has hit some tokens: the difference is the gain.
+- A turn's lease would have hit its blocks (on models with sliding windows, those that stock vLLM caches), and stock vLLM has hit some tokens: the difference is the gain.
 - A turn that starts would have been *delayed* if admission held it back, or if the policy would have started
   other turns in its place.
 
@@ -22,7 +22,7 @@ from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.quota import BlockRefCounts
 from tenuto.core.stats import ShadowStats
 from tenuto.core.types import EngineView
-from tenuto.vllm.engine import CachedBlocks, VllmEngine
+from tenuto.vllm.engine import GroupedBlocks, VllmEngine
 from tenuto.vllm.waiting import TurnQueue
 
 
@@ -64,12 +64,11 @@ class ShadowEngine(VllmEngine):
     def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
         """Cached blocks of a finishing request, with what they hold now."""
         blocks = super().get_cached_blocks(turn_id, num_hit_tokens)
-        seen = [SeenBlock(block.block_id, block.block_hash) for block in blocks]
-        if not isinstance(blocks, CachedBlocks):
-            return seen
-        kept = CachedBlocks(seen)
-        kept.chain_hash, kept.num_chain_hashes = blocks.chain_hash, blocks.num_chain_hashes
-        return kept
+        return blocks if isinstance(blocks, GroupedBlocks) else _see(blocks)
+
+    def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
+        """Nothing: what a shorter hit would need may be gone, because nothing held it."""
+        return []
 
     def get_block_ids(self, blocks: list[Any]) -> Sequence[Hashable]:
         """What each block holds, because its number may stand for something else by now."""
@@ -85,9 +84,21 @@ class ShadowEngine(VllmEngine):
 
     def count_tokens(self, blocks: list[Any]) -> int:
         """Tokens that the blocks of a lease hold."""
-        if isinstance(blocks, CachedBlocks):
-            return blocks.num_chain_hashes * self.hash_block_size
+        if isinstance(blocks, GroupedBlocks):
+            return blocks.num_tokens
         return len(blocks) * self._block_size
+
+    def _cache_ends(self, request: Any) -> None:
+        """Nothing: vLLM runs as if there were no policy."""
+
+    def _find(self, hashes: Sequence[Any], max_tokens: int) -> GroupedBlocks:
+        found = super()._find(hashes, max_tokens)
+        found[:] = _see(found)
+        return found
+
+
+def _see(blocks: Iterable[Any]) -> list[SeenBlock]:
+    return [SeenBlock(block.block_id, block.block_hash) for block in blocks]
 
 
 class Shadow:

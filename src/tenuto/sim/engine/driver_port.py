@@ -6,20 +6,14 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from tenuto.core.types import EngineView
+from tenuto.sim.engine import grouped_row
 from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine.grouped_row import GroupedRow
 from tenuto.sim.engine.state import EngineState
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import BlockHashes
 from tenuto.sim.kv.rows import Row
 from tenuto.sim.tiers.offload import Offloader
-
-
-class LeasedRow(Row):
-    """Blocks of one lease, and the chained hash of their last block (for models whose layers differ)."""
-
-    __slots__ = ("last_hash",)
-
-    last_hash: Hashable
 
 
 class SimEngine:
@@ -42,6 +36,11 @@ class SimEngine:
     @property
     def hash_block_size(self) -> int:
         """Tokens that each hash of a request covers: a block's."""
+        return self._config.kv.block_size
+
+    @property
+    def hit_alignment(self) -> int:
+        """Hits end at multiples of so many tokens: all groups' blocks have one size."""
         return self._config.kv.block_size
 
     @property
@@ -90,30 +89,36 @@ class SimEngine:
     def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> Any:
         """Cached blocks of a finishing request as a row: the first layer group's, then the second's."""
         request = self._state.requests[turn_id]
-        hit = self._kv.get_hit(request)
-        row = LeasedRow(part for row in hit.rows for part in row.ranges)
-        last = hit.num_tokens // self._config.kv.block_size - 1
-        row.last_hash = (request.path.get_segment(last), last) if row else None
-        return row
+        if self.can_truncate:
+            return Row(self._kv.get_hit(request).rows[0].ranges)
+        self._kv.cache_window_ends(request)
+        return grouped_row.find(self._kv, request.path, (request.num_tokens - 1) // self.hash_block_size)
 
-    def count_common_blocks(self, blocks: Any, hashes: Sequence[Hashable]) -> int:
-        """How many leading blocks a prompt with these hashes has in common with the row.
+    def count_common_tokens(self, blocks: Any, hashes: Sequence[Hashable]) -> int:
+        """How many leading tokens a prompt with these hashes has in common with the row, in full blocks.
 
         row       │ A 0-2 │ B 3-5 │ C 6-9 │         segments and their blocks
         prompt    │ A 0-2 │ B 3-4 │ D 5-8 │         5 blocks in common
         """
         assert isinstance(hashes, BlockHashes)
-        if not self.can_truncate:
-            _, last = blocks.last_hash
-            # The whole row or nothing: a shorter prefix needs other blocks of a sliding window.
-            return len(blocks) if last < len(hashes) and hashes[last] == blocks.last_hash else 0
+        if isinstance(blocks, GroupedRow):
+            return grouped_row.count_common(blocks, hashes) * self.hash_block_size
         num_common = 0
         for extent, first, end in blocks.ranges:
             for segment, _, stop in hashes.path.get_ranges(first, min(end, len(hashes))):
                 if segment is not extent.segment:
-                    return num_common
+                    return num_common * self.hash_block_size
                 num_common = stop
-        return num_common
+        return num_common * self.hash_block_size
+
+    def get_prefix(self, blocks: Any, max_tokens: int) -> Any:
+        """The longest part of a lease that can be hit, of at most so many tokens."""
+        end = max_tokens // self.hash_block_size
+        return blocks if end >= blocks.end else grouped_row.find(self._kv, blocks.path, end)
+
+    def get_rest(self, blocks: Any, num_blocks: int) -> Any:
+        """What a lease keeps if it gives up about so many blocks."""
+        return grouped_row.get_rest(self._kv, blocks, num_blocks) or []
 
     def hold(self, blocks: Any) -> None:
         """Take one reference to each block."""

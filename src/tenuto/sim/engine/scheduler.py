@@ -69,7 +69,11 @@ class Scheduler:
         by_priority = config.order == "priority"
         self._asks_admission = policy.overrides("admit")
         self.config = config
-        self.kv = kv = KvCache(config.kv, config.max_steps_in_flight * config.max_num_batched_tokens)
+        self.kv = kv = KvCache(
+            config.kv,
+            config.max_steps_in_flight * config.max_num_batched_tokens,
+            keeps_window_ends=policy.overrides("retain"),
+        )
         self.offloader = make_offloader(config.offload, tiers, kv, config.offload_chunk_tokens)
         self.state = state = EngineState(WaitingQueue(self._choose_key(policy, by_priority=by_priority)))
         port = SimEngine(config, state, kv, self.offloader)

@@ -14,6 +14,7 @@ Source: single_type_kv_cache_manager.py:SlidingWindowManager.reachable_block_mas
 
 from __future__ import annotations
 
+from tenuto.core.windows import count_tail_blocks
 from tenuto.sim.kv.request import Request
 
 
@@ -46,8 +47,3 @@ class Checkpoints:
             if start < min(stop, end):
                 runs.append((start, min(stop, end)))
         return runs
-
-
-def count_tail_blocks(window: int, block_size: int) -> int:
-    """Blocks before a hit's end that a sliding window needs: the next token sees `window` - 1 others."""
-    return -(-(window - 1) // block_size)

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.kv.checkpoints import Checkpoints, count_tail_blocks
+from tenuto.core.windows import count_spare_blocks, count_tail_blocks
+from tenuto.sim.kv.checkpoints import Checkpoints
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.pool import ExtentPool
 from tenuto.sim.kv.request import BlockTable, Request
@@ -48,8 +49,14 @@ class Hit(NamedTuple):
 class KvCache:
     """Which request has which blocks."""
 
-    def __init__(self, config: KvConfig, max_in_flight_tokens: int) -> None:
-        """An empty cache; `max_in_flight_tokens` is the most that scheduled steps may hold unprocessed."""
+    def __init__(
+        self, config: KvConfig, max_in_flight_tokens: int, *, keeps_window_ends: bool = False
+    ) -> None:
+        """An empty cache.
+
+        `max_in_flight_tokens`: the most that scheduled steps may hold unprocessed. `keeps_window_ends`: let
+        running requests keep the blocks that `cache_window_ends` needs, if there is room for that.
+        """
         self.config = config
         self.pool = ExtentPool(config.num_blocks - 1, len(config.windows))
         self.watermark_blocks = int(config.watermark * config.num_blocks)
@@ -64,10 +71,10 @@ class KvCache:
             for window in self._window_groups
         }
         # A window's blocks are given back as it moves on, so admission need not count a whole prompt's.
-        self._max_admission_blocks = [
-            None if window is None else self._count_window_blocks(window, max_in_flight_tokens)
-            for window in config.windows
-        ]
+        self._num_spare = [0] * len(config.windows)
+        self._max_admission_blocks = self._get_most_blocks(max_in_flight_tokens)
+        if keeps_window_ends:
+            self._keep_window_ends()
 
     @property
     def can_truncate(self) -> bool:
@@ -95,8 +102,11 @@ class KvCache:
 
     def get_hit(self, request: Request) -> Hit:
         """The longest cached prefix; at least its last token is left to compute. Changes nothing."""
-        end = (request.num_tokens - 1) // self._block_size
-        path, find = request.path, self.pool.find
+        return self.find_hit(request.path, (request.num_tokens - 1) // self._block_size)
+
+    def find_hit(self, path: Path, end: int) -> Hit:
+        """The longest cached prefix of a sequence, of at most `end` blocks. Changes nothing."""
+        find = self.pool.find
         if self.can_truncate:
             row = find(path, 0, 0, end)
             if self.config.drops_last_hit_block:
@@ -165,7 +175,7 @@ class KvCache:
             num_wanted = sum(max(0, num_blocks - table.num_blocks) for table in request.tables)
             return num_wanted - self.pool.num_free_blocks
         # Blocks of the hit that are free leave the free queue too.
-        num_free_hits = sum(self.pool.count_free(row) for row in hit.rows)
+        num_free_hits = sum(self.pool.count_blocks(row, ref_cnt=0) for row in hit.rows)
         num_hit_blocks = hit.num_tokens // self._block_size
         num_wanted = max(0, num_blocks - num_hit_blocks) * len(hit.rows)
         if self.config.reserve_full_sequence:
@@ -194,6 +204,25 @@ class KvCache:
                 self.pool.cache(table.row, request.path, group, start, stop)
                 first = stop
             self.pool.fill(table.row, request.path, first, end)
+
+    def cache_window_ends(self, request: Request) -> None:
+        """Let look-ups find the end of a finishing request's windows, where its job's next turn hits.
+
+        As `tenuto.vllm.compat_groups.cache_window_ends`: nothing happens if a window has lost such a block.
+        """
+        end = min((request.num_tokens - 1) // self._block_size, *(table.num_full for table in request.tables))
+        tails = []
+        for table, window in zip(request.tables, self.config.windows, strict=True):
+            first = 0 if window is None else max(0, end - count_tail_blocks(window, self._block_size))
+            if first < table.num_nulls:
+                return
+            tails.append((first - table.num_nulls, end - table.num_nulls))
+        for group, (table, window) in enumerate(zip(request.tables, self.config.windows, strict=True)):
+            if window is not None:
+                start, stop = tails[group]
+                row = table.row[start:]
+                del row[stop - start :]
+                self.pool.uncover(row, group)
 
     def free(self, request: Request) -> None:
         """Give all blocks of a request back."""
@@ -226,9 +255,25 @@ class KvCache:
     def _count_blocks(self, num_tokens: int) -> int:
         return -(-min(num_tokens, self.config.max_model_len) // self._block_size)
 
-    def _count_window_blocks(self, window: int, max_in_flight_tokens: int) -> int:
+    def _get_most_blocks(self, max_in_flight_tokens: int) -> list[int | None]:
+        """Per layer group, the most blocks that a request has at once; None for as many as it has tokens."""
         # One more, for a window need not start where a block does.
-        return self._count_blocks(window - 1 + max_in_flight_tokens) + 1
+        return [
+            None if window is None else self._count_blocks(window - 1 + max_in_flight_tokens) + 1
+            for window in self.config.windows
+        ]
+
+    def _keep_window_ends(self) -> None:
+        """As `tenuto.vllm.compat_groups.WindowSpares`: not where the longest request would not fit."""
+        config, size = self.config, self._block_size
+        spare = [0 if window is None else count_spare_blocks(window, size, size) for window in config.windows]
+        most = [
+            None if num is None else num + more
+            for num, more in zip(self._max_admission_blocks, spare, strict=True)
+        ]
+        num_longest = self._count_blocks(config.max_model_len)
+        if sum(min(num_longest, num or num_longest) for num in most) <= self.pool.num_blocks:
+            self._num_spare, self._max_admission_blocks = spare, most
 
     def _count_skipped_blocks(self, window: int | None, num_tokens: int) -> int:
         """Blocks that the next token's window has left behind."""
@@ -237,8 +282,8 @@ class KvCache:
     def _leave_windows(self, request: Request) -> None:
         # Steps in flight still read what only the processed tokens' window has left.
         num_tokens = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-        for table, window in zip(request.tables, self.config.windows, strict=True):
-            num_skipped = min(self._count_skipped_blocks(window, num_tokens), table.num_blocks)
+        for table, window, spare in zip(request.tables, self.config.windows, self._num_spare, strict=True):
+            num_skipped = min(self._count_skipped_blocks(window, num_tokens) - spare, table.num_blocks)
             if num_skipped > table.num_nulls:
                 self.pool.release_head(table.row, num_skipped - table.num_nulls)
                 table.num_nulls = num_skipped

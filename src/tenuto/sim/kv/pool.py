@@ -138,6 +138,15 @@ class ExtentPool:
                 extent.is_cached = False
                 row.append(extent, start, stop)
 
+    def uncover(self, row: Row, group: int) -> None:
+        """Let look-ups find blocks that `fill` added; those that are cached already stay as they are."""
+        self._num_cached += 1
+        for extent in self._get_extents(row):
+            if not extent.is_cached:
+                extent.is_cached, extent.order = True, self._num_cached
+                extent.home = extent.segment.copies[group]
+                extent.home.append(extent)
+
     def reset(self) -> bool:
         """Forget all content; False, and nothing changes, while any block is referenced."""
         if self.num_free_blocks != self.num_blocks:
@@ -233,17 +242,17 @@ class ExtentPool:
             self.num_leased_blocks += num_blocks * ((extent.num_holds > 0) - was_leased)
             self.num_idle_leased_blocks += num_blocks * (is_idle - was_idle)
 
-    def count_free(self, row: Row) -> int:
-        """How many blocks of a row are in the free queue."""
-        num_free = 0
+    def count_blocks(self, row: Row, *, ref_cnt: int) -> int:
+        """How many blocks of a row have so many references; those with none are in the free queue."""
+        num_blocks = 0
         for extent, first, end in row.ranges:
             while first < end:
                 extent = skip_to(extent, first)
                 stop = min(extent.end, end)
-                if extent.ref_cnt == 0:
-                    num_free += stop - first
+                if extent.ref_cnt == ref_cnt:
+                    num_blocks += stop - first
                 first = stop
-        return num_free
+        return num_blocks
 
     def get_queue(self) -> tuple[int, list[Extent]]:
         """The free queue in eviction order: how many blank blocks, then extents."""

@@ -1,0 +1,139 @@
+"""Leases on models whose layers differ: windows of several sizes, states, blocks of several sizes.
+
+On vLLM's own scheduler, with cache configurations as vLLM builds them, at the default retention interval and
+at others.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tenuto.core.types import LeaseEnd
+from tenuto.vllm import compat_groups
+from tests.support.checks import check_books, check_integrity
+from tests.vllm.conftest import Clock
+from tests.vllm.layouts import LAYOUTS, Chaos, make_text, send, start
+from tests.vllm.workerless import Engine
+
+WINDOWS = [name for name in LAYOUTS if "states" not in name]
+
+
+def check(engine: Engine, *, idle: bool = False) -> None:
+    """The books agree, and each lease holds one hit: all its blocks, and no other."""
+    scheduler = engine.scheduler
+    check_integrity(scheduler.kv_cache_manager.block_pool, scheduler.driver.leases, idle=idle)
+    check_books(scheduler)
+    for lease in scheduler.driver.leases:
+        groups, num_tokens = compat_groups.find_hit(scheduler, lease.blocks.hashes, lease.blocks.num_tokens)
+        assert num_tokens == lease.blocks.num_tokens > 0
+        found = [block.block_id for group in groups for block in group]
+        assert found == [block.block_id for block in lease.blocks]
+
+
+def run_jobs(engine: Engine, clock: Clock, rng: random.Random, *, num_rounds: int = 4) -> Any:
+    """Eight jobs come back turn after turn, among strangers that fill the cache; returns the statistics."""
+    talks = [make_text(rng, 100, 300) for _ in range(8)]
+    for number in range(num_rounds):
+        for job in rng.sample(range(8), 8):
+            name = f"j{job}-{number}"
+            send(
+                engine,
+                name,
+                talks[job],
+                max_tokens=rng.randrange(5, 60),
+                xargs={"job_id": f"{job}", "tool": "x"},
+            )
+            send(engine, f"stranger-{name}", make_text(rng, 50, 400), xargs={"is_last_step": 1})
+            engine.run()
+            clock.now_s += 1
+            talks[job] += engine.outputs[name] + make_text(rng, 20, 80)
+        check(engine, idle=True)
+    return engine.scheduler.driver.stats
+
+
+@pytest.mark.parametrize("interval", [0, None, 128])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_jobs_hit_what_is_reusable(name: str, interval: int | None, clock: Clock) -> None:
+    """Answers too, though by default vLLM caches a window's end only where the prompt ends."""
+    engine = start(name, interval=interval, depth=1 + (interval == 0))
+    stats = run_jobs(engine, clock, random.Random(1))
+    assert stats.num_leases_ended[LeaseEnd.HIT] == 24
+    # The states of an answer are cached only densely, and only where a block ends.
+    least = 0.95 if name in WINDOWS else 0.93 if interval is None else 0.88
+    assert stats.num_hit_tokens >= least * stats.num_reusable_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["1:5", "window blocks twice as large"])
+def test_with_drafts_too(name: str, clock: Clock) -> None:
+    stats = run_jobs(start(name, num_drafts=2), clock, random.Random(2))
+    assert stats.num_hit_tokens >= 0.95 * stats.num_reusable_tokens > 0
+
+
+def test_a_lease_yields_in_steps_and_what_is_left_is_hit(clock: Clock) -> None:
+    """With a dense cache each block is a possible end: all groups give up their tails together."""
+    engine = start("1:5", interval=None, num_blocks=150)
+    prompt = list(range(100, 740))
+    send(engine, "a1", prompt, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+    engine.run()
+    (lease,) = engine.scheduler.driver.leases
+    # 640 tokens are 40 blocks, and each window needs the last 63 tokens: 4 blocks.
+    assert len(lease.blocks) == 40 + 5 * 4
+    send(engine, "big", make_text(random.Random(0), 400, 401), max_tokens=60, xargs={"is_last_step": 1})
+    engine.run()
+    check(engine, idle=True)
+    num_left = lease.blocks.num_tokens
+    assert 300 < num_left < 640 and len(lease.blocks) == num_left // 16 + 5 * 4
+    send(engine, "a2", prompt + engine.outputs["a1"], max_tokens=2, xargs={"job_id": "a", "is_last_step": 1})
+    engine.run()
+    assert engine.scheduler.driver.stats.num_hit_tokens == num_left
+
+
+def test_an_edited_prompt_keeps_what_it_can_hit(clock: Clock) -> None:
+    """A template that drops the answer's reasoning leaves the prompt; its end is cached by vLLM itself."""
+    engine = start("1:1")
+    prompt = list(range(100, 300))
+    send(engine, "a1", prompt, max_tokens=60, xargs={"job_id": "a", "tool": "x"})
+    engine.run()
+    (lease,) = engine.scheduler.driver.leases
+    assert lease.blocks.num_tokens == 256
+    send(engine, "wait", [3] * 100, max_tokens=8, xargs={"is_last_step": 1})
+    send(engine, "a2", prompt + [7] * 60, max_tokens=8, xargs={"job_id": "a", "tool": "x"})
+    assert lease.blocks.num_tokens == 192
+    check(engine)
+    engine.run()
+    assert engine.scheduler.driver.stats.num_hit_tokens == 192
+
+
+def test_a_small_cache_keeps_no_more_behind_its_windows_than_stock(clock: Clock) -> None:
+    """Else a request that just fits in stock would never start."""
+    for num_blocks, spare in ((600, 16), (520, 0)):
+        windows = start(
+            "1:1", num_blocks=num_blocks
+        ).scheduler.kv_cache_manager.coordinator.single_type_managers
+        assert windows[1].extra_retained_tokens == spare
+    stock = start("1:1", policy={"policy": "stock"}).scheduler
+    assert stock.kv_cache_manager.coordinator.single_type_managers[1].extra_retained_tokens == 0
+
+
+@pytest.mark.parametrize(("depth", "interval"), [(1, 0), (2, 0), (2, None), (1, 128)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_chaos_leaves_nothing_behind(name: str, depth: int, interval: int | None, clock: Clock) -> None:
+    engine = start(name, interval=interval, depth=depth, num_blocks=60 * len(LAYOUTS[name]))
+    chaos = Chaos(engine, random.Random(depth))
+    for number in range(400):
+        clock.now_s += 0.1
+        chaos.act()
+        if number % 10 == 0:
+            check(engine)
+    engine.run()
+    check(engine, idle=True)
+    assert engine.scheduler.driver.stats.num_leases_granted > 10
+    clock.now_s += 10_000
+    engine.step()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
