@@ -3,7 +3,8 @@
 Leases hold no blocks. Each only remembers which content it would have kept. So it can be counted what leases
 would have covered, what they would have hit, and which turns would have waited longer:
 
-- A turn's lease would have hit its blocks (on models with sliding windows, those that stock vLLM caches), and stock vLLM has hit some tokens: the difference is the gain.
+- A turn's lease would have hit its blocks, and stock vLLM has hit some tokens: the difference is the gain. On
+  models with sliding windows only blocks count that stock vLLM caches.
 - A turn that starts would have been *delayed* if admission held it back, or if the policy would have started
   other turns in its place.
 
