@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Setup, str, dict[str, Any]]] = {
     "hybrid hold, two windows": (Setup(windows=(None, 100, 17), num_blocks=50), KEEP_ALL, TTL),
     # Short enough that a block behind each window fits beside the longest request.
     "hybrid hold, spare blocks": (Setup(windows=(None, 40), num_blocks=60, max_model_len=640), KEEP_ALL, TTL),
-    "window hold": (Setup(windows=(48,), num_blocks=26), KEEP_ALL, TTL),
+    "window hold": (Setup(windows=(48,), num_blocks=32), KEEP_ALL, TTL),
     "continuum-fixed": (Setup(max_num_seqs=4), "continuum-fixed", {}),
     "continuum-fixed A": (Setup(), "continuum-fixed", {"variant": "A"}),
     "admission and budget": (Setup(num_blocks=60), "tests.vllm.policies:OneJobAtATime", {"step_tokens": 40}),

@@ -178,7 +178,7 @@ class LeaseTable:
         self._engine.hold(blocks)
         old, lease.blocks = lease.blocks, blocks
         self.num_blocks += len(blocks) - len(old)
-        if self._quota.is_limited:
+        if self._quota.counts_blocks:
             self._quota.add(lease.tenant, self._engine.get_block_ids(blocks))
             self._quota.remove(lease.tenant, self._engine.get_block_ids(old))
         self._engine.release(old)
