@@ -18,6 +18,9 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 import tenuto.vllm
 from tenuto.core.policy_loader import get_policy_names
+from tenuto.records.kinds import TRACE
+from tenuto.records.load import load_file
+from tenuto.report.decisions import check_decisions
 from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -284,6 +287,38 @@ def load_fresh_state() -> Any:
     from tenuto.core.policy_loader import load_policy
 
     return load_policy("tenuto").get_state()  # type: ignore[attr-defined]
+
+
+def test_a_trace_of_changes_can_be_read_and_replayed(tmp_path: Path) -> None:
+    """Each change begins a new run in the trace: the policy's decisions can be made again from it."""
+    trace = tmp_path / "trace.jsonl"
+    engine = start({"policy": "tenuto", "trace": str(trace), "trace_commands": "full"})
+    load = Load(engine, 5)
+    changes: list[dict[str, Any]] = [
+        {"mode": "off"},
+        {"mode": "on"},
+        {"policy": "continuum"},
+        {"mode": "shadow", "policy": "tenuto"},
+        {"mode": "on", "canary": {"share": 0.5}},
+        {"policy": "autellix", "canary": None},
+    ]
+    for what in changes:
+        for _ in range(40):
+            load.step()
+        assert change(engine, **what)["ok"]
+    for _ in range(40):
+        load.step()
+    engine.run()
+    engine.scheduler.shutdown()
+    verdict = check_decisions(trace)
+    assert verdict.num_differences == 0
+    assert verdict.policies == ["tenuto", "stock", "tenuto", "continuum", "tenuto", "tenuto", "autellix"]
+    assert verdict.num_asked > 500
+    data = load_file(trace, TRACE, say=lambda text: None)
+    assert len(data.turns) > 80
+    # Leases in shadow mode are no leases. Of turns that ran during a change, the trace has only the end.
+    granted = engine.scheduler._metrics.stats.num_leases_granted
+    assert 0 < granted - 10 < len(data.leases) <= granted
 
 
 # Shadow.

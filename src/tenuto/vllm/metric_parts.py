@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -79,7 +80,8 @@ class _Labelled:
     def remove(self, *values: str) -> None:
         """Forget a series. Where processes share files, it cannot be forgotten, and is 0 instead."""
         self.labels(*values).set(0)
-        self._gauge.remove(*self._labels, *values)
+        if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            self._gauge.remove(*self._labels, *values)
 
 
 class LeaseMetrics:
