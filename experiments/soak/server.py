@@ -113,14 +113,14 @@ async def _live(
     lives: list[list[tuple[float, float]]] = []
     while time.monotonic() < end_s:
         number = len(lives) + 1
-        had_state = (folder / "state.json").exists()
+        expected = _prepare_state(folder / "state.json", book, rng)
         log = folder / f"server-{number}.log"
         book.is_down = True
         with _start(parsed, folder, log) as server:
             book.is_down = False
             _say(book, f"life {number} begins")
-            if had_state and "goes on with what" not in log.read_text(errors="replace"):
-                book.fail("state", "the server did not take up the state that was there")
+            if expected not in log.read_text(errors="replace"):
+                book.fail("state", f"the server did not say {expected!r}")
             watch = Watch(server.url, server.process.pid, book)
             watching = asyncio.create_task(watch.run())
             clients = Clients(server.url, rng, book)
@@ -139,6 +139,17 @@ async def _live(
         _check_log(log, book)
     _check_trace(folder / "trace.jsonl", book)
     return lives
+
+
+def _prepare_state(state: Path, book: Book, rng: random.Random) -> str:
+    """Damage the state file now and then; what the server must say about it at its start."""
+    if not state.exists():
+        return ""
+    if rng.random() < 0.6:
+        return "goes on with what"
+    book.counts["damaged states"] += 1
+    state.write_bytes(state.read_bytes()[:-20])
+    return "is ignored"
 
 
 @contextmanager
