@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def main() -> int:
     )
     parser.add_argument("--policies", help="only these beside tenuto, by name or as POLICY/OFFLOAD")
     parser.add_argument("--steps", help="only these sizes of steps, of default, adaptive and numbers")
-    parser.add_argument("--rows", help="only rows whose title contains this")
+    parser.add_argument("--rows", help="only rows whose title contains this, or one of these with | between")
     parser.add_argument("--workers", type=int, help="processes; all cores unless told")
     parser.add_argument("--no-runs", action="store_true", help="only what has run already")
     parser.add_argument("--write", action="store_true", help="into docs/results.md and experiments/records")
@@ -48,14 +49,18 @@ def main() -> int:
     table = TABLES[parsed.table]
     policies = parsed.policies.split(",") if parsed.policies else list(table.policies)
     steps = [_read_step(step) for step in parsed.steps.split(",")] if parsed.steps else table.steps
-    rows = [row for row in table.make_rows() if parsed.rows is None or parsed.rows in row.title]
+    wanted = parsed.rows.split("|") if parsed.rows else [""]
+    rows = [row for row in table.make_rows() if any(part in row.title for part in wanted)]
     seeds = [int(seed) for seed in parsed.seeds.split(",")]
     path = OUT / f"{parsed.table}.jsonl"
     race = Race(parsed.table, rows, policies, steps, seeds, path)
     if parsed.workers:
         race = Race(parsed.table, rows, policies, steps, seeds, path, parsed.workers)
     runs = read_runs(path, rows) if parsed.no_runs else race.run()
-    section = format_race(table, rows, runs) if table.is_race else format_section(table, rows, to_plain(runs))
+    if table.is_race:
+        section = format_race(table, rows, drop_unfinished(race, runs))
+    else:
+        section = format_section(table, rows, to_plain(runs))
     print(section)
     if parsed.write:
         command = f"python -m experiments.results {parsed.table} --seeds {parsed.seeds}"
@@ -65,6 +70,13 @@ def main() -> int:
         section += f"\n\nMade by `{command}`; the records are in `experiments/records/{parsed.table}.jsonl`."
         write(parsed.table, rows, runs, section)
     return 0
+
+
+def drop_unfinished(race: Race, runs: Runs) -> Runs:
+    """The runs of the rows whose first seed is complete: a verdict needs all rivals."""
+    first = replace(race, seeds=race.seeds[:1])
+    done = {row.title for row in race.rows if not first.find_missing(row, runs)}
+    return {key: seeds for key, seeds in runs.items() if key[0] in done}
 
 
 def _read_step(text: str) -> Step:

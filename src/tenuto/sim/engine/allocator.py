@@ -16,6 +16,8 @@ class Allocator:
         self._kv = kv
         self._driver = driver
         self._has_leases = driver.policy.overrides("retain")
+        self.has_slots = kv.has_slots
+        """Whether a running request needs no allocation for its next tokens."""
 
     def get_hit(self, request: Request) -> Hit:
         """The longest cached prefix of a waiting request."""

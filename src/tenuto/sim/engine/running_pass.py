@@ -29,6 +29,7 @@ class RunningPass:
     def schedule(self, step: Step) -> None:
         """Spend the step's budget on running requests, in their order."""
         running, allocator = self._state.running, self._allocator
+        has_slots = allocator.has_slots
         index = 0
         while index < len(running) and step.budget > 0:
             request = running[index]
@@ -36,7 +37,9 @@ class RunningPass:
             if num_new_tokens == 0:
                 index += 1
                 continue
-            while not allocator.try_allocate(request, num_new_tokens, None):
+            while not has_slots(request, num_new_tokens) and not allocator.try_allocate(
+                request, num_new_tokens, None
+            ):
                 victim = self._preemption.preempt_for_running(request, step)
                 if victim is request:
                     break

@@ -61,6 +61,8 @@ class KvCache:
         self.pool = ExtentPool(config.num_blocks - 1, len(config.windows))
         self.watermark_blocks = int(config.watermark * config.num_blocks)
         self._block_size = config.block_size
+        self._num_lookahead_tokens = config.num_lookahead_tokens
+        self._is_unitary = self.can_truncate
         self._full_groups = [n for n, window in enumerate(config.windows) if window is None]
         self._window_groups: dict[int, list[int]] = {}
         for group, window in enumerate(config.windows):
@@ -137,7 +139,7 @@ class KvCache:
         A request that starts brings its hit, a running one None. Blocks of a running one that its sliding
         window has left are freed in any case. Source: kv_cache_manager.py:allocate_slots@0.32.
         """
-        if hit is None and self.can_truncate and self._has_slots(request, num_new_tokens):
+        if hit is None and self.has_slots(request, num_new_tokens):
             return True
         if hit is None and self._window_groups:
             self._leave_windows(request)
@@ -191,6 +193,8 @@ class KvCache:
     def cache(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks of a request's first tokens findable."""
         end = num_tokens // self._block_size
+        if end <= request.tables[0].num_full and len(request.tables) == 1:
+            return  # most tokens that are decoded fill no block
         for group, (table, window) in enumerate(zip(request.tables, self.config.windows, strict=True)):
             first = table.num_full
             if end <= first:
@@ -241,16 +245,22 @@ class KvCache:
         lengths = range(1, self.config.max_model_len + 1)
         return bisect_right(lengths, self.pool.num_blocks, key=self.count_most_blocks)
 
-    # Inside.
+    def has_slots(self, request: Request, num_new_tokens: int) -> bool:
+        """Whether a running request's next tokens neither need nor fill a block: most decoded ones do not.
 
-    def _has_slots(self, request: Request, num_new_tokens: int) -> bool:
-        """Whether the next tokens neither need nor fill a block, as most that are decoded one by one."""
+        False if in doubt.
+        """
+        if not self._is_unitary:
+            return False
         table, size = request.tables[0], self._block_size
         num_tokens = request.num_computed_tokens + num_new_tokens
+        num_full = table.num_nulls + table.row.num_blocks
         return (
-            num_tokens + self.config.num_lookahead_tokens <= table.num_blocks * size
-            and min(num_tokens, request.num_tokens) < (table.num_full + 1) * size
+            num_tokens + self._num_lookahead_tokens <= (num_full + table.num_blanks) * size
+            and min(num_tokens, request.num_tokens) < (num_full + 1) * size
         )
+
+    # Inside.
 
     def _count_blocks(self, num_tokens: int) -> int:
         return -(-min(num_tokens, self.config.max_model_len) // self._block_size)
