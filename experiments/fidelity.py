@@ -1,8 +1,9 @@
 """Hold the simulator against published sweeps: the tables of docs/fidelity.md.
 
-    python experiments/fidelity.py [--published experiments/published/ab8_h200.json] [--json]
+    python -m experiments.fidelity [--machines H200,H100,A100-40] [--scale 0.95] [--json]
 
-Nothing is fitted: every constant has a source where it stands (src/tenuto/sim).
+Nothing is fitted: every constant has a source where it stands (src/tenuto/sim). `--scale` multiplies the
+GPU's time of every step: how much a result hangs on it.
 """
 
 from __future__ import annotations
@@ -11,83 +12,116 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tenuto.sim.cost import batch as step_batch
 from tenuto.sim.run import get_versions, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
 
-HERE = Path(__file__).parent
+PUBLISHED = {
+    json.loads(path.read_text(encoding="utf-8"))["gpu"]: path
+    for path in sorted((Path(__file__).parent / "published").glob("ab8_*.json"), reverse=True)
+}
+SYSTEMS: dict[str, dict[str, dict[str, Any]]] = {
+    "stock": {"stock": {"policy": "stock"}},
+    "continuum-fixed": {
+        "continuum-prototype": {"policy": "continuum-prototype"},
+        "continuum-fixed": {"policy": "continuum-fixed"},
+    },
+    "offload-sync": {
+        "offload-sync": {"policy": "offload-sync"},
+        "offload-sync, serial": {"policy": "offload-sync", "offload": "serial"},
+    },
+}
+"""What simulates each published system; the first is meant to be it, others show what a mechanism does."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--published", type=Path, default=HERE / "published" / "ab8_h200.json")
+    parser.add_argument("--machines", default=",".join(PUBLISHED), help="GPUs, of those published")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the GPU's time of every step")
     parser.add_argument("--json", action="store_true", help="print the rows instead of the tables")
     parsed = parser.parse_args()
-    published = json.loads(parsed.published.read_text(encoding="utf-8"))
-    rows = list(map(dict, make_rows(published)))
+    step_batch.PREFILL_SCALE *= parsed.scale
+    step_batch.DECODE_SCALE *= parsed.scale
+    sweeps = [json.loads(PUBLISHED[gpu].read_text(encoding="utf-8")) for gpu in parsed.machines.split(",")]
+    rows = [row for sweep in sweeps for row in make_rows(sweep)]
     if parsed.json:
         print(json.dumps({"versions": get_versions(), "rows": rows}, indent=1))
     else:
         print(format_job_times(rows))
-        print()
-        print(format_turns(published, rows))
+        print(format_turns(rows))
     return 0
 
 
-def make_rows(published: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = []
-    for policy, figures in published["avg_duration_s"].items():
-        for jps, expected_s in zip(published["jps"], figures, strict=True):
-            # The sweeps were made with vLLM 0.10.2, which scheduled a step after the one before.
-            setup = Setup(gpu=published["gpu"], policy=policy, async_scheduling=False)
-            record = run(setup, LoadOptions(jps=jps)).record
-            print(f"{policy} {jps}/s: {record['job_s']['mean']:.2f} s", file=sys.stderr, flush=True)
-            rows.append(
-                {
-                    "policy": policy,
+def make_rows(published: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for system, figures in published["avg_duration_s"].items():
+        for simulated, settings in SYSTEMS[system].items():
+            for jps, expected_s in zip(published["jps"], figures, strict=True):
+                if expected_s is None:
+                    continue
+                # The sweeps were made with vLLM 0.10.2, which scheduled a step after the one before.
+                setup = Setup(gpu=published["gpu"], async_scheduling=False, **settings)
+                record = run(setup, LoadOptions(jps=jps)).record
+                mean_s = record["job_s"]["mean"]
+                print(f"{published['gpu']} {simulated} {jps}/s: {mean_s:.2f} s", file=sys.stderr, flush=True)
+                turns = published.get("turn_latency_ms", {}).get(str(jps), {}).get(system, {})
+                yield {
+                    "gpu": published["gpu"],
+                    "policy": simulated,
                     "jps": jps,
                     "published_s": expected_s,
-                    "simulated_s": record["job_s"]["mean"],
-                    "error": record["job_s"]["mean"] / expected_s - 1,
+                    "simulated_s": mean_s,
+                    "error": mean_s / expected_s - 1,
+                    "p95_s": record["job_s"]["p95"],
+                    "ttft_s": record["ttft_s"]["mean"],
+                    "ttft_p95_s": record["ttft_s"]["p95"],
+                    "published_turn_ms": turns,
                     "turn_latency_ms": {
                         turn: 1000 * means["latency_s"] for turn, means in record["by_turn"].items()
                     },
                 }
-            )
-    return rows
 
 
 def format_job_times(rows: list[dict[str, Any]]) -> str:
-    lines = ["| policy | jobs/s | published, s | simulated, s | error |", "|---|---|---|---|---|"]
+    lines = [
+        "| machine | simulated as | jobs/s | published mean, s | simulated mean, s | error | P95, s "
+        "| TTFT, s | TTFT P95, s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     lines += [
-        f"| {row['policy']} | {row['jps']} | {row['published_s']:.2f} | {row['simulated_s']:.2f} "
-        f"| {row['error']:+.1%} |"
+        f"| {row['gpu']} | {row['policy']} | {row['jps']} | {row['published_s']:.2f} "
+        f"| {row['simulated_s']:.2f} | {row['error']:+.1%} | {row['p95_s']:.1f} | {row['ttft_s']:.2f} "
+        f"| {row['ttft_p95_s']:.2f} |"
         for row in rows
     ]
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        errors = [abs(row["error"]) for row in rows if row["policy"] == policy]
+    for gpu, policy in dict.fromkeys((row["gpu"], row["policy"]) for row in rows):
+        errors = [abs(row["error"]) for row in rows if (row["gpu"], row["policy"]) == (gpu, policy)]
         lines.append(
-            f"| **{policy}** | | | | median {statistics.median(errors):.1%}, worst {max(errors):.1%} |"
+            f"| **{gpu}** | **{policy}** | | | | median {statistics.median(errors):.1%}, "
+            f"worst {max(errors):.1%} | | | |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
-def format_turns(published: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def format_turns(rows: list[dict[str, Any]]) -> str:
+    turns = [str(turn) for turn in range(1, 9)]
     lines = [
-        "| policy | jobs/s | turn | published, ms | simulated, ms | error |",
-        "|---|---|---|---|---|---|",
+        f"| machine | simulated as | jobs/s | {' | '.join(f'turn {turn}' for turn in turns)} |",
+        "|---|---|---|" + "---|" * len(turns),
     ]
     for row in rows:
-        expected = published["turn_latency_ms"].get(str(row["jps"]), {}).get(row["policy"], {})
-        for turn, latency_ms in expected.items():
-            simulated_ms = row["turn_latency_ms"][turn]
-            lines.append(
-                f"| {row['policy']} | {row['jps']} | {turn} | {latency_ms:,} | {simulated_ms:,.0f} "
-                f"| {simulated_ms / latency_ms - 1:+.0%} |"
-            )
+        cells = []
+        for turn in turns:
+            cell = f"{row['turn_latency_ms'][turn] / 1000:.2f}"
+            if (expected_ms := row["published_turn_ms"].get(turn)) is not None:
+                error = row["turn_latency_ms"][turn] / expected_ms - 1
+                cell += f" ({expected_ms / 1000:.2f}, {error:+.0%})"
+            cells.append(cell)
+        lines.append(f"| {row['gpu']} | {row['policy']} | {row['jps']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

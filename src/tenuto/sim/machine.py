@@ -106,10 +106,13 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         ),
         order=wanted.order,
         scheduler=wanted.scheduler,
-        max_steps_in_flight=2 if setup.async_scheduling else 1,
+        # The fork's vLLM schedules a step after the one before.
+        max_steps_in_flight=2 if setup.async_scheduling and wanted.scheduler == "vllm" else 1,
         offload=offload,
     )
-    step_cost, step_cost_name = _load_step_cost(setup, gpu, model, notes)
+    step_cost, step_cost_name = _load_step_cost(
+        setup, gpu, model, notes, is_async=config.max_steps_in_flight > 1
+    )
     fitted_link = step_cost.link_bytes_per_s if isinstance(step_cost, FittedStepCost) else None
     if setup.step_cost_factor != 1.0:
         step_cost = ScaledStepCost(step_cost, setup.step_cost_factor)
@@ -128,13 +131,15 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     )
 
 
-def _load_step_cost(setup: Setup, gpu: Gpu, model: Model, notes: list[str]) -> tuple[StepCost, str]:
+def _load_step_cost(
+    setup: Setup, gpu: Gpu, model: Model, notes: list[str], *, is_async: bool
+) -> tuple[StepCost, str]:
     source, variant = split_variant(setup.step_cost)
     name = source or default_backend(gpu)
     if name not in BACKENDS:
         # Observed step times already include the host's time.
         return _load_fit(Path(name)), name
-    host = HostOverhead(overlapped=setup.async_scheduling)
+    host = HostOverhead(overlapped=is_async)
 
     def load(name: str) -> tuple[StepCost, str]:
         cost = load_step_cost(name, gpu, model, setup.tp, host, variant=variant)
