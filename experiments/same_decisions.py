@@ -103,11 +103,12 @@ def main() -> int:
         for line in parsed.against.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             before[record["table"], record["row"], record["policy"]] = record
-    found, num_different = [], 0
+    found, num_different, num_new = [], 0, 0
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         for number, record in enumerate(pool.map(digest_cell, places), start=1):
             found.append(record)
             was = before.get((record["table"], record["row"], record["policy"]))
+            num_new += was is None
             if was is not None and was != record:
                 num_different += 1
                 print("differs:", json.dumps(was), json.dumps(record), flush=True)
@@ -116,7 +117,7 @@ def main() -> int:
             if parsed.write:
                 with parsed.write.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
-    print(f"{len(found)} cells, {num_different} differ")
+    print(f"{len(found)} cells, {num_different} differ, {num_new} have no digest to compare with")
     return 1 if num_different else 0
 
 
