@@ -3,9 +3,10 @@
     python -m experiments.results TABLE [--seeds 42,1,2] [--rows TEXT] [--write]
     python -m experiments.results screen --write        the page's first screen, from the kept records
 
-Runs go to experiments/out/TABLE.jsonl and are not repeated; the table goes to stdout as Markdown. --write
-puts it into docs/results.md, and the runs' figures into experiments/records/TABLE.jsonl, one line per row,
-policy, size of steps and seed. In most tables every policy races at several sizes of steps: see `race`.
+Runs go to experiments/out/TABLE.jsonl and are not repeated, whatever becomes of the code, unless --again says
+so. The table goes to stdout as Markdown. --write puts it into docs/results.md, and the runs' figures into
+experiments/records/TABLE.jsonl, one line per row, policy, size of steps and seed. In most tables every policy
+races at several sizes of steps: see `race`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from experiments.results.figure import draw_options
 from experiments.results.race_tables import format_race
 from experiments.results.rows import OUT, ROOT, TABLES, Row
-from experiments.results.runs import Race, read_runs
+from experiments.results.runs import Race, forget_runs, read_runs
 from experiments.results.screen import write_screen
 from experiments.results.settings import Runs, Step
 from experiments.results.tables import format_section, put_section
@@ -39,6 +40,9 @@ def main() -> int:
     parser.add_argument("--policies", help="only these beside tenuto, by name or as POLICY/OFFLOAD")
     parser.add_argument("--steps", help="only these sizes of steps, of default, adaptive and numbers")
     parser.add_argument("--rows", help="only rows whose title contains this, or one of these with | between")
+    parser.add_argument(
+        "--again", help="run these policies again, because their code changed; all, if the simulator did"
+    )
     parser.add_argument("--workers", type=int, help="processes; all cores unless told")
     parser.add_argument("--no-runs", action="store_true", help="only what has run already")
     parser.add_argument("--write", action="store_true", help="into docs/results.md and experiments/records")
@@ -50,15 +54,22 @@ def main() -> int:
     policies = parsed.policies.split(",") if parsed.policies else list(table.policies)
     steps = [_read_step(step) for step in parsed.steps.split(",")] if parsed.steps else table.steps
     wanted = parsed.rows.split("|") if parsed.rows else [""]
-    rows = [row for row in table.make_rows() if any(part in row.title for part in wanted)]
+    rows: Sequence[Row] = [row for row in table.make_rows() if any(part in row.title for part in wanted)]
     seeds = [int(seed) for seed in parsed.seeds.split(",")]
     path = OUT / f"{parsed.table}.jsonl"
     race = Race(parsed.table, rows, policies, steps, seeds, path)
     if parsed.workers:
         race = Race(parsed.table, rows, policies, steps, seeds, path, parsed.workers)
+    if parsed.again:
+        forget_runs(path, parsed.again.split(","))
     runs = read_runs(path, rows) if parsed.no_runs else race.run()
+    if parsed.write and parsed.rows:
+        # The page and the records hold all rows that have run.
+        race = replace(race, rows=list(table.make_rows()))
+        rows, runs = race.rows, read_runs(path, race.rows)
     if table.is_race:
-        section = format_race(table, rows, drop_unfinished(race, runs))
+        runs = drop_unfinished(race, runs)
+        section = format_race(table, rows, runs)
     else:
         section = format_section(table, rows, to_plain(runs))
     print(section)

@@ -97,6 +97,18 @@ def read_runs(path: Path, rows: Sequence[Row]) -> Runs:
     return runs
 
 
+def forget_runs(path: Path, policies: Sequence[str]) -> None:
+    """Remove the runs of these policies from a file, because their code has changed; `all` for all."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [
+            line
+            for line in lines
+            if line.endswith("\n") and "all" not in policies and json.loads(line)["policy"] not in policies
+        ]
+        path.write_text("".join(kept), encoding="utf-8")
+
+
 @dataclass(frozen=True)
 class Race:
     """What runs: the rows of one table, by the rules of `race`."""

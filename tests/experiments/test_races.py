@@ -16,7 +16,7 @@ from experiments.results.race import find_missing
 from experiments.results.race_tables import describe_harm, describe_losses, format_race
 from experiments.results.row import Row, Table
 from experiments.results.rows import RACE, TABLES
-from experiments.results.runs import Place, Race, get_key, read_runs, run_place, shorten
+from experiments.results.runs import Place, Race, forget_runs, get_key, read_runs, run_place, shorten
 from experiments.results.settings import BOUND, OURS, STEPS, Setting, group
 from experiments.results.verdicts import get_one_setting, judge
 from tenuto.sim.machine import build
@@ -198,6 +198,16 @@ def test_a_run_is_kept_under_what_defines_it(table: Table, tmp_path: Path) -> No
     assert record["plain_ttft_s"]["p95"] > 0 and record["itl_s"]["p95"] > 0 <= record["queue_s"]["max"]
     again = run_place(Place("try", "R", Setting("stock", 512), 7))
     assert {**record, "cpu_s": 0} == {**again, "cpu_s": 0}
+
+
+def test_runs_of_code_that_changed_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "try.jsonl"
+    lines = [json.dumps(make(policy, None, 1.0)) for policy in ("stock", "tenuto", "concur/async")]
+    path.write_text("\n".join(lines) + "\n" + lines[0][:20])
+    forget_runs(path, ["tenuto", "autellix+"])
+    assert path.read_text() == lines[0] + "\n" + lines[2] + "\n"
+    forget_runs(path, ["all"])
+    assert path.read_text() == ""
 
 
 class Inline:
