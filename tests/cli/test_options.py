@@ -49,6 +49,7 @@ class Outer(Base):
     )
     key: str | None = option(None, "a key", environment="TENUTO_TEST_KEY")
     as_json: bool = option(False, "print JSON", flag="--json")
+    is_quick: bool = option(True, "hurry", flag="--quick")
     made_elsewhere: int = 7
 
 
@@ -129,3 +130,12 @@ def test_a_default_is_made_afresh() -> None:
     made: list[Any] = [parse("in", "--url", "u").read(Outer).pairs for _ in range(2)]
     assert made[0] == made[1] == {}
     assert made[0] is not made[1]
+
+
+def test_what_is_on_by_default_can_be_turned_off() -> None:
+    given = [
+        parse("in", "--url", "u", *more).read(Outer).is_quick for more in ((), ("--no-quick",), ("--quick",))
+    ]
+    assert given == [True, False, True]
+    assert "--quick, --no-quick" in (text := make_parser("x", COMMAND).format_help())
+    assert "hurry (default: on)" in text and "--no-json" not in text

@@ -136,6 +136,8 @@ def _format_default(default: Any) -> str | None:
     """A default as the help shows it; None for those that need no words."""
     if default is False or default in ("", ()) or not isinstance(default, int | float | str | Path | tuple):
         return None
+    if default is True:
+        return "on"
     if isinstance(default, tuple):
         return ",".join(map(str, default))
     return f"{default:g}" if isinstance(default, float) else str(default)

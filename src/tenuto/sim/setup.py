@@ -132,9 +132,7 @@ class Setup(Options):
         below=1,
         shown_default="0",
     )
-    async_scheduling: bool = option(
-        True, "schedule a step while another one runs, as vLLM does by default; --no-… for older releases"
-    )
+    async_scheduling: bool = option(True, "schedule a step while another one runs, as vLLM does by default")
     limits: Literal["published", "plugin"] = option(
         "published",
         "published: a lease whose policy says so yields only when nothing else could run; plugin: every "
