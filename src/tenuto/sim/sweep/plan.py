@@ -27,6 +27,9 @@ QUICK, PRECISE = 300, 1000
 NEAR, NUM_ERRORS = 0.15, 2
 """A P95 is near the target if it is away from it by less than this share of it, or by less than so many
 standard errors of the seeds' mean."""
+FIRST_SHARE_JPS = 50.0
+"""The search begins where a machine gets so many jobs a second at most. With more, if they were agents' jobs,
+those that wait would only fill the memory."""
 ALMOST = 1.5
 """One machine less is measured precisely unless it needs so many times the target."""
 BOLDNESS = 0.7
@@ -262,7 +265,8 @@ def _find_fewest(
             precise[num_machines] = measure_point(setup, load, num_machines, measure)
         return precise[num_machines]
 
-    enough = 1
+    assert load.jps is not None
+    enough = min(math.ceil(load.jps / FIRST_SHARE_JPS), max_machines)
     while not target.is_met(point := get_point(enough)):
         if enough == max_machines:
             return Plan(setup, None, point, None)

@@ -33,6 +33,9 @@ def make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
             "p95_ttft_s": _mean_known((each.get("ttft_s") or {}).get("p95") for each in group),
             "offered_jps": _mean_known(each.get("offered_jps") for each in group),
             "finished_jps": _mean_known(each.get("finished_jps") for each in group),
+            "goodput_turns_per_s": _mean_known(
+                (each.get("goodput") or {}).get("turns_per_s") for each in group
+            ),
             "overloaded": any(is_overloaded(each) for each in group),
             "best_hits_share": _get_best_share(group),
             "recomputed_share": sum(each["recomputed_tokens"] for each in group)
@@ -52,9 +55,10 @@ def make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
 
 def format_rows(rows: Sequence[Row]) -> str:
     """The table as text. A star marks the best policy of a cell and all policies within 2 % of it."""
+    has_goodput = any(row["goodput_turns_per_s"] is not None for row in rows)
     lines = [
         f"{'gpu':11} {'jobs/s':>6}  {'policy':18} {'mean':>9}  {'spread':>15} {'P95':>9} "
-        f"{'/stock':>7} {'recomp.':>7} {'hits':>6} {'done/s':>7}"
+        f"{'/stock':>7} {'recomp.':>7} {'hits':>6} {'done/s':>7}{'   goodput' if has_goodput else ''}"
     ]
     cell = None
     for row in rows:
@@ -71,11 +75,14 @@ def format_rows(rows: Sequence[Row]) -> str:
             f"{'*' if row['wins'] else ' '} {spread:>15} {row['p95_job_s']:8.1f}s {over:>7} "
             f"{row['recomputed_share']:6.1%} {_format(row['best_hits_share'], '.1%'):>6} "
             f"{_format(row['finished_jps'], '.3g'):>7}{'+' if row['overloaded'] else ' '}"
+            f"{_format_goodput(row) if has_goodput else ''}"
             f"{'  !' if row['policy_faults'] else ''}".rstrip()
         )
     lines.append(
         "\nhits: share of the reusable tokens; done/s: jobs finished per second, + where more arrive"
     )
+    if has_goodput:
+        lines.append("goodput: turns per second that keep the limits")
     num_faults = sum(row["policy_faults"] for row in rows)
     if num_faults:
         lines.append(
@@ -100,6 +107,10 @@ def _get_best_share(group: Sequence[dict[str, Any]]) -> float | None:
 def _mean_known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value]
     return _mean(known) if known else None
+
+
+def _format_goodput(row: Row) -> str:
+    return f" {_format(row['goodput_turns_per_s'], '.3g'):>8}"
 
 
 def _format(value: float | None, form: str) -> str:
