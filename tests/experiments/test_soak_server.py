@@ -91,6 +91,7 @@ def test_logs_traces_and_the_number_of_failures(tmp_path: Path) -> None:
     log.write_text(
         "(EngineCore pid=1) ERROR 11-22 [metrics.py:1] the metrics stand still, x cannot be written: y\n"
         "(APIServer pid=1) ERROR 11-22 [validation.py:1] a body of a stranger\n"
+        "(APIServer pid=1) ERROR 11-22 [async_llm.py:1] EngineDeadError: EngineCore encountered an issue\n"
         "(EngineCore pid=1) ERROR 11-22 [core.py:1] EngineCore died\n"
     )
     _check_log(log, book)
