@@ -206,6 +206,8 @@ def test_observations_are_read_line_by_line(tmp_path: Path) -> None:
         ('{"prefills": [[5]], "seconds": 1}', "prefills: must be a list of"),
         ('{"prefills": [[5, 0.5]], "seconds": 1}', "prefills: must be a list of"),
         ('{"prefills": [[0, 5]], "seconds": 1}', "chunks need 1 token or more"),
+        (f'{{"prefills": [[2, 1{"0" * 400}]], "seconds": 1}}', "prefills: must be a list of"),
+        (f'{{"decodes": [1{"0" * 400}], "seconds": 1}}', "decodes: must be lengths of contexts up to"),
         ('{"seconds": 1}', "prefills: is empty, and so is decodes"),
         ('{"num_bytes": true, "seconds": 1}', "num_bytes: must be a whole number"),
     ],

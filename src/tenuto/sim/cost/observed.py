@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.records.fields import Fields, show
+from tenuto.records.fields import MAX_TOKENS, Fields, show
 from tenuto.records.files import read_objects
 from tenuto.sim.cost.batch import StepBatch
 
@@ -46,6 +46,8 @@ def read_observations(path: Path) -> tuple[list[ObservedStep], list[ObservedTran
 
 def _read_batch(fields: Fields) -> StepBatch:
     decodes = fields.optional(fields.integers, "decodes") or []
+    if max(decodes, default=0) > MAX_TOKENS:
+        raise fields.error("decodes", f"must be lengths of contexts up to {MAX_TOKENS} tokens")
     chunks = fields.values.get("prefills") or []
     if not isinstance(chunks, list) or not all(map(_is_chunk, chunks)):
         raise fields.error("prefills", f"must be a list of [tokens, context tokens], got {show(chunks)}")
@@ -58,4 +60,8 @@ def _read_batch(fields: Fields) -> StepBatch:
 
 
 def _is_chunk(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(n) is int and n >= 0 for n in value)
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(n) is int and 0 <= n <= MAX_TOKENS for n in value)
+    )
