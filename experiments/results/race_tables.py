@@ -50,7 +50,8 @@ def format_race(table: Table, rows: Sequence[Row], runs: Runs) -> str:
             f"### {table.title}",
             about,
             "Mean job time in seconds, each policy at its best size of steps in hindsight (behind the @; "
-            "none: the default). Bold: the best, and what is within 2 % of it.",
+            "none: the default). Bold: the best, and what is within 2 % of it. A policy that ran fewer seeds "
+            "than `tenuto` is shown by its ratio to `tenuto` on those that both ran.",
             format_best(verdicts, by_row),
             "`tenuto` with adaptive steps over the best of the others; then what the jobs feel: `tenuto`'s "
             "figure / the best other's.",
@@ -63,13 +64,14 @@ def format_race(table: Table, rows: Sequence[Row], runs: Runs) -> str:
 
 def format_best(verdicts: Mapping[str, Verdict], by_row: Mapping[str, Mapping[Setting, Seeds]]) -> str:
     """Mean job times, each policy at its best size."""
-    policies = list(
-        dict.fromkeys(
+    policies = sorted(
+        {
             setting.policy
             for settings in by_row.values()
             for setting in settings
             if setting.policy not in (OURS.policy, *YARDSTICKS)
-        )
+        },
+        key=lambda policy: (not policy.startswith("stock"), policy),
     )
     lines = []
     for row, verdict in verdicts.items():
@@ -82,10 +84,11 @@ def format_best(verdicts: Mapping[str, Verdict], by_row: Mapping[str, Mapping[Se
             if setting is None:
                 cells.append("–")
                 continue
-            # On the seeds that both have: other seeds have other jobs.
+            # Seeds differ in their jobs: one that ran fewer of them is put on the scale of all of them.
             relative = compare(settings[setting], ours)
-            mean_s = get_mean(settings[setting])
-            is_best = relative is not None and relative.mean <= TIE * min(1, 1 / ratio)
+            assert relative is not None
+            mean_s = get_mean(ours) * relative.mean
+            is_best = relative.mean <= TIE * min(1, 1 / ratio)
             step = "" if setting.step is None else f" @{format_step(setting.step)}"
             cells.append(_mark(mean_s, is_best=is_best) + step)
         lines.append(cells)

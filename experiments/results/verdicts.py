@@ -111,7 +111,8 @@ def judge(row: str, settings: Mapping[Setting, Seeds]) -> Verdict | None:
     ours = settings.get(OURS)
     rivals = {
         setting: seeds
-        for setting, seeds in settings.items()
+        # In a fixed order: of equals the first is named, whichever ran first.
+        for setting, seeds in sorted(settings.items(), key=lambda each: str(each[0]))
         if setting.policy not in (OURS.policy, *YARDSTICKS) and ours and ours.keys() & seeds.keys()
     }
     if not ours or not rivals:

@@ -116,6 +116,12 @@ def test_seeds_are_compared_one_by_one() -> None:
     assert verdict.rival == Setting("concur/async") and verdict.ratio.mean == pytest.approx(10 / 11)
 
 
+def test_of_equals_the_same_is_named_whichever_ran_first() -> None:
+    rivals = [make(policy, None, 11.0) for policy in ("stock", "continuum/async", "autellix+")]
+    for order in (rivals, rivals[::-1]):
+        assert judge_these(make("tenuto", None, 10.0), *order).rival == Setting("autellix+")
+
+
 def test_one_setting_for_all_rows_leaves_out_those_that_did_not_run_everywhere() -> None:
     stock = Setting("stock", 512)
     by_row = {
