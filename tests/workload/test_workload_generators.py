@@ -11,8 +11,9 @@ import pytest
 
 from tenuto.workload.generators.ab8 import ab8_jobs
 from tenuto.workload.generators.agent import PART_CV, SLOW_SHARE
-from tenuto.workload.generators.bfcl import BFCL, bfcl_jobs
+from tenuto.workload.generators.bfcl import BFCL, bfcl_contexts_jobs, bfcl_jobs
 from tenuto.workload.generators.swe_bench import SWE_BENCH, swe_bench_jobs
+from tenuto.workload.generators.trace8 import trace8_jobs
 from tenuto.workload.load import load_workload
 from tenuto.workload.schema import Span, count_shared_tokens
 from tests.support.processes import run_under_hash_seeds
@@ -139,3 +140,21 @@ def test_every_process_draws_the_same_workload():
         " for n in ('ab8', 'swe-bench', 'bfcl')]).encode()).hexdigest())"
     )
     run_under_hash_seeds(code)
+
+
+def test_the_contexts_of_bfcl_have_the_published_tokens_scaled() -> None:
+    jobs = bfcl_contexts_jobs(range(NUM_JOBS), seed=1)
+    contexts = [job.turns[-1].num_prompt_tokens + job.turns[-1].num_output_tokens for job in jobs]
+    # The longest 1.5 % are cut to 128,000 tokens, so the deviation is less than the published one.
+    assert statistics.fmean(contexts) == pytest.approx(0.4 * 93_256, rel=0.05)
+    assert 0.8 * 0.4 * 68_687 < statistics.stdev(contexts) < 0.4 * 68_687
+    assert max(contexts) <= 128_000 + 20
+
+
+def test_trace8_is_the_first_published_comparison() -> None:
+    jobs = trace8_jobs([0.0, 1.5, 2.0], seed=7)
+    for job in jobs:
+        assert [turn.num_prompt_tokens for turn in job.turns] == [92, 469, 811, 1343, 1655, 2241, 2665, 2915]
+        times_s = sorted(turn.tool_s for turn in job.turns[:-1])
+        assert times_s[0] >= 0.05 and times_s[5] <= 0.2 and 2 <= times_s[6] <= 5
+    assert len({[turn.tool for turn in job.turns].index("slow") for job in trace8_jobs(range(50), 1)}) == 7

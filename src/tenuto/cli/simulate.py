@@ -41,7 +41,7 @@ class SimulateOptions(Options):
     GROUP = "the result"
 
     out: Path | None = option(None, "write result, turns and occupancy here", metavar="DIR")
-    trace: Path | None = option(None, "write every decision with its inputs, as JSONL")
+    trace: Path | None = option(None, "write every step, job and decision, as a server's trace (JSONL)")
     as_json: bool = option(False, "print the record as JSON instead of text", flag="--json")
     csv: Path | None = option(None, "write the result as a row of CSV too")
     strict: bool = option(False, "stop with an error when the policy raises or gives a wrong answer")
@@ -69,7 +69,7 @@ def run(given: Given) -> int:
     progress = Progress()
     try:
         log = trace.write if trace else None
-        extras = Extras(strict=options.strict, tell=_make_tell(progress))
+        extras = Extras(strict=options.strict, tell=_make_tell(progress), trace=trace)
         result = run_simulation(setup, load, extras=extras, watch=occupancy, log=log)
     finally:
         progress.clear()

@@ -16,6 +16,7 @@ from tenuto.core.version import __version__
 from tenuto.records.config import get_config
 from tenuto.records.goodput import parse_limits
 from tenuto.records.schema import TurnRecord
+from tenuto.records.trace import TraceWriter
 from tenuto.sim.cost.aiconfigurator import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.isolated_time import get_isolated_time_s
@@ -23,6 +24,7 @@ from tenuto.sim.machine import Machine, build
 from tenuto.sim.result import RunInfo, make_record
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation, Watch
+from tenuto.sim.step_trace import StepTracer
 from tenuto.sim.truncate import truncate_to_fit
 from tenuto.workload import Job, Workload
 from tenuto.workload.hints import HINTS
@@ -41,6 +43,8 @@ class Extras:
     """Used instead of the one that the load names, with its arrivals and lengths unchanged."""
     strict: bool = False
     """Whether a fault of the policy ends the run with PolicyError."""
+    trace: TraceWriter | None = None
+    """Gets every step and every turn that starts. Decisions and jobs come through `log`."""
     tell: Callable[[float, int, int], None] | None = None
     """Told after every step: the simulated seconds, how many turns have finished, and how many there are."""
 
@@ -147,6 +151,9 @@ def prepare(
         say_hints=HINTS[load.hints],
         watch=watch,
     )
+    if extras.trace is not None:
+        simulation.on_step = StepTracer(extras.trace, scheduler).record
+        simulation.fast_forwards = False
     return Prepared(simulation, workload, num_cut, machine)
 
 

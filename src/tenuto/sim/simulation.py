@@ -69,6 +69,9 @@ class Simulation:
         self.fast_forwards = True
         """Whether a stretch of steps without events is advanced in one piece. The result is the same, but
         faster."""
+        self.on_step: Callable[[Step, float], None] | None = None
+        """Called with each step when it is scheduled, and with the time. It sees all steps only if
+        `fast_forwards` is off."""
         self.gaps = Gaps()
         """Seconds between the output tokens of each answer."""
         self._step_cost = step_cost
@@ -147,6 +150,8 @@ class Simulation:
             end_s = self._get_end_s(self.now_s, step.batch) + step.copies_s
             self._last_end_s = max(end_s, step.copies_done_s)
             self._in_flight.append((step, self.now_s, self._last_end_s))
+            if self.on_step is not None:
+                self.on_step(step, self.now_s)
         return step
 
     def _get_end_s(self, scheduled_s: float, batch: StepBatch) -> float:

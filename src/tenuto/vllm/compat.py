@@ -336,6 +336,11 @@ def get_hit_tokens(request: Any) -> tuple[int, int]:
     return (stats.num_local_cached_tokens, stats.num_external_cached_tokens) if stats is not None else (0, 0)
 
 
+def get_connector_name(scheduler: Any) -> str | None:
+    """The class of the connector that loads KV from outside the GPU; None without one."""
+    return None if scheduler.connector is None else type(scheduler.connector).__name__
+
+
 def get_started(output: Any) -> Iterable[tuple[str, int]]:
     """(request id, tokens already computed) for each request that a step starts or resumes."""
     for new in output.scheduled_new_reqs:

@@ -46,6 +46,7 @@ class StepTracer:
     def record(self, output: Any, now_s: float) -> None:
         """Record one step, after the driver was told of it; the trace's step number increases by one."""
         scheduler = self._scheduler
+        connector = compat.get_connector_name(scheduler)
         new: list[str] = []
         resumed: list[str] = []
         for request_id, num_hit_tokens in compat.get_started(output):
@@ -61,6 +62,7 @@ class StepTracer:
                     "num_hit_tokens": num_hit_tokens,
                     "num_local_hit_tokens": local,
                     "num_external_hit_tokens": external,
+                    **({} if connector is None else {"connector": connector}),
                 }
             )
         started = {*new, *resumed}

@@ -18,7 +18,7 @@ from tenuto.workload.formats.sharegpt import CONVERSATIONS, read_sharegpt
 from tenuto.workload.formats.tenuto_jsonl import is_note, read_tenuto_jsonl
 from tenuto.workload.formats.weka import read_weka
 from tenuto.workload.generators.ab8 import WINDOW_S, ab8_jobs
-from tenuto.workload.generators.bfcl import bfcl_jobs
+from tenuto.workload.generators.bfcl import bfcl_contexts_jobs, bfcl_jobs
 from tenuto.workload.generators.conversations import chat_jobs, coding_jobs, geometric_jobs, giant_jobs
 from tenuto.workload.generators.random_lengths import RandomLengths, random_jobs
 from tenuto.workload.generators.single_turn import (
@@ -35,6 +35,7 @@ from tenuto.workload.generators.streams import (
     shift_jobs,
 )
 from tenuto.workload.generators.swe_bench import swe_bench_jobs
+from tenuto.workload.generators.trace8 import trace8_jobs
 from tenuto.workload.schema import Job, Loop, Workload
 
 MAX_JOBS = 10**6
@@ -58,6 +59,8 @@ GENERATORS: dict[str, Callable[[Iterable[float], int], list[Job]]] = {
     "agents-and-probes": agents_and_probes_jobs,
     "agent-mix": agent_mix_jobs,
     "shift": shift_jobs,
+    "trace8": trace8_jobs,
+    "bfcl-contexts": bfcl_contexts_jobs,
 }
 
 

@@ -72,6 +72,7 @@ class Loading:
         self._state.waiting.remove(request)
         request.status = Status.LOADING
         request.num_computed_tokens = hit.num_computed_tokens
+        request.num_loaded_tokens = hit.num_loaded_tokens
         load = Load(self.load(request, hit), next(self._numbers), request)
         heapq.heappush(self._state.loading, load)
         return True

@@ -82,6 +82,7 @@ class WaitingPass:
                 return False
         if hit.num_loaded_tokens and self._loading is not None:
             step.copies_done_s = max(step.copies_done_s, self._loading.load(request, hit))
+        request.num_loaded_tokens = hit.num_loaded_tokens
         self._start(request, hit.num_computed_tokens, step)
         step.give(request, num_new_tokens)
         if num_drafts:

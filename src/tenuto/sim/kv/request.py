@@ -103,6 +103,8 @@ class Request:
     is_prefill_chunk: bool = field(init=False, default=False)
     """Whether its latest step leaves known tokens to compute."""
     num_preemptions: int = field(init=False, default=0)
+    num_loaded_tokens: int = field(init=False, default=0)
+    """Tokens of its latest hit that came from below the GPU."""
     num_stored_chunks: int = field(init=False, default=0)
     """Chunks of its prompt that were stored below the GPU, or came from there."""
     stored_s: float = field(init=False, default=0.0)

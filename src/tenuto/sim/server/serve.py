@@ -19,8 +19,8 @@ from tenuto.sim.server.clock import Clock
 from tenuto.sim.server.engine import Engine
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.server.pace import Pacer
-from tenuto.sim.server.steps import StepTracer
 from tenuto.sim.server.tokenizer import HfTokenizer, PieceTokenizer
+from tenuto.sim.step_trace import StepTracer
 
 STOP_LIMIT_S = 3.0
 """Seconds for which running answers may continue after the server was told to stop."""

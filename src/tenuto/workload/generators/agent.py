@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
@@ -24,6 +25,11 @@ TEXT_CV = 1.0
 (agentperf-local 0.3.4)."""
 TURNS_TOKENS_CORRELATION = 0.8
 """Correlation of a job's turns and its tokens. There is no published value, but longer jobs read more."""
+
+
+MAX_CONTEXT_TOKENS = 128_000
+"""Longest context that is drawn, where the published tokens are those of a context: models of 128K
+tokens hold it. Of `bfcl-contexts`, 1.5 % would be longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,8 @@ class Tool:
 class Family:
     """The numbers of one benchmark.
 
-    `tokens_mean` and `tokens_sd` describe a job's prompt and output tokens, summed over its turns.
+    `tokens_mean` and `tokens_sd` describe a job's prompt and output tokens, summed over its turns; or, with
+    `tokens_are="context"`, those of its last turn alone.
     `system_tokens` is exact and shared by all jobs. The other three lengths only set proportions.
     """
 
@@ -54,6 +61,7 @@ class Family:
     output_tokens: int
     tool_output_tokens: int
     tools: tuple[Tool, ...]
+    tokens_are: Literal["sum", "context"] = "sum"
 
 
 def agent_jobs(family: Family, arrivals: Iterable[float], seed: int) -> list[Job]:
@@ -95,16 +103,22 @@ def _draw_size(family: Family, rng: random.Random) -> tuple[int, float]:
 def _draw_lengths(
     family: Family, num_turns: int, num_tokens: float, rng: random.Random
 ) -> tuple[int, list[int], list[int]]:
-    # A text that appears at turn k is counted again in every later turn. So the drawn lengths are scaled so
-    # that the counts add up to num_tokens.
+    if family.tokens_are == "context":
+        num_tokens = min(num_tokens, MAX_CONTEXT_TOKENS)
+    # The drawn lengths are scaled so that the counts add up to num_tokens. In the sum over all turns, a text
+    # that appears at turn k is counted again in every later turn; in the last context it counts once.
+    counts_again = family.tokens_are == "sum"
     task = _draw_length(family.task_tokens, rng)
     outputs = [_draw_length(family.output_tokens, rng) for _ in range(num_turns)]
     tool_outputs = [_draw_length(family.tool_output_tokens, rng) for _ in range(num_turns - 1)]
-    drawn = num_turns * task
-    drawn += sum(length * (num_turns - index) for index, length in enumerate(outputs))
-    drawn += sum(length * (num_turns - index) for index, length in enumerate(tool_outputs, 1))
+    num_times = num_turns if counts_again else 1
+    drawn = num_times * task
+    for first, lengths in ((0, outputs), (1, tool_outputs)):
+        drawn += sum(
+            length * (num_turns - index if counts_again else 1) for index, length in enumerate(lengths, first)
+        )
     # A few short jobs would not even fit their system prompts. Such a job gets texts of about one token.
-    stretch = max(0.0, num_tokens - num_turns * family.system_tokens) / drawn
+    stretch = max(0.0, num_tokens - num_times * family.system_tokens) / drawn
 
     def fit(length: float) -> int:
         return max(1, round(length * stretch))

@@ -26,6 +26,7 @@ class StepTracer:
                     "now_s": now_s,
                     "num_prompt_tokens": scheduler.state.requests[turn_id].num_prompt_tokens,
                     "num_hit_tokens": num_hit_tokens,
+                    **self._get_load(turn_id, num_hit_tokens),
                 }
             )
         pool, leases = scheduler.kv.pool, scheduler.driver.leases
@@ -41,6 +42,7 @@ class StepTracer:
                 "num_cached_blocks": pool.num_blocks - num_blanks - sum(table.num_blanks for table in tables),
                 "num_retained_blocks": scheduler.driver.get_num_leased_blocks(),
                 "num_retained_jobs": len(leases),
+                **self._count_tier_blocks(),
                 "new": list(step.new),
                 "resumed": list(step.resumed),
                 "running": [turn_id for turn_id in step.num_tokens if turn_id not in started],
@@ -49,3 +51,23 @@ class StepTracer:
             }
         )
         self._trace.end_step()
+
+    def _get_load(self, turn_id: str, num_hit_tokens: int) -> dict[str, int | str]:
+        """The part of a hit that came from the tiers, and how; nothing in an engine without tiers."""
+        offload = self._scheduler.config.offload
+        if offload is None:
+            return {}
+        num_loaded_tokens = self._scheduler.state.requests[turn_id].num_loaded_tokens
+        return {
+            "num_local_hit_tokens": num_hit_tokens - num_loaded_tokens,
+            "num_external_hit_tokens": num_loaded_tokens,
+            "connector": "tiers",
+            "load": offload,
+        }
+
+    def _count_tier_blocks(self) -> dict[str, dict[str, int]]:
+        """Blocks that each tier below the GPU holds; nothing in an engine without tiers."""
+        offloader = self._scheduler.offloader
+        if offloader is None:
+            return {}
+        return {"num_tier_blocks": {view.name: view.num_used_blocks for view in offloader.get_views(0.0)}}

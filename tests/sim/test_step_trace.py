@@ -1,0 +1,64 @@
+"""The trace of a simulation holds what a server's does, and its own reader reads the same turns from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.records import kinds
+from tenuto.records.load import load_file
+from tenuto.records.trace import TraceWriter
+from tenuto.sim.run import Extras, run
+from tenuto.sim.setup import Setup
+from tenuto.workload.load_options import LoadOptions
+
+LOAD = LoadOptions(jps=1.5, window_s=6)
+
+
+def trace(path: Path, **settings: Any) -> tuple[Any, list[dict[str, Any]]]:
+    setup = Setup(gpu="A100-40", step_cost="roofline", kv_tokens=30_000, **settings)
+    writer = TraceWriter(str(path))
+    outcome = run(setup, LOAD, extras=Extras(trace=writer), log=writer.write)
+    writer.close()
+    return outcome, [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"policy": "continuum-fixed", "offload": "none"}, {"policy": "tenuto"}], ids=str
+)
+def test_the_reader_finds_the_turns_of_the_run(tmp_path: Path, settings: dict[str, Any]) -> None:
+    outcome, _ = trace(tmp_path / "trace.jsonl", **settings)
+    read = {(turn.job, turn.turn): turn for turn in load_file(tmp_path / "trace.jsonl", kinds.TRACE).turns}
+    assert len(read) == len(outcome.turns)
+    for turn in outcome.turns:
+        other = read[turn.job, turn.turn]
+        for name in ("start_s", "last_token_s", "hit_tokens", "prompt_tokens", "output_tokens"):
+            assert getattr(other, name) == getattr(turn, name), name
+        assert other.preemptions == turn.preemptions
+
+
+def test_tracing_changes_no_decision(tmp_path: Path) -> None:
+    setup = Setup(gpu="A100-40", step_cost="roofline", kv_tokens=30_000, policy="tenuto")
+    outcome, _ = trace(tmp_path / "trace.jsonl", policy="tenuto")
+    assert outcome.turns == run(setup, LOAD).turns
+
+
+def test_steps_and_admissions(tmp_path: Path) -> None:
+    outcome, records = trace(tmp_path / "trace.jsonl", policy="stock", offload="sync", host_gb=40)
+    steps = [each for each in records if each["kind"] == "step"]
+    admissions = [each for each in records if each["kind"] == "admission"]
+    num_computed = sum(sum(each["num_tokens"].values()) for each in steps)
+    num_needed = sum(turn.prompt_tokens - turn.hit_tokens + turn.output_tokens - 1 for turn in outcome.turns)
+    # What a preemption lost is computed again, unless the tier has it.
+    num_lost = sum(turn.recomputed_tokens for turn in outcome.turns if turn.preemptions)
+    assert num_needed <= num_computed <= num_needed + num_lost
+    assert [each["turn"] for each in admissions] == [
+        turn_id for each in steps for turn_id in (*each["new"], *each["resumed"])
+    ]
+    assert all((each["connector"], each["load"]) == ("tiers", "sync") for each in admissions)
+    loaded = sum(each["num_external_hit_tokens"] for each in admissions)
+    assert loaded == outcome.record["loaded_tokens"] > 0
+    assert max(each["num_tier_blocks"]["host"] for each in steps) > 0
