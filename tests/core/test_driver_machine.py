@@ -264,7 +264,7 @@ class DriverMachine(RuleBasedStateMachine):
     def driver_knows_the_turns_and_no_others(self) -> None:
         assert self.driver._turns.keys() == self.engine.turns.keys()
         idle = self.driver._jobs.jobs.keys() - {turn.job.job_id for turn in self.driver._turns.values()}
-        assert idle == self.driver._jobs.idle.keys()
+        assert idle == set(self.driver._jobs.idle)
         assert len(idle) <= self.limits.max_remembered_jobs
         assert {lease.job_id for lease in self.driver.leases} <= self.driver._jobs.jobs.keys()
         assert self.driver.num_policy_faults == 0

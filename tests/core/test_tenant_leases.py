@@ -32,6 +32,16 @@ def run(engine: ToyEngine, name: str, tenant: str | None, now_s: float = 0.0, nu
     engine.finish(name, now_s, tool=LS)
 
 
+def run_twice(engine: ToyEngine, name: str, tenant: str | None) -> None:
+    """Two turns of a job: it has come back."""
+    for number in range(2):
+        hints = Hints(job_id=f"{tenant}\t{name}", tenant=tenant)
+        prompt = make_tokens(100_000 * hash_of(name), 18)
+        engine.arrive(f"{name}/{number}", 0.0, prompt, [1, 2, 3], hints)
+        assert engine.start_first(0.0) == f"{name}/{number}"
+        engine.finish(f"{name}/{number}", 0.0, tool=LS)
+
+
 def get_sizes(engine: ToyEngine) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for lease in engine.driver.leases:
@@ -99,7 +109,7 @@ def test_the_tenant_over_its_fair_share_yields_first(weights: dict[str, float] |
 
 def test_a_tenant_over_its_share_takes_nothing_from_others() -> None:
     engine = ToyEngine(KeepFor(ttl_s=600), 40, limits=Limits(max_held_back_s=50.0))
-    run(engine, "agent", "agents")
+    run_twice(engine, "agent", "agents")
     for number in range(6):
         arrive(engine, f"flood{number}", "flood", 1.0)
         assert engine.start_first(1.0) == f"flood{number}"
@@ -114,7 +124,7 @@ def test_a_tenant_over_its_share_takes_nothing_from_others() -> None:
 
 def test_even_a_tenant_over_its_share_does_not_wait_for_ever() -> None:
     engine = ToyEngine(KeepFor(ttl_s=600), 40, limits=Limits(max_held_back_s=50.0))
-    run(engine, "agent", "agents")
+    run_twice(engine, "agent", "agents")
     for number in range(6):
         arrive(engine, f"flood{number}", "flood", 1.0)
         engine.start_first(1.0)
@@ -125,13 +135,24 @@ def test_even_a_tenant_over_its_share_does_not_wait_for_ever() -> None:
 
 def test_a_running_turn_of_a_tenant_over_its_share_takes_its_own_leases_first() -> None:
     engine = ToyEngine(KeepFor(ttl_s=600), 60)
-    run(engine, "agent", "agents")
+    run_twice(engine, "agent", "agents")
     run(engine, "own", "flood", 1.0)
     for number in range(8):
         arrive(engine, f"flood{number}", "flood", 2.0)
         assert engine.start_first(2.0) == f"flood{number}"
     assert engine.driver.reclaim(3, 3.0, for_turn_id="flood0") == 3
     assert get_sizes(engine) == {"agents": 5, "flood": 2}
+
+
+def test_a_tenant_pays_itself_for_ids_that_never_come_back() -> None:
+    """The policy would take from the agents, whose leases are older, and no tenant is over its share."""
+    engine = ToyEngine(KeepFor(ttl_s=600), 100)
+    run_twice(engine, "agent", "agents")
+    for number in range(8):
+        run(engine, f"fresh{number}", "other", 1 + number / 100)
+    arrive(engine, "big", "other", 2.0, num_tokens=238)
+    assert engine.start_first(2.0) == "big"
+    assert get_sizes(engine) == {"agents": 5, "other": 35}
 
 
 def test_turns_without_a_tenant_are_one_tenant() -> None:

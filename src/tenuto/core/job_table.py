@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
+from tenuto.core.idle_jobs import IdleJobs
 from tenuto.core.jobs import Arrival, JobState
 from tenuto.core.requests.lineage import Lineage
 
@@ -18,9 +18,9 @@ class JobTable:
     def __init__(self, max_idle: int, hash_block_size: int, *, infers: bool) -> None:
         """`infers`: whether the job of a turn without a job id is recognised by the prompt's content."""
         self.jobs: dict[str, JobState] = {}
-        self.idle: OrderedDict[str, None] = OrderedDict()
-        """Jobs without a turn in the engine; the job that has been idle longest is first."""
-        self.lineage = Lineage(hash_block_size, max_idle)
+        self.idle = IdleJobs()
+        # Jobs are forgotten there when they are forgotten here. Its own bound is for jobs with live turns.
+        self.lineage = Lineage(hash_block_size, 2 * max_idle)
         self._max_idle = max_idle
         self._infers = infers
 
@@ -37,7 +37,7 @@ class JobTable:
         job = self.jobs.get(job_id)
         if job is None:
             job = self.jobs[job_id] = JobState(job_id, now_s, arrival.hints.tenant, _get_kind(arrival.hashes))
-        self.idle.pop(job_id, None)
+        self.idle.discard(job_id)
         return job
 
     def remember(self, job: JobState, arrival: Arrival) -> None:
@@ -50,26 +50,30 @@ class JobTable:
         return self.jobs.get(job_id)
 
     def take_over(self, other: JobTable) -> None:
-        """Go on with the jobs that another table knows, the most recently active ones if it has more."""
+        """Go on with the jobs that another table knows; forget some if it has more."""
         self.jobs, self.idle, self.lineage = other.jobs, other.idle, other.lineage
-        self.lineage.set_max_jobs(self._max_idle)
-        while len(self.idle) > self._max_idle:
-            self.forget(self.jobs[next(iter(self.idle))])
+        self.lineage.set_max_jobs(2 * self._max_idle)
+        while (job := self._get_first_to_forget()) is not None:
+            self.forget(job)
 
     def mark_idle(self, job: JobState) -> JobState | None:
         """A job has no turn in the engine any more. Return a job that should now be forgotten, or None."""
         if job.last_finish_s is None:
             # None of its turns finished, so no later turn can extend one.
             return job
-        self.idle[job.job_id] = None
-        self.idle.move_to_end(job.job_id)
-        return self.jobs[next(iter(self.idle))] if len(self.idle) > self._max_idle else None
+        self.idle.add(job.job_id, job.tenant)
+        return self._get_first_to_forget()
 
     def forget(self, job: JobState) -> None:
         """Forget a job."""
         del self.jobs[job.job_id]
-        self.idle.pop(job.job_id, None)
+        self.idle.discard(job.job_id)
         self.lineage.forget(job.job_id)
+
+    def _get_first_to_forget(self) -> JobState | None:
+        """The job to forget now; None if the idle jobs are not too many."""
+        first = self.idle.get_first_to_forget() if len(self.idle) > self._max_idle else None
+        return None if first is None else self.jobs[first]
 
 
 def _get_kind(hashes: Sequence[Hashable]) -> str | None:

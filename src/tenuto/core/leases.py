@@ -34,6 +34,11 @@ class LeaseState:
         """Whose lease it is."""
         return self.turn.job.tenant or NOBODY
 
+    @property
+    def is_bet(self) -> bool:
+        """Whether the job has never come back so far."""
+        return self.turn.job.num_turns == 1
+
     def get_view(self, terms: Keep | None = None) -> Lease:
         """The frozen view that a policy sees, with these terms or, by default, the lease's own."""
         terms = terms or self.terms
@@ -96,6 +101,8 @@ class _TenantLeases:
 
     jobs: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """The oldest lease first."""
+    bets: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Those of jobs that have never come back, the oldest first."""
     evict_order: dict[Yields, IndexedHeap] = field(
         default_factory=lambda: {yields: IndexedHeap() for yields in Yields}
     )
@@ -215,6 +222,12 @@ class LeaseTable:
         jobs = self._leases if tenant is None else self._by_tenant[tenant].jobs
         return self._leases[next(iter(jobs))]
 
+    def get_oldest_bet(self, tenant: str) -> LeaseState | None:
+        """Of a tenant's leases on jobs that have never come back, the oldest; None if there is none."""
+        own = self._by_tenant.get(tenant)
+        first = None if own is None else next(iter(own.bets), None)
+        return None if first is None else self._leases[first]
+
     def _enter(self, lease: LeaseState, evict_key: Key) -> None:
         self._deadlines.push(lease.job_id, (lease.terms.until_s,))
         self._get_order(lease).push(lease.job_id, evict_key)
@@ -224,6 +237,8 @@ class LeaseTable:
     def _enter_tenant(self, lease: LeaseState, evict_key: Key) -> None:
         own = self._by_tenant.setdefault(lease.tenant, _TenantLeases())
         own.jobs[lease.job_id] = None
+        if lease.is_bet:
+            own.bets[lease.job_id] = None
         own.evict_order[lease.terms.yields].push(lease.job_id, evict_key)
 
     def _discard(self, lease: LeaseState) -> None:
@@ -237,6 +252,7 @@ class LeaseTable:
         own = self._by_tenant.get(lease.tenant)
         if own is not None:
             own.jobs.pop(lease.job_id, None)
+            own.bets.pop(lease.job_id, None)
             if not own.jobs:
                 del self._by_tenant[lease.tenant]
 

@@ -1,10 +1,13 @@
 """Which lease yields next to a turn that needs blocks.
 
-In this order:
+With one tenant it is the first in the order of the policy's `evict_key`, if the policy lets the turn go before
+it. Between tenants, before that order:
 
-1. the leases of the tenant that is furthest over its fair share, to anything of a tenant that uses less;
-2. the order of the policy's `evict_key`. A turn of a tenant over its share takes no blocks from tenants that
-   use less, unless it runs already or has waited for `max_held_back_s`.
+1. the leases of the tenant that is furthest over its fair share yield first, to tenants that use less;
+2. before a turn takes anything from another tenant, it takes its own tenant's *bets*, which are leases on
+   jobs that have never come back. So a tenant that hoards pays for it itself;
+3. a turn of a tenant over its share, and a turn that the policy would let wait, take their own tenant's other
+   leases too before those of a tenant that uses less.
 """
 
 from __future__ import annotations
@@ -53,19 +56,29 @@ class Yielding:
             return (lease, TakenBy.RUNNING) if over is None else (over, TakenBy.FAIR_SHARE)
         tenant = turn.job.tenant or NOBODY
         use = self._quota.get_use(tenant)
-        if over is not None and over.tenant != tenant and self._quota.get_use(over.tenant) > use:
-            return over, TakenBy.FAIR_SHARE
+        is_fair = over is not None and over.tenant != tenant and self._quota.get_use(over.tenant) > use
+        lease = over if over is not None and is_fair else lease
+        if lease.tenant != tenant:
+            lease = self._get_bet(tenant, yields, spare) or lease
+        if is_fair and lease is over:
+            return lease, TakenBy.FAIR_SHARE
         if stalled:
             return lease, TakenBy.DEADLOCK
         is_late = now_s - turn.arrival_s >= self._limits.max_held_back_s
-        is_less = lease.tenant != tenant and self._quota.get_use(lease.tenant) <= use
-        if is_less and self._quota.is_over(tenant) and not is_late:
+        if lease.tenant != tenant and not is_late and self._quota.get_use(lease.tenant) <= use:
+            is_over = self._quota.is_over(tenant)
             own = self._leases.get_tenants_first_to_yield(tenant, yields, spare)
-            if own is None and not turn.started:
+            if is_over and own is None and not turn.started and not lease.is_bet:
                 return None
-            lease = own or lease
+            if is_over or turn.is_overdue:
+                lease = own or lease
         taken_by = self._get_taker(lease, turn, now_s, is_late=is_late)
         return None if taken_by is None else (lease, taken_by)
+
+    def _get_bet(self, tenant: str, yields: Yields, spare: str | None) -> LeaseState | None:
+        """A tenant's oldest lease on a job that has never come back, if it may yield."""
+        bet = self._leases.get_oldest_bet(tenant)
+        return None if bet is None or bet.terms.yields is not yields or bet.job_id == spare else bet
 
     def _get_first_over(self, yields: Yields, spare: str | None) -> LeaseState | None:
         """The first lease of the tenant that is furthest over its fair share, if one is."""

@@ -1,0 +1,52 @@
+"""Idle jobs: which is forgotten first, and that a tenant's many ids cost others nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from tenuto.core.idle_jobs import IdleJobs
+from tenuto.core.limits import Limits
+from tenuto.core.requests.hints import Hints
+from tenuto.core.types import LeaseEnd, ToolCall
+from tests.support.small_policies import KeepFor
+from tests.support.toy_engine import ToyEngine, make_tokens
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=40))
+def test_the_first_to_forget_is_the_oldest_of_the_tenant_with_most(changes: list[tuple[bool, int]]) -> None:
+    idle, model = IdleJobs(), {}
+    for adds, number in changes:
+        job_id, tenant = f"j{number}", "ab"[number % 2] if number else None
+        model.pop(job_id, None)
+        if adds:
+            model[job_id] = tenant or ""
+            idle.add(job_id, tenant)
+        else:
+            idle.discard(job_id)
+        counts = Counter(model.values())
+        most = min(counts, key=lambda name: (-counts[name], name), default=None)
+        oldest = next((job_id for job_id, name in model.items() if name == most), None)
+        assert idle.get_first_to_forget() == oldest
+        assert set(idle) == set(model)
+        assert len(idle) == len(model)
+
+
+def test_a_thousand_ids_of_one_tenant_do_not_end_the_leases_of_another() -> None:
+    engine = ToyEngine(KeepFor(ttl_s=600), 100_000, limits=Limits(max_remembered_jobs=100))
+
+    def run(name: str, tenant: str, number: int) -> None:
+        hints = Hints(job_id=f"{tenant}\t{name}", tenant=tenant)
+        engine.arrive(name, number, make_tokens(100 * number, 18), [1], hints)
+        engine.start_first(number)
+        engine.finish(name, number, tool=ToolCall("ls"))
+
+    for number in range(10):
+        run(f"agent{number}", "agents", number)
+    for number in range(10, 400):
+        run(f"fresh{number}", "flood", number)
+    assert sum(lease.tenant == "agents" for lease in engine.driver.leases) == 10
+    assert len(engine.driver.leases) == 100
+    assert engine.driver.stats.num_leases_ended[LeaseEnd.FORGOTTEN] == 300
