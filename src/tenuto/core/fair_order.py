@@ -106,6 +106,7 @@ class Service:
             self.take(turn)
         self._tenants[get_tenant(turn)].num_waiting -= 1
         del self._waiting[turn.turn_id]
+        turn.num_expected_tokens = turn.arrival.num_prompt_tokens + self._mean_output
         num_tokens = max(1, turn.arrival.num_prompt_tokens - num_hit_tokens)
         self._charge(turn, num_tokens + DECODE_TOKENS * self._mean_output)
 

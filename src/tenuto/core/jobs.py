@@ -94,6 +94,8 @@ class TurnState:
     """Work that the engine had begun when this turn started."""
     is_overdue: bool = False
     """Whether it has waited too long compared with stock vLLM; if so, it goes before turns not overdue."""
+    num_expected_tokens: float = 0.0
+    """Its prompt and an output of mean length, since it started."""
     num_counted_blocks: int = 0
     """The blocks that count as used by its tenant while it runs."""
     charged_work: float = 0.0

@@ -8,6 +8,7 @@ leases of such tenants. One active tenant may use everything.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class _Tenant:
     num_turns: int = 0
     """Turns that wait or run."""
     num_running_blocks: int = 0
-    """Blocks of the prompts of its running turns. Blocks that several turns share count for each."""
+    """Blocks that its running turns are expected to need. Blocks that several share count for each."""
 
     @property
     def num_blocks(self) -> int:
@@ -112,7 +113,7 @@ class Quota:
     def start(self, turn: TurnState) -> None:
         """A turn started, or started again."""
         self.stop(turn)
-        turn.num_counted_blocks = -(-turn.arrival.num_prompt_tokens // self._block_size)
+        turn.num_counted_blocks = math.ceil(turn.num_expected_tokens / self._block_size)
         self._run(turn, turn.num_counted_blocks)
 
     def stop(self, turn: TurnState) -> None:
