@@ -1,7 +1,7 @@
 """Which lease yields next to a turn that needs blocks.
 
-With one tenant it is the first in the order of the policy's `evict_key`, if the policy lets the turn go before
-it. Between tenants, before that order:
+With one tenant it is the first in the order of the policy's `evict_key`, if the policy lets the turn go
+before it. Between tenants, before that order:
 
 1. the leases of the tenant that is furthest over its fair share yield first, to tenants that use less;
 2. before a turn takes anything from another tenant, it takes its own tenant's *bets*, which are leases on
