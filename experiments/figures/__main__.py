@@ -4,7 +4,7 @@
     python -m experiments.figures all --quick --out docs/figures
 
 Writes continuum_N.svg and continuum_N.json to --out. Runs that are there already (experiments/out/figures)
-are not run again. The quick form has few points, one seed, 20 to 40 s of arrivals and one workload: it shows
+are not run again. The quick form has few points, one seed, 40 s of arrivals and one workload: it shows
 that the command works, and roughly who wins. docs/paper_figures.md explains the figures.
 """
 

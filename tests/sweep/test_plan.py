@@ -14,6 +14,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.plan import Plan, Target, get_best, make_plans
 from tenuto.sim.sweep.plan_text import format_effects, format_plans
+from tenuto.sim.sweep.seeds import SeedRunner
 from tenuto.sim.sweep.sensitivity import try_changes
 from tenuto.sim.sweep.settling import COHORT, Settling
 from tenuto.sim.sweep.steady import Steady, make_long_workload, simulate_until_steady
@@ -140,6 +141,7 @@ def simulate(jps: float, **changes: Any) -> Steady:
     return simulate_until_steady(SMALL, load, min_jobs=60, max_jobs=200)
 
 
+@pytest.mark.slow
 def test_a_simulated_machine_is_steady_or_overloaded() -> None:
     light = simulate(0.2)
     assert light.verdict == "steady"
@@ -151,6 +153,7 @@ def test_a_simulated_machine_is_steady_or_overloaded() -> None:
     assert heavy.finished_jps < 0.7 * heavy.offered_jps
 
 
+@pytest.mark.slow
 def test_the_shortest_time_is_kept() -> None:
     told: list[tuple[float, int, int]] = []
     load = LoadOptions(workload="bfcl", scale_lengths=0.1, jps=0.2, window_s=700.0)
@@ -242,3 +245,17 @@ def test_gpus_that_the_model_does_not_fit_are_left_out_of_a_plan(capsys: pytest.
     assert "RTX5090" not in output.out
     assert main([*arguments, "--gpu", "RTX5090"]) == 2
     assert "leaves no KV cache on RTX5090" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_simulated_answer_does_not_depend_on_the_window() -> None:
+    setup = Setup(gpu="L40S", step_cost="roofline", policy="stock")
+    found = []
+    for window_s in (None, 10.0, 20.0):
+        load = LoadOptions(workload="random", random_output_len=16, jps=20.0, window_s=window_s)
+        with SeedRunner((1,), workers=1, max_jobs=500, say=lambda words: None) as measure:
+            [plan] = make_plans([setup], load, Target(p95_s=2.0), measure)
+        found.append((plan.num_machines, plan.fewer and plan.fewer.verdict))
+    assert len(set(found)) == 1
+    assert found[0][0] is not None
+    assert found[0][0] > 1

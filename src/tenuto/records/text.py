@@ -49,7 +49,11 @@ def format_run(record: Mapping[str, Any]) -> str:
             f"faults       {record['policy_faults']} hooks of the policy failed; the default was used instead"
         )
     if record["step_cost"]:
-        lines.append(f"simulated in {record['wall_s']:.2f} s, step times from the {record['step_cost']}")
+        lines.append(
+            f"wall time    {record['wall_s']:.2f} s, simulated; step times from the {record['step_cost']}"
+        )
+    else:
+        lines.append(f"wall time    {record['wall_s']:.2f} s")
     return "\n".join(lines)
 
 
