@@ -18,6 +18,7 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
+from tenuto.records.schema import TurnRecord
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation
@@ -31,7 +32,7 @@ MODEL = Setup(gpu="H200", model="gemma-3-27b", tp=4, step_cost="roofline")
 def make_workload(num_prefixes: int, num_tokens: int, num_rounds: int, seed: int) -> Workload:
     """All prompts in the order in which the client sends them."""
     rng = random.Random(seed)
-    jobs = []
+    jobs: list[Job] = []
     for number in range(num_rounds):
         for prefix in rng.sample(range(num_prefixes), num_prefixes):
             name = f"{number:03}-{prefix:03}"
@@ -50,8 +51,14 @@ def get_cache_tokens() -> int:
     return int(REPORTED_TOKENS / length * config.count_most_blocks(length) * size)
 
 
-def get_hit_share(records: list[Any]) -> float:
-    return sum(each.hit_tokens for each in records) / sum(each.prompt_tokens for each in records)
+def get_hit_share(records: list[TurnRecord]) -> float:
+    num_prompt = sum(each.prompt_tokens or 0 for each in records)
+    return sum(each.hit_tokens or 0 for each in records) / num_prompt
+
+
+def get_wait_s(record: TurnRecord) -> float:
+    """Seconds from when the client sent it; before that it waited for the prompt before."""
+    return (record.first_token_s or 0.0) - (record.sent_s or 0.0)
 
 
 def run(num_prefixes: int, interval: int | None, args: argparse.Namespace) -> dict[str, Any]:
@@ -62,14 +69,15 @@ def run(num_prefixes: int, interval: int | None, args: argparse.Namespace) -> di
     records = Simulation(machine.make_scheduler(), machine.step_cost, workload, users=1).run()
     records = sorted(records, key=lambda each: each.job)
     second, records = records[num_prefixes : 2 * num_prefixes], records[num_prefixes * NUM_UNCOUNTED :]
-    busy_s = records[-1].last_token_s - records[0].sent_s
+    num_output = sum(each.output_tokens or 0 for each in records)
+    busy_s = (records[-1].last_token_s or 0.0) - (records[0].sent_s or 0.0)
     return {
         "prefixes": num_prefixes,
         "interval": interval,
-        "ttft_ms": 1000 * statistics.mean(each.first_token_s - each.sent_s for each in records),
+        "ttft_ms": 1000 * statistics.mean(map(get_wait_s, records)),
         "hit_share": get_hit_share(records),
         "second_use_hit_share": get_hit_share(second),
-        "output_tokens_per_s": sum(each.output_tokens for each in records) / busy_s,
+        "output_tokens_per_s": num_output / busy_s,
     }
 
 

@@ -148,3 +148,18 @@ def test_chaos_leaves_nothing_behind(name: str, depth: int, interval: int | None
     engine.step()
     pool = engine.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "group"), [("1:5", "window 64"), ("two windows", "window 40"), ("states", "state")]
+)
+def test_the_group_that_shortened_a_hit_is_named(name: str, group: str, clock: Clock) -> None:
+    """By default the second prompt with a prefix hits nothing: full attention has it, the others have not."""
+    engine = start(name, policy={"policy": "stock"})
+    shared = list(range(100, 300))
+    for number in range(3):
+        send(engine, f"r{number}", [*shared, *[number + 5] * 40], max_tokens=3)
+        engine.run()
+    stats = engine.scheduler.driver.stats
+    assert stats.num_short_tokens == {group: 192}
+    assert stats.num_hit_tokens == 192

@@ -15,7 +15,7 @@ from tenuto.core.driver_parts import DriverParts
 from tenuto.core.jobs import Arrival, Finish, JobState, TurnState
 from tenuto.core.leases import LeaseRefused
 from tenuto.core.reuse import PrefixMarks, count_computed_tokens, count_lost_tokens, count_missed_tokens
-from tenuto.core.types import LeaseEnd, LeaseRefusal, StepView, Turn
+from tenuto.core.types import LeaseEnd, LeaseRefusal, ShortHit, StepView, Turn
 
 
 class Driver(DriverParts):
@@ -53,10 +53,13 @@ class Driver(DriverParts):
             "arrived", turn, now_s, num_prompt_tokens=arrival.num_prompt_tokens, tool_s=tool_s
         )
 
-    def start(self, turn_id: str, now_s: float, num_hit_tokens: int) -> None:
+    def start(
+        self, turn_id: str, now_s: float, num_hit_tokens: int, short_hit: ShortHit | None = None
+    ) -> None:
         """A turn got its first step, or its first step after a preemption.
 
-        If a lease waited for the turn, the lease ends.
+        If a lease waited for the turn, the lease ends. `short_hit`: what made the hit short, if a layer group
+        did.
         """
         turn = self._turns.get(turn_id)
         if turn is None:
@@ -79,6 +82,10 @@ class Driver(DriverParts):
         self.stats.num_hit_tokens += num_hit_tokens
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
         self.stats.num_recomputed_tokens += count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
+        cut: dict[str, object] = {}
+        if short_hit is not None:
+            self.stats.num_short_tokens[short_hit.group] += short_hit.num_tokens
+            cut = {"short_group": short_hit.group, "num_short_tokens": short_hit.num_tokens}
         self.stats.queue_s.observe(now_s - turn.arrival_s)
         if self._canary.is_on:
             self.stats.groups["stock" if turn.job.runs_as_stock else "policy"].start(
@@ -93,6 +100,7 @@ class Driver(DriverParts):
             num_hit_tokens=num_hit_tokens,
             num_reusable_tokens=turn.num_reusable_tokens,
             queue_s=now_s - turn.arrival_s,
+            **cut,
         )
 
     def preempt(self, turn_id: str, now_s: float, num_computed_tokens: int) -> None:

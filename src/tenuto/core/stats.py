@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -90,6 +91,8 @@ class DriverStats:
     """Reusable tokens of started turns, as `tenuto.core.reuse` defines them."""
     num_recomputed_tokens: int = 0
     """Tokens computed a second time: reusable tokens that were not hit, and tokens lost by preemptions."""
+    num_short_tokens: Counter[str] = field(default_factory=Counter)
+    """Prompt tokens behind a hit that one layer group still had, by the group that had them not."""
     num_admission_waits: int = 0
     num_overdue_turns: int = 0
     """Turns moved ahead of the policy's order, because they would already have started in stock vLLM."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 
 class Yields(Enum):
@@ -257,3 +258,12 @@ class Release:
 
 
 Decision = Keep | Offload | Release
+
+
+class ShortHit(NamedTuple):
+    """A hit that ends early because one layer group has less of the prompt in the cache than another has."""
+
+    group: str
+    """The group with the least: "window 1024" for a sliding window of so many tokens, "state", …"""
+    num_tokens: int
+    """Prompt tokens that another group has behind the hit, and that are computed again."""

@@ -187,6 +187,10 @@ class _TraceReader:
             turn.hit_tokens = record.integer("num_hit_tokens")
             turn.reusable_tokens = record.optional(record.integer, "num_reusable_tokens")
             turn.num_left_tokens = turn.prompt_tokens - turn.hit_tokens
+            if "short_group" in record:
+                group = record.text("short_group")
+                self.data.short_hits[turn.job, turn.turn] = group
+                self.data.short_tokens[group] += record.integer("num_short_tokens")
 
     def _on_resumed(self, record: Fields, turn_id: str) -> None:
         record.integer("num_hit_tokens")

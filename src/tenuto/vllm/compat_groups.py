@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
+from tenuto.core.types import ShortHit
 from tenuto.core.windows import count_spare_blocks, count_tail_blocks
 
 
@@ -40,6 +42,57 @@ def get_tokens_per_block(scheduler: Any) -> int | None:
         if isinstance(manager, FullAttentionManager)
     ]
     return max(1, int(1 / sum(1 / size for size in sizes))) if sizes else None
+
+
+class ShortHits:
+    """Watches vLLM's look-ups: which layer group ended a hit before another group's blocks did.
+
+    vLLM finds out that it happened (the boundary that a look-up returns); this names the group.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._manager = manager = scheduler.kv_cache_manager
+        kinds = getattr(manager.coordinator, "attention_groups", ())
+        self.names = {
+            kind[1][0]: _name(kind[0]) for kind in kinds if not isinstance(kind[0], FullAttentionSpec)
+        }
+        """The kinds of groups that can end a hit, by the first group of each."""
+        self._found: dict[str, ShortHit] = {}
+        if len(kinds) < 2:
+            self.names = {}
+            return
+        look_up = manager.get_computed_blocks
+
+        def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
+            found = look_up(request, *args, **kwargs)
+            # Until 0.31 a look-up returned no boundary.
+            if len(found) > 2 and found[2] > found[1]:
+                self._found[request.request_id] = ShortHit(self._find(request, found[2]), found[2] - found[1])
+            return found
+
+        manager.get_computed_blocks = get_computed_blocks
+
+    def begin_step(self) -> None:
+        """A step is about to be scheduled: forget the look-ups of requests that did not start."""
+        self._found.clear()
+
+    def get(self, request_id: str) -> ShortHit | None:
+        """What made the hit of a request short that this step started; None if no group did."""
+        return self._found.get(request_id)
+
+    def _find(self, request: Any, most_tokens: int) -> str:
+        if len(self.names) == 1:
+            return next(iter(self.names.values()))
+        _, hits = self._manager.coordinator.find_longest_cache_hit_per_group(
+            request.block_hashes, most_tokens
+        )
+        return self.names[min(self.names, key=lambda group: hits[group])]
+
+
+def _name(spec: Any) -> str:
+    if (window := getattr(spec, "sliding_window", None)) is not None:
+        return f"window {window}"
+    return "state" if isinstance(spec, MambaSpec) else type(spec).__name__.removesuffix("Spec")
 
 
 class WindowSpares:

@@ -128,7 +128,8 @@ class Hooks:
         for request_id, num_hit_tokens in started:
             if self.first_tokens is not None:
                 self.first_tokens.start(request_id)
-            self.driver.start(request_id, now_s, num_hit_tokens)
+            short_hit = self._scheduler.short_hits.get(request_id)
+            self.driver.start(request_id, now_s, num_hit_tokens, short_hit)
 
     def leave(self, request: Any, now_s: float) -> None:
         """A request ends; the driver still knows it."""

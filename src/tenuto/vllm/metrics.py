@@ -112,8 +112,18 @@ class Metrics:
             "tenuto:recomputed_tokens",
             "Tokens of a job's earlier turns, or of preempted turns, computed again.",
         )
+        self._short: dict[str, Any] = {}
         self._faults = make.counter(
             "tenuto:policy_faults", "Policy hooks that failed; stock's answer was used."
+        )
+
+    def watch_groups(self, names: Iterable[str]) -> None:
+        """Show which of these kinds of layer groups end hits early."""
+        self._short = self._make.counters(
+            "tenuto:short_hit_tokens",
+            "Prompt tokens that another layer group still had behind a hit, by the group that ended it.",
+            "group",
+            names,
         )
 
     def show(self, settings: Settings) -> None:
@@ -177,6 +187,8 @@ class Metrics:
             (self._faults, driver.num_policy_faults),
         ):
             self._make.count_to(counter, total)
+        for group, counter in self._short.items():
+            self._make.count_to(counter, stats.num_short_tokens[group])
         if self._file is not None:
             self._write(self._file)
 

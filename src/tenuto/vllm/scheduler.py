@@ -23,7 +23,7 @@ from tenuto.core.policy_loader import get_engine_settings, load_policy
 from tenuto.core.requests.hints import Hints, parse_hints
 from tenuto.core.types import LeaseEnd
 from tenuto.records.trace import TraceWriter
-from tenuto.vllm import compat
+from tenuto.vllm import compat, compat_groups
 from tenuto.vllm.control import Control, is_control_configured
 from tenuto.vllm.control_http import CALL
 from tenuto.vllm.hooks import Hooks
@@ -82,6 +82,8 @@ class _DrivenScheduler(compat.PrivateHooks):
             asked = Policy() if settings.mode == "off" else policy
             self._trace = TraceWriter(trace_path, asked, name, settings.trace_options, facts)
         self._metrics = Metrics(vllm_config, engine_index)
+        self.short_hits = compat_groups.ShortHits(self)
+        self._metrics.watch_groups(self.short_hits.names.values())
         pool = self.kv_cache_manager.block_pool
         self.leased_blocks = LeasedBlocks(pool, lambda: self.driver.limits.always_yield)
         self._hooks = self._make_hooks(settings, policy)
@@ -121,6 +123,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         hooks = self._hooks
         self.driver.expire(now_s, MAX_RENEWALS)
         hooks.begin_step(now_s)
+        self.short_hits.begin_step()
         full_budget = self.max_num_scheduled_tokens
         if hooks.asks_budget:
             self.max_num_scheduled_tokens = self.driver.get_step_budget(now_s, full_budget)

@@ -23,6 +23,8 @@ class Cause(Enum):
     """A lease held the tokens, and the policy or an operator's limit ended it before the job came back."""
     NEVER_KEPT = "never kept"
     """No lease was granted, so the tokens were evicted from the cache."""
+    SHORT_GROUP = "short group"
+    """Full attention still had the tokens, and a sliding window or a state had not."""
     NOT_STORED = "not yet stored"
     """In neither the KV cache nor a tier: the copy was still running, or the tier had dropped it."""
     PARALLEL = "parallel turn"
@@ -40,6 +42,7 @@ MEANINGS = {
     Cause.EXPIRED: "leased, but the job came back after the deadline",
     Cause.GIVEN_UP: "leased, but given up before the job came back (idle, price, a limit)",
     Cause.NEVER_KEPT: "no lease: evicted like any cached block",
+    Cause.SHORT_GROUP: "a sliding window or a state had them no more, while full attention had",
     Cause.NOT_STORED: "not yet, or no more, in the cache or tier",
     Cause.PARALLEL: "another turn of the job still ran; their prompts may have nothing in common",
     Cause.CHANGED: "the prompt does not extend the turn before",
@@ -72,6 +75,8 @@ def get_cause(turn: TurnStory, block_size: int) -> Cause:
     """Return why a turn recomputed tokens of the previous turn."""
     if turn.missed_tokens is None or turn.missed_tokens < block_size:
         return Cause.NONE
+    if turn.short_group is not None and (turn.lease is None or turn.lease.reason == "hit"):
+        return Cause.SHORT_GROUP
     if _left_at_the_answer(turn, block_size):
         return Cause.CHANGED
     if turn.lease is None:

@@ -36,6 +36,8 @@ class TurnStory:
     reusable_tokens: int | None = None
     missed_tokens: int | None = None
     """Reusable tokens that were not hit."""
+    short_group: str | None = None
+    """The layer group that ended its hit before another group's blocks did; None if none did."""
 
     @property
     def latency_s(self) -> float | None:
@@ -119,7 +121,8 @@ def _make_story(
         None if before is None and turn.turn > 1 else estimate_reusable_tokens(before, turn, data.block_size)
     )
     missed = None if reusable is None else estimate_missed_tokens(before, turn, data.block_size)
-    return TurnStory(turn, before, fate, lease, reusable, missed)
+    short_group = data.short_hits.get((turn.job, turn.turn))
+    return TurnStory(turn, before, fate, lease, reusable, missed, short_group)
 
 
 def _is_running(turn: TurnRecord, at_s: float) -> bool:

@@ -46,6 +46,7 @@ def summarise(data: RunData) -> dict[str, Any]:
         "ttft_s": describe(turn.record.ttft_s for turn in turns),
         "tool_s": describe(turn.tool_s for turn in turns),
         "tokens": get_tokens(turns),
+        "short_groups": dict(data.short_tokens.most_common()),
         "block_size": data.block_size,
         "causes": get_causes(turns, data.block_size),
         "leases": get_leases(data),

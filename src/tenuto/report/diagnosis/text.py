@@ -133,7 +133,17 @@ def _format_causes(report: Mapping[str, Any]) -> list[str]:
         (cause, _n(row["turns"]), _n(row["tokens"]), _p(row["tokens"] / total), _MEANINGS.get(cause, ""))
         for cause, row in report["causes"].items()
     ]
-    return format_table(("cause", "turns", "tokens", "share", "that is"), rows, left=(0, 4))
+    lines = format_table(("cause", "turns", "tokens", "share", "that is"), rows, left=(0, 4))
+    cut = [f"{group} {_n(number)}" for group, number in report["short_groups"].items()]
+    # Other jobs' prefixes count here too, so the sum may be larger than the cause's.
+    return (
+        [
+            *lines,
+            f"tokens that another layer group still had, by the group that ended the hit: {', '.join(cut)}",
+        ]
+        if cut
+        else lines
+    )
 
 
 def _format_job(job: Mapping[str, Any]) -> list[str]:

@@ -186,6 +186,9 @@ def _show_hit_spark(hits: Mapping[str, Any], values: Sequence[float | None]) -> 
     text = _show_spark("hit ratio", values, highest=1.0)
     if hits["recomputed_tokens_per_s"] is not None:
         text.append(f"  {hits['recomputed_tokens_per_s']:,.0f} tok/s computed again")
+    for group, rate in hits["short_tokens_per_s"].items():
+        if rate:
+            text.append(f"  {rate:,.0f} tok/s missed for want of the {group}'s blocks")
     return text
 
 

@@ -158,6 +158,10 @@ def get_hits(window: Window) -> dict[str, Any]:
             "vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"
         ),
         "recomputed_tokens_per_s": window.rate("tenuto:recomputed_tokens_total"),
+        "short_tokens_per_s": {
+            group: window.rate("tenuto:short_hit_tokens_total", group=group)
+            for group in page.labels("tenuto:short_hit_tokens_total", "group")
+        },
     }
 
 

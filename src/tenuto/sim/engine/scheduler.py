@@ -22,6 +22,7 @@ from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_caller import DecisionLog
+from tenuto.core.types import ShortHit
 from tenuto.estimators.step_size import make_step_chooser
 from tenuto.sim.engine.allocator import Allocator
 from tenuto.sim.engine.config import EngineConfig
@@ -144,7 +145,8 @@ class Scheduler:
         if offloader is not None and offloader.is_serial:
             step.copies_s = max(0.0, step.copies_done_s - copied_s)
         for turn_id, num_hit_tokens in (*step.new.items(), *step.resumed.items()):
-            driver.start(turn_id, now_s, num_hit_tokens)
+            short_hit = _get_short_hit(state.requests[turn_id], num_hit_tokens)
+            driver.start(turn_id, now_s, num_hit_tokens, short_hit)
         return step
 
     def finish_step(
@@ -218,3 +220,9 @@ class Scheduler:
 
     def _get_policy_key(self, request: Request) -> Key:
         return self.driver.get_queue_key(request.turn_id, self.state.now_s)
+
+
+def _get_short_hit(request: Request, num_hit_tokens: int) -> ShortHit | None:
+    if request.short_window is None:
+        return None
+    return ShortHit(f"window {request.short_window}", request.shared_tokens - num_hit_tokens)

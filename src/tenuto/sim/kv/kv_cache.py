@@ -35,6 +35,8 @@ class Hit(NamedTuple):
     """Its blocks in each layer group; in a sliding window only those that the window still sees."""
     shared_tokens: int = 0
     """Where the prompt leaves what a layer group has cached, if that is behind the hit; else 0."""
+    short_window: int | None = None
+    """Then the sliding window that has the least of it."""
     num_loaded_tokens: int = 0
     """Tokens behind it that come from a tier."""
     waits: bool = False
@@ -126,12 +128,19 @@ class KvCache:
                 end = self._get_window_hit(path, window, groups, end)
                 longest = end if longest is None else longest
         num_tokens = end * self._block_size
-        shared_tokens = longest * self._block_size if longest is not None and longest > end else 0
+        shared_tokens, short_window = 0, None
+        if longest is not None and longest > end:
+            shared_tokens = longest * self._block_size
+            ends = {
+                window: self._get_window_hit(path, window, groups, longest)
+                for window, groups in self._window_groups.items()
+            }
+            short_window = min(ends, key=lambda window: ends[window])
         rows = (
             find(path, group, self._count_skipped_blocks(window, num_tokens), end)
             for group, window in enumerate(self.config.windows)
         )
-        return Hit(num_tokens, tuple(rows), shared_tokens)
+        return Hit(num_tokens, tuple(rows), shared_tokens, short_window)
 
     def try_allocate(self, request: Request, num_new_tokens: int, hit: Hit | None, *, is_busy: bool) -> bool:
         """Take slots for a request's next tokens and cache the blocks they fill; False if blocks are short.
@@ -148,7 +157,7 @@ class KvCache:
         num_computed_tokens = request.num_computed_tokens
         if hit is not None:
             num_computed_tokens = hit.num_computed_tokens
-            request.shared_tokens = hit.shared_tokens
+            request.shared_tokens, request.short_window = hit.shared_tokens, hit.short_window
             for table, row, window in zip(request.tables, hit.rows, self.config.windows, strict=True):
                 self.pool.hold(row)
                 table.row = row

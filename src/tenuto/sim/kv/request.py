@@ -93,6 +93,8 @@ class Request:
     shared_tokens: int = field(init=False, default=0)
     """Where its prompt leaves what was cached in some layer group when it started, if that is behind its hit;
     else 0. Source: `shared_prefix_boundary` in vllm/v1/request.py@0.32."""
+    short_window: int | None = field(init=False, default=None)
+    """Then the sliding window that ended its hit."""
     num_placeholders: int = field(init=False, default=0)
     """Output tokens that steps in flight will bring, drafts included."""
     num_in_flight_tokens: int = field(init=False, default=0)
