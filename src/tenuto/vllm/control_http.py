@@ -30,8 +30,8 @@ OPERATOR_HEADER = "x-tenuto-operator"
 CALL = "tenuto_control"
 """The name under which an API server calls the engines."""
 MAX_BODY_BYTES = 64 * 1024
-LIMIT_S = 15.0
-"""Longest wait for an engine's answer. An engine answers between two steps."""
+LIMIT_S = 30.0
+"""Longest wait for an engine's answer. An engine answers between two steps, and on a CPU a step takes seconds."""
 
 logger = logging.getLogger("vllm.tenuto")
 

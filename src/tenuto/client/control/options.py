@@ -65,7 +65,7 @@ class ControlOptions(Options):
     operator: str | None = option(
         None, "your name in the server's log", metavar="NAME", shown_default="user@host", flag="--as"
     )
-    timeout_s: float = option(60.0, "longest wait for the server's answer, seconds", above=0)
+    timeout_s: float = option(90.0, "longest wait for the server's answer, seconds", above=0)
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
 
     def __post_init__(self) -> None:
