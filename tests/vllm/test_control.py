@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from tenuto.core.policy_loader import get_policy_names
 from tenuto.records.kinds import TRACE
 from tenuto.records.load import load_file
 from tenuto.report.decisions import check_decisions
+from tenuto.vllm import compat
+from tenuto.vllm.control_http import CALL
 from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -251,6 +254,23 @@ def test_a_bad_change_is_refused_and_the_old_policy_goes_on(what: dict[str, Any]
         assert named in answer["error"]
     assert engine.scheduler._hooks is hooks
     assert len(engine.scheduler.driver.leases) == 1
+
+
+def test_vllm_s_engine_hands_the_call_on() -> None:
+    """The way of vLLM's own utility calls, inside an engine's process, and back to the API server's queue."""
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+
+    core = EngineCoreProc.__new__(EngineCoreProc)
+    core.shutdown_state, core.output_queue = EngineShutdownState.RUNNING, queue.Queue()
+    engine = start({"policy": KEEP_ALL})
+    compat.offer_call(core, CALL, engine.scheduler.control.answer)
+    request = (0, 7, CALL, ('{"do": "change", "change": {"mode": "off"}, "by": "test"}',))
+    core._handle_client_request(EngineCoreRequestType.UTILITY, request)
+    client, outputs = core.output_queue.get_nowait()
+    assert (client, outputs.utility_output.call_id) == (0, 7)
+    assert json.loads(outputs.utility_output.result.result)["mode"] == "off"
+    assert engine.scheduler.settings.mode == "off"
 
 
 def test_nonsense_gets_an_error_and_harms_nothing() -> None:

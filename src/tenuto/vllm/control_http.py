@@ -31,7 +31,7 @@ CALL = "tenuto_control"
 """The name under which an API server calls the engines."""
 MAX_BODY_BYTES = 64 * 1024
 LIMIT_S = 30.0
-"""Longest wait for an engine's answer. An engine answers between two steps, and on a CPU a step takes seconds."""
+"""Longest wait for an engine's answer. It answers between two steps, and on a CPU a step may take seconds."""
 
 logger = logging.getLogger("vllm.tenuto")
 
