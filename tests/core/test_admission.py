@@ -178,16 +178,21 @@ def test_more_turns_at_once_than_the_limit_have_the_place_of_a_new_job() -> None
 @pytest.mark.parametrize("policy", [Nobody, NoTurn])
 def test_a_parked_turn_that_waits_longer_than_in_stock_is_let_in(policy: type[Policy]) -> None:
     door = Door(policy(), max_wait_over_stock=0.0)
-    door.arrive("runs", 0)
-    assert door.open(0, idle=True) == ["runs"]
-    door.engine.start_first(0)
+    for turn_id, now_s in (("served", -2), ("runs", 0)):
+        door.arrive(turn_id, now_s)
+        assert door.open(now_s, idle=True) == [turn_id]
+        door.engine.start_first(now_s)
+        if turn_id == "served":
+            door.engine.finish("served", 0)
     for number in range(4):
         door.arrive(f"t{number}", 1 + number / 10)
-    door.driver.tick(2)
-    # Nothing was waiting when the first of them came: in stock it would have started at once.
-    assert door.open(2) == ["t0"]
+    # Nothing was waiting when the first of them came: in stock it would have started at once. It waits for
+    # one turn of service, which takes 2 s, or until enough work of others has begun.
+    for now_s in (2.9, 3):
+        door.driver.tick(now_s)
+        assert door.open(now_s) == (["t0"] if now_s == 3 else [])
     door.engine.finish("runs", 3)
     for number in range(4):
-        door.driver.start(f"t{number}", 3 + number, 0)
-        door.driver.tick(4 + number)
-        assert door.open(4 + number) == ([f"t{number + 1}"] if number < 3 else [])
+        door.driver.start(f"t{number}", 3 + 3 * number, 0)
+        door.driver.tick(6 + 3 * number)
+        assert door.open(6 + 3 * number) == ([f"t{number + 1}"] if number < 3 else [])

@@ -98,6 +98,59 @@ def test_those_that_wait_too_long_go_in_the_order_of_their_arrival() -> None:
     assert flood.engine.driver.stats.num_overdue_turns >= 5
 
 
+@pytest.mark.parametrize(("limits", "expected"), [({}, 3), ({"max_wait_over_stock": None}, None)])
+def test_a_preempted_turn_runs_again_after_one_turn_of_service(limits, expected) -> None:
+    """In stock it is first in the queue. Ten turns wait when it is preempted, and one comes in each round."""
+    flood = Flood(LastFirst(), **limits)
+    flood.warm_up()
+    flood.arrive("plain")
+    assert flood.engine.start_first(flood.now_s) == "plain"
+    for _ in range(10):
+        flood.arrive()
+    flood.engine.preempt("plain", flood.now_s)
+    num_started = flood.count_before("plain")
+    assert num_started == expected if expected is None else num_started <= expected
+
+
+def test_a_preempted_turn_that_leaves_is_forgotten() -> None:
+    flood = Flood(LastFirst())
+    flood.warm_up()
+    queue = flood.engine.driver._admission._stock_queue
+    for end in ("abort", "finish"):
+        flood.arrive("plain")
+        flood.engine.start_first(flood.now_s)
+        flood.engine.preempt("plain", flood.now_s)
+        if end == "finish":
+            assert flood.engine.start_first(flood.now_s) == "plain"
+        getattr(flood.engine, end)("plain", flood.now_s)
+        assert (queue._num_live, queue._num_running, queue._waiting, queue._overdue) == (0, 0, {}, {})
+
+
+class LatestFirst(LastFirst):
+    """Preempts the turn that arrived first."""
+
+    def preempt_key(self, turn: Turn, view):
+        return (turn.arrival_s,)
+
+
+def test_a_turn_that_started_because_it_was_overdue_is_preempted_last() -> None:
+    flood = Flood(LatestFirst(), num_blocks=60)
+    engine = flood.engine
+    flood.warm_up()
+    flood.arrive("plain")
+    for _ in range(8):
+        flood.arrive()
+        engine.driver.tick(flood.now_s)
+        turn_id = engine.start_first(flood.now_s)
+        if turn_id == "plain":
+            break
+        engine.finish(turn_id, flood.now_s)
+    assert turn_id == "plain"
+    flood.arrive("late")
+    assert engine.start_first(flood.now_s) == "late"
+    assert engine.driver.get_victims(["plain", "late"], flood.now_s) == ["late", "plain"]
+
+
 def test_priorities_stand_above_the_wait() -> None:
     flood = Flood(LastFirst(), by_priority=True)
     flood.arrive("plain", priority=1)
@@ -136,14 +189,17 @@ def test_leases_yield_to_a_turn_that_waits_too_long(limits: dict[str, float | No
     driver = engine.driver
     engine.arrive("keeps", 0, make_tokens(0, 18), OUTPUT, Hints(job_id="keeps"))
     assert engine.start_first(0) == "keeps"
-    engine.finish("keeps", 0, tool=ToolCall("ls"))
+    engine.finish("keeps", 4, tool=ToolCall("ls"))
     assert driver.get_num_leased_blocks() == 4
-    engine.arrive("runs", 1, make_tokens(100, 6), OUTPUT)
-    assert engine.start_first(1) == "runs"
-    engine.arrive("big", 2, make_tokens(200, 30), OUTPUT)
-    driver.tick(2)
-    # Nobody waited when it came: in stock it would have started at once.
-    assert engine.start_first(2) == ("big" if not limits else None)
+    engine.arrive("runs", 5, make_tokens(100, 6), OUTPUT)
+    assert engine.start_first(5) == "runs"
+    engine.arrive("big", 6, make_tokens(200, 30), OUTPUT)
+    # Nobody waited when it came: in stock it would have started at once. One turn of service takes 4 s.
+    driver.tick(9.9)
+    assert engine.start_first(9.9) is None
+    assert driver.get_next_tick_s() == (10 if not limits else 606)
+    driver.tick(10)
+    assert engine.start_first(10) == ("big" if not limits else None)
 
 
 def test_the_limit_does_nothing_to_a_policy_that_makes_nobody_wait() -> None:

@@ -46,7 +46,7 @@ class Admission:
     def enter(self, turn: TurnState) -> None:
         """A turn arrived."""
         if self._stock_queue is not None:
-            self._stock_queue.arrive(turn)
+            self._stock_queue.arrive(turn, self._retention.get_num_leased_tokens())
         if self._asks and self.needs(turn):
             self._waiting[turn.turn_id] = turn
 
@@ -55,17 +55,27 @@ class Admission:
         self._waiting.pop(turn.turn_id, None)
         self._overdue.pop(turn.turn_id, None)
 
-    def start(self, turn: TurnState, num_hit_tokens: int) -> None:
+    def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
         """A turn got its first step."""
         self.leave(turn)
         if self._stock_queue is not None:
-            self._stock_queue.start(turn, num_hit_tokens)
+            self._stock_queue.start(turn, num_hit_tokens, now_s)
 
-    def finish(self, turn: TurnState, num_output_tokens: int) -> None:
+    def preempt(self, turn: TurnState, now_s: float) -> None:
+        """A running turn lost its blocks and waits again."""
+        if self._stock_queue is not None:
+            self._stock_queue.preempt(turn, now_s)
+
+    def resume(self, turn: TurnState, now_s: float) -> None:
+        """A preempted turn runs again."""
+        if self._stock_queue is not None:
+            self._stock_queue.resume(turn, now_s)
+
+    def finish(self, turn: TurnState, num_output_tokens: int, now_s: float) -> None:
         """A turn ended, or left before it started."""
         self.leave(turn)
         if self._stock_queue is not None:
-            self._stock_queue.leave(turn, num_output_tokens)
+            self._stock_queue.leave(turn, num_output_tokens, now_s)
 
     def pop_overdue(self, now_s: float) -> Iterator[str]:
         """Turns that have become overdue since the last call; they will be admitted next."""

@@ -67,6 +67,7 @@ class Driver(DriverParts):
         self.stats.num_events += 1
         turn.num_held_tokens = num_hit_tokens
         if turn.started:
+            self._admission.resume(turn, now_s)
             num_lost_tokens = count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
             self.stats.num_recomputed_tokens += num_lost_tokens
             self.quota.start(turn)
@@ -77,7 +78,7 @@ class Driver(DriverParts):
             return
         self.service.start(turn, num_hit_tokens)
         turn.started = turn.job.is_admitted = True
-        self._admission.start(turn, num_hit_tokens)
+        self._admission.start(turn, num_hit_tokens, now_s)
         turn.num_hit_tokens = num_hit_tokens
         self.stats.num_hit_tokens += num_hit_tokens
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
@@ -112,6 +113,7 @@ class Driver(DriverParts):
         turn.num_preemptions += 1
         turn.num_computed_tokens = num_computed_tokens
         self.quota.stop(turn)
+        self._admission.preempt(turn, now_s)
         self._tell("on_turn_preempted", turn, now_s)
         self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
 
@@ -125,7 +127,7 @@ class Driver(DriverParts):
         del job.live_turn_ids[turn_id]
         self._retention.leave(turn)
         self.service.leave(turn, finish.num_output_tokens)
-        self._admission.finish(turn, finish.num_output_tokens)
+        self._admission.finish(turn, finish.num_output_tokens, now_s)
         self._history.record(
             "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
         )
@@ -317,7 +319,7 @@ class Driver(DriverParts):
             if not job.is_admitted or self.policy.needs.admit == "turns":
                 self._tell("on_turn_admitted", turn, now_s)
             job.is_admitted = True
-            self._admission.start(turn, turn.num_hit_tokens)
+            self._admission.start(turn, turn.num_hit_tokens, now_s)
             self._tell("on_turn_started", turn, now_s)
 
     def _place(self, job: JobState, arrival: Arrival) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -60,6 +61,10 @@ class JobState:
     """The client said that the job is complete, while a turn of it still ran."""
     stock_mark: float | None = None
     """Total tokens that stock vLLM will have allocated when it evicts the last finished turn's blocks."""
+    stock_saved: float = 0.0
+    """Work that the job's latest turn saved by hits that stock vLLM would not have."""
+    stock_period: int = -1
+    """When that was; see `StockQueue`."""
 
     def get_view(self, arrival_s: float | None = None) -> Job:
         """What a policy sees of the job; `arrival_s` replaces the job's own arrival."""
@@ -91,13 +96,21 @@ class TurnState:
     stock_work: float = 0.0
     """The work that stock vLLM would do for this turn, in prefill tokens."""
     stock_start: float = 0.0
-    """Work that the engine had begun when this turn started."""
+    """Work that the engine had begun before this turn started."""
+    stock_due: float = math.inf
+    """Work that the engine will have begun when this turn has waited too long."""
+    start_s: float = 0.0
+    """When it got its first step."""
+    waits_since_s: float = 0.0
+    """When it arrived, or when it was last preempted."""
     is_overdue: bool = False
     """Whether it has waited too long compared with stock vLLM; if so, it goes before turns not overdue."""
     num_expected_tokens: float = 0.0
     """Its prompt and an output of mean length, since it started."""
     num_counted_blocks: int = 0
     """The blocks that count as used by its tenant while it runs."""
+    was_overdue: bool = False
+    """Whether it started because it was overdue; if so, it is preempted after turns that were not."""
     charged_work: float = 0.0
     """The work that its tenant's virtual time counts for it, in prefill tokens."""
     _facts: tuple[object, ...] = ()

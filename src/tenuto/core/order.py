@@ -61,11 +61,14 @@ class Order:
         if not self._policy.overrides("preempt_key") or self._canary.is_on:
             return []
         view = self._retention.get_view(now_s)
-        keys: dict[str, SortKey] = {}
+        keys: dict[str, tuple[int, bool, SortKey]] = {}
         for state in turns:
             turn = self._retention.get_turn_view(state)
             key = self._caller.ask("preempt_key", turn, view)
-            keys[turn.turn_id] = get_sort_key((-turn.priority, *key) if self._by_priority else key)
+            priority = -turn.priority if self._by_priority else 0
+            # Otherwise a turn that the policy puts last would start when it is overdue, and lose its place at
+            # once.
+            keys[turn.turn_id] = (priority, state.was_overdue, get_sort_key(key))
         return sorted(keys, key=lambda turn_id: (keys[turn_id], turn_id))
 
     def may_preempt(self, turn: TurnState, victim: TurnState, now_s: float) -> bool:

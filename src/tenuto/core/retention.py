@@ -74,6 +74,10 @@ class Retention:
         """The engine's state, including the number of leases."""
         return self._engine.get_view(now_s, len(self.leases))
 
+    def get_num_leased_tokens(self) -> int:
+        """Tokens whose KV cache leases keep, each once."""
+        return self._engine.get_num_leased_blocks() * self._block_size
+
     def get_turn_view(self, turn: TurnState) -> Turn:
         """The policy's view of a turn that waits or runs."""
         return turn.get_view(has_lease=self.get_claimed(turn) is not None)

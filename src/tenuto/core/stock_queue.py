@@ -6,17 +6,21 @@ no step times, and it moves exactly as fast as the engine:
 
     began     work of all turns that have started so far, in prefill tokens
     backlog   work that stock vLLM would have to do for the turns that wait now
-    due       began + 1.1 × backlog + one turn of service, fixed when the turn arrives
+    saved     work that stock would still have to do, because hits of the policy's leases saved it here
+    due       began + 1.1 × (backlog + saved) + one turn of service, fixed when the turn arrives
 
 A turn that still waits when `began` reaches its `due` is *overdue*: other turns went before it, and their
-prefix hits saved less work than that took. Every event takes O(log n) time in the number of waiting turns.
+prefix hits saved less work than that took. A preempted turn goes before all others in stock, so its backlog
+is empty. If nothing starts for the time of one turn of service, `began` stands still; then the turn that has
+waited longest is overdue too. Every event takes O(log n) time in the number of waiting turns.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterator
 
-from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
@@ -25,13 +29,13 @@ DECODE_TOKENS = 8.0
 """Prefill tokens that cost as much as one decoded token. `tenuto.sim.cost` gives 5 to 15 on GPUs. The value
 is on both sides of each comparison, so it need not be exact."""
 DECAY = 0.05
-"""Weight of the latest turn in the moving averages."""
+"""Smallest weight of the latest turn in a moving average; the first turns weigh more."""
 
 
 def make_stock_queue(policy: Policy, limits: Limits, num_cache_tokens: int) -> StockQueue | None:
     """A queue for a policy that can make turns wait; None for other policies, or if no limit bounds waits."""
     delays = any(policy.overrides(hook) for hook in ("queue_key", "admit", "may_reclaim"))
-    is_bounded = limits.max_wait_over_stock is not None or limits.max_held_back_s < float("inf")
+    is_bounded = limits.max_wait_over_stock is not None or limits.max_held_back_s < math.inf
     return StockQueue(limits, num_cache_tokens) if delays and is_bounded else None
 
 
@@ -52,45 +56,73 @@ class StockQueue:
         """Largest number of turns seen running at once; an estimate of the engine's limit."""
         self._began = 0.0
         self._backlog = 0.0
+        self._saved = 0.0
+        """What the latest turn of each job saved, since a turn last arrived at an empty queue."""
+        self._period = 0
+        """How often the queue was empty so far."""
         self._num_allocated = 0.0
         """Tokens that stock vLLM would have allocated for all turns that have arrived so far."""
         self._tokens_per_work = 1.0
+        self._num_served = 0
         self._mean_output = 0.0
         """Mean number of output tokens; used for turns whose output is not known yet."""
         self._mean_service = 0.0
-        """Mean amount of work that the engine begins while it serves one turn."""
-        self._due = IndexedHeap()
+        """Mean amount of work that the engine begins from a turn's start, this turn included, to its end."""
+        self._mean_service_s = 0.0
+        """Mean time from a turn's start to its end, in seconds."""
+        self._last_start_s = 0.0
+        self._due: list[tuple[float, int, TurnState]] = []
+        """A heap of turns by `due`, then by when it was fixed. Turns that no longer wait are skipped."""
+        self._num_fixed = 0
         self._waiting: dict[str, TurnState] = {}
-        """Turns that wait and are not overdue, in order of arrival."""
+        """Turns that wait and are not overdue, in the order in which they began to wait."""
         self._overdue: dict[str, TurnState] = {}
 
-    def arrive(self, turn: TurnState) -> None:
-        """A turn arrived."""
+    def arrive(self, turn: TurnState, num_leased_tokens: int = 0) -> None:
+        """A turn arrived. `num_leased_tokens`: tokens that leases keep now; no more can have been saved."""
         self._num_arrived += 1
         self._num_live += 1
-        self._num_live_tokens += turn.arrival.num_prompt_tokens
+        num_prompt_tokens = turn.arrival.num_prompt_tokens
+        self._num_live_tokens += num_prompt_tokens
         turn.number = self._num_arrived
+        turn.waits_since_s = turn.arrival_s
         self._waiting[turn.turn_id] = turn
         if self._over is None:
             return
         num_hit_tokens = self._count_hits(turn)
-        turn.stock_work = self._get_work(turn, num_hit_tokens)
-        due = self._began + (1 + self._over) * self._backlog + self._mean_service
-        self._due.push(turn.turn_id, (due,))
-        self._backlog += turn.stock_work
-        num_tokens = turn.arrival.num_prompt_tokens - num_hit_tokens + self._mean_output
+        turn.stock_work = work = self._get_work(turn, num_hit_tokens)
+        # A turn whose cache is kept gets no extra time: the longer it waits, the longer memory is idle.
+        saved = 0.0 if turn.num_reusable_tokens else min(self._saved, num_leased_tokens)
+        self._fix_due(turn, (1 + self._over) * (self._backlog + saved))
+        self._backlog += work
+        num_tokens = num_prompt_tokens - num_hit_tokens + self._mean_output
         self._num_allocated += num_tokens
-        self._tokens_per_work += DECAY * (num_tokens / turn.stock_work - self._tokens_per_work)
+        self._tokens_per_work += DECAY * (num_tokens / work - self._tokens_per_work)
 
-    def start(self, turn: TurnState, num_hit_tokens: int) -> None:
+    def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
         """A turn got its first step."""
-        self._num_running += 1
-        self._max_running = max(self._max_running, self._num_running)
+        self._count_running(now_s)
+        turn.stock_start, turn.start_s = self._began, now_s
         self._began += self._get_work(turn, num_hit_tokens)
-        turn.stock_start = self._began
+        if turn.num_reusable_tokens:
+            self._save(turn, num_hit_tokens)
         self._forget(turn)
 
-    def leave(self, turn: TurnState, num_output_tokens: int) -> None:
+    def preempt(self, turn: TurnState, now_s: float) -> None:
+        """A running turn lost its blocks and waits again. In stock it would now be first in the queue."""
+        self._num_running -= 1
+        turn.stock_work = 0.0
+        turn.waits_since_s = now_s
+        self._waiting[turn.turn_id] = turn
+        if self._over is not None:
+            self._fix_due(turn, 0.0)
+
+    def resume(self, turn: TurnState, now_s: float) -> None:
+        """A preempted turn runs again."""
+        if self._forget(turn):
+            self._count_running(now_s)
+
+    def leave(self, turn: TurnState, num_output_tokens: int, now_s: float) -> None:
         """A turn ended, or left before it started."""
         self._num_live -= 1
         self._num_live_tokens -= turn.arrival.num_prompt_tokens
@@ -99,9 +131,13 @@ class StockQueue:
             self._began += (1 + (self._over or 0.0)) * turn.stock_work
             self._forget(turn)
             return
-        self._num_running -= 1
-        self._mean_output += DECAY * (num_output_tokens - self._mean_output)
-        self._mean_service += DECAY * (self._began - turn.stock_start - self._mean_service)
+        if not self._forget(turn):
+            self._num_running -= 1
+        self._num_served += 1
+        weight = max(DECAY, 1 / self._num_served)
+        self._mean_output += weight * (num_output_tokens - self._mean_output)
+        self._mean_service += weight * (self._began - turn.stock_start - self._mean_service)
+        self._mean_service_s += weight * (now_s - turn.start_s - self._mean_service_s)
         # Stock vLLM would allocate blocks for the turns that wait before it allocates for later arrivals.
         num_allocated = self._num_allocated - self._tokens_per_work * self._backlog
         turn.job.stock_mark = num_allocated + self._num_cache_tokens - self._count_running_tokens()
@@ -109,26 +145,56 @@ class StockQueue:
     def pop_overdue(self, now_s: float) -> Iterator[TurnState]:
         """Turns that became overdue since the last call, by begun work or by the longest allowed wait."""
         while self._waiting:
-            turn_id = next(iter(self._waiting))
-            key = self._due.get_first_key()
-            if key is not None and float(key[0]) <= self._began:
-                turn_id = self._due.pop()
-            elif now_s < self._waiting[turn_id].arrival_s + self._max_wait_s:
-                return
-            turn = self._overdue[turn_id] = self._waiting.pop(turn_id)
-            self._due.discard(turn_id)
+            turn = self._find_due()
+            if turn is None:
+                turn = next(iter(self._waiting.values()))
+                if now_s < self._get_latest_s(turn):
+                    return
+            self._overdue[turn.turn_id] = self._waiting.pop(turn.turn_id)
             turn.is_overdue = True
             yield turn
 
     def get_next_s(self) -> float:
-        """When the next turn reaches the longest allowed wait; infinity if no turn waits."""
+        """When the next turn is overdue if nothing starts until then; infinity if no turn waits."""
         turn = next(iter(self._waiting.values()), None)
-        return float("inf") if turn is None else turn.arrival_s + self._max_wait_s
+        return math.inf if turn is None else self._get_latest_s(turn)
+
+    def _get_latest_s(self, turn: TurnState) -> float:
+        """When the longest waiting turn has waited for too long, in seconds.
+
+        If nothing has started for the time of one turn of service, the queue stands still: the policy keeps
+        all turns waiting.
+        """
+        latest_s = turn.waits_since_s + self._max_wait_s
+        if self._over is None or self._overdue or not self._mean_service_s > 0:
+            return latest_s
+        return min(latest_s, max(turn.waits_since_s, self._last_start_s) + self._mean_service_s)
+
+    def _fix_due(self, turn: TurnState, wait: float) -> None:
+        # Until a turn has ended, the turn itself is the best guess of what one turn of service is.
+        service = self._mean_service if self._num_served else turn.stock_work
+        turn.stock_due = self._began + wait + service
+        self._num_fixed += 1
+        heapq.heappush(self._due, (turn.stock_due, self._num_fixed, turn))
+
+    def _find_due(self) -> TurnState | None:
+        """The waiting turn whose `due` has been reached first, if any has."""
+        heap = self._due
+        while heap and heap[0][0] <= self._began:
+            due, _, turn = heapq.heappop(heap)
+            if turn.stock_due == due and turn.turn_id in self._waiting:
+                return turn
+        return None
 
     def _count_hits(self, turn: TurnState) -> int:
         """Tokens that stock vLLM would hit: all reusable ones until it evicts the earlier turn's blocks."""
         mark = turn.job.stock_mark
         return turn.num_reusable_tokens if mark is not None and self._num_allocated < mark else 0
+
+    def _count_running(self, now_s: float) -> None:
+        self._last_start_s = now_s
+        self._num_running += 1
+        self._max_running = max(self._max_running, self._num_running)
 
     def _count_running_tokens(self) -> float:
         """Prompt tokens of the turns that stock vLLM would run now: as many turns as have run at once."""
@@ -136,14 +202,29 @@ class StockQueue:
         return self._num_live_tokens / self._num_live * num_running if num_running else 0.0
 
     def _get_work(self, turn: TurnState, num_hit_tokens: int) -> float:
-        return max(1.0, turn.arrival.num_prompt_tokens - num_hit_tokens + DECODE_TOKENS * self._mean_output)
+        work = turn.arrival.num_prompt_tokens - num_hit_tokens + DECODE_TOKENS * self._mean_output
+        return work if work > 1.0 else 1.0
 
-    def _forget(self, turn: TurnState) -> None:
-        """A turn no longer waits. If no turn waits at all, the backlog of stock vLLM is empty too."""
-        self._waiting.pop(turn.turn_id, None)
-        self._overdue.pop(turn.turn_id, None)
-        self._due.discard(turn.turn_id)
+    def _save(self, turn: TurnState, num_hit_tokens: int) -> None:
+        """A turn hit what stock would not. In stock, its job could not have sent its next turn already."""
+        job = turn.job
+        if job.stock_period == self._period:
+            self._saved -= job.stock_saved
+        num_hit_tokens = min(num_hit_tokens, turn.num_reusable_tokens)
+        job.stock_saved = max(0.0, turn.stock_work - self._get_work(turn, num_hit_tokens))
+        job.stock_period = self._period
+        self._saved += job.stock_saved
+
+    def _forget(self, turn: TurnState) -> bool:
+        """A turn no longer waits; return whether it did. Without waiting turns, stock has no backlog."""
+        turn_id = turn.turn_id
+        if self._waiting.pop(turn_id, None) is None and self._overdue.pop(turn_id, None) is None:
+            return False
+        turn.was_overdue = turn.is_overdue
         turn.is_overdue = False
         self._backlog -= turn.stock_work
         if not self._waiting and not self._overdue:
-            self._backlog = 0.0
+            self._backlog = self._saved = 0.0
+            self._period += 1
+            self._due.clear()
+        return True
