@@ -35,10 +35,10 @@ class RequestWriter:
     forced_format: Mapping[str, Any] | None = None
     """vLLM's `structured_outputs`. The answer ends with its format, or at the planned length."""
 
-    def write_headers(self, job: Job) -> dict[str, str]:
-        """The headers of a job's requests."""
-        is_named = self.say_hints(job, 0).job_id is not None
-        return {SESSION_HEADER: self._get_job_id(job)} if is_named else {}
+    def write_headers(self, job: Job, index: int = 0) -> dict[str, str]:
+        """The headers of a job's turn."""
+        job_id = self.say_hints(job, index).job_id
+        return {SESSION_HEADER: self._make_job_id(job_id)} if job_id is not None else {}
 
     def write_body(self, job: Job, index: int, prompt_field: str) -> bytes:
         """The body of a job's turn. `prompt_field` is the prompt, already written."""
@@ -58,13 +58,13 @@ class RequestWriter:
             fields["return_token_ids"] = True
         hints = self.say_hints(job, index)
         if hints.job_id is not None:
-            hints = replace(hints, job_id=self._get_job_id(job))
+            hints = replace(hints, job_id=self._make_job_id(hints.job_id))
         hint_fields = make_fields(hints)
         if hint_fields.keys() - {"job_id"}:  # if there is only the id, the header is enough
             fields["vllm_xargs"] = hint_fields
         # Join the parts as text: prompts are long, and most of the text was written for an earlier turn.
         return f"{json.dumps(fields)[:-1]}, {prompt_field}}}".encode()
 
-    def _get_job_id(self, job: Job) -> str:
+    def _make_job_id(self, job_id: str) -> str:
         # A trace's ids may be invalid in a header. The length limit turns those into a digest.
-        return get_bounded_id(f"{self.run_id}/{job.job_id}") or self.run_id
+        return get_bounded_id(f"{self.run_id}/{job_id}") or self.run_id

@@ -136,7 +136,7 @@ class Load:
         """Send the turn until it succeeds or no retry is allowed."""
         job, index, _ = flight.due
         prompt = self._get_conversation(job).write_prompt(job.turns[index])
-        body, headers = self._writer.write_body(job, index, prompt), self._writer.write_headers(job)
+        body, headers = self._writer.write_body(job, index, prompt), self._writer.write_headers(job, index)
         if job.job_id in self._last_finished:
             flight.before = job.turns[self._last_finished[job.job_id]]
         flight.sent_s = self.get_now_s()

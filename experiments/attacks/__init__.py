@@ -1,0 +1,1 @@
+"""Clients that crowd others out, in the simulator and against live servers."""

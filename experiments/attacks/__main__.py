@@ -1,0 +1,90 @@
+"""Clients that crowd others out, beside stock under the same load, in the simulator.
+
+    python -m experiments.attacks [--policies tenuto,continuum] [--attacks none,busy] [--json]
+
+Each run has agents (the `ab8` jobs), a probe of 4 tokens without an id every 2 s, and one attack. The engine
+is small, so that turns wait for memory. The policy runs within the plugin's limits; `--unbounded` is without
+the bound on waits. Printed are the probe's waits for its first step, beside stock's, the agents' hits of what
+they could reuse, beside their hits without an attack, and their mean time. `experiments.attacks.live` does
+the same on two live servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+
+from experiments.attacks.options import add_options, get_attacks, get_scene
+from experiments.attacks.plans import Attack, Scene, is_agent, is_probe, make_say, make_workload
+from experiments.attacks.table import Outcome, show
+from tenuto.core.limits import Limits
+from tenuto.records.metrics import add_up, get_job_times_s, summarise
+from tenuto.sim.machine import build
+from tenuto.sim.setup import Setup
+from tenuto.sim.simulation import Simulation
+
+UNBOUNDED = Limits(max_wait_over_stock=None, max_parallel_turns=8)
+
+
+def measure(name: str, attack: Attack, policy: str, scene: Scene, limits: Limits | None = None) -> Outcome:
+    """One run within the plugin's limits, or within these."""
+    setup = Setup(
+        policy=policy,
+        limits="plugin",
+        kv_tokens=scene.kv_tokens,
+        max_num_seqs=scene.num_seqs,
+        max_num_batched_tokens=2048,
+        step_cost="roofline",
+        offload="none",
+        async_scheduling=False,  # one step after the other: every wait is one of the queue
+    )
+    machine = build(setup)
+    if limits is not None:
+        machine = replace(machine, limits=limits)
+    scheduler = machine.make_scheduler(strict=True)
+    workload = make_workload(attack, scene)
+    turns = Simulation(scheduler, machine.step_cost, workload, say_hints=make_say(attack)).run()
+    waits_s = summarise(turn.queue_s for turn in turns if is_probe(turn.job))
+    agents = [turn for turn in turns if is_agent(turn.job)]
+    assert waits_s is not None
+    ends_s = [turn.last_token_s or 0.0 for turn in turns]
+    return Outcome(
+        attack=name,
+        policy=policy,
+        mean_s=waits_s.mean,
+        p95_s=waits_s.p95,
+        worst_s=waits_s.max,
+        hits=(add_up(turn.hit_tokens for turn in agents) or 0)
+        / (add_up(turn.reusable_tokens for turn in agents) or 1),
+        job_s=statistics.fmean(get_job_times_s(agents).values()),
+        turn_s=statistics.fmean(
+            end_s - (turn.start_s or 0.0) for turn, end_s in zip(turns, ends_s, strict=True)
+        ),
+        end_s=max(ends_s),
+    )
+
+
+def run(parsed: argparse.Namespace) -> Iterator[Outcome]:
+    for name, attack in get_attacks(parsed).items():
+        for policy in ("stock", *parsed.policies.split(",")):
+            limits = UNBOUNDED if parsed.unbounded else None
+            yield measure(name, attack, policy, get_scene(parsed), limits)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policies", default="tenuto,continuum", help="policies beside stock")
+    parser.add_argument("--unbounded", action="store_true", help="without the bound on waits")
+    add_options(parser, Scene())
+    parsed = parser.parse_args()
+    for line in show(run(parsed), as_json=parsed.json):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

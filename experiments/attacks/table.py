@@ -1,0 +1,66 @@
+"""What is measured under an attack, and how it is shown: the same in the simulator and on live servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+HEAD = (
+    "| attack | policy | probe: mean | P95 | worst | worst beside stock's | agents' hits | of those without "
+    "the attack | agents' job time |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: a policy under an attack."""
+
+    attack: str
+    policy: str
+    mean_s: float
+    p95_s: float
+    worst_s: float
+    """How long the probe waited for its first step (simulator) or for its first token (live)."""
+    hits: float
+    """The agents' hit tokens as a share of what they could reuse."""
+    job_s: float
+    """The agents' mean job time; jobs that did not end are left out."""
+    turn_s: float
+    """Mean time from a turn's first step (live: its first token) to its end: one turn of service."""
+    end_s: float
+    num_failed: int = 0
+    """Turns that failed."""
+    num_unfinished: int = 0
+    """Turns that were sent and had no answer when the run was ended. Probes count with the time waited."""
+
+
+def show(outcomes: Iterable[Outcome], *, as_json: bool) -> Iterator[str]:
+    """Lines of a table, or of JSON, as the runs end. The first policy of each attack must be stock."""
+    stock: dict[str, Outcome] = {}
+    quiet: dict[str, Outcome] = {}
+    if not as_json:
+        yield HEAD
+    for found in outcomes:
+        if found.policy == "stock":
+            stock[found.attack] = found
+        if found.attack == "none":
+            quiet[found.policy] = found
+        beside = _divide(found.worst_s, stock[found.attack].worst_s)
+        kept = _divide(found.hits, quiet[found.policy].hits) if found.policy in quiet else None
+        if as_json:
+            yield json.dumps({**asdict(found), "worst_beside_stock": beside, "hits_kept": kept})
+            continue
+        yield (
+            f"| {found.attack} | {found.policy} | {found.mean_s:.2f} s | {found.p95_s:.2f} s "
+            f"| {found.worst_s:.2f} s | {_write(beside, '.2f')} | {found.hits:.0%} | {_write(kept, '.0%')} "
+            f"| {found.job_s:.1f} s |"
+        )
+
+
+def _divide(a: float, b: float) -> float | None:
+    return a / b if b else None
+
+
+def _write(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -1,0 +1,86 @@
+"""The attacks: what they send, that the bound holds under two of them, and how outcomes are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+
+from experiments.attacks.__main__ import UNBOUNDED, measure
+from experiments.attacks.options import add_options, get_attacks, get_scene
+from experiments.attacks.plans import ATTACKS, YEAR_S, Attack, Scene, make_say, make_workload
+from experiments.attacks.table import HEAD, Outcome, show
+
+SMALL = Scene(window_s=20.0)
+
+
+def test_one_id_of_a_hoard_comes_back_once_with_all_of_its_text() -> None:
+    attack = ATTACKS["hoard"]
+    workload, say = make_workload(attack, SMALL), make_say(attack)
+    streams = [job for job in workload.jobs if job.job_id.startswith("attack")]
+    ids = {say(job, index).job_id for job in streams for index in range(len(job.turns))}
+    assert len(ids) == 1000
+    first, second, third = streams[0].turns[:3]
+    assert second.prompt[: len(first.prompt)] == first.prompt
+    assert first.prompt[0] not in third.prompt
+    assert say(streams[0], 0).job_id == say(streams[0], 1).job_id != say(streams[0], 2).job_id
+
+
+def test_who_says_what() -> None:
+    say = make_say(ATTACKS["year"])
+    jobs = {job.job_id.split("-")[0]: job for job in make_workload(ATTACKS["year"], SMALL).jobs}
+    assert say(jobs["attack"], 0).expected_tool_s == YEAR_S
+    assert say(jobs["probe"], 0).job_id is None
+    assert [say(jobs["ab8"], index).is_last for index in (0, 7)] == [False, True]
+    shared = make_say(ATTACKS["busy"])
+    busy = [job for job in make_workload(ATTACKS["busy"], SMALL).jobs if job.job_id.startswith("attack")]
+    assert len({shared(job, 0).job_id for job in busy}) == 4
+
+
+def test_a_seed_moves_arrivals_and_the_scene_scales_sizes() -> None:
+    even, moved = (make_workload(Attack(), replace(SMALL, seed=seed)) for seed in (0, 7))
+    assert [job.arrival_s for job in even.jobs] != [job.arrival_s for job in moved.jobs]
+    assert make_workload(Attack(), replace(SMALL, seed=7)) == moved
+    small = make_workload(ATTACKS["busy"], replace(SMALL, lengths=0.1, strength=0.5))
+    streams = [job for job in small.jobs if job.job_id.startswith("attack")]
+    assert (len(streams), streams[0].turns[0].num_prompt_tokens) == (16, 150)
+
+
+@pytest.mark.parametrize("name", ["busy", "hoard"])
+def test_nobody_waits_longer_than_in_stock(name: str) -> None:
+    """By more than a tenth and one turn of service."""
+    attack = replace(ATTACKS[name], num_turns=24)
+    stock, bounded = (measure(name, attack, policy, SMALL) for policy in ("stock", "tenuto"))
+    assert bounded.worst_s <= 1.1 * stock.worst_s + stock.turn_s
+    assert bounded.hits >= 0.85
+    if name == "busy":
+        assert measure(name, attack, "tenuto", SMALL, UNBOUNDED).worst_s > 2 * stock.worst_s
+
+
+def test_the_table_and_the_json_have_the_same_figures() -> None:
+    outcomes = [
+        Outcome(attack, policy, 0.5, 0.9, worst_s, hits, 3.0, 0.2, 40.0)
+        for attack, policy, worst_s, hits in (
+            ("none", "stock", 0.0, 1.0), ("none", "tenuto", 0.1, 1.0),
+            ("busy", "stock", 2.0, 0.1), ("busy", "tenuto", 1.0, 0.9),
+        )
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in show(outcomes, as_json=True)]
+    assert [line["worst_beside_stock"] for line in lines] == [None, None, 1.0, 0.5]
+    assert [line["hits_kept"] for line in lines] == [1.0, 1.0, 0.1, 0.9]
+    head, *rows = show(outcomes, as_json=False)
+    assert head == HEAD
+    assert "| 0.50 | 90% | 90% |" in rows[-1]
+
+
+def test_options_are_the_numbers_of_the_scene() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, Scene())
+    assert get_scene(parser.parse_args([])) == Scene()
+    parsed = parser.parse_args(["--kv-tokens", "5000", "--seed", "3", "--attacks", "busy,long"])
+    assert get_scene(parsed) == Scene(kv_tokens=5000, seed=3)
+    assert list(get_attacks(parsed)) == ["busy", "long"]
+    with pytest.raises(SystemExit, match="unknown x; there are none, busy"):
+        get_attacks(parser.parse_args(["--attacks", "x"]))
