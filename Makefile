@@ -5,6 +5,9 @@ VENV ?= .venv
 VLLM ?= 0.32.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+INPUTS ?= 1000000
+TURNS ?= 1000000
+HOURS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/vllm-$(VLLM).txt
@@ -28,6 +31,9 @@ help:
 	@echo "make test-all-vllm   the vLLM tests on every supported release, each in its own environment"
 	@echo "make docs            the docs site, in build/site; broken links are errors"
 	@echo "make bench           what the scheduler hook costs, as ratios against stock vLLM"
+	@echo "make fuzz            damaged inputs for every parser of what strangers write, INPUTS=1000000"
+	@echo "make soak            random turns and faults through vLLM's scheduler, TURNS=1000000"
+	@echo "make soak-server     clients and faults at a live server, HOURS=2"
 	@echo "make clean           remove the environments and the demo's files"
 
 $(BIN)/python:
@@ -101,6 +107,16 @@ docs: $(DEV)
 bench: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	$(BIN)/python -W ignore experiments/benchmarks/scheduler_step.py
 	$(BIN)/python experiments/benchmarks/server_throughput.py --model $(MODEL)
+
+.PHONY: fuzz soak soak-server
+fuzz: $(DEV)
+	$(BIN)/python -m experiments.fuzz --inputs $(INPUTS) --workers 2
+
+soak: $(VENV)/.tenuto-$(VLLM)
+	$(BIN)/python -m experiments.soak scheduler --turns $(TURNS) --workers 2 --out build/soak.jsonl
+
+soak-server: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
+	$(BIN)/python -m experiments.soak server --model $(abspath $(MODEL)) --hours $(HOURS) --out build/soak-server.jsonl
 
 constraints: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	{ echo "# Every package of the environment that 'make test' and 'make demo' build, pinned (vLLM $(VLLM) for the CPU)."; \

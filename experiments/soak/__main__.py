@@ -48,6 +48,8 @@ def main() -> int:
     )
     server.add_argument("--out", type=Path, help="JSON lines: rests, failures, notes")
     parsed = parser.parse_args()
+    if parsed.out is not None:
+        parsed.out.parent.mkdir(parents=True, exist_ok=True)
     if parsed.soak == "server":
         from experiments.soak.server import run_soak
 

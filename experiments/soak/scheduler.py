@@ -25,7 +25,9 @@ from tenuto.core.policy import Learns
 from tenuto.core.policy_loader import load_policy
 from tests.support.checks import check_books, check_integrity, check_nothing_is_left
 from tests.vllm.conftest import Clock
-from tests.vllm.workerless import EOS, make_config, make_scheduler
+from tests.vllm.kv_configs import make_scheduler_of_layers
+from tests.vllm.layouts import LAYOUTS, attention
+from tests.vllm.workerless import EOS, make_config
 
 BOOKS_EVERY = 16
 """Steps between two checks of the driver's books; the blocks are checked at every second step."""
@@ -52,14 +54,8 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tests.vllm.policies:OneJobAtATime", {"step_tokens": 40}),
     ("tests.vllm.policies:Faulty", {}),
 )
-LAYERS: dict[str, tuple[int | None, ...]] = {
-    "full": (None,),
-    "window": (64,),
-    "1:1": (None, 64),
-    "1:5": (None, *(5 * [32])),
-    "two windows": (None, 32, 96),
-}
-"""The sliding window of each layer in tokens; None for full attention."""
+LAYERS = {"full": [attention()], "window": [attention(64)], **LAYOUTS}
+"""The layers of each layout: full attention, windows, states, blocks of several sizes."""
 FAULTY = "tests.vllm.policies:Faulty"
 
 
@@ -91,7 +87,7 @@ def make_plan(seed: int, episode: int) -> Plan:
     """The plan of one episode."""
     rng = random.Random(f"{seed}/{episode}")
     policy, options = POLICIES[episode % len(POLICIES)]
-    layers = rng.choice(("full", "full", "full", *LAYERS))
+    layers = rng.choice(("full", "full", "full", "full", *LAYERS))
     limits: dict[str, Any] = {"max_parallel_turns": rng.choice((1, 1, 2, 1000))}
     if rng.random() < 0.4:
         limits["max_leased_share"] = rng.choice((0.2, 0.7))
@@ -111,7 +107,7 @@ def make_plan(seed: int, episode: int) -> Plan:
         depth=rng.choice((1, 2)),
         order=rng.choice(("fcfs", "fcfs", "priority")),
         layers=layers,
-        retention_interval=0 if layers == "full" else rng.choice((0, 0, None, 96)),
+        retention_interval=0 if layers == "full" else rng.choice((0, 0, None, 128)),
         num_blocks=rng.choice((44, 60, 100, 400)) * len(LAYERS[layers]),
         max_num_seqs=rng.choice((4, 16, 48)),
         max_num_batched_tokens=rng.choice((128, 512, 2048)),
@@ -221,11 +217,13 @@ def _start(plan: Plan) -> SoakEngine:
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
     )
-    scheduler = make_scheduler(
+    if "states" in plan.layers:
+        config.cache_config.mamba_cache_mode = "align"
+    scheduler = make_scheduler_of_layers(
         tenuto.vllm.Scheduler,
         config,
-        num_blocks=plan.num_blocks,
-        windows=LAYERS[plan.layers],
+        LAYERS[plan.layers],
+        plan.num_blocks,
         retention_interval=plan.retention_interval,
     )
     if plan.speaks:

@@ -28,7 +28,7 @@ import httpx
 from experiments.soak.book import Book
 from experiments.soak.live_clients import Clients
 from experiments.soak.live_watch import Watch, find_processes, get_slope
-from tenuto.client.servers.local_server import LocalServer, run_server
+from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
 from tenuto.report.diagnosis.run import analyze
 from tenuto.vllm.control_http import ADMIN_VARIABLE
 
@@ -116,29 +116,40 @@ async def _live(
         expected = _prepare_state(folder / "state.json", book, rng)
         log = folder / f"server-{number}.log"
         book.is_down = True
-        with _start(parsed, folder, log) as server:
-            book.is_down = False
-            _say(book, f"life {number} begins")
-            if expected not in log.read_text(errors="replace"):
-                book.fail("state", f"the server did not say {expected!r}")
-            watch = Watch(server.url, server.process.pid, book)
-            watching = asyncio.create_task(watch.run())
-            clients = Clients(server.url, rng, book)
-            try:
-                for _ in range(parsed.cycles):
-                    if time.monotonic() > end_s:
-                        break
-                    await _run_cycle(clients, watch, server, parsed.cycle_s, book, rng)
-                await _end_life(clients, server, ENDS[number % len(ENDS)], book)
-            finally:
-                watching.cancel()
-                await clients.close()
-            if watching.done() and not watching.cancelled() and watching.exception() is not None:
-                book.fail("watch", repr(watching.exception()))
-        lives.append(watch.rests)
+        try:
+            with _start(parsed, folder, log) as server:
+                book.is_down = False
+                _say(book, f"life {number} begins")
+                if expected not in log.read_text(errors="replace"):
+                    book.fail("state", f"the server did not say {expected!r}")
+                lives.append(await _live_once(server, parsed, book, rng, end_s, ENDS[number % len(ENDS)]))
+        except (ServerError, OSError) as error:
+            book.fail("start", error)
+            break
         _check_log(log, book)
     _check_trace(folder / "trace.jsonl", book)
     return lives
+
+
+async def _live_once(
+    server: LocalServer, parsed: argparse.Namespace, book: Book, rng: random.Random, end_s: float, how: str
+) -> list[tuple[float, float]]:
+    """The life of one server; returns the memory at its rests."""
+    watch = Watch(server.url, server.process.pid, book)
+    watching = asyncio.create_task(watch.run())
+    clients = Clients(server.url, rng, book)
+    try:
+        for _ in range(parsed.cycles):
+            if time.monotonic() > end_s:
+                break
+            await _run_cycle(clients, watch, server, parsed.cycle_s, book, rng)
+        await _end_life(clients, server, how, book)
+    finally:
+        watching.cancel()
+        await clients.close()
+    if watching.done() and not watching.cancelled() and watching.exception() is not None:
+        book.fail("watch", repr(watching.exception()))
+    return watch.rests
 
 
 def _prepare_state(state: Path, book: Book, rng: random.Random) -> str:

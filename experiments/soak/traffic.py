@@ -154,6 +154,7 @@ class Traffic:
             max_tokens=max_tokens,
             priority=rng.randrange(3),
             arrival_time=self.clock.now_s,
+            block_size=self.engine.scheduler.hash_block_size,
         )
         # Set here, because vLLM would refuse some of the worst values itself.
         request.sampling_params.extra_args = hints

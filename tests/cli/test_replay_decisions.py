@@ -163,6 +163,13 @@ def test_a_cut_last_line_is_left_out_and_told(trace: Path, tmp_path: Path, capsy
             lambda lines: [lines[0], ask("step_budget", VIEW | {"num_blocks": None})],
             ":2: .*must be int, got None",
         ),
+        (
+            lambda lines: [
+                lines[0],
+                ask("step_budget", VIEW) | {"answer": {"type": "Keep", "until_s": 10**400}},
+            ],
+            ":2: what step_budget was given",
+        ),
         (lambda lines: [lines[0], ask("retain", *["\ud800" * 9999] * 2)], ":2: what retain was given"),
     ],
 )

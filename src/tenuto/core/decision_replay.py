@@ -67,7 +67,7 @@ class Replay:
             inputs = [from_json(value) for value in written]
             _check_inputs(hook, inputs)
             was = to_json(from_json(record.get("answer")))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DataError(f"what {hook} was given is not this version's: {error!r}") from None
         if is_aborted:
             inputs[0] = dataclasses.replace(inputs[0], is_aborted=True)
