@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
+from tenuto.core.errors import ConfigError, DataError
+from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import EngineView, Job, StepView, TierView, Turn
 from tenuto.estimators.prefill_cost import (
     MIN_STEPS,
@@ -14,7 +17,10 @@ from tenuto.estimators.prefill_cost import (
     PrefillProfile,
     get_load_s,
     get_reload_s,
+    read_prefill_profile,
 )
+from tenuto.sim.cost import FittedStepCost, StepBatch
+from tenuto.sim.cost.least_squares import Line
 
 TRUE = PrefillProfile(fixed_s=0.02, token_s=1e-4, token_pair_s=3e-9)
 """A GPU three times as slow as the one that is assumed, at attention six times."""
@@ -197,3 +203,23 @@ def test_a_state_that_is_none_changes_nothing(state: dict) -> None:
     with pytest.raises((KeyError, ValueError)):
         cost.set_state(state)
     assert repr(cost) == before
+
+
+def test_the_fit_of_a_profile_is_a_prefill_curve(tmp_path: Path) -> None:
+    """A prompt costs what the fitted step cost says of it."""
+    line = Line((0.02, 1e-4, 6e-9), 10, 1.0, 0.0)
+    fit = FittedStepCost(prefill=line, decode=line)
+    fit.save(tmp_path / "costs.json")
+    profile = read_prefill_profile(tmp_path / "costs.json")
+    for prefill in ((3000, 0), (500, 8000)):
+        assert profile.get_s(*prefill) == pytest.approx(fit.seconds(StepBatch.of(prefills=[prefill])))
+    given = load_policy("continuum", {"prefill_profile": str(tmp_path / "costs.json")})
+    assert given._try_get_profile() == profile  # type: ignore[attr-defined]
+    both = {"prefill_profile": str(tmp_path / "costs.json"), "prefill_token_s": 1e-4}
+    with pytest.raises(ConfigError, match="not both"):
+        load_policy("continuum", both)
+    with pytest.raises(ConfigError, match="no such file"):
+        load_policy("continuum", {"prefill_profile": str(tmp_path / "none.json")})
+    (tmp_path / "other.json").write_text('{"prefill": {"coefficients": [1.0]}}')
+    with pytest.raises(DataError, match="must be 3 numbers"):
+        read_prefill_profile(tmp_path / "other.json")

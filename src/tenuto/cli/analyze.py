@@ -36,9 +36,11 @@ collapse, preemption storm, leases too short or reclaimed, prompts that change.
 
 def run(given: Given) -> int:
     """Print the analysis of each file."""
-    from tenuto.report.diagnosis.run import run_analyze
+    from tenuto.report.diagnosis.run import run_analyze, write_timestamps
 
     options = given.read(AnalyzeOptions)
+    if options.timestamps:
+        write_timestamps(options.files, options.timestamps)
     return run_analyze(list(options.files), jobs=list(options.jobs), as_json=options.as_json)
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tenuto.core.types import EngineView, StepView, Turn
+from tenuto.records.files import read_first
 
 DECAY = 0.995
 """Factor on a step's weight for each later step with prefill: a memory of about 200 such steps."""
@@ -46,6 +48,20 @@ class PrefillProfile:
         end = num_context_tokens + num_tokens
         pairs = end * end - num_context_tokens * num_context_tokens
         return self.fixed_s + self.token_s * num_tokens + self.token_pair_s * pairs
+
+
+def read_prefill_profile(path: Path) -> PrefillProfile:
+    """The prefill fit of a file that `tenuto profile` wrote.
+
+    That fit counts each pair of a token and one before it once, so a prompt of n tokens has n² / 2 of them.
+    Raises DataError for another file.
+    """
+    fields = read_first(path).part("prefill")
+    coefficients = fields.numbers("coefficients")
+    if len(coefficients) != 3:
+        raise fields.error("coefficients", f"must be 3 numbers, got {len(coefficients)}")
+    fixed_s, token_s, pair_s = coefficients
+    return PrefillProfile(fixed_s, token_s, pair_s / 2)
 
 
 class PrefillCost:

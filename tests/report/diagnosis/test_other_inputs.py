@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from tenuto.cli import main
-from tenuto.core.errors import DataError
-from tenuto.report.diagnosis.run import analyze
+from tenuto.core.errors import ConfigError, DataError
+from tenuto.records.trace import TraceWriter
+from tenuto.report.diagnosis.run import analyze, write_timestamps
+from tenuto.sim.run import Extras, run
+from tenuto.sim.setup import Setup
+from tenuto.workload.load_options import LoadOptions
 from tests.report.diagnosis.conftest import TraceFile
 
 
@@ -221,6 +225,31 @@ def test_the_prototypes_history(tmp_path: Path, unpinned: float, hit: int, end: 
     assert report["leases"]["ended"] == {end: 1}
     turn = report["jobs_shown"][0]["turn_by_turn"][1]
     assert (turn["reusable_tokens"], turn["cause"], turn["queue_s"]) == (496, cause, pytest.approx(1.0))
+
+
+def test_the_prototypes_file_is_written_as_it_is_read(tmp_path: Path) -> None:
+    path, out = tmp_path / "scheduler_timestamps", tmp_path / "again"
+    events = [event for event in make_history(unpinned=6.5, hit=496) if "evict" not in next(iter(event))]
+    events = sorted(events, key=lambda event: next(iter(event.values())))
+    path.write_text(json.dumps({"job-1": events, "job-2": [{"Request_arrival_time": T}]}))
+    write_timestamps([path], out)
+    assert json.loads(out.read_text()) == json.loads(path.read_text())
+    with pytest.raises(ConfigError, match=r"cannot write .*exists"):
+        write_timestamps([path], out)
+    with pytest.raises(ConfigError, match="for one run, got 2"):
+        write_timestamps([path, path], tmp_path / "third")
+
+
+def test_a_simulation_as_the_prototypes_file(tmp_path: Path) -> None:
+    trace = TraceWriter(str(tmp_path / "trace.jsonl"))
+    setup = Setup(gpu="H100", policy="continuum-fixed", step_cost="roofline")
+    outcome = run(setup, LoadOptions(jps=1, window_s=3), extras=Extras(trace=trace), log=trace.write)
+    trace.close()
+    write_timestamps([tmp_path / "trace.jsonl"], tmp_path / "scheduler_timestamps")
+    report = analyze(tmp_path / "scheduler_timestamps")
+    assert report["kind"] == "prototype"
+    assert report["job_s"]["mean"] == pytest.approx(outcome.record["job_s"]["mean"])
+    assert sum(report["leases"]["ended"].values()) == 7 * outcome.record["jobs"]
 
 
 def test_a_forks_deadline_and_unknown_events(tmp_path: Path) -> None:

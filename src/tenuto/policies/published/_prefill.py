@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Learns, Policy, setting
 from tenuto.core.types import StepView, Turn
-from tenuto.estimators.prefill_cost import PrefillCost, PrefillProfile
+from tenuto.estimators.prefill_cost import PrefillCost, PrefillProfile, read_prefill_profile
 
 
 @dataclass
@@ -27,8 +28,22 @@ class TakesPrefillProfile(Policy):
         minimum=0,
     )
 
+    prefill_profile: str = setting(
+        "", "file that `tenuto profile` wrote: the measured prefill time, instead of the three numbers"
+    )
+
     def _try_get_profile(self) -> PrefillProfile | None:
-        """The measured profile, None if there is none; raises ConfigError for one without its main part."""
+        """The measured profile, None if there is none.
+
+        Raises ConfigError for one without its main part or named twice, DataError for another file.
+        """
+        if self.prefill_profile:
+            if self.prefill_token_s or self.prefill_fixed_s or self.prefill_token_pair_s:
+                raise ConfigError("give prefill_profile or the prefill times, not both")
+            path = Path(self.prefill_profile)
+            if not path.is_file():
+                raise ConfigError(f"prefill_profile: {path}: no such file")
+            return read_prefill_profile(path)
         if self.prefill_token_s:
             return PrefillProfile(self.prefill_fixed_s, self.prefill_token_s, self.prefill_token_pair_s)
         if self.prefill_fixed_s or self.prefill_token_pair_s:

@@ -20,4 +20,7 @@ class AnalyzeOptions(Options):
         metavar="ID",
         is_repeatable=True,
     )
+    timestamps: Path | None = option(
+        None, "write the run as the Continuum prototype's scheduler_timestamps; of one file", metavar="OUT"
+    )
     as_json: bool = option(False, "print the report as JSON instead of text", flag="--json")

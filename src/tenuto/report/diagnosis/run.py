@@ -14,6 +14,7 @@ from tenuto.records import kinds
 from tenuto.records.files import Say, read_objects
 from tenuto.records.kinds import identify
 from tenuto.records.load import LOADABLE, load_file, load_folder, make_wrong_kind_error, read_run
+from tenuto.records.prototype_writer import write_prototype
 from tenuto.report.diagnosis.history import JobStory, make_stories
 from tenuto.report.diagnosis.results import summarise_results
 from tenuto.report.diagnosis.summary import describe_job, get_worst_job, summarise
@@ -30,6 +31,20 @@ def run_analyze(paths: Sequence[Path], *, jobs: Sequence[str] = (), as_json: boo
     else:
         print("\n\n".join(format_report(report) for report in reports))
     return 0
+
+
+def write_timestamps(paths: Sequence[Path], out: Path) -> None:
+    """Write the one run among these as the prototype's file. Raises DataError or ConfigError."""
+    if len(paths) != 1:
+        raise ConfigError(f"--timestamps is for one run, got {len(paths)} files")
+    kind = identify(paths[0])
+    if kind is kinds.RUN_FOLDER:
+        data = load_folder(paths[0], say=say_on_stderr)
+    elif kind in LOADABLE:
+        data = load_file(paths[0], kind, say=say_on_stderr, with_samples=False)
+    else:
+        raise make_wrong_kind_error(paths[0], kind)
+    write_prototype(out, data)
 
 
 def say_on_stderr(text: str) -> None:
