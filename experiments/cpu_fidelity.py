@@ -6,6 +6,11 @@ Starts a server per policy, all alike but for the scheduler, side by side; times
 (`tenuto profile`); runs the same jobs on each in turn (`tenuto ab`); simulates them with the fitted step
 cost. Prints predicted and measured mean job times (docs/fidelity.md) and what `tenuto ab` says of the
 policies (docs/results.md). Needs about 2.5 GB of memory per policy, and a machine that does nothing else.
+
+A policy may be POLICY@SIZE, with steps of that size: are adaptive steps any better than the best fixed ones?
+
+    python experiments/cpu_fidelity.py --policies tenuto@adaptive,tenuto@256,tenuto@512,tenuto@1024 \\
+        --step-tokens 2048 --blocks 160 --seats 12 --out experiments/out/steps
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from tenuto.client.profile.options import ProfileOptions
 from tenuto.client.profile.run import run_profile
 from tenuto.client.servers.local_server import run_server
 from tenuto.core.errors import TenutoError
+from tenuto.core.step_tokens import read_step_tokens
 from tenuto.sim.cost import fit_step_cost, read_observations
 from tenuto.sim.cost.fit import format_fit
 from tenuto.sim.run import run
@@ -69,7 +75,9 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=Path(".demo/smollm2"), help="a small model's folder")
-    parser.add_argument("--policies", default="stock,continuum-fixed,tenuto", metavar="A,B,…")
+    parser.add_argument(
+        "--policies", default="stock,continuum-fixed,tenuto", metavar="A,B,…", help="each may be POLICY@SIZE"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--costs", type=Path, metavar="FILE", help="fitted before; default: DIR/costs.json")
     parser.add_argument("--blocks", type=int, default=120, metavar="N", help="KV blocks of 32 tokens (120)")
@@ -94,12 +102,14 @@ def say(text: str) -> None:
 
 def start(stack: ExitStack, policy: str, port: int, parsed: argparse.Namespace) -> str:
     """Start a policy's server, warm it up; its URL."""
-    arm = Arm(policy, "vllm") if policy == "stock" else Arm(policy, "policy", policy)
+    name, _, size = policy.partition("@")
+    arm = Arm(policy, "vllm") if policy == "stock" else Arm(policy, "policy", name)
     arguments = [
         *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(parsed.seats)),
         *("--max-num-batched-tokens", str(parsed.step_tokens), "--enable-prompt-tokens-details"),
         *("--num-gpu-blocks-override", str(parsed.blocks)),
+        *(("--step-tokens", size) if size else ()),
     ]
     command = make_command(arm, str(parsed.model), port, arguments)
     say(f"{policy}: {' '.join(command)}")
@@ -162,9 +172,11 @@ def make_rows(policies: list[str], parsed: argparse.Namespace) -> list[dict[str,
 
 def simulate(policy: str, seed: int, parsed: argparse.Namespace) -> dict[str, Any]:
     """The same jobs on the same cache, step budget and seats; the GPU's name stands for nothing here."""
+    name, _, size = policy.partition("@")
     setup = Setup(
         model=str(parsed.model),
-        policy=policy,
+        policy=name,
+        step_tokens=read_step_tokens(size) if size else None,
         step_cost=str(parsed.costs),
         kv_tokens=parsed.blocks * BLOCK_SIZE,
         block_size=BLOCK_SIZE,

@@ -44,6 +44,12 @@ def test_the_prototype_pins_nothing_in_the_workload_of_its_sweeps() -> None:
     assert leases and not any(leases)
 
 
+def test_what_lmcache_costs_on_pcie_gen4_is_said_to_be_too_little() -> None:
+    for gpu, is_said in (("A100-40", True), ("L40S", True), ("H100", False)):
+        notes = build(Setup(gpu=gpu, policy="offload-sync", step_cost="roofline")).notes
+        assert any("too fast on PCIe Gen4" in note for note in notes) == is_said
+
+
 def test_the_record_names_the_preset() -> None:
     setup = Setup(gpu="H100", policy="priority", step_cost="roofline")
     record = run(setup, LoadOptions(jps=0.5, window_s=4)).record

@@ -32,7 +32,7 @@ from tenuto.sim.cost import (
 )
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import PUBLISHED, Scheduler
-from tenuto.sim.hardware.gpus import GIB, Gpu, get_gpu
+from tenuto.sim.hardware.gpus import GIB, PCIE_GEN4_BYTES_PER_S, Gpu, get_gpu
 from tenuto.sim.hardware.kv_budget import ProfileRun, default_profile_run, kv_budget
 from tenuto.sim.hardware.model import Model
 from tenuto.sim.hardware.models import CONFIGS, load_model
@@ -194,6 +194,15 @@ def _get_offload(
         notes.append(
             f"policy {setup.policy} runs without tiers below the GPU: how much host memory a machine with "
             f"{gpu.name} has is not known; say it with --host-gb"
+        )
+    elif (
+        offload in ("sync", "serial")
+        and setup.host_gb != 0
+        and gpu.host_link_bytes_per_s <= PCIE_GEN4_BYTES_PER_S
+    ):
+        notes.append(
+            "copies inside the steps are simulated as too fast on PCIe Gen4: the published LMCache took 1.5 "
+            "to 2.1 times as long on an A100-40 (1.4 to 1.7 with --offload serial; docs/fidelity.md)"
         )
     return offload
 
