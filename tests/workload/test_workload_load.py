@@ -51,7 +51,7 @@ def test_a_trace_of_unknown_format_says_what_it_saw(write_rows):
 
 
 def test_a_path_that_is_not_there_is_a_wrong_setting(tmp_path):
-    with pytest.raises(ConfigError, match=r"no such file, nor a generator \(ab8, swe-bench, bfcl, random\)"):
+    with pytest.raises(ConfigError, match=r"no such file, nor a generator \(ab8, swe-bench, bfcl, random"):
         load_workload(tmp_path / "none.jsonl")
 
 
