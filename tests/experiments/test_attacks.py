@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.attacks import live
 from experiments.attacks.__main__ import UNBOUNDED, measure
 from experiments.attacks.options import add_options, get_attacks, get_scene
 from experiments.attacks.plans import ATTACKS, YEAR_S, Attack, Scene, make_say, make_workload
 from experiments.attacks.table import HEAD, Outcome, show
+from tenuto.records.schema import TurnRecord
 
 SMALL = Scene(window_s=20.0)
 
@@ -84,3 +86,30 @@ def test_options_are_the_numbers_of_the_scene() -> None:
     assert list(get_attacks(parsed)) == ["busy", "long"]
     with pytest.raises(SystemExit, match="unknown x; there are none, busy"):
         get_attacks(parser.parse_args(["--attacks", "x"]))
+
+
+def test_live_a_probe_without_an_answer_counts_with_the_time_it_waited() -> None:
+    def make_turn(job: str, sent_s: float, first_s: float | None, hit: int | None = None) -> TurnRecord:
+        answered = first_s is not None
+        return TurnRecord(
+            job=job,
+            turn=1,
+            status="ok" if answered else "cancelled",
+            due_s=sent_s,
+            sent_s=sent_s,
+            first_token_s=first_s,
+            last_token_s=first_s + 1.0 if answered else None,
+            hit_tokens=hit,
+            reusable_tokens=None if hit is None else 100,
+        )
+
+    records = [
+        make_turn("probe-0", 1.0, 3.0),
+        make_turn("probe-1", 5.0, None),
+        make_turn("ab8-0", 0.0, 1.0, hit=40),
+        make_turn("ab8-1", 0.0, 2.0, hit=80),
+        make_turn("attack-0~0", 0.0, None),
+    ]
+    found = live.measure("busy", "tenuto", records, limit_s=30.0)
+    assert (found.worst_s, found.hits, found.job_s, found.turn_s) == (25.0, 0.6, 2.5, 1.0)
+    assert (found.num_failed, found.num_unfinished) == (0, 2)
