@@ -59,6 +59,7 @@ class Load:
                 del talk[60:]
             talk += [rng.randrange(10, 900) for _ in range(rng.randrange(1, 60))]
             named = rng.random() < 0.7
+            hints = {"job_id": f"job{self._talks.index(talk)}", "tool": "ls", "tenant": rng.choice("ab")}
             scheduler.add_request(
                 make_request(
                     f"r{self.num_requests}",
@@ -66,7 +67,7 @@ class Load:
                     max_tokens=rng.randrange(1, 60),
                     arrival_time=float(self.num_requests),
                     priority=rng.randrange(3),
-                    xargs={"job_id": f"job{self._talks.index(talk)}", "tool": "ls"} if named else None,
+                    xargs=hints if named else None,
                 )
             )
             self.num_requests += 1
@@ -116,7 +117,7 @@ def check_empty(engine: Engine) -> None:
 def test_switching_anything_under_load_loses_no_request_and_no_block(seed: int, depth: int) -> None:
     rng = random.Random(seed)
     names = [name for name in get_policy_names() if name != "clairvoyant"] + OWN
-    settings = {"policy": "tenuto", "own_policies": OWN, "strict": True}
+    settings = {"policy": "tenuto", "own_policies": OWN, "strict": True, "tenants": "client"}
     engine = start(settings, depth=depth, policy=rng.choice(("fcfs", "priority")))
     load = Load(engine, seed)
     num_changes = 0
