@@ -103,6 +103,7 @@ def test_a_whole_run(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     server = FakeServer()
     with serving(server) as url:
         where = ("--url", f"{url}/v1", "--workload", str(trace), "--out", str(tmp_path / "a"))
+        where = (*where, "--csv", str(tmp_path / "a.csv"), "--goodput", "e2el:60000")
         assert run_bench(parse(*where, "--json", "--policy", "none", "--gpu", "G")) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)
@@ -115,6 +116,10 @@ def test_a_whole_run(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 0 < result["makespan_s"] < result["wall_s"]
     assert len(read_lines(tmp_path / "a" / "turns.jsonl")) == 9
     assert "3 jobs of" in printed.err
+    assert result["itl_s"]["min"] >= 0
+    assert (result["goodput"]["turns"], result["goodput"]["share"]) == (9, 1.0)
+    header, row = (tmp_path / "a.csv").read_text().splitlines()
+    assert dict(zip(header.split(","), row.split(","), strict=True))["jobs"] == "3"
 
 
 def test_a_run_in_words(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

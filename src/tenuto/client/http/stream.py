@@ -11,7 +11,7 @@ are the arrival times of the pieces that contain its first and its last token.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tenuto.core.errors import TenutoError
@@ -56,6 +56,8 @@ class Answer:
     """None if the server did not send the ids, or did not send them for every piece of text."""
     text: str
     usage: Usage
+    gaps_s: tuple[float, ...] = field(default=(), compare=False)
+    """Seconds between the pieces that held tokens. A piece may hold several."""
 
     @property
     def num_tokens(self) -> int | None:
@@ -80,6 +82,7 @@ class AnswerStream:
         self._is_finished = False
         self._first_token_s: float | None = None
         self._last_token_s = 0.0
+        self._gaps_s: list[float] = []
         self._token_ids: list[int] | None = []
         self._texts: list[str] = []
         self._usage = Usage()
@@ -111,6 +114,7 @@ class AnswerStream:
             token_ids=None if self._token_ids is None else tuple(self._token_ids),
             text="".join(self._texts),
             usage=self._usage,
+            gaps_s=tuple(self._gaps_s),
         )
 
     def _read_line(self, line: bytes, now_s: float) -> None:
@@ -145,6 +149,8 @@ class AnswerStream:
         if text or token_ids:
             if self._first_token_s is None:
                 self._first_token_s = now_s
+            else:
+                self._gaps_s.append(now_s - self._last_token_s)
             self._last_token_s = now_s
             self._texts.append(text)
             self._keep_ids(token_ids)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tenuto.client.load.commands import CommandRecord
 from tenuto.client.servers.scrape import Totals
 from tenuto.records import metrics
-from tenuto.records.schema import TurnCounts, TurnRecord
+from tenuto.records.schema import Stats, TurnCounts, TurnRecord
 from tenuto.workload.schema import Workload
 
 
@@ -31,6 +31,8 @@ class Outcome:
     is_interrupted: bool = False
     loop_lags_s: Sequence[float] = ()
     """How late the event loop woke a timer, sampled during the whole run."""
+    itl_s: Stats | None = None
+    """Gaps between the tokens of each answer."""
     commands: Sequence[CommandRecord] = ()
     """Tool calls that were really executed."""
 

@@ -86,6 +86,7 @@ class BenchOptions(RequestOptions):
         "write result.json, turns.jsonl (a line per turn, as it ends) and the server's metrics.jsonl",
         metavar="DIR",
     )
+    csv: Path | None = option(None, "write the result as a row of CSV too")
     as_json: bool = option(False, "print the result as JSON instead of text", flag="--json")
 
     def __post_init__(self) -> None:

@@ -58,6 +58,7 @@ def make_result(outcome: Outcome, labels: Labels) -> RunRecord:
         ttft_s=records.summarise(turn.ttft_s for turn in done),
         plain_ttft_s=records.summarise(turn.ttft_s for turn in records.get_plain_turns(done)),
         tpot_s=records.summarise(turn.tpot_s for turn in done),
+        itl_s=outcome.itl_s,
         by_turn=records.get_turn_means(
             replace(turn, prompt_tokens=metrics.get_prompt_tokens(outcome, turn)) for turn in done
         ),

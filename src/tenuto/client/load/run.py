@@ -30,6 +30,7 @@ from tenuto.client.load.result import Labels, format_result, make_result
 from tenuto.client.load.runner import Load
 from tenuto.client.servers import scrape
 from tenuto.records.config import get_config
+from tenuto.records.csv_file import write_csv
 from tenuto.records.goodput import parse_limits
 from tenuto.records.schema import TurnRecord
 from tenuto.records.writer import RunFiles
@@ -52,6 +53,8 @@ def run_bench(options: BenchOptions) -> int:
     with RunFiles(options.out) as files:
         result = asyncio.run(measure(options, workload, files))
         files.write_result(result)
+    if options.csv:
+        write_csv(options.csv, [result])
     print(json.dumps(result) if options.as_json else format_result(result))
     if files.problem:
         say(f"not all was written: {files.problem}")
@@ -175,6 +178,7 @@ async def _run_load(client: Client, setup: _Setup, turns: TurnDriver, files: Run
         is_exact=setup.writer.form.is_exact,
         is_interrupted=interruption.has_come,
         loop_lags_s=lags_s,
+        itl_s=load.gaps.summarise(),
         commands=commands,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -19,6 +19,7 @@ from tenuto.client.http.request import RequestWriter
 from tenuto.client.http.stream import Answer
 from tenuto.client.load.commands import CommandRunner
 from tenuto.client.load.records import Flight, Sending, make_record
+from tenuto.records.gaps import Gaps
 from tenuto.records.schema import Failure, Status, TurnRecord
 from tenuto.workload.schema import Job
 from tenuto.workload.turn_driver import Due, TurnDriver
@@ -59,6 +60,8 @@ class Load:
         self._writer = writer
         self._on_record = on_record
         self._sending = sending
+        self.gaps = Gaps()
+        """Seconds between the tokens of each answer."""
         self._commands = commands
         self._last_finished: dict[str, int] = {}
         """By job, the index of its most recently finished turn."""
@@ -151,7 +154,10 @@ class Load:
                     return
                 await asyncio.sleep(get_pause_s(attempt, error.retry_after_s, f"{job.job_id}/{index}"))
             else:
-                flight.answer = answer.since(self._start_s)
+                for gap_s in answer.gaps_s:
+                    self.gaps.add(gap_s)
+                # Answers that later prompts quote are kept; their gaps are counted and need not be.
+                flight.answer = replace(answer.since(self._start_s), gaps_s=())
                 return
 
     def _get_family(self, job: Job) -> _Family:
