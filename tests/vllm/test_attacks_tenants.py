@@ -2,162 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-import tenuto.vllm
-import tenuto.vllm.scheduler
-from tests.support.checks import check_integrity
-from tests.vllm.conftest import Clock
-from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
-
-NUM_STEPS = 500
-STEP_S = 0.05
-NUM_AGENTS = 5
-TOOL_STEPS = 15
-NUM_WAITING = 16
-
-ATTACKS: dict[str, dict[str, Any]] = {
-    "a thousand ids that never return": {"num_ids": 1000, "tool": "ls"},
-    "ids that ask for a year": {"num_ids": 1000, "tool": "ls", "expected_tool_seconds": 3.2e7},
-    "parallel turns of one id": {"num_ids": 1, "tool": "ls"},
-    "old ids kept busy": {"num_ids": 4, "tool": "ls"},
-    "one-shots": {"num_ids": 10**6, "is_last_step": 1},
-}
-
-
-@dataclass
-class Agent:
-    """A job with a prompt that grows turn by turn, and a tool call between two turns."""
-
-    number: int
-    prompt: list[int]
-    due_step: int
-    turn: int = 0
-    live: str | None = None
-
-
-@dataclass
-class Outcome:
-    """What the probe waited, in seconds, and what the agents hit of what they could."""
-
-    waits_s: list[float] = field(default_factory=list)
-    num_hit_tokens: int = 0
-    num_reusable_tokens: int = 0
-    num_agent_turns: int = 0
-
-    @property
-    def hits(self) -> float:
-        return self.num_hit_tokens / max(1, self.num_reusable_tokens)
-
-
-class Run:
-    """Agents of one tenant, a probe of another, and an attack of a third."""
-
-    def __init__(self, clock: Clock, policy: str, attack: dict[str, Any] | None) -> None:
-        settings = {"policy": policy, "tenants": "client"}
-        config = make_config(tenuto=settings, max_num_seqs=8)
-        self.scheduler = make_scheduler(tenuto.vllm.Scheduler, config, num_blocks=220)
-        self.engine = Engine(self.scheduler)
-        self.clock, self.attack, self.rng = clock, attack, random.Random(1)
-        self.outcome = Outcome()
-        self.sent_s: dict[str, float] = {}
-        self.reusable: dict[str, int] = {}
-        self.numbers = itertools.count()
-        self.agents = [Agent(n, self.make_tokens(320), 3 * n) for n in range(NUM_AGENTS)]
-
-    def make_tokens(self, number: int) -> list[int]:
-        return [self.rng.randrange(10, 900) for _ in range(number)]
-
-    def run(self) -> Outcome:
-        for step in range(NUM_STEPS):
-            self.clock.now_s += STEP_S
-            for agent in self.agents:
-                if agent.live is None and agent.due_step <= step:
-                    self.send_turn(agent)
-            if step % 40 == 30 and step < NUM_STEPS - 100:
-                self.send_probe(step)
-            while self.attack is not None and len(self.scheduler.waiting) < NUM_WAITING:
-                self.send_attack()
-            for started in self.engine.step().scheduled_new_reqs:
-                self.start(started.req_id, started.num_computed_tokens)
-            self.end_turns(step)
-            if step % 50 == 0:
-                check_integrity(self.scheduler.kv_cache_manager.block_pool, self.scheduler.driver.leases)
-        self.outcome.waits_s += [float("inf") for _ in self.sent_s]
-        assert self.scheduler.driver.num_policy_faults == 0
-        return self.outcome
-
-    def send(self, name: str, prompt: list[int], max_tokens: int, **hints: Any) -> None:
-        request = make_request(name, prompt, max_tokens=max_tokens, ignore_eos=True, xargs=hints)
-        self.scheduler.add_request(request)
-
-    def send_turn(self, agent: Agent) -> None:
-        agent.live = f"agent{agent.number}/{agent.turn}"
-        # Full blocks of the turn before, and the prompt's last token is always computed.
-        self.reusable[agent.live] = (len(agent.prompt) - 49) // 16 * 16 if agent.turn % 6 else 0
-        job = f"job{agent.number}-{agent.turn // 6}"
-        is_last = agent.turn % 6 == 5
-        self.send(
-            agent.live, agent.prompt, 8, job_id=job, tenant="agents", tool="ls", is_last_step=int(is_last)
-        )
-
-    def send_probe(self, step: int) -> None:
-        self.sent_s[f"probe{step}"] = self.clock.now_s
-        self.send(f"probe{step}", self.make_tokens(4), 4, tenant="probe")
-
-    def send_attack(self) -> None:
-        assert self.attack is not None
-        number = next(self.numbers)
-        hints = {name: value for name, value in self.attack.items() if name != "num_ids"}
-        job = f"id{number % self.attack['num_ids']}"
-        self.send(f"attack{number}", self.make_tokens(80), 8, job_id=job, tenant="attack", **hints)
-
-    def start(self, name: str, num_hit_tokens: int) -> None:
-        if name in self.sent_s:
-            self.outcome.waits_s.append(self.clock.now_s - self.sent_s.pop(name))
-        if name in self.reusable:
-            self.outcome.num_reusable_tokens += self.reusable[name]
-            self.outcome.num_hit_tokens += min(num_hit_tokens, self.reusable[name])
-            self.outcome.num_agent_turns += 1
-
-    def end_turns(self, step: int) -> None:
-        for agent in self.agents:
-            if agent.live is not None and agent.live not in self.scheduler.requests:
-                agent.prompt += [*self.engine.outputs[agent.live], *self.make_tokens(40)]
-                agent.turn, agent.live, agent.due_step = agent.turn + 1, None, step + TOOL_STEPS
-                if agent.turn % 6 == 0:
-                    agent.prompt = self.make_tokens(320)
-                    agent.due_step += TOOL_STEPS
+from experiments.tenant_attacks import ATTACKS, STEP_S, Outcome, Size, measure
 
 
 @cache
-def run(policy: str, attack: str | None) -> Outcome:
-    with pytest.MonkeyPatch.context() as patch:
-        clock = Clock()
-        patch.setattr(tenuto.vllm.scheduler, "time", clock)
-        return Run(clock, policy, ATTACKS[attack] if attack else None).run()
+def run(policy: str, attack: str | None, size: Size) -> Outcome:
+    return measure(policy, attack, size)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_agents_keep_their_hits_and_the_probe_waits_no_longer_than_in_stock(attack: str) -> None:
-    stock, ours, undisturbed = run("stock", attack), run("tenuto", attack), run("tenuto", None)
+    size = Size()
+    stock, ours = (run(policy, attack, size) for policy in ("stock", "tenuto"))
+    alone = run("tenuto", None, size)
     # A turn of the attack takes 8 steps.
     assert max(ours.waits_s) <= 1.1 * max(stock.waits_s) + 8 * STEP_S
-    assert ours.hits >= 0.9 * undisturbed.hits
-    assert ours.num_agent_turns >= 0.7 * undisturbed.num_agent_turns
+    assert ours.hits >= 0.9 * alone.hits
+    assert ours.num_agent_turns >= 0.7 * alone.num_agent_turns
 
 
 def test_the_attacks_hurt_stock() -> None:
     """Otherwise the test above shows nothing."""
-    attack = "one-shots"
-    assert max(run("stock", attack).waits_s) > 3 * max(run("tenuto", attack).waits_s)
-    assert run("stock", attack).num_agent_turns < 0.7 * run("tenuto", None).num_agent_turns
+    stock, ours, alone = (
+        run("stock", "one-shots", Size()),
+        run("tenuto", "one-shots", Size()),
+        run("tenuto", None, Size()),
+    )
+    assert max(stock.waits_s) > 3 * max(ours.waits_s)
+    assert stock.hits < 0.5 * ours.hits
+    assert stock.num_agent_turns < 0.7 * alone.num_agent_turns
