@@ -14,6 +14,7 @@ from tenuto.client import verify as module
 from tenuto.client.promise import get_promise
 from tenuto.client.verify import verify
 from tenuto.client.verify_text import format_verdict
+from tenuto.core.errors import DataError
 
 BLOCK_SIZE = 16
 
@@ -26,6 +27,7 @@ class Server:
     holding: str = "01"
     granting: str = "01"
     faults: int = 0
+    mode: str = "on"
     held: dict[str, int] = field(default_factory=dict)
     granted: dict[str, int] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
@@ -45,6 +47,8 @@ class Server:
             f'vllm:cache_config_info{{{at},block_size="16",num_gpu_blocks="1001"}} 1\n'
             f"vllm:kv_cache_usage_perc{{{at}}} {used}\n"
             f'tenuto:info{{{at},policy="{self.policy}"}} 1\n'
+            f'tenuto:info{{{at},policy="earlier"}} 0\n'
+            f'tenuto:mode{{{at},mode="{self.mode}"}} 1\n'
             f"tenuto:leases_granted_total{{{at}}} {self.granted.get(rank, 0)}\n"
             f"tenuto:policy_faults_total{{{at}}} {self.faults * sum(self.granted.values())}\n"
         )
@@ -95,6 +99,12 @@ def test_a_rank_that_grants_no_lease(
 ) -> None:
     found, said = check(Server(policy, holding="0", granting="0"), monkeypatch)
     assert (found, words in said) == (is_ok, True), said
+
+
+@pytest.mark.parametrize("mode", ["off", "shadow"])
+def test_a_server_that_its_operator_switched_off_is_named(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=f"an operator set its mode to {mode}"):
+        check(Server("tenuto", mode=mode), monkeypatch)
 
 
 def test_a_lease_that_was_granted_and_does_not_hold_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,11 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
         ({"gpu": "H3000"}, ConfigError, "unknown GPU 'H3000'"),
         ({"policy": "best"}, PolicyError, "no policy 'best'"),
         ({"options": {"speed": 1}}, ConfigError, "unknown key 'speed'"),
-        ({"offload": "later"}, ConfigError, "--offload must be one of none, async, sync, serial, asked; got 'later'"),
+        (
+            {"offload": "later"},
+            ConfigError,
+            "--offload must be one of none, async, sync, serial, asked; got 'later'",
+        ),
         ({"gpu_memory_utilization": 1.5}, ConfigError, "--gpu-memory-utilization must be at most 1"),
         ({"gpu": "L40S", "model": "llama-3.1-70b"}, ConfigError, "leaves no KV cache"),
         ({"offload": "async", "gpu": "H100", "model": "gpt-oss-20b"}, ConfigError, "full attention"),
