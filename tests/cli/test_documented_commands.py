@@ -41,6 +41,9 @@ def check_flags(line: str) -> None:
     module = "serve_sim" if "--engine sim" in line else words[0].replace("-", "_")
     command = importlib.import_module(f"tenuto.cli.{module}").COMMAND
     known = {name for flag in command.get_flags() for name in flag.names} | {"--help"}
+    # What is on by default has a --no-… too.
+    on = [flag.name for flag in command.get_flags() if flag.kind is bool and flag.field.default is True]
+    known |= {f"--no-{name.removeprefix('--')}" for name in on}
     said = {word.partition("=")[0] for word in words if word.startswith("--")}
     assert command.passes_on or said <= known, line
 
