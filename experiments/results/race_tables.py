@@ -105,7 +105,7 @@ def format_details(verdicts: Mapping[str, Verdict], by_row: Mapping[str, Mapping
     """Each row against its best rival: ratios, tails, waits, throughput, harm, and the bound."""
     lines = []
     for row, verdict in verdicts.items():
-        ours, theirs = by_row[row][OURS], by_row[row][verdict.rival]
+        ours, theirs = _share(by_row[row][OURS], by_row[row][verdict.rival])
 
         def both(part: str, name: str, scale: float = 1.0, ours: Seeds = ours, theirs: Seeds = theirs) -> str:
             return " / ".join(_show(get_mean(each, stat(part, name)) * scale) for each in (ours, theirs))
@@ -141,6 +141,12 @@ def format_details(verdicts: Mapping[str, Verdict], by_row: Mapping[str, Mapping
     return format_markdown(heads, lines)
 
 
+def _share(ours: Seeds, theirs: Seeds) -> tuple[Seeds, Seeds]:
+    """The records of the seeds that both have."""
+    both = [seed for seed in ours if seed in theirs]
+    return {seed: ours[seed] for seed in both}, {seed: theirs[seed] for seed in both}
+
+
 def _show(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
@@ -163,7 +169,8 @@ def describe_losses(verdict: Verdict) -> str:
 def describe_harm(verdict: Verdict, settings: Mapping[Setting, Seeds]) -> str:
     """A harmed row in one line, with the waits themselves."""
     assert verdict.harm is not None and verdict.harm_by is not None
-    waits = [get_mean(settings[setting], PLAIN_P95) for setting in (OURS, verdict.harm_by)]
+    both = _share(settings[OURS], settings[verdict.harm_by])
+    waits = [get_mean(seeds, PLAIN_P95) for seeds in both]
     return (
         f"{verdict.row}: {verdict.harm} of {verdict.harm_by.label} "
         f"({_show(waits[0])} s against {_show(waits[1])} s)"
