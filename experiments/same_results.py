@@ -10,6 +10,7 @@ counted in full blocks since 0.2 and are not compared. Names what differs; exit 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -41,6 +42,8 @@ def compare(place: tuple[str, Mapping[str, Any]]) -> list[str]:
     if row is None:
         return [f"{table}, {kept['row']}: is no row any more"]
     setup, load = row.place(kept["policy"], kept["seed"], kept.get("step"))
+    if "step" not in kept:
+        setup = dataclasses.replace(setup, async_scheduling=False)  # it was off by default
     record = run(setup, load).record
     different = []
     for key, path in KEYS.items():

@@ -31,10 +31,13 @@ def format_screen() -> str:
     """The screen, from the kept records of all races."""
     by_table: dict[str, dict[str, Verdict]] = {}
     all_runs: dict[str, Runs] = {}
+    num_rows = 0
     for name, table in TABLES.items():
         if table.is_race:
             runs = read_records(name)
-            judged = judge_rows([row.title for row in table.make_rows()], runs)
+            titles = [row.title for row in table.make_rows()]
+            num_rows += len(titles)
+            judged = judge_rows(titles, runs)
             if judged:
                 by_table[name], all_runs[name] = judged, runs
     verdicts = [verdict for each in by_table.values() for verdict in each.values()]
@@ -42,7 +45,7 @@ def format_screen() -> str:
         return "No race has run yet."
     return "\n\n".join(
         [
-            _say_in_short(verdicts),
+            _say_in_short(verdicts, num_rows),
             format_markdown(HEADS, [*_make_lines(by_table), _make_line("**all**", verdicts)]),
             *_list_losses(by_table),
             *_list_harms(by_table, all_runs),
@@ -82,13 +85,16 @@ def _get_geomean(ratios: Iterable[Ratio | None]) -> float:
     return math.exp(statistics.fmean(means)) if means else math.nan
 
 
-def _say_in_short(verdicts: Sequence[Verdict]) -> str:
+def _say_in_short(verdicts: Sequence[Verdict], num_rows: int) -> str:
     counts = Counter(verdict.outcome for verdict in verdicts)
     rivals = Counter(verdict.rival.policy.partition("/")[0] for verdict in verdicts)
     strongest = ", ".join(f"`{policy}` {count}" for policy, count in rivals.most_common(5))
     plain = [verdict for verdict in verdicts if verdict.harm is not None]
+    where = f"{len(verdicts)} rows"
+    if len(verdicts) < num_rows:
+        where = f"the {len(verdicts)} rows that have run, of {num_rows}"
     return (
-        f"In {len(verdicts)} rows, `tenuto` with its defaults stands against {OPPONENTS}. It wins "
+        f"In {where}, `tenuto` with its defaults stands against {OPPONENTS}. It wins "
         f"{counts['won']}, ties {counts['tied']} (within 2 % in mean job time), is behind in "
         f"{counts['behind']} (a rival has the better mean, but a worse P95 or TTFT), and loses "
         f"{counts['lost']}. Plain requests are harmed in {sum(each.is_harmed for each in plain)} of the "

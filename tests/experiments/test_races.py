@@ -129,7 +129,13 @@ def test_one_setting_for_all_rows_flatters_those_that_were_left_out() -> None:
         return {setting: seeds for (_, setting), seeds in group(records).items()}
 
     by_row = {
-        "A": put(make("tenuto", None, 10.0), make("stock", 512, 20.0), make("concur/async", None, 40.0)),
+        # Seed 1 was read first, but only ours ran it.
+        "A": put(
+            make("tenuto", None, 99.0, seed=1),
+            make("tenuto", None, 10.0),
+            make("stock", 512, 20.0),
+            make("concur/async", None, 40.0),
+        ),
         "B": put(make("tenuto", None, 10.0), make("stock", 512, 5.0), make(BOUND, None, 1.0)),
     }
     found = get_one_setting(by_row, by_row)
@@ -280,7 +286,7 @@ def test_the_screen_counts_what_the_records_say(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(screen, "TABLES", {"try": Table("T", "A", (), lambda: [make_row()], STEPS)})
     monkeypatch.setattr(screen, "read_records", lambda name: group(records))
     text = screen.format_screen()
-    assert "loses 1." in text and "- try, R: stock @512 (1.11)" in text
+    assert text.startswith("In 1 rows, ") and "loses 1." in text and "- try, R: stock @512 (1.11)" in text
     assert "| `try` | 1 | 0 | 0 | 0 | 1 | 0 of 1 | 1.11 | 1.11 (R; stock @512) | 1.25 |" in text
     monkeypatch.setattr(screen, "read_records", lambda name: {})
     assert screen.format_screen() == "No race has run yet."
