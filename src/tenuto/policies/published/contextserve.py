@@ -17,6 +17,7 @@ from tenuto.core.types import (
     EngineView,
     Keep,
     Lease,
+    LeaseRefusal,
     Offload,
     Release,
     ToolCall,
@@ -134,7 +135,7 @@ class ContextServe(LearnsTtl):
         if prediction.speed is Speed.UNCERTAIN:
             ttl_s = self._ttl.get_ttl_s(self._commands.read(_get_text(turn.tool)).program, turn, view)
         if prediction.speed is Speed.SLOW or ttl_s <= 0:
-            return Offload()
+            return Offload(LeaseRefusal.PRICE)
         return Keep(view.now_s + ttl_s, yields=Yields.ON_DEADLOCK)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:

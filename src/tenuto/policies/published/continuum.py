@@ -11,6 +11,7 @@ from tenuto.core.types import (
     EngineView,
     Keep,
     Lease,
+    LeaseRefusal,
     Offload,
     ToolCall,
     Turn,
@@ -57,7 +58,7 @@ class Continuum(TakesPrefillProfile, LearnsTtl):
         if turn.tool is None:
             return Offload()
         ttl_s = self._ttl.get_ttl_s(turn.tool.name, turn, view)
-        return self._pin(view.now_s + ttl_s) if ttl_s > 0 else Offload()
+        return self._pin(view.now_s + ttl_s) if ttl_s > 0 else Offload(LeaseRefusal.PRICE)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
         """Unpin when the time is up, unless a turn of the job waits."""

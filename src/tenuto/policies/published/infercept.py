@@ -8,7 +8,18 @@ from typing import ClassVar
 
 from tenuto.core.policy import Key, Needs
 from tenuto.core.presets import EngineSettings
-from tenuto.core.types import Decision, EngineView, Job, Keep, Lease, Offload, Release, StepView, Turn
+from tenuto.core.types import (
+    Decision,
+    EngineView,
+    Job,
+    Keep,
+    Lease,
+    LeaseRefusal,
+    Offload,
+    Release,
+    StepView,
+    Turn,
+)
 from tenuto.policies.published._prefill import LearnsPrefill
 
 INTERVAL_S = 0.25
@@ -98,9 +109,9 @@ class InferCept(LearnsPrefill):
             if budget > 0:
                 # The last one may take more than is left: then the link's queue is taken off the next budget.
                 budget -= self._paused[job_id].num_tokens
-                self._plan[job_id] = Offload()
+                self._plan[job_id] = Offload(LeaseRefusal.PRICE)
             elif discards:
-                self._plan[job_id] = Release()
+                self._plan[job_id] = Release(LeaseRefusal.PRICE)
         for job_id in self._plan:
             del self._paused[job_id]
 
