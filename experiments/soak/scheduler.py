@@ -22,7 +22,7 @@ from experiments.soak.engine import Failure, SoakEngine, SpeakingTokenizer
 from experiments.soak.traffic import Mix, Traffic, make_mix
 from tenuto.core.errors import TenutoError
 from tenuto.core.policy import Learns
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.policy_loader import get_policy_names, load_policy
 from tests.support.checks import check_books, check_integrity, check_nothing_is_left
 from tests.vllm.conftest import Clock
 from tests.vllm.kv_configs import make_scheduler_of_layers
@@ -34,29 +34,23 @@ BOOKS_EVERY = 16
 BLOCKS_EVERY = 2
 DRAIN_S = 1e7
 
-POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("tenuto", {}),
-    ("tenuto", {}),
-    ("tenuto", {}),
-    ("continuum", {"prefill_token_s": 0.1, "min_samples": 2}),
-    ("continuum-fixed", {"ttl_s": 50.0}),
-    ("autellix", {}),
-    ("infercept", {}),
-    ("break-even", {}),
-    ("concur", {}),
-    ("thunderagent", {}),
-    ("contextserve", {}),
-    ("sglang-lpm", {}),
-    ("stock", {}),
-    ("priority", {}),
-    ("tests.vllm.policies:KeepAll", {}),
-    ("tests.vllm.policies:LeasedLast", {}),
-    ("tests.vllm.policies:OneJobAtATime", {"step_tokens": 40}),
-    ("tests.vllm.policies:Faulty", {}),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "continuum": {"prefill_token_s": 0.1, "min_samples": 2},
+    "continuum-fixed": {"ttl_s": 50.0},
+    "tests.vllm.policies:OneJobAtATime": {"step_tokens": 40},
+}
+FAULTY = "tests.vllm.policies:Faulty"
+POLICIES = (
+    "tenuto",
+    "tenuto",
+    *(name for name in get_policy_names() if name != "clairvoyant"),  # which knows the future
+    *OWN_POLICIES,
+    "priority",
+    FAULTY,
 )
+"""The policies of one episode after the other; the default more often."""
 LAYERS = {"full": [attention()], "window": [attention(64)], **LAYOUTS}
 """The layers of each layout: full attention, windows, states, blocks of several sizes."""
-FAULTY = "tests.vllm.policies:Faulty"
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ class Plan:
 def make_plan(seed: int, episode: int) -> Plan:
     """The plan of one episode."""
     rng = random.Random(f"{seed}/{episode}")
-    policy, options = POLICIES[episode % len(POLICIES)]
+    policy = POLICIES[episode % len(POLICIES)]
     layers = rng.choice(("full", "full", "full", "full", *LAYERS))
     limits: dict[str, Any] = {"max_parallel_turns": rng.choice((1, 1, 2, 1000))}
     if rng.random() < 0.4:
@@ -103,7 +97,7 @@ def make_plan(seed: int, episode: int) -> Plan:
         seed=seed,
         episode=episode,
         policy=policy,
-        options=options,
+        options=OPTIONS.get(policy, {}),
         depth=rng.choice((1, 2)),
         order=rng.choice(("fcfs", "fcfs", "priority")),
         layers=layers,

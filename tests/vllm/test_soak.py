@@ -15,7 +15,7 @@ from tenuto.core.driver import Driver
 from tenuto.vllm.engine import VllmEngine
 
 NUM_TURNS = 120
-KEEPS = next(n for n, (policy, _) in enumerate(scheduler.POLICIES) if policy.endswith("KeepAll"))
+KEEPS = next(n for n, policy in enumerate(scheduler.POLICIES) if policy.endswith("KeepAll"))
 
 
 @pytest.mark.parametrize("episode", range(len(scheduler.POLICIES)))
@@ -57,7 +57,7 @@ def test_a_fault_is_noticed(
     monkeypatch: pytest.MonkeyPatch, cls: type, method: str, broken: Any, said: str, policy: str
 ) -> None:
     monkeypatch.setattr(cls, method, broken)
-    numbers = [n for n, (name, _) in enumerate(scheduler.POLICIES) if name.endswith(policy)]
+    numbers = [n for n, name in enumerate(scheduler.POLICIES) if name.endswith(policy)]
     # More than one, because not every episode's clients fill the cache.
     tries = [numbers[0] + k * len(scheduler.POLICIES) for k in range(6)]
     failures = [episodes.run_one(7, episode, NUM_TURNS).get("failure", "") for episode in tries]

@@ -80,3 +80,14 @@ def test_pins_that_need_not_yield_are_in_use(clock: Clock) -> None:
     engine.run()
     assert get_reported(engine) == (6, 6)
     assert engine.scheduler.driver.get_num_idle_leased_blocks() == 0
+
+
+@pytest.mark.parametrize("num_blocks", range(41, 121, 8))
+def test_no_usage_is_exactly_none(clock: Clock, num_blocks: int) -> None:
+    config = make_config(tenuto={"policy": "tests.vllm.policies:KeepAll"})
+    engine = Engine(make_scheduler(tenuto.vllm.Scheduler, config, num_blocks=num_blocks + 1))
+    for name in ("a", "bb", "ccc"):
+        send(engine, name)
+        engine.run()
+        assert engine.scheduler.driver.get_num_leased_blocks() > 0
+        assert engine.scheduler.get_kv_cache_usage() == 0.0

@@ -64,8 +64,11 @@ class LeasedBlocks:
         """Share of the KV cache, from 0 to 1, that something else than yielding leases uses."""
         # Block 0 of the pool holds no tokens.
         num_blocks = self._pool.num_gpu_blocks - 1
-        usage: float = self._get_vllm_usage()
-        return max(0.0, usage - self.count_idle() / num_blocks) if num_blocks and self._do_yield() else usage
+        if not num_blocks or not self._do_yield():
+            return float(self._get_vllm_usage())
+        # A difference of two shares would not be 0 on an idle engine, but 5e-17.
+        num_used = num_blocks - self._pool.get_num_free_blocks() - self.count_idle()
+        return max(0, num_used) / num_blocks
 
     # vLLM calls these in place of its own.
 
