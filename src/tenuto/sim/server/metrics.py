@@ -129,6 +129,12 @@ class EngineMetrics(Collector):
             "reason",
             reclaims,
         )
+        yield self._counters(
+            "tenuto:short_hit_tokens",
+            "Tokens by which hits fell short, by the group of layers.",
+            "group",
+            stats.num_short_tokens,
+        )
         figures = GaugeMetricFamily(
             "tenuto:policy_figure", "What the policy shows of what it learned.", labels=(*LABELS, "figure")
         )
