@@ -50,7 +50,7 @@ def park_all(self: Any, *args: Any, **kwargs: Any) -> list[str]:
     [
         (VllmEngine, "release", leak, "IntegrityError", "KeepAll"),
         (Driver, "admit", park_all, "stalled", "OneJobAtATime"),
-        (Driver, "preempt", lambda *args: 1 / 0, "ZeroDivisionError", "KeepAll"),
+        (Driver, "start", lambda *args: 1 / 0, "ZeroDivisionError", "KeepAll"),
     ],
 )
 def test_a_fault_is_noticed(
