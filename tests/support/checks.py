@@ -66,6 +66,24 @@ def _check_leases(pool: Any, leases: LeaseTable, idle: bool) -> None:
             raise IntegrityError(f"{block}: {references} leases hold it")
 
 
+def _check_tenants(driver: Any) -> None:
+    """Each tenant's turns, leases and leased blocks are what its quota says."""
+    turns, leases, quota = list(driver._turns.values()), list(driver.leases), driver.quota
+    names = {turn.job.tenant or "" for turn in turns} | {lease.tenant for lease in leases}
+    if names != quota._tenants.keys():
+        raise IntegrityError(f"active tenants {sorted(names)[:5]}, counted {sorted(quota._tenants)[:5]}")
+    for name, own in quota._tenants.items():
+        ours = [lease for lease in leases if lease.tenant == name]
+        num_blocks = len({block.block_id for lease in ours for block in lease.blocks})
+        counted = len(own.leased) if quota.counts_blocks else num_blocks
+        num_turns = sum((turn.job.tenant or "") == name for turn in turns)
+        if (own.num_turns, own.num_leases, counted) != (num_turns, len(ours), num_blocks):
+            raise IntegrityError(f"{name!r}: {num_turns} turns, {len(ours)} leases, counted {own}")
+    waiting = {turn.turn_id for turn in turns if not turn.started}
+    if waiting != driver.service._waiting.keys():
+        raise IntegrityError("the turns that wait are not those that the tenants' service counts")
+
+
 def check_books(scheduler: Any) -> None:
     """Check that a driver and vLLM's scheduler agree on who is there. O(turns + jobs + leased blocks).
 
@@ -88,6 +106,7 @@ def check_books(scheduler: Any) -> None:
     for lease in driver.leases:
         if lease.job_id not in jobs or not (lease.next_turn_id is None or lease.next_turn_id in turns):
             raise IntegrityError(f"the lease of {lease.job_id!r} waits for a turn that is gone")
+    _check_tenants(driver)
     leased = {block.block_id for lease in driver.leases for block in lease.blocks}
     if len(leased) != driver.get_num_leased_blocks():
         raise IntegrityError(f"{len(leased)} blocks leased, counted {driver.get_num_leased_blocks()}")
