@@ -103,8 +103,8 @@ def test_a_whole_run(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     server = FakeServer()
     with serving(server) as url:
         where = ("--url", f"{url}/v1", "--workload", str(trace), "--out", str(tmp_path / "a"))
-        where = (*where, "--csv", str(tmp_path / "a.csv"), "--goodput", "e2el:60000")
-        assert run_bench(parse(*where, "--json", "--policy", "none", "--gpu", "G")) == 0
+        also = ("--csv", str(tmp_path / "a.csv"), "--goodput", "e2el:60000")
+        assert run_bench(parse(*where, *also, "--json", "--policy", "none", "--gpu", "G")) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)
     assert json.loads((tmp_path / "a" / "result.json").read_text()) == result

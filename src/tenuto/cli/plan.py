@@ -121,8 +121,9 @@ def run(given: Given) -> int:
             setups, load, target, measure, max_machines=options.max_machines, prices=options.prices
         )
         for plan in found:
-            count = "no number of" if plan.num_gpus is None else plan.num_gpus
-            progress.say(f"{plan.setup.gpu} {plan.setup.policy}: {count} GPUs: {plan.point}")
+            count = "no number of GPUs" if plan.num_gpus is None else f"{plan.num_gpus} GPUs"
+            count = "1 GPU" if plan.num_gpus == 1 else count
+            progress.say(f"{plan.setup.gpu} {plan.setup.policy}: {count}: {plan.point}")
             plans.append(plan)
         best = get_best(plans)
         if best is not None and not options.no_sensitivity:
