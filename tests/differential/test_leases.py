@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 
 import tenuto.vllm
 import tenuto.vllm.scheduler
-from tenuto.core.driver import Driver, Limits
+from tenuto.core.driver import Driver
+from tenuto.core.limits import Limits
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import LeaseEnd
 from tenuto.sim.engine.scheduler import Scheduler
