@@ -20,9 +20,11 @@ def find_missing(text: str) -> list[str]:
 
 
 def get_rows(text: str) -> list[list[str]]:
-    """Rows of the tables, without their heads."""
-    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return [row for row in rows if row[0].strip() != "fault"]
+    """Rows of the tables of faults, without their heads."""
+    rows = []
+    for table in re.findall(r"^\| fault \|.*\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE):
+        rows += [line.strip("|").split(" | ") for line in table.splitlines()]
+    return rows
 
 
 def test_every_named_test_exists() -> None:
