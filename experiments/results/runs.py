@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 from experiments.results.race import find_missing
 from experiments.results.rows import TABLES, Row
 from experiments.results.settings import Runs, Setting, Step, add, get_settings
+from tenuto.core.errors import ConfigError
 from tenuto.records.config import get_config
+from tenuto.sim.cost.aiconfigurator import installed_version
 from tenuto.sim.run import run
 
 KEPT = (
@@ -46,6 +48,9 @@ def run_place(place: Place) -> dict[str, Any]:
     started_s = time.process_time()
     row = _get_rows(place.table)[place.row]
     setup, load = row.place(place.setting.policy, place.seed, place.setting.step)
+    if setup.step_cost is None and installed_version() is None:
+        # Without the tables a run would fall back to a roofline, and one table would hold both.
+        raise ConfigError("result tables need measured step times: pip install 'tenuto[tables]'")
     record = run(setup, load).record
     kept = {key: shorten(record[key]) for key in KEPT}
     # A trace's name on another machine is its file's alone.
