@@ -63,12 +63,12 @@ class LeasedBlocks:
     def get_usage(self) -> float:
         """Share of the KV cache, from 0 to 1, that something else than yielding leases uses."""
         # Block 0 of the pool holds no tokens.
-        num_blocks = int(self._pool.num_gpu_blocks) - 1
+        num_blocks = self._pool.num_gpu_blocks - 1
         if not num_blocks or not self._do_yield():
             return float(self._get_vllm_usage())
         # A difference of two shares would not be 0 on an idle engine, but 5e-17.
         num_used = num_blocks - self._pool.get_num_free_blocks() - self.count_idle()
-        return max(0, num_used) / num_blocks
+        return float(max(0, num_used) / num_blocks)
 
     # vLLM calls these in place of its own.
 
