@@ -212,6 +212,7 @@ def test_what_changed_is_on_metrics_and_in_the_log(caplog: pytest.LogCaptureFixt
     with caplog.at_level("INFO", logger="vllm.tenuto"):
         change(engine, policy="continuum", limits={"max_lease_s": 5})
     assert 'control: test changed policy "tests.vllm.policies:KeepAll" -> "continuum"' in caplog.text
+    assert 'limits {"max_lease_s": 600.0} -> {"max_lease_s": 5.0}' in caplog.text
     version = {"version": tenuto.core.version.__version__}
     infos = {
         sample.labels["policy"]: sample.value

@@ -77,7 +77,7 @@ class Control:
             "changed_by": by,
             "changed_unix_s": round(time.time(), 3),
         }
-        words = ", ".join(f"{name} {_show(before, name)} -> {_show(settings, name)}" for name in changed)
+        words = ", ".join(_tell(name, getattr(before, name), getattr(settings, name)) for name in changed)
         logger.info("control: %s changed %s", by, words)
         return self.get_status()
 
@@ -176,6 +176,9 @@ class Control:
         return bool(self._scheduler.release(job_id))
 
 
-def _show(settings: Settings, name: str) -> str:
-    value = getattr(settings, name)
-    return json.dumps(dataclasses.asdict(value) if isinstance(value, Limits | Canary) else value)
+def _tell(name: str, before: Any, after: Any) -> str:
+    """What changed, for the log; of limits and a canary, only the fields that differ."""
+    if isinstance(before, Limits | Canary):
+        old, new = dataclasses.asdict(before), dataclasses.asdict(after)
+        before, after = ({key: each[key] for key in old if old[key] != new[key]} for each in (old, new))
+    return f"{name} {json.dumps(before)} -> {json.dumps(after)}"
