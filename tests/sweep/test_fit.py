@@ -100,7 +100,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_what_is_no_step_cost_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tables, roofline, or a file that `tenuto profile` wrote"):
+    with pytest.raises(ConfigError, match="pessimistic, or a file that `tenuto profile` wrote"):
         build(Setup(step_cost=str(tmp_path / "missing.json")))
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(DataError, match="prefill: is missing"):

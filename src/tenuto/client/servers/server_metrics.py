@@ -10,6 +10,9 @@ import httpx
 from tenuto.client.servers.metrics_page import parse_page
 from tenuto.core.errors import DataError
 
+OWN_ENDS = ("expired", "time-limit", "idle", "price", "not-expected-back")
+"""Reasons of `tenuto.core.types.LeaseEnd`: the policy, or the longest lease, ended it at its deadline."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
@@ -27,7 +30,7 @@ class CacheState:
     num_granted: float = 0.0
     """Leases granted since the server started."""
     num_expired: float = 0.0
-    """Leases that lasted until their deadline."""
+    """Leases that lasted until their deadline; see `OWN_ENDS`."""
     num_faults: float = 0.0
     """Policy hooks that failed."""
     policy: str | None = None
@@ -66,7 +69,7 @@ def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheSt
     sizes = {label: size for label, size in sizes.items() if engine in (None, label)}
     num_used = sum(usage.get(engine, 0.0) * (blocks - 1) for engine, (_, blocks) in sizes.items())
     retained = page.total("tenuto:retained_blocks", **which)
-    ended = page.total("tenuto:leases_ended_total", reason="expired", **which)
+    ended = [page.total("tenuto:leases_ended_total", reason=reason, **which) for reason in OWN_ENDS]
     policies = page.active("tenuto:info", "policy")
     modes = page.active("tenuto:mode", "mode")
     return CacheState(
@@ -76,7 +79,7 @@ def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheSt
         num_retained_blocks=None if retained is None else round(retained),
         num_hit_tokens=page.total("vllm:prefix_cache_hits_total", **which) or 0.0,
         num_granted=page.total("tenuto:leases_granted_total", **which) or 0.0,
-        num_expired=ended or 0.0,
+        num_expired=sum(each or 0.0 for each in ended),
         num_faults=page.total("tenuto:policy_faults_total", **which) or 0.0,
         policy=policies[0] if policies else None,
         mode=modes[0] if modes else "on",

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from tenuto.core.policy import Needs, setting
 from tenuto.core.presets import EngineSettings
-from tenuto.core.types import Decision, EngineView, Keep, Lease, LeaseRefusal, Offload, Turn, Yields
+from tenuto.core.types import Decision, EngineView, Keep, Lease, Offload, Turn, Yields
 from tenuto.policies.published._prefill import LearnsPrefill
 
 RENEW_S = 600.0
@@ -49,7 +49,7 @@ class BreakEven(LearnsPrefill):
         """Store the blocks, unless the job's next turn already waits: then keep them for it."""
         if lease.next_turn_waiting:
             return _hold(view.now_s + RENEW_S, view)
-        return Offload(LeaseRefusal.PRICE)
+        return Offload()
 
 
 def _hold(until_s: float, view: EngineView) -> Keep:
