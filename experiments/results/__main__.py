@@ -4,9 +4,9 @@
     python -m experiments.results screen --write        the page's first screen, from the kept records
 
 Runs go to experiments/out/TABLE.jsonl and are not repeated, whatever becomes of the code, unless --again says
-so. The table goes to stdout as Markdown. --write puts it into docs/results.md, and the runs' figures into
-experiments/records/TABLE.jsonl, one line per row, policy, size of steps and seed. In most tables every policy
-races at several sizes of steps: see `race`.
+so. Where that file is missing, it begins with the kept records. The table goes to stdout as Markdown. --write
+puts it into docs/results.md, and the runs into experiments/records/TABLE.jsonl, one line per row, policy,
+size of steps and seed. In most tables every policy races at several sizes of steps: see `race`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from experiments.results.figure import draw_options
 from experiments.results.race_tables import format_race
 from experiments.results.rows import OUT, ROOT, TABLES, Row
-from experiments.results.runs import Race, forget_runs, read_runs
+from experiments.results.runs import Race, begin_with_kept, forget_runs, read_runs
 from experiments.results.screen import write_screen
 from experiments.results.settings import Runs, Step
 from experiments.results.tables import format_section, put_section
 
 PAGE = ROOT / "docs" / "results.md"
+RECORDS = ROOT / "experiments" / "records"
 
 
 def main() -> int:
@@ -57,6 +57,7 @@ def main() -> int:
     rows: Sequence[Row] = [row for row in table.make_rows() if any(part in row.title for part in wanted)]
     seeds = [int(seed) for seed in parsed.seeds.split(",")]
     path = OUT / f"{parsed.table}.jsonl"
+    begin_with_kept(path, RECORDS / path.name)
     race = Race(parsed.table, rows, policies, steps, seeds, path)
     if parsed.workers:
         race = Race(parsed.table, rows, policies, steps, seeds, path, parsed.workers)
@@ -115,10 +116,10 @@ def write(name: str, rows: Sequence[Row], runs: Runs, section: str) -> None:
         key=lambda each: (titles.index(each[0][0]), each[0][1].policy, str(each[0][1].step)),
     ):
         for seed in sorted(by_seed):
-            record = {key: value for key, value in by_seed[seed].items() if key not in ("config", "cpu_s")}
+            record = {key: value for key, value in by_seed[seed].items() if key != "cpu_s"}
             assert (record["row"], record["policy"]) == (title, setting.policy)
             lines.append(json.dumps(record) + "\n")
-    Path(ROOT / "experiments" / "records" / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    (RECORDS / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     write_screen(PAGE)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,11 +68,11 @@ def _get_rows(table: str) -> dict[str, Row]:
 
 
 def get_key(row: Row, setting: Setting, seed: int) -> str:
-    """What defines a run, as text: a record with another key is out of date."""
+    """What defines a run, as a digest: a record with another key is out of date."""
     setup, load = row.place(setting.policy, seed, setting.step)
     config = get_config(setup, load)
     config["workload"] = Path(str(config["workload"])).name
-    return json.dumps(config, sort_keys=True)
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def shorten(value: Any) -> Any:
@@ -96,10 +98,20 @@ def read_runs(path: Path, rows: Sequence[Row]) -> Runs:
         except json.JSONDecodeError:
             continue
         row = by_title.get(record["row"])
+        # Records of older tables have no key.
+        if row is None or "config" not in record:
+            continue
         setting = Setting(record["policy"], record["step"])
-        if row is not None and record["config"] == get_key(row, setting, record["seed"]):
+        if record["config"] == get_key(row, setting, record["seed"]):
             add(runs, record)
     return runs
+
+
+def begin_with_kept(path: Path, kept: Path) -> None:
+    """Where nothing has run here yet, go on from the records in the repository."""
+    if not path.exists() and kept.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(kept, path)
 
 
 def forget_runs(path: Path, policies: Sequence[str]) -> None:

@@ -16,7 +16,16 @@ from experiments.results.race import find_missing
 from experiments.results.race_tables import describe_harm, describe_losses, format_race
 from experiments.results.row import Row, Table
 from experiments.results.rows import RACE, TABLES
-from experiments.results.runs import Place, Race, forget_runs, get_key, read_runs, run_place, shorten
+from experiments.results.runs import (
+    Place,
+    Race,
+    begin_with_kept,
+    forget_runs,
+    get_key,
+    read_runs,
+    run_place,
+    shorten,
+)
 from experiments.results.settings import BOUND, OURS, STEPS, Setting, group
 from experiments.results.verdicts import get_one_setting, judge
 from tenuto.sim.machine import build
@@ -215,6 +224,18 @@ def test_a_run_is_kept_under_what_defines_it(table: Table, tmp_path: Path) -> No
     assert record["plain_ttft_s"]["p95"] > 0 and record["itl_s"]["p95"] > 0 <= record["queue_s"]["max"]
     again = run_place(Place("try", "R", Setting("stock", 512), 7))
     assert {**record, "cpu_s": 0} == {**again, "cpu_s": 0}
+
+
+def test_a_fresh_clone_goes_on_from_the_kept_records(tmp_path: Path) -> None:
+    kept, path = tmp_path / "kept.jsonl", tmp_path / "out" / "try.jsonl"
+    begin_with_kept(path, kept)
+    assert not path.exists()
+    kept.write_text("kept\n")
+    begin_with_kept(path, kept)
+    assert path.read_text() == "kept\n"
+    path.write_text("newer\n")
+    begin_with_kept(path, kept)
+    assert path.read_text() == "newer\n"
 
 
 def test_runs_of_code_that_changed_are_forgotten(tmp_path: Path) -> None:
