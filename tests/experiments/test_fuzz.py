@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,15 @@ from experiments.fuzz.parsers import PARSERS, Parser
 from tenuto.core.errors import DataError
 
 NUM_INPUTS = 150
+
+
+@pytest.fixture(autouse=True)
+def messages() -> Iterator[None]:
+    """Fuzzing silences Tenuto's messages; other tests read them."""
+    logger = logging.getLogger("vllm.tenuto")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.mark.parametrize("name", PARSERS)
