@@ -1,15 +1,13 @@
-"""Every private name of vLLM that Tenuto uses, and the check that these names are as expected.
+"""Private names of vLLM's scheduler, its requests and its block pool.
 
-Checked on vLLM 0.30.0, 0.31.0, 0.32.0 and 0.33.0. Nothing outside this file may use a vLLM name that
-starts with an underscore or is not part of its scheduler interface.
+Those of the engine process are in `compat_engine`, those of models with several layer groups in
+`compat_groups`; `compat_check` checks all of them at start. Nothing outside these files may use a vLLM name
+that starts with an underscore or is not part of its scheduler interface.
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,116 +16,15 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
-from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from tenuto.core.errors import IncompatibleError
-
 __all__ = ["AsyncScheduler", "RequestQueue", "RequestStatus", "SyncScheduler"]
-
-OLDEST, NEWEST = (0, 30), (0, 33)
-
-_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
-_COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
-_POOL = "vllm.v1.core.block_pool:BlockPool"
-_BLOCK_MAP = "vllm.v1.core.block_pool:BlockHashToBlockMap"
-_WAITING = "vllm.v1.core.sched.request_queue:RequestQueue"
-
-NAMES: dict[str, tuple[str, ...]] = {
-    # callable: parameters we rely on
-    f"{_SCHEDULER}.schedule": (),
-    f"{_SCHEDULER}.add_request": ("request",),
-    f"{_SCHEDULER}.update_from_output": ("scheduler_output",),
-    f"{_SCHEDULER}.has_requests": (),
-    f"{_SCHEDULER}.reset_prefix_cache": (),
-    f"{_SCHEDULER}.shutdown": (),
-    f"{_SCHEDULER}._free_request": ("request",),
-    f"{_SCHEDULER}._preempt_request": ("request", "timestamp"),
-    f"{_MANAGER}.get_computed_blocks": ("request",),
-    f"{_MANAGER}.get_blocks": ("request_id",),
-    f"{_MANAGER}.allocate_slots": (
-        "request",
-        "num_new_tokens",
-        "new_computed_blocks",
-        "num_lookahead_tokens",
-        "full_sequence_must_fit",
-        "reserved_blocks",
-        "has_scheduled_reqs",
-    ),
-    f"{_COORDINATOR}.get_num_blocks_to_allocate": (
-        "request_id",
-        "num_tokens",
-        "new_computed_blocks",
-        "num_encoder_tokens",
-        "total_computed_tokens",
-        "num_local_computed_tokens",
-        "num_tokens_main_model",
-        "apply_admission_cap",
-    ),
-    f"{_BLOCK_MAP}.get_one_block": ("key",),
-    f"{_POOL}.touch": ("blocks",),
-    f"{_POOL}.free_blocks": ("ordered_blocks",),
-    f"{_POOL}.get_num_free_blocks": (),
-    f"{_POOL}.get_usage": (),
-    **{
-        f"{_WAITING}.{name}": ()
-        for name in (
-            "add_request",
-            "pop_request",
-            "peek_request",
-            "prepend_request",
-            "prepend_requests",
-            "remove_request",
-            "remove_requests",
-        )
-    },
-}
 
 # Since 0.31.
 _TAKES_PREFILL_END = (
     "prefill_end" in inspect.signature(KVCacheCoordinator.get_num_blocks_to_allocate).parameters
 )
-
-ATTRIBUTES = (
-    "requests",
-    "running",
-    "waiting",
-    "kv_cache_manager",
-    "max_num_scheduled_tokens",
-    "max_model_len",
-    "is_encoder_decoder",
-    "need_mamba_block_aligned_split",
-)
-
-
-def find_problems(version: str, *, allow_untested: bool = False) -> list[str]:
-    """Where this vLLM does not fit, as one line per problem; empty if it fits."""
-    problems = []
-    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    if not allow_untested and not OLDEST <= release <= NEWEST:
-        problems.append(f"version {version} is not one of 0.{OLDEST[1]} to 0.{NEWEST[1]}")
-    for path, parameters in NAMES.items():
-        module_name, _, qualname = path.partition(":")
-        try:
-            found: Any = importlib.import_module(module_name)
-            for name in qualname.split("."):
-                found = getattr(found, name)
-        except (ImportError, AttributeError):
-            problems.append(f"{path} is missing")
-            continue
-        missing = [name for name in parameters if name not in inspect.signature(found).parameters]
-        if missing:
-            problems.append(f"{path} has no parameter {', '.join(missing)}")
-    return problems
-
-
-def check_attributes(scheduler: Any) -> None:
-    """Raise IncompatibleError if a started scheduler lacks an attribute we use."""
-    missing = [name for name in ATTRIBUTES if not hasattr(scheduler, name)]
-    if missing:
-        raise IncompatibleError(f"vLLM's scheduler has no {', '.join(missing)}")
 
 
 class PrivateHooks:
@@ -352,76 +249,9 @@ def get_started(output: Any) -> Iterable[tuple[str, int]]:
                 yield request_id, num_computed
 
 
-def find_engine_core() -> Any | None:
-    """The EngineCore that is constructing the scheduler right now, found on the call stack.
-
-    vLLM gives the scheduler no way to wake a sleeping engine. With the EngineCore, Tenuto can wake an idle
-    engine when a lease passes its deadline. None outside an engine (in tests without workers).
-    """
-    from vllm.v1.engine.core import EngineCore
-
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, EngineCore):
-            return owner
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
 def make_waiting_queue(scheduler: Any) -> Any:
     """An empty queue of the class that vLLM itself would use for waiting requests."""
     return create_request_queue(scheduler.policy)
-
-
-def offer_call(engine_core: Any, name: str, call: Callable[[str], str]) -> None:
-    """Let an API server call a function in this engine's process; see `call_engines`.
-
-    vLLM looks up the methods that its API servers call (`EngineCoreRequestType.UTILITY`) by name, on the
-    EngineCore. It runs them between two steps, in the thread that schedules.
-    """
-    setattr(engine_core, name, call)
-
-
-async def call_engines(client: Any, name: str, text: str, limit_s: float) -> dict[int, str | Exception]:
-    """Call an offered function in every engine that this API server knows; its answers by rank.
-
-    `client`: the server's AsyncLLM. An engine that does not answer within the limit has a TimeoutError.
-    """
-    core = client.engine_core
-
-    async def call(engine: Any) -> str:
-        return str(await asyncio.wait_for(core._call_utility_async(name, text, engine=engine), limit_s))
-
-    answers = await asyncio.gather(*map(call, core.core_engines), return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(answer, Exception):
-            raise answer
-    return dict(zip(core.engine_ranks_managed, answers, strict=True))
-
-
-def can_call_engines(client: Any) -> bool:
-    """Whether `call_engines` works with this server's client of its engines."""
-    core = getattr(client, "engine_core", None)
-    names = ("_call_utility_async", "core_engines", "engine_ranks_managed")
-    return all(hasattr(core, name) for name in names)
-
-
-def get_dp_size(client: Any) -> int:
-    """Number of data-parallel ranks of a deployment; some may belong to other API servers."""
-    return int(client.vllm_config.parallel_config.data_parallel_size)
-
-
-def wake(engine_core: Any) -> None:
-    """Make a sleeping engine call `has_requests` again; does nothing for an in-process engine."""
-    queue = getattr(engine_core, "input_queue", None)
-    if queue is not None:
-        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-
-
-def get_engine_index(engine_core: Any) -> int:
-    """The data-parallel rank that labels this engine's metrics."""
-    return int(getattr(engine_core, "engine_index", 0))
 
 
 def load_tokenizer(vllm_config: Any) -> Any | None:

@@ -1,9 +1,9 @@
 """The operator's control of a running engine: what runs now, and changes of it without a restart.
 
 Each engine process (data-parallel rank) has one `Control`. An API server calls it by vLLM's utility calls
-(`compat.call_engines`), which vLLM runs between two steps, in the thread that schedules. So a change meets no
-step half-way, and nobody waits for it. A change is checked completely before anything is touched: a bad one
-is refused, and the old one goes on.
+(`compat_engine.call_engines`), which vLLM runs between two steps, in the thread that schedules. So a change
+meets no step half-way, and nobody waits for it. A change is checked completely before anything is touched: a
+bad one is refused, and the old one goes on.
 
 Requests and answers are JSON texts. `control_http` has the authentication and the addresses.
 """

@@ -147,12 +147,12 @@ class ControlAddresses:
 
 async def _ask(scope: Scope, request: dict[str, Any]) -> Answer:
     """Ask every engine that this server knows: 200 if all agree, 400 if one refuses, 504 if one is silent."""
-    from tenuto.vllm import compat
+    from tenuto.vllm import compat_engine
 
     client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
-    if client is None or not compat.can_call_engines(client):
+    if client is None or not compat_engine.can_call_engines(client):
         return 501, {"error": "this server has no engines that can be asked"}
-    answers = await compat.call_engines(client, CALL, json.dumps(request), LIMIT_S)
+    answers = await compat_engine.call_engines(client, CALL, json.dumps(request), LIMIT_S)
     ranks: list[dict[str, Any]] = []
     for rank, answer in answers.items():
         if isinstance(answer, TimeoutError):
@@ -164,7 +164,7 @@ async def _ask(scope: Scope, request: dict[str, Any]) -> Answer:
         else:
             ranks.append({**json.loads(answer), "rank": rank})
     found = {"ok": all(rank["ok"] for rank in ranks), "ranks": ranks}
-    num_ranks = compat.get_dp_size(client)
+    num_ranks = compat_engine.get_dp_size(client)
     if num_ranks > len(ranks):
         found["note"] = f"this server has {len(ranks)} of {num_ranks} ranks; ask the other servers too"
     errors = [f"rank {rank['rank']}: {rank['error']}" for rank in ranks if not rank["ok"]]

@@ -23,7 +23,7 @@ from tenuto.core.policy_loader import get_engine_settings, load_policy
 from tenuto.core.requests.hints import Hints, parse_hints
 from tenuto.core.types import LeaseEnd
 from tenuto.records.trace import TraceWriter
-from tenuto.vllm import compat, compat_groups
+from tenuto.vllm import compat, compat_check, compat_engine, compat_groups
 from tenuto.vllm.control import Control, is_control_configured
 from tenuto.vllm.control_http import CALL
 from tenuto.vllm.hooks import Hooks
@@ -49,7 +49,7 @@ OUTSIDE = Hints(is_last=True)
 class _DrivenScheduler(compat.PrivateHooks):
     """A vLLM scheduler with a driver; mixed into vLLM's synchronous and asynchronous scheduler below."""
 
-    # vLLM's own attributes that we use (see compat.ATTRIBUTES).
+    # vLLM's own attributes that we use (see compat_check.ATTRIBUTES).
     requests: dict[str, Any]
     running: list[Any]
     waiting: Any
@@ -68,9 +68,9 @@ class _DrivenScheduler(compat.PrivateHooks):
         if wanted.order == "priority":
             vllm_config.scheduler_config.policy = "priority"
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
-        compat.check_attributes(self)
-        engine_core = compat.find_engine_core()
-        engine_index = compat.get_engine_index(engine_core)
+        compat_check.check_attributes(self)
+        engine_core = compat_engine.find_engine_core()
+        engine_index = compat_engine.get_engine_index(engine_core)
         self._trusts_clients = settings.tenants == "client"
         self.max_step_tokens = self.max_num_scheduled_tokens
         self._state = _open_state(policy, settings, engine_index)
@@ -93,10 +93,12 @@ class _DrivenScheduler(compat.PrivateHooks):
         reads_output = self._hooks.reads_output or is_control_configured()
         self._reader = OutputReader(compat.load_tokenizer(vllm_config) if reads_output else None)
         self._steps = StepTracer(self._trace, self) if self._trace else None
-        self._idle_timer = IdleTimer(lambda: compat.wake(engine_core)) if engine_core is not None else None
+        self._idle_timer = (
+            IdleTimer(lambda: compat_engine.wake(engine_core)) if engine_core is not None else None
+        )
         self.control = Control(self, engine_index)
         if engine_core is not None:
-            compat.offer_call(engine_core, CALL, self.control.answer)
+            compat_engine.offer_call(engine_core, CALL, self.control.answer)
         logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, vllm.__version__)
         # vLLM logs a warning about every scheduler class that is not its own.
         logger.info(
@@ -293,7 +295,7 @@ class Scheduler(_DrivenScheduler, compat.AsyncScheduler):  # type: ignore[misc]
 
 
 def _get_reason_for_stock(vllm_config: Any, settings: Settings) -> str | None:
-    problems = compat.find_problems(vllm.__version__, allow_untested=settings.allow_untested)
+    problems = compat_check.find_problems(vllm.__version__, allow_untested=settings.allow_untested)
     if problems:
         text = f"vLLM {vllm.__version__} does not fit: " + "; ".join(problems)
         if settings.on_mismatch == "stop":

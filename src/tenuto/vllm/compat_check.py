@@ -1,0 +1,110 @@
+"""Which names of vLLM Tenuto relies on, and the check at start that they are as expected.
+
+Checked on vLLM 0.30.0, 0.31.0, 0.32.0 and 0.33.0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from tenuto.core.errors import IncompatibleError
+
+OLDEST, NEWEST = (0, 30), (0, 33)
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+_COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
+_POOL = "vllm.v1.core.block_pool:BlockPool"
+_BLOCK_MAP = "vllm.v1.core.block_pool:BlockHashToBlockMap"
+_WAITING = "vllm.v1.core.sched.request_queue:RequestQueue"
+
+NAMES: dict[str, tuple[str, ...]] = {
+    # callable: parameters we rely on
+    f"{_SCHEDULER}.schedule": (),
+    f"{_SCHEDULER}.add_request": ("request",),
+    f"{_SCHEDULER}.update_from_output": ("scheduler_output",),
+    f"{_SCHEDULER}.has_requests": (),
+    f"{_SCHEDULER}.reset_prefix_cache": (),
+    f"{_SCHEDULER}.shutdown": (),
+    f"{_SCHEDULER}._free_request": ("request",),
+    f"{_SCHEDULER}._preempt_request": ("request", "timestamp"),
+    f"{_MANAGER}.get_computed_blocks": ("request",),
+    f"{_MANAGER}.get_blocks": ("request_id",),
+    f"{_MANAGER}.allocate_slots": (
+        "request",
+        "num_new_tokens",
+        "new_computed_blocks",
+        "num_lookahead_tokens",
+        "full_sequence_must_fit",
+        "reserved_blocks",
+        "has_scheduled_reqs",
+    ),
+    f"{_COORDINATOR}.get_num_blocks_to_allocate": (
+        "request_id",
+        "num_tokens",
+        "new_computed_blocks",
+        "num_encoder_tokens",
+        "total_computed_tokens",
+        "num_local_computed_tokens",
+        "num_tokens_main_model",
+        "apply_admission_cap",
+    ),
+    f"{_BLOCK_MAP}.get_one_block": ("key",),
+    f"{_POOL}.touch": ("blocks",),
+    f"{_POOL}.free_blocks": ("ordered_blocks",),
+    f"{_POOL}.get_num_free_blocks": (),
+    f"{_POOL}.get_usage": (),
+    **{
+        f"{_WAITING}.{name}": ()
+        for name in (
+            "add_request",
+            "pop_request",
+            "peek_request",
+            "prepend_request",
+            "prepend_requests",
+            "remove_request",
+            "remove_requests",
+        )
+    },
+}
+
+ATTRIBUTES = (
+    "requests",
+    "running",
+    "waiting",
+    "kv_cache_manager",
+    "max_num_scheduled_tokens",
+    "max_model_len",
+    "is_encoder_decoder",
+    "need_mamba_block_aligned_split",
+)
+
+
+def find_problems(version: str, *, allow_untested: bool = False) -> list[str]:
+    """Where this vLLM does not fit, as one line per problem; empty if it fits."""
+    problems = []
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if not allow_untested and not OLDEST <= release <= NEWEST:
+        problems.append(f"version {version} is not one of 0.{OLDEST[1]} to 0.{NEWEST[1]}")
+    for path, parameters in NAMES.items():
+        module_name, _, qualname = path.partition(":")
+        try:
+            found: Any = importlib.import_module(module_name)
+            for name in qualname.split("."):
+                found = getattr(found, name)
+        except (ImportError, AttributeError):
+            problems.append(f"{path} is missing")
+            continue
+        missing = [name for name in parameters if name not in inspect.signature(found).parameters]
+        if missing:
+            problems.append(f"{path} has no parameter {', '.join(missing)}")
+    return problems
+
+
+def check_attributes(scheduler: Any) -> None:
+    """Raise IncompatibleError if a started scheduler lacks an attribute we use."""
+    missing = [name for name in ATTRIBUTES if not hasattr(scheduler, name)]
+    if missing:
+        raise IncompatibleError(f"vLLM's scheduler has no {', '.join(missing)}")

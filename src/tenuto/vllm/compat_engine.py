@@ -1,0 +1,80 @@
+"""Private names of vLLM's engine process: waking it, its rank, and calls from its API servers.
+
+`compat` has all the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.engine import EngineCoreRequestType
+
+
+def find_engine_core() -> Any | None:
+    """The EngineCore that is constructing the scheduler right now, found on the call stack.
+
+    vLLM gives the scheduler no way to wake a sleeping engine. With the EngineCore, Tenuto can wake an idle
+    engine when a lease passes its deadline. None outside an engine (in tests without workers).
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, EngineCore):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def offer_call(engine_core: Any, name: str, call: Callable[[str], str]) -> None:
+    """Let an API server call a function in this engine's process; see `call_engines`.
+
+    vLLM looks up the methods that its API servers call (`EngineCoreRequestType.UTILITY`) by name, on the
+    EngineCore. It runs them between two steps, in the thread that schedules.
+    """
+    setattr(engine_core, name, call)
+
+
+async def call_engines(client: Any, name: str, text: str, limit_s: float) -> dict[int, str | Exception]:
+    """Call an offered function in every engine that this API server knows; its answers by rank.
+
+    `client`: the server's AsyncLLM. An engine that does not answer within the limit has a TimeoutError.
+    """
+    core = client.engine_core
+
+    async def call(engine: Any) -> str:
+        return str(await asyncio.wait_for(core._call_utility_async(name, text, engine=engine), limit_s))
+
+    answers = await asyncio.gather(*map(call, core.core_engines), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, Exception):
+            raise answer
+    return dict(zip(core.engine_ranks_managed, answers, strict=True))
+
+
+def can_call_engines(client: Any) -> bool:
+    """Whether `call_engines` works with this server's client of its engines."""
+    core = getattr(client, "engine_core", None)
+    names = ("_call_utility_async", "core_engines", "engine_ranks_managed")
+    return all(hasattr(core, name) for name in names)
+
+
+def get_dp_size(client: Any) -> int:
+    """Number of data-parallel ranks of a deployment; some may belong to other API servers."""
+    return int(client.vllm_config.parallel_config.data_parallel_size)
+
+
+def wake(engine_core: Any) -> None:
+    """Make a sleeping engine call `has_requests` again; does nothing for an in-process engine."""
+    queue = getattr(engine_core, "input_queue", None)
+    if queue is not None:
+        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def get_engine_index(engine_core: Any) -> int:
+    """The data-parallel rank that labels this engine's metrics."""
+    return int(getattr(engine_core, "engine_index", 0))
