@@ -1,0 +1,97 @@
+"""What prompts were sent where: a tree of their parts, so that a new prompt's prefix is found again.
+
+A router cannot see an engine's cache. It assumes that an engine still has the prompts that it was sent last.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tenuto.core.routing.types import Part
+
+
+class _Node:
+    __slots__ = ("children", "engines", "parent", "part")
+
+    def __init__(self, parent: _Node | None, part: Part | None) -> None:
+        self.parent = parent
+        self.part = part
+        self.children: dict[Part, _Node] = {}
+        self.engines: dict[str, int] = {}
+        """The engines that were sent it, and when."""
+
+
+class Prefixes:
+    """A tree of prompts. O(parts of a prompt) a change; of too many tokens, the oldest are forgotten."""
+
+    def __init__(self, max_tokens: int) -> None:
+        """`max_tokens`: of each engine."""
+        self._max_tokens = max_tokens
+        self._root = _Node(None, None)
+        self._nodes: dict[str, OrderedDict[_Node, None]] = {}
+        """Each engine's nodes; the one that was sent longest ago is first. A node is sent after its parent
+        in every prompt, so the order is kept by moving leaves first."""
+        self._num_tokens: dict[str, int] = {}
+        self._clock = 0
+
+    def add(self, engine: str, parts: Sequence[Part]) -> None:
+        """A prompt was sent to an engine."""
+        self._clock += 1
+        own = self._nodes.setdefault(engine, OrderedDict())
+        path, node = [], self._root
+        for part in parts:
+            child = node.children.get(part)
+            if child is None:
+                child = node.children[part] = _Node(node, part)
+            path.append(child)
+            node = child
+        # Leaves are older than what is before them, so they are forgotten first.
+        for node in reversed(path):
+            if engine not in node.engines:
+                assert node.part is not None
+                self._num_tokens[engine] = self._num_tokens.get(engine, 0) + node.part.num_tokens
+            node.engines[engine] = self._clock
+            own[node] = None
+            own.move_to_end(node)
+        while self._num_tokens.get(engine, 0) > self._max_tokens:
+            self._drop(next(iter(own)), engine)
+
+    def find(self, parts: Sequence[Part]) -> dict[str, int]:
+        """By engine, how many of a prompt's first tokens it was sent before."""
+        found: dict[str, int] = {}
+        node, num_tokens = self._root, 0
+        for part in parts:
+            child = node.children.get(part)
+            if child is None:
+                break
+            node = child
+            num_tokens += part.num_tokens
+            for engine in node.engines:
+                found[engine] = num_tokens
+        return found
+
+    def get_num_tokens(self, engine: str) -> int:
+        """Tokens that are remembered of an engine."""
+        return self._num_tokens.get(engine, 0)
+
+    def forget(self, engine: str) -> None:
+        """An engine left: its cache is gone."""
+        for node in list(self._nodes.pop(engine, ())):
+            node.engines.pop(engine, None)
+            self._prune(node)
+        self._num_tokens.pop(engine, None)
+
+    def _drop(self, node: _Node, engine: str) -> None:
+        assert node.part is not None
+        del self._nodes[engine][node], node.engines[engine]
+        self._num_tokens[engine] -= node.part.num_tokens
+        self._prune(node)
+
+    @staticmethod
+    def _prune(node: _Node) -> None:
+        """Take a node that no engine has out of the tree, and those before it."""
+        while node.parent is not None and not node.engines and not node.children:
+            assert node.part is not None
+            node.parent.children.pop(node.part, None)
+            node = node.parent

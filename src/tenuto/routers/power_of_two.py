@@ -1,0 +1,27 @@
+"""power-of-two: the less loaded of two engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tenuto.core.routing.router import Router, get_least_loaded
+from tenuto.core.routing.types import FleetView, Route, RoutedTurn, Send
+from tenuto.core.settings import setting
+from tenuto.routers._lots import draw
+
+
+@dataclass
+class PowerOfTwo(Router):
+    """Draw two engines, send to the one with fewer open turns. Source: `power_of_two` of vllm-router."""
+
+    seed: int = setting(0, "another seed draws other lots")
+
+    def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
+        """Draw two lots and compare."""
+        engines = list(fleet.engines.values())
+        lot = draw(self.seed, turn.turn_id, turn.num_attempts)
+        first = engines.pop(lot % len(engines))
+        if not engines:
+            return Send(first.name)
+        second = engines[(lot >> 32) % len(engines)]
+        return Send(get_least_loaded((first, second)).name)

@@ -1,0 +1,22 @@
+"""random: any engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tenuto.core.routing.router import Router
+from tenuto.core.routing.types import FleetView, Route, RoutedTurn, Send
+from tenuto.core.settings import setting
+from tenuto.routers._lots import draw
+
+
+@dataclass
+class Random(Router):
+    """Send each turn to any engine, whatever it has to do. Source: `random` of vllm-router and SGLang."""
+
+    seed: int = setting(0, "another seed draws other lots")
+
+    def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
+        """Draw a lot."""
+        names = list(fleet.engines)
+        return Send(names[draw(self.seed, turn.turn_id, turn.num_attempts) % len(names)])

@@ -1,0 +1,20 @@
+"""sticky-least-loaded: a session stays where it began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tenuto.core.routing.router import Router, get_least_loaded
+from tenuto.core.routing.types import FleetView, Route, RoutedTurn, Send
+
+
+@dataclass
+class StickyLeastLoaded(Router):
+    """Begin a session on the engine with the fewest open turns, and keep it there.
+
+    Source: `sticky_least_loaded` of vllm-router.
+    """
+
+    def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
+        """Where the session is, else the least loaded."""
+        return Send(turn.engine or get_least_loaded(fleet.engines.values()).name)

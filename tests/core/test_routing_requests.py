@@ -1,0 +1,54 @@
+"""A request as a router sees it, in every protocol; and requests that make no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tenuto.core.routing.dispatcher import Arrival, Dispatcher
+from tenuto.core.routing.requests import read_arrival
+from tenuto.core.routing.router import Router
+from tenuto.core.routing.types import EngineInfo
+
+CHAT = [{"role": "system", "content": "s" * 400}, {"role": "user", "content": "u" * 4000}]
+MORE = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]
+
+
+def read(request: dict[str, Any], headers: dict[str, str] | None = None) -> Arrival:
+    return read_arrival("t", request, headers or {}, "/v1/chat/completions")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"messages": CHAT}, {"messages": CHAT + MORE}),
+        ({"system": "s", "messages": CHAT[1:]}, {"system": "s", "messages": CHAT[1:] + MORE}),
+        ({"instructions": "i", "input": CHAT}, {"instructions": "i", "input": CHAT + MORE}),
+        ({"prompt": list(range(1000))}, {"prompt": list(range(1200))}),
+        ({"prompt": "word " * 900}, {"prompt": "word " * 1000}),
+    ],
+)
+def test_the_next_prompt_is_the_same_job(first: dict[str, Any], second: dict[str, Any]) -> None:
+    dispatcher = Dispatcher(Router(), strict=True)
+    dispatcher.join(EngineInfo("a"), 0.0)
+    dispatcher.join(EngineInfo("b"), 0.0)
+    for number, request in enumerate((first, second, {"messages": [{"role": "user", "content": "other"}]})):
+        dispatcher.arrive(read_arrival(str(number), request, {}, "/"), float(number))
+    jobs = [one.turn.job_id for one in dispatcher._turns.values()]
+    assert jobs[0] == jobs[1] != jobs[2]
+    assert read(first).num_prompt_tokens < read(second).num_prompt_tokens
+    assert read(first).num_prompt_tokens == pytest.approx(1000, rel=0.2)
+
+
+def test_ids_and_parents_are_those_of_the_hints() -> None:
+    arrival = read({"agentic_context": {"program_id": "p", "parent_program_id": "q"}, "messages": CHAT})
+    assert (arrival.job_id, arrival.parent) == ("p", "q")
+    assert read({"messages": CHAT}, {"x-session-id": "s"}).job_id == "s"
+
+
+@pytest.mark.parametrize(
+    "request_", [{}, {"messages": 3}, {"prompt": [None, 1]}, {"prompt": ""}, {"messages": [{"x": {1}}]}]
+)
+def test_what_makes_no_sense_is_a_short_prompt(request_: dict[str, Any]) -> None:
+    assert read(request_).num_prompt_tokens >= 1
