@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,24 +100,55 @@ def test_vllm_knows_the_flags_of_engine_settings() -> None:
     assert all(flag == f"--{name.replace('_', '-')}" for name, flag in launch.WANTED_FLAGS.items())
 
 
-def test_a_host_tier_is_left_to_the_operator_and_asked_for(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "is_cpu_build", lambda: False)
-
+def test_a_host_tier_is_left_to_the_operator_and_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     def get_words(*arguments: str) -> str:
         assert cli.main(["serve", "M", "--dry-run", *arguments]) == 0
         return capsys.readouterr().err
 
-    assert "--kv-offloading-size" in get_words("--policy", "stock-tuned")
-    assert "--kv-offloading-size" in get_words("--policy", "autellix+")
+    assert "add --host-gb" in get_words("--policy", "stock-tuned")
+    assert "add --host-gb" in get_words("--policy", "autellix+")
+    assert get_words("--policy", "stock-tuned", "--host-gb", "100") == ""
     assert get_words("--policy", "stock") == ""
     assert get_words("--policy", "stock-tuned", "--kv-offloading-size", "100") == ""
     assert get_words("--policy", "stock-tuned", "--kv-transfer-config={}") == ""
-    # vLLM's CPU build does not start with the flag.
-    monkeypatch.setattr(launch, "is_cpu_build", lambda: True)
-    assert "CPU build does not have" in get_words("--policy", "stock-tuned")
-    assert "--kv-offloading-size" not in get_words("--policy", "stock-tuned")
+
+
+def read_transfer_config(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert cli.main(["serve", "M", "--dry-run", *arguments]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    config: dict[str, Any] = json.loads(words[words.index("--kv-transfer-config") + 1])
+    return config
+
+
+def test_host_memory_is_vllms_connector_with_our_spec(capsys: pytest.CaptureFixture[str]) -> None:
+    config = read_transfer_config("--host-gb", "1.5", capsys=capsys)
+    extra = config["kv_connector_extra_config"]
+    assert config["kv_connector"] == "OffloadingConnector"
+    assert config["kv_load_failure_policy"] == "recompute"
+    assert (extra["spec_name"], extra["cpu_bytes_to_use"]) == ("HostSpec", 1536 * 2**20)
+    assert extra["offload_prompt_only"] is False
+    config = read_transfer_config("--host-gb", "1", "--disk", "kv", "--disk-gb", "2", capsys=capsys)
+    extra = config["kv_connector_extra_config"]
+    assert extra["spec_name"] == "DiskSpec"
+    assert extra["secondary_tiers"][0]["max_bytes"] == 2**31
+    assert extra["secondary_tiers"][0]["folder"].endswith("/kv")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--disk", "x"], "--host-gb"),
+        (["--host-gb", "1", "--disk-gb", "1"], "--disk"),
+        (["--host-gb", "0"], "--host-gb"),
+        (["--host-gb", "1", "--kv-offloading-size", "1"], "--kv-offloading-size"),
+        (["--host-gb", "1", "--kv-transfer-config={}"], "--kv-transfer-config"),
+    ],
+)
+def test_tiers_that_contradict_are_refused(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "M", "--dry-run", *arguments]) == 2
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -238,7 +270,10 @@ URL = ["--url", "http://h"]
     [
         (["simulte"], "there is no command simulte; did you mean simulate? see tenuto --help"),
         (["--frob"], "there is no option --frob; see tenuto --help"),
-        (["bench"], "--url is missing: the server, e.g. http://localhost:8000; see tenuto bench --help"),
+        (
+            ["bench"],
+            "--url is missing: the server or router, e.g. http://localhost:8000; see tenuto bench --help",
+        ),
         (
             ["bench", *URL, "--wrkload", "x"],
             "there is no option --wrkload; did you mean --workload? see tenuto bench",
@@ -259,8 +294,8 @@ URL = ["--url", "http://h"]
         (["bench", *URL, "--users", "1.5"], "--users must be a whole number, got '1.5'; see"),
         (["bench", *URL, "--json=1"], "--json takes no value, got '1'; see"),
         (["bench", *URL, "x"], "unexpected argument: x; see"),
-        (["convert", "a"], "OUT is missing; see tenuto convert --help"),
-        (["report"], "RECORDS is missing; see tenuto report --help"),
+        (["convert", "a"], "OUT is missing: "),
+        (["report"], "RECORDS is missing: files, and folders that are searched; see tenuto report --help"),
         (
             ["simulate", "--loop", "opne"],
             "--loop must be one of closed, open; got 'opne'; did you mean open? see",

@@ -55,12 +55,14 @@ class Live:
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         response = self.post("/v1/completions", {"prompt": prompt, **fields})
         assert response.status_code == 200, response.text
-        return response.json()
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         response = self.post("/v1/chat/completions", {"messages": messages, **fields})
         assert response.status_code == 200, response.text
-        return response.json()
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         """Wait until something holds, asked where the engine runs."""

@@ -91,6 +91,45 @@ def test_files_are_fitted_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "decode steps" in capsys.readouterr().err
 
 
+def write_scattered(path: Path) -> Path:
+    """Decode steps that take any time."""
+    lines = [json.loads(line) for line in write_observations(path).read_text().splitlines()]
+    for number, line in enumerate(line for line in lines if line.get("decodes")):
+        line["seconds"] *= (0.3, 1, 3)[number % 3]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_poor_fit_is_not_written_without_saying_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, out = write_scattered(tmp_path / "steps.jsonl"), tmp_path / "costs.json"
+    command = ["profile", "--observations", str(steps), "--out", str(out)]
+    assert cli.main(command) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("POOR: the decode fit is poor: R2 ")
+    assert "not written" in text and "--force" in text
+    assert not out.exists()
+    assert cli.main([*command, "--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["written"], len(printed["fit"]["poor"])) == (False, 1)
+    assert cli.main([*command, "--force"]) == 0
+    assert "written to" in capsys.readouterr().out
+    (note,) = [note for note in build(Setup(gpu="H100", step_cost=str(out))).notes if "poor" in note]
+    assert "the decode fit is poor" in note
+
+
+def test_equal_times_are_a_good_fit_although_they_explain_nothing(tmp_path: Path) -> None:
+    steps, out = write_observations(tmp_path / "steps.jsonl"), tmp_path / "costs.json"
+    lines = [json.loads(line) for line in steps.read_text().splitlines()]
+    for number, line in enumerate(line for line in lines if line.get("decodes")):
+        line["seconds"] = 0.02 + 0.0002 * (number % 2)
+    steps.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["profile", "--observations", str(steps), "--out", str(out)]) == 0
+    assert FittedStepCost.load(out).decode.r_squared < 0.9
+    assert FittedStepCost.load(out).poor == ()
+
+
 def test_a_malformed_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_observations(tmp_path / "steps.jsonl")
     path.write_text(path.read_text() + '{"decodes": [1], "seconds": "soon"}\n')

@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "report": ("RECORDS", "one HTML page of what came out, with figures and a timeline"),
     "policies": ("", "what there is to choose from"),
     "check-policy": ("FILE:CLASS", "check that a policy of your own keeps its contract"),
+    "check-router": ("FILE:CLASS", "check that a router of your own keeps its contract"),
 }
 """Each command, what it is usually given, and what it does."""
 

@@ -18,6 +18,7 @@ from tenuto.cli.simulations import GridOptions, make_folder, say_notes
 from tenuto.core.settings import option
 from tenuto.records.csv_file import write_csv
 from tenuto.records.text import is_overloaded
+from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import Cell, check_cells, make_cells, read_results
@@ -111,6 +112,7 @@ COMMAND = Command(
         Part(GridOptions),
         Part(CompareOptions),
         Part(LoadOptions, without=("jps", "seed")),
+        Part(FleetOptions),
         Part(Setup, without=("gpu",)),
     ),
     run,

@@ -204,4 +204,6 @@ def _convert(flag: Flag, given: Any) -> Any:
         return flag.kind(given)
     except ValueError:
         wanted = "a whole number" if flag.kind is int else "a number"
+        if "," in given:
+            wanted = f"{wanted}, only one here"
         raise ConfigError(f"{flag.name} must be {wanted}, got {given!r}") from None

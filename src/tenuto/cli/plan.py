@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from tenuto.cli.command import Command, Part
@@ -15,23 +15,27 @@ from tenuto.cli.simulations import GridOptions, say_notes
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
 from tenuto.records.csv_file import write_csv
+from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import check_cells, make_cells
 from tenuto.sim.sweep.plan import Plan, Target, drop_too_small, get_best, make_plans
-from tenuto.sim.sweep.plan_text import format_effects, format_plans
+from tenuto.sim.sweep.plan_text import format_effects, format_plans, name_gpu, name_policy
 from tenuto.sim.sweep.seeds import SeedRunner
 from tenuto.sim.sweep.sensitivity import Effect, try_changes
 from tenuto.workload.load_options import LoadOptions
 
 _SUMMARY = """\
 Find the fewest GPUs, of which kind and with which policy, that keep the P95 job time within a target.
-It searches over the simulator: machines are independent behind a router with session affinity.
+It searches over the simulator. With --router, all machines are simulated behind that router; without, they
+are independent, as behind a perfect router with session affinity.
 """
 
 _EXAMPLES = """\
 examples:
   tenuto plan --gpu H100,H200,L40S --workload swe-bench --jps 4 --p95 120 --policies stock,tenuto
+  tenuto plan --gpu H100 --router sticky-least-loaded --workload swe-bench --jps 4 --p95 120
+  tenuto plan --gpu H100 --servers H100:2,L40S:4 --router tenuto --workload swe-bench --jps 4 --p95 120
   tenuto plan --gpu H100,L40S --price H100=2.5,L40S=0.9 --workload jobs.jsonl --jps 2 --p95-ttft 3
 """
 
@@ -41,6 +45,8 @@ no trend, with every seed. A queue that grows has no P95, because it depends on 
 machine is overloaded, and the plan says how many jobs it finishes. So the answer does not depend on --window,
 which only sets the least time to simulate. The jobs of a trace come again and again, in random order, each
 time as new jobs.
+
+With --servers, only these machines are judged, and no others are tried.
 
 Exit status: 0 if some number of GPUs suffices, 1 if none does.
 """
@@ -108,7 +114,7 @@ def run(given: Given) -> int:
     """Search, and print the plans."""
     options = given.read(PlanOptions)
     target = Target(p95_s=options.p95_s, p95_ttft_s=options.p95_ttft_s, margin=options.margin)
-    setups, left_out = drop_too_small(options.read_setups(given))
+    setups, left_out = drop_too_small(_read_setups(options, given))
     load = given.read(LoadOptions, jps=options.jps, seed=options.seeds[0])
     say_notes([*left_out, *check_cells(make_cells(setups, [load]))])
     progress = Progress()
@@ -118,12 +124,17 @@ def run(given: Given) -> int:
         options.seeds, workers=workers, max_jobs=options.max_sim_jobs, say=progress.tell
     ) as measure:
         found = make_plans(
-            setups, load, target, measure, max_machines=options.max_machines, prices=options.prices
+            setups,
+            load,
+            target,
+            measure,
+            max_machines=None if given.has("servers") else options.max_machines,
+            prices=options.prices,
         )
         for plan in found:
             count = "no number of GPUs" if plan.num_gpus is None else f"{plan.num_gpus} GPUs"
             count = "1 GPU" if plan.num_gpus == 1 else count
-            progress.say(f"{plan.setup.gpu} {plan.setup.policy}: {count}: {plan.point}")
+            progress.say(f"{name_gpu(plan)} {name_policy(plan)}: {count}: {plan.point}")
             plans.append(plan)
         best = get_best(plans)
         if best is not None and not options.no_sensitivity:
@@ -133,6 +144,14 @@ def run(given: Given) -> int:
     progress.clear()
     _print(options, plans, effects, target)
     return 0 if best else 1
+
+
+def _read_setups(options: PlanOptions, given: Given) -> list[Setup]:
+    """With --router alone, a fleet of one engine stands for any number."""
+    if given.has("router") and not given.has("servers"):
+        fleets = given.read(FleetOptions, servers=("",)).make_fleets()
+        return [replace(setup, fleet=fleet) for setup in options.make_setups(given) for fleet in fleets]
+    return options.read_setups(given)
 
 
 def _print(options: PlanOptions, plans: list[Plan], effects: list[Effect], target: Target) -> None:
@@ -159,6 +178,7 @@ COMMAND = Command(
     (
         Part(PlanOptions),
         Part(LoadOptions, without=("jps", "seed", "users", "max_jobs", "loop", "scale_rate", "goodput")),
+        Part(FleetOptions, without=("faults",)),
         Part(Setup, without=("gpu",)),
     ),
     run,

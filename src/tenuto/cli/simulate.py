@@ -13,6 +13,7 @@ from tenuto.cli.progress import Progress
 from tenuto.cli.simulations import PolicyOptions, make_folder, say_notes
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.settings import Options, option
+from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
 
@@ -62,6 +63,7 @@ def run(given: Given) -> int:
     if options.out:
         make_folder(options.out)
     occupancy = Occupancy() if options.out else None
+    watch = occupancy if setup.fleet is None else None  # several engines have no one KV cache
     policy = load_policy(setup.policy, setup.options)
     # The commands are in the workload's own file, so hiding them here would hide nothing.
     whole = TraceOptions(commands="full")
@@ -70,7 +72,7 @@ def run(given: Given) -> int:
     try:
         log = trace.write if trace else None
         extras = Extras(strict=options.strict, tell=_make_tell(progress), trace=trace)
-        result = run_simulation(setup, load, extras=extras, watch=occupancy, log=log)
+        result = run_simulation(setup, load, extras=extras, watch=watch, log=log)
     finally:
         progress.clear()
         if trace:
@@ -94,7 +96,7 @@ def _make_tell(progress: Progress) -> Callable[[float, int, int], None]:
 COMMAND = Command(
     _SUMMARY,
     _EXAMPLES,
-    (Part(PolicyOptions), Part(LoadOptions), Part(Setup), Part(SimulateOptions)),
+    (Part(PolicyOptions), Part(LoadOptions), Part(FleetOptions), Part(Setup), Part(SimulateOptions)),
     run,
     notes=_NOTES,
 )

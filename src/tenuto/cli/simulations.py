@@ -10,6 +10,7 @@ from pathlib import Path
 from tenuto.cli.options import Given
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option, parse_policy_options
+from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.hardware.gpus import GPUS, get_gpu
 from tenuto.sim.setup import Setup
 
@@ -32,7 +33,8 @@ class PolicyOptions(Options):
     def read_setup(self, given: Given) -> Setup:
         """The machine, with this policy."""
         options = parse_policy_options(self.options, self.policy)
-        setup = given.read(Setup, policy=self.policy, options=options)
+        fleet = given.read(FleetOptions).make_fleet()
+        setup = given.read(Setup, policy=self.policy, options=options, fleet=fleet)
         return replace(setup, gpu=get_gpu(setup.gpu).name)
 
 
@@ -57,6 +59,11 @@ class GridOptions(Options):
     )
 
     def read_setups(self, given: Given) -> list[Setup]:
+        """A machine for each pair, or a fleet for each pair with each router."""
+        fleets = given.read(FleetOptions).make_fleets()
+        return [replace(setup, fleet=fleet) for setup in self.make_setups(given) for fleet in fleets]
+
+    def make_setups(self, given: Given) -> list[Setup]:
         """A machine for each pair."""
         return [
             given.read(
@@ -64,6 +71,7 @@ class GridOptions(Options):
                 gpu=get_gpu(gpu).name,
                 policy=policy,
                 options=parse_policy_options(self.options, policy),
+                fleet=None,
             )
             for gpu in self.gpus
             for policy in self.policies

@@ -138,7 +138,9 @@ def _load_step_cost(
     name = source or default_backend(gpu)
     if name not in BACKENDS:
         # Observed step times already include the host's time.
-        return _load_fit(Path(name)), name
+        fit = _load_fit(Path(name))
+        notes += [f"{name}: {reason}" for reason in fit.poor]
+        return fit, name
     host = HostOverhead(overlapped=is_async)
 
     def load(name: str) -> tuple[StepCost, str]:

@@ -33,6 +33,7 @@ class RunInfo:
     itl_s: Stats | None = None
     goodput_limits_ms: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    fleet: Mapping[str, Any] | None = None
 
 
 def make_record(
@@ -92,4 +93,5 @@ def make_record(
         step_cost=run.step_cost,
         versions=run.versions,
         wall_s=run.wall_s,
+        fleet=run.fleet,
     )

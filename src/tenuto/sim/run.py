@@ -19,7 +19,11 @@ from tenuto.records.schema import TurnRecord
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.cost.aiconfigurator import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.fleet.build import build_servers, make_fleet
+from tenuto.sim.fleet.simulation import Clients, FleetSimulation
+from tenuto.sim.fleet.summary import name_gpus, summarise
 from tenuto.sim.isolated_time import get_isolated_time_s
+from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import Machine, build
 from tenuto.sim.result import RunInfo, make_record
 from tenuto.sim.setup import Setup
@@ -84,14 +88,14 @@ def run(
     prepared = prepare(setup, load, extras=extras, watch=watcher, log=log)
     num_turns = sum(len(job.turns) for job in prepared.workload.jobs)
     machine, simulation, workload = prepared.machine, prepared.simulation, prepared.workload
-    scheduler = simulation.scheduler
     started_s = time.perf_counter()
     turns = simulation.run()
     wall_s = time.perf_counter() - started_s
-    offloader = scheduler.offloader
+    schedulers = simulation.schedulers
+    offloaders = [each.offloader for each in schedulers if each.offloader is not None]
     info = RunInfo(
-        policy=extras.label or setup.policy,
-        gpu=machine.gpu.name,
+        policy=(extras.label or setup.policy) + _name_router(setup),
+        gpu=name_gpus(setup, machine.gpu.name),
         model=machine.model.name,
         workload=load.workload,
         jps=load.jps,
@@ -100,14 +104,15 @@ def run(
         block_size=machine.config.kv.block_size,
         wall_s=wall_s,
         versions=get_versions(),
-        loaded_tokens=offloader.num_loaded_tokens if offloader else 0,
-        stored_tokens=offloader.num_stored_tokens if offloader else 0,
-        policy_faults=scheduler.driver.num_policy_faults,
+        loaded_tokens=sum(each.num_loaded_tokens for each in offloaders),
+        stored_tokens=sum(each.num_stored_tokens for each in offloaders),
+        policy_faults=sum(each.driver.num_policy_faults for each in schedulers),
         turns_refused=prepared.num_cut,
         step_cost=machine.step_cost_name,
         itl_s=simulation.gaps.summarise(),
         goodput_limits_ms=parse_limits(load.goodput),
         notes=tuple(machine.notes),
+        fleet=summarise(simulation) if isinstance(simulation, FleetSimulation) else None,
     )
     parents = {job.job_id: job.parent for job in workload.jobs}
     record = make_record(turns, info, parents, _get_isolated_s(workload.jobs, machine))
@@ -118,7 +123,7 @@ def run(
 class Prepared:
     """A simulation that can be run, and what it was made from."""
 
-    simulation: Simulation
+    simulation: Simulation | FleetSimulation
     workload: Workload
     """Without the turns that are too long for the machine."""
     num_cut: int
@@ -135,6 +140,8 @@ def prepare(
     log: DecisionLog | None = None,
 ) -> Prepared:
     """Build the machine and the workload of a run. Raises as `run`."""
+    if setup.fleet is not None:
+        return _prepare_fleet(setup, load, extras, watch, log)
     machine = build(setup, copy.deepcopy(extras.policy))
     scheduler = machine.make_scheduler(log, strict=extras.strict)
     given = make_workload(load) if extras.workload is None else extras.workload
@@ -152,9 +159,40 @@ def prepare(
         watch=watch,
     )
     if extras.trace is not None:
-        simulation.on_step = StepTracer(extras.trace, scheduler).record
+        simulation.on_step = StepTracer(extras.trace, scheduler, simulation.count_in_flight).record
         simulation.fast_forwards = False
     return Prepared(simulation, workload, num_cut, machine)
+
+
+def _prepare_fleet(
+    setup: Setup, load: LoadOptions, extras: Extras, watch: Watch | None, log: DecisionLog | None
+) -> Prepared:
+    if log is not None or extras.trace is not None:
+        raise ConfigError("a trace is of one engine: leave --trace or --servers out")
+    machines = build_servers(setup, extras.policy)
+    smallest = min((machine.make_scheduler().kv for machine in machines), key=KvCache.count_most_tokens)
+    given = make_workload(load) if extras.workload is None else extras.workload
+    workload, num_cut = truncate_to_fit(given, smallest)
+    if not workload.jobs:
+        raise ConfigError(f"{load.workload}: nothing to run: none of its {num_cut} turns fits these machines")
+
+    def watch_fleet(now_s: float) -> None:
+        assert watch is not None
+        watch(now_s, simulation.schedulers[0])
+
+    simulation = make_fleet(
+        setup,
+        machines,
+        Clients(workload, load.users, HINTS[load.hints]),
+        policy=extras.policy,
+        strict=extras.strict,
+        watch=None if watch is None else watch_fleet,
+    )
+    return Prepared(simulation, workload, num_cut, machines[0])
+
+
+def _name_router(setup: Setup) -> str:
+    return "" if setup.fleet is None else f"@{setup.fleet.router}"
 
 
 def get_versions() -> dict[str, str]:

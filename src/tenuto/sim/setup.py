@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 from tenuto.core.step_tokens import StepTokens, check_step_tokens, read_step_tokens
+from tenuto.sim.fleet.options import Fleet
 from tenuto.sim.hardware.gpus import GPUS
 
 
@@ -138,6 +139,9 @@ class Setup(Options):
         "published: a lease whose policy says so yields only when nothing else could run; plugin: every "
         "lease yields to an allocation, as inside vLLM",
     )
+
+    fleet: Fleet | None = None
+    """Several engines behind a router instead of one; each is as the other options say."""
 
     def __post_init__(self) -> None:
         """Check the bounds, and that the KV cache holds at least two blocks."""

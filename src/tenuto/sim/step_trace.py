@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step
@@ -10,9 +12,11 @@ from tenuto.sim.engine.step import Step
 class StepTracer:
     """Writes one `step` record per step, and one `admission` record per turn it starts."""
 
-    def __init__(self, trace: TraceWriter, scheduler: Scheduler) -> None:
+    def __init__(self, trace: TraceWriter, scheduler: Scheduler, count_in_flight: Callable[[], int]) -> None:
         self._trace = trace
         self._scheduler = scheduler
+        self._count_in_flight = count_in_flight
+        """Steps that were scheduled and have not ended, the one to record included."""
 
     def record(self, step: Step, now_s: float) -> None:
         """Record a step that was just scheduled, then advance the trace's step number."""
@@ -36,6 +40,7 @@ class StepTracer:
             {
                 "kind": "step",
                 "now_s": now_s,
+                "num_in_flight": self._count_in_flight() - 1,
                 "num_running": len(scheduler.state.running),
                 "num_waiting": len(scheduler.state.waiting) + scheduler.state.num_loading,
                 "num_free_blocks": pool.num_free_blocks,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,21 @@ from tenuto.sim.cost import (
     read_observations,
 )
 from tenuto.sim.cost.least_squares import Line
+from tenuto.sim.cost.quality import find_poor, get_errors
 
 SHOWN = 12
 """Steps in the printed table, those farthest from the fit; --json has all."""
 
 
-def run_fit(paths: Sequence[Path], out: Path, *, as_json: bool = False) -> int:
-    """Fit the observations of some files together, write the fit and print how good it is."""
+POOR = 1
+"""Exit status: the fit is poor, so it was not written."""
+
+
+def run_fit(paths: Sequence[Path], out: Path, *, force: bool = False, as_json: bool = False) -> int:
+    """Fit the observations of some files together, print how good the fit is, and write it.
+
+    A poor fit is written only with `force`, and then says so itself. Returns the exit status.
+    """
     steps: list[ObservedStep] = []
     transfers: list[ObservedTransfer] = []
     for path in paths:
@@ -30,19 +39,38 @@ def run_fit(paths: Sequence[Path], out: Path, *, as_json: bool = False) -> int:
         steps += found_steps
         transfers += found_transfers
     cost = fit_step_cost(steps, transfers)
+    cost = replace(cost, poor=find_poor(cost, steps, transfers))
     rows = make_rows(cost, steps)
-    try:
-        cost.save(out)
-    except OSError as error:
-        raise DataError(f"--out: cannot write {out}: {error.strerror or error}") from error
+    is_written = force or not cost.poor
+    if is_written:
+        try:
+            cost.save(out)
+        except OSError as error:
+            raise DataError(f"--out: cannot write {out}: {error.strerror or error}") from error
     if as_json:
-        print(json.dumps({"fit": json.loads(out.read_text(encoding="utf-8")), "steps": rows}))
+        print(json.dumps({"fit": asdict(cost), "steps": rows, "written": is_written}))
     else:
-        print(format_fit(cost))
+        for reason in cost.poor:
+            print(f"POOR: {reason}.")
+        print(format_fit(cost, get_errors(cost, steps)))
         print()
         print(format_rows(rows))
-        print(f"\nwritten to {out}: tenuto simulate --step-cost {out} ...")
-    return 0
+        print()
+        print(_describe_end(cost, out, is_written=is_written))
+    return 0 if is_written else POOR
+
+
+def _describe_end(cost: FittedStepCost, out: Path, *, is_written: bool) -> str:
+    use = f"tenuto simulate --step-cost {out} ..."
+    if not cost.poor:
+        return f"written to {out}: {use}"
+    if is_written:
+        return f"written to {out} all the same (--force); {use} will say that it is poor"
+    return (
+        f"not written to {out}: what is simulated with a poor fit means little. Was the server idle, alone "
+        "on its machine, and is --step-tokens no more than its --max-num-batched-tokens? Time it again, with "
+        "more --repeats if single times scatter; --force writes the fit as it is"
+    )
 
 
 def make_rows(cost: FittedStepCost, steps: Sequence[ObservedStep]) -> list[dict[str, Any]]:
@@ -58,13 +86,13 @@ def make_rows(cost: FittedStepCost, steps: Sequence[ObservedStep]) -> list[dict[
     ]
 
 
-def format_fit(cost: FittedStepCost) -> str:
-    """The coefficients, and how far the observations are from them."""
-    lines = [f"{'':8} {'steps':>5}  {'R2':>6}  {'worst':>9}  seconds"]
-    lines.append(_format_line("prefill", cost.prefill, ("token", "pair")))
-    lines.append(_format_line("decode", cost.decode, ("decode", "context token")))
+def format_fit(cost: FittedStepCost, errors: Mapping[str, float]) -> str:
+    """The coefficients, and how far the observations are from them. `errors`: mean relative ones, by kind."""
+    lines = [f"{'':8} {'steps':>5}  {'R2':>6}  {'off':>5}  {'worst':>9}  seconds"]
+    lines.append(_format_line("prefill", cost.prefill, ("token", "pair"), errors))
+    lines.append(_format_line("decode", cost.decode, ("decode", "context token"), errors))
     if cost.link is not None and cost.link_bytes_per_s is not None:
-        lines.append(_format_line("link", cost.link, ("byte",)))
+        lines.append(_format_line("link", cost.link, ("byte",), errors))
         lines.append(f"link bandwidth {cost.link_bytes_per_s / 1e9:.2f} GB/s")
     return "\n".join(lines)
 
@@ -86,11 +114,13 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _format_line(name: str, line: Line, units: Sequence[str]) -> str:
+def _format_line(name: str, line: Line, units: Sequence[str], errors: Mapping[str, float]) -> str:
+    off = f"{errors[name]:.1%}" if name in errors else "–"
     constant, *slopes = line.coefficients
     terms = "".join(f" + {slope:.3g} per {unit}" for slope, unit in zip(slopes, units, strict=True))
     return (
-        f"{name:8} {line.num_observations:5}  {line.r_squared:6.3f}  {line.worst_residual_s * 1000:6.2f} ms  "
+        f"{name:8} {line.num_observations:5}  {line.r_squared:6.3f}  {off:>5}  "
+        f"{line.worst_residual_s * 1000:6.2f} ms  "
         f"{constant:.3g}{terms}"
     )
 

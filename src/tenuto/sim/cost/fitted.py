@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tenuto.core.errors import DataError
+from tenuto.core.printable import clean
 from tenuto.records.fields import Fields
 from tenuto.records.files import read_first
 from tenuto.sim.cost.batch import StepBatch
@@ -31,6 +32,8 @@ class FittedStepCost:
     prefill: Line
     decode: Line
     link: Line | None = None
+    poor: tuple[str, ...] = ()
+    """Why it does not describe the steps that it was fitted to, a sentence for each reason."""
 
     def seconds(self, batch: StepBatch) -> float:
         """Seconds of one step; 0.0 for an empty batch. Contains the host time that the observed steps had."""
@@ -63,6 +66,7 @@ class FittedStepCost:
             prefill=_read_line(fields.part("prefill"), num_coefficients=3),
             decode=_read_line(fields.part("decode"), num_coefficients=3),
             link=_read_line(fields.part("link"), num_coefficients=2) if "link" in fields else None,
+            poor=_read_sentences(fields),
         )
 
 
@@ -98,6 +102,13 @@ def _fit_link(transfers: Sequence[ObservedTransfer]) -> Line:
     if line.coefficients[1] == 0:
         raise DataError("transfers, by bytes: larger ones do not take longer, so they show no bandwidth")
     return line
+
+
+def _read_sentences(fields: Fields) -> tuple[str, ...]:
+    value = fields.values.get("poor") or []
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise fields.error("poor", "must be a list of sentences")
+    return tuple(map(clean, value))
 
 
 def _read_line(fields: Fields, num_coefficients: int) -> Line:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from tenuto.core.types import EngineView
+from tenuto.core.types import EngineView, Turn
 from tenuto.sim.engine import grouped_row
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.grouped_row import GroupedRow
@@ -94,6 +94,12 @@ class SimEngine:
         self._kv.cache_window_ends(request)
         return grouped_row.find(self._kv, request.path, (request.num_tokens - 1) // self.hash_block_size)
 
+    def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[Any, int]:
+        """All groups' blocks of a prefix of a running request, and its tokens."""
+        size = self.hash_block_size
+        found = grouped_row.find(self._kv, self._state.requests[turn_id].path, max_tokens // size)
+        return found, found.end * size
+
     def count_common_tokens(self, blocks: Any, hashes: Sequence[Hashable]) -> int:
         """How many leading tokens a prompt with these hashes has in common with the row, in full blocks.
 
@@ -130,10 +136,13 @@ class SimEngine:
         self._kv.pool.mark_leased(blocks, -1)
         self._kv.pool.release(blocks)
 
-    def store(self, blocks: Any) -> None:
+    def store(self, blocks: Any, turn: Turn) -> None:
         """Copy blocks to the tiers."""
         if self._offloader is not None and blocks:
             self._offloader.store_asked(blocks, self._state.now_s)
+
+    def end_job(self, job_id: str) -> None:
+        """Nothing: the simulated tiers go by their last use."""
 
     def get_num_cached_tokens(self, turn_id: str) -> int:
         """Prompt tokens of a waiting turn that are cached."""

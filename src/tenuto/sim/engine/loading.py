@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-import itertools
+from collections.abc import Iterator
 
 from tenuto.core.driver import Driver
 from tenuto.sim.engine.allocator import Allocator
@@ -21,14 +21,21 @@ class Loading:
     """
 
     def __init__(
-        self, state: EngineState, kv: KvCache, driver: Driver, allocator: Allocator, offloader: Offloader
+        self,
+        state: EngineState,
+        kv: KvCache,
+        driver: Driver,
+        allocator: Allocator,
+        offloader: Offloader,
+        numbers: Iterator[int],
     ) -> None:
+        """`numbers`: 0, 1, …; loads that end at the same time end in their order."""
         self._state = state
         self._kv = kv
         self._driver = driver
         self._allocator = allocator
         self._offloader = offloader
-        self._numbers = itertools.count()
+        self._numbers = numbers
 
     def collect(self) -> None:
         """Move requests whose loads have ended to `loaded`; what they loaded is cached from here on.

@@ -14,6 +14,7 @@ async_scheduler.py@0.32.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -22,6 +23,7 @@ from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_caller import DecisionLog
+from tenuto.core.stats import DriverStats
 from tenuto.core.types import ShortHit
 from tenuto.estimators.step_size import make_step_chooser
 from tenuto.sim.engine.allocator import Allocator
@@ -44,6 +46,7 @@ from tenuto.sim.tiers.tier import OffloadTiers
 
 PUBLISHED = Limits(
     max_leased_share=1.0,
+    max_pinned_share=0.0,
     always_yield=False,
     max_held_back_s=math.inf,
     max_wait_over_stock=None,
@@ -67,8 +70,8 @@ class Scheduler:
         strict: bool = False,
     ) -> None:
         """`tiers` belong to the engine that `config.offload` describes; `strict` is as in `Driver`."""
-        by_priority = config.order == "priority"
-        self._asks_admission = policy.overrides("admit")
+        self._by_priority = config.order == "priority"
+        self._log, self._strict = log, strict
         self.config = config
         self.kv = kv = KvCache(
             config.kv,
@@ -76,26 +79,51 @@ class Scheduler:
             keeps_window_ends=policy.overrides("retain"),
         )
         self.offloader = make_offloader(config.offload, tiers, kv, config.offload_chunk_tokens)
-        self.state = state = EngineState(WaitingQueue(self._choose_key(policy, by_priority=by_priority)))
-        port = SimEngine(config, state, kv, self.offloader)
-        self.driver = driver = Driver(
+        self.state = EngineState(WaitingQueue(None))
+        self._port = SimEngine(config, self.state, kv, self.offloader)
+        self._load_numbers = itertools.count()
+        self._follow(self._make_driver(policy, limits))
+
+    def switch(self, policy: Policy, limits: Limits, now_s: float, *, keeps_leases: bool) -> None:
+        """Let another policy decide from now on; requests that wait or run are not touched.
+
+        `keeps_leases` is as in `Driver.take_over`.
+        """
+        self.state.now_s = now_s
+        driver = self._make_driver(policy, limits, self.driver.stats)
+        driver.take_over(self.driver, now_s, keeps_leases=keeps_leases)
+        waiting = sorted(self.state.waiting, key=lambda request: driver.get_stock_key(request.turn_id))
+        self._follow(driver)
+        for request in waiting:
+            self._add_waiting(request)
+
+    def _make_driver(self, policy: Policy, limits: Limits, stats: DriverStats | None = None) -> Driver:
+        return Driver(
             policy,
-            port,
+            self._port,
             limits,
-            by_priority=by_priority,
-            log=log,
-            strict=strict,
-            step_chooser=make_step_chooser(config.step_tokens),
+            by_priority=self._by_priority,
+            log=self._log,
+            stats=stats,
+            strict=self._strict,
+            step_chooser=make_step_chooser(self.config.step_tokens),
         )
+
+    def _follow(self, driver: Driver) -> None:
+        """Make an empty queue in this driver's order, and the parts that ask it."""
+        config, state, kv, policy = self.config, self.state, self.kv, driver.policy
+        self.driver = driver
+        self._asks_admission = policy.overrides("admit")
+        state.waiting = WaitingQueue(self._choose_key(policy, by_priority=self._by_priority))
         if self._orders_by_policy(policy):
             state.waiting.share_fairly(driver.make_order)
         self._asks_budget = driver.bounds_steps
         allocator = Allocator(state, kv, driver)
-        self._preemption = Preemption(state, kv, driver, by_priority=by_priority)
+        self._preemption = Preemption(state, kv, driver, by_priority=self._by_priority)
         self._progress = Progress(config, state, kv, driver, self.offloader)
         self._loading = None
         if self.offloader is not None:
-            self._loading = Loading(state, kv, driver, allocator, self.offloader)
+            self._loading = Loading(state, kv, driver, allocator, self.offloader, self._load_numbers)
         running_pass = ForkRunningPass if config.scheduler == "continuum-fork" else RunningPass
         self._running_pass = running_pass(config, state, allocator, self._preemption)
         self._waiting_pass = WaitingPass(config, state, allocator, self._preemption, self._loading)
@@ -116,8 +144,8 @@ class Scheduler:
             priority=request.priority,
         )
         self.driver.arrive(request.turn_id, now_s, arrival)
-        is_parked = self._asks_admission and self.driver.needs_admission(request.turn_id)
-        self.state.waiting.add(request, is_parked=is_parked)
+        request.has_checkpoints = self.driver.is_first_turn(request.turn_id)
+        self._add_waiting(request)
 
     def schedule(self, now_s: float) -> Step:
         """Decide the next step; without tokens in it, nothing can run now."""
@@ -198,6 +226,10 @@ class Scheduler:
         return min((each for each in times_s if each is not None), default=None)
 
     # Inside.
+
+    def _add_waiting(self, request: Request) -> None:
+        is_parked = self._asks_admission and self.driver.needs_admission(request.turn_id)
+        self.state.waiting.add(request, is_parked=is_parked)
 
     def _admit_parked(self) -> None:
         state = self.state

@@ -14,6 +14,8 @@ Source: single_type_kv_cache_manager.py:SlidingWindowManager.reachable_block_mas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tenuto.core.windows import count_tail_blocks
 from tenuto.sim.kv.request import Request
 
@@ -21,12 +23,18 @@ from tenuto.sim.kv.request import Request
 class Checkpoints:
     """The places at which one sliding window's end is cached."""
 
-    def __init__(self, window: int, block_size: int, interval: int | None) -> None:
-        """`window` and `interval` are in tokens; the interval is a multiple of `block_size`, 0 or None."""
+    def __init__(
+        self, window: int, block_size: int, interval: int | None, places: Sequence[int] = ()
+    ) -> None:
+        """`window` and `interval` are in tokens; the interval is a multiple of `block_size`, 0 or None.
+
+        `places`: where requests with checkpoints of their own have them, in tokens.
+        """
         self._block_size = block_size
         self._interval = interval
         self._num_tail_blocks = count_tail_blocks(window, block_size)
         self._num_segment_blocks = 1 if interval is None else interval // block_size
+        self._own_ends = {place // block_size for place in places}
 
     def get_runs(self, request: Request, first: int, end: int) -> list[tuple[int, int]]:
         """The blocks to cache of those from `first` to before `end`, as rising runs (first, end)."""
@@ -41,6 +49,8 @@ class Checkpoints:
             ends.add((request.num_prompt_tokens - 1) // self._block_size)
             if request.shared_tokens:
                 ends.add(request.shared_tokens // self._block_size)
+            if request.has_checkpoints:
+                ends |= self._own_ends
         runs: list[tuple[int, int]] = []
         for stop in sorted(ends):
             start = max(first, stop - num_tail, runs[-1][1] if runs else 0)

@@ -18,7 +18,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.windows import count_spare_blocks, count_tail_blocks
+from tenuto.core.windows import (
+    choose_checkpoint_tokens,
+    count_spare_blocks,
+    count_tail_blocks,
+    get_checkpoints,
+)
 from tenuto.sim.kv.checkpoints import Checkpoints
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.pool import ExtentPool
@@ -70,8 +75,9 @@ class KvCache:
         for group, window in enumerate(config.windows):
             if window is not None:
                 self._window_groups.setdefault(window, []).append(group)
+        places = self._get_checkpoints()
         self._checkpoints = {
-            window: Checkpoints(window, config.block_size, config.retention_interval)
+            window: Checkpoints(window, config.block_size, config.retention_interval, places)
             for window in self._window_groups
         }
         # A window's blocks are given back as it moves on, so admission need not count a whole prompt's.
@@ -270,6 +276,15 @@ class KvCache:
         )
 
     # Inside.
+
+    def _get_checkpoints(self) -> tuple[int, ...]:
+        """The checkpoints of first prompts, as `tenuto.vllm.compat_checkpoints.FirstCheckpoints`."""
+        size, windows = self._block_size, self.config.windows
+        num_blocks = sum(count_tail_blocks(window, size) for window in windows if window is not None)
+        tokens = choose_checkpoint_tokens(num_blocks, len(self._full_groups) / size, size)
+        if self.config.retention_interval != 0 or tokens is None:
+            return ()
+        return get_checkpoints(tokens, size, self.config.max_model_len)
 
     def _count_blocks(self, num_tokens: int) -> int:
         return -(-min(num_tokens, self.config.max_model_len) // self._block_size)

@@ -90,6 +90,8 @@ class Request:
     """Tokens with KV, those of steps in flight included."""
     num_drafts: int = field(init=False, default=0)
     """Draft tokens to verify in its next step."""
+    has_checkpoints: bool = field(init=False, default=False)
+    """Whether ends of its windows are cached at regular distances too: it is its job's first turn."""
     shared_tokens: int = field(init=False, default=0)
     """Where its prompt leaves what was cached in some layer group when it started, if that is behind its hit;
     else 0. Source: `shared_prefix_boundary` in vllm/v1/request.py@0.32."""

@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 from tenuto.core.errors import ConfigError
 from tenuto.core.version import __version__
 from tenuto.sim.server.ask import CHAT_PATH, Served
+from tenuto.sim.server.control import ControlPages, LiveEngine, LiveSettings
 from tenuto.sim.server.errors import RequestError
 from tenuto.sim.server.generate import Generator
 from tenuto.sim.server.metrics import EngineMetrics
@@ -23,16 +24,23 @@ from tenuto.sim.server.pace import Pacer
 
 MAX_BODY_BYTES = 32 * 2**20
 """Largest request body. A million tokens of text take about an eighth of it."""
+CLIENTS = ("/v1", "/tenuto/jobs/")
+"""Paths that need the API key, if there is one."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 logger = logging.getLogger("tenuto.sim")
 
 
-def make_app(pacer: Pacer, served: Served, options: ServerOptions) -> web.Application:
-    """Make the application.
+def make_app(
+    pacer: Pacer, served: Served, options: ServerOptions, live: LiveEngine | None = None
+) -> web.Application:
+    """Make the application. `live`: the engine as an operator changes it; None: as the driver was made.
 
     Its engine runs as long as the application does. Run it with `handler_cancellation`.
     """
+    driver = pacer.engine.scheduler.driver
+    live = live or LiveEngine(pacer, LiveSettings(options.policy, limits=driver.limits), driver.policy, None)
+    control = ControlPages(live, by_priority=pacer.engine.scheduler.config.order == "priority")
 
     async def run_engine(app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(pacer.run())
@@ -41,7 +49,7 @@ def make_app(pacer: Pacer, served: Served, options: ServerOptions) -> web.Applic
         with suppress(asyncio.CancelledError):
             await task
 
-    answer, pages = Generator(pacer, served).answer, _Pages(pacer, served, options.policy)
+    answer, pages = Generator(pacer, served).answer, _Pages(pacer, served, live)
     app = web.Application(middlewares=[_make_guard(options.api_key)], client_max_size=MAX_BODY_BYTES)
     app.add_routes(
         [
@@ -54,6 +62,9 @@ def make_app(pacer: Pacer, served: Served, options: ServerOptions) -> web.Applic
             web.get("/version", pages.get_version),
             web.get("/metrics", pages.get_metrics),
             web.post("/reset_prefix_cache", pages.reset_prefix_cache),
+            web.get("/tenuto/control", control.get_status),
+            web.post("/tenuto/control", control.change),
+            web.post("/tenuto/jobs/{job_id:.+}/release", control.release),
         ]
     )
     app.cleanup_ctx.append(run_engine)
@@ -61,10 +72,10 @@ def make_app(pacer: Pacer, served: Served, options: ServerOptions) -> web.Applic
 
 
 class _Pages:
-    def __init__(self, pacer: Pacer, served: Served, policy: str) -> None:
+    def __init__(self, pacer: Pacer, served: Served, live: LiveEngine) -> None:
         self._pacer = pacer
         self._served = served
-        self._metrics = EngineMetrics(pacer, served.model_name, policy)
+        self._metrics = EngineMetrics(pacer, served.model_name, live)
         self._created = int(time.time())
 
     async def list_models(self, request: web.Request) -> web.Response:
@@ -103,7 +114,7 @@ def _make_guard(api_key: str | None) -> Middleware:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if api_key is not None and request.path.startswith("/v1") and not _has_key(request, api_key):
+            if api_key is not None and request.path.startswith(CLIENTS) and not _has_key(request, api_key):
                 raise RequestError("wrong API key, or none", status=401)
             return await handler(request)
         except RequestError as error:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto.core.requests.foreign import write_context_as_text
 from tenuto.core.requests.identity import are_xargs
 from tenuto.sim.server.errors import RequestError
 
@@ -76,7 +77,7 @@ def read_sampling(body: Body) -> Sampling:
     if kind != "text":
         raise RequestError(f"response_format {_show(kind)} is not simulated", "response_format")
     xargs = body.get("vllm_xargs")
-    if xargs is not None and not are_xargs(xargs):
+    if xargs is not None and not are_xargs(write_context_as_text(xargs)):
         raise RequestError("vllm_xargs must be an object of strings, numbers or lists of them", "vllm_xargs")
     max_tokens = get_int(body, "max_completion_tokens", 1)
     max_tokens = get_int(body, "max_tokens", 1) if max_tokens is None else max_tokens

@@ -86,7 +86,6 @@ class Engine:
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_end_s = now_s
         self._waits_for_step = False
-        self._tells_steps = scheduler.driver.hears_steps
         self._step_clock = StepClock(now_s)
 
     @property
@@ -139,6 +138,10 @@ class Engine:
             self._finish_oldest()
         return end_s
 
+    def count_in_flight(self) -> int:
+        """Steps that were scheduled and have not ended."""
+        return len(self._in_flight)
+
     # Steps.
 
     def _schedule(self) -> Step:
@@ -165,7 +168,7 @@ class Engine:
         self._waits_for_step = False
         self.now_s = end_s
         self.num_finished_steps += 1
-        if self._tells_steps:
+        if self.scheduler.driver.hears_steps:
             self._tell_step(step, scheduled_s, end_s)
         for request, num_new_tokens in self.scheduler.finish_step(step, end_s):
             turn = self._turns.get(request.turn_id)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 
 from aiohttp import web
 
+from tenuto.core.requests.identity import make_job_header
 from tenuto.core.requests.tool_calls import find_tool_call
 from tenuto.sim.server.answer import choose_words, get_seed
 from tenuto.sim.server.ask import Ask, Served, read_ask
@@ -41,14 +42,16 @@ class Generator:
         engine_request, answer_ids = self._make_request(ask, turn_id)
         reply = Reply(ask, answer_ids, turn_id, self._served.model_name, self._served.tokenizer.words)
         news = asyncio.Event()
+        header = make_job_header(ask.hints.name)
+        headers = {} if header is None else dict([header])
         turn = self._pacer.submit(engine_request, news.set)
         try:
             await _wait(turn, news)
             if ask.sampling.is_stream:
-                return await _stream(request, turn, news, reply)
+                return await _stream(request, turn, news, reply, headers)
             while not turn.is_finished:
                 await _wait(turn, news)
-            return web.json_response(reply.write_whole(turn))
+            return web.json_response(reply.write_whole(turn), headers=headers)
         finally:
             self._pacer.abort(turn)
 
@@ -96,12 +99,11 @@ async def _wait(turn: ServedTurn, news: asyncio.Event) -> None:
 
 
 async def _stream(
-    request: web.Request, turn: ServedTurn, news: asyncio.Event, reply: Reply
+    request: web.Request, turn: ServedTurn, news: asyncio.Event, reply: Reply, headers: Mapping[str, str]
 ) -> web.StreamResponse:
     """Send tokens as they are generated; several at once if the client or this process is slow."""
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    )
+    kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers={**kind, **headers})
     # If the client has disconnected, `answer` ends its turn.
     with suppress(ConnectionResetError):
         await response.prepare(request)

@@ -12,8 +12,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from tenuto.core.control import CHANGEABLE, MODES
 from tenuto.core.stats import Histogram
 from tenuto.core.version import __version__
+from tenuto.sim.server.control import LiveEngine
 from tenuto.sim.server.pace import Pacer
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -24,11 +26,11 @@ LABELS = ("model_name", "engine")
 class EngineMetrics(Collector):
     """Reads an engine at every scrape."""
 
-    def __init__(self, pacer: Pacer, model_name: str, policy: str) -> None:
+    def __init__(self, pacer: Pacer, model_name: str, live: LiveEngine) -> None:
         self._pacer = pacer
         self._engine = pacer.engine
         self._values = (model_name, "0")
-        self._policy = policy
+        self._live = live
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -96,8 +98,15 @@ class EngineMetrics(Collector):
         info = GaugeMetricFamily(
             "tenuto:info", "Always 1; the labels say what runs.", labels=(*LABELS, "policy", "version")
         )
-        info.add_metric((*self._values, self._policy, __version__), 1)
+        info.add_metric((*self._values, self._live.settings.policy, __version__), 1)
         yield info
+        mode = GaugeMetricFamily("tenuto:mode", "1 for the mode that runs.", labels=(*LABELS, "mode"))
+        for name in MODES:
+            mode.add_metric((*self._values, name), float(name == self._live.settings.mode))
+        yield mode
+        changes = {name: self._live.num_changes[name] for name in CHANGEABLE}
+        text = "Live changes by an operator, by what changed."
+        yield self._counters("tenuto:control_changes", text, "what", changes)
         num_blocks = driver.get_num_leased_blocks()
         yield self._gauge("tenuto:retained_jobs", "Jobs whose KV cache is leased now.", len(driver.leases))
         yield self._gauge("tenuto:retained_blocks", "KV cache blocks under lease now.", num_blocks)
@@ -106,6 +115,7 @@ class EngineMetrics(Collector):
             "Blocks under lease that no request uses; vllm:kv_cache_usage_perc counts them as free.",
             driver.get_num_idle_leased_blocks(),
         )
+        yield self._gauge("tenuto:pinned_blocks", "Blocks of pinned prefixes.", driver.pins.num_blocks)
         yield self._gauge("tenuto:kv_blocks", "KV cache blocks there are.", view.num_blocks)
         yield self._gauge(
             "tenuto:next_lease_deadline_timestamp_seconds",
@@ -144,6 +154,8 @@ class EngineMetrics(Collector):
         for name, text, number in (
             ("tenuto:leases_granted", "Leases granted.", stats.num_leases_granted),
             ("tenuto:revoked_blocks", "Blocks reclaimed under pressure.", stats.num_revoked_blocks),
+            ("tenuto:prefixes_pinned", "Shared prefixes pinned.", stats.num_prefixes_pinned),
+            ("tenuto:prefixes_demoted", "Pinned prefixes given up again.", stats.num_prefixes_demoted),
             ("tenuto:hit_tokens", "Prompt tokens of started turns found in cache.", stats.num_hit_tokens),
             ("tenuto:recomputed_tokens", "Tokens computed again.", stats.num_recomputed_tokens),
             ("tenuto:admission_waits", "Times a new job was not admitted yet.", stats.num_admission_waits),
@@ -151,6 +163,11 @@ class EngineMetrics(Collector):
             ("tenuto:policy_faults", "Policy hooks that failed.", driver.num_policy_faults),
         ):
             yield self._counter(name, text, number)
+        yield self._histogram(
+            "tenuto:prompt_parted_at_tokens",
+            "Turns whose prompt changes text of the job's last prompt, by where the two part.",
+            stats.parted_at,
+        )
         yield self._histogram(
             "tenuto:tool_time_seconds", "From a turn's finish to its job's next arrival.", stats.tool_s
         )

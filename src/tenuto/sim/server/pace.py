@@ -42,6 +42,10 @@ class Pacer:
         self.engine.abort(turn, self.clock.get_now_s())
         self._news.set()
 
+    def wake(self) -> None:
+        """Something changed from outside: look at once what is due."""
+        self._news.set()
+
     async def run(self) -> None:
         """Run until cancelled, or until the engine fails; then every waiting turn gets the error."""
         try:

@@ -16,6 +16,7 @@ from tenuto.sim.machine import Machine
 from tenuto.sim.server.app import make_app
 from tenuto.sim.server.ask import Served
 from tenuto.sim.server.clock import Clock
+from tenuto.sim.server.control import LiveEngine, LiveSettings
 from tenuto.sim.server.engine import Engine
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.server.pace import Pacer
@@ -53,7 +54,7 @@ def make_parts(
         scheduler,
         machine.step_cost,
         now_s=clock.get_now_s(),
-        on_step=StepTracer(trace, scheduler).record if trace else None,
+        on_step=StepTracer(trace, scheduler, lambda: engine.count_in_flight()).record if trace else None,
     )
     served = Served(
         model_name=options.served_model_name or machine.model.name,
@@ -69,7 +70,10 @@ async def _serve(machine: Machine, options: ServerOptions, trace: TraceWriter | 
     # The first look-up in measured tables takes a second. No request should wait for it.
     machine.step_cost.seconds(StepBatch.of(prefills=[(512, 0)], decodes=[512]))
     pacer, served = make_parts(machine, options, trace)
-    app = make_app(pacer, served, options)
+    setup = machine.setup
+    settings = LiveSettings(setup.policy, dict(setup.options), machine.limits, own_policies=[setup.policy])
+    live = LiveEngine(pacer, settings, machine.policy, trace)
+    app = make_app(pacer, served, options, live)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_LIMIT_S)
     await runner.setup()
     try:

@@ -19,6 +19,8 @@ from tenuto.records.files import read_objects
 from tenuto.records.kinds import RUN, identify_object
 from tenuto.records.legacy import is_legacy
 from tenuto.records.load import read_run
+from tenuto.sim.fleet.build import check_fleet
+from tenuto.sim.fleet.summary import name_gpus
 from tenuto.sim.machine import build
 from tenuto.sim.run import NO_EXTRAS, Extras, run
 from tenuto.sim.setup import Setup
@@ -46,7 +48,9 @@ class Cell:
     def title(self) -> str:
         """Its name in the progress output."""
         load = "" if self.load.jps is None else f" {self.load.jps:g}/s"
-        return f"{self.setup.gpu} {self.setup.policy}{load} seed {self.load.seed}"
+        setup = self.setup
+        router = "" if setup.fleet is None else f"@{setup.fleet.router}"
+        return f"{name_gpus(setup, setup.gpu)} {setup.policy}{router}{load} seed {self.load.seed}"
 
 
 def check_cells(cells: Sequence[Cell]) -> list[str]:
@@ -55,10 +59,16 @@ def check_cells(cells: Sequence[Cell]) -> list[str]:
     Returns the machines' notes.
     """
     machines = {json.dumps(get_config(cell.setup, LoadOptions())): cell for cell in cells}.values()
-    notes = [note for cell in machines for note in build(cell.setup, cell.extras.policy).notes]
+    notes = [note for cell in machines for note in _get_notes(cell)]
     for load in dict.fromkeys(cell.load for cell in cells if cell.extras.workload is None):
         make_workload(load)
     return notes
+
+
+def _get_notes(cell: Cell) -> Sequence[str]:
+    if cell.setup.fleet is not None:
+        return check_fleet(cell.setup, cell.extras.policy)
+    return build(cell.setup, cell.extras.policy).notes
 
 
 def read_results(folder: Path) -> dict[str, Record]:

@@ -1,7 +1,8 @@
 """The fewest GPUs that serve a load within its targets, found by simulation.
 
-A router with session affinity sends all turns of a job to the same machine. So each of N machines serves its
-share of the jobs and does not depend on the others: one machine is simulated at 1/N of the rate, until it is
+Without a router's name, the router is taken to be perfect and to keep each job on one machine: then each of
+N machines serves its share of the jobs and does not depend on the others, and one machine is simulated at
+1/N of the rate. With a router's name, all N machines are simulated behind it. Either is simulated until it is
 steady. A machine that is overloaded has no P95: the longer it runs, the longer its jobs take.
 """
 
@@ -165,6 +166,7 @@ class Plan:
             "gpu": self.setup.gpu,
             "model": self.setup.model,
             "policy": self.setup.policy,
+            "router": None if self.setup.fleet is None else self.setup.fleet.router,
             "num_machines": self.num_machines,
             "num_gpus": self.num_gpus,
             "usd_per_hour": self.usd_per_hour,
@@ -180,20 +182,23 @@ def make_plans(
     target: Target,
     measure: Measure,
     *,
-    max_machines: int = 64,
+    max_machines: int | None = 64,
     prices: Mapping[str, float] | None = None,
 ) -> Iterator[Plan]:
-    """The fewest machines for each setup. `prices`: US dollars per GPU and hour. Raises ConfigError."""
+    """The fewest machines for each setup. `prices`: US dollars per GPU and hour. Raises ConfigError.
+
+    `max_machines`: None to judge only the servers of each setup's fleet, and try no other number.
+    """
     if load.jps is None or load.jps <= 0:
         raise ConfigError("--jps: a plan needs the rate at which jobs arrive")
-    if max_machines < 1:
+    if max_machines is not None and max_machines < 1:
         raise ConfigError("--max-machines must be positive")
     for setup in setups:
-        plan = _find_fewest(setup, load, target, measure, max_machines)
-        price = (prices or {}).get(setup.gpu)
-        if price is not None and plan.num_gpus is not None:
-            plan = replace(plan, usd_per_hour=price * plan.num_gpus)
-        yield plan
+        if max_machines is None:
+            plan = _judge_servers(setup, load, target, measure)
+        else:
+            plan = _find_fewest(setup, load, target, measure, max_machines)
+        yield replace(plan, usd_per_hour=_get_price(plan, prices or {}))
 
 
 def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:
@@ -232,10 +237,32 @@ def get_best(plans: Sequence[Plan]) -> Plan | None:
 def measure_point(
     setup: Setup, load: LoadOptions, num_machines: int, measure: Measure, min_jobs: int = PRECISE
 ) -> Point:
-    """So many machines under the load, each simulated at its share."""
+    """So many machines under the load: each simulated at its share, or all of them behind a router."""
     assert load.jps is not None
+    if setup.fleet is not None:
+        servers = setup.fleet.servers if len(setup.fleet.servers) == num_machines else ("",) * num_machines
+        fleet = replace(setup.fleet, servers=servers)
+        return Point(num_machines, load.jps, tuple(measure(replace(setup, fleet=fleet), load, min_jobs)))
     share = replace(load, jps=load.jps / num_machines)
     return Point(num_machines, load.jps, tuple(measure(setup, share, min_jobs)))
+
+
+def _judge_servers(setup: Setup, load: LoadOptions, target: Target, measure: Measure) -> Plan:
+    assert setup.fleet is not None
+    num = len(setup.fleet.servers)
+    point = measure_point(setup, load, num, measure)
+    return Plan(setup, num if target.is_met(point) else None, point, None)
+
+
+def _get_price(plan: Plan, prices: Mapping[str, float]) -> float | None:
+    """Dollars per hour of all GPUs of a plan; None if one of its prices is not known."""
+    if plan.num_machines is None:
+        return None
+    servers = plan.setup.fleet.servers if plan.setup.fleet is not None else ()
+    if len(servers) != plan.num_machines:
+        servers = ("",) * plan.num_machines
+    known = [prices.get(gpu or plan.setup.gpu) for gpu in servers]
+    return plan.setup.tp * sum(price or 0.0 for price in known) if None not in known else None
 
 
 def _is_near(point: Point, target: Target) -> bool:

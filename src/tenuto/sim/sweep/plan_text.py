@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tenuto.sim.fleet.summary import name_gpus
 from tenuto.sim.sweep.plan import Plan, Target, format_s, get_best
 from tenuto.sim.sweep.sensitivity import Effect
 
@@ -12,7 +13,8 @@ def format_plans(plans: Sequence[Plan], target: Target) -> str:
     """The table and the answer."""
     has_prices = any(plan.usd_per_hour is not None for plan in plans)
     price = f" {'$/hour':>8}" if has_prices else ""
-    lines = [f"{'gpu':11} {'policy':18} {'GPUs':>5}{price}  {'result':34}  with one machine less"]
+    wide = max(18, *(len(name_policy(plan)) for plan in plans))
+    lines = [f"{'gpu':11} {'policy':{wide}} {'GPUs':>5}{price}  {'result':34}  with one machine less"]
     for plan in plans:
         count = "none" if plan.num_gpus is None else str(plan.num_gpus)
         cost = f" {'' if plan.usd_per_hour is None else f'{plan.usd_per_hour:.2f}':>8}" if has_prices else ""
@@ -21,7 +23,7 @@ def format_plans(plans: Sequence[Plan], target: Target) -> str:
             result = f"{plan.point.num_machines} machines: {result}"
         fewer = "" if plan.fewer is None else str(plan.fewer)
         lines.append(
-            f"{plan.setup.gpu:11} {plan.setup.policy:18} {count:>5}{cost}  {result:34}  {fewer}".rstrip()
+            f"{name_gpu(plan):11} {name_policy(plan):{wide}} {count:>5}{cost}  {result:34}  {fewer}".rstrip()
         )
     return "\n".join((*lines, "", _format_answer(plans, target)))
 
@@ -34,15 +36,14 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
     has_prices = all(plan.usd_per_hour is not None for plan in plans if plan.num_gpus is not None)
     low, high = (pick(run.p95_s for run in runs) for pick in (min, max))
     lines = [
-        f"{'Cheapest' if has_prices else 'Fewest'}: {best.num_gpus} × {best.setup.gpu} with policy "
-        f"{best.setup.policy}{'' if best.usd_per_hour is None else f', {best.usd_per_hour:.2f} $/hour'}.",
+        f"{'Cheapest' if has_prices else 'Fewest'}: {_name_gpus(best)} with policy "
+        f"{name_policy(best)}{'' if best.usd_per_hour is None else f', {best.usd_per_hour:.2f} $/hour'}.",
         f"P95 job time {format_s(best.point.p95_s)} ({format_s(low)} to {format_s(high)} over {len(runs)} "
         f"seeds), P95 TTFT {format_s(best.point.p95_ttft_s)}. Target: {target}.",
-        f"One machine was simulated at its share, {best.point.jps / best.point.num_machines:.3g} jobs/s, "
-        f"until it was steady: {min(run.simulated_s for run in runs):.0f} to "
+        f"{_describe_share(best)} until steady: {min(run.simulated_s for run in runs):.0f} to "
         f"{max(run.simulated_s for run in runs):.0f} s, less a warm-up of "
-        f"{min(run.warm_up_s for run in runs):.0f} to {max(run.warm_up_s for run in runs):.0f} s. A router "
-        "with session affinity keeps each job on one machine.",
+        f"{min(run.warm_up_s for run in runs):.0f} to {max(run.warm_up_s for run in runs):.0f} s."
+        f"{_describe_router(best)}",
         f"Step times: {describe_step_cost(runs[0].step_cost)}.",
     ]
     if num_cut := max(run.num_cut for run in runs):
@@ -50,6 +51,35 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
             f"{num_cut} turns are too long for this machine and were left out: their jobs end early."
         )
     return "\n".join(lines)
+
+
+def name_gpu(plan: Plan) -> str:
+    """The kind of GPU, or the kinds if several were given."""
+    kinds = set(plan.setup.fleet.servers) if plan.setup.fleet is not None else {""}
+    return plan.setup.gpu if kinds == {""} else name_gpus(plan.setup, plan.setup.gpu)
+
+
+def name_policy(plan: Plan) -> str:
+    """The policy, and the router if one was simulated."""
+    return plan.setup.policy + ("" if plan.setup.fleet is None else f"@{plan.setup.fleet.router}")
+
+
+def _name_gpus(plan: Plan) -> str:
+    name = name_gpu(plan)
+    return f"{plan.num_gpus} × {name}" if name == plan.setup.gpu else name
+
+
+def _describe_share(plan: Plan) -> str:
+    if plan.setup.fleet is not None:
+        return f"All machines were simulated behind the router {plan.setup.fleet.router}"
+    share_jps = plan.point.jps / plan.point.num_machines
+    return f"One machine was simulated at its share, {share_jps:.3g} jobs/s,"
+
+
+def _describe_router(plan: Plan) -> str:
+    if plan.setup.fleet is not None:
+        return ""
+    return " A perfect router with session affinity keeps each job on one machine; --router simulates one."
 
 
 def describe_step_cost(name: str) -> str:
@@ -63,7 +93,7 @@ def describe_step_cost(name: str) -> str:
 
 def format_effects(effects: Sequence[Effect], plan: Plan) -> str:
     """What the plan depends on."""
-    lines = [f"With the same {plan.num_gpus} × {plan.setup.gpu}, if:"]
+    lines = [f"With the same {_name_gpus(plan)}, if:"]
     for effect in effects:
         verdict = "still enough" if effect.is_enough else "not enough"
         lines.append(f"  {effect.name:24} {verdict:13} {effect.point}")

@@ -1,0 +1,160 @@
+"""The rows of the fleet table: engines, policy and load of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tenuto.sim.fleet.options import Fleet, read_servers
+from tenuto.sim.setup import Setup
+from tenuto.workload import Job, LoadOptions, Span, TurnSpec, Workload, make_workload
+from tenuto.workload.schema import After
+
+OURS, IDEAL = "tenuto", "ideal"
+BLIND = ("random", "round-robin", "least-loaded", "power-of-two")
+RIVALS = ("sticky-least-loaded", "cache-aware", "kv-aware", "consistent-hash")
+
+Make = Callable[[int], Workload]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    title: str
+    servers: str
+    load: LoadOptions
+    policy: str = "tenuto"
+    kv_tokens: int | None = None
+    rivals: tuple[str, ...] = RIVALS
+    faults: tuple[str, ...] = ()
+    make: Make | None = None
+    """Makes the workload from a seed, where no generator does."""
+    counts: str = ""
+    """Only jobs whose id begins with this count."""
+    from_s: float = 0.0
+    """Only jobs that arrive after this count."""
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Who competes; the yardstick needs engines of one kind."""
+        is_plain = ":" not in self.servers and not self.faults
+        return (*((IDEAL,) if is_plain else ()), OURS, *self.rivals)
+
+    def place(self, router: str, seed: int) -> tuple[Setup, LoadOptions]:
+        """One run."""
+        setup = Setup(
+            policy=self.policy,
+            step_cost="roofline",
+            kv_tokens=self.kv_tokens,
+            host_gb=0.0,
+            offload="none",
+            fleet=Fleet(servers=read_servers(self.servers), router=router, faults=self.faults),
+        )
+        return setup, dataclasses.replace(self.load, seed=seed)
+
+
+def make_hot_tenant(seed: int) -> Workload:
+    """ab8 of two tenants. One sends as many jobs as the engines can do, the other a sixth of that."""
+    loads = {"hot": (7.5, seed), "cold": (1.25, seed + 1)}
+    jobs = []
+    for tenant, (jps, own_seed) in loads.items():
+        made = make_workload(LoadOptions(jps=jps, window_s=20.0, seed=own_seed)).jobs
+        jobs += [_rename(job, f"{tenant}-{job.job_id}", tenant) for job in made]
+    return Workload("hot tenant", tuple(sorted(jobs, key=lambda job: job.arrival_s)))
+
+
+def _rename(job: Job, name: str, tenant: str) -> Job:
+    def rename(span: Span) -> Span:
+        return span if span.content_id == "system" else Span(f"{name}:{span.content_id}", span.num_tokens)
+
+    turns = tuple(
+        dataclasses.replace(turn, prompt=tuple(map(rename, turn.prompt)), output=rename(turn.output))
+        for turn in job.turns
+    )
+    return dataclasses.replace(job, job_id=name, turns=turns, tenant=tenant)
+
+
+def make_sub_agents(seed: int) -> Workload:
+    """Jobs that read a long text and start four sub-agents on it, each with three turns of its own."""
+    arrivals = make_workload(LoadOptions(jps=1.1, window_s=40.0, seed=seed)).jobs
+    jobs = [job for n, each in enumerate(arrivals) for job in _make_family(f"p{n}", each.arrival_s)]
+    return Workload("sub-agents", tuple(jobs))
+
+
+def _make_family(name: str, arrival_s: float) -> list[Job]:
+    text = (Span("system", 400), Span(f"{name}/text", 12_000))
+    parent = Job(name, arrival_s, _make_turns(name, text, 2, ()))
+    started = (After(name, 0, "finished", 0.2),)
+    children = [
+        Job(
+            f"{name}/{n}",
+            arrival_s,
+            _make_turns(f"{name}/{n}", (*text, Span(f"{name}/{n}/task", 200)), 3, started),
+            parent=name,
+        )
+        for n in range(4)
+    ]
+    return [parent, *children]
+
+
+def _make_turns(
+    name: str, prompt: tuple[Span, ...], num: int, first: Iterable[After]
+) -> tuple[TurnSpec, ...]:
+    turns: list[TurnSpec] = []
+    for index in range(num):
+        if turns:
+            prompt = turns[-1].followed_by(Span(f"{name}/tool{index}", 1200))
+        last = index == num - 1
+        turns.append(
+            TurnSpec(
+                prompt,
+                Span(f"{name}/out{index}", 100),
+                tool=None if last else "tool",
+                tool_s=0.0 if last else 1.5,
+                after=tuple(first) if index == 0 else (),
+            )
+        )
+    return tuple(turns)
+
+
+ROWS = (
+    Row("ab8, 80 %", "4", LoadOptions(jps=7.2, window_s=25.0), rivals=(*RIVALS, *BLIND)),
+    Row("ab8, 50 %", "4", LoadOptions(jps=4.5, window_s=25.0)),
+    Row("ab8, 80 %", "16", LoadOptions(jps=28.8, window_s=12.0)),
+    Row("swe-bench, 80 %", "4", LoadOptions(workload="swe-bench", jps=4.0, window_s=40.0)),
+    Row("bfcl, 80 %", "4", LoadOptions(workload="bfcl", jps=1.5, window_s=80.0)),
+    Row("ab8, 80 %, stock engines", "4", LoadOptions(jps=6.0, window_s=25.0), policy="stock"),
+    Row(
+        "ab8, stock engines with 100k tokens of KV",
+        "4",
+        LoadOptions(jps=6.0, window_s=25.0),
+        policy="stock",
+        kv_tokens=100_000,
+    ),
+    Row(
+        "swe-bench, unlike engines",
+        "H100:2,L40S:2",
+        LoadOptions(workload="swe-bench", jps=2.2, window_s=50.0),
+    ),
+    Row("ab8, unlike engines", "H100:2,L40S:2", LoadOptions(jps=4.4, window_s=25.0)),
+    Row("sub-agents on a long text", "4", LoadOptions(), make=make_sub_agents),
+    Row("a hot tenant, the other's jobs", "4", LoadOptions(), make=make_hot_tenant, counts="cold"),
+    Row(
+        "ab8, an engine of 8 dies, jobs after that",
+        "8",
+        LoadOptions(jps=12.0, window_s=30.0),
+        faults=("die:0@12",),
+        from_s=19.0,
+    ),
+    Row(
+        "the same without the death",
+        "8",
+        LoadOptions(jps=12.0, window_s=30.0),
+        faults=("join@1000",),
+        from_s=19.0,
+    ),
+)
+"""Of what four engines finish at most: 9 ab8 jobs a second, 5 of swe-bench, 1.9 of bfcl; a job of ab8 takes
+about 7 s, so `from_s` is the time that one job takes after the death."""

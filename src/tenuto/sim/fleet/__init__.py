@@ -1,0 +1,1 @@
+"""Several simulated engines behind a router."""

@@ -1,0 +1,110 @@
+"""Builds a fleet from a setup: an engine for each server, the router, and what the operator tells it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.policy import Oracle, Policy
+from tenuto.core.routing.dispatcher import Dispatcher
+from tenuto.core.routing.loader import load_router
+from tenuto.core.routing.router import Router
+from tenuto.core.routing.types import EngineInfo
+from tenuto.sim.cost.batch import StepBatch, StepCost
+from tenuto.sim.fleet.engine import FleetEngine
+from tenuto.sim.fleet.faults import read_fault
+from tenuto.sim.fleet.ideal import make_ideal
+from tenuto.sim.fleet.options import IDEAL
+from tenuto.sim.fleet.simulation import Clients, FleetSimulation, Links
+from tenuto.sim.machine import Machine, build
+from tenuto.sim.setup import Setup
+
+SPEED_PROMPT, SPEED_DECODES, SPEED_CONTEXT = 4096, 16, 4096
+"""An engine's speed is told as its time for such a prompt, and for as many steps that decode for so many
+requests as bring each of them 128 tokens, with so much context each."""
+
+
+def build_servers(setup: Setup, policy: Policy | None = None) -> list[Machine]:
+    """The machine of each server. Raises ConfigError or PolicyError."""
+    assert setup.fleet is not None
+    return [_build_one(setup, gpu, policy) for gpu in setup.fleet.servers]
+
+
+def _build_one(setup: Setup, gpu: str, policy: Policy | None) -> Machine:
+    own = dataclasses.replace(setup, gpu=gpu or setup.gpu, fleet=None)
+    return build(own, copy.deepcopy(policy))
+
+
+def make_fleet(
+    setup: Setup,
+    machines: list[Machine],
+    clients: Clients,
+    *,
+    policy: Policy | None = None,
+    strict: bool = False,
+    watch: Callable[[float], None] | None = None,
+) -> FleetSimulation:
+    """The simulation of a fleet. `machines`: what `build_servers` made. Raises ConfigError, PolicyError."""
+    fleet, first = setup.fleet, machines[0]
+    assert fleet is not None
+    if fleet.router == IDEAL:
+        return make_ideal(machines, clients, strict=strict, watch=watch)
+    copy_token_s = _get_copy_token_s(setup, first)
+    unused = list(machines)
+
+    def make_engine(name: str, gpu: str) -> tuple[FleetEngine, EngineInfo]:
+        machine = unused.pop(0) if unused else _build_one(setup, gpu, policy)
+        if isinstance(machine.policy, Oracle):
+            machine.policy.set_oracle(clients.workload.jobs)
+        scheduler = machine.make_scheduler(strict=strict)
+        info = EngineInfo(name, get_speed(machine.step_cost) / get_speed(first.step_cost), count_kv(machine))
+        return FleetEngine(name, scheduler, machine.step_cost, simulation), info
+
+    simulation = FleetSimulation(
+        clients,
+        lambda: Dispatcher(make_router(setup), copy_token_s=copy_token_s, strict=strict),
+        Links(fleet.metrics_s, copy_token_s),
+        watch,
+    )
+    simulation.start(make_engine, fleet.servers, [read_fault(text) for text in fleet.faults])
+    return simulation
+
+
+def check_fleet(setup: Setup, policy: Policy | None = None) -> list[str]:
+    """Build a fleet's servers and its router once. Returns the machines' notes. Raises as `make_fleet`."""
+    assert setup.fleet is not None
+    if setup.fleet.router != IDEAL:
+        make_router(setup)
+    return [note for machine in build_servers(setup, policy) for note in machine.notes]
+
+
+def make_router(setup: Setup) -> Router:
+    """The router that a setup names. Raises PolicyError or ConfigError."""
+    assert setup.fleet is not None
+    return load_router(setup.fleet.router, setup.fleet.router_options)
+
+
+def count_kv(machine: Machine) -> int:
+    """Tokens that a machine's KV cache holds, as vLLM logs them at start."""
+    kv = machine.config.kv
+    return kv.num_blocks // len(kv.windows) * kv.block_size
+
+
+def get_speed(cost: StepCost) -> float:
+    """Work per second: what an operator would measure of an engine once."""
+    prefill_s = cost.seconds(StepBatch.of(prefills=[(SPEED_PROMPT, 0)]))
+    decode_s = cost.seconds(StepBatch.of(decodes=[SPEED_CONTEXT] * SPEED_DECODES))
+    return 1 / (SPEED_DECODES * prefill_s + 128 * decode_s)
+
+
+def _get_copy_token_s(setup: Setup, machine: Machine) -> float | None:
+    assert setup.fleet is not None
+    if setup.fleet.copy_gb_s is None:
+        return None
+    if not machine.config.kv.windows == (None,):
+        raise ConfigError("--copy-gb-s is simulated for models with full attention only")
+    model = machine.model
+    token_bytes = model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(setup.tp) * setup.tp
+    return token_bytes / (setup.fleet.copy_gb_s * 1e9)

@@ -1,0 +1,85 @@
+"""The yardstick: engines of the same speed that share one queue and all KV at no cost.
+
+No router can do better with the same engines and policy by much: a turn starts on whichever engine has room
+first, and hits whatever any engine has computed. There is one scheduler with the memory of all; each engine
+takes turns from its queue when its own step begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from tenuto.core.routing.dispatcher import Dispatcher
+from tenuto.core.routing.router import Router
+from tenuto.core.routing.types import EngineInfo
+from tenuto.sim.cost.batch import StepCost
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.fleet.engine import FleetEngine, Listener
+from tenuto.sim.fleet.simulation import Clients, FleetSimulation
+from tenuto.sim.kv.request import Request
+from tenuto.sim.machine import Machine
+from tenuto.sim.step_loop import LiveTurn
+
+
+class Lane(FleetEngine):
+    """One of the engines. All have one scheduler; what runs here is put in its place while it steps."""
+
+    def __init__(
+        self, name: str, scheduler: Scheduler, step_cost: StepCost, listener: Listener, lanes: list[Lane]
+    ) -> None:
+        super().__init__(name, scheduler, step_cost, listener)
+        self._running: list[Request] = []
+        self._lanes = lanes
+        if lanes:
+            self._turns = lanes[0]._turns
+        lanes.append(self)
+
+    def deliver(self, turn: LiveTurn, now_s: float) -> None:
+        """A turn comes into the queue; the idle engine that runs least looks at it first."""
+        super().deliver(turn, now_s)
+        self._rouse(now_s)
+
+    def wake(self) -> None:
+        """Do what is to be done, and let the others see what has become free."""
+        super().wake()
+        self._rouse(self.now_s)
+
+    def _rouse(self, now_s: float) -> None:
+        for lane in sorted(self._lanes, key=lambda lane: len(lane._running)):
+            lane.wake_if_idle(now_s)
+
+    def wake_if_idle(self, now_s: float) -> None:
+        """Look for work now, if there is some."""
+        if len(self.scheduler.state.waiting):
+            super().wake_if_idle(now_s)
+
+    def _enter(self) -> None:
+        self.scheduler.state.running = self._running
+
+    def _leave(self) -> None:
+        self._running = self.scheduler.state.running
+
+    def _plan_stretch(self) -> bool:
+        # Other engines take blocks meanwhile, so no stretch is known to be quiet.
+        return False
+
+
+def make_ideal(
+    machines: list[Machine], clients: Clients, *, strict: bool, watch: Callable[[float], None] | None
+) -> FleetSimulation:
+    """The simulation of so many engines like the first, with one queue and one KV cache."""
+    machine = machines[0]
+    kv = dataclasses.replace(
+        machine.config.kv, num_blocks=(machine.config.kv.num_blocks - 1) * len(machines) + 1
+    )
+    whole = dataclasses.replace(machine, config=dataclasses.replace(machine.config, kv=kv))
+    scheduler = whole.make_scheduler(strict=strict)
+    lanes: list[Lane] = []
+    simulation = FleetSimulation(clients, lambda: Dispatcher(Router()), watch=watch)
+
+    def make_engine(name: str, gpu: str) -> tuple[FleetEngine, EngineInfo]:
+        return Lane(name, scheduler, machine.step_cost, simulation, lanes), EngineInfo(name)
+
+    simulation.start(make_engine, [""] * len(machines), ())
+    return simulation

@@ -1,0 +1,119 @@
+"""The operator's control of the simulated server, by `tenuto control` and by HTTP, while requests run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tenuto.client.control.options import ControlOptions
+from tenuto.client.control.run import control
+from tenuto.core.control import ADMIN_VARIABLE
+from tenuto.core.errors import TenutoError
+from tests.sim_server.live import Live, serve
+from tests.sim_server.test_metrics import read
+
+KEY = {"Authorization": "Bearer operator-secret"}
+
+
+@pytest.fixture
+def tenuto(monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    monkeypatch.setenv(ADMIN_VARIABLE, "operator-secret")
+    with serve("continuum-fixed", kv_tokens=4096, limits="plugin") as server:
+        yield server
+        server.wait_until_idle()
+
+
+def change(live: Live, **what: Any) -> httpx.Response:
+    return live.post("/tenuto/control", what, headers=KEY)
+
+
+def run_turn(live: Live, job: str) -> None:
+    live.complete(list(range(100, 300)), max_tokens=4, job_id=job, tool="ls")
+
+
+def test_off_drops_leases_and_on_grants_them_again(tenuto: Live) -> None:
+    assert change(tenuto, options={"ttl_s": 1e5}).status_code == 200
+    run_turn(tenuto, "a")
+    status = httpx.get(tenuto.url + "/tenuto/control", headers=KEY).json()
+    assert status["ok"]
+    assert (status["ranks"][0]["mode"], status["ranks"][0]["leases"]) == ("on", 1)
+    (rank,) = change(tenuto, mode="off").json()["ranks"]
+    assert (rank["leases"], rank["leased_blocks"], rank["policy"]) == (0, 0, "continuum-fixed")
+    run_turn(tenuto, "a")
+    assert read(tenuto)["tenuto:retained_jobs"] == 0
+    change(tenuto, mode="on")
+    run_turn(tenuto, "a")
+    (rank,) = change(tenuto, limits={"max_lease_s": 500}).json()["ranks"]
+    assert rank["leases"] == 1, "leases go on where only limits change"
+    assert read(tenuto)["tenuto:control_changes_total"] == 4
+    released = tenuto.post("/tenuto/jobs/a/release")
+    assert released.json() == {"job": "a", "released": True}
+    assert read(tenuto)["tenuto:retained_jobs"] == 0
+
+
+def test_the_command_talks_to_it(tenuto: Live) -> None:
+    def run(action: str, **options: Any) -> tuple[int, str]:
+        return control(ControlOptions(action=action, url=tenuto.url, admin_key="operator-secret", **options))
+
+    status, text = run("set", policy="tenuto")
+    assert status == 0
+    assert "rank 0: on, policy tenuto" in text
+    assert "policy tenuto" in run("status")[1]
+    with pytest.raises(TenutoError, match="shadow"):
+        run("shadow")
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ({"mode": "shadow"}, "neither shadow mode nor a canary"),
+        ({"canary": {"share": 0.5}}, "neither shadow mode nor a canary"),
+        ({"policy": "json:dumps"}, "own_policies"),
+        ({"policy": "clairvoyant"}, "knows the future"),
+        ({"options": {"ttl_s": -1}}, "'ttl_s'"),
+        ({"limits": {"max_lease": 1}}, "'max_lease'"),
+        ({}, "a change is an object"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(tenuto: Live, what: dict[str, Any], said: str) -> None:
+    answer = change(tenuto, **what)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]
+
+
+def test_only_the_operator_may(tenuto: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tenuto.post("/tenuto/control", {"mode": "off"}).status_code == 401
+    assert tenuto.post("/tenuto/control", headers=KEY, content=b"{").status_code == 400
+    monkeypatch.delenv(ADMIN_VARIABLE)
+    assert change(tenuto, mode="off").status_code == 403
+    assert tenuto.engine.scheduler.driver.policy.overrides("retain")
+
+
+def test_changes_under_load_lose_no_request(tenuto: Live) -> None:
+    rng = random.Random(1)
+    changes = [{"mode": "off"}, {"mode": "on"}, {"policy": "tenuto"}, {"policy": "autellix"},
+               {"policy": "continuum"}, {"policy": "stock"}, {"limits": {"max_lease_s": 5}},
+               {"limits": {"max_leased_share": 0.2}}]  # fmt: skip
+    talks = [[100 * n + k for k in range(300)] for n in range(1, 7)]
+
+    def talk(number: int) -> int:
+        for turn in range(8):
+            prompt = talks[number] + list(range(turn * 40))
+            tenuto.complete(prompt, max_tokens=30, job_id=f"j{number}", tool="ls", priority=number % 2)
+        return 8
+
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(talk, number) for number in range(6)]
+        num_changes = 0
+        while not all(each.done() for each in running):
+            assert change(tenuto, **rng.choice(changes)).status_code == 200
+            num_changes += 1
+        assert sum(each.result() for each in running) == 48
+    assert num_changes > 5
+    assert tenuto.engine.scheduler.driver.num_policy_faults == 0
+    change(tenuto, mode="off")
