@@ -1,11 +1,11 @@
-"""What the virtual queue of stock costs: time per event, beside vLLM's own `add_request` in one process.
+"""What the driver's queues cost beside vLLM's own `add_request`, in one process.
 
-    python -m experiments.benchmarks.stock_queue [--waiting 100] [--rounds 9] [--json FILE]
+    python -m experiments.benchmarks.stock_queue [--waiting 100] [--tenants 10] [--rounds 9] [--json FILE]
 
-A turn is three events: it arrives, it starts, it ends. In each round so many turns arrive, and as many start
-and end, while `--waiting` others wait; the queue looks for overdue turns after each event, as it does in
-each step. vLLM adds as many plain requests of 256 tokens. Absolute times depend on the machine, the ratio
-much less.
+Two queues: the virtual queue of stock, and the fair order of tenants with its heap of waiting turns. In each
+round so many turns arrive, and as many start and end, while `--waiting` others wait. A turn is three events:
+it arrives, it starts, it ends; the virtual queue looks for overdue turns after each, as in each step. vLLM
+adds as many plain requests of 256 tokens. Absolute times depend on the machine, the ratios much less.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import logging
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from tenuto.core.fair_order import FairOrder, Service
 from tenuto.core.jobs import Arrival, JobState, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.requests.hints import Hints
@@ -31,10 +33,55 @@ from tests.vllm.workerless import make_config, make_request, make_scheduler
 NUM_TURNS = 300
 
 
-def measure_queue(queue: StockQueue, num_waiting: int, first: int) -> float:
+class Virtual:
+    """The virtual queue of stock."""
+
+    def __init__(self) -> None:
+        self._queue = StockQueue(Limits(), 100_000)
+
+    def arrive(self, turn: TurnState) -> None:
+        self._queue.arrive(turn)
+        self._look()
+
+    def serve(self, turn: TurnState) -> None:
+        self._queue.start(turn, 0, 1.0)
+        turn.started = True
+        self._look()
+        self._queue.leave(turn, 8, 2.0)
+        self._look()
+
+    def _look(self) -> None:
+        for _ in self._queue.pop_overdue(2.0):
+            pass
+
+
+class Fair:
+    """The waiting turns in the fair order of their tenants; the turn that is served is the first there."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, TurnState] = {}
+        self._service = Service()
+        self._order = FairOrder(self._turns, self._service)
+
+    def arrive(self, turn: TurnState) -> None:
+        self._turns[turn.turn_id] = turn
+        self._service.arrive(turn)
+        self._order.push(turn.turn_id, (turn.arrival_s, turn.turn_id))
+
+    def serve(self, turn: TurnState) -> None:
+        turn = self._turns.pop(self._order.get_first() or "")
+        self._order.discard(turn.turn_id)
+        self._service.start(turn, 0)
+        turn.started = True
+        self._service.leave(turn, 8)
+
+
+def measure_queue(queue: Virtual | Fair, num_waiting: int, num_tenants: int, first: int) -> float:
     """Seconds per event, over `NUM_TURNS` turns."""
     turns = [
-        TurnState(f"t{first + n}", JobState(f"j{n}", 0.0, None), 0.0, Arrival(Hints(), 256))
+        TurnState(
+            f"t{first + n}", JobState(f"j{n}", 0.0, f"tenant{n % num_tenants}"), 0.0, Arrival(Hints(), 256)
+        )
         for n in range(NUM_TURNS + num_waiting)
     ]
     for turn in turns[:num_waiting]:
@@ -42,23 +89,11 @@ def measure_queue(queue: StockQueue, num_waiting: int, first: int) -> float:
     started_s = time.process_time()
     for old, new in zip(turns, turns[num_waiting:], strict=False):
         queue.arrive(new)
-        look(queue)
-        queue.start(old, 0, 1.0)
-        old.started = True
-        look(queue)
-        queue.leave(old, 8, 2.0)
-        look(queue)
+        queue.serve(old)
     took_s = time.process_time() - started_s
     for turn in turns[NUM_TURNS:]:
-        queue.start(turn, 0, 2.0)
-        turn.started = True
-        queue.leave(turn, 8, 3.0)
+        queue.serve(turn)
     return took_s / (3 * NUM_TURNS)
-
-
-def look(queue: StockQueue) -> None:
-    for _ in queue.pop_overdue(2.0):
-        pass
 
 
 def measure_vllm(first: int) -> float:
@@ -78,24 +113,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--waiting", type=int, default=100, help="turns that wait meanwhile")
+    parser.add_argument("--tenants", type=int, default=10, help="tenants that share the fair order")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    queue = StockQueue(Limits(), 100_000)
-    rounds = []
-    for number in range(args.rounds):
-        first = number * (NUM_TURNS + args.waiting)
-        rounds.append((measure_queue(queue, args.waiting, first), measure_vllm(first)))
-    ratios = sorted(own / stock for own, stock in rounds)
-    own_us, stock_us = (statistics.median(column) * 1e6 for column in zip(*rounds, strict=True))
-    print(
-        f"virtual queue, per event / vLLM's add_request: {statistics.median(ratios):.2f} "
-        f"(min {ratios[0]:.2f}, max {ratios[-1]:.2f}, {len(ratios)} rounds); "
-        f"{own_us:.1f} us / {stock_us:.1f} us"
-    )
+    figures = {}
+    kinds: dict[str, Callable[[], Virtual | Fair]] = {"virtual queue": Virtual, "fair order": Fair}
+    for name, make in kinds.items():
+        rounds, queue = [], make()
+        for number in range(args.rounds):
+            first = number * (NUM_TURNS + args.waiting)
+            own = measure_queue(queue, args.waiting, args.tenants, first)
+            rounds.append((own, measure_vllm(first)))
+        ratios = sorted(own / stock for own, stock in rounds)
+        own_us, stock_us = (statistics.median(column) * 1e6 for column in zip(*rounds, strict=True))
+        print(
+            f"{name}, per event / vLLM's add_request: {statistics.median(ratios):.2f} "
+            f"(min {ratios[0]:.2f}, max {ratios[-1]:.2f}, {len(ratios)} rounds); "
+            f"{own_us:.1f} us / {stock_us:.1f} us"
+        )
+        figures[name] = {"ratios": ratios, "event_us": own_us, "add_request_us": stock_us}
     if args.json is not None:
-        args.json.write_text(json.dumps({"ratios": ratios, "event_us": own_us, "add_request_us": stock_us}))
+        args.json.write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

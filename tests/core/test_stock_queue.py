@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from tenuto.core.jobs import Arrival, JobState, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
+from tenuto.core.stock_queue import StockQueue
 from tenuto.core.types import Keep, ToolCall, Turn
 from tests.core.test_cost import ALLOWED_GROWTH, FEW, MANY, count_calls
 from tests.support.small_policies import KeepFor
@@ -228,7 +230,27 @@ def measure_second_turn(num_between: int) -> float:
         flood.serve()
     flood.engine.arrive("b", 99, [*prompt, *OUTPUT, *make_tokens(900, 12)], OUTPUT, Hints(job_id="job"))
     work = flood.engine.driver._turns["b"].stock_work
-    return work - 8.0 * flood.engine.driver._admission._stock_queue._mean_output
+    return work - 8.0 * flood.engine.driver._admission._stock_queue._output.value
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "wait", "service"), [(1000, 1.1, 1.0), (300, 1.1, 1.0), (125, 1.05, 0.5), (0, 1.0, 0.0)]
+)
+def test_a_short_prompt_may_be_made_to_wait_less(num_tokens: int, wait: float, service: float) -> None:
+    """The usual turn: a tenth and one turn of service longer than in stock; the shortest: no longer."""
+    queue = StockQueue(Limits(), 100_000)
+    turns = [make_turn(f"t{number}", 1000) for number in range(400)]
+    for turn in turns:
+        queue.arrive(turn)
+    backlog = 400 * 1000.0
+    turn = make_turn("asks", num_tokens)
+    queue.arrive(turn)
+    alone = turn.stock_work
+    assert turn.stock_due == pytest.approx(wait * backlog + service * alone, rel=0.01)
+
+
+def make_turn(name: str, num_tokens: int) -> TurnState:
+    return TurnState(name, JobState(name, 0.0, None), 0.0, Arrival(Hints(), num_tokens))
 
 
 @pytest.mark.parametrize("event", ["arrive", "serve"])

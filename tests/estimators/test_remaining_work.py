@@ -8,12 +8,23 @@ import random
 
 import pytest
 
-from tenuto.estimators.remaining_work import MAX_TURNS, RemainingWork, get_mean_left_s
+from tenuto.core.types import Job
+from tenuto.estimators.remaining_work import MAX_KINDS, RemainingWork, get_mean_left_s
+from tenuto.estimators.turn_table import MAX_TURNS
 
 
-def add_job(work: RemainingWork, name: str, turns: list[float]) -> None:
-    for turn in turns:
-        work.observe_turn(name, turn)
+def make_job(name: str, kind: str | None = None) -> Job:
+    return Job(name, 0.0, 1, None, kind)
+
+
+def observe(work: RemainingWork, name: str, size: float, *, stops: bool = False, kind: str = "k") -> None:
+    """A turn of which a tenth is generated."""
+    work.observe_turn(make_job(name, kind), 0.9 * size, size, stops=stops)
+
+
+def add_job(work: RemainingWork, name: str, turns: list[float], kind: str = "k") -> None:
+    for number, turn in enumerate(turns, 1):
+        observe(work, name, turn, stops=number == len(turns), kind=kind)
     work.end_job(name)
 
 
@@ -27,32 +38,33 @@ def make_work(num_jobs: int = 400) -> RemainingWork:
 
 def test_work_left_is_that_of_the_turns_to_come() -> None:
     work = make_work()
-    assert work.get_work_left("new") == pytest.approx(400, rel=0.01)
-    # The next turn is known to take 250; three more are expected.
-    assert work.get_work_left("new", 250.0) == pytest.approx(250 + 300, rel=0.01)
-    work.observe_turn("new", 100.0)
-    assert work.get_work_left("new") == pytest.approx(300, rel=0.01)
+    assert work.get_work_left(make_job("new", "k")) == pytest.approx(400, rel=0.01)
+    # The prompt of the next turn is known: 90 new tokens and 10 to generate are the mean.
+    assert work.get_work_left(make_job("new", "k"), 90.0) == pytest.approx(400, rel=0.01)
+    observe(work, "new", 100.0)
+    assert work.get_work_left(make_job("new", "k")) == pytest.approx(300, rel=0.01)
 
 
 def test_turns_have_the_mean_of_their_number() -> None:
     work = RemainingWork()
     for n in range(400):
         add_job(work, f"job{n}", [10.0, 200.0, 3000.0])
-    work.observe_turn("new", 10.0)
-    assert work.get_work_left("new") == pytest.approx(3200, rel=0.02)
-    work.observe_turn("new", 200.0)
-    assert work.get_work_left("new") == pytest.approx(3000, rel=0.02)
+    observe(work, "new", 10.0)
+    assert work.get_work_left(make_job("new", "k")) == pytest.approx(3200, rel=0.02)
+    observe(work, "new", 200.0)
+    assert work.get_work_left(make_job("new", "k")) == pytest.approx(3000, rel=0.05)
 
 
 def test_a_turn_may_be_the_last_as_often_as_it_was() -> None:
     work = RemainingWork()
     for n in range(400):
         add_job(work, f"job{n}", [100.0] * (2 if n % 2 else 4))
-    # Half of those with two turns have two more, the others none; who is back has two.
-    assert work.get_work_left("new") == pytest.approx(300, rel=0.02)
-    work.observe_turn("new", 100.0)
-    work.observe_turn("new", 100.0)
-    assert work.get_work_left("new") == pytest.approx(200, rel=0.02)
+    # Half of those with two turns have two more, the others none; who is back has two. Guesses are drawn
+    # towards the mean, because half of them are wrong.
+    assert work.get_work_left(make_job("new", "k")) == pytest.approx(300, rel=0.02)
+    observe(work, "new", 100.0)
+    observe(work, "new", 100.0)
+    assert work.get_work_left(make_job("new", "k")) == pytest.approx(200, rel=0.25)
 
 
 def test_jobs_at_work_count_too() -> None:
@@ -60,10 +72,10 @@ def test_jobs_at_work_count_too() -> None:
     work = RemainingWork()
     for n in range(100):
         for _ in range(3):
-            work.observe_turn(f"long{n}", 100.0)
+            observe(work, f"long{n}", 100.0)
     add_job(work, "short", [100.0])
     # One of a hundred ended with its first turn.
-    assert work.get_work_left("new") > 300
+    assert work.get_work_left(make_job("new", "k")) > 300
 
 
 def test_a_job_of_large_turns_is_expected_to_have_more_of_them() -> None:
@@ -73,42 +85,130 @@ def test_a_job_of_large_turns_is_expected_to_have_more_of_them() -> None:
         factor = math.exp(rng.gauss(0, 1))
         add_job(work, f"job{n}", [100 * factor * math.exp(rng.gauss(0, 0.5)) for _ in range(4)])
     for name, size in (("large", 1000.0), ("small", 20.0)):
-        work.observe_turn(name, size)
-        work.observe_turn(name, size)
-    assert work.get_work_left("large") > 10 * work.get_work_left("small")
+        observe(work, name, size)
+        observe(work, name, size)
+    assert work.get_work_left(make_job("large", "k")) > 10 * work.get_work_left(make_job("small", "k"))
     # Jobs whose turns differ by chance alone say nothing of the next ones.
     chance = RemainingWork()
     for n in range(1000):
         add_job(chance, f"job{n}", [100 * math.exp(rng.gauss(0, 1)) for _ in range(4)])
     for name, size in (("large", 1000.0), ("small", 20.0)):
-        chance.observe_turn(name, size)
-        chance.observe_turn(name, size)
-    assert chance.get_work_left("large") < 1.5 * chance.get_work_left("small")
+        observe(chance, name, size)
+        observe(chance, name, size)
+    assert chance.get_work_left(make_job("large", "k")) < 1.5 * chance.get_work_left(make_job("small", "k"))
+
+
+def test_the_turn_that_waits_tells_of_those_to_come() -> None:
+    rng = random.Random(1)
+    work = RemainingWork()
+    for n in range(500):
+        factor = math.exp(rng.gauss(0, 1))
+        add_job(work, f"job{n}", [100 * factor * math.exp(rng.gauss(0, 0.2)) for _ in range(4)])
+    small, large = (work.get_work_left(make_job("new", "k"), size) for size in (45.0, 450.0))
+    # Several times as much, not 405 tokens more.
+    assert large > 4 * small
+
+
+def test_jobs_that_begin_alike_are_alike() -> None:
+    work = RemainingWork()
+    for n in range(200):
+        add_job(work, f"long{n}", [100.0] * 10, kind="agent")
+        add_job(work, f"short{n}", [100.0], kind="question")
+    guesses = [work.get_work_left(make_job("new", kind), 90.0) for kind in ("agent", "question", "unknown")]
+    assert guesses[0] == pytest.approx(1000, rel=0.1)
+    assert guesses[1] == pytest.approx(100, rel=0.4)
+    assert guesses[1] < guesses[2] < guesses[0]
+
+
+def test_what_a_kind_has_become_replaces_what_it_was() -> None:
+    work = RemainingWork()
+    for n in range(300):
+        add_job(work, f"was{n}", [100.0] * 10)
+    for n in range(2000):
+        add_job(work, f"is{n}", [100.0] * 2)
+    assert work.get_work_left(make_job("new", "k")) == pytest.approx(200, rel=0.2)
+
+
+def test_a_short_turn_after_which_the_job_pauses_goes_early() -> None:
+    """People think for minutes; what they send then does not compete with what waits now."""
+    work = RemainingWork()
+    for n in range(100):
+        for _ in range(8):
+            observe(work, f"chat{n}", 300.0, stops=True, kind="chat")
+            work.come_back(f"chat{n}", 60.0)
+        work.end_job(f"chat{n}")
+        add_job(work, f"agent{n}", [300.0] * 8, kind="agent")
+    chat, agent = (work.get_rank(make_job("new", kind), 270.0) for kind in ("chat", "agent"))
+    assert chat <= 300 and agent > 1500
+
+
+def test_an_agent_whose_tools_cannot_be_seen_is_no_chat() -> None:
+    work = RemainingWork()
+    for n in range(100):
+        for _ in range(8):
+            observe(work, f"agent{n}", 300.0, stops=True)
+            work.come_back(f"agent{n}", 1.0)
+        work.end_job(f"agent{n}")
+    assert work.get_rank(make_job("new", "k"), 270.0) > 1500
+
+
+def test_of_requests_of_about_one_size_the_first_goes_first() -> None:
+    work = RemainingWork()
+    for n in range(100):
+        add_job(work, f"job{n}", [1500.0 + 10 * n])
+    ranks = [work.get_rank(make_job("new", "k"), size) for size in (1200.0, 3000.0, 20_000.0, 20.0)]
+    assert ranks[0] == ranks[1]
+    assert ranks[3] < ranks[0] < ranks[2]
+
+
+def test_kinds_are_bounded_and_those_of_many_jobs_stay() -> None:
+    work = RemainingWork()
+    for n in range(50):
+        add_job(work, f"agent{n}", [100.0] * 10, kind="agent")
+    for n in range(5 * MAX_KINDS):
+        add_job(work, f"stranger{n}", [100.0], kind=f"kind{n}")
+    assert work.num_kinds == MAX_KINDS
+    agent, stranger = (work.get_work_left(make_job("new", kind), 90.0) for kind in ("agent", "no kind"))
+    assert agent > 3 * stranger
+
+
+def test_a_job_outlives_the_table_of_its_kind() -> None:
+    work = RemainingWork()
+    for _ in range(3):
+        observe(work, "old", 100.0, kind="forgotten")
+    for n in range(5 * MAX_KINDS):
+        add_job(work, f"stranger{n}", [100.0, 100.0], kind=f"kind{n}")
+    observe(work, "old", 100.0, kind="forgotten")
+    assert math.isfinite(work.get_rank(make_job("old", "forgotten"), 10.0))
+    work.end_job("old")
 
 
 def test_before_any_job_there_is_an_answer() -> None:
     work = RemainingWork()
-    assert work.get_work_left("new") > 0
-    assert work.get_work_left("new", 70.0) >= 70.0
-    work.observe_turn("new", 100.0)
-    assert math.isfinite(work.get_work_left("new")) and work.get_work_left("new") > 0
+    assert work.get_work_left(make_job("new", "k")) > 0
+    assert work.get_rank(make_job("new", "k"), 70.0) > 0
+    observe(work, "new", 100.0)
+    assert (
+        math.isfinite(work.get_work_left(make_job("new", "k")))
+        and work.get_work_left(make_job("new", "k")) > 0
+    )
 
 
 def test_asking_changes_no_later_answer() -> None:
     asked, silent = RemainingWork(), RemainingWork()
     for n in range(100):
         for work in (asked, silent):
-            work.observe_turn("long", 10.0 + n)
-        asked.get_work_left("new")
-    assert asked.get_work_left("long") == silent.get_work_left("long")
+            observe(work, "long", 10.0 + n)
+        asked.get_work_left(make_job("new", "k"))
+    assert asked.get_work_left(make_job("long", "k")) == silent.get_work_left(make_job("long", "k"))
 
 
 def test_endless_jobs_need_no_more_than_bounded_memory() -> None:
     work = RemainingWork()
     for _ in range(3 * MAX_TURNS):
-        work.observe_turn("endless", 10.0)
+        observe(work, "endless", 10.0)
     assert len(work.get_state()["turns"]) == MAX_TURNS
-    assert math.isfinite(work.get_work_left("endless"))
+    assert math.isfinite(work.get_work_left(make_job("endless", "k")))
     work.end_job("endless")
     work.end_job("never seen")
 
@@ -132,10 +232,10 @@ def test_time_left_of_those_that_took_longer() -> None:
 
 def test_state() -> None:
     work, again = make_work(), RemainingWork()
-    again.observe_turn("before", 5.0)
+    observe(again, "before", 5.0)
     again.set_state(json.loads(json.dumps(work.get_state())))
     assert again.get_state() == work.get_state()
-    assert again.get_work_left("new") == work.get_work_left("new")
+    assert again.get_work_left(make_job("new", "k")) == work.get_work_left(make_job("new", "k"))
     assert again.get_trust() == work.get_trust()
 
 
@@ -143,9 +243,10 @@ def test_state() -> None:
     "damage",
     [
         {"turns": [[1.0, 2.0]]},
-        {"turns": [[0.0, 0.0, 0.0, 0.0]]},
-        {"turns": [[1.0, 5.0, -2.0, 0.0]]},
-        {"turns": [[1.0, 1.0, 0.0, 0.0]] * (MAX_TURNS + 1)},
+        {"turns": [[0.0] * 6], "sizes": [[]]},
+        {"turns": [[1.0, 5.0, 4.0, -2.0, 0.0, 0.0]], "sizes": [[]]},
+        {"turns": [[1.0, 1.0, 1.0, 0.0, 0.0, 0.0]] * (MAX_TURNS + 1), "sizes": [[]] * (MAX_TURNS + 1)},
+        {"sizes": [[[5, 1.0]]]},
         {"spread": [1.0]},
         {"agreement": [math.nan] * 6},
         {"turns": "abcd"},

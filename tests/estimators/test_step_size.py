@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 
 from tenuto.core.types import EngineView, Job, StepView, Turn
 from tenuto.estimators.step_size import (
+    FIRST_STEP_TOKENS,
+    LOOK_EVERY,
     AdaptiveSteps,
     TurnSizes,
     choose_step_tokens,
@@ -26,25 +27,32 @@ def make_times() -> StepTimes:
     for n in range(1, 41):
         times.observe(n, n, 0.008 + 2e-4 * n)
         times.observe(100 * n, 1, 4e-3 * n)
+    for n in range(80):
+        # Beside ten who decode in 10 ms: the pass rides along.
+        size = 2000 if n % 4 else 1000
+        times.observe(10 + size, 10, 0.010 - 0.008 + 4e-5 * size)
     return times
 
 
 def make_sizes(num_computed: int, num_generated: int) -> TurnSizes:
     sizes = TurnSizes()
-    sizes.observe(num_computed, num_generated)
+    for _ in range(500):
+        sizes.observe(num_computed, num_generated)
     return sizes
 
 
-def test_before_anything_is_known_the_engine_decides() -> None:
-    assert choose_step_tokens(StepTimes(), make_sizes(1000, 100), 10, 1, 1.0, MOST) is None
-    assert choose_step_tokens(make_times(), TurnSizes(), 10, 1, 1.0, MOST) is None
+def test_before_anything_is_known_steps_are_of_a_middle_size() -> None:
+    assert choose_step_tokens(StepTimes(), make_sizes(1000, 100), 10, 1, 1.0, MOST) == FIRST_STEP_TOKENS
+    assert choose_step_tokens(StepTimes(), TurnSizes(), 10, 1, 1.0, 700) == 700
 
 
 def test_the_choice_has_the_least_loss() -> None:
     # 10 decode in 10 ms; 200 wait; turns compute 1,600 tokens and generate 20.
     def get_loss(num_tokens: int) -> float:
-        step_s = 0.010 - 0.008 + math.hypot(0.008, (num_tokens - 10) * 4e-5)
-        return 200 * step_s / (num_tokens - 10) + 20 / 1600 * (step_s - 0.010)
+        step_s = 0.010 - 0.008 + (num_tokens - 10) * 4e-5
+        lost = 200 * step_s / (num_tokens - 10) + 20 / 1600 * (step_s - 0.010)
+        # A turn in 1,600 tokens waits for half a step when its last tokens are computed.
+        return lost + step_s / 1600 / 2
 
     best = min((512, 1024, 2048, 4096, 8192), key=get_loss)
     assert best == 1024
@@ -80,20 +88,45 @@ def test_sizes_follow_the_latest_turns() -> None:
 
 def test_who_waits_for_memory_is_not_helped_by_larger_steps() -> None:
     sizes = make_sizes(1000, 20)
-    assert count_prefilling(TurnSizes(), 50, 10**6, 0.5) == 1.0
     # Steps have room for more: whoever waits does not wait for prefill.
-    assert count_prefilling(sizes, 50, 10**6, 0.0) == 1.0
-    # Half of the steps are full: half of those that wait, and 0.5 / 0.5^2 to come.
-    assert count_prefilling(sizes, 50, 10**6, 0.5) == 1 + 25 + 2
+    assert count_prefilling(sizes, 50, 10**6, 0.0, 0.0) == 1.0
+    # Half of the steps are full: half of those that wait.
+    assert count_prefilling(sizes, 50, 10**6, 0.5, 0.0) == 1 + 25
     # There is room for four of them.
-    assert count_prefilling(sizes, 50, 4000, 0.5) == 1 + 2 + 2
-    assert count_prefilling(sizes, 0, 10**6, 1.0) == pytest.approx(1 + 0.8 / 0.04)
+    assert count_prefilling(sizes, 50, 4000, 0.5, 0.0) == pytest.approx(1 + 2, rel=0.02)
+    # While the engine is busy for half of the time, (2 - 0.5) * 0.5 / (2 * 0.5^2) more are to come.
+    assert count_prefilling(sizes, 0, 10**6, 0.5, 0.5) == pytest.approx(1 + 1.5)
+    assert count_prefilling(sizes, 0, 10**6, 1.0, 1.0) == pytest.approx(1 + 12)
+
+
+def test_steps_have_room_for_prefill_beside_many_who_decode() -> None:
+    times, sizes = make_times(), make_sizes(150, 1500)
+    for num_decoding in (200, 400, 900):
+        chosen = choose_step_tokens(times, sizes, num_decoding, 1, 0.5, MOST)
+        assert chosen is not None and chosen >= 2 * num_decoding
+
+
+def test_who_comes_now_and_then_is_not_made_to_wait_for_a_long_step() -> None:
+    """Nobody decodes. Alone, a prompt is computed soonest in long steps; who may come would wait for their
+    end."""
+    times, rare, often = make_times(), TurnSizes(), TurnSizes()
+    for sizes, gap_s in ((rare, 100.0), (often, 0.05)):
+        for n in range(200):
+            sizes.observe_time(gap_s * n)
+            sizes.observe(20_000, 1)
+    assert often.get_rate() == pytest.approx(20, rel=0.1) and rare.get_rate() < 0.1
+    by_rate = [choose_step_tokens(times, sizes, 0, 1, 0.0, MOST) for sizes in (rare, often)]
+    assert by_rate[0] is not None and by_rate[1] is not None and by_rate[0] > by_rate[1]
 
 
 def test_few_who_decode_are_held_up_little_while_prefill_is_rare() -> None:
     # Outputs are long, but only one turn decodes now; it counts in full once prefill never ends.
     times, sizes = make_times(), make_sizes(2000, 500)
-    rare, steady = (choose_step_tokens(times, sizes, 1, 3, share, MOST) for share in (0.0, 1.0))
+    for _ in range(40):
+        # A step that mixes both has a cost of its own here.
+        for size in (1000, 2000):
+            times.observe(1 + size, 1, 0.0082 + 0.004 + 4e-5 * size)
+    rare, steady = (choose_step_tokens(times, sizes, 1, 30, share, MOST) for share in (0.0, 1.0))
     assert rare is not None and steady is not None and rare > steady
 
 
@@ -103,17 +136,27 @@ def test_the_chooser_learns_from_steps_and_turns() -> None:
         chooser.observe_step(StepView(0.0, 0.01 + 1e-3 * count, count, count))
         chooser.observe_step(StepView(0.0, 1e-4 * 100 * count, 100 * count, 1))
     few = EngineView(100.0, 16, 1000, 900, 10, 0, 8192)
-    assert chooser.choose(few) is None  # no turn is known yet
     for n in range(20):
         chooser.observe_turn(Turn(f"t{n}", Job("a", 0.0, 1), 0.0, 1000, num_output_tokens=10))
-    assert chooser.choose(dataclasses.replace(few, num_running=1)) is None
+    assert chooser.choose(dataclasses.replace(few, num_running=0)) is None
     many = dataclasses.replace(few, num_waiting=4000, num_free_blocks=100_000)
     # Steps have room: those who wait, wait for memory.
     assert chooser.choose(many) == chooser.choose(few)
     for _ in range(500):
         chooser.observe_step(StepView(0.0, 0.1, 1000, 1, is_full=True))
     assert chooser.choose(few) < chooser.choose(many)
-    assert chooser.choose(few) == chooser.choose(dataclasses.replace(many, num_free_blocks=0))
+
+
+def test_a_step_in_many_is_larger_to_see_what_tokens_cost() -> None:
+    chooser = AdaptiveSteps()
+    view = EngineView(100.0, 16, 1000, 900, 10, 0, 8192)
+    chosen = []
+    for n in range(4 * LOOK_EVERY):
+        chooser.observe_step(StepView(0.05 * n, 0.05, 522, 10, is_full=True))
+        chosen.append(chooser.choose(view))
+    usual = min(each for each in chosen if each is not None)
+    larger = [n for n, each in enumerate(chosen[8:], 8) if each != usual]
+    assert len(larger) <= 5
 
 
 def test_only_adaptive_steps_need_a_chooser() -> None:

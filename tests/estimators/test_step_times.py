@@ -51,18 +51,46 @@ def test_noise_makes_nothing_negative() -> None:
     assert min(times.get_token_s(), times.get_pass_s(), times.get_decode_s(100)) >= 0
 
 
-def test_how_much_prefill_rides_along() -> None:
-    # Before anything shows otherwise, a pass.
-    assert make_times(pass_s=0.008, token_s=4e-5, decode_s=2e-4).get_ride()[1] == pytest.approx(
-        0.008, rel=0.03
-    )
-    for ride_s in (0.0, 0.003, 0.008):
-        times = StepTimes()
-        for n in range(1, 41):
-            times.observe(n, n, 0.008 + 2e-4 * n)
-        for n in range(1, 41):
-            # Ten who decode, and 500 to 20,000 tokens of prefill beside them.
-            times.observe(10 + 500 * n, 10, 0.008 + 2e-3 - ride_s + 4e-5 * 500 * n)
-        token_s, seen_s = times.get_ride()
-        assert token_s == pytest.approx(4e-5, rel=0.01)
-        assert seen_s == pytest.approx(ride_s, abs=2e-4)
+def make_mixed(fixed_s: float, token_s: float, sizes: list[int]) -> StepTimes:
+    """Ten decode in 10 ms, of which a pass takes 8; prefill beside them adds a line."""
+    times = StepTimes()
+    for n in range(1, 41):
+        times.observe(n, n, 0.008 + 2e-4 * n)
+    for size in sizes:
+        times.observe(10 + size, 10, 0.010 + fixed_s + token_s * size)
+    return times
+
+
+@pytest.mark.parametrize("fixed_s", [-0.008, -0.003, 0.0, 0.003])
+def test_what_prefill_adds_to_a_step(fixed_s: float) -> None:
+    # One step in a few is twice as large.
+    times = make_mixed(fixed_s, 4e-5, [500, 500, 500, 1000] * 40)
+    assert times.get_added() == (pytest.approx(fixed_s, abs=1e-3), pytest.approx(4e-5, rel=0.04))
+
+
+def test_contexts_that_grow_do_not_look_like_a_cost_of_mixing() -> None:
+    """Long prompts came late, with small steps: a fit through all of them would take that for a fixed
+    cost."""
+    times = make_mixed(-0.003, 3e-5, [8000] * 30 + [500] * 10)
+    for n in range(300):
+        # The context grows, so each step takes a little longer than the one before.
+        size = 1000 if n % 10 == 0 else 500
+        times.observe(10 + size, 10, 0.010 - 0.003 + 4e-5 * size + 1e-5 * (n % 40))
+    fixed_s, token_s = times.get_added()
+    assert fixed_s == pytest.approx(-0.003, abs=1.5e-3)
+    assert token_s == pytest.approx(4e-5, rel=0.1)
+
+
+def test_while_all_steps_are_alike_half_of_the_time_of_decoding_is_saved() -> None:
+    times = make_mixed(0.0, 4e-5, [500] * 40)
+    assert times.get_added()[0] == pytest.approx(-0.005, rel=0.01)
+    # What such a step takes is right in any case.
+    fixed_s, token_s = times.get_added()
+    assert fixed_s + 500 * token_s == pytest.approx(0.020, rel=0.01)
+
+
+def test_while_equally_many_decode_their_time_is_taken_for_a_pass() -> None:
+    times = StepTimes()
+    for _ in range(20):
+        times.observe(1, 1, 0.008)
+    assert times.get_decode_s(40) == pytest.approx(0.008)

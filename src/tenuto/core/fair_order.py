@@ -18,17 +18,14 @@ from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import TurnState
 from tenuto.core.policy import Key
 from tenuto.core.quota import NOBODY
-
-DECODE_TOKENS = 8.0
-"""Prefill tokens that cost as much as one decoded token; see `tenuto.core.stock_queue`."""
-DECAY = 0.05
-"""Weight of the latest turn in the moving average of output lengths."""
+from tenuto.core.turn_work import MovingMean, get_work
 
 
 @dataclass(slots=True)
 class _Tenant:
     """What one tenant has received, and how many of its turns are in the engine."""
 
+    weight: float
     time: float = 0.0
     credit: float = 0.0
     """Work that was charged but not done, because outputs were shorter than expected."""
@@ -41,14 +38,14 @@ class Service:
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         """`weights`: the shares of some tenants; a tenant that is not named has weight 1."""
-        self._weights: Mapping[str, float] = {}
-        self.set_weights(weights)
         self._tenants: dict[str, _Tenant] = {}
+        self.set_weights(weights)
         self._idle = IndexedHeap()
         """Tenants without a turn that are still ahead of `_now`, by virtual time."""
         self._now = 0.0
         """The virtual time of the tenant served last, when its turn started."""
-        self._mean_output = 0.0
+        self._output = MovingMean()
+        """Output tokens of a turn."""
         self._waiting: OrderedDict[str, TurnState] = OrderedDict()
         """Turns that wait for their first step, in order of arrival."""
         self.num_live_tenants = 0
@@ -62,10 +59,8 @@ class Service:
     def set_weights(self, weights: Mapping[str, float] | None) -> None:
         """Share by other weights from now on; a tenant that is not named has weight 1."""
         self._weights = weights or {}
-
-    def get_weight(self, tenant: str) -> float:
-        """The tenant's share, relative to the other tenants' shares."""
-        return self._weights.get(tenant, 1.0)
+        for name, own in self._tenants.items():
+            own.weight = self._weights.get(name, 1.0)
 
     def get_oldest_arrival_s(self) -> float | None:
         """When the turn arrived that waits longest for its first step; None if none waits."""
@@ -75,11 +70,14 @@ class Service:
     def arrive(self, turn: TurnState) -> None:
         """A turn arrived."""
         name = get_tenant(turn)
-        own = self._tenants.setdefault(name, _Tenant(self._now))
-        self._idle.discard(name)
+        own = self._tenants.get(name)
+        if own is None:
+            own = self._tenants[name] = _Tenant(self._weights.get(name, 1.0), self._now)
+        if not own.num_live:
+            self._idle.discard(name)
+            self.num_live_tenants += 1
         if not own.num_waiting:
             own.time = max(own.time, self._now)
-        self.num_live_tenants += not own.num_live
         self._waiting[turn.turn_id] = turn
         own.num_waiting += 1
         own.num_live += 1
@@ -92,23 +90,22 @@ class Service:
         if own.time > self._now:
             self._now = own.time
             self._forget_idle()
-        num_tokens = max(1, turn.arrival.num_prompt_tokens - turn.num_reusable_tokens)
-        self._charge(turn, num_tokens + DECODE_TOKENS * self._mean_output)
+        self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens))
 
     def put_back(self, turn: TurnState) -> None:
         """A turn that was taken returns to the queue, or leaves, without having started."""
-        if not turn.started:
-            self._charge(turn, 0.0)
+        if turn.charged_work and not turn.started:
+            self._charge(turn, self._tenants[get_tenant(turn)], 0.0)
 
     def start(self, turn: TurnState, num_hit_tokens: int) -> None:
         """A turn got its first step."""
         if not turn.charged_work:
             self.take(turn)
-        self._tenants[get_tenant(turn)].num_waiting -= 1
+        own = self._tenants[get_tenant(turn)]
+        own.num_waiting -= 1
         del self._waiting[turn.turn_id]
-        turn.num_expected_tokens = turn.arrival.num_prompt_tokens + self._mean_output
-        num_tokens = max(1, turn.arrival.num_prompt_tokens - num_hit_tokens)
-        self._charge(turn, num_tokens + DECODE_TOKENS * self._mean_output)
+        turn.num_expected_tokens = turn.arrival.num_prompt_tokens + self._output.value
+        self._charge(turn, own, self._get_work(turn, num_hit_tokens))
 
     def leave(self, turn: TurnState, num_output_tokens: int) -> None:
         """A turn ended, or left before it started."""
@@ -116,13 +113,13 @@ class Service:
         own = self._tenants[name]
         own.num_live -= 1
         if turn.started:
-            num_tokens = max(1, turn.arrival.num_prompt_tokens - turn.num_hit_tokens)
-            self._charge(turn, num_tokens + DECODE_TOKENS * num_output_tokens)
-            self._mean_output += DECAY * (num_output_tokens - self._mean_output)
+            num_prompt_tokens = turn.arrival.num_prompt_tokens
+            self._charge(turn, own, get_work(num_prompt_tokens, turn.num_hit_tokens, num_output_tokens))
+            self._output.observe(num_output_tokens)
         else:
             own.num_waiting -= 1
             del self._waiting[turn.turn_id]
-            self._charge(turn, 0.0)
+            self._charge(turn, own, 0.0)
         if not own.num_live:
             self.num_live_tenants -= 1
             self._idle.push(name, (own.time,))
@@ -132,15 +129,20 @@ class Service:
             self._tenants.clear()
             self._idle = IndexedHeap()
 
-    def _charge(self, turn: TurnState, work: float) -> None:
-        """Charge a turn's work, of which a part may be charged already."""
-        name = get_tenant(turn)
-        own = self._tenants[name]
+    def _get_work(self, turn: TurnState, num_hit_tokens: int) -> float:
+        """The work of a turn whose output is not known yet."""
+        return get_work(turn.arrival.num_prompt_tokens, num_hit_tokens, self._output.value)
+
+    def _charge(self, turn: TurnState, own: _Tenant, work: float) -> None:
+        """Charge a turn's work to its tenant; a part of it may be charged already."""
         # A virtual time never decreases, or the order of the tenants would have to be corrected at once.
         due = work - turn.charged_work - own.credit
         turn.charged_work = work
-        own.credit = max(0.0, -due)
-        own.time += max(0.0, due) / self.get_weight(name)
+        if due > 0.0:
+            own.credit = 0.0
+            own.time += due / own.weight
+        else:
+            own.credit = -due
 
     def _forget_idle(self) -> None:
         """Forget tenants that would start at `_now` anyway, so that only busy tenants use memory."""

@@ -7,7 +7,15 @@ no step times, and it moves exactly as fast as the engine:
     began     work of all turns that have started so far, in prefill tokens
     backlog   work that stock vLLM would have to do for the turns that wait now
     saved     work that stock would still have to do, because hits of the policy's leases saved it here
-    due       began + 1.1 × (backlog + saved) + one turn of service, fixed when the turn arrives
+    due       began + 1.1 × turns to come × (backlog + saved) + one turn of service, fixed on arrival
+
+In stock every turn of a job waits. A policy that completes jobs one after the other lets them wait once,
+before their first turn. So a turn may wait as long as all turns that jobs of its kind still send
+(`turns_to_come`). A single request, and every turn of an unknown kind, may wait as long as in stock.
+
+A turn with a short prompt costs others little if it is on time. The shorter it is, the less of what is beyond
+`began` + backlog it may be made to wait. Short is what is short beside the latest turns, so a flood of short
+turns gets what all turns get.
 
 A turn that still waits when `began` reaches its `due` is *overdue*: other turns went before it, and their
 prefix hits saved less work than that took. A preempted turn goes before all others in stock, so its backlog
@@ -24,12 +32,11 @@ from collections.abc import Iterator
 from tenuto.core.jobs import TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
+from tenuto.core.turn_work import MIN_WEIGHT, MovingMean, get_work
+from tenuto.core.turns_to_come import TurnsToCome
 
-DECODE_TOKENS = 8.0
-"""Prefill tokens that cost as much as one decoded token. `tenuto.sim.cost` gives 5 to 15 on GPUs. The value
-is on both sides of each comparison, so it need not be exact."""
-DECAY = 0.05
-"""Smallest weight of the latest turn in a moving average; the first turns weigh more."""
+SHORT = 0.25
+"""A turn whose prompt is shorter than this share of the mean may be made to wait less."""
 
 
 def make_stock_queue(policy: Policy, limits: Limits, num_cache_tokens: int) -> StockQueue | None:
@@ -63,13 +70,14 @@ class StockQueue:
         self._num_allocated = 0.0
         """Tokens that stock vLLM would have allocated for all turns that have arrived so far."""
         self._tokens_per_work = 1.0
-        self._num_served = 0
-        self._mean_output = 0.0
-        """Mean number of output tokens; used for turns whose output is not known yet."""
-        self._mean_service = 0.0
-        """Mean amount of work that the engine begins from a turn's start, this turn included, to its end."""
-        self._mean_service_s = 0.0
-        """Mean time from a turn's start to its end, in seconds."""
+        self._prompt = MovingMean()
+        """Prompt tokens of a turn."""
+        self._output = MovingMean()
+        """Output tokens of a turn; used for turns whose output is not known yet."""
+        self._service = MovingMean()
+        """Work that the engine begins from a turn's start, this turn included, to its end."""
+        self._service_s = MovingMean()
+        """Time from a turn's start to its end, in seconds."""
         self._last_start_s = 0.0
         self._due: list[tuple[float, int, TurnState]] = []
         """A heap of turns by `due`, then by when it was fixed. Turns that no longer wait are skipped."""
@@ -77,12 +85,14 @@ class StockQueue:
         self._waiting: dict[str, TurnState] = {}
         """Turns that wait and are not overdue, in the order in which they began to wait."""
         self._overdue: dict[str, TurnState] = {}
+        self._to_come = TurnsToCome()
 
     def arrive(self, turn: TurnState, num_leased_tokens: int = 0) -> None:
         """A turn arrived. `num_leased_tokens`: tokens that leases keep now; no more can have been saved."""
         self._num_arrived += 1
         self._num_live += 1
         num_prompt_tokens = turn.arrival.num_prompt_tokens
+        self._prompt.observe(num_prompt_tokens)
         self._num_live_tokens += num_prompt_tokens
         turn.number = self._num_arrived
         turn.waits_since_s = turn.arrival_s
@@ -93,11 +103,17 @@ class StockQueue:
         turn.stock_work = work = self._get_work(turn, num_hit_tokens)
         # A turn whose cache is kept gets no extra time: the longer it waits, the longer memory is idle.
         saved = 0.0 if turn.num_reusable_tokens else min(self._saved, num_leased_tokens)
-        self._fix_due(turn, (1 + self._over) * (self._backlog + saved))
+        job = turn.job
+        if job.num_turns > 1:
+            self._to_come.follow(job.tenant, job.kind)
+        # In stock, every turn of a job waits. Here they may all wait at once, before the first of them.
+        num_waits = self._to_come.get(job.tenant, job.kind)
+        wait = (1 + self._over) * num_waits * (self._backlog + saved)
+        self._fix_due(turn, self._backlog, wait - self._backlog)
         self._backlog += work
-        num_tokens = num_prompt_tokens - num_hit_tokens + self._mean_output
+        num_tokens = num_prompt_tokens - num_hit_tokens + self._output.value
         self._num_allocated += num_tokens
-        self._tokens_per_work += DECAY * (num_tokens / work - self._tokens_per_work)
+        self._tokens_per_work += MIN_WEIGHT * (num_tokens / work - self._tokens_per_work)
 
     def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
         """A turn got its first step."""
@@ -115,7 +131,7 @@ class StockQueue:
         turn.waits_since_s = now_s
         self._waiting[turn.turn_id] = turn
         if self._over is not None:
-            self._fix_due(turn, 0.0)
+            self._fix_due(turn, 0.0, 0.0)
 
     def resume(self, turn: TurnState, now_s: float) -> None:
         """A preempted turn runs again."""
@@ -133,11 +149,10 @@ class StockQueue:
             return
         if not self._forget(turn):
             self._num_running -= 1
-        self._num_served += 1
-        weight = max(DECAY, 1 / self._num_served)
-        self._mean_output += weight * (num_output_tokens - self._mean_output)
-        self._mean_service += weight * (self._began - turn.stock_start - self._mean_service)
-        self._mean_service_s += weight * (now_s - turn.start_s - self._mean_service_s)
+        self._output.observe(num_output_tokens)
+        self._service.observe(self._began - turn.stock_start)
+        self._service_s.observe(now_s - turn.start_s)
+        self._to_come.finish(turn.job.tenant, turn.job.kind)
         # Stock vLLM would allocate blocks for the turns that wait before it allocates for later arrivals.
         num_allocated = self._num_allocated - self._tokens_per_work * self._backlog
         turn.job.stock_mark = num_allocated + self._num_cache_tokens - self._count_running_tokens()
@@ -166,16 +181,25 @@ class StockQueue:
         all turns waiting.
         """
         latest_s = turn.waits_since_s + self._max_wait_s
-        if self._over is None or self._overdue or not self._mean_service_s > 0:
+        if self._over is None or self._overdue or not self._service_s.value > 0:
             return latest_s
-        return min(latest_s, max(turn.waits_since_s, self._last_start_s) + self._mean_service_s)
+        return min(latest_s, max(turn.waits_since_s, self._last_start_s) + self._service_s.value)
 
-    def _fix_due(self, turn: TurnState, wait: float) -> None:
+    def _fix_due(self, turn: TurnState, wait: float, more: float) -> None:
+        """`wait`: its wait in stock; `more`: how much longer a turn that is not short may wait."""
         # Until a turn has ended, the turn itself is the best guess of what one turn of service is.
-        service = self._mean_service if self._num_served else turn.stock_work
-        turn.stock_due = self._began + wait + service
+        service = self._service.value if self._service.num_values else turn.stock_work
+        turn.stock_due = self._began + wait + self._get_share(turn) * (more + service)
         self._num_fixed += 1
         heapq.heappush(self._due, (turn.stock_due, self._num_fixed, turn))
+
+    def _get_share(self, turn: TurnState) -> float:
+        """The share of the extra time that a turn may be made to wait: less if its prompt is short.
+
+        A short one is served at little cost to others, and it saves its client the more to be on time.
+        """
+        num_tokens, mean = turn.arrival.num_prompt_tokens, self._prompt.value
+        return min(1.0, num_tokens / (SHORT * mean)) if mean > 0 else 1.0
 
     def _find_due(self) -> TurnState | None:
         """The waiting turn whose `due` has been reached first, if any has."""
@@ -202,8 +226,7 @@ class StockQueue:
         return self._num_live_tokens / self._num_live * num_running if num_running else 0.0
 
     def _get_work(self, turn: TurnState, num_hit_tokens: int) -> float:
-        work = turn.arrival.num_prompt_tokens - num_hit_tokens + DECODE_TOKENS * self._mean_output
-        return work if work > 1.0 else 1.0
+        return get_work(turn.arrival.num_prompt_tokens, num_hit_tokens, self._output.value)
 
     def _save(self, turn: TurnState, num_hit_tokens: int) -> None:
         """A turn hit what stock would not. In stock, its job could not have sent its next turn already."""

@@ -2,23 +2,26 @@
 
 A step of T prefill tokens takes about
 
-    f(T) = what decoding alone takes − ride + √(ride² + (T · token)²)       seconds
+    f(T) = what decoding alone takes + fixed + T · token       seconds
 
-as prefill rides along with one pass over the weights until it takes as long itself: `ride` is what that
-comes to, at most a pass, and less where kernels gain little from being fed together. Per prefill token
+`fixed` is below zero where prefill rides along with the pass over the weights, and above it where a step that
+mixes both has a cost of its own. Per prefill token
 
 - those who wait for prefill, m turns, lose the step, f(T) / T each;
 - those who decode, n turns, lose what the step is longer than theirs, (f(T) − f(0)) / T each. How many
   these are is a matter of T as well: while there is always more to compute, T tokens begin T / w turns a
   step, and each decodes for L steps, with w the tokens that a turn has to compute and L those that it
-  generates. So n / T is L / w then, and no more than that at other times.
+  generates. So n / T is L / w then, and no more than that at other times;
+- turns begin and end with a step. One that arrives waits for half a step on average, and so does the one
+whose
+  last tokens share a step with others.
 
-The best T has the least loss of both together. Long outputs want small steps, short ones and long queues
-large ones.
+The best T has the least loss of all together. Long outputs want small steps, short ones and long queues large
+ones.
 
-m counts those who would start if only prefill were faster: not those who wait for memory. And those who come
-while the engine is busy wait for what it still has to do: ρ / (1 − ρ)² turns for a queue with one server (the
-derivative of Pollaczek's and Khinchine's mean wait), with ρ the share of steps that are full.
+m counts those who would start if only prefill were faster, not those who wait for memory; or those to come
+while the engine is busy, if they are more: (2 − ρ) · ρ / (2 · (1 − ρ)²) turns, with ρ the share of the time
+in full steps (the derivative of the mean wait of Pollaczek and Khinchine, by the time of service).
 """
 
 from __future__ import annotations
@@ -34,6 +37,17 @@ MIN_STEP_TOKENS = 512
 """Smaller steps gain nothing on GPUs from the A100 to the B200: kernels lose what decoding gains."""
 MAX_BUSY_SHARE = 0.8
 """Bound of the busy share; beyond it, the current queue says more than the expected queue."""
+FIRST_STEP_TOKENS = 2048
+"""Before steps were observed: vLLM's default on small GPUs, which no engine suffers from for long."""
+TYPICAL_TURN = (2000.0, 100.0)
+"""Tokens that a turn computes and generates, as one turn seen before the first: of agents, in public
+traces."""
+BUSY_S = 30.0
+"""Time over which the share of time in full steps is averaged."""
+LOOK_EVERY = 64
+"""One step in so many is twice as large as it should be."""
+RATE_S = 30.0
+"""Time over which the rate of turns is averaged."""
 DECAY = 0.99
 """Factor on a turn's weight for each later turn."""
 FULL_DECAY = 0.02
@@ -49,28 +63,45 @@ def make_step_chooser(step_tokens: StepTokens | None) -> StepChooser | None:
 class TurnSizes:
     """Mean tokens that turns compute and generate, of the latest hundred or so."""
 
-    weight: float = 0.0
-    computed: float = 0.0
-    generated: float = 0.0
+    weight: float = 1.0
+    computed: float = TYPICAL_TURN[0]
+    generated: float = TYPICAL_TURN[1]
+    _num_recent: float = 0.0
+    _since_s: float | None = None
+    _now_s: float = 0.0
+
+    def observe_time(self, now_s: float) -> None:
+        """The time of a step."""
+        if self._since_s is None:
+            self._since_s = now_s
+        self._num_recent *= math.exp((self._now_s - now_s) / RATE_S) if now_s > self._now_s else 1.0
+        self._now_s = max(now_s, self._now_s)
+
+    def get_rate(self) -> float:
+        """Turns that finish a second, of late; so many also come, or a few more."""
+        elapsed_s = self._now_s - (self._now_s if self._since_s is None else self._since_s)
+        return self._num_recent / (RATE_S * (1 - math.exp(-elapsed_s / RATE_S))) if elapsed_s > 0 else 0.0
 
     def observe(self, num_computed_tokens: int, num_output_tokens: int) -> None:
         """Count one turn that finished."""
+        self._num_recent += 1
         self.weight = DECAY * self.weight + 1
         self.computed = DECAY * self.computed + max(1, num_computed_tokens)
         self.generated = DECAY * self.generated + num_output_tokens
 
 
-def count_prefilling(sizes: TurnSizes, num_waiting: int, num_free_tokens: int, full_share: float) -> float:
+def count_prefilling(
+    sizes: TurnSizes, num_waiting: int, num_free_tokens: int, full_share: float, busy_share: float
+) -> float:
     """Number of turns that slow prefill delays: waiting turns, and turns expected to come.
 
     `num_free_tokens`: free room in the KV cache. `full_share`: share of the steps without room for more
-    prefill.
+    prefill. `busy_share`: share of the time that such steps take.
     """
-    if not sizes.weight:
-        return 1.0
     num_that_fit = num_free_tokens * sizes.weight / sizes.computed
-    busy = min(full_share, MAX_BUSY_SHARE)
-    return 1 + full_share * min(num_waiting, num_that_fit) + busy / (1 - busy) ** 2
+    busy = min(busy_share, MAX_BUSY_SHARE)
+    to_come = (2 - busy) * busy / (2 * (1 - busy) ** 2)
+    return 1 + max(full_share * min(num_waiting, num_that_fit), to_come)
 
 
 def choose_step_tokens(
@@ -85,24 +116,30 @@ def choose_step_tokens(
 
     `full_share`: as in `count_prefilling`. None before steps and turns were observed.
     """
-    token_s, ride_s = times.get_ride()
-    if token_s <= 0 or not sizes.weight:
-        return None
+    fixed_s, token_s = times.get_added()
+    if token_s <= 0:
+        return min(FIRST_STEP_TOKENS, most)
     decode_s = times.get_decode_s(num_decoding)
-    ride_s = min(ride_s, decode_s)
     steady = sizes.generated / sizes.computed
     # There is always more to compute when one full step follows another.
     always_more = full_share**2
 
+    turns_per_token, rate = sizes.weight / sizes.computed, sizes.get_rate()
+
     def get_loss(num_tokens: int) -> float:
         num_prefill_tokens = max(1, num_tokens - num_decoding)
-        step_s = decode_s - ride_s + math.hypot(ride_s, num_prefill_tokens * token_s)
+        step_s = decode_s + max(0.0, fixed_s + num_prefill_tokens * token_s)
         present = min(steady, num_decoding / num_prefill_tokens)
         decoding = always_more * steady + (1 - always_more) * present
-        return num_prefilling * step_s / num_prefill_tokens + decoding * (step_s - decode_s)
+        return (
+            num_prefilling * step_s / num_prefill_tokens
+            + decoding * (step_s - decode_s)
+            + (rate * step_s / num_prefill_tokens + full_share * turns_per_token) * step_s / 2
+        )
 
-    # Kernels work in tiles: what does not fill the last ones is lost.
-    sizes_to_try = [MIN_STEP_TOKENS << n for n in range(16) if MIN_STEP_TOKENS << n < most]
+    # Kernels work in tiles: what does not fill the last ones is lost. Half of a step is for prefill at least.
+    least = max(MIN_STEP_TOKENS, 2 * num_decoding)
+    sizes_to_try = [MIN_STEP_TOKENS << n for n in range(16) if least <= MIN_STEP_TOKENS << n < most]
     return min([*sizes_to_try, most], key=get_loss)
 
 
@@ -117,11 +154,20 @@ class AdaptiveSteps:
     _sizes: TurnSizes = field(default_factory=TurnSizes)
     _full_share: float = 0.0
     """The share of steps that were full."""
+    _busy_share: float = 0.0
+    _now_s: float = 0.0
+    _num_steps: int = 0
 
     def observe_step(self, step: StepView) -> None:
         """Learn how long steps take, and whether they are full."""
         self._times.observe(step.num_tokens, step.num_requests, step.duration_s)
+        self._sizes.observe_time(step.now_s)
         self._full_share += FULL_DECAY * (step.is_full - self._full_share)
+        elapsed_s = max(step.duration_s, step.now_s - self._now_s if self._now_s else 0.0)
+        self._now_s = step.now_s
+        share = step.is_full * step.duration_s / elapsed_s if elapsed_s > 0 else 0.0
+        self._busy_share += (1 - math.exp(-elapsed_s / BUSY_S)) * (share - self._busy_share)
+        self._num_steps += 1
 
     def observe_turn(self, turn: Turn) -> None:
         """Learn how many tokens turns compute and generate."""
@@ -130,12 +176,14 @@ class AdaptiveSteps:
     def choose(self, view: EngineView) -> int | None:
         """The most tokens of the next step; None while nothing is known, or if no turn would be delayed."""
         num_others = view.num_running - 1
-        if num_others < 1:
+        if num_others < 0:
             return None
         num_waiting = view.num_waiting + view.num_parked
         num_free_tokens = view.num_free_blocks * view.block_size
-        num_prefilling = count_prefilling(self._sizes, num_waiting, num_free_tokens, self._full_share)
-        return choose_step_tokens(
+        num_prefilling = count_prefilling(
+            self._sizes, num_waiting, num_free_tokens, self._full_share, self._busy_share
+        )
+        chosen = choose_step_tokens(
             self._times,
             self._sizes,
             num_others,
@@ -143,3 +191,7 @@ class AdaptiveSteps:
             self._full_share,
             view.max_num_batched_tokens,
         )
+        if chosen is not None and self._num_steps % LOOK_EVERY == 0:
+            # A larger step now and then shows what tokens cost, and whether steps have a cost of their own.
+            chosen = min(2 * chosen, view.max_num_batched_tokens)
+        return chosen

@@ -4,8 +4,7 @@
     step with prefill:       fixed + token_s · prefill tokens + decode_s · requests
 
 Memory-bound decoding and compute-bound prefill share a step, so each kind of step has its own fit. A third
-fit is of the time that prefill adds to a step with the same number of decodes. Its intercept is below zero,
-because prefill costs nothing extra until it takes longer than the pass over the weights.
+fit is of the time that prefill adds to a step with the same number of decodes.
 """
 
 from __future__ import annotations
@@ -14,6 +13,16 @@ DECAY = 0.998
 """Factor on a step's weight for each later step: a memory of about 500 steps."""
 MIN_PREFILL_TOKENS = 64
 """With fewer prefill tokens, prefill adds no time to a step that decodes."""
+ADDED_DECAY = 0.99
+"""The same for the time that prefill adds: contexts change with each prompt."""
+DIFFERENCE_DECAY = 0.95
+"""The same for differences between steps; only one step in some ten has one."""
+MIN_ADDED_TOKENS = 256
+"""With fewer, prefill rides along in part: such steps lie above the line of longer ones."""
+MIN_DIFFERENCE = 128
+"""Steps that differ by fewer tokens say little of the slope."""
+PRIOR_XX = 2.0 * 512**2
+"""The guess counts as much as two differences of 512 tokens."""
 MIN_STEPS = 5
 """Number of steps of a kind from which other estimates use its fit."""
 
@@ -31,23 +40,63 @@ class _Moments:
         self.xx = self.xx * DECAY + x * x
         self.xy = self.xy * DECAY + x * y
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether the x differ."""
+        return self.weight * self.xx - self.x * self.x > 1e-6 * self.weight * self.xx
+
     def get_line(self) -> tuple[float, float]:
         """Intercept and slope, neither negative; a line through the origin where all x are alike."""
-        line = self.try_get_line()
-        if line is None:
+        if not self.is_spread:
             return 0.0, self.y / self.x if self.x else 0.0
-        return line if line[0] >= 0 else (0.0, self.xy / self.xx)
-
-    def try_get_line(self) -> tuple[float, float] | None:
-        """Intercept, which may be negative, and slope, which may not; None where all x are alike."""
         spread = self.weight * self.xx - self.x * self.x
-        if spread <= 1e-6 * self.weight * self.xx:
-            return None
         slope = max(0.0, (self.weight * self.xy - self.x * self.y) / spread)
-        return (self.y - slope * self.x) / self.weight, slope
+        intercept = (self.y - slope * self.x) / self.weight
+        return (intercept, slope) if intercept >= 0 else (0.0, self.xy / self.xx)
 
     def __repr__(self) -> str:
         return f"({self.weight!r}, {self.x!r}, {self.y!r}, {self.xx!r}, {self.xy!r})"
+
+
+class _Added:
+    """The time that prefill adds to a step: a line through its tokens, of the latest hundred or so steps.
+
+    The slope comes from the *differences* between one step and the next. Two steps in a row have nearly the
+    same contexts, so these do not disturb it. The line goes through the mean of the steps. While no two
+    steps differed, half of the time of decoding is taken to be saved by computing both together.
+    """
+
+    def __init__(self) -> None:
+        self.weight = self.tokens = self.added_s = self.decode_s = 0.0
+        self.xx = self.xy = 0.0
+        self.last: tuple[float, float] | None = None
+
+    def observe(self, num_tokens: float, added_s: float, decode_s: float) -> None:
+        if num_tokens < MIN_ADDED_TOKENS:
+            self.last = None
+            return
+        self.weight = ADDED_DECAY * self.weight + 1
+        self.tokens = ADDED_DECAY * self.tokens + num_tokens
+        self.added_s = ADDED_DECAY * self.added_s + added_s
+        self.decode_s = ADDED_DECAY * self.decode_s + decode_s
+        if self.last is not None:
+            x, y = num_tokens - self.last[0], added_s - self.last[1]
+            if abs(x) >= MIN_DIFFERENCE:
+                self.xx = DIFFERENCE_DECAY * self.xx + x * x
+                self.xy = DIFFERENCE_DECAY * self.xy + x * y
+        self.last = (num_tokens, added_s)
+
+    def get_line(self, pass_s: float) -> tuple[float, float]:
+        """Intercept and slope. The intercept has either sign, and is at most half a pass over the weights."""
+        mean_tokens, mean_s = self.tokens / self.weight, self.added_s / self.weight
+        guess = (mean_s + self.decode_s / self.weight / 2) / mean_tokens
+        slope = max(0.0, (self.xy + PRIOR_XX * guess) / (self.xx + PRIOR_XX))
+        fixed_s = min(mean_s - slope * mean_tokens, pass_s / 2)
+        return fixed_s, max(0.0, mean_s - fixed_s) / mean_tokens
+
+    def __repr__(self) -> str:
+        sums = (self.weight, self.tokens, self.added_s, self.decode_s, self.xx, self.xy)
+        return f"_Added({sums!r}, {self.last!r})"
 
 
 class StepTimes:
@@ -56,7 +105,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._decode = _Moments()
         self._prefill = _Moments()
-        self._added = _Moments()
+        self._added = _Added()
 
     def observe(self, num_tokens: int, num_requests: int, duration_s: float) -> None:
         """Count one step: its tokens, and its requests (each counts as one that decodes)."""
@@ -67,8 +116,8 @@ class StepTimes:
             self._decode.observe(num_requests, duration_s)
         else:
             self._prefill.observe(num_tokens, duration_s)
-            if self._decode.weight > MIN_STEPS:
-                self._added.observe(num_prefill_tokens, duration_s - self.get_decode_s(num_requests))
+            decode_s = self.get_decode_s(num_requests)
+            self._added.observe(num_prefill_tokens, duration_s - decode_s, decode_s)
 
     def get_token_s(self) -> float:
         """Seconds that one more prefill token takes; 0 before any was seen."""
@@ -76,28 +125,34 @@ class StepTimes:
 
     def get_decode_s(self, num_requests: int) -> float:
         """Seconds of a step that decodes for so many requests; 0 before any was seen."""
-        fixed, slope = self._decode.get_line()
+        fixed, slope = self._get_decode_line()
         return fixed + slope * num_requests
 
     def get_pass_s(self) -> float:
         """Seconds of a step that do not depend on its requests: one pass over the weights, and host time."""
-        return self._decode.get_line()[0]
+        return self._get_decode_line()[0]
 
-    def get_ride(self) -> tuple[float, float]:
-        """Seconds that a prefill token adds to a step, and seconds of prefill that add no time to it.
+    def get_added(self) -> tuple[float, float]:
+        """What prefill adds to a step that decodes, as a line: seconds at no token, and seconds a token.
 
-        The latter is what a step with much prefill takes less than its tokens and its decoding would one
-        after the other: a whole pass at best, nothing where kernels gain nothing from being fed together.
+        The former is below zero where kernels gain from being fed together, and above it where a step that
+        mixes both has a cost of its own. (0, 0) before any was seen.
         """
-        line = self._added.try_get_line() if self._added.weight > MIN_STEPS else None
-        if line is None:
-            return self.get_token_s(), self.get_pass_s()
-        return line[1] or self.get_token_s(), max(0.0, -line[0])
+        if self._added.weight <= MIN_STEPS:
+            return 0.0, self.get_token_s()
+        return self._added.get_line(self.get_pass_s())
 
     def get_tokens_per_decode(self) -> float:
         """Prefill tokens that take as long as one more decoding request adds to a step; 1 to 50."""
-        token_s, decode_s = self.get_token_s(), self._decode.get_line()[1]
+        token_s, decode_s = self.get_token_s(), self._get_decode_line()[1]
         return min(50.0, max(1.0, decode_s / token_s)) if token_s > 0 else 10.0
+
+    def _get_decode_line(self) -> tuple[float, float]:
+        fit = self._decode
+        if fit.is_spread:
+            return fit.get_line()
+        # As long as equally many decoded in all steps: most of such a step is the pass over the weights.
+        return (fit.y / fit.weight, 0.0) if fit.weight else (0.0, 0.0)
 
     def __repr__(self) -> str:
         return f"StepTimes({self._decode!r}, {self._prefill!r}, {self._added!r})"

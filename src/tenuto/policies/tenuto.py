@@ -40,6 +40,9 @@ FIRST = -1e12
 """The value of a lease that is not worth its memory. It is reclaimed before all others, for any turn."""
 FULL_DECAY = 0.02
 """Weight of the latest step in the moving average `_full_share`: the share of steps that were full."""
+MAX_LOOK_UPS = 64
+"""While more turns wait, first turns are not looked up in the cache: at every rekey each costs as much as its
+start."""
 MIN_RETURNS = 0.3
 """If a smaller share of similar jobs comes back, their KV is not held. Then it is evicted as in vLLM: the
 least recently used blocks first."""
@@ -50,8 +53,9 @@ class Tenuto(Policy, Learns, Reports):
     """Least remaining work first, and everything follows from that order.
 
     - *Which turn runs next*: jobs are ordered by arrival time. A job moves back by `stretch` seconds for each
-      second of work that it is expected to still need. This shift is scaled by how accurate such
-      predictions have been; without any trust in them, the order is first come, first served.
+      second of work that it is expected to still need. Such guesses are drawn towards the mean by how wrong
+      they have been; without any trust in them, the order is first come, first served. What is known needs
+      no trust: a turn with little to compute, after which its job is likely to pause, goes early.
     - *Which KV stays*: the KV of every job stays through every tool call, as long as no turn needs the
       memory. A turn that needs memory reclaims it from jobs behind it in the order, starting with the last
       job. It waits rather than reclaim from a job before it. So jobs at the front are never recomputed, and
@@ -68,7 +72,12 @@ class Tenuto(Policy, Learns, Reports):
     lengths and tool times from earlier jobs. Stock vLLM never calls `load`.
     """
 
-    needs: ClassVar[Needs] = Needs(rekey_s=2.0, engine=EngineSettings(offload="async", step_tokens=ADAPTIVE))
+    needs: ClassVar[Needs] = Needs(
+        rekey_s=2.0,
+        max_waiting_with_hits=MAX_LOOK_UPS,
+        hits_of="first",
+        engine=EngineSettings(offload="async", step_tokens=ADAPTIVE),
+    )
 
     stretch: float = setting(
         500.0, "seconds by which a job is put back for each second of work it still needs", minimum=0
@@ -95,12 +104,18 @@ class Tenuto(Policy, Learns, Reports):
         return (-self._get_place(turn),)
 
     def _get_place(self, turn: Turn) -> float:
-        new_tokens = turn.num_prompt_tokens - self._contexts.get(turn.job.job_id, 0)
-        return self._get_place_of(turn.job, float(max(1, new_tokens)))
+        """The place of a turn that waits or runs: its new prompt tokens are known."""
+        known = max(self._contexts.get(turn.job.job_id, 0), turn.num_cached_tokens or 0)
+        new_tokens = max(1, turn.num_prompt_tokens - known)
+        return self._get_place_of(turn.job, self._work.get_rank(turn.job, float(new_tokens)))
 
-    def _get_place_of(self, job: Job, next_turn: float | None = None) -> float:
-        left_s = self._steps.get_token_s() * self._work.get_work_left(job.job_id, next_turn)
-        return job.arrival_s + self.stretch * self._work.get_trust() * left_s
+    def _get_place_of(self, job: Job, work: float) -> float:
+        """The place of a job with so much work, in prefill tokens."""
+        return job.arrival_s + self.stretch * self._steps.get_token_s() * work
+
+    def _get_lease_place(self, job: Job) -> float:
+        """The place of a job in a tool call."""
+        return self._get_place_of(job, self._work.get_work_left(job))
 
     # Memory.
 
@@ -122,7 +137,7 @@ class Tenuto(Policy, Learns, Reports):
             return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
         left_s, worth_s = self._get_tool_left_s(turn, idle_s), self._get_worth_s(view)
         why = None if left_s <= worth_s else LeaseRefusal.PRICE
-        value = -self._get_place_of(turn.job) if why is None else FIRST
+        value = -self._get_lease_place(turn.job) if why is None else FIRST
         # Reconsider later: the worth changes with the load. The expected rest of the tool's time changes as
         # well,
         # because it is estimated from calls that took at least as long.
@@ -133,6 +148,10 @@ class Tenuto(Policy, Learns, Reports):
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
         """Evict first what is not worth its memory, oldest first; then the last in the order."""
         return (lease.value, lease.granted_s)
+
+    def tier_key(self, turn: Turn, view: EngineView) -> Key:
+        """Host memory gives up the last in the order first."""
+        return (-self._get_lease_place(turn.job),)
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
         """Allow turns before it in the order; allow any turn if the lease is not worth its memory."""
@@ -181,6 +200,7 @@ class Tenuto(Policy, Learns, Reports):
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """Learn how long tools take."""
         self._returns.come_back(turn.job.job_id)
+        self._work.come_back(turn.job.job_id, tool_s)
         if tool is not None:
             self._tools.observe(tool.name, tool_s)
 
@@ -192,11 +212,12 @@ class Tenuto(Policy, Learns, Reports):
         if not turn.is_last:
             num_computed = turn.num_prompt_tokens - turn.num_hit_tokens + turn.num_output_tokens
             self._returns.leave(turn.job, _get_tool_name(turn), max(0, num_computed))
-        new_tokens = max(1, turn.num_prompt_tokens - self._contexts.get(job_id, 0))
+        # Of a first turn, what other jobs had computed is not its work.
+        known = self._contexts.get(job_id, turn.num_hit_tokens)
+        new_tokens = max(1, turn.num_prompt_tokens - known)
         self._contexts[job_id] = turn.num_prompt_tokens + turn.num_output_tokens
-        self._work.observe_turn(
-            job_id, new_tokens + self._steps.get_tokens_per_decode() * turn.num_output_tokens
-        )
+        work = new_tokens + self._steps.get_tokens_per_decode() * turn.num_output_tokens
+        self._work.observe_turn(turn.job, float(new_tokens), work, stops=turn.tool is None)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
         """Learn how long jobs are."""
