@@ -1,0 +1,214 @@
+"""Which copies a tier below the GPU gives up first; the simulator and the vLLM plugin share this order."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tenuto.core.policy import Key
+
+MIN_HEAP = 64
+"""The heap is rebuilt only when it is larger than this, and most of its entries are out of date."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    before: Hashable | None
+    """The chunk that this one continues."""
+    needs_before: bool
+    """Whether this chunk is worth nothing without the one before it."""
+    rank: tuple[Key, int, int]
+    owner: Hashable | None
+    num_pins: int = 0
+
+
+class TierOrder:
+    """The chunks of a tier, in the order in which it gives them up.
+
+    The turn that used a chunk last gives it its rank: the policy's key first, then how recently it was used.
+    A chunk goes only after all chunks that continue it: tails before prefixes, whatever their ranks.
+    So the chunks of a sequence that are present are always its first ones. Without keys this is the order
+    of the least recently used.
+
+        A ── B ── C        C goes before B, and D before B; A goes last
+              └── D
+
+    Every operation takes O(log n) time per chunk. Layer groups whose chunks do not build on each other
+    (sliding windows) put them with `needs_before=False`: then only rank counts, and rank goes from the tail.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: dict[Hashable, _Chunk] = {}
+        self._num_behind: dict[Hashable, int] = {}
+        self._tails: dict[Hashable, Hashable] = {}
+        self._heap: list[tuple[tuple[Key, int, int], int, Hashable]] = []
+        self._num_uses = 0
+        self._num_pushed = 0
+
+    def __contains__(self, chunk: Hashable) -> bool:
+        return chunk in self._chunks
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._chunks)
+
+    def begin_use(self) -> int:
+        """The number of one use, later than all before it."""
+        self._num_uses += 1
+        return self._num_uses
+
+    def put(  # noqa: PLR0913 - all of one chunk
+        self,
+        chunk: Hashable,
+        before: Hashable | None,
+        key: Key,
+        place: tuple[int, int],
+        *,
+        owner: Hashable | None = None,
+        needs_before: bool = True,
+        num_pins: int = 0,
+    ) -> None:
+        """Add a chunk, or give it a new rank.
+
+        `place`: the number of the use, and the chunk's in the sequence. `owner`: the job that used it last.
+        Keys of one tier are comparable.
+        """
+        rank = (key, place[0], -place[1])
+        known = self._chunks.get(chunk)
+        if known is None:
+            self._chunks[chunk] = _Chunk(before, needs_before, rank, owner, num_pins)
+            if before is not None and needs_before:
+                self._num_behind[before] = self._num_behind.get(before, 0) + 1
+        else:
+            if known.owner != owner and self._tails.get(known.owner) == chunk:
+                # Who used it before used nothing behind it, and all before it is the new owner's too.
+                del self._tails[known.owner]
+            known.rank, known.owner = rank, owner
+        if owner is not None:
+            self._tails[owner] = chunk
+        self._offer(chunk)
+
+    def use(self, chunks: Sequence[Hashable], key: Key, owner: Hashable | None = None) -> None:
+        """A turn used these chunks, which follow each other from its start; those that are new are added."""
+        use, before = self.begin_use(), None
+        for number, chunk in enumerate(chunks):
+            self.put(chunk, before, key, (use, number), owner=owner)
+            before = chunk
+
+    def pin(self, chunk: Hashable) -> None:
+        """Do not give this chunk up: it is being copied."""
+        self._chunks[chunk].num_pins += 1
+
+    def unpin(self, chunk: Hashable) -> None:
+        """Take one pin back."""
+        found = self._chunks[chunk]
+        found.num_pins -= 1
+        assert found.num_pins >= 0, f"{chunk!r} has no pin"
+        self._offer(chunk)
+
+    def remove(self, chunk: Hashable) -> None:
+        """Forget a chunk, pinned or not; those that continue it stay."""
+        found = self._chunks.pop(chunk)
+        if found.owner is not None and self._tails.get(found.owner) == chunk:
+            self._move_tail(found.owner, found.before)
+        if found.before is not None and found.needs_before:
+            num_behind = self._num_behind[found.before] - 1
+            if num_behind:
+                self._num_behind[found.before] = num_behind
+            else:
+                del self._num_behind[found.before]
+                if found.before in self._chunks:
+                    self._offer(found.before)
+
+    def pop_first(
+        self, up_to: Key | None = None, spared: Sequence[Hashable] | set[Hashable] = ()
+    ) -> Hashable | None:
+        """Remove and return the chunk that goes first, None if none may go.
+
+        `up_to`: only a chunk whose key is not greater. `spared`: chunks that stay.
+        """
+        passed: list[tuple[tuple[Key, int, int], int, Hashable]] = []
+        chosen: Hashable | None = None
+        while self._heap:
+            entry = self._heap[0]
+            chunk = entry[2]
+            if not self._is_current(entry):
+                heapq.heappop(self._heap)
+                continue
+            if up_to is not None and entry[0][0] > up_to:
+                break
+            heapq.heappop(self._heap)
+            if chunk in spared:
+                passed.append(entry)
+                continue
+            chosen = chunk
+            break
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        if chosen is not None:
+            self.remove(chosen)
+        return chosen
+
+    def drop(self, owner: Hashable) -> list[Hashable]:
+        """Remove what nobody but this owner used, from the end of its sequence backwards; returns the chunks.
+
+        It ends at a chunk that another one continues, that another owner used later, or that is pinned.
+        """
+        dropped: list[Hashable] = []
+        while (chunk := self._tails.get(owner)) is not None:
+            if self._chunks[chunk].num_pins or chunk in self._num_behind:
+                break
+            dropped.append(chunk)
+            self.remove(chunk)
+        return dropped
+
+    def has_chunks(self, owner: Hashable) -> bool:
+        """Whether the last use of some chunk was this owner's."""
+        return owner in self._tails
+
+    def forget_keys(self) -> None:
+        """From here on, only recency counts for what is there: another policy's keys will follow."""
+        self._heap.clear()
+        for chunk, found in self._chunks.items():
+            found.rank = ((), *found.rank[1:])
+            self._offer(chunk)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._chunks.clear()
+        self._num_behind.clear()
+        self._tails.clear()
+        self._heap.clear()
+
+    # Inside.
+
+    def _move_tail(self, owner: Hashable, before: Hashable | None) -> None:
+        """The owner's last chunk goes; the one before it is the last now, if it is the owner's too."""
+        found = self._chunks.get(before) if before is not None else None
+        if found is not None and found.owner == owner and before is not None:
+            self._tails[owner] = before
+        else:
+            del self._tails[owner]
+
+    def _offer(self, chunk: Hashable) -> None:
+        """Put a chunk into the heap, if it may go."""
+        found = self._chunks[chunk]
+        if found.num_pins or chunk in self._num_behind:
+            return
+        if len(self._heap) > max(MIN_HEAP, 2 * len(self._chunks)):
+            self._heap = list({entry[2]: entry for entry in self._heap if self._is_current(entry)}.values())
+            heapq.heapify(self._heap)
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (found.rank, self._num_pushed, chunk))
+
+    def _is_current(self, entry: tuple[tuple[Key, int, int], int, Hashable]) -> bool:
+        found = self._chunks.get(entry[2])
+        return (
+            found is not None
+            and found.rank == entry[0]
+            and not found.num_pins
+            and entry[2] not in self._num_behind
+        )

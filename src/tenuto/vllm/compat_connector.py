@@ -1,0 +1,291 @@
+"""Private names of the scheduler's side of vLLM's OffloadingConnector.
+
+Checked on vLLM 0.32.0.
+
+    request arrives ─► get_num_new_matched_tokens ─► update_state_after_alloc ─► (worker loads) ─► starts
+    step            ─► build_connector_meta: stores what was computed ─► (worker stores) ─► complete
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
+
+from tenuto.vllm.compat_offload import HostManagerHooks, get_host_manager
+
+
+def find_connector(scheduler: Any) -> Any | None:
+    """The OffloadingConnector with our host manager, alone or in a MultiConnector; None without one."""
+    found = scheduler.connector
+    for each in [found, *getattr(found, "sub_connectors", ())] if found is not None else []:
+        if isinstance(each, OffloadingConnector) and get_host_manager(each.connector_scheduler.manager):
+            return each
+    return None
+
+
+@dataclass
+class _Storing:
+    """Stands in for a request whose blocks are stored after it has left (vLLM's `RequestOffloadState`)."""
+
+    req_context: Any
+    transfer_jobs: set[int]
+    req: Any = field(default_factory=lambda: SimpleNamespace(is_finished=lambda: True))
+    finished_signaled: bool = True
+    group_states: tuple[Any, ...] = ()
+
+
+class ConnectorPort:
+    """What Tenuto asks of one OffloadingConnector, and where it is asked. Sizes are in chunks."""
+
+    def __init__(self, connector: Any, pool: Any) -> None:
+        """`pool`: the GPU's blocks."""
+        self._connector = connector
+        self._pool = pool
+        self._scheduler = connector.connector_scheduler
+        self.manager: Any = self._scheduler.manager
+        host = get_host_manager(self.manager)
+        assert host is not None, "another's host manager"
+        self.host: HostManagerHooks = host
+        self.disks = [
+            each for each in getattr(self.manager, "secondary_tiers", ()) if hasattr(each, "get_view")
+        ]
+        """Our own tiers behind host memory (`tenuto.vllm.tiers.disk`)."""
+        config = self._scheduler.config
+        self.blocks_per_chunk = int(config.blocks_per_chunk)
+        self.tokens_per_chunk = int(config.kv_group_configs[0].tokens_per_chunk)
+        self.num_groups = len(config.kv_group_configs)
+        windowed = {
+            each.group_idx
+            for each in config.kv_group_configs
+            if each.sliding_window_size_in_chunks is not None
+        }
+        host._policy.windowed_groups = frozenset(windowed)
+        self.is_plain = self.num_groups == 1 and not windowed
+        """Whether each block holds all layers' KV of its tokens, and nothing else."""
+
+    # Requests.
+
+    def set_stores(self, request_id: str, *, stored: bool) -> None:
+        """Whether vLLM stores what this request computes; until then nothing was stored if not."""
+        status = self._scheduler._req_status.get(request_id)
+        if status is not None:
+            given = (status.req.kv_transfer_params or {}).get("max_offload_tokens")
+            asked = given if type(given) is int and given >= 0 else None
+            status.max_offload_tokens = asked if stored else 0
+
+    def on_load_question(self, answer: Callable[[Any, int, int], int]) -> None:
+        """Let `answer(request, tokens hit on the GPU, tokens offered)` say how many tokens are loaded.
+
+        The answer is the offer, 0, or something between that ends with a chunk.
+        """
+        ask = self._connector.get_num_new_matched_tokens
+
+        def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+            offered, is_async = ask(request, num_computed_tokens)
+            if not offered:
+                return offered, is_async
+            num_tokens = answer(request, num_computed_tokens, offered)
+            return num_tokens, is_async and num_tokens > 0
+
+        self._connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+
+    # Steps.
+
+    def on_idle(self, has_work: Callable[[], bool]) -> None:
+        """Keep an idle engine stepping while `has_work()`."""
+        ask = self._connector.has_pending_push_work
+        self._connector.has_pending_push_work = lambda: ask() or has_work()
+
+    def on_step(
+        self, begin: Callable[[], None], holds_back: Callable[[], bool], add: Callable[[Any], None]
+    ) -> None:
+        """Call `begin` before vLLM chooses what a step stores, and `add(meta)` with what it chose.
+
+        While `holds_back` is true, what running requests computed is not stored yet; vLLM finds it again in a
+        later step. What finished requests computed is, because their blocks may go.
+        """
+        scheduler = self._scheduler
+        build, build_stores = scheduler.build_connector_meta, scheduler._build_store_jobs
+
+        def build_connector_meta(scheduler_output: Any) -> Any:
+            begin()
+            preempted = scheduler_output.preempted_req_ids
+            if preempted:
+                # A reset preempts requests, and some may load already: vLLM's connector does not expect that.
+                scheduler_output.preempted_req_ids = {
+                    each for each in preempted if not self._is_loading(each)
+                }
+            meta = build(scheduler_output)
+            scheduler_output.preempted_req_ids = preempted
+            add(meta)
+            return meta
+
+        def build_store_jobs(scheduler_output: Any) -> Any:
+            if holds_back():
+                finished = scheduler_output.finished_req_ids
+                scheduler_output = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=finished)
+            return build_stores(scheduler_output)
+
+        reset = scheduler.reset_cache
+
+        def reset_cache() -> None:
+            # vLLM's connector does not expect a second reset before a step.
+            waited_for = set(scheduler._current_batch_jobs_to_flush)
+            scheduler._current_batch_jobs_to_flush.clear()
+            reset()
+            scheduler._current_batch_jobs_to_flush |= waited_for
+
+        scheduler.reset_cache = reset_cache
+        scheduler.build_connector_meta = build_connector_meta
+        scheduler._build_store_jobs = build_store_jobs
+
+    def _is_loading(self, request_id: str) -> bool:
+        status = self._scheduler._req_status.get(request_id)
+        jobs = self._scheduler._jobs
+        return status is not None and any(not jobs[each].is_store for each in status.transfer_jobs)
+
+    def on_copied(self, told: Callable[[bool, int, float], None]) -> None:
+        """Call `told(is load, bytes, seconds)` for the copies that the workers report."""
+        update = self._connector.update_connector_output
+
+        def update_connector_output(output: Any) -> None:
+            meta = output.kv_connector_worker_meta
+            if isinstance(meta, OffloadingWorkerMetadata):
+                for is_load, stats in ((True, meta.transfer_stats.load), (False, meta.transfer_stats.store)):
+                    if not stats.is_empty():
+                        told(is_load, stats.bytes, stats.time)
+            update(output)
+
+        self._connector.update_connector_output = update_connector_output
+
+    def count_moving(self) -> tuple[int, int]:
+        """Chunks that loads and that stores under way move."""
+        loads = stores = 0
+        for job in self._scheduler._jobs.values():
+            if job.is_store:
+                stores += len(job.keys)
+            else:
+                loads += len(job.keys)
+        return loads, stores
+
+    def is_moving(self, job_id: int) -> bool:
+        """Whether this copy is under way."""
+        return job_id in self._scheduler._jobs
+
+    # Loads that no request waits for; they need `is_plain`.
+
+    def find_cached(self, block_hash: Any) -> Any | None:
+        """The GPU's block with this content; None if there is none."""
+        found = self._pool.get_cached_block(block_hash, [0])
+        return found[0] if found else None
+
+    def count_loadable(self, hashes: Sequence[Any], first: int, end: int) -> int:
+        """How many blocks from `first` on, up to `end`, host memory has without a gap."""
+        size, context = self.blocks_per_chunk, ReqContext(req_id="")
+        chunk = first // size
+        while (chunk + 1) * size <= end:
+            key = make_offload_key(hashes[(chunk + 1) * size - 1], 0)
+            if self.host.lookup(key, context) is not LookupResult.HIT:
+                break
+            chunk += 1
+        return max(0, chunk * size - first)
+
+    def begin_load(
+        self, load_id: str, hashes: Sequence[Any], blocks: Sequence[Any], first: int, meta: Any
+    ) -> int:
+        """Load `blocks` from number `first` on, which host memory has; returns the number of the copy."""
+        scheduler, size = self._scheduler, self.blocks_per_chunk
+        context = ReqContext(req_id=load_id)
+        keys = [make_offload_key(hashes[(n + 1) * size - 1], 0) for n in range(len(blocks) // size)]
+        for number, key in enumerate(keys):
+            context.set_offload_key_position(key, (number + 1) * self.tokens_per_chunk)
+        keys = keys[first // size :]
+        self.manager.on_new_request(context)
+        source = self.manager.prepare_load(keys, context)
+        ids = [block.block_id for block in blocks[first:]]
+        target = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[first])
+        job_id = int(scheduler._generate_job_id())
+        scheduler._req_status[load_id] = _Storing(context, {job_id})
+        scheduler._jobs[job_id] = TransferJobStatus(
+            req_id=load_id, pending_count=scheduler.config.num_workers, keys=set(keys), is_store=False,
+            fenced_block_ids=ids,
+        )  # fmt: skip
+        for block_id in ids:
+            scheduler._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)
+        if scheduler._chunks_being_loaded is not None:
+            # A request that wants the same waits for this load.
+            scheduler._chunks_being_loaded.update(keys)
+        meta.load_jobs[job_id] = TransferJob(req_id=load_id, src_spec=source, dst_spec=target)
+        self.manager.on_request_finished(context)
+        return job_id
+
+    def has_failed(self, load_id: str) -> bool:
+        """Whether this load, which has ended, failed; asked once."""
+        failed: set[str] = self._connector.tenuto_failed
+        is_failed = load_id in failed
+        failed.discard(load_id)
+        return is_failed
+
+    def cache_blocks(self, hashes: Sequence[Any], blocks: list[Any], first: int) -> None:
+        """Put `blocks` from number `first` on into the prefix cache, with these contents."""
+        owner = SimpleNamespace(block_hashes=hashes)
+        size = self.tokens_per_chunk // self.blocks_per_chunk
+        self._pool.cache_full_blocks(owner, blocks, first, len(blocks), size, 0)
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether such loads work here: not where vLLM tells others of each cached block."""
+        return self.is_plain and not self._pool.enable_kv_cache_events
+
+    # Stores of what requests have left.
+
+    def get_hashes(self, blocks: Sequence[Any]) -> list[Hashable]:
+        """The chained hash of each block's content."""
+        return [get_block_hash(block.block_hash) for block in blocks]
+
+    def begin_store(
+        self, store_id: str, blocks: Sequence[Any], hashes: Sequence[Any], meta: Any, *, first: int, end: int
+    ) -> int | None:
+        """Store chunks `first` to `end` of blocks that a request had from its start; needs `is_plain`.
+
+        Returns the number of the copy; None if host memory has them, or has no room for them.
+        """
+        scheduler, size = self._scheduler, self.blocks_per_chunk
+        context = ReqContext(req_id=store_id)
+        keys = [make_offload_key(hashes[(n + 1) * size - 1], 0) for n in range(end)]
+        for number, key in enumerate(keys):
+            context.set_offload_key_position(key, (number + 1) * self.tokens_per_chunk)
+        self.manager.on_new_request(context)
+        found = self.manager.prepare_store(keys[first:], context)
+        wanted = set(found.keys_to_store) if found is not None else set()
+        numbers = [number for number in range(first, end) if keys[number] in wanted]
+        job_id = None
+        if numbers:
+            ids = [block.block_id for n in numbers for block in blocks[n * size : (n + 1) * size]]
+            source = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[numbers[0] * size])
+            job_id = scheduler._generate_job_id()
+            scheduler._req_status[store_id] = _Storing(context, {job_id})
+            scheduler._jobs[job_id] = TransferJobStatus(
+                req_id=store_id,
+                pending_count=scheduler.config.num_workers,
+                keys=wanted,
+                is_store=True,
+                # If they are given back early, vLLM waits for the copy before it uses them for others.
+                fenced_block_ids=ids,
+            )
+            for block_id in ids:
+                scheduler._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)
+            meta.store_jobs[job_id] = TransferJob(req_id=store_id, src_spec=source, dst_spec=found.store_spec)
+        self.manager.on_request_finished(context)
+        return job_id

@@ -1,0 +1,258 @@
+"""Private names of vLLM's offloading: its keys, its cache policies, and its manager of host memory.
+
+Checked on vLLM 0.32.0. `compat_specs` has the specs, `compat_connector` the connector's scheduler side.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingWorker,
+    RequestOffloadingContext,
+    TransferResult,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
+from vllm.v1.kv_offload.file_mapper import FileMapper
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+
+from tenuto.vllm.tiers.use import Use
+
+__all__ = [
+    "CachePolicy",
+    "JobResult",
+    "LookupResult",
+    "Medium",
+    "OffloadingWorker",
+    "RequestOffloadingContext",
+    "SecondaryTierManager",
+    "TransferResult",
+]
+
+MAX_PENDING_S = 30.0
+"""A request waits for a chunk that is on its way at most this long; then it computes it."""
+
+
+def get_group(key: bytes) -> int:
+    """The layer group of a chunk's key."""
+    return int(get_offload_group_idx(key))
+
+
+class Chains:
+    """Which chunk of a request continues which, for all its layer groups."""
+
+    def __init__(self) -> None:
+        self._before: dict[bytes, bytes | None] = {}
+        self._ends: dict[bytes, int] = {}
+        self._last: dict[int, tuple[bytes, int, int]] = {}
+
+    def get_before(self, key: bytes) -> bytes | None:
+        """The chunk that this one continues; None for a first one."""
+        return self._before.get(key)
+
+    def get_number(self, key: bytes) -> int:
+        """Where this chunk ends, in tokens."""
+        return self._ends.get(key, 0)
+
+    def extend(self, positions: dict[bytes, int]) -> None:
+        """Take up the keys that vLLM has numbered since; takes time for the new ones only."""
+        for key, end in islice(positions.items(), len(self._ends), None):
+            self._ends[key] = end
+            group = get_group(key)
+            last, last_end, size = self._last.get(group, (None, 0, end))
+            # A key elsewhere than one chunk behind the last belongs to a part of a block, and to no chain.
+            if end - last_end == size:
+                self._before[key] = last
+                self._last[group] = (key, end, size)
+
+
+def get_chains(req_context: Any) -> Chains:
+    """A request's chains of chunks, as far as it has come."""
+    chains: Chains | None = req_context.get_state(Chains)
+    if chains is None:
+        chains = Chains()
+        req_context.set_state(chains)
+    chains.extend(req_context._offload_key_positions)
+    return chains
+
+
+class Asker(Protocol):
+    """Who knows which request is whose."""
+
+    def get_use(self, request_id: str) -> Use:
+        """What ranks the chunks of this request."""
+
+    def end_use(self, request_id: str) -> None:
+        """The manager will not ask for this request again."""
+
+
+@dataclass
+class _Waits:
+    """Since when a request waits for chunks that are on their way."""
+
+    since_s: float
+
+
+class HostManagerHooks:
+    """Put before a host manager of vLLM: what is stored, and what goes for it, follow the policy's order.
+
+    A chunk is stored only behind the chunk that it continues, and only if the chunks that make room for it do
+    not go behind it. So host memory never holds what cannot be hit.
+    """
+
+    _policy: Any
+    _num_chunks: int
+    _num_evictable_cache_chunks: int
+    events: list[Any] | None
+    asker: Asker | None = None
+    num_groups = 1
+    sizes = (1, 1)
+    num_evicted = num_dropped = num_refused = 0
+
+    def prepare_store(self, keys: Any, req_context: Any) -> Any:
+        """Make room for what may be stored of these chunks, and let vLLM's manager take it."""
+        self._begin(req_context)
+        wanted = self._get_wanted(list(keys))
+        return super().prepare_store(wanted, req_context)  # type: ignore[misc]
+
+    def _prepare_load(self, keys: Any, req_context: Any, *, record_access: bool) -> Any:
+        if record_access:
+            self._begin(req_context)
+        spec = super()._prepare_load(keys, req_context, record_access=record_access)  # type: ignore[misc]
+        if record_access:
+            self._policy.touch(keys, req_context)
+        return spec
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Rank the request's chunks anew, by where its job stands now."""
+        self._begin(req_context)
+        super().on_request_finished(req_context)  # type: ignore[misc]
+        if self.asker is not None:
+            self.asker.end_use(req_context.req_id)
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Whether a chunk is there, or on its way; not one that is on its way for too long."""
+        chunk = self._policy.get(key)
+        if chunk is None:
+            return LookupResult.MISS
+        if chunk.is_ready:
+            return LookupResult.HIT
+        now_s = time.monotonic()
+        waits = req_context.get_state(_Waits)
+        if waits is None:
+            waits = _Waits(now_s)
+            req_context.set_state(waits)
+        return LookupResult.HIT_PENDING if now_s - waits.since_s < MAX_PENDING_S else LookupResult.MISS
+
+    def touch(self, keys: Any, req_context: Any) -> None:
+        """The request uses these chunks."""
+        self._begin(req_context)
+        super().touch(keys, req_context)  # type: ignore[misc]
+
+    def forget(self, keys: Any) -> None:
+        """Drop chunks that cannot be read; those in a copy stay."""
+        for key in keys:
+            chunk = self._policy.get(key)
+            if chunk is not None and chunk.ref_cnt == 0:
+                self._policy.order.remove(key)
+                self._free(key)
+
+    def drop(self, job_id: str) -> int:
+        """Drop what only this job used; returns how many chunks. Chunks in a copy stay."""
+        gone = [key for group in range(self.num_groups) for key in self._policy.order.drop((job_id, group))]
+        for key in gone:
+            self._free(key)
+        self._tell_removed(gone)
+        self.num_dropped += len(gone)
+        return len(gone)
+
+    def forget_keys(self) -> None:
+        """The policy changed: from here on its keys count, for what is there only recency."""
+        self._policy.order.forget_keys()
+
+    def count_chunks(self) -> tuple[int, int]:
+        """Chunks that host memory has room for, and chunks that it holds."""
+        return self._num_chunks, len(self._policy.order)
+
+    # Inside.
+
+    def _begin(self, req_context: Any) -> None:
+        use = self.asker.get_use(req_context.req_id) if self.asker is not None else Use()
+        self._policy.begin(get_chains(req_context), use)
+
+    def _get_wanted(self, keys: list[bytes]) -> list[bytes]:
+        """The keys whose chunks are there or may be stored now."""
+        policy = self._policy
+        new: list[bytes] = []
+        spared: set[bytes] = set(keys)
+        there: set[bytes] = set()
+        known: list[bytes] = []
+        for key in keys:
+            before = policy.needs(key)
+            if policy.get(key) is not None:
+                there.add(key)
+                known.append(key)
+            elif before is None or before in there or policy.get(before) is not None:
+                new.append(key)
+                there.add(key)
+                if before is not None:
+                    spared.add(before)
+        policy.touch(known, None)
+        num_short = len(new) - self._get_num_free_chunks()  # type: ignore[attr-defined]
+        if num_short > 0:
+            gone = policy.make_room(num_short, spared)
+            for key in gone:
+                self._free(key)
+            self._tell_removed(gone)
+            self.num_evicted += len(gone)
+            refused = set(new[len(new) - (num_short - len(gone)) :]) if len(gone) < num_short else set()
+            self.num_refused += len(refused)
+            there -= refused
+        return [key for key in keys if key in there]
+
+    def _free(self, key: bytes) -> None:
+        """The chunk of this key has left the order: its place is free."""
+        self._free_chunk(self._policy.take(key))  # type: ignore[attr-defined]
+        self._num_evictable_cache_chunks -= 1
+
+    def _tell_removed(self, keys: list[bytes]) -> None:
+        if keys and self.events is not None:
+            self.events.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True))
+
+
+class HostManager(HostManagerHooks, CPUOffloadingManager):  # type: ignore[misc]
+    """vLLM's manager of host memory, in our order."""
+
+
+class PrimaryManager(HostManagerHooks, CPUPrimaryTierOffloadingManager):  # type: ignore[misc]
+    """vLLM's manager of host memory in front of other tiers, in our order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.prepare_write = self._prepare_write
+
+    def _prepare_write(self, keys: Any, req_context: Any) -> Any:
+        """Room for chunks that come from a tier behind; None, as vLLM wants it, if there is none for them."""
+        found = self.prepare_store(keys, req_context)
+        return found if found is not None and found.keys_to_store else None
+
+
+def get_layout_name(spec: Any, chunk_bytes: int) -> str:
+    """A folder's name; it differs where a chunk's bytes mean something else: model, type, layers, GPUs."""
+    mapper = FileMapper.from_offloading_spec("x", spec, spec.blocks_per_chunk, parallel_agnostic=True)
+    return f"{mapper.base_path.rpartition('/')[2]}_{chunk_bytes}"
+
+
+def get_host_manager(manager: Any) -> HostManagerHooks | None:
+    """Our manager of host memory behind a connector's manager; None if it is another's."""
+    found = getattr(manager, "primary_tier", manager)
+    return found if isinstance(found, HostManagerHooks) else None

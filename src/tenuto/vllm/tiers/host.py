@@ -1,0 +1,185 @@
+"""Host memory below one vLLM engine, as its scheduler and its policy use it.
+
+turn arrives   last of its job? then nothing of it is stored
+turn starts    load what host memory has, or compute it: `Policy.load`
+turn runs      what it computes is stored ("async"), unless a load or too many stores are under way
+turn ends      its chunks get their place in the order: `Policy.tier_key`
+lease ends     stored if the policy answers `Offload`
+job ends       what only this job used is dropped, if the policy orders the tier
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tenuto.core.policy import Policy
+from tenuto.core.policy_loader import get_engine_settings
+from tenuto.core.types import LoadOffer, TierView, Turn
+from tenuto.vllm.compat_connector import ConnectorPort
+from tenuto.vllm.compat_offload import HostManagerHooks
+from tenuto.vllm.settings import Settings
+from tenuto.vllm.tiers.later import LaterStores
+from tenuto.vllm.tiers.link import LinkSpeed
+from tenuto.vllm.tiers.prefetch import Prefetch
+from tenuto.vllm.tiers.use import Use
+
+MAX_STORING_S = 0.1
+"""Stores wait once those under way will take this long: a later load must not wait longer for them."""
+
+
+class HostTier:
+    """The host memory of one engine."""
+
+    def __init__(
+        self, scheduler: Any, port: ConnectorPort, settings: Settings, policy: Policy, clock: Any
+    ) -> None:
+        """`clock`: the module `time`, or a test's."""
+        self._scheduler = scheduler
+        self._clock = clock
+        self._port = port
+        self._block_size = port.tokens_per_chunk // port.blocks_per_chunk
+        chunk_bytes, num_workers = port.host.sizes
+        self.loads = LinkSpeed(chunk_bytes, num_workers)
+        self.stores = LinkSpeed(chunk_bytes, num_workers)
+        self._uses: dict[str, Use] = {}
+        pool = scheduler.kv_cache_manager.block_pool
+        self.later = LaterStores(port, pool, self._uses)
+        self.prefetch = Prefetch(port, pool, self._uses) if port.can_prefetch else None
+        self._is_followed = self._stores_all = True
+        self.follow_policy(settings, policy)
+        self.num_declined_loads = 0
+        port.host.asker = self
+        port.on_load_question(self._answer_load)
+        port.on_copied(self._observe)
+        port.on_idle(self._has_work)
+        port.on_step(self._begin_step, self._holds_back, self._add_later)
+
+    @property
+    def host(self) -> HostManagerHooks:
+        """The manager of host memory."""
+        return self._port.host
+
+    # The scheduler calls these.
+
+    def arrive(self, request_id: str) -> None:
+        """A request arrived, and vLLM's connector knows it."""
+        turn = self._get_turn(request_id)
+        if self.prefetch is not None and turn is not None:
+            self.prefetch.come_back(turn.job.job_id, self._clock.monotonic())
+        if not self._stores_all or (turn is not None and turn.is_last):
+            self._port.set_stores(request_id, stored=False)
+
+    def finish(self, request: Any, turn: Turn | None) -> None:
+        """A request ended, with this last view of its turn; its blocks are still there."""
+        if turn is None or not self._is_followed:
+            return
+        if turn.is_last or turn.is_aborted:
+            self._port.set_stores(request.request_id, stored=False)
+        use = self._uses[request.request_id] = self._make_use(turn)
+        if self.prefetch is not None and not (turn.is_last or turn.is_aborted):
+            num_blocks = (request.num_tokens - 1) // self._block_size
+            self.prefetch.leave(turn, request.block_hashes, num_blocks, use, self._clock.monotonic())
+
+    def end_job(self, job_id: str) -> None:
+        """A job is complete: drop what only it used."""
+        if self.prefetch is not None:
+            self.prefetch.come_back(job_id, self._clock.monotonic())
+        if self._is_followed and self._scheduler.driver.policy.overrides("tier_key"):
+            self._port.host.drop(job_id)
+
+    def follow_policy(self, settings: Settings, policy: Policy) -> None:
+        """This policy decides from here on. Switched off or in shadow mode, all is stored, and by recency."""
+        self._is_followed = settings.mode == "on"
+        mode = settings.offload or get_engine_settings(settings.policy, policy).offload
+        # Where layer groups differ, a lease's blocks are not the turn's tokens alone, and all is stored.
+        self._stores_all = mode != "asked" or not self._is_followed or not self._port.is_plain
+        self._port.host.forget_keys()
+        self._uses.clear()
+
+    def reset(self) -> None:
+        """The prefix cache is reset: nothing waits to be stored any more."""
+        self.later.cancel()
+        if self.prefetch is not None:
+            self.prefetch.cancel()
+
+    def get_next_due_s(self) -> float | None:
+        """When the engine must run a step though it is idle: for a prefetch; None if it need not."""
+        return None if self.prefetch is None else self.prefetch.get_next_s()
+
+    def store(self, blocks: Sequence[Any], turn: Turn) -> None:
+        """Store the blocks of a turn or a lease, which the policy gives up; they stay taken until then."""
+        if not self._stores_all:
+            self.later.add(blocks, self._make_use(turn))
+
+    def get_views(self) -> tuple[TierView, ...]:
+        """The tier as a policy sees it."""
+        num_chunks, num_used = self._port.host.count_chunks()
+        loads, stores = self._port.count_moving()
+        size = self._port.blocks_per_chunk
+        wait_s = loads * self.loads.s_per_chunk + stores * self.stores.s_per_chunk
+        s_per_block = max(self.loads.s_per_chunk, self.stores.s_per_chunk) / size
+        host = TierView("host", num_chunks * size, num_used * size, s_per_block, wait_s)
+        return (host, *(disk.get_view(size) for disk in self._port.disks))
+
+    # The host's manager asks this.
+
+    def get_use(self, request_id: str) -> Use:
+        """Whose chunks a request stores and loads, and the policy's key for them."""
+        use = self._uses.get(request_id)
+        if use is None:
+            turn = self._get_turn(request_id)
+            use = Use() if turn is None else self._make_use(turn)
+            if turn is not None:
+                self._uses[request_id] = use
+        return use
+
+    def end_use(self, request_id: str) -> None:
+        """The manager will not ask for this request again."""
+        self._uses.pop(request_id, None)
+
+    # Inside.
+
+    def _get_turn(self, request_id: str) -> Turn | None:
+        return self._scheduler.driver.get_turn(request_id) if self._is_followed else None
+
+    def _make_use(self, turn: Turn) -> Use:
+        driver = self._scheduler.driver
+        return Use(driver.get_tier_key(turn, self._clock.monotonic()), turn.job.job_id)
+
+    def _answer_load(self, request: Any, num_hit_tokens: int, num_tokens: int) -> int:
+        port = self._port
+        if not self._is_followed:
+            return num_tokens
+        num_chunks = -(-num_tokens // port.tokens_per_chunk) * port.num_groups
+        waiting, _ = port.count_moving()
+        offer = LoadOffer(num_tokens, (waiting + num_chunks) * self.loads.s_per_chunk)
+        if self._scheduler.driver.may_load(request.request_id, offer, self._clock.monotonic()):
+            return num_tokens
+        self.num_declined_loads += 1
+        return 0
+
+    def _observe(self, is_load: bool, num_bytes: int, seconds: float) -> None:
+        (self.loads if is_load else self.stores).observe(num_bytes, seconds)
+
+    def _begin_step(self) -> None:
+        self.later.collect()
+        if self.prefetch is not None:
+            self.prefetch.collect()
+
+    def _holds_back(self) -> bool:
+        """Whether stores wait: for loads, and for stores before them."""
+        loads, stores = self._port.count_moving()
+        return loads > 0 or stores * self.stores.s_per_chunk > MAX_STORING_S
+
+    def _add_later(self, meta: Any) -> None:
+        self.later.begin(meta, lambda: not self._holds_back())
+        if self.prefetch is not None:
+            loads, _ = self._port.count_moving()
+            _, num_waiting = self._scheduler.get_request_counts()
+            is_free = self._is_followed and not loads and not num_waiting
+            self.prefetch.begin(meta, self._clock.monotonic(), may_load=is_free)
+
+    def _has_work(self) -> bool:
+        """Whether an idle engine must go on stepping."""
+        return len(self.later) > 0 or (self.prefetch is not None and len(self.prefetch) > 0)

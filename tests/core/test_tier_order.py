@@ -1,0 +1,102 @@
+"""The order in which a tier gives up its chunks."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from tenuto.core.tier_order import TierOrder
+
+
+def pop_all(order: TierOrder) -> list[Hashable]:
+    return list(iter(order.pop_first, None))
+
+
+def test_without_keys_it_is_the_least_recently_used() -> None:
+    """Against the plain definition, where a use touches a sequence from its end to its start."""
+    for seed in range(20):
+        rng, order, plain = random.Random(seed), TierOrder(), OrderedDict[Hashable, None]()
+        sequences: list[list[Hashable]] = [[]]
+        for _ in range(200):
+            sequence = list(rng.choice(sequences)[: rng.randrange(8)])
+            for _ in range(rng.randrange(1, 6)):
+                sequence.append((tuple(sequence[-1:]), rng.random()))
+            sequences = [*sequences, sequence][-10:]
+            order.use(sequence, ())
+            for chunk in reversed(sequence):
+                plain[chunk] = None
+                plain.move_to_end(chunk)
+            while len(plain) > 20:
+                assert order.pop_first() == plain.popitem(last=False)[0]
+        assert set(order) == set(plain)
+
+
+def test_the_smallest_key_goes_first_and_tails_before_prefixes() -> None:
+    order = TierOrder()
+    order.use(["root", "a1", "a2"], (5,), "a")
+    order.use(["root", "b1"], (1,), "b")
+    # The root has b's key now, and waits for what continues it.
+    assert pop_all(order) == ["b1", "a2", "a1", "root"]
+
+
+def test_only_what_does_not_go_behind_makes_room() -> None:
+    order = TierOrder()
+    order.use(["a"], (5,))
+    order.use(["b"], (3,))
+    assert order.pop_first(up_to=(2,)) is None
+    assert order.pop_first(up_to=(3,)) == "b"
+    assert order.pop_first(spared={"a"}) is None
+    assert order.pop_first() == "a"
+
+
+def test_pinned_chunks_stay() -> None:
+    order = TierOrder()
+    order.use(["a", "b"], ())
+    order.pin("b")
+    assert order.pop_first() is None
+    order.unpin("b")
+    assert pop_all(order) == ["b", "a"]
+
+
+def test_a_job_that_ends_takes_along_what_only_it_used() -> None:
+    order = TierOrder()
+    order.use(["shared", "a1", "a2"], (), "a")
+    order.use(["shared", "b1"], (), "b")
+    assert order.drop("a") == ["a2", "a1"]
+    assert not order.has_chunks("a")
+    assert order.drop("b") == ["b1", "shared"]
+    assert len(order) == 0
+
+
+def test_the_tail_of_a_job_moves_when_chunks_go() -> None:
+    order = TierOrder()
+    order.use(["a1", "a2", "a3"], (), "a")
+    assert order.pop_first() == "a3"
+    order.remove("a1")
+    assert order.drop("a") == ["a2"]
+
+
+def test_a_tail_that_another_job_uses_is_its_own() -> None:
+    order = TierOrder()
+    order.use(["x", "y"], (), "a")
+    order.use(["x", "y"], (), "b")
+    assert not order.has_chunks("a")
+    assert pop_all(order) == ["y", "x"]
+    assert order.drop("a") == order.drop("b") == []
+
+
+def test_another_policys_keys_are_forgotten() -> None:
+    order = TierOrder()
+    order.use(["a"], (9, "x"))
+    order.use(["b"], (1, "y"))
+    order.forget_keys()
+    order.use(["c"], (0.5,))
+    assert pop_all(order) == ["a", "b", "c"]
+
+
+def test_the_heap_stays_small() -> None:
+    order = TierOrder()
+    for _ in range(1000):
+        order.use(["a", "b"], ())
+    assert len(order._heap) <= 70

@@ -1,0 +1,241 @@
+"""Host memory below vLLM's scheduler: what is stored, loaded, given up, and dropped."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import generate_latest
+
+from tenuto.records.kinds import TRACE
+from tenuto.records.load import load_file
+from tenuto.report.diagnosis.causes import Cause, get_cause
+from tenuto.report.diagnosis.history import make_stories
+from tests.vllm.conftest import Clock
+from tests.vllm.tiered import BLOCK_SIZE, SlowCopies, TieredEngine
+from tests.vllm.workerless import make_request
+
+
+def use(policy: str) -> dict[str, Any]:
+    return {"policy": f"tests.vllm.policies:{policy}", "strict": True}
+
+
+def begin_job(engine: TieredEngine, job: str, prompt: list[int], **hints: Any) -> None:
+    engine.add(make_request(job, prompt, max_tokens=20, xargs={"job_id": job, **hints}))
+
+
+def get_owners(engine: TieredEngine) -> list[Any]:
+    """Whose each chunk of host memory is: job and layer group."""
+    order = engine.host._policy.order
+    return [order._chunks[key].owner for key in order]
+
+
+def run_turns(
+    engine: TieredEngine, num_jobs: int, num_turns: int, *, num_tokens: int = 160
+) -> dict[str, int]:
+    """Jobs whose turns come in rounds; returns the hit tokens of each turn."""
+    prompts = {f"j{n}": [n + 3] * num_tokens for n in range(num_jobs)}
+    hits: dict[str, int] = {}
+    for turn in range(num_turns):
+        for job, prompt in prompts.items():
+            hints = {"job_id": job, "tool": "ls", "is_last_step": turn == num_turns - 1}
+            engine.add(make_request(f"{job}-{turn}", prompt, max_tokens=20, xargs=hints))
+        engine.drain()
+        for job in prompts:
+            name = f"{job}-{turn}"
+            prompts[job] = prompts[job] + engine.outputs[name] + [500 + turn] * 10
+            hits[name] = sum(engine.hits[name])
+    return hits
+
+
+def test_what_the_gpu_evicted_comes_back_from_host_memory() -> None:
+    """Six jobs of ten blocks each, and a GPU of 30: every later turn finds all its full blocks."""
+    engine = TieredEngine(num_blocks=31, num_chunks=200)
+    hits = run_turns(engine, 6, 3)
+    for job in range(6):
+        # 160 prompt tokens and 20 answered, of which the last was never computed.
+        assert hits[f"j{job}-1"] == 179 // BLOCK_SIZE * BLOCK_SIZE
+        assert hits[f"j{job}-2"] == 209 // BLOCK_SIZE * BLOCK_SIZE
+    engine.assert_clean()
+    assert engine.num_checked > 100
+
+
+def test_the_end_of_a_job_drops_what_only_it_used() -> None:
+    engine = TieredEngine(num_blocks=31, num_chunks=200, tenuto=use("InOrder"))
+    run_turns(engine, 3, 3)
+    assert len(engine.host._policy.order) == 0
+    assert engine.host.num_dropped > 20
+    engine.assert_clean()
+
+
+def test_a_job_behind_does_not_displace_a_job_before(clock: Clock) -> None:
+    """Room for one job of 13 blocks: it stays the first one's, though the others are stored later."""
+    engine = TieredEngine(num_blocks=31, num_chunks=14, tenuto=use("InOrder"))
+    for number in range(3):
+        clock.now_s += 1
+        engine.add(
+            make_request(f"j{number}-0", [number + 3] * 160, max_tokens=20, xargs={"job_id": f"j{number}"})
+        )
+    engine.drain()
+    first = [
+        use.owner for use in [engine.host._policy.order._chunks[key] for key in engine.host._policy.order]
+    ]
+    assert first.count(("j0", 0)) == 179 // BLOCK_SIZE
+    assert engine.host.num_refused > 0
+    engine.assert_clean()
+
+
+def test_by_recency_the_later_job_displaces_the_earlier() -> None:
+    engine = TieredEngine(num_blocks=31, num_chunks=14, tenuto={"policy": "stock"})
+    for number in range(3):
+        engine.add(
+            make_request(f"j{number}-0", [number + 3] * 160, max_tokens=20, xargs={"job_id": f"j{number}"})
+        )
+        engine.drain()
+    assert get_owners(engine).count(("j2", 0)) == 179 // BLOCK_SIZE
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_last_turn_is_not_stored(is_told: bool) -> None:
+    engine = TieredEngine(num_blocks=31, num_chunks=60, tenuto={"policy": "stock"})
+    hints = {"job_id": "a", "is_last_step": True} if is_told else {"job_id": "a", "tool": "ls"}
+    engine.add(make_request("a", [4] * 160, max_tokens=20, xargs=hints))
+    engine.drain()
+    assert len(engine.host._policy.order) == (0 if is_told else 179 // BLOCK_SIZE)
+    engine.assert_clean()
+
+
+def test_only_what_the_policy_offloads_is_stored() -> None:
+    engine = TieredEngine(num_blocks=61, num_chunks=200, blocks_per_chunk=2, tenuto=use("StoresAtTheEnd"))
+    for job, tool in (("a", "slow"), ("b", "fast")):
+        engine.add(
+            make_request(job, [len(job), ord(job)] * 80, max_tokens=20, xargs={"job_id": job, "tool": tool})
+        )
+    engine.drain()
+    assert get_owners(engine) == [("a", 0)] * (179 // BLOCK_SIZE // 2)
+    engine.assert_clean()
+    for number in range(6):
+        engine.add(make_request(f"x{number}", [number + 300] * 160, max_tokens=20))
+        engine.drain()
+    engine.add(make_request("a2", [1, ord("a")] * 80 + engine.outputs["a"] + [9] * 9, xargs={"job_id": "a"}))
+    engine.drain()
+    assert engine.hits["a2"] == (0, 160)
+
+
+def test_blocks_that_wait_for_their_copy_stay_taken() -> None:
+    copies = SlowCopies(random.Random(0), share_done=0.0)
+    engine = TieredEngine(num_blocks=61, num_chunks=200, copies=copies, tenuto=use("StoresAtTheEnd"))
+    engine.add(make_request("a", [4] * 160, max_tokens=20, xargs={"job_id": "a", "tool": "slow"}))
+    for _ in range(40):
+        engine.step()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == 60 - 179 // BLOCK_SIZE
+    assert engine.scheduler.has_requests()
+    copies.share_done = 1.0
+    engine.drain()
+    engine.assert_clean()
+
+
+def test_a_policy_may_compute_what_host_memory_has(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    engine = TieredEngine(num_blocks=31, num_chunks=200, tenuto={**use("LoadsNothing"), "trace": str(trace)})
+    hits = run_turns(engine, 6, 2)
+    assert sum(hits.values()) == 0
+    assert engine.tier.num_declined_loads >= 6
+    engine.scheduler._metrics.refresh(engine.scheduler.driver, 1e9, idle=True)
+    shown = generate_latest(engine.scheduler._metrics._registry).decode()
+    for name in ("tier_blocks", "tier_used_blocks", "tier_declined_loads_total", "tier_evicted_chunks_total"):
+        assert f"tenuto:{name}" in shown
+    engine.scheduler.shutdown()
+    data = load_file(trace, TRACE)
+    causes = [get_cause(turn, BLOCK_SIZE) for job in make_stories(data) for turn in job.turns]
+    assert causes.count(Cause.DECLINED) == 6
+    assert max(sample.host_blocks or 0 for sample in data.samples) > 40
+
+
+def test_a_load_waits_for_no_store() -> None:
+    """Running turns' stores wait while a load is under way, and nothing is lost by it."""
+    copies = SlowCopies(random.Random(0), share_done=0.2)
+    engine = TieredEngine(num_blocks=31, num_chunks=200, copies=copies, tenuto={"policy": "stock"})
+    hits = run_turns(engine, 6, 3)
+    assert all(hits[f"j{job}-2"] == 209 // BLOCK_SIZE * BLOCK_SIZE for job in range(6))
+    engine.assert_clean()
+
+
+def test_failed_loads_are_computed_again() -> None:
+    copies = SlowCopies(random.Random(0), share_failed=0.5)
+    engine = TieredEngine(num_blocks=31, num_chunks=200, copies=copies, tenuto={"policy": "stock"})
+    run_turns(engine, 6, 3)
+    engine.assert_clean()
+
+
+def evict_from_gpu(engine: TieredEngine) -> None:
+    for number in range(4):
+        engine.add(make_request(f"evict{engine.num_checked}-{number}", [number + 700] * 200, max_tokens=2))
+        engine.drain()
+
+
+@pytest.mark.parametrize("is_learned", [True, False])
+def test_kv_comes_back_before_its_job(is_learned: bool, clock: Clock) -> None:
+    """After a hint, or three calls of a tool that take 10 s, the fourth turn hits all of it on the GPU."""
+    engine = TieredEngine(num_blocks=61, num_chunks=200, tenuto={"policy": "stock"})
+    prompt, name = [4] * 320, ""
+    for turn in range(5):
+        name = f"turn{turn}"
+        hints: dict[str, Any] = {"job_id": "a", "tool": "make"}
+        if not is_learned:
+            hints["expected_tool_seconds"] = 10.0
+        engine.add(make_request(name, prompt, max_tokens=20, xargs=hints))
+        engine.drain()
+        evict_from_gpu(engine)
+        due_s = engine.tier.get_next_due_s()
+        clock.now_s += 9.0
+        prompt = prompt + engine.outputs[name] + [5] * 9
+        if due_s is not None and due_s <= clock.now_s:
+            assert engine.scheduler.has_requests()
+            engine.drain()
+        clock.now_s += 1.0
+    local, external = engine.hits[name]
+    assert (local, external) == ((len(prompt) - 39) // BLOCK_SIZE * BLOCK_SIZE, 0)
+    assert engine.tier.prefetch.num_used >= 1
+    assert engine.tier.prefetch.num_wasted == 0
+    engine.assert_clean()
+
+
+def test_a_wrong_guess_costs_the_copy_only(clock: Clock) -> None:
+    engine = TieredEngine(num_blocks=61, num_chunks=200, tenuto={"policy": "stock"})
+    hints = {"job_id": "a", "tool": "make", "expected_tool_seconds": 1.0}
+    engine.add(make_request("first", [4] * 320, max_tokens=20, xargs=hints))
+    engine.drain()
+    evict_from_gpu(engine)
+    clock.now_s += 1.0
+    engine.drain()
+    assert engine.tier.prefetch.num_begun == 1
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 60
+    evict_from_gpu(engine)
+    engine.add(make_request("second", [4] * 320 + [6] * 20, max_tokens=2, xargs=hints))
+    engine.drain()
+    assert sum(engine.hits["second"]) == 320
+    assert engine.hits["second"][1] > 0
+    assert engine.tier.prefetch.num_wasted == 1
+    engine.assert_clean()
+
+
+def test_nothing_is_fetched_while_a_turn_waits(clock: Clock) -> None:
+    engine = TieredEngine(num_blocks=31, num_chunks=200, max_num_seqs=1, tenuto={"policy": "stock"})
+    hints = {"job_id": "a", "tool": "make", "expected_tool_seconds": 1.0}
+    engine.add(make_request("first", [4] * 160, max_tokens=20, xargs=hints))
+    engine.drain()
+    evict_from_gpu(engine)
+    clock.now_s += 1.0
+    for name in ("x", "y"):
+        engine.add(make_request(name, [ord(name)] * 100, max_tokens=20))
+    engine.drain()
+    assert (engine.tier.prefetch.num_begun, engine.tier.prefetch.num_skipped) == (0, 1)
+    engine.assert_clean()

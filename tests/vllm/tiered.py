@@ -1,0 +1,258 @@
+"""vLLM's scheduler with a tier below it, without a model: blocks hold numbers that say what they should be.
+
+Both sides of vLLM's OffloadingConnector are real, and so are our spec, manager and worker. Only the thread
+that copies is replaced: copies happen late, in pieces, or fail, as a test says.
+
+    a block's page   [ hash of all tokens before the block | its tokens ]
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from tenuto.vllm.compat import get_hit_tokens
+from tenuto.vllm.compat_specs import drop_prefetches
+from tenuto.vllm.scheduler import Scheduler
+from tenuto.vllm.tiers.copies import Done, Job
+from tenuto.vllm.tiers.spec import HostSpec
+from tenuto.vllm.tiers.worker import HostWorker
+from tests.vllm.workerless import Engine, make_config, make_scheduler
+
+BLOCK_SIZE = 16
+
+
+class SlowCopies:
+    """Copies at the last moment: when a caller waits for them, or when chance lets them end."""
+
+    def __init__(self, rng: random.Random, *, share_done: float = 1.0, share_failed: float = 0.0) -> None:
+        """Each step, each job ends with probability `share_done`; it fails with `share_failed`."""
+        self.rng = rng
+        self.share_done = share_done
+        self.share_failed = share_failed
+        self.num_bytes = 0
+        self._jobs: OrderedDict[int, Job] = OrderedDict()
+        self._done: list[Done] = []
+        self._failed: set[int] = set()
+        self._bad: set[int] = set()
+
+    def submit(self, job: Job) -> None:
+        self._jobs[job.job_id] = job
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        for job_id in sorted(job_ids):
+            if job_id in self._jobs:
+                self._finish(self._jobs.pop(job_id))
+
+    def advance(self) -> None:
+        """A step has passed. Loads and stores do not wait for each other; each kind keeps its order."""
+        for is_load in (True, False):
+            for job_id in [each for each, job in self._jobs.items() if job.is_load is is_load]:
+                if self.rng.random() >= self.share_done:
+                    break
+                self._finish(self._jobs.pop(job_id))
+
+    def take_done(self) -> list[Done]:
+        done, self._done = self._done, []
+        return done
+
+    def take_failed_loads(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def close(self) -> None:
+        pass
+
+    def _finish(self, job: Job) -> None:
+        fails = self.rng.random() < self.share_failed or (
+            job.is_load and not self._bad.isdisjoint(job.chunks)
+        )
+        for part in job.parts:
+            rows = part.source[part.sources]
+            part.target[part.targets] = -rows if fails else rows
+        if fails and job.is_load:
+            self._failed.add(job.job_id)
+        elif fails:
+            self._bad.update(job.chunks)
+        elif not job.is_load:
+            self._bad.difference_update(job.chunks)
+        self.num_bytes += sum(part.num_bytes for part in job.parts)
+        self._done.append(Done(job.job_id, job.is_load, 1_000_000, 0.001))
+
+
+class TieredEngine(Engine):
+    """Steps a scheduler with host memory of `num_chunks` chunks, and checks what blocks hold."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 100,
+        num_chunks: int = 200,
+        blocks_per_chunk: int = 1,
+        copies: SlowCopies | None = None,
+        depth: int = 1,
+        tenuto: dict[str, Any] | None = None,
+        **scheduler: Any,
+    ) -> None:
+        config = make_config(is_async=depth > 1, tenuto=tenuto, **scheduler)
+        page = (BLOCK_SIZE + 1) * 8
+        # The scheduler's own idea of a block's bytes: one layer, one head of one float for K and V.
+        chunk_bytes = -(-2 * 4 * BLOCK_SIZE * blocks_per_chunk // 4096) * 4096
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={
+                "spec_name": "HostSpec",
+                "spec_module_path": "tenuto.vllm.tiers.spec",
+                "cpu_bytes_to_use": chunk_bytes * num_chunks,
+                "blocks_per_chunk": blocks_per_chunk,
+                "offload_prompt_only": False,
+            },
+        )
+        super().__init__(make_scheduler(Scheduler, config, num_blocks=num_blocks), self._sample, depth=depth)
+        self.copies = copies or SlowCopies(random.Random(0))
+        cache = torch.zeros((num_blocks, page), dtype=torch.int8)
+        self.content = cache.numpy().view(np.int64)
+        kv_config = self.scheduler.kv_cache_config
+        spec = HostSpec(build_offloading_config(config, kv_config))
+        assert spec.num_chunks == num_chunks
+        self._worker = OffloadingConnectorWorker(spec, config, kv_config)
+        caches = CanonicalKVCaches([CanonicalKVCacheTensor(cache, page)], [[CanonicalKVCacheRef(0, page)]])
+        self._worker.worker = HostWorker(caches, blocks_per_chunk, num_chunks, copies=self.copies)
+        self._hashes: dict[str, list[int]] = {}
+        self._prompts: dict[str, list[int]] = {}
+        self.num_checked = 0
+        self.hits: dict[str, tuple[int, int]] = {}
+        """Prompt tokens that each request found when it first started: on the GPU, and in host memory."""
+
+    @property
+    def tier(self) -> Any:
+        return self.scheduler.tier
+
+    @property
+    def host(self) -> Any:
+        return self.scheduler.connector.connector_scheduler.manager
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector.connector_scheduler
+
+    def add(self, request: Any) -> None:
+        self._prompts[request.request_id] = list(request.prompt_token_ids)
+        self.scheduler.add_request(request)
+
+    def get_prompt(self, request_id: str) -> list[int]:
+        """A request's prompt tokens."""
+        return list(self._prompts[request_id])
+
+    def drain(self, max_steps: int = 2000) -> None:
+        """Step until no request is left and no copy is under way; fails if that does not come about."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests() and not self._in_flight:
+                return
+            self.step()
+        raise AssertionError(f"still busy: {self.scheduler.get_request_counts()}")
+
+    def assert_clean(self) -> None:
+        """Nothing is left of any request: no block, no copy, no pin."""
+        pool, connector = self.scheduler.kv_cache_manager.block_pool, self.connector
+        leased = self.scheduler.driver.get_num_leased_blocks()
+        held = [block for block in pool.blocks if block.ref_cnt and not block.is_null]
+        assert pool.get_num_free_blocks() + leased == pool.num_gpu_blocks - 1, held
+        assert not connector._jobs
+        assert not connector._req_status
+        assert not connector._block_id_to_pending_jobs
+        assert not self.tier._uses
+        assert not len(self.tier.later)
+        assert not len(self.tier.prefetch or ())
+        self.assert_host_whole()
+        host = self.host
+        assert host._num_evictable_cache_chunks == len(host._policy.order)
+
+    def assert_host_whole(self) -> None:
+        """Every chunk of host memory is free or held, and no chunk is there without the one it continues."""
+        host = self.host
+        chunks = host._policy._chunks
+        taken = [chunk.chunk_id for chunk in chunks.values()]
+        assert len(set(taken)) == len(taken)
+        assert sorted(taken + host._free_list) == list(range(host._num_allocated_chunks))
+        assert set(host._policy.order) == set(chunks)
+
+    # Inside.
+
+    def _run(self, output: Any) -> ModelRunnerOutput:
+        meta, worker = output.kv_connector_metadata, self._worker
+        worker.handle_preemptions(meta)
+        self._compute(output)
+        result = super()._run(output)
+        worker.start_kv_transfers(meta)
+        worker.prepare_store_kv(meta)
+        self.copies.advance()
+        request_ids = dict(worker._load_jobs)
+        _, received = worker.get_finished(set())
+        failed = {request_ids[each] for each in worker.worker.take_failed_loads()}
+        result.kv_connector_output = KVConnectorOutput(
+            finished_recving=drop_prefetches(received),
+            failed_recving=failed,
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        return result
+
+    def _compute(self, output: Any) -> None:
+        """Write what the step computes, after checking what it reads."""
+        begun = {each.req_id for each in output.scheduled_new_reqs}
+        begun |= output.scheduled_cached_reqs.resumed_req_ids
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+            end = request.num_computed_tokens
+            start = end - num_tokens
+            if request_id in begun and request_id not in self.hits:
+                self.hits[request_id] = get_hit_tokens(request)
+            first = 0 if request_id in begun or end % 8 == 0 else max(0, start // BLOCK_SIZE)
+            self._check(request_id, blocks, first, start)
+            for position in range(start, end):
+                number, place = divmod(position, BLOCK_SIZE)
+                row = self.content[blocks[number]]
+                if place == 0:
+                    row[:] = 0
+                    row[0] = self._hash(request_id, number)
+                row[1 + place] = self._token(request_id, position)
+
+    def _check(self, request_id: str, blocks: list[int], first: int, end: int) -> None:
+        for number in range(first, -(-end // BLOCK_SIZE)):
+            num_filled = min(BLOCK_SIZE, end - number * BLOCK_SIZE)
+            tokens = [self._token(request_id, number * BLOCK_SIZE + n) for n in range(num_filled)]
+            row = self.content[blocks[number]]
+            assert row[0] == self._hash(request_id, number), f"{request_id}: block {number} is another's"
+            assert row[1 : 1 + num_filled].tolist() == tokens, f"{request_id}: block {number}"
+            self.num_checked += 1
+
+    def _token(self, request_id: str, position: int) -> int:
+        prompt = self._prompts[request_id]
+        if position < len(prompt):
+            return prompt[position]
+        return self._sample(request_id, position - len(prompt))
+
+    def _sample(self, request_id: str, index: int) -> int:  # type: ignore[override]
+        return 5 + (hash((request_id, index)) % 900)
+
+    def _hash(self, request_id: str, number: int) -> int:
+        """What stands for all tokens before a block."""
+        hashes = self._hashes.setdefault(request_id, [1])
+        while len(hashes) <= number:
+            first = (len(hashes) - 1) * BLOCK_SIZE
+            tokens = tuple(self._token(request_id, first + n) for n in range(BLOCK_SIZE))
+            hashes.append(hash((hashes[-1], tokens)))
+        return hashes[number]
