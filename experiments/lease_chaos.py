@@ -38,12 +38,15 @@ def run(name: str, interval: int | None, depth: int, num_events: int, seed: int)
     check(engine, idle=True)
     clock.now_s += 10_000
     engine.step()
+    check(engine, idle=True)
+    engine.scheduler.driver.pins.drop_all()
     pool = engine.scheduler.kv_cache_manager.block_pool
     num_held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
     assert num_held == 0, f"{num_held} blocks are still held"
     stats = engine.scheduler.driver.stats
     ended = ", ".join(f"{num} {why.value}" for why, num in stats.num_leases_ended.items() if num)
-    return f"{stats.num_leases_granted} leases: {ended}"
+    pins = f"{stats.num_prefixes_pinned} prefixes pinned"
+    return f"{pins}; {stats.num_leases_granted} leases: {ended}"
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
-"""Many long prefixes on a model with sliding windows: where hits end, and what the retention interval does.
+"""Many long prefixes on a model with sliding windows: what the retention interval and pins do.
 
-    python -m experiments.shared_prefixes [--prefixes 15,30,50,60] [--intervals None,0,8192] [--json]
+    python -m experiments.shared_prefixes [--prefixes 15,30,50,60] [--arms stock:0,tenuto:0] [--json]
 
 One client sends prompts one after another. Each begins with one of the prefixes (28,000 tokens by default)
 and ends with 200 tokens of its own. The prefixes come in rounds, in a new random order each. "Second use"
 is the second round; the other figures count the rounds after the third, when vLLM has seen where prompts
-part. The engine is simulated: four H200, Gemma-3-27B, and a KV cache that vLLM would report as 1.47 million
-tokens.
+part. An arm is a policy and vLLM's `prefix_cache_retention_interval`; policies have the plugin's limits. The
+engine is simulated: four H200, Gemma-3-27B, and a KV cache that vLLM would report as 1.47 million tokens.
 """
 
 from __future__ import annotations
@@ -61,9 +61,16 @@ def get_wait_s(record: TurnRecord) -> float:
     return (record.first_token_s or 0.0) - (record.sent_s or 0.0)
 
 
-def run(num_prefixes: int, interval: int | None, args: argparse.Namespace) -> dict[str, Any]:
-    """One engine's figures."""
-    setup = replace(MODEL, kv_tokens=get_cache_tokens(), prefix_cache_retention_interval=interval)
+def run(num_prefixes: int, arm: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One engine's figures; `arm` is a policy and an interval, such as stock:None."""
+    policy, _, text = arm.partition(":")
+    setup = replace(
+        MODEL,
+        kv_tokens=get_cache_tokens(),
+        policy=policy,
+        prefix_cache_retention_interval=None if text == "None" else int(text),
+        limits="plugin",
+    )
     machine = build(setup)
     workload = make_workload(num_prefixes, args.tokens, NUM_UNCOUNTED + args.rounds, args.seed)
     records = Simulation(machine.make_scheduler(), machine.step_cost, workload, users=1).run()
@@ -73,7 +80,7 @@ def run(num_prefixes: int, interval: int | None, args: argparse.Namespace) -> di
     busy_s = (records[-1].last_token_s or 0.0) - (records[0].sent_s or 0.0)
     return {
         "prefixes": num_prefixes,
-        "interval": interval,
+        "arm": arm,
         "ttft_ms": 1000 * statistics.mean(map(get_wait_s, records)),
         "hit_share": get_hit_share(records),
         "second_use_hit_share": get_hit_share(second),
@@ -86,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prefixes", default="15,30,50,60", help="how many prefixes, with commas")
     parser.add_argument(
-        "--intervals", default="None,0,8192", help="prefix_cache_retention_interval, with commas"
+        "--arms", default="stock:None,stock:0,stock:8192,tenuto:0", help="POLICY:INTERVAL, with commas"
     )
     parser.add_argument("--tokens", type=int, default=28_000, help="tokens of each prefix")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
@@ -94,17 +101,18 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line per row")
     args = parser.parse_args()
     if not args.json:
-        print("| prefixes | interval | TTFT, ms | hits | hits at second use | output tokens/s |")
+        print("| prefixes | policy, interval | TTFT, ms | hits | hits at second use | output tokens/s |")
         print("|---|---|---|---|---|---|")
     for num_prefixes in map(int, args.prefixes.split(",")):
-        for text in args.intervals.split(","):
-            row = run(num_prefixes, None if text == "None" else int(text), args)
+        for arm in args.arms.split(","):
+            row = run(num_prefixes, arm, args)
             if args.json:
                 print(json.dumps(row), flush=True)
             else:
                 hits = f"{row['hit_share']:.0%} | {row['second_use_hit_share']:.0%}"
                 speed = f"{row['output_tokens_per_s']:.1f}"
-                print(f"| {num_prefixes} | {text} | {row['ttft_ms']:,.0f} | {hits} | {speed} |", flush=True)
+                name = arm.replace(":", ", ")
+                print(f"| {num_prefixes} | {name} | {row['ttft_ms']:,.0f} | {hits} | {speed} |", flush=True)
 
 
 if __name__ == "__main__":

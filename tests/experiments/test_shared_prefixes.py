@@ -1,4 +1,4 @@
-"""The benchmark of shared prefixes: dense caching falls off a cliff, the default interval does not."""
+"""The benchmark of shared prefixes: dense caching falls off a cliff, pins do not."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ from experiments import shared_prefixes
 
 
 @pytest.mark.slow
-def test_the_default_interval_stays_flat_where_dense_caching_falls_off(
+def test_pins_stay_flat_where_intervals_fall_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shared_prefixes, "REPORTED_TOKENS", 490_000)
     args = argparse.Namespace(tokens=28_000, rounds=2, seed=0)
-    shares = {
-        (num, interval): shared_prefixes.run(num, interval, args)["hit_share"]
-        for num in (4, 13)
-        for interval in (None, 0)
+    rows = {
+        (num, arm): shared_prefixes.run(num, arm, args)
+        for num, arm in (
+            (4, "stock:None"),
+            (13, "stock:None"),
+            (13, "stock:0"),
+            (20, "stock:0"),
+            (20, "tenuto:0"),
+        )
     }
-    assert shares[4, None] > 0.85 and shares[4, 0] > 0.85 and shares[13, 0] > 0.85
-    assert shares[13, None] < 0.5
+    shares = {case: row["hit_share"] for case, row in rows.items()}
+    assert shares[4, "stock:None"] > 0.85 and shares[13, "stock:0"] > 0.85
+    assert shares[13, "stock:None"] < 0.5
+    # Pins stay flat where the default interval alone falls off.
+    assert shares[20, "stock:0"] < 0.95 < shares[20, "tenuto:0"]
+    assert rows[20, "stock:0"]["second_use_hit_share"] == 0 < rows[20, "tenuto:0"]["second_use_hit_share"]

@@ -26,7 +26,8 @@ WINDOWS = [name for name in LAYOUTS if "states" not in name]
 def check(engine: Engine, *, idle: bool = False) -> None:
     """The books agree, and each lease holds one hit: all its blocks, and no other."""
     scheduler = engine.scheduler
-    check_integrity(scheduler.kv_cache_manager.block_pool, scheduler.driver.leases, idle=idle)
+    driver = scheduler.driver
+    check_integrity(scheduler.kv_cache_manager.block_pool, driver.leases, pins=driver.pins, idle=idle)
     check_books(scheduler)
     for lease in scheduler.driver.leases:
         groups, num_tokens = compat_groups.find_hit(scheduler, lease.blocks.hashes, lease.blocks.num_tokens)
@@ -146,6 +147,8 @@ def test_chaos_leaves_nothing_behind(name: str, depth: int, interval: int | None
     assert engine.scheduler.driver.stats.num_leases_granted > 10
     clock.now_s += 10_000
     engine.step()
+    check(engine, idle=True)
+    engine.scheduler.driver.pins.drop_all()
     pool = engine.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 

@@ -20,3 +20,37 @@ def count_spare_blocks(window: int, block_size: int, alignment: int) -> int:
     """
     num_behind = (alignment - window) // block_size
     return max(0, num_behind + count_tail_blocks(window, block_size))
+
+
+def choose_checkpoint_tokens(
+    num_checkpoint_blocks: int, full_blocks_per_token: float, alignment: int
+) -> int | None:
+    """Tokens that take as many blocks in full attention as one checkpoint takes: no two are nearer.
+
+    `num_checkpoint_blocks`: what one checkpoint takes in all windows and states. `full_blocks_per_token`:
+    what a token takes in all full-attention groups. Hits end at multiples of `alignment` tokens. None if
+    there is nothing to choose: no window and no state, or nothing else.
+    """
+    if not num_checkpoint_blocks or not full_blocks_per_token:
+        return None
+    num_tokens = num_checkpoint_blocks / full_blocks_per_token
+    return max(1, round(num_tokens / alignment)) * alignment
+
+
+def get_next_checkpoint(before: int, tokens: int, alignment: int) -> int:
+    """The first checkpoint behind the one at token `before`: `tokens` later, or half as far again.
+
+    The larger of both. So long prompts have few of them, and the last one before any place is at two thirds
+    of it or later.
+    """
+    return before + max(tokens, before // 2 // alignment * alignment)
+
+
+def get_checkpoints(tokens: int, alignment: int, end: int) -> tuple[int, ...]:
+    """All checkpoints up to token `end`."""
+    checkpoints = []
+    place = get_next_checkpoint(0, tokens, alignment)
+    while place <= end:
+        checkpoints.append(place)
+        place = get_next_checkpoint(place, tokens, alignment)
+    return tuple(checkpoints)
