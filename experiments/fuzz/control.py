@@ -11,11 +11,11 @@ from typing import Any
 
 from experiments.fuzz.guard import Wrong
 from experiments.fuzz.requests import get_loop, load_json
+from tenuto.core.control import ADMIN_VARIABLE
 from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import load_policy
 from tenuto.vllm import control_http
-from tenuto.vllm.control import Control
-from tenuto.vllm.control_http import ADMIN_VARIABLE, ControlAddresses
+from tenuto.vllm.control_http import ControlAddresses, make_control
 from tenuto.vllm.settings import Settings
 from tenuto.vllm.tenants import TenantReader
 
@@ -56,7 +56,7 @@ class _Engine:
         self.policy = SimpleNamespace(value="fcfs")
         self.driver = SimpleNamespace(leases=(), get_num_leased_blocks=lambda: 0)
         self.configured_policy: Policy = load_policy("continuum-fixed")
-        self.control = Control(self, 0)
+        self.control = make_control(self, 0)
 
     def prepare(self, settings: Settings, policy: Policy) -> Any:
         return settings, policy

@@ -63,12 +63,15 @@ def check_hints(hints: Hints) -> None:
     for text, most in (
         (hints.job_id, _MAX_JOB_CHARS),
         (hints.tenant, MAX_ID_CHARS),
+        (hints.parent, MAX_ID_CHARS),
+        (hints.conversation, _MAX_JOB_CHARS),
         (hints.tool, MAX_TOOL_CHARS),
     ):
         if text is not None and not (0 < len(text) <= most and text.replace("\t", "").isprintable()):
             raise Wrong(f"unbounded or unprintable: {text[:200]!r}")
-    if hints.expected_tool_s is not None and not 0 <= hints.expected_tool_s <= MAX_EXPECTED_TOOL_S:
-        raise Wrong(f"unbounded: {hints.expected_tool_s}")
+    for seconds in (hints.expected_tool_s, hints.retain_s, hints.deadline_s):
+        if seconds is not None and not 0 <= seconds <= MAX_EXPECTED_TOOL_S:
+            raise Wrong(f"unbounded: {seconds}")
     if hints.tenant is None and parse_hints(make_fields(hints)) != hints:
         raise Wrong(f"sent on as {make_fields(hints)}, {hints} is read as another")
     if not are_xargs(make_fields(hints)):
@@ -130,7 +133,7 @@ def pass_middleware(data: bytes) -> None:
     if isinstance(xargs, dict) and any(
         repr(after["vllm_xargs"].get(name)) != repr(xargs[name])
         for name in xargs
-        if isinstance(after.get("vllm_xargs"), dict) and name != "tenuto_tenant"
+        if isinstance(after.get("vllm_xargs"), dict) and name not in ("tenuto_tenant", "agentic_context")
     ):
         raise Wrong("what was in vllm_xargs is not there any more")
 

@@ -1,12 +1,14 @@
 """What names a request's job, and that the middleware puts it where vLLM carries it."""
 
+import asyncio
 import json
 
 import pytest
 
+from tenuto.core.requests.conversation import get_conversation_id
 from tenuto.core.requests.hints import JOB_HEADERS
 from tenuto.vllm import identity
-from tests.vllm.asgi import REQUEST, get_xargs, post
+from tests.vllm.asgi import REQUEST, get_xargs, make_scope, only_names_the_conversation, post
 
 SESSION = "0f0a8d7e-3c5e-4b0e-9a55-1d6f5a6e2b11"
 
@@ -34,7 +36,7 @@ def test_all_hints_go_to_xargs_as_types_that_vllm_takes():
 @pytest.mark.parametrize("value", [None, "", [], {}, True, 10**200])
 def test_an_unusable_hint_is_left_out(value):
     body = {**REQUEST, "job_id": value, "expected_tool_seconds": value if value != 10**200 else None}
-    assert post(body).body == json.dumps(body).encode()
+    assert only_names_the_conversation(body)
 
 
 def test_xargs_win_over_all_else():
@@ -104,8 +106,7 @@ def test_claude_code_names_its_session_in_the_user(user_id):
     ],
 )
 def test_a_user_is_no_job(fields):
-    body = {**REQUEST, **fields}
-    assert post(body).body == json.dumps(body).encode()
+    assert only_names_the_conversation({**REQUEST, **fields})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,10 @@ def test_each_job_keeps_to_one_rank():
 
     assert get_rank({"job_id": "j"}) is None
     assert get_rank({"job_id": "j"}, dp_size=1) is None
-    assert get_rank(REQUEST, dp_size=4) is None
+    assert get_rank({}, dp_size=4) is None
+    # Without an id, the conversation's beginning decides.
+    more = [*REQUEST["messages"], {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    assert get_rank(REQUEST, dp_size=64) == get_rank({**REQUEST, "messages": more}, dp_size=64) is not None
     assert get_rank({"job_id": "j"}, {"x-data-parallel-rank": "9"}, dp_size=4) == "9"
     ranks = [get_rank({"job_id": f"j{number}"}, dp_size=4) for number in range(100)]
     assert set(ranks) == {"0", "1", "2", "3"}
@@ -151,3 +155,34 @@ def test_the_number_of_ranks_comes_from_the_environment(monkeypatch):
         monkeypatch.setenv(identity.DP_SIZE_VARIABLE, value)
         with pytest.raises(ValueError, match=identity.DP_SIZE_VARIABLE):
             post({})
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "name"),
+    [
+        ({**REQUEST, "job_id": "j"}, {}, b"j"),
+        (REQUEST, {"x-session-id": "s"}, b"s"),
+        (REQUEST, {}, get_conversation_id(REQUEST).encode()),
+        ({**REQUEST, "job_id": "é"}, {}, None),
+        ({"prompt": "p"}, {}, None),
+    ],
+)
+def test_the_answer_says_which_job_it_belongs_to(body, headers, name):
+    sent = []
+
+    async def app(scope, receive, send):
+        await receive()
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"x", b"1")]}
+        for message in (start, {"type": "http.response.body", "body": b"1"}):
+            await send(message)
+
+    async def receive():
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(identity.Middleware(app)(make_scope(headers), receive, send))
+    added = [] if name is None else [(b"x-tenuto-job", name)]
+    assert sent[0] == {"type": "http.response.start", "status": 200, "headers": [(b"x", b"1"), *added]}
+    assert sent[1] == {"type": "http.response.body", "body": b"1"}

@@ -116,8 +116,10 @@ def test_a_client_that_leaves_while_it_reads():
         await left.wait()
         return {"type": "http.disconnect"}
 
+    sent = []
+
     async def send(message):
-        pass
+        sent.append(message)
 
     async def drive():
         await Middleware(app)(make_scope(), receive, send)
@@ -126,8 +128,10 @@ def test_a_client_that_leaves_while_it_reads():
         assert not waiting.done()
         left.set()
         assert await waiting == {"type": "http.disconnect"}
-        # Chunks of the response take no detour.
-        assert app.send is send
+        # Chunks of the response pass as they are.
+        chunk = {"type": "http.response.body", "body": b"data: 1", "more_body": True}
+        await app.send(chunk)
+        assert sent[0] is chunk
 
     asyncio.run(drive())
 
@@ -195,3 +199,23 @@ def test_any_json_body(fields, headers, path, is_ascii):
 def test_any_bytes(body, headers):
     app = post(body, headers)
     assert app.body == body or json.loads(app.body)["vllm_xargs"]
+
+
+def test_listed_lines_are_edited_and_every_other_byte_stays(monkeypatch):
+    monkeypatch.setenv("TENUTO_DROP_LINES", '["x-billing: .*"]')
+    text = "x-billing: 7\\nBe brief.\\u00fc"
+    sent = (
+        b'{"model": "m",  "messages": [{"role": "system", "content": "%s"}], "temperature": 1e-1}'
+        % text.encode()
+    )
+    app = post(sent)
+    assert app.body.startswith(sent[:-1])
+    assert app.headers["content-length"] == str(len(app.body))
+    got = json.loads(app.body)
+    assert got.pop("vllm_xargs").keys() == {"tenuto_conversation"}
+    assert got == {**json.loads(sent), "messages": [{"role": "system", "content": "Be brief.ü"}]}
+    other = sent.replace(b"x-billing", b"y-billing")
+    assert (
+        app.body != post(other).body
+        and json.loads(post(other).body)["messages"] == json.loads(other)["messages"]
+    )

@@ -9,6 +9,8 @@ It does not copy vLLM's own session id, because vLLM passes that itself.
 The middleware also tells the scheduler the request's tenant (`tenuto.vllm.tenants`), and it answers requests
 under /tenuto/ (`tenuto.vllm.control_http`).
 
+Answers get a header with the name that the job has here (`JOB_HEADER`), for routers that pin by a header.
+
 Everything else passes through unchanged: other paths, bodies that are not a JSON object in UTF-8, and
 requests that name nothing new. vLLM runs middleware before it checks an API key. The middleware therefore
 reads and parses a body only when the application asks for it, which is after that check. The number of
@@ -17,15 +19,22 @@ bytes that it reads is bounded.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
+from tenuto.core.requests.foreign import write_context_as_text
+from tenuto.core.requests.head_lines import read_head_lines
 from tenuto.core.requests.hints import parse_hints
-from tenuto.core.requests.identity import are_xargs, get_new_fields, get_own_session_id
+from tenuto.core.requests.identity import (
+    are_xargs,
+    get_new_fields,
+    get_own_session_id,
+    make_job_header,
+)
 from tenuto.vllm.control_http import ControlAddresses
+from tenuto.vllm.ranks import RankedTurn, Ranks, get_rank_by_name
 from tenuto.vllm.tenants import TenantReader, sign
 
 Message = MutableMapping[str, Any]
@@ -39,6 +48,8 @@ MAX_BODY_BYTES = 8 * 2**20
 
 DP_SIZE_VARIABLE = "TENUTO_DP_SIZE"
 """Environment variable with the server's `--data-parallel-size`. If set, each job stays on one rank."""
+DP_CHOICE_VARIABLE = "TENUTO_DP_CHOICE"
+"""`name` (the default) or `load`: how the rank is chosen; see `tenuto.vllm.ranks`."""
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _RANK_HEADER = "x-data-parallel-rank"
@@ -50,21 +61,30 @@ class Middleware:
     def __init__(self, app: App, dp_size: int | None = None) -> None:
         self._app = app
         self._dp_size = _get_dp_size() if dp_size is None else dp_size
+        chooses_by_load = self._dp_size > 1 and os.environ.get(DP_CHOICE_VARIABLE) == "load"
+        self._ranks = Ranks(self._dp_size) if chooses_by_load else None
+        self._head_lines = read_head_lines(os.environ)
         self._tenants = TenantReader(app)
         self._control = ControlAddresses(app, self._tenants)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection. Responses of the application are never changed."""
+        """Handle one connection. Responses of the application get one header, and are not changed beside."""
         address = self._control.find(scope)
         if address is not None:
             await self._control(address, scope, receive, send)
             return
         if _is_generation(scope):
             scope = {**scope, "headers": list(scope["headers"])}
-            receive = self._read_when_asked(scope, receive)
+            found = _Found()
+            receive = self._read_when_asked(scope, receive, found)
+            try:
+                await self._app(scope, receive, found.wrap(send))
+            finally:
+                found.close()
+            return
         await self._app(scope, receive, send)
 
-    def _read_when_asked(self, scope: Scope, receive: Receive) -> Receive:
+    def _read_when_asked(self, scope: Scope, receive: Receive, found: _Found) -> Receive:
         """A `receive` that returns the rewritten request. It reads nothing before the application asks.
 
         The check of API keys refuses a request without asking for its body, so such a body is never read.
@@ -76,7 +96,7 @@ class Middleware:
             if pending is None:
                 body, after = await _read_body(receive)
                 if after is None:
-                    body = self._rewrite(scope, body)
+                    body = self._rewrite(scope, body, found)
                 pending = [{"type": "http.request", "body": body, "more_body": after is not None}]
                 # The next part of a body that is too large, or the message that the client disconnected.
                 pending += [] if after is None else [after]
@@ -84,7 +104,7 @@ class Middleware:
 
         return read
 
-    def _rewrite(self, scope: Scope, body: bytes) -> bytes:
+    def _rewrite(self, scope: Scope, body: bytes, found: _Found) -> bytes:
         """The body with the request's hints added to `vllm_xargs`; the same body if there are no new hints.
 
         Also updates the headers in the scope: the content length and the data-parallel rank.
@@ -92,29 +112,67 @@ class Middleware:
         request = _parse(body)
         if request is None:
             return body
+        new_headers = {}
+        headers = _get_headers(scope)
+        for name, value in self._head_lines.edit(request).items() if self._head_lines else ():
+            request = {**request, name: value}
+            body = _append_member(body, name, value)
+            if "content-length" in headers:
+                new_headers["content-length"] = str(len(body))
+        _set_headers(scope, new_headers)
         xargs = request.get("vllm_xargs")
-        xargs = {} if xargs is None else xargs
+        given = {} if xargs is None else xargs
+        xargs = write_context_as_text(given)
         if not are_xargs(xargs):
             # vLLM will refuse the request with its own error message.
             return body
-        headers = _get_headers(scope)
         own_session_id = get_own_session_id(request, headers, scope["path"])
-        new_headers = {}
         fields = get_new_fields(request, headers, xargs, own_session_id)
         tenant = self._tenants.get(headers)
         if tenant is not None:
             fields.update(sign(tenant))
-        if fields:
+        if fields or xargs is not given:
             xargs = {**xargs, **fields}
             body = _append_member(body, "vllm_xargs", xargs)
             if "content-length" in headers:
                 new_headers["content-length"] = str(len(body))
         known = xargs if tenant is None else {**xargs, "tenant": tenant}
-        job_id = parse_hints(known, own_session_id).job_id
-        if self._dp_size > 1 and job_id is not None and _RANK_HEADER not in headers:
-            new_headers[_RANK_HEADER] = str(_get_rank(job_id, self._dp_size))
+        hints = parse_hints(known, own_session_id)
+        found.job_name = hints.name
+        job_id = hints.job_id or hints.conversation
+        if self._ranks is not None and _RANK_HEADER not in headers:
+            found.turn = self._ranks.open_turn({**request, "vllm_xargs": known}, headers, scope["path"])
+            new_headers[_RANK_HEADER] = str(found.turn.rank)
+        elif self._dp_size > 1 and job_id is not None and _RANK_HEADER not in headers:
+            new_headers[_RANK_HEADER] = str(get_rank_by_name(job_id, self._dp_size))
         _set_headers(scope, new_headers)
         return body
+
+
+class _Found:
+    """What the middleware found in one request."""
+
+    job_name: str | None = None
+    turn: RankedTurn | None = None
+
+    def close(self) -> None:
+        """The request is over."""
+        if self.turn is not None:
+            self.turn.close()
+
+    def wrap(self, send: Send) -> Send:
+        """A `send` that adds the header with the job's name, once the request was read."""
+
+        async def send_with_name(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                header = make_job_header(self.job_name)
+                added = [] if header is None else [(header[0].lower().encode(), header[1].encode())]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            if self.turn is not None:
+                self.turn.hear(message)
+            await send(message)
+
+        return send_with_name
 
 
 def _get_dp_size() -> int:
@@ -166,7 +224,7 @@ def _get_headers(scope: Scope) -> dict[str, str]:
     }
 
 
-def _append_member(body: bytes, name: str, value: Mapping[str, Any]) -> bytes:
+def _append_member(body: bytes, name: str, value: Any) -> bytes:
     """Add a member to a JSON object without changing its other bytes.
 
     If the object already has a member of this name, JSON parsers use the last one, which is the new one.
@@ -174,12 +232,6 @@ def _append_member(body: bytes, name: str, value: Mapping[str, Any]) -> bytes:
     start = body.rstrip()[:-1].rstrip()
     comma = b"" if start.endswith(b"{") else b","
     return start + comma + json.dumps({name: value}).encode()[1:]
-
-
-def _get_rank(job_id: str, dp_size: int) -> int:
-    """The job's data-parallel rank; the same in every API server process."""
-    digest = hashlib.blake2b(job_id.encode(errors="replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % dp_size
 
 
 def _set_headers(scope: Scope, new: Mapping[str, str]) -> None:

@@ -48,7 +48,21 @@ LAST_TURN_HEADERS = (
 GROUP_HEADER = "x-tenuto-group"
 """A header that names a group of jobs; an operator may try a policy on some groups (`tenuto.core.canary`)."""
 
-HINT_FIELDS = ("job_id", "is_last_step", "tool", "expected_tool_seconds", "tenant", "tenuto_group")
+CONVERSATION_FIELD = "tenuto_conversation"
+"""The name of the conversation by its beginning, which a server adds to requests that name no job."""
+
+HINT_FIELDS = (
+    "job_id",
+    "is_last_step",
+    "tool",
+    "expected_tool_seconds",
+    "retain_seconds",
+    "deadline_seconds",
+    "parent_job_id",
+    "tenant",
+    "tenuto_group",
+    CONVERSATION_FIELD,
+)
 """Request fields that carry hints, in `vllm_xargs` or at the top level of the body."""
 
 
@@ -60,8 +74,23 @@ class Hints:
     is_last: bool | None = None
     tool: str | None = None
     expected_tool_s: float | None = None
+    retain_s: float | None = None
+    """No lease on the turn's blocks shall last longer; 0: no lease. It never makes a lease longer."""
+    deadline_s: float | None = None
+    """How soon the client wants the answer. It is recorded, and changes no order: all clients would hurry."""
+    parent: str | None = None
+    """The job that started this one. It is recorded; leases do not depend on it."""
     tenant: str | None = None
     group: str | None = None
+    conversation: str | None = None
+    """A name for the job if neither an id nor its content names it: see `tenuto.core.requests.conversation`.
+    """
+
+    @property
+    def name(self) -> str | None:
+        """How the client may call the job: its id, or its conversation's name, without the tenant."""
+        name = self.job_id or self.conversation
+        return None if name is None else name.rpartition("\t")[2]
 
 
 def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None) -> Hints:
@@ -73,16 +102,22 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
     said = get_usable_fields(fields if isinstance(fields, Mapping) else {})
     tenant = said.get("tenant")
     job_id = said.get("job_id") or get_bounded_id(session_id)
-    if job_id is not None and tenant is not None:
+    conversation = said.get(CONVERSATION_FIELD)
+    if tenant is not None:
         # Both are printable, so neither contains a tab. Each pair of tenant and job gets a unique id.
-        job_id = f"{tenant}\t{job_id}"
+        job_id = None if job_id is None else f"{tenant}\t{job_id}"
+        conversation = None if conversation is None else f"{tenant}\t{conversation}"
     return Hints(
         job_id=job_id,
         is_last=said.get("is_last_step"),
         tool=said.get("tool"),
         expected_tool_s=said.get("expected_tool_seconds"),
+        retain_s=said.get("retain_seconds"),
+        deadline_s=said.get("deadline_seconds"),
+        parent=said.get("parent_job_id"),
         tenant=tenant,
         group=said.get("tenuto_group"),
+        conversation=conversation,
     )
 
 
@@ -93,8 +128,12 @@ def make_fields(hints: Hints) -> dict[str, str | int | float]:
         "is_last_step": None if hints.is_last is None else int(hints.is_last),
         "tool": hints.tool,
         "expected_tool_seconds": hints.expected_tool_s,
+        "retain_seconds": hints.retain_s,
+        "deadline_seconds": hints.deadline_s,
+        "parent_job_id": hints.parent,
         "tenant": hints.tenant,
         "tenuto_group": hints.group,
+        CONVERSATION_FIELD: hints.conversation,
     }
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -174,6 +213,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "is_last_step": _get_bool,
     "tool": get_bounded_tool,
     "expected_tool_seconds": _get_seconds,
+    "retain_seconds": _get_seconds,
+    "deadline_seconds": _get_seconds,
+    "parent_job_id": get_bounded_id,
     "tenant": get_bounded_id,
     "tenuto_group": get_bounded_id,
+    CONVERSATION_FIELD: get_bounded_id,
 }

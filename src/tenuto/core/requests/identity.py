@@ -2,11 +2,14 @@
 
 The first of these that is found names the job:
 
-1. `job_id` in `vllm_xargs`, then at the top level of the body (where Continuum's clients put it)
+1. `job_id` in `vllm_xargs`, then at the top level of the body (where Continuum's clients put it), then the
+   program of vllm-router's `agentic_context`
 2. vLLM's own session id: body `session_id`, header `X-Session-ID`, `session_id` in `vllm_xargs`
 3. the headers of `tenuto.core.requests.hints.JOB_HEADERS`
 4. `prompt_cache_key`: a field of OpenAI's API, which agents such as Codex send to any server
 5. `metadata`: `session_id`, or the session inside Claude Code's `user_id`
+
+A request that names no job gets the name of its conversation (`tenuto.core.requests.conversation`).
 
 `user` does not name a job, because one user runs many jobs. The other hints are read from `vllm_xargs`, then
 from the top level. Requests are untrusted input, so nothing here raises.
@@ -19,7 +22,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from tenuto.core.requests.conversation import get_conversation_id
+from tenuto.core.requests.foreign import read_foreign_fields
 from tenuto.core.requests.hints import (
+    CONVERSATION_FIELD,
     Hints,
     get_bounded_id,
     get_header_fields,
@@ -36,6 +42,16 @@ def read_hints(request: Mapping[str, Any], headers: Mapping[str, str], path: str
     xargs = xargs if isinstance(xargs, dict) else {}
     own_session_id = get_own_session_id(request, headers, path)
     return parse_hints({**xargs, **get_new_fields(request, headers, xargs, own_session_id)}, own_session_id)
+
+
+JOB_HEADER = "X-Tenuto-Job"
+"""The header of an answer that says which job the request belongs to."""
+
+
+def make_job_header(name: str | None) -> tuple[str, str] | None:
+    """The header with a job's name; None without a name, or for one that a header cannot hold."""
+    is_possible = name is not None and name.isascii() and name.isprintable()
+    return (JOB_HEADER, name) if is_possible and name is not None else None
 
 
 def are_xargs(xargs: Any) -> bool:
@@ -68,11 +84,15 @@ def get_new_fields(
     own_session_id: str | None,
 ) -> dict[str, Any]:
     """Hint fields to add to `vllm_xargs`. Fields that are already there stay, whether usable or not."""
-    fields = {**get_header_fields(headers), **get_usable_fields(request)}
-    if get_bounded_id(own_session_id) is not None and get_bounded_id(request.get("job_id")) is None:
+    said = {**get_usable_fields(read_foreign_fields(request, xargs)), **get_usable_fields(request)}
+    fields = {**get_header_fields(headers), **said}
+    if get_bounded_id(own_session_id) is not None and "job_id" not in said:
         fields.pop("job_id", None)
     elif "job_id" not in fields:
         fields["job_id"] = _get_other_job_id(request)
+    names = (fields.get("job_id"), get_bounded_id(own_session_id), get_bounded_id(xargs.get("job_id")))
+    if not any(names):
+        fields.setdefault(CONVERSATION_FIELD, get_conversation_id(request))
     # vLLM accepts strings and numbers. It would convert True to 1, so convert it here.
     return {
         name: int(value) if isinstance(value, bool) else value

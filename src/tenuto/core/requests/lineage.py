@@ -112,6 +112,17 @@ class Lineage:
                 return max(found, key=lambda job_id: self._finished[job_id].number)
         return None
 
+    def find_repeated(
+        self, hashes: Sequence[Hashable], prompt: Sequence[int], tenant: str | None = None
+    ) -> str | None:
+        """The tenant's job whose last finished turn had this very prompt, or None."""
+        num_blocks = min(len(prompt) // self._block_size, len(hashes))
+        if not num_blocks:
+            return None
+        span = ((num_blocks - 1) * self._block_size, len(prompt))
+        jobs = self._jobs_by_key.get(_get_key(hashes[num_blocks - 1], span, prompt, tenant))
+        return next(reversed(jobs)) if jobs else None
+
 
 def _get_key(mark: Hashable, span: _Span, prompt: Sequence[int], tenant: str | None) -> _Key:
     boundary, num_prompt_tokens = span
