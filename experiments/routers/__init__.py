@@ -1,0 +1,1 @@
+"""Tenuto's servers behind routers that exist."""

@@ -1,0 +1,77 @@
+"""The Ray Serve router's books, without Ray: jobs stay, replicas come and go, every request ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from tenuto.ray.books import MAX_REFUSALS, ReplicaBooks
+
+
+def ask(number: int, turn: int = 0) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"task {number} " * 100}]
+    for n in range(turn):
+        messages += [{"role": "assistant", "content": f"a{n}"}, {"role": "user", "content": f"r{n} " * 50}]
+    return {"messages": messages}
+
+
+def make(*names: str, **options: Any) -> ReplicaBooks:
+    clock = iter(range(10**6))
+    books = ReplicaBooks(get_now_s=lambda: float(next(clock)), **options)
+    books.set_replicas(names)
+    return books
+
+
+def test_jobs_stay_with_their_replica_with_and_without_an_id() -> None:
+    books = make("a", "b")
+    homes: dict[int, set[str | None]] = {}
+    for turn in range(3):
+        for job in range(8):
+            session = f"s{job}" if job % 2 else ""
+            homes.setdefault(job, set()).add(books.propose(f"{job}/{turn}", ask(job, turn), session))
+        for job in range(8):
+            books.finish(f"{job}/{turn}")
+    assert all(len(each) == 1 for each in homes.values())
+    assert Counter(name for each in homes.values() for name in each) == {"a": 4, "b": 4}
+    assert books.num_open == 0
+
+
+def test_a_replica_that_goes_leaves_its_requests_to_the_others() -> None:
+    books = make("a", "b")
+    first = {n: books.propose(str(n), ask(n)) for n in range(4)}
+    books.set_replicas(["b", "c"])
+    again = {n: books.propose(str(n), ask(n)) for n in range(4)}
+    for n in first:
+        assert again[n] in ("b", "c")
+        assert again[n] == first[n] or first[n] == "a"
+    for n in first:
+        books.finish(str(n))
+    assert books.num_open == 0
+    assert {each.num_open for each in books.dispatcher.engines.ready.values()} == {0}
+
+
+def test_no_replica_at_first() -> None:
+    books = make()
+    assert books.propose("1", ask(1)) is None
+    books.set_replicas(["a"])
+    assert books.propose("1", ask(1)) == "a"
+
+
+def test_a_request_that_is_refused_again_and_again_is_routed_again() -> None:
+    books = make("a", "b")
+    for _ in range(MAX_REFUSALS):
+        assert books.propose("1", ask(1)) is not None
+    assert books.dispatcher.stats.num_resent == 0
+    books.propose("1", ask(1))
+    assert books.dispatcher.stats.num_resent == 1
+    assert books.num_open == 1
+
+
+def test_requests_end_once_and_unknown_ones_do_no_harm() -> None:
+    books = make("a")
+    books.propose("1", {})
+    for end in (books.abort, books.finish, books.abort):
+        end("1")
+        end("unknown")
+    assert books.num_open == 0
+    assert [each.num_open for each in books.dispatcher.engines.ready.values()] == [0]
