@@ -577,3 +577,14 @@ def test_the_log_tells_a_job_s_history() -> None:
     granted, lease_ended = history[3], history[5]
     assert (granted["num_blocks"], granted["until_s"]) == (5, 11)
     assert (lease_ended["num_blocks"], lease_ended["reason"], lease_ended["held_s"]) == (5, "hit", 4)
+
+
+def test_a_turn_that_changes_earlier_text_is_counted_by_where() -> None:
+    engine = ToyEngine(Policy(), 40)
+    for number, head in enumerate((0, 5000, 0)):
+        prompt = make_tokens(head, 4) + make_tokens(100, 16)
+        engine.arrive(f"t{number}", float(number), prompt, [99], Hints(job_id="j", tool="ls"))
+        assert engine.start_first(float(number)) == f"t{number}"
+        engine.finish(f"t{number}", float(number))
+    histogram = engine.driver.stats.parted_at
+    assert (histogram.counts[0], sum(histogram.counts)) == (2, 2)

@@ -135,7 +135,7 @@ class DriverMachine(RuleBasedStateMachine):
             assert started == turn.turn_id
             assert turn.num_hit_blocks * BLOCK_SIZE <= len(turn.prompt) - 1
             assert len(turn.blocks) == self.engine.count_blocks(turn)
-        elif self.limits.always_yield or stalled:
+        elif stalled or (self.limits.always_yield and not self._must_wait_for_others(turn)):
             # Leases cost no allocation: this one would have failed without them.
             assert wanted > free_for_it
 
@@ -146,6 +146,10 @@ class DriverMachine(RuleBasedStateMachine):
         self.start()
         if self.engine.running:
             self.finish(number, decision, None)
+
+    def _must_wait_for_others(self, turn: ToyTurn) -> bool:
+        """Whether its tenant is over its fair share: then it takes nothing from tenants that use less."""
+        return self.driver.quota.is_over(self.driver._turns[turn.turn_id].job.tenant)
 
     def _count_without_leases(self, turn: ToyTurn) -> tuple[int, int]:
         """(blocks that would be free, blocks this turn would take) if there were no leases."""
@@ -289,3 +293,19 @@ TestDriverMachine.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+def test_the_machine_lets_a_tenant_over_its_share_wait() -> None:
+    """The case in which leases may cost an allocation: they are of a tenant that uses less."""
+    machine = DriverMachine()
+    machine.begin(Limits())
+    for conversation, added in ((0, [10] * 5), (1, [11] * 3)):
+        hints = Hints(job_id="a", tool="ls", tenant="y")
+        machine.turn_runs((conversation, None, [], added, [10], hints), (1e6, Yields.ALWAYS, 0.0), 0)
+    machine.arrive((0, None, [], [12] * 30, [10, 10], Hints(job_id="b", tenant="x")))
+    machine.start()
+    machine.arrive((0, None, [], [13] * 10, [10, 10], Hints(job_id="c", tenant="x")))
+    machine.start()
+    assert len(machine.engine.waiting) == 1
+    assert len(machine.driver.leases) == 1
+    machine.teardown()

@@ -33,9 +33,11 @@ def run(engine: ToyEngine, number: int, now_s: float = 0.0, **hints: Any) -> Non
     engine.finish(f"t{number}", now_s, tool=LS)
 
 
-def switch(engine: ToyEngine, policy: Policy, now_s: float, **settings: Any) -> None:
+def switch(
+    engine: ToyEngine, policy: Policy, now_s: float, *, keeps_leases: bool = False, **settings: Any
+) -> None:
     new = Driver(policy, engine, stats=engine.driver.stats, **settings)
-    new.take_over(engine.driver, now_s)
+    new.take_over(engine.driver, now_s, keeps_leases=keeps_leases)
     engine.driver = new
     for turn_id in list(engine.waiting):
         engine.waiting.push(turn_id, engine.driver.get_queue_key(turn_id, now_s))
@@ -102,6 +104,48 @@ def test_a_switch_drops_leases_and_keeps_jobs_and_turns() -> None:
     check_integrity(engine.pool, engine.driver.leases)
 
 
+def test_leases_go_on_where_only_the_limits_change() -> None:
+    engine = ToyEngine(KeepFor(), 30)
+    run(engine, 0)
+    run(engine, 1, 1.0)
+    engine.arrive("more", 1.0, prompt_of(0, 30), [1], Hints(job_id="j0"))
+    switch(engine, KeepFor(), 2.0, keeps_leases=True, limits=Limits(max_lease_s=5.0))
+    stats, leases = engine.driver.stats, engine.driver.leases
+    assert [lease.job_id for lease in leases] == ["j0", "j1"]
+    assert (stats.num_leases_granted, sum(stats.num_leases_ended.values())) == (2, 0)
+    assert leases.get_next_deadline_s() == 5.0, "the new limit holds from when the lease was granted"
+    check_integrity(engine.pool, leases)
+    assert engine.start_first(2.0) == "more"
+    assert stats.num_hit_tokens == 16
+    assert stats.num_leases_ended[LeaseEnd.HIT] == 1
+    assert engine.driver.expire(7.0) == 1
+    engine.finish("more", 7.0, is_last=True)
+    assert engine.pool.num_free_blocks == 30
+
+
+def test_leases_that_new_limits_forbid_yield_the_oldest_first() -> None:
+    engine = ToyEngine(KeepFor(), 20)
+    for number in range(3):
+        run(engine, number, float(number))
+    engine.arrive("waits", 3.0, prompt_of(0, 30), [1], Hints(job_id="j0"))
+    switch(engine, KeepFor(), 3.0, keeps_leases=True, limits=Limits(max_leased_share=0.4))
+    assert [lease.job_id for lease in engine.driver.leases] == ["j1", "j2"]
+    assert engine.driver.get_num_leased_blocks() <= 8
+    assert engine.driver.stats.num_revoked_blocks == 6
+    check_integrity(engine.pool, engine.driver.leases)
+    assert engine.start_first(4.0) == "waits"
+
+
+def test_leases_of_jobs_that_leave_the_canary_end() -> None:
+    engine = ToyEngine(KeepFor(), 30)
+    for number, group in enumerate(("old", "new", None)):
+        run(engine, number, group=group)
+    switch(engine, KeepFor(), 1.0, keeps_leases=True, canary=Canary(groups=["new"]))
+    assert [lease.job_id for lease in engine.driver.leases] == ["j1"]
+    assert engine.driver.stats.num_leases_ended[LeaseEnd.SWITCHED] == 2
+    check_integrity(engine.pool, engine.driver.leases)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_any_policy_takes_over_from_any_other_under_load(seed: int) -> None:
     """No hook fails, nothing leaks, every turn ends, whatever the order of policies."""
@@ -118,6 +162,16 @@ def test_any_policy_takes_over_from_any_other_under_load(seed: int) -> None:
             canary = Canary(share=rng.choice([None, 0.5]))
             switch(engine, load_policy(names[step // 25]), now_s, limits=limits, canary=canary, strict=True)
             check_integrity(engine.pool, engine.driver.leases)
+        elif step % 25 == 12:
+            # The same policy goes on; the leases may be another's, if it begins with a new object.
+            limits = Limits(max_lease_s=rng.choice([1.0, 600.0]), max_leased_share=rng.choice([0.2, 1.0]))
+            canary = Canary(share=rng.choice([None, 0.5]))
+            policy = load_policy(names[max(0, step // 25 - 1)])
+            switch(engine, policy, now_s, keeps_leases=True, limits=limits, canary=canary, strict=True)
+            check_integrity(engine.pool, engine.driver.leases)
+            stats = engine.driver.stats
+            num_held = stats.num_leases_granted - sum(stats.num_leases_ended.values())
+            assert len(engine.driver.leases) == num_held
         if rng.random() < 0.5:
             job = rng.choice(sorted(texts))
             texts[job] = (texts[job] + [rng.randrange(1000) for _ in range(9)])[:80]

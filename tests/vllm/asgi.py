@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+from tenuto.core.requests.hints import CONVERSATION_FIELD
 from tenuto.vllm import Middleware
 
 CHAT = "/v1/chat/completions"
@@ -57,4 +58,13 @@ def post(body, headers=(), path=CHAT, **settings):
 
 
 def get_xargs(*args, **kwargs):
-    return json.loads(post(*args, **kwargs).body).get("vllm_xargs")
+    """The `vllm_xargs` that arrive, without the conversation's name; None if there are no others."""
+    xargs = json.loads(post(*args, **kwargs).body).get("vllm_xargs")
+    return {name: xargs[name] for name in xargs if name != CONVERSATION_FIELD} or None if xargs else xargs
+
+
+def only_names_the_conversation(body, headers=()):
+    """Whether the conversation's name is all that the middleware adds to a request."""
+    sent = json.loads(post(body, headers).body)
+    named = sent.pop("vllm_xargs", {}).keys() == {CONVERSATION_FIELD}
+    return named and sent == json.loads(json.dumps(body))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenuto.core.policy import Needs, Policy, setting
-from tenuto.core.types import Decision, EngineView, Keep, Lease, StepView, Turn
+from tenuto.core.policy import Key, Needs, Policy, setting
+from tenuto.core.presets import EngineSettings
+from tenuto.core.types import Decision, EngineView, Keep, Lease, LoadOffer, Offload, Release, StepView, Turn
 
 
 @dataclass
@@ -112,3 +113,31 @@ class Preempting(Policy):
     def preempt_key(self, turn: Turn, view: EngineView) -> tuple[str, ...]:
         self.num_asked += 1  # as above
         return (turn.turn_id,)
+
+
+@dataclass
+class InOrder(Policy):
+    """Host memory in the order in which jobs arrived."""
+
+    needs: ClassVar[Needs] = Needs(engine=EngineSettings(offload="async"))
+
+    def tier_key(self, turn: Turn, view: EngineView) -> Key:
+        return (-turn.job.arrival_s,)
+
+
+@dataclass
+class LoadsNothing(Policy):
+    """Computes what host memory has."""
+
+    def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
+        return False
+
+
+@dataclass
+class StoresAtTheEnd(Policy):
+    """Stores what it is asked about, and holds nothing."""
+
+    needs: ClassVar[Needs] = Needs(engine=EngineSettings(offload="asked"))
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        return Offload() if turn.tool is not None and turn.tool.name == "slow" else Release()

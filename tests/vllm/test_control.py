@@ -19,6 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 import tenuto.vllm
 from tenuto.core.policy_loader import get_policy_names
+from tenuto.core.types import LeaseEnd
 from tenuto.records.kinds import TRACE
 from tenuto.records.load import load_file
 from tenuto.report.decisions import check_decisions
@@ -133,6 +134,7 @@ def test_switching_anything_under_load_loses_no_request_and_no_block(seed: int, 
                         "limits": {
                             "max_lease_s": rng.choice((0, 5, 600)),
                             "max_leased_share": rng.choice((0.3, 1.0)),
+                            "max_tenant_leases": rng.choice((1, 1000)),
                         }
                     },
                     {"canary": rng.choice((None, {"share": 0.5}))},
@@ -150,6 +152,61 @@ def test_switching_anything_under_load_loses_no_request_and_no_block(seed: int, 
     assert len(engine.outputs) >= load.num_requests - load.num_aborted > 100
     assert not engine.scheduler.requests
     assert engine.scheduler.driver.num_policy_faults == 0
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_changes_of_limits_options_and_canary_under_load_keep_leases(depth: int) -> None:
+    """Leases that may go on are hit afterwards; granted is always ended plus held."""
+    rng = random.Random(depth)
+    settings = {"policy": "continuum-fixed", "options": {"ttl_s": 300}, "strict": True, "tenants": "client"}
+    engine = start(settings, depth=depth, num_blocks=200)
+    load, num_kept = Load(engine, depth), 0
+    changes: list[dict[str, Any]] = [
+        {"limits": {"max_lease_s": 300}},
+        {"limits": {"max_lease_s": 600}},
+        {"options": {"ttl_s": 200}},
+        {"options": {"ttl_s": 300}},
+        {"limits": {"max_leased_share": 0.1}},
+        {"limits": {"max_leased_share": 0.95}},
+        {"canary": {"share": 0.5}},
+        {"canary": None},
+    ]
+    for step in range(480):
+        load.step()
+        if step % 12 == 11:
+            what = changes[step // 12 % len(changes)] if step < 240 else rng.choice(changes)
+            before = {lease.job_id for lease in engine.scheduler.driver.leases}
+            assert change(engine, **what)["ok"]
+            leases, stats = engine.scheduler.driver.leases, engine.scheduler.driver.stats
+            after = {lease.job_id for lease in leases}
+            if "canary" not in what and what.get("limits") != {"max_leased_share": 0.1}:
+                assert after == before
+                num_kept += len(after)
+            assert after <= before
+            assert stats.num_leases_granted == sum(stats.num_leases_ended.values()) + len(leases)
+            check_integrity(engine.scheduler.kv_cache_manager.block_pool, leases)
+    assert num_kept > 20
+    assert engine.scheduler.driver.stats.num_leases_ended[LeaseEnd.HIT] > 3
+    change(engine, limits={"max_lease_s": 0})
+    engine.run()
+    assert engine.scheduler.driver.num_policy_faults == 0
+    check_empty(engine)
+
+
+def test_a_waiting_turn_hits_the_lease_that_a_change_of_limits_kept(clock: Clock) -> None:
+    engine = start({"policy": KEEP_ALL}, num_blocks=40, max_num_seqs=1)
+    scheduler = engine.scheduler
+    scheduler.add_request(make_request("a", [1] * 100, max_tokens=2, xargs={"job_id": "a", "tool": "x"}))
+    engine.run()
+    scheduler.add_request(make_request("other", [2] * 50, max_tokens=2))
+    engine.step()
+    scheduler.add_request(make_request("a2", [1] * 120, max_tokens=2, xargs={"job_id": "a"}))
+    assert change(engine, limits={"max_lease_s": 30})["leases"] == 1
+    assert change(engine, policy="continuum")["leases"] == 0, "another policy has leases of its own"
+    assert change(engine, policy=KEEP_ALL)["leases"] == 0
+    engine.run()
+    assert not scheduler.requests
     check_empty(engine)
 
 

@@ -19,6 +19,7 @@ import httpx
 
 from tenuto.client.control.options import ControlOptions
 from tenuto.client.control.run import control
+from tenuto.core.control import ADMIN_VARIABLE
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.vllm import Middleware, control_http, tenants
 from tests.vllm.asgi import App
@@ -49,7 +50,7 @@ class Core:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(control_http.ADMIN_VARIABLE, "operator-secret")
+    monkeypatch.setenv(ADMIN_VARIABLE, "operator-secret")
     monkeypatch.setenv(tenants.SECRET_VARIABLE, "s" * 64)
     monkeypatch.setattr(control_http, "LIMIT_S", 0.2)
 
@@ -92,9 +93,9 @@ def test_without_an_operator_s_key_control_is_off_and_says_what_to_set(
 ) -> None:
     client = make_client(start({"policy": KEEP_ALL}))
     for unset in (False, True):
-        monkeypatch.setenv(control_http.ADMIN_VARIABLE, "")
+        monkeypatch.setenv(ADMIN_VARIABLE, "")
         if unset:
-            monkeypatch.delenv(control_http.ADMIN_VARIABLE)
+            monkeypatch.delenv(ADMIN_VARIABLE)
         for answer in (client.get("/tenuto/control"), client.post("/tenuto/control", json={"mode": "off"})):
             assert answer.status_code == 403
             assert "TENUTO_ADMIN_KEY" in answer.json()["error"]

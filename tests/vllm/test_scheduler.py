@@ -205,13 +205,13 @@ def test_multimodal_and_streamed_in_requests_run_as_stock(clock: Clock) -> None:
     request.resumable = False
     request.mm_features = [object()]
     # Only what decides is under test: a real multimodal request needs an encoder.
-    from tenuto.vllm.scheduler import OUTSIDE, _describe
+    from tenuto.vllm.arrivals import OUTSIDE, describe
 
-    assert _describe(request, trusts_clients=False).hints is OUTSIDE
+    assert describe(request, trusts_clients=False).hints is OUTSIDE
     request.mm_features = []
-    assert _describe(request, trusts_clients=False).hints is not OUTSIDE
+    assert describe(request, trusts_clients=False).hints is not OUTSIDE
     request.resumable = True
-    assert _describe(request, trusts_clients=False).hints is OUTSIDE
+    assert describe(request, trusts_clients=False).hints is OUTSIDE
 
 
 # Metrics and trace.
@@ -302,6 +302,21 @@ def test_trace_tells_each_step_and_every_job(clock: Clock, tmp_path: Path) -> No
     engine.run()
     scheduler.shutdown()
     assert json.loads(file.read_text().splitlines()[-1])["kind"] == "step"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_traced_step_says_how_many_still_run(depth: int, clock: Clock, tmp_path: Path) -> None:
+    settings = {"policy": "stock", "trace": str(tmp_path / "trace.jsonl")}
+    config = make_config(is_async=depth > 1, tenuto=settings)
+    engine = Engine(make_scheduler(tenuto.vllm.Scheduler, config, num_blocks=100), depth=depth)
+    for name in ("a", "b"):
+        engine.scheduler.add_request(make_request(name, [5] * 90, max_tokens=4))
+        engine.run()
+    engine.scheduler.shutdown()
+    records = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    in_flight = [record["num_in_flight"] for record in records if record["kind"] == "step"]
+    # The first step of a busy engine finds none, those after it the one before; an idle engine has none.
+    assert max(in_flight) == depth - 1 and in_flight.count(0) >= 2 and in_flight[-1] == 0
 
 
 def test_without_a_trace_nothing_is_recorded(clock: Clock) -> None:

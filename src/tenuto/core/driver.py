@@ -35,6 +35,7 @@ class Driver(DriverParts):
             turn.num_reusable_tokens = job.last_marks.count_reusable_tokens(
                 arrival.hashes, arrival.num_prompt_tokens, self._hit_alignment
             )
+        self.stats.count_parting((said := arrival.describe(job.last_marks)).get("parted_at"))
         job.num_turns += 1
         if len(job.live_turn_ids) >= self.limits.max_parallel_turns:
             # Otherwise a client that sends all its requests under one job id would always go first.
@@ -49,9 +50,8 @@ class Driver(DriverParts):
             self.stats.tool_s.observe(tool_s)
             self._tell("on_tool_returned", turn, job.last_tool, tool_s)
         self._tell("on_turn_arrived", turn, now_s)
-        self._history.record(
-            "arrived", turn, now_s, num_prompt_tokens=arrival.num_prompt_tokens, tool_s=tool_s
-        )
+        said |= {"num_prompt_tokens": arrival.num_prompt_tokens, "tool_s": tool_s}
+        self._history.record("arrived", turn, now_s, **said)
 
     def start(
         self, turn_id: str, now_s: float, num_hit_tokens: int, short_hit: ShortHit | None = None
@@ -92,6 +92,7 @@ class Driver(DriverParts):
             self.stats.groups["stock" if turn.job.runs_as_stock else "policy"].start(
                 turn, num_hit_tokens, now_s
             )
+        self.pins.start(turn, num_hit_tokens, short_hit)
         self._ledger.apply(self._retention.hit(turn, now_s))
         self._tell("on_turn_started", turn, now_s)
         self._history.record(
@@ -125,6 +126,8 @@ class Driver(DriverParts):
         self.stats.num_events += 1
         job = turn.job
         del job.live_turn_ids[turn_id]
+        if not job.runs_as_stock:
+            self.pins.finish(turn)
         self._retention.leave(turn)
         self.service.leave(turn, finish.num_output_tokens)
         self._admission.finish(turn, finish.num_output_tokens, now_s)
@@ -162,18 +165,23 @@ class Driver(DriverParts):
         self.settle()
         return True
 
-    def take_over(self, other: Driver, now_s: float) -> None:
+    def take_over(self, other: Driver, now_s: float, *, keeps_leases: bool = False) -> None:
         """Go on where another driver of the same engine stops; the engine asks this one from now on.
 
-        All leases end. Jobs and turns stay. The policy is told of each turn that waits or runs, as if it
-        arrived now, and it is asked again whether the waiting ones may start.
+        Jobs and turns stay. Leases end, unless `keeps_leases`: then those stay that the limits and the canary
+        allow. The policy is told of each turn that waits or runs, as if it arrived now, and it is asked again
+        whether the waiting ones may start. The engine must then ask for the keys of all waiting turns.
         """
-        other.drop_all(now_s, LeaseEnd.SWITCHED)
+        if not keeps_leases:
+            other.drop_all(now_s, LeaseEnd.SWITCHED)
         self._num_earlier_faults = other.num_policy_faults
         self._jobs.take_over(other._jobs)
         # The engine's queue of waiting turns (`make_order`) looks at both of these.
         self._turns, self.service = other._turns, other.service
         self.service.set_weights(self.limits.tenant_weights)
+        for event in self._retention.take_over(other._retention, self._is_retained, now_s):
+            self._ledger.apply(event)
+        self._ledger.forget_to_reorder()
         for job in self._jobs.jobs.values():
             job.runs_as_stock, job.is_admitted = None, False
         for turn in self._turns.values():
@@ -299,6 +307,8 @@ class Driver(DriverParts):
         self._ledger.apply(self._retention.end(job.job_id, reason, now_s))
         if self._caller.hears("on_job_ended") and not job.runs_as_stock:
             self._caller.tell("on_job_ended", job.get_view(), now_s)
+        if reason is LeaseEnd.JOB_ENDED:
+            self._engine.end_job(job.job_id)
         self._jobs.forget(job)
 
     def _adopt(self, turn: TurnState, now_s: float) -> None:
@@ -322,10 +332,16 @@ class Driver(DriverParts):
             self._admission.start(turn, turn.num_hit_tokens, now_s)
             self._tell("on_turn_started", turn, now_s)
 
+    def _is_retained(self, job_id: str) -> bool:
+        """Whether a lease that another driver granted to this job goes on."""
+        job = self._jobs.get(job_id)
+        return job is not None and self._canary.selects(job_id, job.tenant, job.group)
+
     def _place(self, job: JobState, arrival: Arrival) -> None:
         """Decide, once for each job, whether it runs as in stock."""
         if job.runs_as_stock is None:
             hints = arrival.hints
+            job.group = hints.group
             job.runs_as_stock = not self._canary.selects(job.job_id, hints.tenant, hints.group)
 
     def _tell(self, hook: str, turn: TurnState, *inputs: object, view: Turn | None = None) -> None:

@@ -13,7 +13,7 @@ from tenuto.core.fair_order import FairOrder, Service
 from tenuto.core.history import History
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.job_table import JobTable
-from tenuto.core.jobs import TurnState
+from tenuto.core.jobs import Finish, TurnState
 from tenuto.core.lease_ledger import LeaseLedger
 from tenuto.core.limits import Limits
 from tenuto.core.order import Order
@@ -76,11 +76,12 @@ class DriverParts:
         self._turns: dict[str, TurnState] = {}
         self._by_priority = by_priority
         self.service = Service(self.limits.tenant_weights)
-        self._retention = Retention(engine, self._caller, self.limits, by_priority=by_priority)
+        self._retention = Retention(engine, self._caller, self.limits, self.decided, by_priority=by_priority)
         self._order = Order(self._caller, engine, self._retention, self._canary, by_priority=by_priority)
         stock_queue = make_stock_queue(policy, self.limits, view.num_blocks * view.block_size)
         self._admission = Admission(self._caller, self._retention, self.limits, self.decided, stock_queue)
         self.leases, self.quota = self._retention.leases, self._retention.quota
+        self.pins = self._retention.pins
         self._ledger = LeaseLedger(self.decided, self._history)
         self._ticked_s = -math.inf
 
@@ -174,6 +175,23 @@ class DriverParts:
         turn = self._view(self._turns[turn_id])
         return bool(self._caller.ask("load", turn, offer, self.get_view(now_s)))
 
+    def get_tier_key(self, turn: Turn, now_s: float) -> Key:
+        """The key of what this turn has in the tiers below the GPU; the smallest is given up first."""
+        if not self.policy.overrides("tier_key"):
+            return ()
+        key: Key = self._caller.ask("tier_key", turn, self.get_view(now_s))
+        return key
+
+    def get_turn(self, turn_id: str) -> Turn | None:
+        """What the policy sees of a turn that waits or runs; None if it is unknown, or runs as in stock."""
+        turn = self._turns.get(turn_id)
+        return None if turn is None or turn.job.runs_as_stock else self._view(turn)
+
+    def get_finished_turn(self, turn_id: str, finish: Finish) -> Turn | None:
+        """What the policy will see of a turn that is about to finish; as `get_turn`."""
+        turn = self._turns.get(turn_id)
+        return None if turn is None or turn.job.runs_as_stock else turn.get_finished_view(finish)
+
     def get_next_tick_s(self) -> float:
         """The next time at which `tick` has work to do; infinity if nothing depends on time."""
         return min(self._admission.get_next_overdue_s(), self._get_next_rekey_s())
@@ -190,6 +208,13 @@ class DriverParts:
         """
         turn = self._turns.get(turn_id)
         return turn is not None and turn.arrival.hints.is_last is not True
+
+    def is_first_turn(self, turn_id: str) -> bool:
+        """Whether a turn is its job's first, and its beginning may be pinned if other jobs share it."""
+        turn = self._turns.get(turn_id)
+        if turn is None or not self.pins.max_blocks:
+            return False
+        return turn.job.num_turns == 1 and not turn.job.runs_as_stock
 
     def get_arrival_s(self, turn_id: str) -> float | None:
         """When a turn arrived; None if the driver does not know the turn."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any, Protocol
 
-from tenuto.core.types import EngineView
+from tenuto.core.types import EngineView, Turn
 
 
 class Engine(Protocol):
@@ -46,6 +46,12 @@ class Engine(Protocol):
         `num_hit_tokens`: tokens that the turn itself hit when it last started.
         """
 
+    def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[list[Any], int]:
+        """All groups' blocks of a running turn's longest cached prefix of at most so many tokens; its length.
+
+        Only called if leases cannot be truncated.
+        """
+
     def count_common_tokens(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
         """How many tokens of a lease, from the first on, a prompt with these chained hashes shares.
 
@@ -80,8 +86,11 @@ class Engine(Protocol):
     def release(self, blocks: list[Any]) -> None:
         """Release one reference to each block; the last block is evicted first."""
 
-    def store(self, blocks: list[Any]) -> None:
-        """Copy blocks to the tiers below the GPU, if there are any; called before the blocks are freed."""
+    def store(self, blocks: list[Any], turn: Turn) -> None:
+        """Copy a turn's blocks to the tiers below the GPU, if there are any; called before they are freed."""
+
+    def end_job(self, job_id: str) -> None:
+        """A job is complete: tiers below the GPU need nothing that only it used."""
 
     def get_num_cached_tokens(self, turn_id: str) -> int:
         """Prompt tokens of a waiting turn that are in the GPU's cache now."""

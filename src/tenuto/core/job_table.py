@@ -32,6 +32,10 @@ class JobTable:
         job_id = arrival.hints.job_id
         if job_id is None and self._infers and arrival.hashes:
             job_id = self.lineage.find(arrival.hashes, arrival.prompt, arrival.hints.tenant)
+            job_id = job_id or self._find_repeated(arrival)
+        if job_id is None and self._infers and arrival.hints.conversation not in self.jobs:
+            # Another job may have begun with the same words; then this one has no name that is its own.
+            job_id = arrival.hints.conversation
         # Client ids are printable. An id with a tab is therefore never equal to a client's id.
         job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
         job = self.jobs.get(job_id)
@@ -39,6 +43,17 @@ class JobTable:
             job = self.jobs[job_id] = JobState(job_id, now_s, arrival.hints.tenant, _get_kind(arrival.hashes))
         self.idle.discard(job_id)
         return job
+
+    def _find_repeated(self, arrival: Arrival) -> str | None:
+        """The idle job whose last turn the client asks for again, so that its answer is not needed.
+
+        Not after a job's first turn: two jobs may begin with the same prompt. Later prompts have an answer in
+        them.
+        """
+        job_id = self.lineage.find_repeated(arrival.hashes, arrival.prompt, arrival.hints.tenant)
+        job = None if job_id is None else self.jobs.get(job_id)
+        is_retry = job is not None and job.num_turns > 1 and not job.live_turn_ids
+        return job_id if is_retry else None
 
     def remember(self, job: JobState, arrival: Arrival) -> None:
         """Remember a finished turn, so that a prompt that extends it is assigned to the same job."""

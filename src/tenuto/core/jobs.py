@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tenuto.core.requests.hints import Hints
 from tenuto.core.reuse import PrefixMarks
@@ -23,6 +24,23 @@ class Arrival:
     """Chained hashes of the turn's full blocks. This is the engine's own list, so it grows with the output.
     Without hashes, the driver cannot tell what the prompt shares with its job's lease, and the lease ends."""
     priority: int = 0
+
+    def describe(self, last_marks: PrefixMarks | None) -> dict[str, Any]:
+        """What a trace says of it beside its length, as far as there is something to say.
+
+        `parted_at`: where the prompt parts from the job's last one, in tokens.
+        """
+        parted_at = (
+            None if last_marks is None else last_marks.find_parting(self.hashes, self.num_prompt_tokens)
+        )
+        hints = self.hints
+        said = {
+            "parted_at": parted_at,
+            "parent": hints.parent,
+            "deadline_s": hints.deadline_s,
+            "retain_s": hints.retain_s,
+        }
+        return {name: value for name, value in said.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +75,8 @@ class JobState:
     runs_as_stock: bool | None = None
     """Whether the policy leaves this job alone, because the operator tries the policy on other jobs
     (`tenuto.core.canary`). None until its next turn arrives."""
+    group: str | None = None
+    """The group that its first turn named for a canary."""
     is_released: bool = False
     """The client said that the job is complete, while a turn of it still ran."""
     stock_mark: float | None = None
@@ -111,6 +131,8 @@ class TurnState:
     """The blocks that count as used by its tenant while it runs."""
     was_overdue: bool = False
     """Whether it started because it was overdue; if so, it is preempted after turns that were not."""
+    num_shared_tokens: int = 0
+    """How much of its prompt other jobs have too, if it is its job's first turn and this is not pinned."""
     charged_work: float = 0.0
     """The work that its tenant's virtual time counts for it, in prefill tokens."""
     _facts: tuple[object, ...] = ()

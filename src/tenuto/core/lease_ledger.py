@@ -48,3 +48,7 @@ class LeaseLedger:
         """The waiting turns whose lease ended since the last call; their place in the queue may differ."""
         while self._to_reorder:
             yield self._to_reorder.popleft()
+
+    def forget_to_reorder(self) -> None:
+        """The engine asks for the keys of all waiting turns anyway."""
+        self._to_reorder.clear()

@@ -28,6 +28,8 @@ class LeaseState:
     granted_s: float
     terms: Keep
     next_turn_id: str | None = None
+    most_s: float | None = None
+    """The client wants it to last no longer."""
 
     @property
     def tenant(self) -> str:
@@ -128,6 +130,9 @@ class LeaseTable:
 
     def __iter__(self) -> Iterator[LeaseState]:
         return iter(list(self._leases.values()))
+
+    def __contains__(self, job_id: object) -> bool:
+        return job_id in self._leases
 
     def get(self, job_id: str) -> LeaseState | None:
         """The job's lease, or None."""

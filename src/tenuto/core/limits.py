@@ -21,6 +21,13 @@ class Limits:
         minimum=0,
         maximum=1,
     )
+    max_pinned_share: float = setting(
+        0.5,
+        "share of the KV cache that pinned prefixes may hold, on models with sliding windows or states: "
+        "prefixes that several jobs use, given up before any lease; 0: pin nothing",
+        minimum=0,
+        maximum=1,
+    )
     max_tenant_share: float = setting(
         0.8,
         "share of the KV cache that leases of one tenant may cover while another tenant is active",
@@ -44,7 +51,8 @@ class Limits:
     max_wait_over_stock: float | None = setting(
         0.1,
         "how much longer than in stock a turn may wait for its start: a share of that wait, beside one turn "
-        "of service; null: as long as the policy wants",
+        "of service; an agent's turn may wait as long as all turns that it still sends; null: as long as the "
+        "policy wants",
         minimum=0,
     )
     max_parallel_turns: int = setting(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from tenuto.core.errors import PolicyError
+from tenuto.core.hook_names import check_arguments
 from tenuto.core.presets import EngineSettings
 from tenuto.core.settings import setting
 from tenuto.core.suggest import suggest
@@ -49,6 +50,9 @@ class Needs:
 
     Each turn costs one cache look-up.
     """
+    hits_of: Literal["all", "first"] = "all"
+    """Whether that is for all turns, or for the first turns of jobs only: of later ones a policy knows itself
+    what they can hit."""
     commands: bool = False
     """Whether the policy reads `ToolCall.command`.
 
@@ -95,6 +99,15 @@ class Policy:
         It is asked when the lease is granted or renewed.
         """
         return (lease.until_s,)
+
+    def tier_key(self, turn: Turn, view: EngineView) -> Key:
+        """The key that orders what tiers below the GPU hold: the smallest is given up first.
+
+        It is asked when a turn begins to use a tier and when it ends. Equal keys go by their last use, and a
+        chunk never before one that continues it. If a policy overrides this, what only one job used is
+        dropped when the job ends.
+        """
+        return ()
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
         """Whether a lease yields to a turn that waits for its first start; if not, the turn waits."""
@@ -228,7 +241,7 @@ def _check_names(cls: type[Policy]) -> None:
         if name not in known:
             raise PolicyError(f"{cls.__qualname__}.{name}: {_explain(name, known)}")
         if name in _HOOKS:
-            _check_arguments(cls, name)
+            check_arguments(cls, name, _HOOKS[name])
 
 
 def _explain(name: str, known: set[str]) -> str:
@@ -239,14 +252,3 @@ def _explain(name: str, known: set[str]) -> str:
             return f"is for policies that also inherit from tenuto.{base.__name__}"
     hint = suggest(name, known)
     return f"no hook has this name{hint}; begin the name of a helper with an underscore"
-
-
-def _check_arguments(cls: type[Policy], name: str) -> None:
-    """Refuse a hook that cannot be called with the arguments that the driver passes."""
-    wanted = list(inspect.signature(_HOOKS[name]).parameters)
-    hook = vars(cls)[name]
-    try:
-        inspect.signature(hook).bind(*wanted)
-    except (TypeError, ValueError):
-        arguments = ", ".join(wanted)
-        raise PolicyError(f"{cls.__qualname__}.{name} must be a method {name}({arguments})") from None

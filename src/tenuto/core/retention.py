@@ -6,9 +6,10 @@ consistent state, and the driver then applies the event.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from tenuto.core.engine import Engine
 from tenuto.core.jobs import TurnState
@@ -22,9 +23,11 @@ from tenuto.core.leases import (
     LeaseTruncated,
 )
 from tenuto.core.limits import Limits
+from tenuto.core.pinned_prefixes import PinnedPrefixes
 from tenuto.core.policy import Key
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.quota import Quota
+from tenuto.core.stats import DriverStats
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -57,12 +60,17 @@ class Retention:
         engine: Engine,
         caller: PolicyCaller,
         limits: Limits,
+        stats: DriverStats,
         *,
         by_priority: bool = False,
     ) -> None:
+        """`stats`: where pinned prefixes are counted."""
         view = engine.get_view(0.0)
         self.quota = Quota(limits, view.num_blocks, view.block_size)
         self.leases = LeaseTable(engine, self.quota)
+        can_pin = not engine.can_truncate and caller.policy.overrides("retain")
+        max_pinned_blocks = int(limits.max_pinned_share * view.num_blocks) if can_pin else 0
+        self.pins = PinnedPrefixes(engine, max_pinned_blocks, stats)
         self._engine = engine
         self._block_size = view.block_size
         self._caller = caller
@@ -131,7 +139,8 @@ class Retention:
         """Ask the policy what to do with a finishing turn's blocks, and do it."""
         view = self.get_view(now_s)
         answer = self._caller.ask("retain", turn, view)
-        terms = self._bound(answer, now_s) if isinstance(answer, Keep) else None
+        retain_s = state.arrival.hints.retain_s
+        terms = self._bound(answer, now_s, retain_s) if isinstance(answer, Keep) else None
         old = self.leases.get(turn.job.job_id)
         # Another turn of the job may wait for the old lease. That turn has already arrived, while the turn
         # that will follow this one has not, so the old lease has precedence.
@@ -140,7 +149,7 @@ class Retention:
             # The finished turn still references the blocks that both share, and the others are not needed.
             yield self.leases.end(old, LeaseEnd.REPLACED, now_s)
         if isinstance(answer, Offload) and self._engine.can_store:
-            self._engine.store(self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens))
+            self._engine.store(self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens), turn)
         if terms is None:
             yield LeaseRefused(turn, answer.why or LeaseRefusal.POLICY, now_s)
         elif terms.until_s <= now_s:
@@ -156,9 +165,32 @@ class Retention:
         return None if lease is None else self.leases.end(lease, reason, now_s)
 
     def drop_all(self, reason: LeaseEnd, now_s: float) -> Iterator[LeaseEnded]:
-        """End every lease."""
+        """End every lease, and give all pinned prefixes up."""
+        self.pins.drop_all()
         for lease in self.leases:
             yield self.leases.end(lease, reason, now_s)
+
+    def take_over(
+        self, other: Retention, is_retained: Callable[[str], bool], now_s: float
+    ) -> Iterator[LeaseTruncated | LeaseEnded]:
+        """Go on with another driver's leases, the oldest first; it has none afterwards.
+
+        `is_retained`: whether the lease of a job goes on. The limits hold for it as if it began again; only
+        its age stays.
+        """
+        other.pins.drop_all()
+        self.quota.counts_blocks = other.quota.counts_blocks
+        for old in other.leases:
+            terms = self._bound(old.terms, old.granted_s, old.most_s)
+            lease = dataclasses.replace(old, blocks=copy.copy(old.blocks), terms=terms)
+            self.leases.grant(lease, self._get_evict_key(lease.get_view(), self.get_view(now_s)))
+            other.leases.end(old, LeaseEnd.SWITCHED, now_s)
+        for lease in self.leases:
+            if not is_retained(lease.job_id):
+                yield self.leases.end(lease, LeaseEnd.SWITCHED, now_s)
+        for lease in self.leases:
+            while lease.job_id in self.leases and (excess := self._get_excess(lease.tenant)) is not None:
+                yield self._shrink(*self._choose_over(lease.tenant, *excess), TakenBy.QUOTA, now_s)
 
     # Time.
 
@@ -170,13 +202,15 @@ class Retention:
             # A renewal changes nothing in the engine's view, so one view serves many renewals.
             view = view or self.get_view(now_s)
             answer = self._caller.ask("reconsider", lease.get_view(), view)
-            terms = self._bound(answer, lease.granted_s) if isinstance(answer, Keep) else None
+            terms = None
+            if isinstance(answer, Keep):
+                terms = self._bound(answer, lease.granted_s, lease.most_s)
             if terms is not None and terms.until_s > now_s:
                 self.leases.renew(lease, terms, self._get_evict_key(lease.get_view(terms), view))
                 num_renewed += 1
             else:
                 if isinstance(answer, Offload):
-                    self._engine.store(lease.blocks)
+                    self._engine.store(lease.blocks, lease.turn)
                 yield self.leases.end(lease, self._get_end(lease, answer), now_s)
                 view = None
 
@@ -190,12 +224,17 @@ class Retention:
     def reclaim(
         self, num_blocks: int, turn: TurnState | None, now_s: float, *, stalled: bool
     ) -> Iterator[LeaseTruncated | LeaseEnded]:
-        """Free at least `num_blocks` leased blocks, or as many as possible; see `Driver.reclaim`."""
+        """Free at least `num_blocks` leased blocks, or as many as possible; see `Driver.reclaim`.
+
+        Pinned prefixes go first.
+        """
         lease = self.get_claimed(turn)
         own = None if lease is None else lease.job_id
         spares = [own] if own is None or not stalled else [own, None]
         num_free_before = self._engine.get_num_free_blocks()
         num_freed = 0
+        while num_freed < num_blocks and self.pins.demote():
+            num_freed = self._engine.get_num_free_blocks() - num_free_before
         for spare, yields in itertools.product(spares, self._yielding.get_kinds(stalled=stalled)):
             while num_freed < num_blocks:
                 chosen = self._yielding.choose(yields, spare, turn, now_s, stalled=stalled)
@@ -213,7 +252,8 @@ class Retention:
         if not blocks:
             yield LeaseRefused(turn, LeaseRefusal.NOT_CACHED, view.now_s)
             return
-        lease = LeaseState(turn.job.job_id, turn, blocks, view.now_s, terms)
+        most_s = state.arrival.hints.retain_s
+        lease = LeaseState(turn.job.job_id, turn, blocks, view.now_s, terms, most_s=most_s)
         self.leases.grant(lease, self._get_evict_key(lease.get_view(), view))
         reason = yield from self._make_room(lease, view.now_s)
         if reason is None:
@@ -232,22 +272,40 @@ class Retention:
         """
         before: tuple[LeaseRefusal, int] | None = None
         for num_left in range(MAX_YIELDING, -1, -1):
-            excess = self.quota.get_excess(lease.tenant, self._engine.get_num_leased_blocks())
+            excess = self._get_excess(lease.tenant)
             if excess is None:
                 return None
-            reason, number = excess
-            of_all = reason is LeaseRefusal.OVER_SHARE
-            first = self.leases.get_oldest(self.quota.get_most_over() if of_all else lease.tenant)
+            if excess[0] is LeaseRefusal.OVER_SHARE and self._demote_pins(excess[1]):
+                continue
+            first, num_blocks = self._choose_over(lease.tenant, *excess)
             # Blocks that other leases share do not make room.
             if first is lease or not num_left or excess == before:
                 break
             before = excess
-            num_blocks = len(first.blocks) if reason is LeaseRefusal.TENANT_LEASES else number
             yield self._shrink(first, num_blocks, TakenBy.QUOTA, now_s)
-        return reason
+        return excess[0] if excess is not None else None
 
-    def _bound(self, terms: Keep, granted_s: float) -> Keep:
-        latest_s = granted_s + self._limits.max_lease_s
+    def _get_excess(self, tenant: str) -> tuple[LeaseRefusal, int] | None:
+        """The limit that the leases of a tenant, or of all, exceed, and by how much."""
+        return self.quota.get_excess(tenant, self._engine.get_num_leased_blocks())
+
+    def _choose_over(self, tenant: str, reason: LeaseRefusal, number: int) -> tuple[LeaseState, int]:
+        """The lease that makes room where a limit is exceeded, and how many of its blocks."""
+        of_all = reason is LeaseRefusal.OVER_SHARE
+        first = self.leases.get_oldest(self.quota.get_most_over() if of_all else tenant)
+        return first, len(first.blocks) if reason is LeaseRefusal.TENANT_LEASES else number
+
+    def _demote_pins(self, num_blocks: int) -> bool:
+        """Give pinned prefixes up, for there are so many held blocks too many; False if there are none."""
+        most = self._engine.get_num_leased_blocks() - num_blocks
+        was_any = len(self.pins) > 0
+        while self._engine.get_num_leased_blocks() > most and self.pins.demote():
+            pass
+        return was_any
+
+    def _bound(self, terms: Keep, granted_s: float, most_s: float | None) -> Keep:
+        longest_s = self._limits.max_lease_s
+        latest_s = granted_s + (longest_s if most_s is None else min(longest_s, most_s))
         return terms if terms.until_s <= latest_s else dataclasses.replace(terms, until_s=latest_s)
 
     def _get_evict_key(self, lease: Lease, view: EngineView) -> Key:

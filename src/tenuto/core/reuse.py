@@ -46,6 +46,10 @@ def count_lost_tokens(num_computed_tokens: int, num_hit_tokens: int) -> int:
     return max(0, num_computed_tokens - num_hit_tokens)
 
 
+LEAST_LENGTH = 0.8
+"""A prompt of less than this share of the job's last prompt was shortened, not changed."""
+
+
 class PrefixMarks:
     """Some block hashes of a finished turn. They tell how much of the turn a later prompt shares.
 
@@ -56,7 +60,7 @@ class PrefixMarks:
     Each hash also covers the blocks before its own.
     """
 
-    __slots__ = ("_block_size", "_marks", "_num_computed_tokens")
+    __slots__ = ("_block_size", "_marks", "_num_computed_tokens", "_num_prompt_tokens")
 
     def __init__(
         self, hashes: Sequence[Hashable], num_prompt_tokens: int, num_computed_tokens: int, block_size: int
@@ -70,6 +74,7 @@ class PrefixMarks:
             positions |= {distance, num_blocks - distance}
             distance *= 2
         self._num_computed_tokens = num_computed_tokens
+        self._num_prompt_tokens = num_prompt_tokens
         self._block_size = block_size
         self._marks = tuple(
             (position, hashes[position - 1]) for position in sorted(positions, reverse=True) if position > 0
@@ -88,4 +93,19 @@ class PrefixMarks:
                 return count_reusable_tokens(
                     position * self._block_size, self._num_computed_tokens, num_prompt_tokens, block_size
                 )
+        return 0
+
+    def find_parting(self, hashes: Sequence[Hashable], num_prompt_tokens: int) -> int | None:
+        """Where a later prompt of the job parts from this turn's prompt; None if it goes on behind it.
+
+        In tokens, from below: the last mark before the difference. A prompt that is much shorter does not
+        count: there the client dropped history on purpose. Nor does a prompt with no full block.
+        """
+        num_blocks = self._num_prompt_tokens // self._block_size
+        if num_blocks < 2 or num_prompt_tokens < self._num_prompt_tokens * LEAST_LENGTH:
+            return None
+        for position, block_hash in self._marks:
+            if position <= len(hashes) and hashes[position - 1] == block_hash:
+                # A chat template may drop the end of the last prompt, so its last full block may differ.
+                return None if position >= num_blocks - 1 else position * self._block_size
         return 0

@@ -13,6 +13,8 @@ from tenuto.core.types import LeaseEnd, LeaseRefusal, TakenBy
 
 TOOL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 QUEUE_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+PARTED_BUCKETS = (0, 64, 256, 1024, 4096, 16384, 65536, 262144)
+"""In tokens."""
 DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 
 
@@ -93,6 +95,10 @@ class DriverStats:
     """Tokens computed a second time: reusable tokens that were not hit, and tokens lost by preemptions."""
     num_short_tokens: Counter[str] = field(default_factory=Counter)
     """Prompt tokens behind a hit that one layer group still had, by the group that had them not."""
+    num_prefixes_pinned: int = 0
+    """Prefixes that several jobs use, pinned (`tenuto.core.pinned_prefixes`)."""
+    num_prefixes_demoted: int = 0
+    """Those of them that were given up again."""
     num_admission_waits: int = 0
     num_overdue_turns: int = 0
     """Turns moved ahead of the policy's order, because they would already have started in stock vLLM."""
@@ -100,9 +106,16 @@ class DriverStats:
         default_factory=lambda: {"policy": GroupStats(), "stock": GroupStats()}
     )
     """Turns of jobs under the policy, and turns of jobs that run as in stock; counted with a canary only."""
+    parted_at: Histogram = field(default_factory=_histogram(PARTED_BUCKETS))
+    """Of turns whose prompt changes text of the job's last prompt: where the two part, in tokens."""
     tool_s: Histogram = field(default_factory=_histogram(TOOL_BUCKETS_S))
     """Seconds from a turn's finish to its job's next arrival."""
     queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))
     """Seconds from a turn's arrival to its first step."""
     decision_s: Histogram = field(default_factory=_histogram(DECISION_BUCKETS_S))
     """Seconds in the driver per turn event. The engine measures them, because the driver has no clock."""
+
+    def count_parting(self, parted_at: int | None) -> None:
+        """Count a turn by where its prompt parts from its job's last prompt; None if it does not."""
+        if parted_at is not None:
+            self.parted_at.observe(parted_at)

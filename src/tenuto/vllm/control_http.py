@@ -11,22 +11,17 @@ own: by the API key, if the server has keys; and a client ends jobs of its own t
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
-import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
+from tenuto.core.control import OPERATOR_HEADER, Control, check_operator
 from tenuto.core.requests.hints import get_bounded_id
-from tenuto.vllm.tenants import TenantReader, find_key_check, sign
+from tenuto.vllm.tenants import TenantReader, find_key_check, sign, take_tenant
 
 PREFIX = "/tenuto/"
-ADMIN_VARIABLE = "TENUTO_ADMIN_KEY"
-"""Environment variable with the operator's key. Without it, nothing can be changed over HTTP."""
-OPERATOR_HEADER = "x-tenuto-operator"
-"""A header with the operator's name, for the log. It is not checked: the key is."""
 CALL = "tenuto_control"
 """The name under which an API server calls the engines."""
 MAX_BODY_BYTES = 64 * 1024
@@ -39,6 +34,18 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Answer = tuple[int, dict[str, Any]]
+
+
+def make_control(scheduler: Any, engine_index: int) -> Control:
+    """The control of one engine. vLLM calls it between two steps, in the thread that schedules."""
+    trusts_clients = scheduler.settings.tenants == "client"
+    return Control(
+        scheduler,
+        engine_index,
+        by_priority=scheduler.policy.value == "priority",
+        read_fields=(lambda fields: fields) if trusts_clients else take_tenant,
+        logger=logger,
+    )
 
 
 class ControlAddresses:
@@ -93,18 +100,13 @@ class ControlAddresses:
         return await self._change(scope, headers, receive)
 
     def _check_operator(self, headers: dict[str, str], scope: Scope) -> Answer | None:
-        key = os.environ.get(ADMIN_VARIABLE, "")
-        if not key:
-            return 403, {
-                "error": f"control is off: start the server with the environment variable {ADMIN_VARIABLE} "
-                "set to a secret of the operator's, and send it as `Authorization: Bearer …`"
-            }
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        is_same = hmac.compare_digest(given.strip().encode(), key.strip().encode())
-        if scheme.lower() == "bearer" and is_same:
+        refusal = check_operator(headers.get("authorization", ""))
+        if refusal is None:
             return None
-        logger.warning("control: a request from %s had no valid operator's key", _get_address(scope))
-        return 401, {"error": f"this needs the operator's key ({ADMIN_VARIABLE} of the server)"}
+        status, error = refusal
+        if status == 401:
+            logger.warning("control: a request from %s had no valid operator's key", _get_address(scope))
+        return status, {"error": error}
 
     async def _change(self, scope: Scope, headers: dict[str, str], receive: Receive) -> Answer:
         """Check the change on every rank; apply it on every rank if none refuses it."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from tenuto.core.take_back import get_max_tokens
-from tenuto.core.types import EngineView
+from tenuto.core.types import EngineView, Turn
 from tenuto.vllm import compat, compat_groups
 from tenuto.vllm.usage import LeasedBlocks
 
@@ -22,8 +22,6 @@ class GroupedBlocks(list[Any]):
 
 class VllmEngine:
     """Implements `tenuto.core.engine.Engine` on a vLLM scheduler."""
-
-    can_store = False
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -51,6 +49,7 @@ class VllmEngine:
             num_parked=num_parked,
             num_leases=num_leases,
             num_leased_blocks=len(self._leased),
+            tiers=() if scheduler.tier is None else scheduler.tier.get_views(),
         )
 
     def get_num_free_blocks(self) -> int:
@@ -66,6 +65,14 @@ class VllmEngine:
         if request.skip_reading_prefix_cache:
             return []
         return self._find(request.block_hashes, request.num_tokens - 1)
+
+    def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[list[Any], int]:
+        """All groups' blocks of a prefix of a running request, and its tokens."""
+        request = self._scheduler.requests[turn_id]
+        if request.skip_reading_prefix_cache:
+            return [], 0
+        found = self._find(request.block_hashes, max_tokens)
+        return found, found.num_tokens
 
     def count_common_tokens(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
         """How many leading tokens a prompt with these hashes shares.
@@ -126,8 +133,20 @@ class VllmEngine:
         """Release one reference to each block; the last blocks will be evicted first."""
         self._leased.release(blocks)
 
-    def store(self, blocks: list[Any]) -> None:
-        """Nothing: vLLM's own connectors copy everything, and cannot be told what."""
+    @property
+    def can_store(self) -> bool:
+        """Whether host memory is there that stores what it is told to."""
+        return self._scheduler.tier is not None
+
+    def store(self, blocks: list[Any], turn: Turn) -> None:
+        """Copy blocks to host memory; nothing where another's connector copies everything."""
+        if self._scheduler.tier is not None:
+            self._scheduler.tier.store(blocks, turn)
+
+    def end_job(self, job_id: str) -> None:
+        """Drop what host memory holds for this job alone."""
+        if self._scheduler.tier is not None:
+            self._scheduler.tier.end_job(job_id)
 
     def get_num_cached_tokens(self, turn_id: str) -> int:
         """Prompt tokens of a waiting request that are cached."""

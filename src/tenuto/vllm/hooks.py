@@ -10,12 +10,14 @@ import logging
 from typing import Any
 
 from tenuto.core.driver import Driver
+from tenuto.core.pinned_prefixes import describe_room
 from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.policy_loader import get_engine_settings
 from tenuto.core.step_tokens import StepTokens, get_max_step_tokens
 from tenuto.estimators.step_size import make_step_chooser
 from tenuto.vllm import compat
+from tenuto.vllm.compat_checkpoints import FirstCheckpoints, get_checkpoint_blocks, get_full_blocks_per_token
 from tenuto.vllm.compat_groups import WindowSpares
 from tenuto.vllm.engine import VllmEngine
 from tenuto.vllm.first_tokens import FirstTokens
@@ -77,11 +79,17 @@ class Hooks:
         self._retains = asked.overrides("retain") or asked.overrides("preempt_key")
         self._keeps_blocks = asked.overrides("retain")
         self._spares: WindowSpares | None = None
+        self._checkpoints: FirstCheckpoints | None = None
         self._pressure: Pressure | None = None
         self._next_keys_s = 0.0
         self.shadow: Shadow | None = None
         if isinstance(engine, ShadowEngine):
             self.shadow = Shadow(self.driver, engine, metrics.shadow_stats, log)
+
+    def can_keep_leases_of(self, before: Hooks) -> bool:
+        """Whether leases that were granted under other settings mean the same under these."""
+        old, new = before.settings, self.settings
+        return old.mode == new.mode == "on" and old.policy == new.policy
 
     def install(self, before: Hooks | None = None) -> None:
         """Install the hooks, in the place of others that were installed before.
@@ -94,6 +102,8 @@ class Hooks:
             before._pressure.remove()
         if before is not None and before._spares is not None:
             before._spares.remove()
+        if before is not None and before._checkpoints is not None:
+            before._checkpoints.remove()
         waiting = list(scheduler.waiting)
         if self._has_order:
             # Only now, because the driver may have taken over the turns of another.
@@ -114,11 +124,26 @@ class Hooks:
             self._pressure = Pressure(scheduler)
         if self._keeps_blocks and not self._is_shadow:
             self._spares = WindowSpares(scheduler)
+        if self.driver.pins.max_blocks and not self._is_shadow:
+            self._checkpoints = FirstCheckpoints(scheduler)
+
+    def describe_pins(self) -> str | None:
+        """How many shared prefixes can be pinned; None if none are."""
+        if self._checkpoints is None:
+            return None
+        return describe_room(
+            self.driver.pins.max_blocks,
+            get_checkpoint_blocks(self._scheduler),
+            get_full_blocks_per_token(self._scheduler),
+            self._checkpoints.tokens,
+        )
 
     def arrive(self, request: Any) -> None:
         """A request arrived; the driver knows it already."""
         if self.shadow is not None:
             self.shadow.arrive(request)
+        if self._checkpoints is not None and self.driver.is_first_turn(request.request_id):
+            self._checkpoints.add(request.request_id)
 
     def start(self, started: list[tuple[str, int]], now_s: float) -> None:
         """These requests started or resumed, with so many hit tokens each."""
@@ -137,6 +162,8 @@ class Hooks:
             self.first_tokens.finish(request, now_s)
         if self.shadow is not None:
             self.shadow.leave(request)
+        if self._checkpoints is not None:
+            self._checkpoints.discard(request.request_id)
 
     def begin_step(self, now_s: float) -> None:
         """A step is about to be scheduled."""

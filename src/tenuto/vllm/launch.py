@@ -6,15 +6,16 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy_loader import get_engine_settings, load_policy
 from tenuto.core.presets import EngineSettings
-from tenuto.vllm.identity import DP_SIZE_VARIABLE
+from tenuto.vllm.identity import DP_CHOICE_VARIABLE, DP_SIZE_VARIABLE
+from tenuto.vllm.interval import FLAG, describe_interval
 from tenuto.vllm.settings import read_settings
+from tenuto.vllm.tiers.config import Tiers
 
 SCHEDULER = "tenuto.vllm.Scheduler"
 MIDDLEWARE = "tenuto.vllm.Middleware"
@@ -27,8 +28,10 @@ WANTED_FLAGS = {
 OFFLOAD_FLAGS = ("--kv-offloading-size", "--kv-transfer-config")
 
 
-def build_command(model: str, settings: Mapping[str, Any], passed: Sequence[str]) -> list[str]:
-    """The command: Tenuto's scheduler and middleware, then what was passed on.
+def build_command(
+    model: str, settings: Mapping[str, Any], passed: Sequence[str], tiers: Tiers | None = None
+) -> list[str]:
+    """The command: Tenuto's scheduler and middleware, the tiers below the GPU, then what was passed on.
 
     Engine settings of the policy or the preset are there too, if they were not passed. `settings` goes under
     `tenuto` in the additional config, over what an `--additional-config` among the passed arguments says
@@ -47,23 +50,27 @@ def build_command(model: str, settings: Mapping[str, Any], passed: Sequence[str]
         value = getattr(wanted, name)
         if value is not None and _take_option(list(rest), flag)[0] is None:
             command += [flag, str(value)]
+    if tiers is not None:
+        for flag in OFFLOAD_FLAGS:
+            if _take_option(list(rest), flag)[0] is not None:
+                raise ConfigError(f"--host-gb sets up vLLM's connector itself; leave out {flag}")
+        command += ["--kv-transfer-config", json.dumps(tiers.get_transfer_config())]
     if config:
         command += ["--additional-config", json.dumps(config)]
     return command + rest
 
 
 def get_hints(command: Sequence[str]) -> list[str]:
-    """Hints, one per line, about options that the policy needs and only the operator can choose."""
-    wanted = _get_engine_settings(_parse_config(_take_option(list(command), "--additional-config")[0]))
+    """Hints, one per line: options that only the operator can choose, and why the interval is what it is."""
+    config = _parse_config(_take_option(list(command), "--additional-config")[0])
+    wanted = _get_engine_settings(config)
+    hints = []
+    if interval := _describe_interval(command, config):
+        hints.append(interval)
     has_tier = any(_take_option(list(command), flag)[0] is not None for flag in OFFLOAD_FLAGS)
     if wanted.offload is None or has_tier:
-        return []
-    if is_cpu_build():
-        # A vLLM that is built for CPUs stops at start if it gets this flag.
-        return [
-            "this policy is meant to run with KV in host memory too, which vLLM's CPU build does not have"
-        ]
-    return ["this policy is meant to run with KV in host memory too: add --kv-offloading-size GIB"]
+        return hints
+    return [*hints, "this policy is meant to run with KV in host memory too: add --host-gb GIB"]
 
 
 def check_files(command: Sequence[str]) -> None:
@@ -88,14 +95,6 @@ def check_files(command: Sequence[str]) -> None:
             raise ConfigError(f"tenuto.{name}: cannot write {path!r}: {error}") from error
 
 
-def is_cpu_build() -> bool:
-    """Whether the vLLM of this environment is built for CPUs."""
-    try:
-        return metadata.version("vllm").endswith("+cpu")
-    except metadata.PackageNotFoundError:
-        return False
-
-
 def find_vllm() -> str:
     """The `vllm` command of this environment, or else the one that the shell finds."""
     beside = Path(sys.executable).parent / "vllm"
@@ -107,8 +106,14 @@ def get_environment(passed: Sequence[str]) -> dict[str, str]:
     for name in ("--data-parallel-size", "-dp"):
         size = _take_option(list(passed), name)[0]
         if size is not None and size.isdecimal() and int(size) > 1:
-            return {DP_SIZE_VARIABLE: size}
+            return {DP_SIZE_VARIABLE: size, **_get_dp_choice(passed)}
     return {}
+
+
+def _get_dp_choice(passed: Sequence[str]) -> dict[str, str]:
+    """By load, if only one process answers requests: it keeps the books. vLLM starts one for each rank."""
+    counts = (_take_option(list(passed), name)[0] for name in ("--api-server-count", "-asc"))
+    return {DP_CHOICE_VARIABLE: "load"} if "1" in counts else {}
 
 
 def _take_option(arguments: list[str], name: str) -> tuple[str | None, list[str]]:
@@ -122,6 +127,13 @@ def _take_option(arguments: list[str], name: str) -> tuple[str | None, list[str]
             raise ConfigError(f"{name} needs a value")
         return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
     return None, arguments
+
+
+def _describe_interval(command: Sequence[str], config: Mapping[str, Any]) -> str | None:
+    settings = read_settings(config)
+    retains = settings.mode == "on" and load_policy(settings.policy, settings.options).overrides("retain")
+    model = command[command.index("serve") + 1]
+    return describe_interval(model, _take_option(list(command), FLAG)[0], retains=retains)
 
 
 def _get_engine_settings(config: Mapping[str, Any]) -> EngineSettings:

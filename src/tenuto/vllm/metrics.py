@@ -22,9 +22,11 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from tenuto.core.control import CHANGEABLE, MODES
 from tenuto.core.driver import Driver
 from tenuto.core.stats import (
     DECISION_BUCKETS_S,
+    PARTED_BUCKETS,
     QUEUE_BUCKETS_S,
     TOOL_BUCKETS_S,
     DriverStats,
@@ -32,7 +34,7 @@ from tenuto.core.stats import (
 )
 from tenuto.core.version import __version__
 from tenuto.vllm.metric_parts import GroupMetrics, LeaseMetrics, Maker, ShadowMetrics, TenantMetrics
-from tenuto.vllm.settings import CHANGEABLE, MODES, Settings, read_settings
+from tenuto.vllm.settings import Settings, read_settings
 
 FOLDER_VARIABLE = "TENUTO_METRICS_DIR"
 OWNER_VARIABLE = "TENUTO_METRICS_OWNER"
@@ -60,6 +62,11 @@ class Metrics:
         self._make = make = Maker(self._registry, (str(model), str(engine_index)))
         # prometheus_client's histograms have the same `observe` method as ours, so the driver fills them.
         self.stats = DriverStats(
+            parted_at=make.histogram(
+                "tenuto:prompt_parted_at_tokens",
+                "Turns whose prompt changes text of the job's last prompt, by where the two part.",
+                PARTED_BUCKETS,
+            ),
             tool_s=make.histogram(
                 "tenuto:tool_time_seconds", "From a turn's finish to its job's next arrival.", TOOL_BUCKETS_S
             ),
@@ -98,6 +105,12 @@ class Metrics:
             "tenuto:idle_retained_blocks",
             "Blocks under lease that no request uses; vllm:kv_cache_usage_perc counts them as free.",
         )
+        self._pinned = make.gauge(
+            "tenuto:pinned_blocks",
+            "Blocks of pinned prefixes; those that several prefixes share count for each.",
+        )
+        self._pins = make.counter("tenuto:prefixes_pinned", "Prefixes that several jobs share, pinned.")
+        self._demoted = make.counter("tenuto:prefixes_demoted", "Pinned prefixes that were given up again.")
         self._size = make.gauge("tenuto:kv_blocks", "KV cache blocks there are.")
         self._deadline = make.gauge(
             "tenuto:next_lease_deadline_timestamp_seconds",
@@ -113,9 +126,16 @@ class Metrics:
             "Tokens of a job's earlier turns, or of preempted turns, computed again.",
         )
         self._short: dict[str, Any] = {}
+        self._tier: Any = None
         self._faults = make.counter(
             "tenuto:policy_faults", "Policy hooks that failed; stock's answer was used."
         )
+
+    def watch_tier(self, tier: Any) -> None:
+        """Show this tier below the GPU (`tenuto.vllm.tiers.host.HostTier`)."""
+        from tenuto.vllm.tiers.metrics import TierMetrics
+
+        self._tier = TierMetrics(self._make, tier)
 
     def watch_groups(self, names: Iterable[str]) -> None:
         """Show which of these kinds of layer groups end hits early."""
@@ -178,17 +198,22 @@ class Metrics:
         self._deadline.set(0.0 if deadline_s is None else time.time() + deadline_s - now_s)
         self._size.set(view.num_blocks)
         self._idle.set(driver.get_num_idle_leased_blocks())
+        self._pinned.set(driver.pins.num_blocks)
         for name, value in driver.get_policy_figures().items():
             self._shown_figures.add(name)
             self._figures.labels(name).set(value)
         for counter, total in (
             (self._hit, stats.num_hit_tokens),
+            (self._pins, stats.num_prefixes_pinned),
+            (self._demoted, stats.num_prefixes_demoted),
             (self._recomputed, stats.num_recomputed_tokens),
             (self._faults, driver.num_policy_faults),
         ):
             self._make.count_to(counter, total)
         for group, counter in self._short.items():
             self._make.count_to(counter, stats.num_short_tokens[group])
+        if self._tier is not None:
+            self._tier.refresh()
         if self._file is not None:
             self._write(self._file)
 

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import vllm
 
+from tenuto.core.control import ADMIN_VARIABLE
 from tenuto.core.errors import IncompatibleError
-from tenuto.core.jobs import Arrival
 from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import get_engine_settings, load_policy
-from tenuto.core.requests.hints import Hints, parse_hints
 from tenuto.core.types import LeaseEnd
 from tenuto.records.trace import TraceWriter
 from tenuto.vllm import compat, compat_check, compat_engine, compat_groups
-from tenuto.vllm.control import Control, is_control_configured
-from tenuto.vllm.control_http import CALL
+from tenuto.vllm.arrivals import describe
+from tenuto.vllm.control_http import CALL, make_control
 from tenuto.vllm.hooks import Hooks
 from tenuto.vllm.idle import IdleTimer
 from tenuto.vllm.metrics import Metrics
@@ -33,7 +33,7 @@ from tenuto.vllm.output import OutputReader
 from tenuto.vllm.settings import Settings, read_settings
 from tenuto.vllm.state import StateFile
 from tenuto.vllm.steps import StepTracer
-from tenuto.vllm.tenants import take_tenant
+from tenuto.vllm.tiers.find import find_tier
 from tenuto.vllm.usage import LeasedBlocks
 
 logger = logging.getLogger("vllm.tenuto")
@@ -41,9 +41,6 @@ logger = logging.getLogger("vllm.tenuto")
 MAX_RENEWALS = 32
 """Most leases that one step renews. This is enough to renew 1,000 leases once a second, and it bounds the
 cost of a step even with 10,000 leases."""
-
-OUTSIDE = Hints(is_last=True)
-"""Hints for requests that run as in stock vLLM: their KV cache is never retained."""
 
 
 class _DrivenScheduler(compat.PrivateHooks):
@@ -60,6 +57,8 @@ class _DrivenScheduler(compat.PrivateHooks):
     kv_cache_manager: Any
 
     _hooks: Any = None
+    tier: Any = None
+    """Host memory below the GPU, where it is ours (`tenuto.vllm.tiers.host.HostTier`); else None."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = read_settings(vllm_config.additional_config)
@@ -86,20 +85,25 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._metrics.watch_groups(self.short_hits.names.values())
         pool = self.kv_cache_manager.block_pool
         self.leased_blocks = LeasedBlocks(pool, lambda: self.driver.limits.always_yield)
+        self.tier = find_tier(self, settings, policy, time)
+        if self.tier is not None:
+            self._metrics.watch_tier(self.tier)
         self._hooks = self._make_hooks(settings, policy)
         self.driver = self._hooks.driver
         self._hooks.install()
         self._metrics.refresh(self.driver, 0.0)
-        reads_output = self._hooks.reads_output or is_control_configured()
+        reads_output = self._hooks.reads_output or bool(os.environ.get(ADMIN_VARIABLE))
         self._reader = OutputReader(compat.load_tokenizer(vllm_config) if reads_output else None)
         self._steps = StepTracer(self._trace, self) if self._trace else None
         self._idle_timer = (
             IdleTimer(lambda: compat_engine.wake(engine_core)) if engine_core is not None else None
         )
-        self.control = Control(self, engine_index)
+        self.control = make_control(self, engine_index)
         if engine_core is not None:
             compat_engine.offer_call(engine_core, CALL, self.control.answer)
         logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, vllm.__version__)
+        if text := self._hooks.describe_pins():
+            logger.info("%s", text)
         # vLLM logs a warning about every scheduler class that is not its own.
         logger.info(
             "vLLM's warning that a custom scheduler class may disable async scheduling does not apply to "
@@ -113,11 +117,13 @@ class _DrivenScheduler(compat.PrivateHooks):
         """A request arrived. For a further piece of a streamed-in request, only vLLM's own code runs."""
         if request.request_id not in self.requests:
             started_s = time.perf_counter()
-            arrival = _describe(request, trusts_clients=self._trusts_clients)
+            arrival = describe(request, trusts_clients=self._trusts_clients)
             self.driver.arrive(request.request_id, time.monotonic(), arrival)
             self._hooks.arrive(request)
             self.driver.stats.decision_s.observe(time.perf_counter() - started_s)
         super().add_request(request)  # type: ignore[misc]
+        if self.tier is not None:
+            self.tier.arrive(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """One step: expire leases, admit, set the budget; then vLLM's own schedule."""
@@ -148,6 +154,8 @@ class _DrivenScheduler(compat.PrivateHooks):
         """A step was computed. The policy is told of the step before vLLM processes its results."""
         if self._hooks.steps is not None:
             self._hooks.steps.finish(scheduler_output, time.monotonic())
+        if self._steps is not None:
+            self._steps.finish(scheduler_output)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self._hooks.first_tokens is not None:
             self._hooks.first_tokens.look(time.monotonic())
@@ -160,6 +168,8 @@ class _DrivenScheduler(compat.PrivateHooks):
         finish = self._reader.get_finish(request, reads_output=reads)
         now_s = time.monotonic()
         self._hooks.leave(request, now_s)
+        if self.tier is not None:
+            self.tier.finish(request, self.driver.get_finished_turn(request.request_id, finish))
         self.driver.finish(request.request_id, now_s, finish)
         self.driver.stats.decision_s.observe(time.perf_counter() - started_s)
 
@@ -172,7 +182,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         if super().has_requests():  # type: ignore[misc]
             return True
         now_s = time.monotonic()
-        deadline_s = self.driver.get_next_deadline_s()
+        deadline_s = self._get_next_deadline_s()
         if deadline_s is not None and deadline_s <= now_s:
             return True
         if deadline_s is not None and self._idle_timer is not None:
@@ -187,6 +197,8 @@ class _DrivenScheduler(compat.PrivateHooks):
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """A reset drops the whole prefix cache, so it ends all leases."""
         self.driver.drop_all(time.monotonic())
+        if self.tier is not None:
+            self.tier.reset()
         return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self) -> None:
@@ -200,6 +212,11 @@ class _DrivenScheduler(compat.PrivateHooks):
         if self._trace is not None:
             self._trace.close()
         super().shutdown()  # type: ignore[misc]
+
+    def _get_next_deadline_s(self) -> float | None:
+        """When an idle engine must run a step: a lease ends, or KV is fetched for a job that returns."""
+        deadlines = [self.driver.get_next_deadline_s(), self.tier.get_next_due_s() if self.tier else None]
+        return min((each for each in deadlines if each is not None), default=None)
 
     # The engine adapter calls these.
 
@@ -217,7 +234,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         if self._hooks.order is not None:
             self._hooks.order.reorder(request_id)
 
-    # The operator's control calls these (`tenuto.vllm.control`).
+    # The operator's control calls these (`tenuto.core.control.Controlled`).
 
     @property
     def settings(self) -> Settings:
@@ -240,16 +257,23 @@ class _DrivenScheduler(compat.PrivateHooks):
         return self._make_hooks(settings, policy)
 
     def switch(self, hooks: Hooks) -> None:
-        """Run these hooks from now on. All leases end; requests that wait or run are not touched."""
+        """Run these hooks from now on; requests that wait or run are not touched.
+
+        Leases go on if the same policy goes on holding them, with other options, limits or another canary.
+        """
         now_s = time.monotonic()
         before = self._hooks
-        self.driver.drop_all(now_s, LeaseEnd.SWITCHED)
+        keeps_leases = hooks.can_keep_leases_of(before)
+        if not keeps_leases:
+            self.driver.drop_all(now_s, LeaseEnd.SWITCHED)
         if self._state is not None:
             self._state.follow(hooks.policy, hooks.settings.policy)
         if self._trace is not None:
             self._trace.begin_run(hooks.driver.policy, *_get_header(hooks.settings))
-        hooks.driver.take_over(self.driver, now_s)
+        hooks.driver.take_over(self.driver, now_s, keeps_leases=keeps_leases)
         self._hooks, self.driver = hooks, hooks.driver
+        if self.tier is not None:
+            self.tier.follow_policy(hooks.settings, hooks.policy)
         hooks.install(before)
         self._metrics.show(hooks.settings)
         self._metrics.refresh(self.driver, now_s, idle=True)
@@ -330,23 +354,3 @@ def _get_header(settings: Settings) -> tuple[str, dict[str, Any]]:
     if settings.canary.is_on:
         facts["canary"] = dataclasses.asdict(settings.canary)
     return "stock" if settings.mode == "off" else settings.policy, facts
-
-
-def _describe(request: Any, *, trusts_clients: bool) -> Arrival:
-    """What the driver needs to know about a request that arrived."""
-    num_prompt_tokens = request.num_prompt_tokens
-    plain = request.sampling_params is not None and request.prompt_token_ids is not None
-    if not plain or request.has_encoder_inputs or request.resumable:
-        return Arrival(OUTSIDE, num_prompt_tokens, priority=request.priority)
-    fields = request.sampling_params.extra_args
-    fields = fields if trusts_clients else take_tenant(fields)
-    hints = parse_hints(fields, getattr(request, "session_id", None))
-    if hints.is_last is None and compat.has_release_hint(request):
-        hints = dataclasses.replace(hints, is_last=True)
-    return Arrival(
-        hints=hints,
-        num_prompt_tokens=num_prompt_tokens,
-        prompt=request.prompt_token_ids,
-        hashes=request.block_hashes,
-        priority=request.priority,
-    )

@@ -6,16 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from tenuto.core.canary import Canary, read_canary
+from tenuto.core.control import MODES
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
 from tenuto.core.settings import check_settings, setting
 from tenuto.core.step_tokens import check_step_tokens
 from tenuto.records.trace import TraceOptions
 from tenuto.records.trace_commands import COMMANDS, Commands
-
-MODES = ("on", "off", "shadow")
-CHANGEABLE = ("mode", "policy", "options", "limits", "canary")
-"""The settings that an operator may change while the server runs (`tenuto.vllm.control`)."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +34,12 @@ class Settings:
     step_tokens: str | int | None = setting(
         None,
         "most tokens in a step: a number within vLLM's budget, or adaptive; unset: what the policy wants",
+    )
+    offload: str | None = setting(
+        None,
+        "with host memory of our own: store all that comes back (async), or what the policy says (asked); "
+        "unset: what the policy wants",
+        choices=("async", "asked"),
     )
     tenants: str = setting(
         "server",

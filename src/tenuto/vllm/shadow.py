@@ -54,6 +54,11 @@ class ShadowEngine(VllmEngine):
             view, num_free_blocks=num_free_blocks, num_leased_blocks=self.get_num_leased_blocks()
         )
 
+    can_store = False
+
+    def end_job(self, job_id: str) -> None:
+        """Nothing: vLLM runs as if there were no policy."""
+
     def get_num_free_blocks(self) -> int:
         """Number of blocks that would be free."""
         return super().get_num_free_blocks() - len(self._seen)

@@ -42,6 +42,13 @@ class StepTracer:
     def __init__(self, trace: TraceWriter, scheduler: Any) -> None:
         self._trace = trace
         self._scheduler = scheduler
+        self._num_in_flight = 0
+        """Steps with tokens that were scheduled and have not ended."""
+
+    def finish(self, output: Any) -> None:
+        """The results of a step have arrived."""
+        if output.total_num_scheduled_tokens:
+            self._num_in_flight = max(0, self._num_in_flight - 1)
 
     def record(self, output: Any, now_s: float) -> None:
         """Record one step, after the driver was told of it; the trace's step number increases by one."""
@@ -73,12 +80,14 @@ class StepTracer:
             {
                 "kind": "step",
                 "now_s": now_s,
+                "num_in_flight": self._num_in_flight,
                 "num_running": num_running,
                 "num_waiting": num_waiting,
                 "num_free_blocks": pool.get_num_free_blocks(),
                 "num_cached_blocks": compat.count_cached_blocks(pool),
                 "num_retained_blocks": 0 if driver.is_shadow else driver.get_num_leased_blocks(),
                 "num_retained_jobs": 0 if driver.is_shadow else len(driver.leases),
+                **_count_tier_blocks(scheduler),
                 "new": new,
                 "resumed": resumed,
                 "running": [each for each in output.num_scheduled_tokens if each not in started],
@@ -86,4 +95,12 @@ class StepTracer:
                 "num_tokens": dict(output.num_scheduled_tokens),
             }
         )
+        self._num_in_flight += bool(output.total_num_scheduled_tokens)
         self._trace.end_step()
+
+
+def _count_tier_blocks(scheduler: Any) -> dict[str, dict[str, int]]:
+    """Blocks that each tier below the GPU holds; nothing without tiers of ours."""
+    if scheduler.tier is None:
+        return {}
+    return {"num_tier_blocks": {view.name: view.num_used_blocks for view in scheduler.tier.get_views()}}

@@ -1,22 +1,23 @@
 """The operator's control of a running engine: what runs now, and changes of it without a restart.
 
-Each engine process (data-parallel rank) has one `Control`. An API server calls it by vLLM's utility calls
-(`compat_engine.call_engines`), which vLLM runs between two steps, in the thread that schedules. So a change
-meets no step half-way, and nobody waits for it. A change is checked completely before anything is touched: a
-bad one is refused, and the old one goes on.
+Each engine process (data-parallel rank) has one `Control`, which the engine calls between two steps. So a
+change meets no step half-way, and nobody waits for it. A change is checked completely before anything is
+touched: a bad one is refused, and the old one goes on.
 
-Requests and answers are JSON texts. `control_http` has the authentication and the addresses.
+Requests and answers are JSON texts. `tenuto.vllm.control_http` and `tenuto.sim.server.control` have the
+authentication and the addresses.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from tenuto.core.canary import Canary, read_canary
 from tenuto.core.errors import ConfigError, TenutoError
@@ -26,24 +27,80 @@ from tenuto.core.policy_loader import get_engine_settings, get_policy_names, loa
 from tenuto.core.presets import PRESETS
 from tenuto.core.requests.hints import parse_hints
 from tenuto.core.settings import check_settings
-from tenuto.vllm.control_http import ADMIN_VARIABLE
-from tenuto.vllm.settings import CHANGEABLE, Settings
-from tenuto.vllm.tenants import take_tenant
 
-logger = logging.getLogger("vllm.tenuto")
+ADMIN_VARIABLE = "TENUTO_ADMIN_KEY"
+"""Environment variable with the operator's key. Without it, nothing can be changed over HTTP."""
+OPERATOR_HEADER = "x-tenuto-operator"
+"""A header with the operator's name, for the log. It is not checked: the key is."""
+MODES = ("on", "off", "shadow")
+CHANGEABLE = ("mode", "policy", "options", "limits", "canary")
+"""The settings that an operator may change while the server runs."""
 
 
-def is_control_configured() -> bool:
-    """Whether this server has an operator's key."""
-    return bool(os.environ.get(ADMIN_VARIABLE))
+def check_operator(authorization: str) -> tuple[int, str] | None:
+    """Check the `Authorization` header of an operator's call; the status and the reason of a refusal."""
+    key = os.environ.get(ADMIN_VARIABLE, "")
+    if not key:
+        return 403, (
+            f"control is off: start the server with the environment variable {ADMIN_VARIABLE} "
+            "set to a secret of the operator's, and send it as `Authorization: Bearer …`"
+        )
+    scheme, _, given = authorization.partition(" ")
+    is_same = hmac.compare_digest(given.strip().encode(errors="replace"), key.strip().encode())
+    if scheme.lower() == "bearer" and is_same:
+        return None
+    return 401, f"this needs the operator's key ({ADMIN_VARIABLE} of the server)"
+
+
+class Controlled(Protocol):
+    """What a `Control` changes: an engine's scheduler, or what stands for it."""
+
+    @property
+    def driver(self) -> Any:
+        """The driver that decides now."""
+
+    @property
+    def settings(self) -> Any:
+        """What runs now: a dataclass that has at least the fields of `CHANGEABLE` and `own_policies`."""
+
+    @property
+    def configured_policy(self) -> Policy:
+        """The policy of the settings, also while leases are off."""
+
+    def prepare(self, settings: Any, policy: Policy) -> Any:
+        """Make what these settings need. Nothing changes yet; whatever can be wrong with them, raises."""
+
+    def switch(self, prepared: Any) -> None:
+        """Run what was prepared from now on."""
+
+    def count_changes(self, changed: Iterable[str]) -> None:
+        """Show that an operator changed these settings."""
+
+    def release(self, job_id: str) -> bool:
+        """End a job that its client says is complete; return whether it was known."""
 
 
 class Control:
     """One engine's answers to its operator, and to clients that end their jobs."""
 
-    def __init__(self, scheduler: Any, rank: int) -> None:
+    def __init__(
+        self,
+        scheduler: Controlled,
+        rank: int,
+        *,
+        by_priority: bool,
+        read_fields: Callable[[Any], Any],
+        logger: logging.Logger,
+    ) -> None:
+        """`by_priority`: the engine serves requests by their own priority.
+
+        `read_fields`: which of the fields that a client's release has can be believed.
+        """
         self._scheduler = scheduler
         self._rank = rank
+        self._by_priority = by_priority
+        self._read_fields = read_fields
+        self._logger = logger
         self._initial = scheduler.settings
         self._learned: dict[str, Any] = {}
         """What each policy had learned when another took its place."""
@@ -57,7 +114,7 @@ class Control:
         except TenutoError as error:
             result = {"ok": False, "error": str(error)}
         except Exception as error:  # an error here must not stop the engine
-            logger.exception("control: a request failed")
+            self._logger.exception("control: a request failed")
             result = {"ok": False, "error": f"failed, see the server's log: {error!r}"}
         return json.dumps({"rank": self._rank, **result})
 
@@ -78,7 +135,7 @@ class Control:
             "changed_unix_s": round(time.time(), 3),
         }
         words = ", ".join(_tell(name, getattr(before, name), getattr(settings, name)) for name in changed)
-        logger.info("control: %s changed %s", by, words)
+        self._logger.info("control: %s changed %s", by, words)
         return self.get_status()
 
     def get_status(self) -> dict[str, Any]:
@@ -109,9 +166,9 @@ class Control:
                 return {"ok": True, "known": self._release(request["fields"])}
         raise ConfigError(f"there is no request {request['do']!r}")
 
-    def _read(self, change: Any) -> Settings:
+    def _read(self, change: Any) -> Any:
         """The settings after a change. Raises ConfigError or PolicyError."""
-        now: Settings = self._scheduler.settings
+        now = self._scheduler.settings
         if not isinstance(change, dict) or not change:
             raise ConfigError(f"a change is an object with some of: {', '.join(CHANGEABLE)}")
         unknown = sorted(set(change) - set(CHANGEABLE))
@@ -120,7 +177,7 @@ class Control:
         given = dict(change)
         limits = check_settings(Limits, given.pop("limits", {}), "tenuto.limits")
         canary = read_canary(given.pop("canary")) if "canary" in given else now.canary
-        given = check_settings(Settings, given, "tenuto")
+        given = check_settings(type(now), given, "tenuto")
         if "policy" in given:
             given.setdefault("options", {})
         elif "options" in given:
@@ -129,15 +186,14 @@ class Control:
             now, **given, limits=dataclasses.replace(now.limits, **limits), canary=canary
         )
 
-    def _make_policy(self, settings: Settings) -> Policy:
+    def _make_policy(self, settings: Any) -> Policy:
         """A new policy object, with what such a policy has learned on this engine."""
         name = settings.policy
         self._check_name(name)
         policy = load_policy(name, settings.options)
         if isinstance(policy, Oracle):
             raise ConfigError(f"policy {name} knows the future; it works only in the simulator")
-        wanted, runs = get_engine_settings(name, policy), self._scheduler.policy.value
-        if wanted.order == "priority" and runs != "priority":
+        if get_engine_settings(name, policy).order == "priority" and not self._by_priority:
             raise ConfigError(f"policy {name} needs vLLM's --scheduling-policy priority, set at start")
         self._keep_learned()
         state = self._learned.get(name)
@@ -151,7 +207,7 @@ class Control:
             try:
                 self._learned[name] = policy.get_state()
             except Exception as error:  # a policy is code from outside
-                logger.error("control: what policy %s learned is lost: %r", name, error)
+                self._logger.error("control: what policy %s learned is lost: %r", name, error)
 
     def _check_name(self, name: str) -> None:
         """Refuse a policy that would run code which the operator did not name at start."""
@@ -169,8 +225,7 @@ class Control:
 
     def _release(self, fields: Any) -> bool:
         """End a client's job. `fields` are those of a request's `vllm_xargs`, with the signed tenant."""
-        trusts_clients = self._initial.tenants == "client"
-        job_id = parse_hints(fields if trusts_clients else take_tenant(fields)).job_id
+        job_id = parse_hints(self._read_fields(fields)).job_id
         if job_id is None:
             raise ConfigError("the job's id is unusable")
         return bool(self._scheduler.release(job_id))
