@@ -127,7 +127,8 @@ def test_a_live_server_is_timed_and_fitted(tmp_path: Path, capsys: pytest.Captur
     out = tmp_path / "costs.json"
     with serving(server) as url:
         few = ["--step-tokens", "512", "--max-context", "1024", "--max-batch", "2", "--repeats", "1"]
-        assert cli.main(["profile", "--url", url, "--out", str(out), "--json", *few]) == 0
+        # One millisecond a step is no more than a busy machine's noise, so the fit may be poor.
+        assert cli.main(["profile", "--url", url, "--out", str(out), "--json", "--force", *few]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["fit"] == json.loads(out.read_text())
     saved = (tmp_path / "costs.observations.jsonl").read_text().splitlines()

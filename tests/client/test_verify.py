@@ -28,6 +28,10 @@ class Server:
     granting: str = "01"
     faults: int = 0
     mode: str = "on"
+    short: bool = False
+    """Whether a window ends the hits of a hybrid model."""
+    group: str | None = None
+    num_short: int = 0
     held: dict[str, int] = field(default_factory=dict)
     granted: dict[str, int] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
@@ -36,6 +40,8 @@ class Server:
     def answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
+        if request.url.path == "/list_workers":
+            return httpx.Response(404)
         if request.url.path == "/metrics":
             return httpx.Response(200, text="".join(map(self.show, "01")))
         return self.complete(json.loads(request.content), request.headers.get("x-data-parallel-rank"))
@@ -43,7 +49,12 @@ class Server:
     def show(self, rank: str) -> str:
         at = f'engine="{rank}"'
         used = self.held.get(rank, 0) / 1000
-        return (
+        groups = (
+            ""
+            if self.group is None
+            else (f'tenuto:short_hit_tokens_total{{{at},group="{self.group}"}} {self.num_short}\n')
+        )
+        return groups + (
             f'vllm:cache_config_info{{{at},block_size="16",num_gpu_blocks="1001"}} 1\n'
             f"vllm:kv_cache_usage_perc{{{at}}} {used}\n"
             f'tenuto:info{{{at},policy="{self.policy}"}} 1\n'
@@ -63,7 +74,9 @@ class Server:
         self.held[rank] = 0 if is_last or rank not in self.holding else num_blocks
         self.granted[rank] = self.granted.get(rank, 0) + (not is_last and rank in self.granting)
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_output}
-        usage["prompt_tokens_details"] = {"cached_tokens": num_prompt // BLOCK_SIZE * BLOCK_SIZE}
+        num_cached = BLOCK_SIZE if self.short else num_prompt // BLOCK_SIZE * BLOCK_SIZE
+        self.num_short += 32 if self.short else 0
+        usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
         message = {"message": {"content": " ".join("w" * num_output)}}
         return httpx.Response(200, json={"choices": [message], "usage": usage})
 
@@ -115,6 +128,14 @@ def test_faults_of_the_policy_fail_the_check(monkeypatch: pytest.MonkeyPatch) ->
     is_ok, said = check(Server("tenuto", faults=1), monkeypatch)
     assert not is_ok
     assert "hooks of the policy FAILED" in said
+
+
+def test_on_a_hybrid_model_it_names_the_group_and_what_stock_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_ok, said = check(Server("tenuto", group="window 1024"), monkeypatch)
+    assert is_ok and "it has window 1024" in said and "stock vLLM computes them again" in said
+    is_ok, said = check(Server("tenuto", group="state", short=True), monkeypatch)
+    assert not is_ok and "Turn 3: state ended the hit at 16 tokens" in said
+    assert "Hybrid" not in check(Server("tenuto"), monkeypatch)[1]
 
 
 def test_promises() -> None:

@@ -29,14 +29,17 @@ NAME=sim:POLICY is a simulated GPU. More than two arms are each compared with th
 
 The order turns around from repeat to repeat (A B, B A, …), so that a machine that slows down meets all arms
 alike; the seed changes too. Each pair gives one ratio per measure (job time, time to first token, turn time,
-throughput). Their geometric mean has a bootstrap interval. Fewer than 6 pairs prove nothing, and the verdict
-says so.
+throughput). Their geometric mean has a 95 % interval. If the interval holds 1, no difference was seen. Fewer
+than 6 pairs prove nothing, and the verdict says so.
 
 The prefix cache is emptied before each run where the server allows it (vLLM with VLLM_SERVER_DEV_MODE=1,
 which servers started here have). The verdict says where it could not be emptied.
 
 Each run is kept when it ends (DIR/runs); the same command again goes on where it was left. Ctrl-C gives the
-verdict of the pairs so far. `tenuto report DIR/results.jsonl` draws the results.
+verdict of the pairs so far. `tenuto report DIR` draws the results.
+
+Where a run is INVALID (tenuto bench --help) nothing is proved: remove that run's folder, and run it again.
+A comparison has one load; for several, give several commands with a DIR each.
 Exit status: 0 if every turn was answered, 1 if not, 2 if an arm could not be run, 130 if interrupted.
 """
 
@@ -53,11 +56,11 @@ def read_ab_options(given: Given) -> AbOptions:
     """The comparison's options; its runs are those of `tenuto bench`."""
     arms = given.read(ArmOptions)
     url = next((arm.target for arm in arms.arms if not arm.is_local), "http://127.0.0.1")
-    bench = given.read(BenchOptions, url=url, model=None, out=None, as_json=False)
+    bench = given.read(BenchOptions, url=url, model=None, out=None, csv=None, as_json=False, engine_urls=())
     return given.read(AbOptions, bench=bench)
 
 
-_EACH_RUNS_OWN = ("url", "run_id", "policy")
+_EACH_RUNS_OWN = ("url", "engine_urls", "run_id", "policy")
 """Options of the bench that a comparison sets for each of its runs."""
 COMMAND = Command(
     _SUMMARY, _EXAMPLES, (Part(ArmOptions), Part(AbOptions, without=_EACH_RUNS_OWN)), run, notes=_NOTES

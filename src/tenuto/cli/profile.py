@@ -25,6 +25,11 @@ A live server should be idle, and have its prefix cache on. Prompts of several l
 with one token of output each, show its prefill. Several conversations at once, at several contexts, show its
 decode. What was measured goes to --save, one step a line.
 
+The table shows how good the fit is. R2: how much of the differences between steps it explains, 1 is all.
+off: how far it is from the observed times, in the mean. worst: the farthest step.
+A fit is poor if it is off by more than 15 %, or if R2 is below 0.9 and it is off by more than 5 %. A poor fit
+is not written, and the exit status is 1. With --force it is written, and every simulation with it says so.
+
   prefill step = a + b × tokens + c × pairs            pairs: sum of n × (context + n / 2)
   decode step  = a + b × decodes + c × context tokens
   copy         = a + b × bytes
@@ -53,7 +58,7 @@ def run(given: Given) -> int:
     if not paths:
         raise ConfigError("name a server with --url, or a file with --observations")
     with needing("bench"):
-        return run_fit(paths, fit.out, as_json=fit.as_json)
+        return run_fit(paths, fit.out, force=fit.force, as_json=fit.as_json)
 
 
 COMMAND = Command(

@@ -16,6 +16,8 @@ examples:
   tenuto compare --gpu H200 --policies stock,tenuto --jps 1,3,6 --seeds 41,42 --out sweep
   tenuto report sweep
       the sweep's page, as report.html
+  tenuto report ab1
+      a comparison of `tenuto ab`: the page says what its verdict says
   tenuto report runs/ --out page.html --figures figures
       and every picture as PNG and SVG, for papers
   tenuto report runs/h200-tenuto --trace-events trace.json
@@ -23,8 +25,14 @@ examples:
 """
 
 _NOTES = """\
-The page shows job completion times against load, latency turn by turn, the KV cache over time, a timeline of
-jobs, and the commands that make the runs again. It reads:
+The first line says who wins, by how much, at which load, against whom, and whether that is simulated. Charts
+show job completion times and cache hits against load, latency turn by turn, the KV cache over time, and a
+timeline of jobs. At the end are the commands that make the runs again.
+
+Two policies with the same seed are a pair. A policy wins if the 95 % interval of its pairs' ratios leaves out
+1, as in `tenuto ab`; inside the interval nobody wins. Measured runs need 6 pairs. INVALID runs prove nothing.
+
+The page is made from:
   result.json, results.jsonl   as `tenuto simulate`, `tenuto compare` and `tenuto bench` write them
   turns.jsonl                  beside a result: the timeline
   occupancy.jsonl              beside a result: the KV cache over time

@@ -10,7 +10,7 @@ from typing import Any
 
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given, get_flags
-from tenuto.core.errors import TenutoError
+from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.redact import redact
 from tenuto.core.settings import Options, option, parse_policy_options
 from tenuto.core.step_tokens import StepTokens, check_step_tokens, read_step_tokens
@@ -25,6 +25,7 @@ _EXAMPLES = """\
 examples:
   tenuto serve Qwen/Qwen3-8B --port 8000
   tenuto serve Qwen/Qwen3-8B --policy continuum-fixed --option ttl_s=3 --trace trace.jsonl
+  tenuto serve Qwen/Qwen3-8B --host-gb 200 --disk /mnt/kv --disk-gb 1000
   tenuto serve --engine sim --help
       a simulated GPU instead, without vLLM
 """
@@ -59,12 +60,28 @@ class ServeOptions(Options):
     )
     trace: str | None = option(None, "write a JSONL trace of steps and decisions", metavar="FILE")
     state: str | None = option(None, "keep what the policy learned across restarts", metavar="FILE")
+    host_gb: float | None = option(
+        None,
+        "keep KV in so much host memory too, in the policy's order (of all GPUs of an engine together)",
+        metavar="GIB",
+        above=0,
+    )
+    disk: str | None = option(
+        None, "keep KV in files in this folder too, behind the host memory", metavar="FOLDER"
+    )
+    disk_gb: float | None = option(
+        None, "most disk space that --disk takes", metavar="GIB", above=0, shown_default="no limit"
+    )
     dry_run: bool = option(False, "print the line and stop")
 
     def __post_init__(self) -> None:
         """Check the options. Raises ConfigError."""
         super().__post_init__()
         check_step_tokens(self.step_tokens, "--step-tokens")
+        if self.host_gb is None and (self.disk is not None or self.disk_gb is not None):
+            raise ConfigError("--disk lies behind host memory: add --host-gb")
+        if self.disk is None and self.disk_gb is not None:
+            raise ConfigError("--disk-gb needs --disk, the folder")
 
     def get_settings(self) -> dict[str, Any]:
         """What was given, as the plugin's settings."""
@@ -82,18 +99,24 @@ class ServeOptions(Options):
 def run(given: Given) -> int:
     """Become `vllm serve`."""
     from tenuto.vllm.launch import build_command, check_files, get_environment, get_hints
+    from tenuto.vllm.tiers.config import Tiers
 
     options = given.read(ServeOptions)
     for flag in given.passed_on:
         if near := suggest(flag.partition("=")[0], _FLAGS, cutoff=0.8):
             print(f"[serve] {flag} goes to vLLM{near}", file=sys.stderr, flush=True)
-    command = build_command(options.model, options.get_settings(), given.passed_on)
+    tiers = None
+    if options.host_gb is not None:
+        tiers = Tiers(options.host_gb, options.disk, options.disk_gb)
+    command = build_command(options.model, options.get_settings(), given.passed_on, tiers)
     print(shlex.join(redact(command)), flush=True)
     for hint in get_hints(command):
         print(f"[serve] {hint}", file=sys.stderr, flush=True)
     if options.dry_run:
         return 0
     check_files(command)
+    if tiers is not None:
+        tiers.check()
     try:
         os.execvpe(command[0], command, {**os.environ, **get_environment(given.passed_on)})
     except FileNotFoundError:

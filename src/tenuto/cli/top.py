@@ -7,7 +7,7 @@ from tenuto.cli.options import Given
 from tenuto.report.top.options import TopOptions
 
 _SUMMARY = """\
-Watch a live server: what runs, what is leased and until when, what the cache hits.
+Watch a live server, or several together: what runs, what is leased and until when, what the cache hits.
 It reads nothing but the server's /metrics. Ctrl-C ends it.
 """
 
@@ -16,6 +16,7 @@ examples:
   tenuto top --url http://localhost:8000
   tenuto top --url http://localhost:8000 --once            one picture, and done
   tenuto top --url http://localhost:8000 --once --json     for a script; without --once, a line per look
+  tenuto top --url http://a:8000 --url http://b:8000       two engines: sums, and a line for each
   tenuto top --url http://localhost:8000 >> top.log        a plain line every two seconds
 """
 

@@ -20,13 +20,15 @@ _EXAMPLES = """\
 examples:
   tenuto verify --url http://localhost:8000
   tenuto verify --url http://localhost:8000 --gap 5 --json
+  tenuto verify --url http://router:9000 --engine-url http://a:8000 --engine-url http://b:8000
 """
 
 _NOTES = """\
 Exit status: 0 if the server is healthy: the job's KV cache was held in every tool gap as its policy promises,
 hit on return and released at the end; 1 if not; 2 if that could not be checked. Some policies hold only under
 load: then the status is 0, and the text says that holding is not shown on an idle server.
-Under data parallelism each rank is checked.
+Under data parallelism each rank is checked. Through a router one job is checked, which must stay with one
+engine; check each engine with its own --url too.
 """
 
 
@@ -34,7 +36,15 @@ Under data parallelism each rank is checked.
 class VerifyOptions(Options):
     """All options."""
 
-    url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")
+    url: str = option(MISSING, "the server or router, e.g. http://localhost:8000", metavar="URL")
+    engine_urls: tuple[str, ...] = option(
+        (),
+        "an engine behind a router, whose metrics are read. May be repeated",
+        flag="--engine-url",
+        metavar="URL",
+        is_repeatable=True,
+        shown_default="the engines that a router names at /list_workers",
+    )
     gap_s: float = option(1.0, "length of each gap, seconds", minimum=0)
     api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
     as_json: bool = option(False, "print JSON instead of a table", flag="--json")
@@ -52,7 +62,13 @@ def run(given: Given) -> int:
 
     options = given.read(VerifyOptions)
     try:
-        verdict = verify(options.url, gap_s=options.gap_s, api_key=options.api_key, say=say)
+        verdict = verify(
+            options.url,
+            gap_s=options.gap_s,
+            api_key=options.api_key,
+            engine_urls=options.engine_urls,
+            say=say,
+        )
     except httpx.HTTPError as error:
         raise TenutoError(f"{options.url}: {error or type(error).__name__}") from error
     print(json.dumps(verdict.to_json(), indent=2) if options.as_json else format_verdict(verdict))

@@ -15,14 +15,16 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import httpx
 
-from tenuto.client.http.address import check_api_key, check_url
+from tenuto.client.http.address import check_api_key, check_engine_urls, check_url, get_base_url
 from tenuto.client.promise import get_promise
-from tenuto.client.servers.server_metrics import CacheState, read_cache_state
+from tenuto.client.servers.engines import find_engines
+from tenuto.client.servers.server_metrics import CacheState, add_states, read_cache_state
 from tenuto.core.errors import DataError
 
 PROMPT_BLOCKS = (4, 8, 17, 25, 31)
@@ -63,6 +65,8 @@ class TurnCheck:
     gap: Gap = "not held"
     rank: str | None = None
     """The data-parallel rank. None if there is only one engine."""
+    short_group: str | None = None
+    """The layer group that ended the hit, while another one still had more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,18 @@ class Verdict:
     """The policy named by `tenuto:info`. None on stock vLLM."""
     num_faults: int = 0
     """Policy hooks that failed during the check."""
+    engine_urls: tuple[str, ...] = ()
+    """The engines behind a router. Empty if `url` is no router."""
+    groups: tuple[str, ...] = ()
+    """On a hybrid model: the kinds of layer groups that can end a hit, such as `window 1024`."""
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens hit beyond the prompts of the turns before: answers.
+
+        With the default retention interval, stock vLLM computes them again on a hybrid model.
+        """
+        return sum(max(0, turn.cached_tokens - turn.min_cached_tokens) for turn in self.turns)
 
     def to_json(self) -> dict[str, Any]:
         """The verdict as JSON values."""
@@ -89,27 +105,42 @@ def verify(
     *,
     gap_s: float = 1.0,
     api_key: str | None = None,
+    engine_urls: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
     """Run the check against an otherwise idle server, on each of its data-parallel ranks.
 
+    If `url` is a router, turns go through it, and the state of the cache is that of the engines behind it:
+    those in `engine_urls`, or those that the router names. The job must stay with one engine.
+
     Raises DataError if the check does not support the server, and httpx.HTTPError if a request fails.
     """
     check_url(url)
+    check_engine_urls(engine_urls)
     check_api_key(api_key)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=120) as client:
+    with ExitStack() as stack:
+
+        def connect(where: str) -> httpx.Client:
+            return stack.enter_context(httpx.Client(base_url=where, headers=headers, timeout=120))
+
+        client = connect(get_base_url(url))
+        engines = [connect(each) for each in find_engines(client, engine_urls)]
+        if engines:
+            say(f"a router; metrics come from {', '.join(str(each.base_url) for each in engines)}")
         # Send a request first: some of vLLM's metrics appear only after the first request.
-        _Check(client, gap_s, say).warm_up()
-        state = read_cache_state(client)
+        _Check(client, engines or [client], gap_s, say).warm_up(*engines)
+        state = add_states([read_cache_state(each) for each in engines or [client]])
         if state.mode != "on":
             raise DataError(
                 f"{url} holds nothing, because an operator set its mode to {state.mode}; "
                 f"`tenuto control on --url {url}` switches it on"
             )
-        engines = state.engines
-        ranks: tuple[str | None, ...] = engines if len(engines) > 1 else (None,)
-        return _join([_Check(client, gap_s, say, rank).run() for rank in ranks])
+        ranks = state.engines if len(state.engines) > 1 else (None,)
+        verdicts = [_Check(client, engines or [client], gap_s, say, rank).run() for rank in ranks]
+        return dataclasses.replace(
+            _join(verdicts), engine_urls=tuple(get_base_url(str(each.base_url)) for each in engines)
+        )
 
 
 def _join(verdicts: Sequence[Verdict]) -> Verdict:
@@ -127,9 +158,15 @@ class _Check:
     """The check of one job on one rank."""
 
     def __init__(
-        self, client: httpx.Client, gap_s: float, say: Callable[[str], None], rank: str | None = None
+        self,
+        client: httpx.Client,
+        engines: Sequence[httpx.Client],
+        gap_s: float,
+        say: Callable[[str], None],
+        rank: str | None = None,
     ) -> None:
         self._client = client
+        self._engines = engines
         self._gap_s = gap_s
         self._say = say
         self._rank = rank
@@ -137,9 +174,13 @@ class _Check:
         self._messages: list[dict[str, str]] = []
         self._model, self._longest = _read_model(client)
 
-    def warm_up(self) -> None:
-        """Send one request."""
+    def warm_up(self, *engines: httpx.Client) -> None:
+        """Send one request, and one to each engine behind a router."""
         self._measure_tokens_per_word()
+        for engine in engines:
+            self._client, client = engine, self._client
+            self._measure_tokens_per_word()
+            self._client = client
 
     def run(self) -> Verdict:
         """Send the turns, one after the other."""
@@ -159,8 +200,16 @@ class _Check:
             turns = [dataclasses.replace(t, ok=t.ok or _is_own_choice(t)) for t in turns]
         num_faults = int(self._read_state().num_faults - before.num_faults)
         ok = all(t.ok for t in turns) and not num_faults
+        groups = tuple(before.num_short_tokens)
         return Verdict(
-            ok, self._model, before.block_size, before.num_blocks, turns, before.policy, num_faults
+            ok,
+            self._model,
+            before.block_size,
+            before.num_blocks,
+            turns,
+            before.policy,
+            num_faults,
+            groups=groups,
         )
 
     def _check_room(self) -> None:
@@ -207,10 +256,11 @@ class _Check:
             ok=cached >= min_cached and is_fine,
             gap=gap,
             rank=self._rank,
+            short_group=_find_short_group(before, after),
         )
 
     def _read_state(self) -> CacheState:
-        return read_cache_state(self._client, self._rank)
+        return add_states([read_cache_state(engine, self._rank) for engine in self._engines])
 
     def _measure_tokens_per_word(self) -> float:
         # Tokenizers differ. The message's own markers make the result a little too large, which is safe.
@@ -239,7 +289,10 @@ class _Check:
             "temperature": 0,
             "vllm_xargs": {"job_id": self._job_id, "tool": TOOLS[number], "is_last_step": int(is_last)},
         }
-        headers = {} if self._rank is None else {"X-data-parallel-rank": self._rank}
+        # A router pins a session by this header; to Tenuto, `job_id` says the same.
+        headers = {"X-Session-ID": self._job_id}
+        if self._rank is not None:
+            headers["X-data-parallel-rank"] = self._rank
         response = self._client.post("/v1/chat/completions", json=body, headers=headers)
         if response.is_error:
             raise DataError(f"the server answered {response.status_code}: {response.text[:500]}")
@@ -294,6 +347,16 @@ def _judge_gap(before: CacheState, after: CacheState, held: int, expected: int) 
     if after.num_expired > before.num_expired:
         return "expired"
     return "not granted" if after.num_granted == before.num_granted else "not held"
+
+
+def _find_short_group(before: CacheState, after: CacheState) -> str | None:
+    """The layer group that made the turn between two readings hit less than another group had."""
+    new = {
+        group: number - before.num_short_tokens.get(group, 0.0)
+        for group, number in after.num_short_tokens.items()
+    }
+    group = max(new, key=lambda each: new[each], default=None)
+    return group if group is not None and new[group] > 0 else None
 
 
 def _is_own_choice(turn: TurnCheck) -> bool:

@@ -25,7 +25,27 @@ def format_verdict(verdict: Verdict) -> str:
             f"({t.min_cached_tokens:>8})  {t.held_blocks:>15} ({t.expected_blocks:>8})  {t.latency_s:>6.2f} s"
             f"  {'ok' if t.ok else 'FAILED'}{f', {t.gap}' if t.gap in ('expired', 'not granted') else ''}"
         )
-    return "\n".join([*lines, *_conclude(verdict)])
+    return "\n".join([*lines, *_conclude(verdict), *_describe_groups(verdict)])
+
+
+def _describe_groups(verdict: Verdict) -> list[str]:
+    """On a hybrid model: which layer groups can end a hit, whether one did, and what stock would lose."""
+    if not verdict.groups:
+        return []
+    names = ", ".join(verdict.groups)
+    lines = [f"Hybrid model: beside full attention it has {names}. A hit needs all of them."]
+    for turn in verdict.turns:
+        if turn.short_group is not None and turn.cached_tokens < turn.min_cached_tokens:
+            lines.append(
+                f"Turn {turn.turn}: {turn.short_group} ended the hit at {turn.cached_tokens} tokens; its "
+                "blocks before the prompt's end were not held. See docs/operating.md, models with windows."
+            )
+    if verdict.ok and verdict.num_answer_tokens:
+        lines.append(
+            f"{verdict.num_answer_tokens} tokens of answers were hit too. At vLLM's default retention "
+            "interval stock vLLM computes them again, and the second job on a shared prefix hits nothing."
+        )
+    return lines
 
 
 def _conclude(verdict: Verdict) -> list[str]:
@@ -40,6 +60,11 @@ def _conclude(verdict: Verdict) -> list[str]:
         lines.append(
             "NOT held: this server gives a job's KV cache away during its tool calls, or keeps it after."
         )
+        if len(verdict.engine_urls) > 1:
+            lines.append(
+                "The turns went through a router, which may have sent them to different engines. Make sure "
+                "that it pins sessions (X-Session-ID), and check each engine with its own --url."
+            )
     elif not gaps["not granted"] and not gaps["expired"]:
         lines.append("Held in every gap, hit on return, released at the end.")
     else:

@@ -76,9 +76,9 @@ def test_a_whole_run_stays(tmp_path: Path) -> None:
         (folder.get_run(SLOT) / "result.json").write_text('{"client": {}}')
         folder.clear(SLOT)
         assert folder.has_run(SLOT)
-        folder.write_results([SLOT, Slot(0, "b")])
+        folder.write_results([SLOT, Slot(0, "b")], {"baseline": "a"})
         (row,) = (tmp_path / "results.jsonl").read_text().splitlines()
-        assert json.loads(row) == {"client": {}, "ab": {"repeat": 1, "arm": "a"}}
+        assert json.loads(row) == {"client": {}, "ab": {"repeat": 1, "arm": "a", "baseline": "a"}}
 
 
 @pytest.mark.parametrize(

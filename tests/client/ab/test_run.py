@@ -94,7 +94,7 @@ def test_equal_arms_and_a_planted_slowdown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(run_module, "measure", measure_by_heart({"slow": 1.2, "fast": 0.8}))
-    monkeypatch.setattr(run_module, "empty_cache", lambda url, api_key: True)
+    monkeypatch.setattr(run_module, "empty_cache", lambda url, api_key, engines=(): True)
     monkeypatch.setattr(run_module, "check_arm", lambda arm, api_key: None)
     arms = [word for name in ("a", "b", "slow", "fast") for word in ("--arm", f"{name}=http://h")]
     assert run_ab(options(*arms)) == 0

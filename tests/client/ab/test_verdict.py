@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.client.ab.measures import MEASURES, Values
-from tenuto.client.ab.notes import describe_errors, describe_faults
+from tenuto.client.ab.notes import describe_errors, describe_faults, find_invalid
 from tenuto.client.ab.verdict import compare, describe_change, describe_span, format_verdict
 
 
@@ -120,3 +120,18 @@ def test_hooks_that_failed_are_told_by_arm() -> None:
     }
     (line,) = describe_faults(runs)
     assert line.startswith("Policy faults: on b, hooks of the policy failed 3 times in 1 of 2 runs;")
+
+
+def test_invalid_figures_prove_nothing() -> None:
+    pairs = make_pairs([0.5] * 6)
+    comparisons = compare(pairs, 0.01, is_valid=False)
+    text = format_verdict(comparisons, 6, 6, [])
+    assert "nothing is proved, because figures are INVALID" in text
+    assert "faster" not in text
+    assert not any(each.to_json()["differs"] for each in comparisons)
+
+
+def test_which_runs_are_invalid() -> None:
+    runs = [{"client": {"invalid": ["this client was late"]}}, {"client": {"invalid": []}}, {"client": {}}]
+    (line,) = find_invalid({"a": runs, "b": runs[1:]})
+    assert line.startswith("INVALID: 1 of 3 runs of a: this client was late.")

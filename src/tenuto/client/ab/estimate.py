@@ -51,13 +51,14 @@ def estimate_ratio(ratios: Sequence[float]) -> Estimate:
     The interval is the bootstrap's percentile interval of the mean logarithm. It is widened by the factor
     between Student's interval and the normal interval, because it would be too narrow for few pairs. Source:
     T. Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, section 5 ("expanded percentile
-    interval"). Raises ValueError if there are no ratios.
+    interval"). Fewer pairs than `MIN_PAIRS` have Student's interval, as a bootstrap stays within the range of
+    its values. Raises ValueError if there are no ratios.
     """
     logs = [math.log(ratio) for ratio in ratios]
     ratio = math.exp(fmean(logs))
     if len(logs) < 2:
         return Estimate(ratio, None, None, len(logs), None)
-    low, high = _bootstrap(logs)
+    low, high = _bootstrap(logs) if len(logs) >= MIN_PAIRS else _get_students_interval(logs)
     return Estimate(ratio, math.exp(low), math.exp(high), len(logs), _plan(stdev(logs)))
 
 
@@ -73,6 +74,12 @@ def _bootstrap(logs: Sequence[float]) -> tuple[float, float]:
         rng=np.random.default_rng(0),
     ).confidence_interval
     return float(found.low), float(found.high)
+
+
+def _get_students_interval(logs: Sequence[float]) -> tuple[float, float]:
+    num = len(logs)
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, num - 1)) * stdev(logs) / math.sqrt(num)
+    return fmean(logs) - reach, fmean(logs) + reach
 
 
 def _plan(deviation: float) -> int:

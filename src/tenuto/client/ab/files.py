@@ -115,10 +115,13 @@ class AbFolder:
             raise DataError(f"{error}; remove its folder to run it again") from error
         return fields.values
 
-    def write_results(self, slots: Iterable[Slot]) -> None:
-        """Rewrite results.jsonl with all complete runs among the slots. Raises ConfigError."""
+    def write_results(self, slots: Iterable[Slot], terms: Mapping[str, Any]) -> None:
+        """Rewrite results.jsonl with all complete runs among the slots. Raises ConfigError.
+
+        `terms`: what a reader of one record needs to know about the comparison.
+        """
         rows = [
-            {**self.read_result(slot), "ab": {"repeat": slot.repeat + 1, "arm": slot.arm}}
+            {**self.read_result(slot), "ab": {"repeat": slot.repeat + 1, "arm": slot.arm, **terms}}
             for slot in slots
             if self.has_run(slot)
         ]

@@ -67,6 +67,19 @@ def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str
     ]
 
 
+def find_invalid(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """One sentence for each arm with runs whose figures do not describe its server."""
+    lines = []
+    for arm, runs in results.items():
+        reasons = [run["client"]["invalid"] for run in runs if run["client"].get("invalid")]
+        if reasons:
+            lines.append(
+                f"INVALID: {len(reasons)} of {len(runs)} runs of {arm}: {reasons[0][0]}. To run them again, "
+                "remove their folders and give the same command."
+            )
+    return lines
+
+
 def describe_caches(not_emptied: Sequence[str]) -> list[str]:
     """Name the arms whose caches were not emptied before a run."""
     if not not_emptied:

@@ -8,9 +8,13 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from tenuto.client.ab.arms import Arm, parse_arm
+from tenuto.client.http.address import check_url
 from tenuto.client.load.options import BenchOptions
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
+
+THRESHOLD_PERCENT = 1.0
+"""Differences below it do not matter, unless --threshold says something else."""
 
 
 def _read_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
@@ -28,6 +32,17 @@ def _read_arm_args(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
         if not equals:
             raise ConfigError(f"--arm-args wants NAME=TEXT, got {text!r}")
         found[name] = found.get(name, ()) + tuple(_split("--arm-args", arguments))
+    return found
+
+
+def _read_engine_urls(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        name, equals, url = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--engine-url wants NAME=URL, got {text!r}")
+        check_url(url, f"--engine-url {name}")
+        found[name] = (*found.get(name, ()), url)
     return found
 
 
@@ -73,6 +88,15 @@ class ArmOptions(Options):
         is_repeatable=True,
         read=_read_arm_args,
     )
+    engine_urls: Mapping[str, tuple[str, ...]] = option(
+        dict,
+        "an engine behind one arm's router, whose metrics are read. May be repeated",
+        flag="--engine-url",
+        metavar="NAME=URL",
+        is_repeatable=True,
+        read=_read_engine_urls,
+        shown_default="the engines that a router names at /list_workers",
+    )
     keep_up: bool = option(
         False,
         "start each server once and keep all of them up, side by side (needs memory for all); saves "
@@ -91,6 +115,8 @@ class ArmOptions(Options):
             raise ConfigError(f"two arms have one name: {', '.join(names)}")
         if unknown := self.arm_args.keys() - set(names):
             raise ConfigError(f"--arm-args: there is no arm {min(unknown)!r}")
+        if unknown := self.engine_urls.keys() - set(names):
+            raise ConfigError(f"--engine-url: there is no arm {min(unknown)!r}")
         if self.model is None and (local := [arm.name for arm in self.arms if arm.is_local]):
             raise ConfigError(f"--model: say which model the server of {local[0]!r} shall serve")
         if self.port > (highest := 65535 - len(names)):
@@ -115,13 +141,14 @@ class AbOptions(ArmOptions):
         1, "jobs that a server runs unmeasured after its start, or before its first run", minimum=0
     )
     threshold_percent: float = option(
-        1.0,
+        THRESHOLD_PERCENT,
         "differences below are not called differences, however sure",
         flag="--threshold",
         metavar="PERCENT",
         minimum=0,
         below=100,
     )
+    csv: Path | None = option(None, "write the table of the verdict as CSV too")
     as_json: bool = option(False, "print the verdict as JSON instead of text", flag="--json")
 
     @property
@@ -135,4 +162,7 @@ class AbOptions(ArmOptions):
         # A server started here serves one model. --serve-args may give it any name.
         is_named = not any(each.is_local for each in self.arms)
         model = self.model if is_named else None
-        return replace(self.bench, url=url, load=load, model=model, run_id=run_id, policy=arm.name)
+        engines = self.engine_urls.get(arm.name, ())
+        return replace(
+            self.bench, url=url, engine_urls=engines, load=load, model=model, run_id=run_id, policy=arm.name
+        )

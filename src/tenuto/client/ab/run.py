@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,16 +19,18 @@ from tenuto.client.ab.files import VERDICT, AbFolder
 from tenuto.client.ab.measures import Values, read_pair
 from tenuto.client.ab.options import AbOptions
 from tenuto.client.ab.order import Slot, make_order
-from tenuto.client.ab.servers import Ready, Servers, check_arm, empty_cache
+from tenuto.client.ab.servers import Ready, Servers, check_arm
 from tenuto.client.ab.verdict import Comparison, compare, format_verdict
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
+from tenuto.client.servers.cache import empty_cache
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.redact import redact
+from tenuto.records.csv_file import write_csv
 from tenuto.records.writer import RunFiles
 from tenuto.workload.load_options import make_workload
 
-_UNLIKE = ("url", "api_key", "out", "as_json", "policy", "run_id")
+_UNLIKE = ("url", "engine_urls", "api_key", "out", "as_json", "policy", "run_id", "csv")
 """Options of bench that do not define the comparison, or that differ between runs."""
 
 
@@ -72,6 +75,7 @@ def describe(options: AbOptions) -> dict[str, Any]:
         "model": options.model,
         "serve_args": redact(options.serve_args),
         "arm_args": {arm: redact(arguments) for arm, arguments in options.arm_args.items()},
+        "engine_urls": {arm: list(urls) for arm, urls in options.engine_urls.items()},
         "keep_up": options.keep_up,
         "warmup_jobs": options.warmup_jobs,
         **bench.pop("load"),
@@ -100,7 +104,7 @@ def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, server: Ready) -
     )
     if server.is_fresh and options.warmup_jobs:
         _warm_up(run_options, options.warmup_jobs)
-    is_emptied = empty_cache(server.url, run_options.api_key)
+    is_emptied = empty_cache(server.url, run_options.api_key, run_options.engine_urls)
     with RunFiles(folder.get_run(slot)) as files:
         result = _measure(run_options, files)
         server.check()
@@ -134,24 +138,40 @@ def _measure(options: BenchOptions, files: RunFiles) -> dict[str, Any]:
 
 def _conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> bool:
     """Write and print the verdict so far. Return whether all turns of all existing runs were answered."""
-    folder.write_results(slots)
+    folder.write_results(slots, _describe_terms(options))
     pairs = _read_pairs(options.arms, folder, options.repeats)
-    comparisons = compare(pairs, options.threshold)
     done: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in options.arms}
     for slot in slots:
         if folder.has_run(slot):
             done[slot.arm].append(folder.read_result(slot))
     if not any(done.values()):
         return True
-    remarks = _make_notes(done)
+    invalid = notes.find_invalid(done)
+    comparisons = compare(pairs, options.threshold, is_valid=not invalid)
+    remarks = [*invalid, *_make_notes(done)]
     verdict = _make_record(options, comparisons, len(pairs), remarks)
     folder.write_verdict(verdict)
+    if options.csv:
+        write_csv(options.csv, verdict["comparisons"])
     if options.as_json:
         print(json.dumps(verdict))
     else:
         print(format_verdict(comparisons, len(pairs), options.repeats, remarks))
-    say(f"all of it: {folder.path / VERDICT}; charts: tenuto report {folder.path / 'results.jsonl'}")
+    say(f"all of it: {folder.path / VERDICT}; charts: tenuto report {folder.path}")
     return all(run["turns"]["ok"] == run["turns"]["planned"] for runs in done.values() for run in runs)
+
+
+def _describe_terms(options: AbOptions) -> dict[str, Any]:
+    return {
+        "arms": [str(arm) for arm in options.arms],
+        "baseline": options.arms[0].name,
+        "threshold": options.threshold,
+        "repeats": options.repeats,
+        "first_seed": options.bench.load.seed,
+        "model": options.model,
+        "serve_args": redact(options.serve_args),
+        "arm_args": [f"{arm}={shlex.join(redact(args))}" for arm, args in options.arm_args.items()],
+    }
 
 
 def _read_pairs(arms: Sequence[Arm], folder: AbFolder, repeats: int) -> list[dict[str, Values]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import httpx
 
 from tenuto.client.ab.arms import Arm, make_command
 from tenuto.client.ab.options import AbOptions
+from tenuto.client.http.address import get_base_url
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.policy_loader import load_policy
@@ -23,8 +23,6 @@ from tenuto.core.settings import parse_option
 
 ANSWER_S = 30.0
 """Time limit for a server to list its models, in seconds."""
-RESET_LIMIT_S = 30.0
-"""If a server still holds blocks this many seconds after a run, its cache counts as not emptied."""
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 """Makes vLLM's server accept requests to empty its prefix cache."""
 
@@ -126,9 +124,7 @@ def check_arm(arm: Arm, api_key: str | None) -> None:
                 load_policy(arm.target, dict(parse_option(each) for each in arm.options))
             return
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        httpx.get(
-            f"{arm.target.rstrip('/').removesuffix('/v1')}/v1/models", headers=headers, timeout=ANSWER_S
-        )
+        httpx.get(f"{get_base_url(arm.target)}/v1/models", headers=headers, timeout=ANSWER_S)
     except httpx.HTTPError as error:
         raise ServerError(
             f"--arm {arm.name}: {arm.target} does not answer ({error or type(error).__name__}); is the "
@@ -136,34 +132,6 @@ def check_arm(arm: Arm, api_key: str | None) -> None:
         ) from error
     except TenutoError as error:
         raise ConfigError(f"--arm {arm.name}: {error}") from error
-
-
-def empty_cache(url: str, api_key: str | None) -> bool:
-    """Empty a server's prefix cache. False if the server does not support this or keeps holding blocks."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    where = f"{url.rstrip('/').removesuffix('/v1')}/reset_prefix_cache"
-    end_s = time.monotonic() + RESET_LIMIT_S
-    while True:
-        try:
-            answer = httpx.post(where, headers=headers, timeout=10)
-        except httpx.HTTPError:
-            return False
-        if answer.status_code in (401, 403, 404, 405, 501):
-            return False
-        if answer.is_success and _says_success(answer):
-            return True
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.5)
-
-
-def _says_success(answer: httpx.Response) -> bool:
-    # Before version 0.32, vLLM's answer is empty both on success and on failure.
-    try:
-        body = answer.json()
-    except ValueError:
-        return True
-    return not isinstance(body, dict) or bool(body.get("success", True))
 
 
 def _check_port(port: int) -> None:

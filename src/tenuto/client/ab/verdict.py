@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -24,11 +24,13 @@ class Comparison:
     estimate: Estimate
     """The ratio of the arm's value to the baseline's."""
     threshold: float
+    is_valid: bool = True
+    """No run's figures are INVALID."""
 
     @property
     def differs(self) -> bool:
         """Whether the data show a real difference."""
-        return self.estimate.differs(self.threshold)
+        return self.is_valid and self.estimate.differs(self.threshold)
 
     def describe(self) -> str:
         """The comparison as text, without the names of the arms and the measure."""
@@ -37,6 +39,8 @@ class Comparison:
         if estimate.low is None or estimate.high is None:
             return f"{change} in the only pair, which proves nothing"
         span = describe_span(estimate.low, estimate.high, is_time=is_time)
+        if not self.is_valid:
+            return f"{change} by figures that are INVALID (95 % interval: {span})"
         if not estimate.is_trusted:
             return f"{change} in {estimate.num_pairs} pairs, too few to trust (95 % interval: {span})"
         if self.differs:
@@ -53,19 +57,25 @@ class Comparison:
             "measure": self.measure.name,
             **asdict(self.estimate),
             "differs": self.differs,
+            "is_valid": self.is_valid,
             "values": list(self.values),
             "baseline_values": list(self.baseline_values),
             "words": self.describe(),
         }
 
 
-def compare(pairs: Sequence[Mapping[str, Values]], threshold: float) -> list[Comparison]:
-    """Make all comparisons. Each pair contains the values of all arms, with the baseline first."""
+def compare(
+    pairs: Sequence[Mapping[str, Values]], threshold: float, *, is_valid: bool = True
+) -> list[Comparison]:
+    """Make all comparisons. Each pair contains the values of all arms, with the baseline first.
+
+    `is_valid`: no run's figures are INVALID. Otherwise nothing is proved.
+    """
     if not pairs:
         return []
     baseline, *others = pairs[0]
     return [
-        _compare(pairs, (baseline, arm), measure, threshold)
+        replace(_compare(pairs, (baseline, arm), measure, threshold), is_valid=is_valid)
         for arm in others
         for measure in MEASURES
         if all(pair[each][measure.name] > 0 for pair in pairs for each in (baseline, arm))
@@ -142,6 +152,8 @@ def _format_sentences(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def _conclude(first: Comparison) -> str:
+    if not first.is_valid:
+        return "nothing is proved, because figures are INVALID."
     if not first.estimate.is_trusted:
         return "nothing is proved yet."
     if not first.differs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from tenuto.core.errors import ConfigError
@@ -18,9 +19,20 @@ def check_url(url: str, option: str = "--url") -> None:
         raise ConfigError(f"{option} must be an address like http://localhost:8000, got {url!r}")
 
 
+def get_base_url(url: str) -> str:
+    """The address without a path: users give it with `/v1`, or with the page that they looked at."""
+    return url.rstrip("/").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
+
+
 def check_api_key(key: str | None) -> None:
     """Raise ConfigError for a key that an HTTP header cannot contain. The message does not show the key."""
     if key is not None and not key.isprintable():
         raise ConfigError(
             "the API key (--api-key or $OPENAI_API_KEY) holds a line break or control character"
         )
+
+
+def check_engine_urls(urls: Sequence[str]) -> None:
+    """Raise ConfigError for an `--engine-url` that is no address."""
+    for url in urls:
+        check_url(url, "--engine-url")

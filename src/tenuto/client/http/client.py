@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from tenuto.client.http.address import get_base_url
 from tenuto.client.http.stream import Answer, AnswerStream, StreamError, get_error_message, make_printable
 from tenuto.core.errors import TenutoError
 
@@ -52,7 +53,7 @@ class Client:
     """
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = get_base_url(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
 

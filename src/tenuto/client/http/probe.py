@@ -12,7 +12,7 @@ from tenuto.client.http.prompts import Conversation, Form
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.http.stream import Answer, make_printable
 from tenuto.client.load.runner import get_pause_s
-from tenuto.client.servers.scrape import Totals, parse_totals, try_get_block_size
+from tenuto.client.servers.scrape import Totals, parse_totals, try_get_block_size, try_get_sim_speed
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.workload.hints import SayHints, say_job
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
@@ -41,6 +41,8 @@ class Server:
     """The server's metrics before the load."""
     sends_ids: bool
     """The server's answers include their token ids."""
+    sim_speed: float | None = None
+    """Simulated seconds per real second of a simulated server; None for a real one."""
 
 
 async def probe_server(
@@ -73,6 +75,7 @@ async def probe_server(
         block_size=None if page is None else try_get_block_size(page),
         totals=None if page is None else parse_totals(page) or None,
         sends_ids=answer.token_ids is not None,
+        sim_speed=None if page is None else try_get_sim_speed(page),
     )
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tenuto.client.load.commands import CommandRecord
+from tenuto.client.load.validity import SimulatedServer
 from tenuto.client.servers.scrape import Totals
 from tenuto.records import metrics
 from tenuto.records.schema import Stats, TurnCounts, TurnRecord
@@ -28,6 +30,8 @@ class Outcome:
     """Tokens per KV block, if the server reports it."""
     is_exact: bool
     """Prompts were sent as token ids and had exactly the planned length."""
+    server: SimulatedServer | None = None
+    """Set if the server is a simulated one."""
     is_interrupted: bool = False
     loop_lags_s: Sequence[float] = ()
     """How late the event loop woke a timer, sampled during the whole run."""
@@ -35,6 +39,8 @@ class Outcome:
     """Gaps between the tokens of each answer."""
     commands: Sequence[CommandRecord] = ()
     """Tool calls that were really executed."""
+    fleet: Mapping[str, Any] | None = None
+    """What each engine behind a router did."""
 
     @property
     def done(self) -> list[TurnRecord]:

@@ -6,9 +6,10 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tenuto.client.http.address import check_api_key, check_url
+from tenuto.client.http.address import check_api_key, check_engine_urls, check_url
+from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load_options import JPS_HELP, LoadOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,15 @@ class BenchOptions(RequestOptions):
 
     GROUP = "the run"
 
-    url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")
+    url: str = option(MISSING, "the server or router, e.g. http://localhost:8000", metavar="URL")
+    engine_urls: tuple[str, ...] = option(
+        (),
+        "an engine behind a router: metrics come from there, turns go to --url. May be repeated",
+        flag="--engine-url",
+        metavar="URL",
+        is_repeatable=True,
+        shown_default="the engines that a router names at /list_workers",
+    )
     load: LoadOptions = field(default_factory=LoadOptions)
     model: str | None = option(
         None, "the model to ask for", metavar="NAME", shown_default="the first that /v1/models names"
@@ -92,4 +101,22 @@ class BenchOptions(RequestOptions):
     def __post_init__(self) -> None:
         """Check the options. Raises ConfigError."""
         check_url(self.url)
+        check_engine_urls(self.engine_urls)
         super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(Options):
+    """The loads of a bench."""
+
+    GROUP = "the load"
+
+    jps: tuple[float, ...] = option(
+        (), f"{JPS_HELP}. Several, as 1,2,4: one run after the other", above=0, alias="--request-rate"
+    )
+
+    def __post_init__(self) -> None:
+        """Check the loads. Raises ConfigError."""
+        super().__post_init__()
+        if len(set(self.jps)) < len(self.jps):
+            raise ConfigError(f"--jps names a load twice: {','.join(f'{jps:g}' for jps in self.jps)}")

@@ -11,6 +11,7 @@ import aiohttp
 
 from tenuto.client.load import metrics
 from tenuto.client.load.metrics import Outcome
+from tenuto.client.load.validity import find_invalid
 from tenuto.core.version import __version__
 from tenuto.records import metrics as records
 from tenuto.records.goodput import measure_goodput
@@ -88,12 +89,15 @@ def make_result(outcome: Outcome, labels: Labels) -> RunRecord:
         },
         wall_s=labels.wall_s,
         client=_make_client_part(outcome, labels),
+        fleet=outcome.fleet,
     )
 
 
 def _make_client_part(outcome: Outcome, labels: Labels) -> dict[str, Any]:
     return {
         "interrupted": outcome.is_interrupted,
+        "invalid": list(find_invalid(outcome.done, outcome.loop_lags_s, outcome.server)),
+        "simulated_server": None if outcome.server is None else asdict(outcome.server),
         "failed_attempts": metrics.count_failures(outcome),
         "complaints": metrics.count_complaints(outcome),
         "send_lag_s": _to_json(turn.lag_s for turn in outcome.records),
@@ -105,6 +109,15 @@ def _make_client_part(outcome: Outcome, labels: Labels) -> dict[str, Any]:
     }
 
 
+def _format_simulated_server(server: Mapping[str, Any] | None) -> list[str]:
+    if server is None:
+        return []
+    speed, lag_s = server["speed"], server["mean_lag_s"]
+    scale = f": times here are real seconds, 1/{speed:g} of the simulated ones" if speed != 1 else ""
+    late = "" if lag_s is None else f"; its tokens came {1000 * lag_s:.1f} ms late in the mean"
+    return [f"server       simulated, at speed {speed:g}{scale}{late}"]
+
+
 def _to_json(values: Iterable[float | None]) -> dict[str, float] | None:
     stats = records.summarise(values)
     return None if stats is None else asdict(stats)
@@ -114,7 +127,9 @@ def format_result(result: Mapping[str, Any]) -> str:
     """Format the record, given as JSON values, as a few lines of text."""
     client = result["client"]
     lines = [
+        *(f"INVALID      {reason}." for reason in client["invalid"]),
         format_run(result) + ("\ninterrupted" if client["interrupted"] else ""),
+        *_format_simulated_server(client["simulated_server"]),
         f"client lag   sending: {format_stats(client['send_lag_s'])}; "
         f"event loop: {format_stats(client['event_loop_lag_s'])}",
     ]

@@ -9,11 +9,12 @@ import secrets
 import sys
 import time
 from array import array
-from collections.abc import Coroutine, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tenuto.client.http.address import get_base_url
 from tenuto.client.http.client import Client, RequestFailed
 from tenuto.client.http.force_format import read_format
 from tenuto.client.http.probe import Server, check_lengths, probe_server
@@ -28,7 +29,15 @@ from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.records import Sending
 from tenuto.client.load.result import Labels, format_result, make_result
 from tenuto.client.load.runner import Load
-from tenuto.client.servers import scrape
+from tenuto.client.load.validity import read_simulated_server
+from tenuto.client.servers.engine_metrics import Engines, ask_engines
+from tenuto.client.servers.scrape import (
+    Totals,
+    follow,
+    get_growth,
+    try_get_block_size,
+    try_get_sim_speed,
+)
 from tenuto.records.config import get_config
 from tenuto.records.csv_file import write_csv
 from tenuto.records.goodput import parse_limits
@@ -39,6 +48,8 @@ from tenuto.workload.load_options import make_workload
 from tenuto.workload.schema import Workload
 from tenuto.workload.turn_driver import TurnDriver
 
+INVALID = 3
+"""Exit status: every turn was answered, but the figures do not describe the server."""
 SETTLE_S = 1.0
 """Seconds to wait after the load: servers update their metrics some time after the last token."""
 
@@ -60,8 +71,15 @@ def run_bench(options: BenchOptions) -> int:
         say(f"not all was written: {files.problem}")
     if result["client"]["interrupted"]:
         return 130
+    return get_status(result, is_written=not files.problem)
+
+
+def get_status(result: Mapping[str, Any], *, is_written: bool) -> int:
+    """The exit status for a run that was not interrupted."""
     turns = result["turns"]
-    return 0 if turns["ok"] == turns["planned"] and not files.problem else 1
+    if turns["ok"] != turns["planned"] or not is_written:
+        return 1
+    return INVALID if result["client"]["invalid"] else 0
 
 
 def say(text: str) -> None:
@@ -78,8 +96,11 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
             "temporary folders; they can reach your files and the network"
         )
     turns = TurnDriver(workload, options.load.users, runs_commands=options.run_commands)
-    async with Client(options.url, api_key=options.api_key, timeout_s=options.timeout_s) as client:
-        setup = await _prepare(client, options, workload)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(_make_client(options, options.url))
+        urls = await ask_engines(client, options.engine_urls)
+        behind = [await stack.enter_async_context(_make_client(options, url)) for url in urls]
+        setup = await _prepare(client, Engines(behind or [client]), options, workload)
         say(f"{len(workload.jobs)} jobs of {workload.name} on {setup.server.model} at {client.url}")
         outcome = await _run_load(client, setup, turns, files)
     labels = Labels(
@@ -105,14 +126,22 @@ class _Setup:
     workload: Workload
     server: Server
     writer: RequestWriter
+    engines: Engines
+    """Whose metrics are read: the server's own, or those of the engines behind a router."""
 
 
-async def _prepare(client: Client, options: BenchOptions, workload: Workload) -> _Setup:
+def _make_client(options: BenchOptions, url: str) -> Client:
+    return Client(url, api_key=options.api_key, timeout_s=options.timeout_s)
+
+
+async def _prepare(client: Client, engines: Engines, options: BenchOptions, workload: Workload) -> _Setup:
     form = FORMS[options.prompts]()
     run_id = options.run_id or f"run-{secrets.token_hex(4)}"
     forced_format = None if options.force_format is None else read_format(options.force_format)
     say_hints = HINTS[options.load.hints]
     server = await probe_server(client, form, options.model, run_id, say_hints, forced_format)
+    if engines.urls != [client.url]:
+        server = await _read_engines(server, engines)
     check_lengths(workload, server)
     quotes_answers = options.answers == "server" and forced_format is None
     if quotes_answers and form.is_exact and not server.sends_ids:
@@ -126,7 +155,27 @@ async def _prepare(client: Client, options: BenchOptions, workload: Workload) ->
         quotes_answers=quotes_answers,
         forced_format=forced_format,
     )
-    return _Setup(options, workload, server, writer)
+    return _Setup(options, workload, server, writer, engines)
+
+
+async def _read_engines(server: Server, engines: Engines) -> Server:
+    """What a router's engines report takes the place of the router's own page."""
+    try:
+        pages = await engines.get_pages()
+        totals = await engines.get_totals()
+    except RequestFailed as error:
+        say(f"no engine behind the router shows metrics here ({error}): there are none in the result")
+        return replace(server, block_size=None, totals=None)
+    if missing := [url for url in engines.urls if url not in pages]:
+        say(f"no metrics of {', '.join(missing)}")
+    say(f"a router; turns go through it, metrics come from {', '.join(pages)}")
+    text = "\n".join(pages.values())
+    return replace(
+        server,
+        block_size=try_get_block_size(text),
+        totals=totals or None,
+        sim_speed=try_get_sim_speed(text),
+    )
 
 
 async def _run_load(client: Client, setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcome:
@@ -165,21 +214,25 @@ async def _run_load(client: Client, setup: _Setup, turns: TurnDriver, files: Run
         companions = [sample_lag(lags_s), live.show(progress, load, sys.stderr)]
         if setup.server.totals is not None and options.metrics_interval_s:
             companions.append(
-                scrape.follow(client, load.get_now_s, files.add_metrics, options.metrics_interval_s)
+                follow(
+                    setup.engines.get_totals, load.get_now_s, files.add_metrics, options.metrics_interval_s
+                )
             )
         interruption.on_signal = load.stop
         await _drive(load, companions)
-        growth = await _get_growth(client, setup.server, interruption)
+        growth = await _get_growth(setup.engines, setup.server, interruption)
     return Outcome(
         workload=setup.workload,
         records=records,
         growth=growth,
         block_size=setup.server.block_size,
+        server=read_simulated_server(setup.server.sim_speed, growth),
         is_exact=setup.writer.form.is_exact,
         is_interrupted=interruption.has_come,
         loop_lags_s=lags_s,
         itl_s=load.gaps.summarise(),
         commands=commands,
+        fleet=setup.engines.summarise() if growth is not None else None,
     )
 
 
@@ -202,29 +255,30 @@ async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) ->
             raise end
 
 
-async def _get_growth(client: Client, server: Server, interruption: Interruption) -> scrape.Totals | None:
+async def _get_growth(engines: Engines, server: Server, interruption: Interruption) -> Totals | None:
     """Growth of the server's metrics. None if the server does not report them or the user interrupts."""
     if server.totals is None:
         return None
     if interruption.has_come:
         say("interrupted; the server is asked for its last counts (Ctrl-C again: not even that)")
-    question = asyncio.create_task(_ask_totals(client, 0.0 if interruption.has_come else SETTLE_S))
+    question = asyncio.create_task(_ask_totals(engines, 0.0 if interruption.has_come else SETTLE_S))
     interruption.on_signal = question.cancel
     await asyncio.wait([question])
     if question.cancelled() or isinstance(question.exception(), RequestFailed):
         return None
-    return scrape.get_growth(server.totals, question.result())
+    return get_growth(server.totals, question.result())
 
 
-async def _ask_totals(client: Client, settle_s: float) -> scrape.Totals:
+async def _ask_totals(engines: Engines, settle_s: float) -> Totals:
     await asyncio.sleep(settle_s)
-    return scrape.parse_totals(await client.get_text("/metrics"))
+    return await engines.get_totals()
 
 
 def _get_settings(setup: _Setup) -> dict[str, object]:
     options = setup.options
     return {
         "url": options.url,
+        "engine_urls": setup.engines.urls if setup.engines.urls != [get_base_url(options.url)] else [],
         "run_id": setup.writer.run_id,
         "prompts": options.prompts,
         "answers": "server" if setup.writer.quotes_answers else "workload",

@@ -49,7 +49,7 @@ class FitOptions(Options):
     GROUP = "the fit"
 
     observations: tuple[Path, ...] = option(
-        (), "observed steps and copies, JSONL as above; --url may be given too", is_repeatable=True
+        (), "observed steps and copies, JSONL as below; --url may be given too", is_repeatable=True
     )
     out: Path = option(Path("costs.json"), "the fit")
     save: Path | None = option(
@@ -57,6 +57,7 @@ class FitOptions(Options):
         "what --url measured, as JSONL",
         shown_default="beside --out, its name ending in .observations.jsonl",
     )
+    force: bool = option(False, "write a poor fit too; every simulation with it then says that it is poor")
     as_json: bool = option(False, "print JSON instead of tables", flag="--json")
 
     @property

@@ -75,6 +75,18 @@ def parse_page(text: str, at_s: float) -> Page:
     return Page(at_s, samples)
 
 
+def join_pages(pages: Mapping[str, Page]) -> Page:
+    """The pages of several servers as one; the label `engine` then begins with the server's name."""
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    for name, page in pages.items():
+        for metric, values in page.samples.items():
+            samples.setdefault(metric, []).extend(
+                ({**labels, "engine": f"{name}/{labels['engine']}"} if "engine" in labels else labels, value)
+                for labels, value in values
+            )
+    return Page(max(page.at_s for page in pages.values()), samples)
+
+
 def _keep_ours(text: str) -> str:
     """Keep only vLLM's and Tenuto's metrics.
 

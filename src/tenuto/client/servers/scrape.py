@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from tenuto.client.http.client import Client, RequestFailed
+from tenuto.client.http.client import RequestFailed
 
 PREFIXES = ("vllm:", "sglang:", "tenuto:")
 _LEFT_OUT = ("_bucket", "_created")
 _COUNTERS = ("_total", "_sum", "_count")
 _BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="([1-9]\d{0,5})"', re.MULTILINE)
+_SIM_SPEED = re.compile(r"^tenuto:sim_speed\b.*$", re.MULTILINE)
 
 Totals = dict[str, float]
 """By metric, the sum over its labels (engines, models, reasons)."""
@@ -40,17 +41,29 @@ def try_get_block_size(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def try_get_sim_speed(text: str) -> float | None:
+    """Simulated seconds per real second, if a metrics page is that of a simulated server."""
+    found = _SIM_SPEED.search(text)
+    value = _get_value(found[0]) if found else None
+    return value if value is not None and value > 0 else None
+
+
+def is_counter(name: str) -> bool:
+    """Whether a metric only grows, by its name."""
+    return name.endswith(_COUNTERS)
+
+
 def get_growth(before: Totals, after: Totals) -> Totals:
     """The increase of each counter. A counter that is missing in `before` started at 0.
 
     A counter that decreased is left out: its server was restarted, and the earlier count is lost.
     """
-    growth = {name: after[name] - before.get(name, 0.0) for name in after if name.endswith(_COUNTERS)}
+    growth = {name: after[name] - before.get(name, 0.0) for name in after if is_counter(name)}
     return {name: value for name, value in growth.items() if 0 <= value < math.inf}
 
 
 async def follow(
-    client: Client,
+    get_totals: Callable[[], Awaitable[Totals]],
     get_now_s: Callable[[], float],
     on_sample: Callable[[Totals], None],
     interval_s: float,
@@ -58,7 +71,7 @@ async def follow(
     """Read the metrics at a fixed interval in seconds, until cancelled. `at_s` is the time of each sample."""
     while True:
         try:
-            totals = parse_totals(await client.get_text("/metrics"))
+            totals = await get_totals()
         except RequestFailed:
             totals = {}  # a server under load may not answer; the sample stays in the file, empty
         on_sample({"at_s": get_now_s(), **totals})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import httpx
 
@@ -37,6 +37,9 @@ class CacheState:
     """None if the server has no `tenuto:info` (stock vLLM)."""
     mode: str = "on"
     """The mode that an operator chose: on, off or shadow."""
+    num_short_tokens: Mapping[str, float] = field(default_factory=dict)
+    """By kind of layer group that can end a hit, such as `window 1024`: tokens that another group still had.
+    Empty if all layers have full attention, and on stock vLLM."""
     engines: tuple[str, ...] = ()
     """The labels of all engines, one for each data-parallel rank."""
 
@@ -83,7 +86,45 @@ def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheSt
         num_faults=page.total("tenuto:policy_faults_total", **which) or 0.0,
         policy=policies[0] if policies else None,
         mode=modes[0] if modes else "on",
+        num_short_tokens={
+            group: page.total("tenuto:short_hit_tokens_total", group=group, **which) or 0.0
+            for group in page.labels("tenuto:short_hit_tokens_total", "group")
+        },
         engines=engines,
+    )
+
+
+def add_states(states: Sequence[CacheState]) -> CacheState:
+    """The state of several servers together."""
+    first = states[0]
+    if len(states) == 1:
+        return first
+    retained = [state.num_retained_blocks for state in states if state.num_retained_blocks is not None]
+    sums = {
+        name: sum(getattr(state, name) for state in states)
+        for name in (
+            "num_blocks",
+            "num_used_blocks",
+            "num_hit_tokens",
+            "num_granted",
+            "num_expired",
+            "num_faults",
+        )
+    }
+    # Policies of one fleet are the same. If they differ, one that promises nothing decides what is expected.
+    policies = [state.policy for state in states]
+    return replace(
+        first,
+        **sums,
+        num_retained_blocks=sum(retained) if retained else None,
+        policy=None if None in policies else first.policy,
+        mode=next((state.mode for state in states if state.mode != "on"), "on"),
+        num_short_tokens={
+            group: sum(state.num_short_tokens.get(group, 0.0) for state in states)
+            for state in states
+            for group in state.num_short_tokens
+        },
+        engines=(),
     )
 
 

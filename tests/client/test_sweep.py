@@ -1,0 +1,50 @@
+"""`tenuto bench --jps 2,4`: a folder of runs, taken up again, that report and analyze read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tenuto.cli import main
+from tests.client.conftest import read_lines
+from tests.client.fake_server import FakeServer, serving
+
+pytestmark = pytest.mark.slow
+LOAD = ("--workload", "requests", "--max-jobs", "3", "--scale-lengths", "0.01")
+
+
+def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sweep"
+    with serving(FakeServer()) as url:
+        where = ("bench", "--url", url, *LOAD, "--out", str(out))
+        assert main([*where, "--jps", "40,80", "--csv", str(tmp_path / "s.csv")]) == 0
+        text = capsys.readouterr().out
+        assert main([*where, "--jps", "40,80,160", "--json"]) == 0  # goes on
+        printed = capsys.readouterr()
+        assert main([*where, "--jps", "40,80", "--seed", "7"]) == 2
+    assert "holds a run of another load" in capsys.readouterr().err
+    header, first, second, *_ = text.splitlines()
+    assert header.split()[:3] == ["jobs/s", "done/s", "jobs"]
+    assert (first.split()[0], first.split()[2], second.split()[0]) == ("40", "3/3", "80")
+    assert [result["jps"] for result in json.loads(printed.out)] == [40, 80, 160]
+    assert "40 jobs/s is there already" in printed.err and "3 of 3: 160 jobs/s" in printed.err
+    assert [result["jps"] for result in read_lines(out / "results.jsonl")] == [40, 80, 160]
+    assert len(read_lines(out / "jps-160" / "turns.jsonl")) == 3
+    assert len((tmp_path / "s.csv").read_text().splitlines()) == 3
+    assert main(["analyze", str(out)]) == 0
+    assert "160" in capsys.readouterr().out
+    assert main(["report", str(out), "--out", str(tmp_path / "p.html"), "--json"]) == 0
+    assert [cell["jps"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [40, 80, 160]
+
+
+def test_a_load_named_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--url", "http://h", *LOAD, "--jps", "1,2,1"]) == 2
+    assert "--jps names a load twice: 1,2,1" in capsys.readouterr().err
+
+
+def test_without_a_folder_it_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeServer()) as url:
+        assert main(["bench", "--url", url, *LOAD, "--jps", "40,80", "--goodput", "ttft:60000"]) == 0
+    assert "good/s" in capsys.readouterr().out.splitlines()[0]
