@@ -71,6 +71,9 @@ def test_jobs_that_finish_more_slowly_than_they_arrive() -> None:
     assert is_overloaded(record)
     assert not is_overloaded({**record, "job_times_s": dict.fromkeys(times_s, 9.0)})
     assert not is_overloaded({**record, "finished_jps": 3.9})
+    # Each job took about as long as it would have alone: later ones were longer, and waited for nothing.
+    assert not is_overloaded({**record, "slowdown": {"mean": 1.1}})
+    assert is_overloaded({**record, "slowdown": {"mean": 1.5}})
 
 
 def test_a_csv_has_a_row_each_and_a_column_for_every_value(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_every_drawing_has_a_size_and_something_in_it(page: Any) -> None:
         "const box = svg.getBoundingClientRect();"
         "return [svg.closest('figure').id, box.width, box.height, svg.querySelectorAll('path, use').length]})"
     )
-    assert len(sizes) == 1 + 4 * GPUS + 1
+    assert len(sizes) == 1 + 5 * GPUS + 1
     assert all(width > 500 and height > 80 and shapes > 10 for _, width, height, shapes in sizes), sizes
 
 
@@ -218,7 +218,7 @@ def get_status(page: Any) -> str:
 
 def test_the_timeline_shows_a_window_of_rows_and_their_states(page: Any) -> None:
     run = page.locator("#timeline-run option").all_text_contents()
-    assert run == ["keep, H200, 4 jobs/s, seed 3"]
+    assert run == ["keep, H200, 4 jobs/s, seed 3 (simulated)"]
     assert get_status(page) == "Jobs 1–25 of 30, 0 s to 66 s"
     assert page.locator("#timeline-view .row").count() == 25
     row = page.locator("#timeline-view .row").nth(0)
@@ -293,7 +293,7 @@ def test_a_mouse_opens_a_job_and_drags_a_stretch_of_time(page: Any) -> None:
 def test_without_javascript_all_else_is_there(look: Look, sweep_page: Path) -> None:
     page = look(sweep_page, javascript=False)
     assert page.locator("noscript p").count() or "needs JavaScript" in page.content()
-    assert page.locator("figure .wide svg").count() == 1 + 4 * GPUS + 1
+    assert page.locator("figure .wide svg").count() == 1 + 5 * GPUS + 1
 
 
 def test_it_prints_light_and_whole(look: Look, sweep_page: Path) -> None:

@@ -32,10 +32,10 @@ def test_a_sweep_becomes_a_page_figures_and_a_trace(
     assert main(["report", str(records), *options]) == 0
     said = capsys.readouterr().out
     assert said.startswith(
-        "keep-more has the shortest mean job completion time in 3 of 6 comparisons; 3 end in a tie"
+        "Simulated: keep-more is the fastest in 2 of 6 comparisons, nobody in 4. keep-more"
     )
     names = {"map-1", "kv-1", "timeline-1"} | {
-        f"{name}-{number}" for name in ("jct", "speed-up", "turns", "cdf") for number in (1, 2)
+        f"{name}-{number}" for name in ("jct", "speed-up", "hits", "turns", "cdf") for number in (1, 2)
     }
     assert (
         {path.stem for path in figures.glob("*.png")}
@@ -77,7 +77,12 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (cell,) = printed["cells"]
     assert (cell["gpu"], cell["jps"], cell["best"]) == ("H200", 1.0, ["keep"])
     assert cell["mean_s"] == {"stock": 20, "keep": 10}
-    assert cell["over_stock"]["keep"] == {"middle": 2, "low": 2, "high": 2}
+    assert cell["speed_up"]["keep"] == {"middle": 2, "low": 2, "high": 2}
+    assert (cell["outcome"], cell["against"]["other"], cell["against"]["mean"]["ratio"]) == (
+        "win",
+        "stock",
+        0.5,
+    )
 
 
 def test_names_from_outside_are_only_text(tmp_path: Path, look: Look) -> None:
@@ -273,7 +278,7 @@ def test_what_the_simulator_writes_is_what_the_report_reads(
     capsys.readouterr()
     page = tmp_path / "page.html"
     assert main(["report", str(run), "--out", str(page)]) == 0
-    assert capsys.readouterr().out.startswith("stock ran alone: mean job completion time ")
+    assert capsys.readouterr().out.startswith("Simulated: stock ran alone: mean job time ")
     text = page.read_text(encoding="utf-8")
     assert all(f'id="{name}"' in text for name in ("jct-1", "turns-1", "cdf-1", "kv-1", "timeline"))
     assert read_commands(page)[0].startswith("tenuto simulate --gpu H200")

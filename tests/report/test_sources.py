@@ -121,5 +121,5 @@ def test_unknown_fields_are_ignored_and_copies_count_once(tmp_path: Path) -> Non
     assert [run.seed for run in sources.runs] == [1, 2]
     assert sources.notes == ["Copies of 1 records were there; each counts once."]
     assert [(detail.label, len(detail.turns)) for detail in sources.details] == [
-        ("a, H200, 1 job/s, seed 1", 3)
+        ("a, H200, 1 job/s, seed 1 (simulated)", 3)
     ]

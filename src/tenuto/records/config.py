@@ -20,5 +20,11 @@ def get_config(*options: Any) -> dict[str, Any]:
             value = getattr(part, field.name)
             default = field.default if field.default is not dataclasses.MISSING else {}
             if value != default or field.name in ALWAYS:
-                config[field.name] = dict(value) if isinstance(value, Mapping) else value
+                config[field.name] = _to_json(value)
     return config
+
+
+def _to_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return get_config(value)
+    return dict(value) if isinstance(value, Mapping) else value

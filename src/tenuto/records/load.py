@@ -90,6 +90,7 @@ def read_run(fields: Fields) -> RunRecord:
         },
         wall_s=fields.optional(number, "wall_s") or 0.0,
         client=client.values if "client" in fields else None,
+        fleet=fields.optional_part("fleet").values if "fleet" in fields else None,
     )
 
 

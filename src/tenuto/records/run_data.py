@@ -76,10 +76,14 @@ class RunData:
     leases: list[LeaseRecord] = field(default_factory=list)
     offloaded: set[tuple[str, int]] = field(default_factory=set)
     """Turns with blocks that were copied to a tier below the GPU, as pairs of job and turn number."""
+    declined_loads: set[tuple[str, int]] = field(default_factory=set)
+    """Turns that a policy let compute what a tier below the GPU had, as pairs of job and turn number."""
     short_hits: dict[tuple[str, int], str] = field(default_factory=dict)
     """The layer group that ended a turn's hit early, by job and turn number."""
     short_tokens: Counter[str] = field(default_factory=Counter)
     """Prompt tokens behind such hits that another group still had, by the group that ended the hit."""
+    parted_at: dict[tuple[str, int], int] = field(default_factory=dict)
+    """By job and turn number, where a prompt parts from the job's last one, in tokens; of those that do."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Finished turns that got no lease, by reason: values of `tenuto.core.types.LeaseRefusal`."""
     takes: Counter[str] = field(default_factory=Counter)

@@ -103,6 +103,8 @@ class TurnRecord:
     """Name of the tool that the output calls."""
     tool_s: float | None = None
     """Planned duration of the tool call."""
+    engine: str | None = None
+    """The engine of a fleet that answered it. Left out where there is one engine."""
     failures: tuple[Failure, ...] = ()
     """Failed attempts in order; all except the last one were retried."""
     complaints: tuple[str, ...] = ()
@@ -142,7 +144,10 @@ class TurnRecord:
         derived = {
             name: getattr(self, name) for name in ("lag_s", "queue_s", "ttft_s", "latency_s", "tpot_s")
         }
-        return {"kind": TURN, "schema": SCHEMA, **asdict(self), **derived}
+        whole = {"kind": TURN, "schema": SCHEMA, **asdict(self), **derived}
+        if self.engine is None:
+            del whole["engine"]
+        return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +271,8 @@ class RunRecord:
     """Real seconds that the run took. It differs when the run is repeated."""
     client: Mapping[str, Any] | None = None
     """Data that only a bench records: see docs/bench.md."""
+    fleet: Mapping[str, Any] | None = None
+    """What a router did with several engines: see docs/fleet.md. Left out where there is one engine."""
 
     def get_turn_latencies(self) -> dict[int, float]:
         """Return the mean latency in seconds by turn number, from 1, without unknown values."""
@@ -274,7 +281,10 @@ class RunRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of result.json, which is also a line of results.jsonl."""
-        return {"kind": RUN, "schema": SCHEMA, **asdict(self), "notes": list(self.notes)}
+        whole = {"kind": RUN, "schema": SCHEMA, **asdict(self), "notes": list(self.notes)}
+        if self.fleet is None:
+            del whole["fleet"]
+        return whole
 
 
 def get_stat(stats: Stats | None, name: str) -> float | None:

@@ -11,6 +11,8 @@ OVERLOADED = 0.9
 if its later jobs took longer, too. In a short run jobs finish over a longer time than they arrived in."""
 _GROWTH = 1.25
 """Mean time of the last third of the jobs over that of the first third, from which on they took longer."""
+_SLOWED = 1.25
+"""Mean of a job's time over its time alone, from which on jobs can be said to wait for each other."""
 _MIN_JOBS = 12
 _STATS = ("mean", "min", "p50", "p90", "p95", "p99", "max")
 
@@ -21,6 +23,8 @@ def format_run(record: Mapping[str, Any]) -> str:
     machine = ", ".join(filter(None, (record["gpu"], record["model"])))
     policy = "" if record["policy"] is None else f", {record['policy']}"
     kind = "simulated" if record["simulated"] else "measured"
+    if (record.get("client") or {}).get("simulated_server"):
+        kind = "measured on a simulated server"
     makespan_s = record["makespan_s"]
     lines = [
         f"{record['workload']}{load}{policy}: {machine} ({kind})",
@@ -58,7 +62,14 @@ def format_run(record: Mapping[str, Any]) -> str:
 
 
 def is_overloaded(record: Mapping[str, Any]) -> bool:
-    """Whether jobs arrived clearly faster than they finished, and later jobs took clearly longer."""
+    """Whether jobs arrived clearly faster than they finished, and later jobs took clearly longer.
+
+    Jobs that take as long as they would alone wait for nothing: people who think for a minute between their
+    turns finish late on an idle server too.
+    """
+    slowdown = record.get("slowdown")
+    if slowdown is not None and slowdown["mean"] < _SLOWED:
+        return False
     offered, finished = record.get("offered_jps"), record.get("finished_jps")
     times_s = list(record.get("job_times_s", {}).values())  # in order of arrival
     if not offered or not finished or finished >= OVERLOADED * offered or len(times_s) < _MIN_JOBS:
@@ -118,7 +129,7 @@ def format_stats(stats: Mapping[str, float] | None) -> str:
     if stats is None:
         return "–"
     known = (name for name in _STATS if stats.get(name) is not None)
-    return ", ".join(f"{name} {_format_s(stats[name])}" for name in known)
+    return ", ".join(f"{name} {format_time_s(stats[name])}" for name in known)
 
 
 def _format_losses(turns: Mapping[str, int]) -> str:
@@ -132,7 +143,10 @@ def _format_losses(turns: Mapping[str, int]) -> str:
     return "".join(f", {turns[name]} {word}" for name, word in words.items() if turns[name])
 
 
-def _format_s(seconds: float) -> str:
+def format_time_s(seconds: float | None) -> str:
+    """A time in seconds or milliseconds."""
+    if seconds is None:
+        return "–"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 

@@ -20,9 +20,10 @@ from tenuto.core.reuse import count_missed_tokens
 from tenuto.records.fields import Fields
 from tenuto.records.legacy import name_policy
 from tenuto.records.run_data import LeaseRecord, RunData
-from tenuto.records.schema import Sample, TurnRecord
+from tenuto.records.schema import TurnRecord
 from tenuto.records.trace import SCHEMA
 from tenuto.records.trace_parts import Part, read_part
+from tenuto.records.trace_samples import TracedStep, make_samples
 
 SCARCE = 0.05
 """Free blocks are scarce at or below this share of the largest number that was ever free. A step that
@@ -84,19 +85,12 @@ class _TracedTurn:
         return count_missed_tokens(self.reusable_tokens, self.hit_tokens) + (self.lost_tokens or 0)
 
 
-@dataclass(slots=True)
-class _Step:
-    now_s: float
-    num_free: int
-    num_leased: int
-
-
 @dataclass
 class _TraceReader:
     data: RunData
     with_samples: bool
     turns: list[_TracedTurn] = field(default_factory=list)
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[TracedStep] = field(default_factory=list)
     num_jobs: Counter[str] = field(default_factory=Counter)
     """Number of jobs per id. It exceeds 1 if a server was restarted or if the id was used again."""
     names: dict[str, str] = field(default_factory=dict)
@@ -107,8 +101,10 @@ class _TraceReader:
     """Active leases, by the id of the turn that they belong to."""
     finished: dict[str, _TracedTurn] = field(default_factory=dict)
     """Each job's last finished turn."""
-    computed: list[_TracedTurn] = field(default_factory=list)
-    """Turns with prompts that the last step completed."""
+    computed: list[tuple[int, _TracedTurn]] = field(default_factory=list)
+    """Turns whose prompt a step completed that may still run, with the number of that step."""
+    num_steps: int = 0
+    """Steps with tokens so far."""
     part: Part | None = None
     last_step_s: float | None = None
     most_free: int = 0
@@ -144,6 +140,7 @@ class _TraceReader:
         for each in (self.names, self.live, self.leases, self.finished, self.computed, self.just_ended):
             each.clear()
         self.last_step_s = self.pressed_s = None
+        self.num_steps = 0
 
     def _on_job(self, record: Fields) -> None:
         events = {
@@ -177,6 +174,8 @@ class _TraceReader:
         record.optional(record.number, "tool_s")  # only checked; turn times imply it
         due_s, prompt_tokens = record.number("now_s"), record.integer("num_prompt_tokens")
         turn = _TracedTurn(self.names[job_id], number, due_s, prompt_tokens)
+        if "parted_at" in record:
+            self.data.parted_at[turn.job, turn.turn] = record.integer("parted_at")
         self.turns.append(turn)
         self.live[turn_id] = turn
 
@@ -256,6 +255,12 @@ class _TraceReader:
         for each in inputs:
             if isinstance(each, dict) and type(each.get("block_size")) is int and each["block_size"] > 0:
                 self.data.known_block_size = each["block_size"]
+        if record.values.get("hook") == "load" and inputs and isinstance(inputs[0], dict):
+            turn = self.live.get(inputs[0].get("turn_id", ""))
+            if turn is not None:
+                # A turn that waits is asked for again; its last answer counts.
+                change = self.data.declined_loads.discard if answer else self.data.declined_loads.add
+                change((turn.job, turn.turn))
         if record.values.get("hook") == "retain" and _is_offload(answer) and inputs:
             job = inputs[0].get("job") if isinstance(inputs[0], dict) else None
             name = self.names.get(job.get("job_id", "")) if isinstance(job, dict) else None
@@ -275,24 +280,33 @@ class _TraceReader:
             self.data.add_to_gauge(name, value)
         self._see_pressure(values["num_free_blocks"], now_s)
         counts = record.optional_part("num_tokens")
+        # Traces before 0.2 do not say it; they have one step in flight.
+        self._end_steps(self.num_steps - (record.optional(record.integer, "num_in_flight") or 0), now_s)
         if counts.values and self.last_step_s is not None:
             self.data.step_s.append(now_s - self.last_step_s)
         self.last_step_s = now_s if counts.values else None
-        self._see_prefills(counts, now_s)
+        self._see_prefills(counts)
         if self.with_samples:
-            self.steps.append(_Step(now_s, values["num_free_blocks"], values["num_retained_blocks"]))
+            tiers = record.optional_part("num_tier_blocks")
+            host, disk = (tiers.optional(tiers.integer, tier) for tier in ("host", "disk"))
+            free, leased = values["num_free_blocks"], values["num_retained_blocks"]
+            self.steps.append(TracedStep(now_s, free, leased, host, disk))
 
-    def _see_prefills(self, counts: Fields, now_s: float) -> None:
-        for turn in self.computed:
+    def _end_steps(self, num_ended: int, now_s: float) -> None:
+        """So many steps have ended by now: turns whose prompt they completed have their first token."""
+        while self.computed and self.computed[0][0] <= num_ended:
+            _, turn = self.computed.pop(0)
             if turn.last_token_s is None:
                 turn.first_token_s = now_s
-        self.computed = []
+
+    def _see_prefills(self, counts: Fields) -> None:
+        self.num_steps += bool(counts.values)
         for turn_id in counts.values:
             live = self.live.get(turn_id)
             if live is not None and live.num_left_tokens > 0:
                 live.num_left_tokens -= counts.integer(turn_id)
                 if live.num_left_tokens <= 0:
-                    self.computed.append(live)
+                    self.computed.append((self.num_steps, live))
 
     def _see_pressure(self, num_free: int, now_s: float) -> None:
         self.most_free = max(self.most_free, num_free)
@@ -304,28 +318,6 @@ class _TraceReader:
             self.pressed_s = -math.inf
         self.just_ended.clear()
 
-    def make_samples(self) -> list[Sample]:
-        """Make a sample of the KV cache for each step.
-
-        A trace does not say which free blocks hold content.
-        """
-        samples = []
-        for step in self.steps:
-            used = self.most_free - step.num_free
-            # In traces of 0.1, some leased blocks are counted as free at the same time.
-            held = max(0, min(step.num_leased, used))
-            samples.append(
-                Sample(
-                    now_s=step.now_s,
-                    num_blocks=self.most_free,
-                    running_blocks=used - held,
-                    leased_blocks=held,
-                    cached_blocks=None,
-                    free_blocks=step.num_free,
-                )
-            )
-        return samples
-
 
 def read_trace(data: RunData, records: Iterable[Fields], *, with_samples: bool = True) -> None:
     """Fill `data`. Raises DataError for a malformed record, or if no turn arrived."""
@@ -334,7 +326,7 @@ def read_trace(data: RunData, records: Iterable[Fields], *, with_samples: bool =
     if not reader.turns:
         raise DataError(f"{data.source}: no turn arrived in this trace")
     data.turns = [turn.to_record() for turn in reader.turns]
-    data.samples = reader.make_samples()
+    data.samples = make_samples(reader.steps, reader.most_free)
     data.tells_leases = True
 
 

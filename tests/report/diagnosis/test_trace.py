@@ -272,3 +272,13 @@ def test_a_simulation_and_its_trace_say_the_same(tmp_path: Path, policy: str, *,
     assert sum(report["leases"]["ended"].values()) == report["leases"]["granted"]
     if not has_leases:
         assert "never kept" in report["causes"]
+
+
+def test_prompts_that_change_earlier_text(two_turns: TraceFile) -> None:
+    trace = two_turns
+    trace.event("arrived", "a", 2, 3.0, turn_number=2, num_prompt_tokens=160, tool_s=1.0, parted_at=32)
+    report = come_back(trace, 4.0, 32)
+    assert report["parted"] == {
+        "turns": 1, "at_tokens": 32, "turns_there": 1, "num_jobs": 1, "jobs": {"a": 1}
+    }  # fmt: skip
+    assert "part at about token 32" in format_report(report)

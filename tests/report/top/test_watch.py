@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -134,13 +135,13 @@ def test_once(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_once_without_a_server(server: FakeServer) -> None:
     with pytest.raises(TenutoError, match="no answer from"):
-        watch(TopOptions(url="http://127.0.0.1:1", once=True))
+        watch(TopOptions(urls=("http://127.0.0.1:1",), once=True))
     server.metrics.status = 503
     with pytest.raises(TenutoError, match="status 503"):
-        watch(TopOptions(url=server.url, once=True))
+        watch(TopOptions(urls=(server.url,), once=True))
     server.metrics.status, server.body = 200, "hello 1\n"
     with pytest.raises(TenutoError, match="is this a vLLM server"):
-        watch(TopOptions(url=server.url, once=True))
+        watch(TopOptions(urls=(server.url,), once=True))
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, looks: int, before: Callable[[int], None]) -> None:
@@ -172,7 +173,7 @@ def test_a_server_that_goes_and_comes_back(server: FakeServer, monkeypatch: pyte
 
     stop_after(monkeypatch, 3, change)
     out = io.StringIO()
-    assert watch(TopOptions(url=server.url), out) == 0
+    assert watch(TopOptions(urls=(server.url,)), out) == 0
     lines = out.getvalue().splitlines()
     assert "running 0 waiting 0" in lines[0]
     assert lines[1].endswith("answers /metrics with status 503; trying again")
@@ -185,7 +186,7 @@ def test_json_lines(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None
 
     stop_after(monkeypatch, 2, change)
     out = io.StringIO()
-    watch(TopOptions(url=server.url, as_json=True), out)
+    watch(TopOptions(urls=(server.url,), as_json=True), out)
     states = [json.loads(line) for line in out.getvalue().splitlines()]
     assert "requests" in states[0]
     assert "status 500" in states[1]["problem"]
@@ -203,19 +204,33 @@ def test_the_live_picture_and_its_trouble(server: FakeServer, monkeypatch: pytes
     monkeypatch.setenv("TERM", "xterm-256color")
     stop_after(monkeypatch, 2, change)
     out = _Terminal()
-    watch(TopOptions(url=server.url), out)
+    watch(TopOptions(urls=(server.url,)), out)
     assert "KV cache" in out.getvalue()
     assert "trying again" in out.getvalue()
+
+
+def test_several_servers_are_one_picture(server: FakeServer) -> None:
+    with closing(FakeServer(FakeMetrics())) as other:
+        out = io.StringIO()
+        watch(TopOptions(urls=(server.url, other.url), once=True, as_json=True, interval_s=0.1), out)
+    both = json.loads(out.getvalue())
+    out = io.StringIO()
+    watch(TopOptions(urls=(server.url, other.url), once=True, as_json=True, interval_s=0.1), out)
+    one = json.loads(out.getvalue())
+    assert both["cache"]["blocks"] == 2 * one["cache"]["blocks"] > 0
+    names = [engine["engine"] for engine in both["engines"]]
+    assert names == sorted(f"{each.url.removeprefix('http://')}/0" for each in (server, other))
+    assert "(no answer)" in one["server"]["url"]
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"url": "localhost:8000"}, "--url"),
-        ({"url": "http://h:99999"}, "--url"),
-        ({"url": "http://h", "api_key": "sk-1\nsk-2"}, "API key [^1]* line break"),
-        ({"url": "http://x", "interval_s": 0.0}, "--interval"),
-        ({"url": "http://x", "window_s": float("nan")}, "--window"),
+        ({"urls": ("localhost:8000",)}, "--url"),
+        ({"urls": ("http://h:99999",)}, "--url"),
+        ({"urls": ("http://h",), "api_key": "sk-1\nsk-2"}, "API key [^1]* line break"),
+        ({"urls": ("http://x",), "interval_s": 0.0}, "--interval"),
+        ({"urls": ("http://x",), "window_s": float("nan")}, "--window"),
     ],
 )
 def test_bad_options(options: dict[str, Any], named: str) -> None:

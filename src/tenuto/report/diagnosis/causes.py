@@ -27,6 +27,8 @@ class Cause(Enum):
     """Full attention still had the tokens, and a sliding window or a state had not."""
     NOT_STORED = "not yet stored"
     """In neither the KV cache nor a tier: the copy was still running, or the tier had dropped it."""
+    DECLINED = "not loaded"
+    """A tier below the GPU had the tokens, and the policy computed them again: the link was busy, or slow."""
     PARALLEL = "parallel turn"
     """Another turn of the job was still running. This turn cannot extend that turn's answer, and may share no
     prefix with it."""
@@ -44,6 +46,7 @@ MEANINGS = {
     Cause.NEVER_KEPT: "no lease: evicted like any cached block",
     Cause.SHORT_GROUP: "a sliding window or a state had them no more, while full attention had",
     Cause.NOT_STORED: "not yet, or no more, in the cache or tier",
+    Cause.DECLINED: "a tier had them, and the policy did not wait for the link",
     Cause.PARALLEL: "another turn of the job still ran; their prompts may have nothing in common",
     Cause.CHANGED: "the prompt does not extend the turn before",
     Cause.UNTOLD: "these records do not tell; a trace of the scheduler does",
@@ -77,6 +80,8 @@ def get_cause(turn: TurnStory, block_size: int) -> Cause:
         return Cause.NONE
     if turn.short_group is not None and (turn.lease is None or turn.lease.reason == "hit"):
         return Cause.SHORT_GROUP
+    if turn.was_declined and not turn.record.loaded_tokens:
+        return Cause.DECLINED
     if _left_at_the_answer(turn, block_size):
         return Cause.CHANGED
     if turn.lease is None:

@@ -39,6 +39,9 @@ class TurnStory:
     short_group: str | None = None
     """The layer group that ended its hit before another group's blocks did; None if none did."""
 
+    was_declined: bool = False
+    """Whether a tier below the GPU had more of it, and the policy chose to compute that again."""
+
     @property
     def latency_s(self) -> float | None:
         """Seconds from its due time to its last token; None for a failed turn."""
@@ -122,7 +125,8 @@ def _make_story(
     )
     missed = None if reusable is None else estimate_missed_tokens(before, turn, data.block_size)
     short_group = data.short_hits.get((turn.job, turn.turn))
-    return TurnStory(turn, before, fate, lease, reusable, missed, short_group)
+    was_declined = (turn.job, turn.turn) in data.declined_loads
+    return TurnStory(turn, before, fate, lease, reusable, missed, short_group, was_declined)
 
 
 def _is_running(turn: TurnRecord, at_s: float) -> bool:

@@ -47,6 +47,7 @@ def summarise(data: RunData) -> dict[str, Any]:
         "tool_s": describe(turn.tool_s for turn in turns),
         "tokens": get_tokens(turns),
         "short_groups": dict(data.short_tokens.most_common()),
+        "parted": get_parted(data),
         "block_size": data.block_size,
         "causes": get_causes(turns, data.block_size),
         "leases": get_leases(data),
@@ -61,6 +62,25 @@ def summarise(data: RunData) -> dict[str, Any]:
         **report,
         "growth": growth._asdict() if growth else None,
         "diagnosis": [finding.to_json() for finding in diagnose(evidence)],
+    }
+
+
+def get_parted(data: RunData) -> dict[str, Any] | None:
+    """Turns whose prompts change text of the job's last prompt, and where; None if there are none.
+
+    `at_tokens`: the place that most of them have. `jobs`: those with most such turns, at most five.
+    """
+    if not data.parted_at:
+        return None
+    places = Counter(data.parted_at.values())
+    jobs = Counter(job for job, _ in data.parted_at)
+    at_tokens, num_there = places.most_common(1)[0]
+    return {
+        "turns": len(data.parted_at),
+        "at_tokens": at_tokens,
+        "turns_there": num_there,
+        "num_jobs": len(jobs),
+        "jobs": dict(jobs.most_common(5)),
     }
 
 

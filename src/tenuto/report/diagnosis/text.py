@@ -29,6 +29,8 @@ def _format_run(report: Mapping[str, Any]) -> list[str]:
     lines += ["", "Per turn, means:", *_format_per_turn(report["by_turn"])]
     if report["causes"]:
         lines += ["", "Why tokens of the turn before were computed again:", *_format_causes(report)]
+    if report.get("parted"):
+        lines += ["", *_format_parted(report["parted"])]
     if reasons := _format_reasons(report["leases"]):
         lines += ["", "What became of leases, and why:", *reasons]
     for job in report["jobs_shown"]:
@@ -125,6 +127,16 @@ def _format_per_turn(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = format_table(("turn", "count", "latency", "queue", "prompt", "hit", "best", "preempted"), shown)
     left = len(rows) - _MAX_TURN_ROWS
     return [*lines, f"  … and {left} more turns (--json has all)"] if left > 0 else lines
+
+
+def _format_parted(parted: Mapping[str, Any]) -> list[str]:
+    jobs = ", ".join(parted["jobs"])
+    return [
+        f"{_n(parted['turns'])} turns of {_n(parted['num_jobs'])} jobs change text of the job's last prompt, "
+        "so all behind it is computed again.",
+        f"Most of these prompts ({_n(parted['turns_there'])}) part at about token {_n(parted['at_tokens'])}. "
+        f"Look there for a date, a counter or a billing line. Jobs: {jobs}",
+    ]
 
 
 def _format_causes(report: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -14,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from tenuto.report.html.compare import Load, Spread
 from tenuto.report.html.records import shorten
 from tenuto.report.html.style import Look
-from tenuto.report.html.verdict import format_seconds
+from tenuto.report.html.words import format_seconds
 
 Looks = Mapping[str, Look]
 WIDE_RANGE = 20
@@ -105,6 +106,15 @@ def set_value_axis(
         (axes.set_xlim if axis == "x" else axes.set_ylim)(0, (max(positive, default=0) * 1.06) or 1)
         the_axis.set_major_locator(MaxNLocator(5 if axis == "x" else 6, steps=[1, 2, 2.5, 5, 10]))
     the_axis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
+
+
+def label_bars(axes: Axes, labels: Sequence[str], is_narrow: bool) -> None:
+    """Name horizontal bars, the first one on top."""
+    # Names break at hyphens and spaces, or in the middle where they have none.
+    width = 14 if is_narrow else 30
+    axes.set_yticks(range(len(labels)), ["\n".join(textwrap.wrap(text, width)) or text for text in labels])
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
 
 
 def get_whiskers(spreads: Sequence[Spread]) -> list[list[float]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tenuto.report.html.pairs import Contrast, Pair, contrast, make_pairs
 from tenuto.report.html.records import Run, Setting
 
 BASELINE = "stock"
-TIE = 0.02
-"""Policies tie with the best one if their mean JCT is within this share of it."""
+"""The baseline of everything but `tenuto ab`, which names its own."""
 
 Load = float | None
 """Jobs per second; None if the runs have no arrival rate."""
@@ -50,22 +50,29 @@ class PolicyCell:
     @property
     def job_times_s(self) -> list[float]:
         """The JCT of every job of every run, ascending."""
-        return sorted(duration for run in self.runs for duration in run.job_times_s)
+        return sorted(time_s for run in self.runs for time_s in run.job_times_s.values())
 
 
 @dataclass(frozen=True)
 class Winner:
-    """The policy with the shortest mean JCT in one setting at one load."""
+    """Which policy has the shortest mean JCT in one setting at one load, and how sure that is."""
 
     policies: tuple[str, ...]
-    """The best first, then those that tie with it."""
-    speed_up: float | None
-    """How many times faster than stock the best one is, at the median seed; None without stock."""
+    """The one with the shortest, then those from which these runs do not tell it apart, by their means."""
+    is_open: bool
+    """Nothing is proved: too few measured pairs, no seed in common, or INVALID figures."""
+    against: Contrast
+    """The first one against the baseline; the baseline, or where there is none, against the next best."""
 
     @property
     def is_tie(self) -> bool:
-        """Whether several policies share the first place."""
+        """Whether nobody wins."""
         return len(self.policies) > 1
+
+    @property
+    def speed_up(self) -> float:
+        """How many times faster than the other the first one is."""
+        return 1 / self.against.mean.ratio
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,10 @@ class Group:
 
     setting: Setting
     cells: tuple[PolicyCell, ...]
+    _pairs: dict[Load, tuple[dict[str, tuple[Run, ...]], dict[int | None, Pair]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """What `_get_pairs` found, by load."""
 
     @property
     def policies(self) -> list[str]:
@@ -94,41 +105,57 @@ class Group:
         cells = [self.try_cell(policy, load) for load in self.loads]
         return [cell for cell in cells if cell and cell.mean_s_by_seed]
 
+    @property
+    def baseline(self) -> str:
+        """With which the others are compared: the first arm of a `tenuto ab`, else stock."""
+        named = (run.ab.baseline for cell in self.cells for run in cell.runs if run.ab)
+        return next(filter(None, named), BASELINE)
+
+    def contrast(self, policy: str, other: str, load: Load) -> Contrast | None:
+        """Compare two policies at a load; None if one of them has no JCT there."""
+        runs, pairs = self._get_pairs(load)
+        return contrast(runs, pairs, policy, other) if {policy, other} <= runs.keys() else None
+
     def try_speed_up(self, policy: str, load: Load) -> Spread | None:
-        """Stock's mean JCT over the policy's: median and range over the seeds that both ran.
+        """The baseline's mean JCT over the policy's: geometric mean and range over the seeds that both ran.
 
         Without a common seed it is the ratio of the means, without range.
         """
-        stock, cell = self.try_cell(BASELINE, load), self.try_cell(policy, load)
-        if stock is None or cell is None:
+        found = self.contrast(policy, self.baseline, load)
+        if found is None:
             return None
-        stock_s, policy_s = stock.mean_s_by_seed, cell.mean_s_by_seed
-        ratios = [stock_s[seed] / policy_s[seed] for seed in stock_s if policy_s.get(seed)]
-        if not ratios and stock_s and any(policy_s.values()):
-            ratios = [statistics.fmean(stock_s.values()) / statistics.fmean(policy_s.values())]
-        return Spread(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
+        return Spread(1 / found.mean.ratio, 1 / max(found.ratios), 1 / min(found.ratios))
 
     def try_winner(self, load: Load) -> Winner | None:
-        """The winner at a load, over the seeds that all policies ran; None unless two policies have a JCT."""
-        means = {
-            cell.policy: cell.mean_s_by_seed
-            for cell in self.cells
-            if cell.load == load and cell.mean_s_by_seed
-        }
-        if len(means) < 2:
+        """Who wins at a load; None unless two policies have a JCT there."""
+        runs, pairs = self._get_pairs(load)
+        if len(runs) < 2:
             return None
-        common = set.intersection(*(set(by_seed) for by_seed in means.values()))
-        mean_s = {
-            policy: statistics.fmean(
-                seconds for seed, seconds in by_seed.items() if not common or seed in common
-            )
-            for policy, by_seed in means.items()
+        # Without a seed that all ran, each policy's own seeds have to do.
+        common = [pair for pair in pairs.values() if pair.keys() == runs.keys()] or list(pairs.values())
+        typical_s = {
+            policy: statistics.geometric_mean(pair[policy].mean_s for pair in common if policy in pair)
+            for policy in runs
         }
-        order = sorted(mean_s, key=lambda policy: (mean_s[policy], policy))
-        best_s = mean_s[order[0]]
-        tied = tuple(policy for policy in order if mean_s[policy] <= best_s * (1 + TIE))
-        speed_up = self.try_speed_up(order[0], load)
-        return Winner(tied, speed_up.middle if speed_up else None)
+        best, *others = sorted(runs, key=lambda policy: (typical_s[policy], policy))
+        found = [each for other in others if (each := contrast(runs, pairs, best, other))]
+        level = [each for each in found if not each.is_ahead]
+        baseline = self.baseline
+        against = next((each for each in found if each.other == baseline), found[0])
+        return Winner(
+            (best, *(each.other for each in level)),
+            any(each.is_open for each in level),
+            against,
+        )
+
+    def _get_pairs(self, load: Load) -> tuple[dict[str, tuple[Run, ...]], dict[int | None, Pair]]:
+        """The runs at a load by policy, of those that have a JCT above 0, and their pairs."""
+        if load not in self._pairs:
+            runs = {cell.policy: cell.runs for cell in self.cells if cell.load == load}
+            pairs = make_pairs(runs)
+            known = {policy for pair in pairs.values() for policy, times in pair.items() if times.mean_s > 0}
+            self._pairs[load] = {policy: each for policy, each in runs.items() if policy in known}, pairs
+        return self._pairs[load]
 
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:

@@ -5,27 +5,33 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
 import jinja2
 from markupsafe import Markup
 
+from tenuto.report.html.ab_chart import make_ab_chart
 from tenuto.report.html.axes import Looks
 from tenuto.report.html.chart import Chart
+from tenuto.report.html.colors import DARK, LIGHT
 from tenuto.report.html.compare import Group, group_runs, sort_policies
-from tenuto.report.html.load_charts import make_jct_chart, make_speed_up_chart
+from tenuto.report.html.fleet_charts import make_fleet_charts
+from tenuto.report.html.hit_chart import make_hit_chart
+from tenuto.report.html.jct_chart import make_jct_chart
 from tenuto.report.html.panel_charts import make_cdf_chart, make_turn_chart
 from tenuto.report.html.records import shorten
 from tenuto.report.html.reproduce import make_recipe
 from tenuto.report.html.sources import Sources
-from tenuto.report.html.style import DARK, LIGHT, make_looks, styled
+from tenuto.report.html.speed_chart import make_speed_up_chart
+from tenuto.report.html.style import make_looks, styled
 from tenuto.report.html.svg import to_inline_svg
 from tenuto.report.html.time_charts import make_occupancy_chart
 from tenuto.report.html.timeline import make_timeline
-from tenuto.report.html.verdict import ReportVerdict, count, describe, describe_setting
+from tenuto.report.html.verdict import ReportVerdict, describe
 from tenuto.report.html.winners import make_winner_map
+from tenuto.report.html.words import count, describe_setting
 
 MAX_SETTINGS = 12
 """Maximum number of settings with their own charts; each takes about 300 kB."""
@@ -70,26 +76,32 @@ def make_report(sources: Sources) -> Report:
         faulty={run.policy for run in sources.runs if run.policy_faults},
     )
     notes = [*sources.notes, *_find_complaints(sources)]
-    sections = [_make_map_section(groups, looks)]
+    sections = [_make_map_section(groups, looks), _make_ab_section(sources, looks)]
     for number, group in enumerate(groups[:MAX_SETTINGS]):
         charts = [
             make(group, looks, f"{name}-{number + 1}")
             for name, make in (
                 ("jct", make_jct_chart),
                 ("speed-up", make_speed_up_chart),
+                ("hits", make_hit_chart),
                 ("turns", make_turn_chart),
                 ("cdf", make_cdf_chart),
             )
         ]
-        sections.append(_make_section(f"setting-{number + 1}", describe_setting(group), charts))
+        sections.append(
+            _make_section(f"setting-{number + 1}", describe_setting(group), charts, group.setting.mark)
+        )
     if len(groups) > MAX_SETTINGS:
         drawn = f"{MAX_SETTINGS} of {len(groups)} settings"
         notes.append(f"Charts are drawn for {drawn}; give fewer records to see the others.")
+    sections.append(Section("fleet", "Several engines", tuple(make_fleet_charts(sources.runs))))
     seen = [detail for detail in sources.details if detail.samples]
-    charts = [
-        make_occupancy_chart(detail, f"kv-{index + 1}") for index, detail in enumerate(seen[:MAX_OCCUPANCY])
+    kv_charts = [
+        replace(chart, mark=detail.mark)
+        for index, detail in enumerate(seen[:MAX_OCCUPANCY])
+        if (chart := make_occupancy_chart(detail, f"kv-{index + 1}"))
     ]
-    sections.append(_make_section("kv", "KV cache over time", charts))
+    sections.append(Section("kv", "KV cache over time", tuple(kv_charts)))
     if len(seen) > MAX_OCCUPANCY:
         notes.append(
             f"The KV cache is drawn for {MAX_OCCUPANCY} of {len(seen)} runs; give fewer to see the others."
@@ -140,7 +152,9 @@ def render_page(report: Report, say: Callable[[str], None] = lambda text: None) 
 
 def _draw(chart: Chart) -> _Picture:
     wide, narrow = (
-        Markup(to_inline_svg(chart.draw(is_narrow), f"{chart.name}-{'narrow' if is_narrow else 'wide'}"))
+        Markup(
+            to_inline_svg(chart.make_figure(is_narrow), f"{chart.name}-{'narrow' if is_narrow else 'wide'}")
+        )
         for is_narrow in (False, True)
     )
     return _Picture(chart, wide, narrow)
@@ -161,15 +175,25 @@ def _make_map_section(groups: Sequence[Group], looks: Looks) -> Section:
     maps: dict[tuple[object, ...], list[Group]] = {}
     for group in groups:
         maps.setdefault((*group.setting[:2], *group.setting[3:]), []).append(group)
+    charts: list[Chart] = []
+    for index, each in enumerate(list(maps.values())[:MAX_SETTINGS]):
+        if chart := make_winner_map(each, looks, f"map-{index + 1}"):
+            charts.append(replace(chart, mark=each[0].setting.mark))
+    return Section("winners", "Winners", tuple(charts))
+
+
+def _make_ab_section(sources: Sources, looks: Looks) -> Section:
+    """The verdicts of `tenuto ab`. All runs of a comparison have one origin."""
+    marks = {run.setting.mark for run in sources.runs if run.ab}
     charts = [
-        make_winner_map(each, looks, f"map-{index + 1}")
-        for index, each in enumerate(list(maps.values())[:MAX_SETTINGS])
+        make_ab_chart(verdict, looks, f"ab-{index + 1}")
+        for index, verdict in enumerate(sources.verdicts[:MAX_SETTINGS])
     ]
-    return _make_section("winners", "Winners", charts)
+    return _make_section("ab", "A/B comparison", charts, marks.pop() if len(marks) == 1 else "")
 
 
-def _make_section(name: str, title: str, charts: Sequence[Chart | None]) -> Section:
-    return Section(name, title, tuple(chart for chart in charts if chart is not None))
+def _make_section(name: str, title: str, charts: Sequence[Chart | None], mark: str = "") -> Section:
+    return Section(name, title, tuple(replace(chart, mark=mark) for chart in charts if chart is not None))
 
 
 def _find_complaints(sources: Sources) -> list[str]:

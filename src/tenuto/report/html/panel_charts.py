@@ -13,7 +13,7 @@ from tenuto.report.html.axes import Looks, add_legend, label_rows, plot, set_val
 from tenuto.report.html.chart import Chart, Table
 from tenuto.report.html.compare import Group, Load, PolicyCell
 from tenuto.report.html.style import make_panels
-from tenuto.report.html.verdict import format_load, format_seconds
+from tenuto.report.html.words import format_load, format_seconds
 
 MAX_CURVE_POINTS = 300
 MAX_ROWS = 500
@@ -27,7 +27,8 @@ Durations = Mapping[tuple[Load, str], Sequence[float]]
 
 def make_turn_chart(group: Group, looks: Looks, name: str) -> Chart | None:
     """Mean latency of first turns, second turns and so on, at up to three loads."""
-    loads = _choose_loads(group, lambda cell: any(run.turn_latency_s for run in cell.runs))
+    # Of single turns there is no curve.
+    loads = _choose_loads(group, lambda cell: any(len(run.turn_latency_s) > 1 for run in cell.runs))
     if not loads:
         return None
     curves = {
@@ -54,7 +55,7 @@ def make_turn_chart(group: Group, looks: Looks, name: str) -> Chart | None:
 
 def make_cdf_chart(group: Group, looks: Looks, name: str) -> Chart | None:
     """Distribution of JCT over all jobs of all seeds, at up to three loads."""
-    loads = _choose_loads(group, lambda cell: any(run.job_times_s for run in cell.runs))
+    loads = _choose_loads(group, lambda cell: len(cell.job_times_s) > 1)
     if not loads:
         return None
     found = {

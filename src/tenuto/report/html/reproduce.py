@@ -10,12 +10,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tenuto.client.ab.estimate import MIN_PAIRS
 from tenuto.client.load.options import BenchOptions
 from tenuto.core.settings import get_flag
 from tenuto.report.html.chart import Table
 from tenuto.report.html.compare import sort_loads
-from tenuto.report.html.records import Run, shorten
-from tenuto.report.html.verdict import count, format_seconds
+from tenuto.report.html.records import AbRun, Run, shorten
+from tenuto.report.html.words import count, format_seconds
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
 
@@ -49,7 +50,9 @@ class Recipe:
 def make_recipe(runs: Sequence[Run], policies: Mapping[str, str]) -> Recipe:
     """The recipe of all runs. `policies`: the label of each policy."""
     sweep, left = _find_sweeps(runs)
-    commands = list(dict.fromkeys([*sweep, *(command for run in left if (command := try_command(run)))]))
+    live, left = _find_live_sweeps(left)
+    rest = (command for run in left if (command := try_command(run)))
+    commands = list(dict.fromkeys([*sweep, *live, *rest]))
     lines = []
     if len(commands) > MAX_COMMANDS:
         lines.append(
@@ -96,6 +99,26 @@ def _find_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
     return commands, left
 
 
+def _find_live_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
+    """A `tenuto bench --jps A,B` for each server that was measured at several loads, and the other runs."""
+    by_rest: dict[str, list[Run]] = {}
+    left = []
+    for run in runs:
+        if "url" in run.client and run.ab is None and run.jps is not None:
+            by_rest.setdefault(_make_bench_command(run, "LOADS"), []).append(run)
+        else:
+            left.append(run)
+    commands = []
+    for members in by_rest.values():
+        loads = sorted({run.jps for run in members if run.jps is not None})
+        if len(loads) > 1:
+            words = _make_bench_command(members[0], _join(loads))
+            commands.append(f"{words} --out sweep")
+        else:
+            left += members
+    return commands, left
+
+
 def _try_grid(runs: Sequence[Run]) -> dict[str, list[object]] | None:
     """Return the values on each axis if the runs form a complete grid. A single run is not a grid."""
     axes = {name: list(dict.fromkeys(run.config[name] for run in runs)) for name in GRID}
@@ -125,20 +148,44 @@ def _to_word(value: object) -> str:
 
 def try_command(run: Run) -> str | None:
     """The command that makes this run again, if its record says enough."""
+    if run.ab and run.ab.options.get("arms"):
+        return _make_ab_command(run, run.ab)
+    if "url" in run.client:
+        return _make_bench_command(run)
     if run.config:
         # Older versions had it off by default, and did not write defaults down.
         config = {"async_scheduling": False, **run.config}
         return shlex.join(["tenuto", "simulate", *_make_options(config)])
-    if "url" not in run.client:
-        return None
+    return None
+
+
+def _make_bench_command(run: Run, loads: str | None = None) -> str:
+    """The command of a run. `loads`: what stands in the place of its load."""
     options = {"url": run.client["url"], "workload": run.setting.workload, "jps": run.jps, "seed": run.seed}
     said = {
         name: run.client.get(name) for name, usual in BENCH_USUAL.items() if run.client.get(name) != usual
     }
     if run.jps is None:
         said.pop("arrival", None)  # The value then means that there was no such process.
-    options |= said
+    options |= {**said, **run.config}
+    if loads is not None:
+        options["jps"] = loads
     return shlex.join(["tenuto", "bench", *_make_options(options)])
+
+
+def _make_ab_command(run: Run, ab: AbRun) -> str:
+    """The one command of all runs of a comparison."""
+    known = {name: value for name, value in ab.options.items() if isinstance(value, str | int | float)}
+    lists = {name: value for name, value in ab.options.items() if isinstance(value, list)}
+    words = [word for arm in lists.get("arms", ()) for word in ("--arm", str(arm))]
+    if model := known.get("model"):
+        words += ["--model", str(model)]
+    if serve_args := lists.get("serve_args"):
+        words.append(f"--serve-args={shlex.join(map(str, serve_args))}")
+    words += [f"--arm-args={each}" for each in lists.get("arm_args", ())]
+    load = {**run.config, "seed": known.get("first_seed", run.seed)}
+    words += [*_make_options(load), "--repeats", str(known.get("repeats", MIN_PAIRS)), "--out", "ab"]
+    return shlex.join(["tenuto", "ab", *words])
 
 
 def _make_options(values: Mapping[str, object]) -> list[str]:
@@ -150,6 +197,8 @@ def _make_options(values: Mapping[str, object]) -> list[str]:
             words += [] if value else ["--no-" + _get_flag(name).removeprefix("--")]
         elif value is True:
             words.append(_get_flag(name))
+        elif isinstance(value, list | tuple):
+            words += [_get_flag(name), *map(_to_word, value)] if value else []
         elif value is not None and value is not False:
             words += [_get_flag(name), _to_word(value)]
     return words

@@ -7,18 +7,21 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.report.html.chart import Chart
+from tenuto.report.html.compare import Winner
 from tenuto.report.html.options import ReportOptions
 from tenuto.report.html.page import Report, make_report, render_page
+from tenuto.report.html.pairs import Contrast
 from tenuto.report.html.sources import read_sources
 from tenuto.report.html.style import styled
 from tenuto.report.html.time_charts import make_still_timeline
 from tenuto.report.html.trace_events import write_trace_events
-from tenuto.report.html.verdict import count
+from tenuto.report.html.words import count
 
 MAX_STILL_TIMELINES = 8
 DPI = 200
@@ -76,8 +79,11 @@ def summarise(report: Report) -> dict[str, Any]:
                     **group.setting._asdict(),
                     "jps": load,
                     "mean_s": means,
-                    "over_stock": speed_ups,
+                    "speed_up": speed_ups,
+                    "baseline": group.baseline,
                     "best": list(winner.policies) if winner else None,
+                    "outcome": get_outcome(winner),
+                    "against": summarise_contrast(winner.against) if winner else None,
                 }
             )
     return {
@@ -85,6 +91,24 @@ def summarise(report: Report) -> dict[str, Any]:
         "verdict": report.verdict.sentences,
         "notes": report.notes,
         "cells": cells,
+    }
+
+
+def get_outcome(winner: Winner | None) -> str | None:
+    """`win`, `tie` (inside the interval nobody wins) or `open` (nothing is proved); None without rivals."""
+    if winner is None:
+        return None
+    return "open" if winner.is_open else "tie" if winner.is_tie else "win"
+
+
+def summarise_contrast(contrast: Contrast) -> dict[str, Any]:
+    """How the best policy compares, in JSON types. Ratios are of job times: below 1 it is faster."""
+    return {
+        "policy": contrast.policy,
+        "other": contrast.other,
+        "mean": asdict(contrast.mean),
+        "p95": contrast.p95 and asdict(contrast.p95),
+        "differs": contrast.differs,
     }
 
 
@@ -106,15 +130,18 @@ def _write_text(path: Path, text: str, option: str) -> None:
 
 def _write_figures(report: Report, folder: Path, say: _Progress) -> int:
     stills = [detail for detail in report.sources.details if detail.turns][:MAX_STILL_TIMELINES]
-    timelines = [make_still_timeline(detail, f"timeline-{index + 1}") for index, detail in enumerate(stills)]
     charts: list[Chart] = [chart for section in report.sections for chart in section.charts]
-    charts += [chart for chart in timelines if chart is not None]
+    charts += [
+        replace(chart, mark=detail.mark)
+        for index, detail in enumerate(stills)
+        if (chart := make_still_timeline(detail, f"timeline-{index + 1}"))
+    ]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with styled():
             for chart in charts:
                 say(f"writing {chart.name}: {chart.title}")
-                figure = chart.draw(False)
+                figure = chart.make_figure(False)
                 figure.savefig(folder / f"{chart.name}.png", dpi=DPI)
                 figure.savefig(folder / f"{chart.name}.svg", metadata={"Date": None, "Title": chart.title})
     except OSError as error:

@@ -6,19 +6,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tenuto.client.ab.files import VERDICT
+from tenuto.client.ab.options import THRESHOLD_PERCENT
 from tenuto.core.errors import DataError
 from tenuto.core.printable import clean
 from tenuto.records import kinds
+from tenuto.records.fields import Fields
 from tenuto.records.files import read_objects
 from tenuto.records.kinds import identify
 from tenuto.records.load import load_file, read_run, read_sample
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, RunData
 from tenuto.records.schema import Sample, TurnRecord
-from tenuto.report.html.records import Run, make_run, shorten
+from tenuto.report.html.ab_chart import AbVerdict, read_verdict
+from tenuto.report.html.records import NO_GPU, AbRun, Run, make_run, shorten
 
 OUR_NAMES = {"result.json", "results.jsonl", "turns.jsonl", "occupancy.jsonl"}
 """In a folder, these files must be readable. Others are used only if their kind is known."""
-OTHERS = {"metrics.jsonl", "commands.jsonl", "ab.json", "verdict.json"}
+OTHERS = {"metrics.jsonl", "commands.jsonl", "ab.json"}
 """Files that Tenuto writes but that no chart uses."""
 WANTED = "a result record, turns, samples of a KV cache, a scheduler's trace or a recording"
 TRACE_NOTE = (
@@ -37,6 +41,8 @@ class Detail:
     note: str = ""
     """What is inferred in it."""
     block_size: int = DEFAULT_BLOCK_SIZE
+    mark: str = ""
+    """What pictures say about where it comes from, if not from a real machine."""
 
     def add_turns(self, data: RunData) -> None:
         """The turns of one more file."""
@@ -51,6 +57,8 @@ class Sources:
     runs: list[Run] = field(default_factory=list)
     details: list[Detail] = field(default_factory=list)
     """Those with turns or samples, in the order of their labels."""
+    verdicts: list[AbVerdict] = field(default_factory=list)
+    """Of the folders of `tenuto ab`."""
     notes: list[str] = field(default_factory=list)
     """What a reader should know: files left out, records that were there twice."""
 
@@ -65,7 +73,10 @@ def read_sources(paths: Sequence[Path]) -> Sources:
         reader.read(path, is_named)
     sources = reader.finish()
     if not sources.runs and not any(detail.turns or detail.samples for detail in sources.details):
-        raise DataError(f"{', '.join(map(str, paths))}: nothing found of what a report shows: {WANTED}")
+        raise DataError(
+            f"{', '.join(map(str, paths))}: nothing found of what a report shows: {WANTED}. `tenuto "
+            "simulate`, `compare`, `bench` and `ab` write records with --out DIR"
+        )
     return sources
 
 
@@ -81,6 +92,9 @@ class _Reader:
 
     def read(self, path: Path, is_named: bool) -> None:
         """Read one file; what is not ours is noted, or an error if it was named."""
+        if path.name == VERDICT:
+            self._sources.verdicts.append(read_verdict(path))
+            return
         must_be_ours = is_named or path.name in OUR_NAMES
         try:
             kind = identify(path)
@@ -91,7 +105,10 @@ class _Reader:
             return
         notes: list[str] = []
         if kind is kinds.RUN:
-            runs = [make_run(read_run(each), each.place) for each in read_objects(path, notes.append)]
+            runs = [
+                make_run(read_run(each), each.place, _read_ab(each))
+                for each in read_objects(path, notes.append)
+            ]
             self._runs.setdefault(path.parent, []).extend(runs)
         elif kind is kinds.SAMPLES:
             detail = self._get_detail(path)
@@ -126,11 +143,26 @@ class _Reader:
             # A folder's single record describes its turns. With several records, the match is unknown.
             if len(runs := self._runs.get(folder, [])) == 1:
                 detail.label = describe_run(runs[0])
+                detail.mark = runs[0].setting.mark
         sources.details = sorted([*sources.details, *self._folders.values()], key=lambda each: each.label)
         sources.runs = [run for runs in self._runs.values() for run in runs]
         _make_unique(sources.details)
         _drop_copies(sources)
         return sources
+
+
+def _read_ab(fields: Fields) -> AbRun | None:
+    """What `tenuto ab` adds to a record."""
+    if "ab" not in fields:
+        return None
+    part = fields.part("ab")
+    threshold = part.optional(part.number, "threshold")
+    baseline = part.optional(part.text, "baseline")
+    return AbRun(
+        clean(baseline) if baseline else None,
+        THRESHOLD_PERCENT / 100 if threshold is None else threshold,
+        part.values,
+    )
 
 
 def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
@@ -151,7 +183,9 @@ def describe_run(run: Run) -> str:
     """A run in a line."""
     load = "" if run.jps is None else f", {run.jps:g} {'job' if run.jps == 1 else 'jobs'}/s"
     seed = "" if run.seed is None else f", seed {run.seed}"
-    return f"{shorten(run.policy)}, {shorten(run.setting.gpu)}{load}{seed}"
+    gpu = "" if run.setting.gpu == NO_GPU else f", {shorten(run.setting.gpu)}"
+    mark = f" ({run.setting.mark})" if run.setting.mark else ""
+    return f"{shorten(run.policy)}{gpu}{load}{seed}{mark}"
 
 
 def _make_unique(details: Sequence[Detail]) -> None:

@@ -1,8 +1,7 @@
 """How figures look: colours that colour-blind readers tell apart, and never colour alone.
 
-Colours follow Okabe and Ito, "Color Universal Design" (2008), darkened for white and lightened for black
-backgrounds until each stands out from it by 3 to 1. In the page they are CSS variables, so one drawing serves
-the light and the dark scheme; in files they are the light ones.
+In the page colours are CSS variables, so one drawing serves the light and the dark scheme; in files they are
+the light ones.
 """
 
 from __future__ import annotations
@@ -16,28 +15,9 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from tenuto.report.html.colors import LIGHT, POLICIES_LIGHT
 from tenuto.report.html.compare import BASELINE
 from tenuto.report.html.records import FAULT_MARK, MAX_NAME, shorten
-
-LIGHT = {
-    "fg": "#1b1f24", "soft": "#59626c", "grid": "#d5d9de", "bg": "#fefefe",
-    "p0": "#5b6570", "p1": "#0072b2", "p2": "#d55e00", "p3": "#00875f",
-    "p4": "#b4558f", "p5": "#8f6a00", "p6": "#5b3fa0",
-    "queue": "#8a6d00", "wait": "#7a4ca8", "prefill": "#d55e01", "decode": "#0072b3",
-    "tool": "#6a7480", "failed": "#b3261e",
-    "running": "#0072b4", "leased": "#d55e02", "cached": "#00875e", "free": "#c3c9d0",
-    "host": "#5b3fa1", "disk": "#8f6a01",
-}  # fmt: skip
-DARK = {
-    "fg": "#e8ebee", "soft": "#a9b2bc", "grid": "#3a424b", "bg": "#14181d",
-    "p0": "#a9b4bf", "p1": "#56b4e9", "p2": "#ff8c42", "p3": "#2fc99a",
-    "p4": "#e79bc7", "p5": "#e0bd2c", "p6": "#b7a2f5",
-    "queue": "#e0bd2c", "wait": "#c9a2f0", "prefill": "#ff8c42", "decode": "#56b4e9",
-    "tool": "#98a3ae", "failed": "#ff8a80",
-    "running": "#56b4e9", "leased": "#ff8c42", "cached": "#2fc99a", "free": "#4a535d",
-    "host": "#b7a2f5", "disk": "#e0bd2c",
-}  # fmt: skip
-"""The same names; every colour of LIGHT is different, as the page tells them apart by it."""
 
 Dashes = tuple[float, Sequence[float]]
 """A line's dashes, as matplotlib has them: offset, and lengths of dashes and gaps."""
@@ -91,7 +71,6 @@ def make_looks(policies: Sequence[str], faulty: Collection[str] = ()) -> dict[st
     labels: set[str] = set()
     # The first look is reserved for the baseline, even if it did not run.
     first = 0 if BASELINE in policies else 1
-    num_colors = sum(name[0] == "p" and name[1:].isdigit() for name in LIGHT)
     for index, policy in enumerate(policies, first):
         mark = FAULT_MARK if policy in faulty else ""
         label, number = shorten(policy, MAX_NAME - len(mark)), 2
@@ -100,7 +79,7 @@ def make_looks(policies: Sequence[str], faulty: Collection[str] = ()) -> dict[st
         labels.add(label)
         looks[policy] = Look(
             label=label + mark,
-            color=LIGHT[f"p{index % num_colors}"],
+            color=LIGHT[f"p{index % len(POLICIES_LIGHT)}"],
             marker=_MARKERS[index % len(_MARKERS)],
             dashes=_DASHES[index % len(_DASHES)],
             key=_make_key(index - first),

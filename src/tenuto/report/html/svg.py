@@ -10,7 +10,7 @@ from collections import Counter
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from tenuto.report.html.style import LIGHT
+from tenuto.report.html.colors import LIGHT
 
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"

@@ -15,9 +15,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tenuto.core.printable import clean
 from tenuto.records.schema import Sample, TurnRecord
 from tenuto.report.html.chart import Chart, Table
+from tenuto.report.html.colors import LIGHT
 from tenuto.report.html.records import shorten
 from tenuto.report.html.sources import Detail
-from tenuto.report.html.style import HATCHES, LIGHT, NARROW_INCHES, WIDE_INCHES, make_panels
+from tenuto.report.html.style import HATCHES, NARROW_INCHES, WIDE_INCHES, make_panels
 from tenuto.report.html.turns import (
     State,
     get_cache_verdicts,
@@ -25,7 +26,7 @@ from tenuto.report.html.turns import (
     get_tool_end_s,
     group_by_job,
 )
-from tenuto.report.html.verdict import count, format_seconds
+from tenuto.report.html.words import count, format_seconds
 
 MAX_SAMPLES = 300
 """Samples drawn of a run; more are averaged over equal stretches of time."""
@@ -45,7 +46,7 @@ NAMES = {"queue": "queue", "wait": "waiting for the first token", "failed": "fai
 
 def make_occupancy_chart(detail: Detail, name: str) -> Chart | None:
     """Blocks by state over time; tiers below the GPU in a panel of their own."""
-    if not detail.samples:
+    if len({sample.now_s for sample in detail.samples}) < 2:
         return None
     samples, thinned = average_samples(detail.samples)
     states = [state for state in STATES if state != "cached" or samples[0].cached_blocks is not None]

@@ -10,7 +10,7 @@ from tenuto.records.schema import TurnRecord
 from tenuto.report.html.sources import Detail
 from tenuto.report.html.time_charts import HEIGHTS
 from tenuto.report.html.turns import get_cache_verdicts, get_tool_end_s, group_by_job
-from tenuto.report.html.verdict import count
+from tenuto.report.html.words import count
 
 MAX_TURNS = 20_000
 """Maximum number of turns in the page over all runs; each takes about 60 bytes."""

@@ -6,21 +6,20 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tenuto.client.ab.estimate import MIN_PAIRS
+from tenuto.client.ab.verdict import describe_change
 from tenuto.report.html.compare import (
-    BASELINE,
-    TIE,
     Group,
     Load,
-    PolicyCell,
     Spread,
     Winner,
     get_seed_spread,
     sort_policies,
 )
+from tenuto.report.html.headline import describe_difference, write_headline
+from tenuto.report.html.pairs import Contrast
 from tenuto.report.html.records import FAULT_MARK, Run, shorten
-
-MAX_NAMED = 3
-"""Winners whose names are in the headline; the others are in the map."""
+from tenuto.report.html.words import count, describe_place, describe_setting, format_load
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,11 @@ class ReportVerdict:
     """Sentences."""
 
     headline: str
-    """Which policies win, and how often."""
+    """Who wins, by how much, at which load, against whom."""
     places: tuple[str, ...] = ()
     """One sentence per setting: which policy wins at which loads."""
     speed_ups: tuple[str, ...] = ()
-    """How much faster than stock: one for each policy, the fastest first."""
+    """How much faster than the baseline: one for each policy, the fastest first."""
     caveats: tuple[str, ...] = ()
     """How sure that is, and what was measured."""
 
@@ -46,103 +45,22 @@ def describe(runs: Sequence[Run], groups: Sequence[Group]) -> ReportVerdict:
     """What came out of runs."""
     if not runs:
         return ReportVerdict("There are no result records here, only what happened turn by turn.")
-    policies = sort_policies(run.policy for run in runs if run.policy != BASELINE)
-    speed_ups = sorted(
-        filter(None, (_describe_speed_up(policy, groups) for policy in policies)), reverse=True
-    )
+    policies = sort_policies(run.policy for run in runs)
+    speed_ups = sorted(filter(None, (_describe_speed_up(policy, groups) for policy in policies)))
+    num_places = sum(group.try_winner(load) is not None for group in groups for load in group.loads)
+    headline = write_headline(groups)
     return ReportVerdict(
-        _describe_winners(groups),
-        tuple(_describe_where(group) for group in groups if _has_winner(group)),
-        tuple(sentence for _, sentence in speed_ups),
-        (*_describe_faults(runs), _describe_spread(runs, groups), _describe_origin(runs, groups)),
-    )
-
-
-def format_load(load: Load) -> str:
-    """A load in words."""
-    return "arrivals as recorded" if load is None else f"{load:g} {'job' if load == 1 else 'jobs'}/s"
-
-
-def format_ratio(ratio: float) -> str:
-    """A speed-up: 1.84×."""
-    return f"{ratio:.2f}×" if ratio < 100 else f"{ratio:.0f}×"
-
-
-def format_seconds(seconds: float | None) -> str:
-    """A time with three digits."""
-    if seconds is None:
-        return "–"
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.3g} ms"
-
-
-def count(number: int, noun: str) -> str:
-    """A number and its noun: 1 run, 2 runs."""
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
-
-
-def _describe_winners(groups: Sequence[Group]) -> str:
-    winners = [winner for group in groups for load in group.loads if (winner := group.try_winner(load))]
-    if not winners:
-        return _describe_no_winner(groups)
-    alone: dict[str, int] = {}
-    for winner in winners:
-        if not winner.is_tie:
-            alone[winner.policies[0]] = alone.get(winner.policies[0], 0) + 1
-    num_ties = sum(winner.is_tie for winner in winners)
-    if len(winners) == 1:
-        best = shorten(winners[0].policies[0])
-        return f"{best} has the shortest mean job completion time{_note_tie(winners[0])}."
-    total = count(len(winners), "comparison")
-    ranked = sorted(alone.items(), key=lambda item: (-item[1], item[0]))
-    wins = [f"{shorten(policy)} in {number}" for policy, number in ranked[1:MAX_NAMED]]
-    if others := ranked[MAX_NAMED:]:
-        wins.append(f"{count(len(others), 'other')} in {sum(number for _, number in others)}")
-    parts = []
-    if ranked:
-        best, number = ranked[0]
-        first = f"{shorten(best)} has the shortest mean job completion time in {number} of {total}"
-        parts.append(", ".join([first, *wins]))
-    if num_ties:
-        share = f"{num_ties}" if parts else f"{num_ties} of {total}"
-        parts.append(f"{share} {'ends' if num_ties == 1 else 'end'} in a tie (within {TIE:.0%})")
-    return f"{'; '.join(parts)}."
-
-
-def _note_tie(winner: Winner) -> str:
-    if not winner.is_tie:
-        return ""
-    return f", in a tie (within {TIE:.0%}) with {' and '.join(map(shorten, winner.policies[1:]))}"
-
-
-def _describe_no_winner(groups: Sequence[Group]) -> str:
-    policies = sort_policies(cell.policy for group in groups for cell in group.cells)
-    if not any(cell.mean_s_by_seed for group in groups for cell in group.cells):
-        return "No record has a job completion time: no job finished, or none was measured."
-    if len(policies) > 1:
-        return "No two policies ran in the same setting at the same load, so there is nothing to compare."
-    cells = [(group, cell) for group in groups for cell in group.cells if cell.mean_s_by_seed]
-    if len(cells) == 1:
-        return _describe_alone(cells[0][1])
-    by_mean = sorted(cells, key=lambda each: statistics.fmean(each[1].mean_s_by_seed.values()))
-    ends = [
-        f"{format_seconds(statistics.fmean(cell.mean_s_by_seed.values()))} ({_place(group, cell.load)})"
-        for group, cell in (by_mean[0], by_mean[-1])
-    ]
-    return (
-        f"{shorten(policies[0])} ran alone: mean job completion time from {' to '.join(ends)}. "
-        "There is nothing to compare it with."
-    )
-
-
-def _describe_alone(cell: PolicyCell) -> str:
-    mean, p95 = cell.get("mean_s"), cell.get("p95_s")
-    return (
-        f"{shorten(cell.policy)} ran alone: mean job completion time {format_seconds(mean and mean.middle)}"
-        + (f", P95 {format_seconds(p95.middle)}" if p95 else "")
-        + f", {format_load(cell.load)}."
+        headline[0].upper() + headline[1:] if headline.startswith("no") else headline,
+        tuple(_describe_where(group) for group in groups if _has_winner(group)) if num_places > 1 else (),
+        # With two policies at one load, the headline has said it.
+        tuple(sentence for _, sentence in speed_ups) if num_places > 1 or len(speed_ups) > 1 else (),
+        (
+            *_describe_invalid(runs),
+            *_describe_faults(runs),
+            *_describe_rule(groups),
+            _describe_spread(runs, groups),
+            _describe_origin(runs, groups),
+        ),
     )
 
 
@@ -169,16 +87,11 @@ def _describe_where(group: Group) -> str:
 def _name_outcome(winner: Winner, group: Group) -> str:
     if not winner.is_tie:
         return shorten(winner.policies[0])
+    if winner.is_open:
+        return "nothing proved"
     if set(winner.policies) == set(group.policies):
         return "a tie of all" if len(winner.policies) > 2 else "a tie"
     return "a tie of " + " and ".join(map(shorten, sort_policies(winner.policies)))
-
-
-def describe_setting(group: Group) -> str:
-    """A setting in a line."""
-    each = group.setting
-    names = ", ".join(map(shorten, (each.gpu, each.model, each.workload)))
-    return f"{names} ({each.kind}{f'; {each.variant}' if each.variant else ''})"
 
 
 def _format_loads(loads: Sequence[Load]) -> str:
@@ -192,28 +105,43 @@ def _format_loads(loads: Sequence[Load]) -> str:
 
 
 def _describe_speed_up(policy: str, groups: Sequence[Group]) -> tuple[float, str] | None:
-    """The median ratio, and the sentence about it."""
-    found = [
-        (speed_up.middle, group, load)
+    """The median ratio of a policy's mean JCT to the baseline's, and the sentence about it."""
+    found: list[tuple[Contrast, Group, Load]] = [
+        (each, group, load)
         for group in groups
+        if policy != group.baseline
         for load in group.loads
-        if (speed_up := group.try_speed_up(policy, load))
+        if (each := group.contrast(policy, group.baseline, load))
     ]
     if not found:
         return None
-    middle = statistics.median(ratio for ratio, _, _ in found)
+    middle = statistics.median(each.mean.ratio for each, _, _ in found)
     if len(found) == 1:
-        return middle, f"Over {BASELINE}, {shorten(policy)} is {format_ratio(middle)} as fast."
-    low, high = min(found, key=lambda each: each[0]), max(found, key=lambda each: each[0])
+        return middle, f"{describe_difference(found[0][0])}."
+    found.sort(key=lambda item: item[0].mean.ratio)
+    rivals = {each.other for each, _, _ in found}
+    ends = [
+        f"{describe_change(each.mean.ratio, is_time=True)} ({describe_place(group, load)})"
+        for each, group, load in (found[0], found[-1])
+    ]
+    num_shown = sum(each.differs for each, _, _ in found)
+    rival = shorten(rivals.pop()) if len(rivals) == 1 else "the baseline"
     return middle, (
-        f"Over {BASELINE}, {shorten(policy)} is {format_ratio(middle)} as fast in the median of "
-        f"{count(len(found), 'comparison')}: from {format_ratio(low[0])} ({_place(low[1], low[2])}) "
-        f"to {format_ratio(high[0])} ({_place(high[1], high[2])})."
+        f"{shorten(policy)} against {rival}: mean job time "
+        f"{describe_change(middle, is_time=True)} in the median of {count(len(found), 'comparison')}, "
+        f"from {ends[0]} to {ends[1]}; proved in {num_shown}."
     )
 
 
-def _place(group: Group, load: Load) -> str:
-    return f"{shorten(group.setting.gpu)}, {format_load(load)}"
+def _describe_invalid(runs: Sequence[Run]) -> list[str]:
+    """Say which runs' figures do not count."""
+    invalid = [run for run in runs if run.invalid]
+    if not invalid:
+        return []
+    return [
+        f"INVALID: the figures of {len(invalid)} of {count(len(runs), 'run')} do not describe the server, so "
+        f"nobody wins by them. The first: {invalid[0].invalid[0]}"
+    ]
 
 
 def _describe_faults(runs: Sequence[Run]) -> list[str]:
@@ -229,6 +157,19 @@ def _describe_faults(runs: Sequence[Run]) -> list[str]:
             f"{FAULT_MARK}."
         )
     return sentences
+
+
+def _describe_rule(groups: Sequence[Group]) -> list[str]:
+    """When somebody wins, by the kinds of runs that are there."""
+    winners = [winner for group in groups for load in group.loads if (winner := group.try_winner(load))]
+    if not winners:
+        return []
+    if any(winner.is_open for winner in winners):
+        return [
+            "A policy wins if the 95 % interval of the ratio leaves 1 out. Measured runs need "
+            f"{MIN_PAIRS} pairs for this, one for each seed; tenuto ab makes such pairs."
+        ]
+    return []
 
 
 def _describe_spread(runs: Sequence[Run], groups: Sequence[Group]) -> str:
@@ -253,10 +194,18 @@ def _describe_origin(runs: Sequence[Run], groups: Sequence[Group]) -> str:
         "origin unknown": "of unknown origin",
     }
     total = f"{count(len(runs), 'run')}, {_count_all(groups)}: "
+    speeds = {run.setting.sim_speed for run in runs if run.setting.sim_speed} - {1.0}
+    scale = (
+        " A simulated server at speed N sends everything N times as fast as the machine that it simulates "
+        "would: times are real seconds, 1/N of the simulated ones, and loads are real too."
+        if speeds
+        else ""
+    )
     if len(kinds) == 1:
         (kind,) = kinds
-        return total + ("all " if len(runs) > 1 else "") + f"{words[kind]}."
-    return total + ", ".join(f"{number} {words[kind]}" for kind, number in sorted(kinds.items())) + "."
+        return total + ("all " if len(runs) > 1 else "") + f"{words.get(kind, f'on a {kind}')}.{scale}"
+    parts = (f"{number} {words.get(kind, f'on a {kind}')}" for kind, number in sorted(kinds.items()))
+    return total + ", ".join(parts) + f".{scale}"
 
 
 def _count_all(groups: Sequence[Group]) -> str:

@@ -1,7 +1,8 @@
-"""The winner map: per GPU and load the policy with the shortest mean JCT, and its speed-up over stock."""
+"""The winner map: per GPU and load who wins, and by how much."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -10,13 +11,22 @@ from matplotlib.patches import Rectangle
 
 from tenuto.report.html.axes import Looks
 from tenuto.report.html.chart import Chart, Table
-from tenuto.report.html.compare import BASELINE, TIE, Group, Load, Winner, sort_loads, sort_policies
+from tenuto.report.html.colors import LIGHT
+from tenuto.report.html.compare import Group, Load, Winner, sort_loads, sort_policies
+from tenuto.report.html.pairs import ONE_SEED_TIE
 from tenuto.report.html.records import shorten
-from tenuto.report.html.style import LIGHT, NARROW_INCHES, WIDE_INCHES
-from tenuto.report.html.verdict import format_load, format_ratio
+from tenuto.report.html.style import NARROW_INCHES, WIDE_INCHES
+from tenuto.report.html.words import format_load, format_ratio
 
 TIE_INCHES = 0.6
 """What a tie of four needs in a cell, with the word."""
+
+OPEN_INCHES = 0.75
+MAX_RIVALS = 3
+"""Names in the caption of those whom winners are compared with."""
+LIGHTEST, DARKEST = 0.12, 0.5
+FULL_RATIO = 3.0
+"""From this ratio on a square is as dark as it gets, so that text on it can be read."""
 
 Cells = dict[tuple[int, Load], Winner]
 """By the number of the group (one GPU each) and the load."""
@@ -35,6 +45,9 @@ def make_winner_map(groups: Sequence[Group], looks: Looks, name: str) -> Chart |
     loads = sort_loads(load for _, load in cells)
     gpus = [shorten(group.setting.gpu, 20) for group in groups]
 
+    rivals = sorted({shorten(winner.against.other) for winner in cells.values()})[:MAX_RIVALS]
+    has_one_seed = any(winner.against.mean.low is None for winner in cells.values())
+
     def draw(is_narrow: bool) -> Figure:
         return _draw(cells, loads, gpus, looks, is_narrow)
 
@@ -43,17 +56,21 @@ def make_winner_map(groups: Sequence[Group], looks: Looks, name: str) -> Chart |
             gpus[index],
             format_load(load),
             ", ".join(looks[policy].label for policy in winner.policies),
-            "yes" if winner.is_tie else "no",
-            format_ratio(winner.speed_up) if winner.speed_up else "–",
+            "not proved" if winner.is_open else "nobody wins" if winner.is_tie else "wins",
+            format_ratio(winner.speed_up),
+            shorten(winner.against.other),
         )
         for (index, load), winner in cells.items()
     )
     return Chart(
         name,
         "Which policy wins where",
-        "In each square the policy with the shortest mean job completion time and how many times faster than "
-        f"{BASELINE} it is. Dashed: policies within {TIE:.0%} of the best, a tie.",
-        Table(("GPU", "Load", "Best first", "Tie", "Best over stock"), rows),
+        "In each square the policy that wins, and how many times faster than "
+        f"{' or '.join(rivals)} it is: the larger the ratio, the deeper the shade. Dashed: nobody wins, "
+        "as the best are inside the 95 % interval of each other"
+        + (f" (with one seed: within {ONE_SEED_TIE:.0%})" if has_one_seed else "")
+        + (". Dotted: nothing is proved." if any(winner.is_open for winner in cells.values()) else "."),
+        Table(("GPU", "Load", "Best first", "Outcome", "Speed-up", "Over"), rows),
         draw,
     )
 
@@ -108,6 +125,8 @@ def _name_winner(winner: Winner, looks: Looks, room: float | None) -> str:
     if not winner.is_tie:
         best = looks[winner.policies[0]]
         return best.label if room is None else best.key
+    if winner.is_open:
+        return "not proved" if room is None or room > OPEN_INCHES else "?"
     if room is None:
         return "tie"
     keys = "".join(sorted(looks[policy].key for policy in winner.policies))
@@ -115,23 +134,30 @@ def _name_winner(winner: Winner, looks: Looks, room: float | None) -> str:
     return f"tie {keys[:4]}" if room > TIE_INCHES else keys[:4]
 
 
+def get_shade(winner: Winner) -> float:
+    """How opaque a square is: with the logarithm of the ratio."""
+    if winner.is_tie:
+        return LIGHTEST
+    share = min(1.0, math.log(max(1.0, winner.speed_up)) / math.log(FULL_RATIO))
+    return LIGHTEST + share * (DARKEST - LIGHTEST)
+
+
 def _draw_cell(axes: Axes, at: tuple[int, int], winner: Winner, looks: Looks, name: str) -> None:
     x, y = at
     best = looks[winner.policies[0]]
     color = LIGHT["soft"] if winner.is_tie else best.color
+    dashes = (0, (1, 2)) if winner.is_open else (0, (2, 2)) if winner.is_tie else "solid"
     axes.add_patch(
         Rectangle(
-            (x - 0.47, y - 0.44), 0.94, 0.88, facecolor=color, alpha=0.12 if winner.is_tie else 0.24,
+            (x - 0.47, y - 0.44), 0.94, 0.88, facecolor=color, alpha=get_shade(winner),
             gid=f"cell-{x}-{y}", linewidth=0,
         )
     )  # fmt: skip
     axes.add_patch(
         Rectangle(
             (x - 0.47, y - 0.44), 0.94, 0.88, fill=False, edgecolor=color, linewidth=1.2,
-            linestyle=(0, (2, 2)) if winner.is_tie else "solid",
+            linestyle=dashes,
         )
     )  # fmt: skip
-    ratio = (
-        "" if winner.speed_up is None or BASELINE in winner.policies else f"\n{format_ratio(winner.speed_up)}"
-    )
+    ratio = "" if winner.against.other in winner.policies else f"\n{format_ratio(winner.speed_up)}"
     axes.text(x, y, name + ratio, ha="center", va="center", fontsize=8.5, linespacing=1.25)

@@ -12,7 +12,14 @@ from tenuto.core.settings import Options, option
 class TopOptions(Options):
     """All options, checked. Raises ConfigError."""
 
-    url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")
+    urls: tuple[str, ...] = option(
+        MISSING,
+        "a server, e.g. http://localhost:8000. May be repeated. The engines of a router that names them at "
+        "/list_workers are found",
+        flag="--url",
+        metavar="URL",
+        is_repeatable=True,
+    )
     interval_s: float = option(2.0, "seconds between two looks", minimum=0.1)
     window_s: float = option(60.0, "rates and percentiles are over the last S seconds", minimum=0.1)
     once: bool = option(False, "look twice, an interval apart, print one picture and exit")
@@ -22,5 +29,11 @@ class TopOptions(Options):
     def __post_init__(self) -> None:
         """Check them."""
         super().__post_init__()
-        check_url(self.url)
+        for url in self.urls:
+            check_url(url)
         check_api_key(self.api_key)
+
+    @property
+    def where(self) -> str:
+        """The servers, in words."""
+        return ", ".join(self.urls)

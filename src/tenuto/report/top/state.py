@@ -14,6 +14,7 @@ from tenuto.report.top.window import Window
 HIT_SOURCES = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
 TIER_USAGE = {"cpu": "vllm:kv_offload_cpu_cache_usage_perc"}
 TIER_BLOCKS = {"host": "vllm:simple_kv_offload_used_blocks"}
+OWN_TIERS = ("host", "disk")
 
 
 def make_state(window: Window, server: dict[str, str | None]) -> dict[str, Any]:
@@ -197,11 +198,23 @@ def get_tiers(page: Page) -> list[dict[str, Any]]:
     """Tiers below the GPU, as far as the server's connector shows them."""
     shares = [(name, page.total(metric), None) for name, metric in TIER_USAGE.items()]
     blocks = [(name, None, page.total(metric)) for name, metric in TIER_BLOCKS.items()]
+    own = [_get_own_tier(page, name) for name in OWN_TIERS]
+    if any(own):
+        return [each for each in own if each is not None]
     return [
         {"name": name, "used_share": share, "used_blocks": used}
         for name, share, used in (*shares, *blocks)
         if share is not None or used is not None
     ]
+
+
+def _get_own_tier(page: Page, name: str) -> dict[str, Any] | None:
+    """A tier of `tenuto serve --host-gb`; None if the server has none of this name."""
+    size = page.total("tenuto:tier_blocks", tier=name)
+    used = page.total("tenuto:tier_used_blocks", tier=name)
+    if used is None:
+        return None
+    return {"name": name, "used_share": used / size if size else None, "used_blocks": used}
 
 
 def get_policy(window: Window) -> dict[str, float | None]:

@@ -6,7 +6,8 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TextIO
 
 import httpx
@@ -14,7 +15,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from tenuto.client.servers.metrics_page import parse_page
+from tenuto.client.http.address import get_base_url
+from tenuto.client.servers.engines import find_engines
+from tenuto.client.servers.metrics_page import Page, join_pages, parse_page
 from tenuto.core.errors import DataError, TenutoError
 from tenuto.report.top.options import TopOptions
 from tenuto.report.top.screen import WIDTH, make_line, make_screen, make_trouble
@@ -26,25 +29,43 @@ _NUM_HISTORY = 120
 
 
 class Watch:
-    """One server, watched."""
+    """One server, or several together, watched."""
 
-    def __init__(self, client: httpx.Client, url: str, window_s: float) -> None:
+    def __init__(self, clients: Sequence[httpx.Client], window_s: float) -> None:
         self.history: dict[str, deque[float | None]] = {
             name: deque(maxlen=_NUM_HISTORY) for name in ("running", "leased", "hit_ratio")
         }
-        self._client = client
-        self._url = url
+        self._given = tuple(clients)
+        self._clients: tuple[httpx.Client, ...] = ()
         self._window = Window(window_s)
         self._server: dict[str, str | None] | None = None
         self.last_seen_s: float | None = None
 
     def look(self) -> dict[str, Any]:
-        """The state now. Raises httpx.HTTPError if there is no answer, DataError if it is not a server's."""
-        response = self._client.get("/metrics")
-        response.raise_for_status()
-        page = parse_page(response.text, time.time())
+        """The state now. Raises httpx.HTTPError if there is no answer, DataError if it is not a server's.
+
+        Of several servers, those that do not answer are left out; only if none answers, that is an error.
+        """
         if self._server is None:
-            self._server = {"url": self._url, "vllm": self._ask_version()}
+            self._clients = tuple(each for client in self._given for each in _find_servers(client))
+        pages: dict[str, Page] = {}
+        for client in self._clients:
+            try:
+                response = client.get("/metrics")
+                response.raise_for_status()
+            except httpx.HTTPError:
+                if client is self._clients[-1] and not pages:
+                    raise
+                continue
+            pages[client.base_url.netloc.decode()] = parse_page(response.text, time.time())
+        page = next(iter(pages.values())) if len(self._clients) == 1 else join_pages(pages)
+        if self._server is None:
+            self._server = {"vllm": self._ask_version()}
+        self._server["url"] = ", ".join(
+            get_base_url(str(client.base_url))
+            + ("" if client.base_url.netloc.decode() in pages else " (no answer)")
+            for client in self._clients
+        )
         self._window.add(page)
         self.last_seen_s = page.at_s
         state = make_state(self._window, self._server)
@@ -59,20 +80,33 @@ class Watch:
 
     def _ask_version(self) -> str | None:
         try:
-            answer = self._client.get("/version").raise_for_status().json()
+            answer = self._clients[0].get("/version").raise_for_status().json()
         except (httpx.HTTPError, ValueError):
             return None
         version = answer.get("version") if isinstance(answer, dict) else None
         return version if isinstance(version, str) else None
 
 
+def _find_servers(client: httpx.Client) -> list[httpx.Client]:
+    """The client itself, or a client for each engine of the router that it leads to."""
+    return [
+        httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=client.headers, trust_env=False)
+        for url in find_engines(client)
+    ] or [client]
+
+
 def watch(options: TopOptions, out: TextIO | None = None) -> int:
     """Watch until Ctrl-C, or once; returns the exit status. Raises TenutoError if `once` sees no server."""
     out = out or sys.stdout
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    url = options.url.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
-        watched = Watch(client, url, options.window_s)
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(
+                httpx.Client(base_url=get_base_url(url), timeout=TIMEOUT_S, headers=headers, trust_env=False)
+            )
+            for url in options.urls
+        ]
+        watched = Watch(clients, options.window_s)
         if options.once:
             return _show_once(watched, options, out)
         try:
@@ -91,7 +125,7 @@ def _show_once(watched: Watch, options: TopOptions, out: TextIO) -> int:
         time.sleep(options.interval_s)
         state = watched.look()
     except (httpx.HTTPError, DataError) as error:
-        raise TenutoError(explain(error, options.url)) from None
+        raise TenutoError(explain(error, options.where)) from None
     if options.as_json:
         print(json.dumps(state, allow_nan=False), file=out)
     else:
@@ -110,7 +144,9 @@ def _show_live(watched: Watch, options: TopOptions, out: TextIO) -> None:
                 picture = make_screen(state, watched.history)
             else:
                 seen_s = watched.last_seen_s
-                picture = make_trouble(problem, options.url, None if seen_s is None else time.time() - seen_s)
+                picture = make_trouble(
+                    problem, options.where, None if seen_s is None else time.time() - seen_s
+                )
             live.update(picture, refresh=True)
 
         _look_forever(watched, options, show)
@@ -136,7 +172,7 @@ def _look_forever(
             show(watched.look(), "")
         except (httpx.HTTPError, DataError) as error:
             watched.forget_server()
-            show(None, explain(error, options.url))
+            show(None, explain(error, options.where))
         time.sleep(max(0.0, options.interval_s - (time.monotonic() - began_s)))
 
 

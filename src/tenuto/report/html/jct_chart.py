@@ -1,8 +1,7 @@
-"""Charts against load: job completion time, and the speed-up over stock."""
+"""The chart of job completion times against load."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,19 +12,21 @@ from tenuto.report.html.axes import (
     Looks,
     add_legend,
     get_whiskers,
+    label_bars,
     place_load,
     plot,
     set_load_axis,
     set_value_axis,
 )
 from tenuto.report.html.chart import Chart, Table
-from tenuto.report.html.compare import BASELINE, Group, Load, PolicyCell, Spread, sort_loads
-from tenuto.report.html.style import LIGHT, make_panels
-from tenuto.report.html.verdict import format_load, format_ratio, format_seconds
+from tenuto.report.html.compare import Group, PolicyCell, sort_loads
+from tenuto.report.html.style import make_panels
+from tenuto.report.html.words import format_load, format_ratio, format_seconds
 
-SpeedUps = Sequence[tuple[str, Load, Spread]]
+MAX_BANDS = 6
+"""With more policies the bands up to P95 would cover each other."""
 JCT_COLUMNS = (
-    "Policy", "Load", "Seeds", "Jobs", "Mean", "Seeds from – to", "P50", "P95", "P99", "Over stock",
+    "Policy", "Load", "Seeds", "Jobs", "Mean", "Seeds from – to", "P50", "P95", "P99", "Speed-up",
     "TTFT P95", "Prompt tokens hit", "Recomputed", "Loaded", "Preemptions",
 )  # fmt: skip
 
@@ -42,8 +43,9 @@ def make_jct_chart(group: Group, looks: Looks, name: str) -> Chart | None:
         name,
         f"Job completion time{where}",
         "Markers: mean over jobs and seeds, whiskers: lowest and highest seed. "
-        + ("Bars reach" if one_load else "The band reaches")
-        + " from the mean to P95. Lower is better.",
+        + ("Bars reach from the mean to P95. " if one_load else "")
+        + ("The band reaches from the mean to P95. " if not one_load and _has_bands(cells) else "")
+        + "Lower is better.",
         Table(
             JCT_COLUMNS,
             tuple(_make_jct_row(group, cell, looks) for cell in cells),
@@ -52,28 +54,8 @@ def make_jct_chart(group: Group, looks: Looks, name: str) -> Chart | None:
     )
 
 
-def make_speed_up_chart(group: Group, looks: Looks, name: str) -> Chart | None:
-    """Speed-up over stock against load."""
-    found = [
-        (policy, load, speed_up)
-        for policy in group.policies
-        if policy != BASELINE
-        for load in group.loads
-        if (speed_up := group.try_speed_up(policy, load))
-    ]
-    if not found:
-        return None
-    rows = [
-        (looks[policy].label, format_load(load), *map(format_ratio, each)) for policy, load, each in found
-    ]
-    return Chart(
-        name,
-        "How many times faster than stock",
-        "Stock's mean job completion time divided by the policy's, seed by seed: marker at the median seed, "
-        "whiskers to the lowest and highest. Above 1× the policy is faster.",
-        Table(("Policy", "Load", "Median", "Lowest seed", "Highest seed"), tuple(rows)),
-        partial(_draw_speed_ups, found, looks),
-    )
+def _has_bands(cells: Sequence[PolicyCell]) -> bool:
+    return len({cell.policy for cell in cells}) <= MAX_BANDS
 
 
 def _draw_jct_lines(cells: Sequence[PolicyCell], looks: Looks, is_narrow: bool) -> Figure:
@@ -86,14 +68,19 @@ def _draw_jct_lines(cells: Sequence[PolicyCell], looks: Looks, is_narrow: bool) 
         xs = [place_load(cell.load, loads) for cell, _ in points]
         means = [mean.middle for _, mean in points]
         tops = [p95.middle if (p95 := cell.get("p95_s")) else mean.middle for cell, mean in points]
-        axes.fill_between(xs, means, tops, color=look.color, alpha=0.14, linewidth=0, gid=f"band-{look.key}")
-        axes.plot(xs, tops, color=look.color, linewidth=0.8, linestyle=look.dashes, alpha=0.8)
+        if _has_bands(cells):
+            axes.fill_between(
+                xs, means, tops, color=look.color, alpha=0.14, linewidth=0, gid=f"band-{look.key}"
+            )
+            axes.plot(xs, tops, color=look.color, linewidth=0.8, linestyle=look.dashes, alpha=0.8)
+        else:
+            tops = means
         axes.errorbar(
             xs, means, get_whiskers([mean for _, mean in points]),
             color=look.color, linestyle="none", capsize=3, elinewidth=1, gid=f"whiskers-{look.key}",
         )  # fmt: skip
         plot(axes, xs, means, look)
-        values += means + tops
+        values += means + tops + [end for _, mean in points for end in (mean.low, mean.high)]
     set_load_axis(axes, loads)
     set_value_axis(axes, values)
     axes.set_ylabel("job completion time")
@@ -111,41 +98,12 @@ def _draw_jct_bars(cells: Sequence[PolicyCell], looks: Looks, is_narrow: bool) -
         axes.barh(row, top - mean.middle, 0.5, left=mean.middle, color=look.color, alpha=0.25)
         axes.errorbar(mean.middle, row, xerr=get_whiskers([mean]), color=look.color, capsize=3, elinewidth=1)
         plot(axes, [mean.middle], [row], look)
-        tops.append(top)
-    axes.set_yticks(
-        range(len(cells)), [_wrap(looks[cell.policy].label, 14 if is_narrow else 30) for cell in cells]
-    )
-    axes.set_ylim(len(cells) - 0.4, -0.6)
-    axes.grid(visible=False, axis="y")
+        tops += [top, mean.high]
+    label_bars(axes, [looks[cell.policy].label for cell in cells], is_narrow)
     axes.set_xlim(0, max(tops) * 1.06 or 1)
     axes.xaxis.set_major_locator(MaxNLocator(4 if is_narrow else 8))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
     axes.set_xlabel("job completion time: mean, bar to P95")
-    return figure
-
-
-def _draw_speed_ups(found: SpeedUps, looks: Looks, is_narrow: bool) -> Figure:
-    figure, (axes,) = make_panels(1, 3.0, is_narrow=is_narrow)
-    loads = sort_loads(load for _, load, _ in found)
-    for policy in dict.fromkeys(each[0] for each in found):
-        points = [(load, spread) for each, load, spread in found if each == policy]
-        look = looks[policy]
-        xs = [place_load(load, loads) for load, _ in points]
-        middles = [spread.middle for _, spread in points]
-        axes.errorbar(
-            xs, middles, get_whiskers([spread for _, spread in points]),
-            color=look.color, linestyle="none", capsize=3, elinewidth=1, gid=f"whiskers-{look.key}",
-        )  # fmt: skip
-        plot(axes, xs, middles, look)
-    axes.axhline(1, color=LIGHT["p0"], linewidth=1.2)
-    axes.annotate(
-        BASELINE, (1, 1), xycoords=("axes fraction", "data"),
-        textcoords="offset points", xytext=(4, 0), ha="left", va="center",
-    )  # fmt: skip  # Beside the axes: inside, policies as fast as stock lie under it.
-    set_load_axis(axes, loads)
-    set_value_axis(axes, [spread.high for *_, spread in found] + [1.0], "{:g}×".format)
-    axes.set_ylabel("mean JCT of stock / policy")
-    add_legend(figure, looks, is_narrow)
     return figure
 
 
@@ -172,8 +130,3 @@ def _get_share(cell: PolicyCell, field: str) -> str:
     """Tokens of the cell's runs as a share of their prompts'."""
     part, whole = cell.get(field), cell.get("prompt_tokens")
     return f"{part.middle / whole.middle:.1%}" if part and whole and whole.middle else "–"
-
-
-def _wrap(text: str, width: int) -> str:
-    """Break a name at hyphens and spaces, or in the middle where it has none."""
-    return "\n".join(textwrap.wrap(text, width)) or text
