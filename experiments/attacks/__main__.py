@@ -12,15 +12,13 @@ the same on two live servers.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 
 from experiments.attacks.options import add_options, get_attacks, get_scene
-from experiments.attacks.plans import Attack, Scene, is_agent, is_probe, make_say, make_workload
-from experiments.attacks.table import Outcome, show
+from experiments.attacks.plans import Attack, Scene, is_probe, make_say, make_workload
+from experiments.attacks.table import Outcome, make_outcome, show
 from tenuto.core.limits import Limits
-from tenuto.records.metrics import add_up, get_job_times_s, summarise
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation
@@ -46,24 +44,8 @@ def measure(name: str, attack: Attack, policy: str, scene: Scene, limits: Limits
     scheduler = machine.make_scheduler(strict=True)
     workload = make_workload(attack, scene)
     turns = Simulation(scheduler, machine.step_cost, workload, say_hints=make_say(attack)).run()
-    waits_s = summarise(turn.queue_s for turn in turns if is_probe(turn.job))
-    agents = [turn for turn in turns if is_agent(turn.job)]
-    assert waits_s is not None
-    ends_s = [turn.last_token_s or 0.0 for turn in turns]
-    return Outcome(
-        attack=name,
-        policy=policy,
-        mean_s=waits_s.mean,
-        p95_s=waits_s.p95,
-        worst_s=waits_s.max,
-        hits=(add_up(turn.hit_tokens for turn in agents) or 0)
-        / (add_up(turn.reusable_tokens for turn in agents) or 1),
-        job_s=statistics.fmean(get_job_times_s(agents).values()),
-        turn_s=statistics.fmean(
-            end_s - (turn.start_s or 0.0) for turn, end_s in zip(turns, ends_s, strict=True)
-        ),
-        end_s=max(ends_s),
-    )
+    waits_s = (turn.queue_s or 0.0 for turn in turns if is_probe(turn.job))
+    return make_outcome(name, policy, turns, waits_s, lambda turn: turn.start_s)
 
 
 def run(parsed: argparse.Namespace) -> Iterator[Outcome]:

@@ -19,7 +19,6 @@ import json
 import os
 import secrets
 import socket
-import statistics
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,15 +28,14 @@ from pathlib import Path
 import httpx
 
 from experiments.attacks.options import add_options, get_attacks, get_scene
-from experiments.attacks.plans import Attack, Scene, is_agent, is_probe, make_say, make_workload
-from experiments.attacks.table import Outcome, show
+from experiments.attacks.plans import Attack, Scene, is_probe, make_say, make_workload
+from experiments.attacks.table import Outcome, make_outcome, show
 from tenuto.client.http.client import Client
 from tenuto.client.http.prompts import TokenIds
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.load.records import Sending
 from tenuto.client.load.runner import Load
 from tenuto.client.servers.local_server import ServerError, run_server
-from tenuto.records.metrics import add_up, get_job_times_s, summarise
 from tenuto.records.schema import TurnRecord
 from tenuto.workload.turn_driver import TurnDriver
 
@@ -119,28 +117,12 @@ async def attack_server(url: str, attack: Attack, scene: Scene, limit_s: float) 
 
 def measure(name: str, policy: str, records: list[TurnRecord], limit_s: float) -> Outcome:
     """What the probe and the agents had."""
-    probes = [turn for turn in records if is_probe(turn.job)]
-    waits_s = summarise(
+    waits_s = (
         (limit_s if turn.first_token_s is None else turn.first_token_s) - (turn.sent_s or 0.0)
-        for turn in probes
+        for turn in records
+        if is_probe(turn.job)
     )
-    done = [turn for turn in records if turn.status == "ok"]
-    agents = [turn for turn in done if is_agent(turn.job)]
-    assert waits_s is not None
-    return Outcome(
-        attack=name,
-        policy=policy,
-        mean_s=waits_s.mean,
-        p95_s=waits_s.p95,
-        worst_s=waits_s.max,
-        hits=(add_up(turn.hit_tokens for turn in agents) or 0)
-        / (add_up(turn.reusable_tokens for turn in agents) or 1),
-        job_s=statistics.fmean(get_job_times_s(agents).values()),
-        turn_s=statistics.fmean((turn.last_token_s or 0.0) - (turn.first_token_s or 0.0) for turn in done),
-        end_s=max(turn.last_token_s or 0.0 for turn in done),
-        num_failed=sum(turn.status == "failed" for turn in records),
-        num_unfinished=sum(turn.status == "cancelled" for turn in records),
-    )
+    return make_outcome(name, policy, records, waits_s, lambda turn: turn.first_token_s)
 
 
 def run(args: argparse.Namespace) -> Iterator[Outcome]:

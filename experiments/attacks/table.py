@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+
+from experiments.attacks.plans import is_agent
+from tenuto.records.metrics import add_up, get_job_times_s, summarise
+from tenuto.records.schema import TurnRecord
 
 HEAD = (
     "| attack | policy | probe: mean | P95 | worst | worst beside stock's | agents' hits | of those without "
@@ -33,6 +38,34 @@ class Outcome:
     """Turns that failed."""
     num_unfinished: int = 0
     """Turns that were sent and had no answer when the run was ended. Probes count with the time waited."""
+
+
+def make_outcome(
+    attack: str,
+    policy: str,
+    turns: Sequence[TurnRecord],
+    probe_waits_s: Iterable[float],
+    get_served_s: Callable[[TurnRecord], float | None],
+) -> Outcome:
+    """What a run's records say. `get_served_s`: when a turn's service began. Only turns that ended count."""
+    waits_s = summarise(probe_waits_s)
+    assert waits_s is not None
+    done = [turn for turn in turns if turn.status == "ok"]
+    agents = [turn for turn in done if is_agent(turn.job)]
+    return Outcome(
+        attack=attack,
+        policy=policy,
+        mean_s=waits_s.mean,
+        p95_s=waits_s.p95,
+        worst_s=waits_s.max,
+        hits=(add_up(turn.hit_tokens for turn in agents) or 0)
+        / (add_up(turn.reusable_tokens for turn in agents) or 1),
+        job_s=statistics.fmean(get_job_times_s(agents).values()),
+        turn_s=statistics.fmean((turn.last_token_s or 0.0) - (get_served_s(turn) or 0.0) for turn in done),
+        end_s=max(turn.last_token_s or 0.0 for turn in done),
+        num_failed=sum(turn.status == "failed" for turn in turns),
+        num_unfinished=sum(turn.status == "cancelled" for turn in turns),
+    )
 
 
 def show(outcomes: Iterable[Outcome], *, as_json: bool) -> Iterator[str]:

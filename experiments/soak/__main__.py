@@ -8,7 +8,8 @@
 `scheduler` runs episodes on vLLM's real scheduler without workers. With `--out`, each episode becomes one
 JSON line as soon as it ends, and a further run with the same file goes on after those that are there. The
 exit status is 1 if any episode failed. `server` starts `tenuto serve` with a small model on this machine,
-lets random clients and faults loose on it, checks it throughout, and prints a summary in JSON.
+lets random clients and faults loose on it, checks it throughout, and prints a summary in JSON. On a machine
+that does other work too: `--pace 0.2 --threads 1`. Its limits of time follow how busy the machine is.
 """
 
 from __future__ import annotations
@@ -46,11 +47,26 @@ def main() -> int:
     server.add_argument(
         "--cycles", type=int, default=4, help="cycles until the server is ended and started anew"
     )
+    server.add_argument(
+        "--stock-every",
+        type=int,
+        default=4,
+        metavar="N",
+        help="one life in N is stock vLLM, to compare its memory; the second is the first; 0: none",
+    )
+    server.add_argument(
+        "--pace", type=float, default=1.0, help="0.2: clients think five times as long, for a shared machine"
+    )
+    server.add_argument("--threads", type=int, help="threads that compute, default: vLLM's choice")
     server.add_argument("--out", type=Path, help="JSON lines: rests, failures, notes")
     parsed = parser.parse_args()
     if parsed.out is not None:
         parsed.out.parent.mkdir(parents=True, exist_ok=True)
     if parsed.soak == "server":
+        if parsed.pace <= 0 or parsed.hours <= 0 or parsed.cycle_s <= 0 or parsed.cycles < 1:
+            parser.error("--pace, --hours and --cycle-s must be positive, --cycles at least 1")
+        if parsed.stock_every < 0 or (parsed.threads is not None and parsed.threads < 1):
+            parser.error("--stock-every must not be negative, --threads at least 1")
         from experiments.soak.server import run_soak
 
         return run_soak(parsed)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import statistics
+import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 MAX_KEPT = 50
 """Failures that are kept with their texts; further ones are only counted."""
+
+
+MEASURE_EVERY_S = 5.0
+MEASURE_S = 0.03
+"""Processor time of one measurement of the machine: less than a hundredth of a core."""
+NUM_MEASURED = 24
+"""Limits follow the worst of so many measurements, which are two minutes."""
 
 
 @dataclass
@@ -26,6 +35,26 @@ class Book:
     is_down: bool = False
     """Whether the server is being stopped or started: requests may fail then."""
     started_s: float = field(default_factory=time.monotonic)
+
+    slowness: list[float] = field(default_factory=list)
+    """How many times slower than alone this machine ran a piece of work, measured now and then."""
+    _last_slowness: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
+
+    async def measure_slowness(self) -> None:
+        """Measure the machine every few seconds, until it is cancelled."""
+        while True:
+            self.measure_slowness_once()
+            await asyncio.sleep(MEASURE_EVERY_S)
+
+    def measure_slowness_once(self) -> None:
+        """Measure the machine now. It takes some hundredths of a second."""
+        slowness = get_slowness()
+        self.slowness.append(slowness)
+        self._last_slowness.append(slowness)
+
+    def get_slowness(self) -> float:
+        """By how much limits are stretched now: the machine's worst of the last two minutes, at least 1."""
+        return max(1.0, *self._last_slowness) if self._last_slowness else 1.0
 
     def fail(self, what: str, detail: object) -> None:
         """Something went wrong that must not."""
@@ -45,14 +74,35 @@ class Book:
         """Seconds since the soak began."""
         return round(time.monotonic() - self.started_s, 2)
 
+    def say(self, text: str) -> None:
+        """Tell the user, and note it."""
+        print(f"[soak] {self.get_now_s() / 60:.1f} min: {text}", file=sys.stderr, flush=True)
+        self.write({"kind": "note", "text": text})
+
+    def summarise_slowness(self) -> dict[str, float] | None:
+        """How busy other work kept the machine."""
+        return _summarise(self.slowness, "measurements")
+
     def summarise_probe(self) -> dict[str, float] | None:
         """The probe's latencies in seconds."""
-        if len(self.probe_s) < 2:
-            return None
-        ordered = sorted(self.probe_s)
-        return {
-            "requests": len(ordered),
-            "p50": round(statistics.median(ordered), 3),
-            "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 3),
-            "worst": round(ordered[-1], 3),
-        }
+        return _summarise(self.probe_s, "requests")
+
+
+def get_slowness() -> float:
+    """Time that passes in a piece of work, over its processor time. 1: nothing else wants the processor."""
+    started_s, cpu_s = time.monotonic(), time.thread_time()
+    while time.thread_time() - cpu_s < MEASURE_S:
+        pass
+    return (time.monotonic() - started_s) / (time.thread_time() - cpu_s)
+
+
+def _summarise(values: list[float], name: str) -> dict[str, float] | None:
+    if len(values) < 2:
+        return None
+    ordered = sorted(values)
+    return {
+        name: len(ordered),
+        "p50": round(statistics.median(ordered), 3),
+        "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 3),
+        "worst": round(ordered[-1], 3),
+    }

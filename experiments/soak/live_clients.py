@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -18,7 +19,9 @@ from experiments.soak.book import Book
 from tenuto.core.requests.hints import HINT_FIELDS
 
 STALL_S = 120.0
-"""A request that takes longer was lost, or the server stalls."""
+"""A request that takes longer was lost, or the server stalls: on a machine that does nothing else."""
+LOST_S = 900.0
+"""No request is waited for longer."""
 PROBE_EVERY_S = 2.0
 MAX_MESSAGES = 9
 HEADERS = ("x-session-id", "x-claude-code-session-id", "thread-id")
@@ -36,32 +39,43 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
 class Clients:
     """All clients of one server. They work until they are told to pause, and finish what they began."""
 
-    def __init__(self, url: str, rng: random.Random, book: Book) -> None:
+    def __init__(
+        self, url: str, rng: random.Random, book: Book, *, pace: float = 1.0, is_stock: bool = False
+    ) -> None:
+        """`pace` 0.5: all clients think twice as long. `is_stock`: the server has none of Tenuto's calls."""
         self._url, self._rng, self._book = url, rng, book
+        self._pace, self._is_stock = pace, is_stock
         self._port = int(url.rsplit(":", 1)[1])
         self._pausing = asyncio.Event()
         self._num_jobs = 0
         self._http = httpx.AsyncClient(
-            base_url=url, timeout=STALL_S, limits=httpx.Limits(max_connections=None)
+            base_url=url, timeout=LOST_S, limits=httpx.Limits(max_connections=None)
         )
 
     async def work(self, seconds: float) -> None:
-        """Work for so long; returns when every request has been answered or given up."""
+        """Work for so long; returns when every request has been answered or given up.
+
+        If this is cancelled, all clients leave.
+        """
         self._pausing.clear()
         kinds: list[Callable[[], Coroutine[Any, Any, None]]] = [
             self._probe, self._be_agent, self._be_agent, self._be_agent, self._be_agent_without_id,
             self._hoard, self._be_hostile, self._leave_streams, self._use_child, self._send_slowly,
         ]  # fmt: skip
         tasks = [asyncio.create_task(kind()) for kind in kinds]
-        await asyncio.sleep(seconds)
-        self._pausing.set()
-        for task in tasks:
-            try:
-                await asyncio.wait_for(task, STALL_S + 60)
-            except TimeoutError:
-                self._book.fail("client", "a client did not end")
-            except Exception as error:
-                self._book.fail("client", repr(error))
+        try:
+            await asyncio.sleep(seconds)
+            self._pausing.set()
+            for task in tasks:
+                try:
+                    await asyncio.wait_for(task, LOST_S + 60)
+                except TimeoutError:
+                    self._book.fail("client", "a client did not end")
+                except Exception as error:
+                    self._book.fail("client", repr(error))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -76,7 +90,7 @@ class Clients:
             body = {"prompt": [self._rng.randrange(100, 900) for _ in range(4)], "max_tokens": 4}
             if await self._ask("/v1/completions", body, kind="probe") is not None:
                 self._book.probe_s.append(time.monotonic() - started_s)
-            await asyncio.sleep(PROBE_EVERY_S)
+            await self._think(PROBE_EVERY_S)
 
     async def _be_agent(self) -> None:
         while not self._pausing.is_set():
@@ -107,10 +121,12 @@ class Clients:
                 {"role": "assistant", "content": answer["choices"][0]["message"]["content"] or "-"}
             )
             messages.append({"role": "user", "content": self._make_text(25)})
-            await asyncio.sleep(self._rng.expovariate(1.0))
+            await self._think(self._rng.expovariate(1.0))
 
     async def _release(self, job_id: str) -> None:
         """Say that a job is complete, without a turn."""
+        if self._is_stock:
+            return
         self._book.counts["release"] += 1
         try:
             answer = await self._http.post(f"/tenuto/jobs/{job_id}/release")
@@ -127,7 +143,7 @@ class Clients:
             hints = {"job_id": f"hoard-{self._num_jobs}", "tool": "x", "expected_tool_seconds": 31_536_000}
             body = {"prompt": self._make_text(40), "max_tokens": 1, **hints}
             await self._ask("/v1/completions", body, kind="hoarder")
-            await asyncio.sleep(self._rng.expovariate(0.5))
+            await self._think(self._rng.expovariate(0.5))
 
     async def _be_hostile(self) -> None:
         """Absurd hints in sound requests, and bodies that are none."""
@@ -145,7 +161,7 @@ class Clients:
                 data = data[: rng.randrange(len(data))]
             headers = {"content-type": "application/json", "x-session-id": "h" * rng.choice((1, 200, 4000))}
             await self._send("/v1/completions", data, headers, kind="hostile", may_refuse=True)
-            await asyncio.sleep(rng.expovariate(1.0))
+            await self._think(rng.expovariate(1.0))
 
     async def _leave_streams(self) -> None:
         """Clients that go away in the middle of an answer."""
@@ -162,7 +178,7 @@ class Clients:
                             break
             except httpx.HTTPError as error:
                 self._count_error("left", error)
-            await asyncio.sleep(self._rng.expovariate(0.7))
+            await self._think(self._rng.expovariate(0.7))
 
     async def _send_slowly(self) -> None:
         """A client that sends its body piece by piece, and half of the time leaves before its end."""
@@ -180,7 +196,7 @@ class Clients:
                 writer.close()
             except OSError as error:
                 self._count_error("slow senders", error)
-            await asyncio.sleep(rng.expovariate(0.3))
+            await self._think(rng.expovariate(0.3))
 
     async def _use_child(self) -> None:
         """A client in its own process: stopped, continued, and killed in the middle of its answer."""
@@ -210,7 +226,12 @@ class Clients:
             except ProcessLookupError:
                 self._book.counts["clients ended"] += 1
             await child.wait()
-            await asyncio.sleep(rng.expovariate(0.5))
+            await self._think(rng.expovariate(0.5))
+
+    async def _think(self, seconds: float) -> None:
+        """Wait so long at full pace; less if the clients are told to pause."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._pausing.wait(), seconds / self._pace)
 
     # Requests.
 
@@ -228,11 +249,15 @@ class Clients:
     ) -> httpx.Response | None:
         was_down = self._book.is_down
         self._book.counts[kind] += 1
+        started_s = time.monotonic()
         try:
             answer = await self._http.post(path, content=data, headers=headers)
         except httpx.HTTPError as error:
             self._count_error(kind, error, was_down=was_down)
             return None
+        took_s, limit_s = time.monotonic() - started_s, STALL_S * self._book.get_slowness()
+        if took_s > limit_s and not (self._book.is_down or was_down):
+            self._book.fail(f"{kind}: stalled", f"{took_s:.0f} s, more than {limit_s:.0f} s")
         if answer.status_code == 200:
             return answer
         if may_refuse and 400 <= answer.status_code < 500:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from pathlib import Path
+from dataclasses import asdict
 
 import httpx
 
 from experiments.soak.book import Book
+from experiments.soak.live_memory import Rest, get_cpu_s, get_memory_mb
 from tenuto.client.servers.metrics_page import Page, parse_page
 
 EVERY_S = 5.0
 SILENT_S = 60.0
-"""Longest time without an answer of `/metrics`."""
+"""Longest time without an answer of `/metrics`, on a machine that does nothing else."""
 COUNTERS = (
     "tenuto:leases_granted_total",
     "tenuto:leases_ended_total",
@@ -39,13 +40,11 @@ MUST_BE_ZERO = {
 class Watch:
     """Looks at one life of a server, from its start to its end."""
 
-    def __init__(self, url: str, group: int, book: Book) -> None:
-        """`group`: the process group of the server."""
-        self._url, self._group, self._book = url, group, book
+    def __init__(self, url: str, group: int, book: Book, rests: list[Rest]) -> None:
+        """`group`: the process group of the server. `rests` gets one entry per rest of the clients."""
+        self._url, self._group, self._book, self._rests = url, group, book, rests
         self._counts: dict[str, float] = {}
         self._seen_s = time.monotonic()
-        self.rests: list[tuple[float, float]] = []
-        """(hours since the soak began, memory in MB) at each rest of the clients."""
 
     async def run(self) -> None:
         """Look every few seconds, until it is cancelled."""
@@ -54,8 +53,8 @@ class Watch:
                 page = await self._try_read(http)
                 if page is not None:
                     self._check(page)
-                elif not self._book.is_down and time.monotonic() - self._seen_s > SILENT_S:
-                    self._book.fail("metrics", f"no answer for {SILENT_S} s")
+                elif not self._book.is_down and time.monotonic() - self._seen_s > self._get_silent_s():
+                    self._book.fail("metrics", f"no answer for {self._get_silent_s():.0f} s")
                     self._seen_s = time.monotonic()
                 await asyncio.sleep(EVERY_S)
 
@@ -75,9 +74,18 @@ class Watch:
         granted, ended = (page.total(f"tenuto:leases_{name}_total") for name in ("granted", "ended"))
         if granted != ended:
             self._book.fail("rest", f"{granted} leases granted, {ended} ended, none held")
-        memory_mb = get_memory_mb(self._group)
-        self.rests.append((self._book.get_now_s() / 3600, memory_mb))
-        self._book.write({"kind": "rest", "memory_mb": round(memory_mb, 1), "leases": granted})
+        pids = find_processes(self._group)
+        rest = Rest(
+            self._book.get_now_s() / 3600,
+            get_memory_mb(pids),
+            page.total("vllm:request_success_total") or 0.0,
+            get_cpu_s(pids),
+        )
+        self._rests.append(rest)
+        self._book.write({"kind": "rest", **asdict(rest), "leases": granted})
+
+    def _get_silent_s(self) -> float:
+        return SILENT_S * self._book.get_slowness()
 
     async def _try_read(self, http: httpx.AsyncClient) -> Page | None:
         try:
@@ -115,20 +123,6 @@ class Watch:
         return {what: value for what, value in values.items() if value}
 
 
-def get_memory_mb(group: int) -> float:
-    """Resident memory of all processes of a group, in MB."""
-    total_kb = 0
-    for pid in find_processes(group):
-        try:
-            status = Path(f"/proc/{pid}/status").read_text()
-        except OSError:
-            continue
-        total_kb += next(
-            (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")), 0
-        )
-    return total_kb / 1024
-
-
 def find_processes(group: int) -> list[int]:
     """The processes of a group."""
     found = []
@@ -140,12 +134,3 @@ def find_processes(group: int) -> list[int]:
             except ProcessLookupError:
                 continue
     return found
-
-
-def get_slope(points: list[tuple[float, float]]) -> float | None:
-    """Slope of a straight line through points, by least squares; None for fewer than three."""
-    if len(points) < 3:
-        return None
-    mean_x, mean_y = (sum(each[n] for each in points) / len(points) for n in (0, 1))
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else None

@@ -168,7 +168,7 @@ def _run(plan: Plan, num_turns: int, clock: Clock, started_s: float) -> Result:
     if traffic.num_changes:
         apply(scheduler, {"mode": "on"})
     driver = scheduler.driver
-    check_integrity(scheduler.kv_cache_manager.block_pool, driver.leases, idle=True)
+    check_integrity(scheduler.kv_cache_manager.block_pool, driver.leases, pins=driver.pins, idle=True)
     _end_leases(scheduler, clock)
     check_nothing_is_left(scheduler)
     _check_metrics(scheduler)
@@ -235,7 +235,7 @@ def _check(scheduler: Any, *, with_books: bool) -> None:
     if scheduler.settings.mode == "shadow":
         check_integrity(pool)  # leases hold nothing
         return
-    check_integrity(pool, scheduler.driver.leases)
+    check_integrity(pool, scheduler.driver.leases, pins=scheduler.driver.pins)
     if with_books:
         check_books(scheduler)
 
@@ -245,6 +245,8 @@ def _end_leases(scheduler: Any, clock: Clock) -> None:
     for _ in range(1000):
         clock.now_s += DRAIN_S
         if not scheduler.has_requests():
+            # Pinned prefixes stay until somebody needs their blocks.
+            scheduler.driver.pins.drop_all()
             return
         scheduler.schedule()
     raise Failure(f"{len(scheduler.driver.leases)} leases do not end on an idle engine")

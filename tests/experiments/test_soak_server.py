@@ -6,13 +6,17 @@ import os
 import random
 import subprocess
 import sys
+import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from experiments.soak.book import MAX_KEPT, Book
-from experiments.soak.live_watch import Watch, find_processes, get_memory_mb, get_slope
-from experiments.soak.server import _check_log, _check_trace, _prepare_state
+from experiments.soak.live_memory import Life, Rest, compare_growth, get_cpu_s, get_memory_mb, get_slope
+from experiments.soak.live_server import STOCK, check_log, check_trace, get_command, prepare_state
+from experiments.soak.live_watch import Watch, find_processes
+from experiments.soak.server import get_policy
 from tenuto.client.servers.metrics_page import Page, parse_page
 
 SOUND = {
@@ -35,7 +39,7 @@ def make_page(**changes: float) -> Page:
 
 def watch_pages(*pages: Page) -> list[str]:
     book = Book()
-    watch = Watch("http://localhost:1", os.getpgid(0), book)
+    watch = Watch("http://localhost:1", os.getpgid(0), book, [])
     for page in pages:
         watch._check(page)
     return [failure["detail"] for failure in book.failures]
@@ -58,7 +62,7 @@ def test_what_is_wrong_on_the_metrics_page_is_seen(changes: dict[str, float], wo
 
 
 def test_what_is_left_at_a_rest_is_named() -> None:
-    watch = Watch("http://localhost:1", os.getpgid(0), Book())
+    watch = Watch("http://localhost:1", os.getpgid(0), Book(), [])
     left = watch._get_left(make_page(retained_jobs=0, kv_cache_usage_perc=0))
     assert left == {"running requests": 1, "leased blocks": 9}
 
@@ -71,17 +75,66 @@ def test_memory_and_its_slope() -> None:
         assert child.stdout is not None
         child.stdout.readline()
         assert find_processes(child.pid) == [child.pid]
-        assert get_memory_mb(child.pid) > 50
+        assert get_memory_mb([child.pid]) > 50
         child.kill()
+    assert get_memory_mb([child.pid]) == 0
+    used_s = get_cpu_s([os.getpid()])
+    assert 0 < used_s <= time.process_time()
+
+
+def make_life(policy: str, *memory_mb: float) -> Life:
+    return Life(
+        policy, "terminate", 0.0, [Rest(n / 60, mb, 10.0 * n, 30.0 * n) for n, mb in enumerate(memory_mb, 1)]
+    )
+
+
+def test_growth_is_compared_between_the_same_rests() -> None:
+    lives = [
+        make_life("tenuto", 100, 150, 180, 900),
+        make_life(STOCK, 90, 120, 130),
+        make_life("tenuto", 5, 6),
+    ]
+    growth = compare_growth(lives, STOCK)
+    assert growth is not None
+    assert (growth["tenuto_growth_mb"], growth["stock_growth_mb"]) == ([80], [40])
+    assert (growth["rests"], growth["more_mb"], growth["is_leak"]) == (3, 40, False)
+    leak = compare_growth([make_life("tenuto", 100, 200, 300), make_life(STOCK, 100, 120, 130)], STOCK)
+    assert leak is not None
+    assert leak["is_leak"]
+    assert compare_growth(lives[:1], STOCK) is None
+
+
+def test_a_life_is_described_by_its_rests() -> None:
+    told = make_life("tenuto", 100, 160, 160, 160, 160).describe()
+    assert (told["growth_mb"], told["late_mb_per_hour"]) == (60, 0)
+    assert told["mb_per_hour"] > 0
+    assert told["cores"] == pytest.approx(0.5)
+    assert make_life("tenuto").describe()["growth_mb"] is None
+
+
+def test_one_life_in_a_few_is_stock() -> None:
+    lives = [get_policy(number, Namespace(stock_every=4, policy="x")) for number in range(1, 9)]
+    assert lives == ["x", STOCK, "x", "x", "x", STOCK, "x", "x"]
+    assert get_policy(2, Namespace(stock_every=0, policy="x")) == "x"
+    assert "--additional-config" not in get_command("m", Path("f"), STOCK)
+
+
+def test_limits_follow_the_slowness_of_the_machine() -> None:
+    book = Book()
+    assert book.get_slowness() == 1.0
+
+    book.measure_slowness_once()
+    assert len(book.slowness) == 1
+    assert book.get_slowness() >= 1.0
 
 
 def test_damaged_states_must_be_ignored_and_others_taken_up(tmp_path: Path) -> None:
     state, book = tmp_path / "state.json", Book()
-    assert _prepare_state(state, book, random.Random(1)) == ""
+    assert prepare_state(state, book, random.Random(1)) == ""
     said = set()
     for seed in range(20):
         state.write_text("x" * 100)
-        words = _prepare_state(state, book, random.Random(seed))
+        words = prepare_state(state, book, random.Random(seed))
         said.add((words, len(state.read_text())))
     assert said == {("goes on with what", 100), ("is ignored", 80)}
 
@@ -94,9 +147,9 @@ def test_logs_traces_and_the_number_of_failures(tmp_path: Path) -> None:
         "(APIServer pid=1) ERROR 11-22 [async_llm.py:1] EngineDeadError: EngineCore encountered an issue\n"
         "(EngineCore pid=1) ERROR 11-22 [core.py:1] EngineCore died\n"
     )
-    _check_log(log, book)
+    check_log(log, book)
     assert [failure["what"] for failure in book.failures] == ["log"]
-    _check_trace(tmp_path / "none", book)
+    check_trace(tmp_path / "none", book)
     assert book.num_failures == 2
     for _ in range(2 * MAX_KEPT):
         book.fail("x", "y" * 9999)
