@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tenuto.core.policy import Needs
+from tenuto.core.policy import Key, Needs
 from tenuto.core.presets import EngineSettings
 from tenuto.core.step_tokens import ADAPTIVE
 from tenuto.core.types import Decision, EngineView, Keep, Lease, LoadOffer, Release, Turn
+from tenuto.estimators.remaining_work import RemainingWork
 from tenuto.policies.tenuto import Tenuto
 
 
@@ -18,6 +19,31 @@ class FirstJobFirst(Tenuto):
     """Jobs in the order of their arrival, whatever work they still need."""
 
     stretch: float = 0.0
+
+
+@dataclass
+class NoKinds(Tenuto):
+    """All jobs are of one kind."""
+
+    def __post_init__(self) -> None:
+        self._work = RemainingWork(by_kind=False)
+
+
+@dataclass
+class NoPauses(Tenuto):
+    """Only the work of all turns to come counts, however short this turn is."""
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        new_tokens = max(1, turn.num_prompt_tokens - self._contexts.get(turn.job.job_id, 0))
+        place = self._get_place_of(turn.job, self._work.get_work_left(turn.job, float(new_tokens)))
+        return (place, turn.job.job_id, turn.arrival_s)
+
+
+@dataclass
+class NoLookUps(Tenuto):
+    """What a first turn hits in the cache is not known before it starts."""
+
+    needs: ClassVar[Needs] = dataclasses.replace(Tenuto.needs, max_waiting_with_hits=0)
 
 
 @dataclass
@@ -42,7 +68,7 @@ class NoPrice(Tenuto):
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         answer = super().retain(turn, view)
         assert isinstance(answer, Keep)
-        return Keep(view.now_s + self.max_idle_s, value=-self._get_place_of(turn.job))
+        return Keep(view.now_s + self.max_idle_s, value=-self._get_lease_place(turn.job))
 
 
 @dataclass

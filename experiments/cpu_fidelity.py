@@ -36,6 +36,7 @@ from tenuto.core.errors import TenutoError
 from tenuto.core.step_tokens import read_step_tokens
 from tenuto.sim.cost import fit_step_cost, read_observations
 from tenuto.sim.cost.fit import format_fit
+from tenuto.sim.cost.quality import get_errors
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
@@ -131,9 +132,10 @@ def profile(url: str, parsed: argparse.Namespace) -> None:
         url=url, step_tokens=parsed.step_tokens, max_batch=min(8, parsed.seats), max_context=MAX_MODEL_LEN
     )
     run_profile(options, observations)
-    cost = fit_step_cost(*read_observations(observations))
+    steps, transfers = read_observations(observations)
+    cost = fit_step_cost(steps, transfers)
     cost.save(parsed.costs)
-    print(format_fit(cost), flush=True)
+    print(format_fit(cost, get_errors(cost, steps)), flush=True)
 
 
 def make_ab_options(urls: dict[str, str], parsed: argparse.Namespace) -> AbOptions:

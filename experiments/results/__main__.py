@@ -19,10 +19,11 @@ from typing import Any
 
 from experiments.results.figure import draw_options
 from experiments.results.race_tables import format_race
-from experiments.results.rows import OUT, ROOT, TABLES, Row
+from experiments.results.rows import OUT, RACES, ROOT, TABLES, Row
 from experiments.results.runs import Race, begin_with_kept, forget_runs, read_runs
 from experiments.results.screen import write_screen
 from experiments.results.settings import Runs, Step
+from experiments.results.step_cost_table import format_step_costs
 from experiments.results.tables import format_section, put_section
 
 PAGE = ROOT / "docs" / "results.md"
@@ -70,7 +71,10 @@ def main() -> int:
         rows, runs = race.rows, read_runs(path, race.rows)
     if table.is_race:
         runs = drop_unfinished(race, runs)
-        section = format_race(table, rows, runs)
+        if parsed.table == "step-costs":
+            section = format_step_costs(table, RACES, runs)
+        else:
+            section = format_race(table, rows, runs)
     else:
         section = format_section(table, rows, to_plain(runs))
     print(section)

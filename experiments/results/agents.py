@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from experiments.results.mixed import make_mixed
 from experiments.results.row import ROOT, Row
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
@@ -30,6 +31,15 @@ def make_agents(workload: str, loads: Mapping[str, tuple[float, ...]]) -> Iterab
                 yield Row(f"{gpu}, {jps:g}/s, {tier}", setup, load, f"{gpu}, {tier}", column)
 
 
+def make_contexts() -> Iterable[Row]:
+    """Loads that fill the machine: a job takes more work than one of `bfcl`."""
+    for gpu, jps in (("A100-80", 0.3), ("H100", 0.4), ("B200", 0.8)):
+        for host_gb in (0, 200):
+            tier = f"{host_gb} GiB host" if host_gb else "no host tier"
+            load = LoadOptions(workload="bfcl-contexts", jps=jps, window_s=90)
+            yield Row(f"{gpu}, {jps:g}/s, {tier}", Setup(gpu=gpu, host_gb=host_gb), load)
+
+
 def make_weka() -> Iterable[Row]:
     for gpu in ("H200", "B200"):
         for jps in (0.05, 0.2):
@@ -44,10 +54,14 @@ def make_70b() -> Iterable[Row]:
 
 
 def make_ablation() -> Iterable[Row]:
+    """Rows of the published benchmarks, and three that they lack: documents, people, several kinds."""
     wanted = {
         *("H200, 3/s", "H200, 15/s", "A100-40, 3/s"),
         *("H100, 2/s, no host tier", "H100, 2/s, 200 GiB host"),
         *("H100, 1.2/s, no host tier", "H100, 1.2/s, 200 GiB host"),
+        *("40 shared documents, 3/s", "agents and chat, 4/s, 200 GiB host"),
+        "change in the middle, 1.6/s, 200 GiB host",
     }
-    for rows in (make_ab8(), make_agents("swe-bench", SWE_LOADS), make_agents("bfcl", BFCL_LOADS)):
+    agents = (make_ab8(), make_agents("swe-bench", SWE_LOADS), make_agents("bfcl", BFCL_LOADS))
+    for rows in (*agents, make_mixed()):
         yield from (row for row in rows if row.title in wanted)

@@ -58,6 +58,7 @@ def format_race(table: Table, rows: Sequence[Row], runs: Runs) -> str:
             format_details(verdicts, by_row),
             "One size of steps for all rows of this table: mean job time over that of the row's best.",
             format_one_setting(by_row),
+            *([table.notes] if table.notes else []),
         ]
     )
 

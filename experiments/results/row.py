@@ -10,6 +10,7 @@ from experiments.results.settings import Step
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
 
+OURS = ("tenuto", "experiments.ablation:")
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "experiments" / "out"
 
@@ -37,6 +38,8 @@ class Row:
             offload=offload or None,  # type: ignore[arg-type]  # `Setup` checks it
             options=options,
             step_tokens=step,
+            # Users get `tenuto` with the plugin's limits, a bound on waits among them; its rivals have none.
+            limits="plugin" if name.startswith(OURS) else self.setup.limits,
         )
         return setup, dataclasses.replace(self.load, seed=seed)
 
@@ -51,6 +54,10 @@ class Table:
     make_rows: Callable[[], Iterable[Row]]
     steps: Sequence[Step] = (None,)
     """Sizes of steps for each policy. With several, the table is a race: see `race`."""
+    on_screen: bool = True
+    """Whether the page's first screen counts its rows."""
+    notes: str = ""
+    """Markdown after the table: what was published of it, what is not understood."""
 
     @property
     def is_race(self) -> bool:

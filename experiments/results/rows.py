@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from experiments.results.agents import (
+    AB8_LOADS,
     BFCL_LOADS,
     SWE_LOADS,
     make_70b,
     make_ab8,
     make_ablation,
     make_agents,
+    make_contexts,
     make_weka,
 )
 from experiments.results.mixed import make_mixed
+from experiments.results.published import GEN4, format_published
 from experiments.results.row import OUT, ROOT, Row, Table
 from experiments.results.sensitivity import make_sensitivity
 from experiments.results.settings import BOUND, STEPS
+from experiments.results.step_costs import RIVALS, Races, make_step_costs
 
-__all__ = ["DEFAULTS", "FACTORS", "OPTIONS", "OUT", "ROOT", "TABLES", "Row", "Table"]
+__all__ = ["DEFAULTS", "FACTORS", "OPTIONS", "OUT", "RACES", "ROOT", "TABLES", "Row", "Table"]
 
 LAYERED = (
     *("stock", "stock-tuned", "offload-async", "continuum/async", "contextserve/async", "infercept/asked"),
@@ -25,7 +29,10 @@ LAYERED = (
 """With the host tier, where the row has one, also for those whose authors left it out: POLICY/OFFLOAD."""
 RACE = (*LAYERED[:-1], BOUND, "tenuto")
 """The competitors of the tables where everybody stands at its best size of steps, and the bound."""
-FEW = ("stock", "stock-tuned", "continuum/async", "thunderagent/async", "concur/async", "tenuto")
+FEW = (
+    *("stock", "stock-tuned", "continuum/async", "sglang-lpm/async", "thunderagent/async", "concur/async"),
+    "tenuto",
+)
 FACTORS = (0.25, 4.0)
 DEFAULTS = {"stretch": 500.0, "max_idle_s": 600.0, "patience": 4.0}
 """The options of `tenuto`; a test holds them against the policy."""
@@ -33,7 +40,10 @@ OPTIONS = (
     "tenuto",
     *(f"tenuto?{key}={value * factor:g}" for key, value in DEFAULTS.items() for factor in FACTORS),
 )
-PARTS = ("FirstJobFirst", "FullSteps", "NoRetention", "NoPrice", "AnyoneTakes", "NoTier", "AlwaysLoads")
+PARTS = (
+    *("FirstJobFirst", "NoKinds", "NoPauses", "NoLookUps", "FullSteps"),
+    *("NoRetention", "NoPrice", "AnyoneTakes", "NoTier", "AlwaysLoads"),
+)
 
 TABLES = {
     "mixed": Table(
@@ -50,6 +60,7 @@ TABLES = {
         RACE,
         make_ab8,
         STEPS,
+        notes=format_published(AB8_LOADS),
     ),
     "swe-bench": Table(
         "swe-bench, 90 s of arrivals",
@@ -57,26 +68,42 @@ TABLES = {
         RACE,
         lambda: make_agents("swe-bench", SWE_LOADS),
         STEPS,
+        notes=GEN4,
     ),
     "bfcl": Table(
-        "bfcl, 90 s of arrivals", "As before.", RACE, lambda: make_agents("bfcl", BFCL_LOADS), STEPS
+        "bfcl, 90 s of arrivals",
+        "As before.",
+        RACE,
+        lambda: make_agents("bfcl", BFCL_LOADS),
+        STEPS,
+        notes=GEN4,
+    ),
+    "bfcl-contexts": Table(
+        "bfcl, read as contexts, 90 s of arrivals",
+        "`bfcl` reads the paper's tokens per job as the sum over all turns. Here they are those of the last "
+        "context, scaled by 0.4 as in the paper (see [workloads](workloads.md)).",
+        RACE,
+        make_contexts,
+        STEPS,
+        notes=GEN4,
     ),
     "70b": Table("Llama-3.1-70B on 4 H100s, ab8", "200 GiB of host memory.", RACE, make_70b, STEPS),
     "weka": Table(
         "Real Claude Code sessions (Weka), 300 s of arrivals",
         "150 sessions in their order; turns longer than the model's context are left out.",
-        (*FEW[:-1], BOUND, "tenuto"),
+        FEW,
         make_weka,
         STEPS,
     ),
     "sensitivity": Table(
         "Sensitivity: swe-bench on an H100 at 2 jobs/s, 60 s, no host tier",
-        "Hints: `job` the job's id alone, `none` nothing (jobs are recognised by content), `tool-time` the "
-        "true tool time, `wrong` ten times too long and too short in turns; without a word the job's id and "
-        "its last turn. Turns: texts stay, so prompts grow with their number. Chats: people who answer "
-        "after half a minute, with no tool and no hint but the id.",
+        "What changes with the machine, the texts, the hints or the jobs. Hints: `none` (jobs are recognised "
+        "by content), or `wrong` (tool times ten times too long and too short in turns); without a word the "
+        "job's id and its last turn. Turns: texts stay, so prompts grow with their number.",
         FEW,
         make_sensitivity,
+        STEPS,
+        on_screen=False,
     ),
     "options": Table(
         "The options of `tenuto`, a quarter and four times their defaults",
@@ -87,7 +114,9 @@ TABLES = {
     ),
     "ablation": Table(
         "What each part of `tenuto` is worth",
-        "`experiments/ablation.py` has the parts: `FirstJobFirst` orders by arrival, `FullSteps` leaves the "
+        "`experiments/ablation.py` has the parts: `FirstJobFirst` orders by arrival, `NoKinds` "
+        "takes all jobs for alike, `NoPauses` ignores that a turn is short and its job pauses, `NoLookUps` "
+        "what first turns hit, `FullSteps` leaves the "
         "step budget alone, `NoRetention` frees a finished turn, `NoPrice` never gives up a lease for its "
         "tool's time, `AnyoneTakes` lets any turn take any lease, `NoTier` has no host memory, `AlwaysLoads` "
         "waits for every load. The figures beside a part say what the job takes without it.",
@@ -95,3 +124,21 @@ TABLES = {
         make_ablation,
     ),
 }
+
+RACES: Races = {
+    name: table.make_rows
+    for name, table in TABLES.items()
+    if table.on_screen and table.is_race and name not in ("weka", "bfcl-contexts")
+}
+"""The races that run again under other step costs."""
+TABLES["step-costs"] = Table(
+    "If mixed steps cost less or more",
+    "Some rows of each race, under both bounds of what steps cost that mix prefill with decoding (see "
+    "[fidelity](fidelity.md#steps-that-mix-prefill-with-decoding)). `tenuto` with adaptive steps over the "
+    "best other, and over each rival, each at its best size of steps under that cost: the geometric mean of "
+    "the ratios of mean job times, and in brackets the worst row.",
+    (*RIVALS, "tenuto"),
+    lambda: make_step_costs(RACES),
+    STEPS,
+    on_screen=False,
+)

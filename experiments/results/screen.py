@@ -33,7 +33,7 @@ def format_screen() -> str:
     all_runs: dict[str, Runs] = {}
     num_rows = 0
     for name, table in TABLES.items():
-        if table.is_race:
+        if table.is_race and table.on_screen:
             runs = read_records(name)
             titles = [row.title for row in table.make_rows()]
             num_rows += len(titles)

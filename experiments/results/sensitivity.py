@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.generators.agent import agent_jobs
 from tenuto.workload.generators.swe_bench import SWE_BENCH
 from tenuto.workload.load_options import LoadOptions
-from tenuto.workload.schema import Job, Span, TurnSpec
+from tenuto.workload.schema import Job
 
 
 def make_sensitivity() -> Iterable[Row]:
@@ -23,22 +22,17 @@ def make_sensitivity() -> Iterable[Row]:
     yield Row("swe-bench, H100, 2/s", base, swe)
     for share in (0.25, 0.5, 2):
         yield Row(f"KV x {share:g}", dataclasses.replace(base, kv_tokens=int(434_000 * share)), swe)
-    for seats in (16, 32, 64):
+    for seats in (16, 32):
         yield Row(f"{seats} seats", dataclasses.replace(base, max_num_seqs=seats), swe)
-    for tokens in (2048, 16384):
-        yield Row(f"steps of {tokens}", dataclasses.replace(base, max_num_batched_tokens=tokens), swe)
     for factor in (0.5, 2):
         yield Row(f"texts x {factor:g}", base, dataclasses.replace(swe, scale_lengths=factor))
     yield Row("host of 50 GiB", dataclasses.replace(base, host_gb=50), swe)
     yield Row("host of 50 GiB and a disk", dataclasses.replace(base, host_gb=50, disk_gb=1000), swe)
-    for hints in ("job", "none", "tool-time", "wrong"):
+    for hints in ("none", "wrong"):
         yield Row(f"hints: {hints}", base, dataclasses.replace(swe, hints=hints))
-    for num_turns, jps in ((10, 2.0), (20, 0.8), (30, 0.4), (50, 0.15)):
+    for num_turns, jps in ((20, 0.8), (50, 0.15)):
         path = write_trace(f"turns-{num_turns}", make_jobs(jps, num_turns=num_turns))
         yield Row(f"{num_turns} turns, {jps:g}/s", base, LoadOptions(workload=str(path)))
-    for chat_jps in (1.0, 4.0):
-        path = write_trace(f"chats-{chat_jps:g}", [*make_jobs(1.5), *make_chats(chat_jps)])
-        yield Row(f"1.5/s and {chat_jps:g} chats/s", base, LoadOptions(workload=str(path)))
 
 
 def make_jobs(jps: float, *, num_turns: float = SWE_BENCH.turns_mean, seed: int = 42) -> list[Job]:
@@ -53,22 +47,6 @@ def make_jobs(jps: float, *, num_turns: float = SWE_BENCH.turns_mean, seed: int 
         tokens_sd=int(factor**2 * SWE_BENCH.tokens_sd),
     )
     return agent_jobs(family, within(arrival_times("poisson", jps, seed), 60.0), seed)
-
-
-def make_chats(jps: float, *, seed: int = 42) -> list[Job]:
-    """People who chat for 60 s: 1 to 6 turns of some 300 tokens each way, half a minute between them."""
-    jobs = []
-    for n, arrival_s in enumerate(within(arrival_times("poisson", jps, seed + 1), 60.0)):
-        rng = random.Random(f"chat/{seed}/{n}")
-        turns: list[TurnSpec] = []
-        for index in range(num_turns := rng.randint(1, 6)):
-            asked = Span(f"chat-{n}/asked{index}", max(5, round(rng.lognormvariate(5, 1))))
-            prompt = turns[-1].followed_by(asked) if turns else (Span("chat/system", 200), asked)
-            answer = Span(f"chat-{n}/answer{index}", max(5, round(rng.lognormvariate(5.4, 0.7))))
-            is_last = index == num_turns - 1
-            turns.append(TurnSpec(prompt, answer, tool_s=0.0 if is_last else rng.lognormvariate(3.2, 0.6)))
-        jobs.append(Job(f"chat-{n}", arrival_s, tuple(turns)))
-    return jobs
 
 
 def write_trace(name: str, jobs: Sequence[Job]) -> Path:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments.results.rows import Row, Table
+from experiments.results.row import Row, Table
 
 YARDSTICKS = ("unbounded", "clairvoyant")
 TIE = 1.02

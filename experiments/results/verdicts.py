@@ -222,4 +222,4 @@ def get_one_setting(
         if len(each) == len(titles):
             worst = max(each, key=each.__getitem__)
             found[setting] = (math.exp(statistics.fmean(map(math.log, each.values()))), each[worst], worst)
-    return dict(sorted(found.items(), key=lambda each: each[1][0]))
+    return dict(sorted(found.items(), key=lambda each: (each[1][0], str(each[0]))))

@@ -1,0 +1,48 @@
+"""What was published of the rows of `ab8`, and what about their machines is not understood."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.results.tables import format_markdown
+
+PUBLISHED = Path(__file__).parents[1] / "published"
+SYSTEMS = {"stock": "stock", "continuum-fixed": "Continuum prototype", "offload-sync": "LMCache 0.3.7"}
+RIDDLES: Mapping[tuple[str, float], str] = {
+    ("H200", 3): "The prototype took 20.7 s and LMCache 24.3 s where stock took 28.1 s, though nothing is "
+    "evicted there, so all three compute the same. Nothing in the simulator makes such a difference.",
+    ("H100", 6): "One published LMCache job lost its host copies from its sixth turn on. No simulated job "
+    "does.",
+    ("A100-40", 1): "Stock is simulated 2.5 times too slow, and LMCache 2.1 times too fast: the published "
+    "verdict between the two comes out reversed.",
+    ("A100-40", 3): "LMCache is simulated 1.9 times too fast.",
+}
+"""By machine and jobs/s."""
+GEN4 = (
+    "**What is not understood.** On the A100-40, whose link is PCIe Gen4, the published LMCache took 1.5 to "
+    "2.1 times the simulated time, and lost to stock at two of three loads ([fidelity]"
+    "(fidelity.md#what-lmcache-costs)). The rows of A100 and L40S with a host tier may flatter the tier in "
+    "the same way, for every policy that uses it, `tenuto` included."
+)
+
+
+def format_published(loads: Mapping[str, Sequence[float]]) -> str:
+    """The published mean job times of these machines at these jobs/s, and the riddles beside them."""
+    sweeps = [json.loads(path.read_text(encoding="utf-8")) for path in PUBLISHED.glob("ab8_*.json")]
+    by_gpu = {sweep["gpu"]: sweep for sweep in sweeps}
+    lines = []
+    for gpu, jps in ((gpu, jps) for gpu, rates in loads.items() if gpu in by_gpu for jps in rates):
+        place = by_gpu[gpu]["jps"].index(jps)
+        figures = by_gpu[gpu]["avg_duration_s"]
+        cells = [f"{figures[system][place]:.1f}" if system in figures else "–" for system in SYSTEMS]
+        lines.append([f"{gpu}, {jps}/s", *cells, RIDDLES.get((gpu, jps), "")])
+    about = (
+        "As published, on the same machines: mean job time in seconds, with vLLM 0.10.2, synchronous "
+        "scheduling, the default size of steps, and each system as its authors ran it. These systems are "
+        "simulated in [fidelity](fidelity.md#times), beside the same figures. The policies of the table "
+        "above are their rules in today's engine."
+    )
+    heads = ["published, s", *SYSTEMS.values(), "not understood"]
+    return "\n\n".join([about, format_markdown(heads, lines), GEN4])
