@@ -8,6 +8,7 @@ PYTEST_ARGS ?=
 INPUTS ?= 1000000
 TURNS ?= 1000000
 HOURS ?= 2
+SOAK_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/vllm-$(VLLM).txt
@@ -28,12 +29,13 @@ help:
 	@echo "make check           formatting, lint, types and import rules, without vLLM"
 	@echo "make test            all checks and tests, on vLLM $(VLLM) (CPU build)"
 	@echo "make test-vllm       the scheduler tests on one release, for example VLLM=0.33.0"
+	@echo "make test-clients    LiteLLM, LangChain, openai-agents, mini-swe-agent as they are, in an environment of their own"
 	@echo "make test-all-vllm   the vLLM tests on every supported release, each in its own environment"
 	@echo "make docs            the docs site, in build/site; broken links are errors"
 	@echo "make bench           what the scheduler hook costs, as ratios against stock vLLM"
 	@echo "make fuzz            damaged inputs for every parser of what strangers write, INPUTS=1000000"
 	@echo "make soak            random turns and faults through vLLM's scheduler, TURNS=1000000"
-	@echo "make soak-server     clients and faults at a live server, HOURS=2"
+	@echo "make soak-server     clients and faults at a live server, HOURS=2, SOAK_ARGS='--pace 0.2 --threads 1'"
 	@echo "make clean           remove the environments and the demo's files"
 
 $(BIN)/python:
@@ -66,6 +68,14 @@ $(MODEL)/config.json: | $(VENV)/.tenuto-$(VLLM)
 
 demo: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	$(BIN)/python experiments/demo.py --model $(MODEL) $(DEMO_ARGS)
+
+# They leave sockets open at exit, which pytest would report as errors of ours.
+.PHONY: test-clients
+test-clients:
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/python -m pip install --quiet --editable '.[sim,clients]' pytest pytest-timeout
+	$(VENV)-clients/bin/python -m pytest tests/unchanged_clients -W ignore::ResourceWarning \
+	  -W ignore::pytest.PytestUnraisableExceptionWarning -o filterwarnings=default $(PYTEST_ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff format --check .
@@ -116,7 +126,7 @@ soak: $(VENV)/.tenuto-$(VLLM)
 	$(BIN)/python -m experiments.soak scheduler --turns $(TURNS) --workers 2 --out build/soak.jsonl
 
 soak-server: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
-	$(BIN)/python -m experiments.soak server --model $(abspath $(MODEL)) --hours $(HOURS) --out build/soak-server.jsonl
+	$(BIN)/python -m experiments.soak server --model $(abspath $(MODEL)) --hours $(HOURS) --out build/soak-server.jsonl $(SOAK_ARGS)
 
 constraints: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	{ echo "# Every package of the environment that 'make test' and 'make demo' build, pinned (vLLM $(VLLM) for the CPU)."; \

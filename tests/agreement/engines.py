@@ -1,7 +1,8 @@
 """One workload through three engines: vLLM's scheduler without workers, the simulator, the bench.
 
 All get the same KV cache, the same bounds of a step and the same token ids, and the same `TurnDriver` says
-when each turn is sent. In vLLM and in the simulator every step takes one second of virtual time. The bench
+when each turn is sent. In vLLM and in the simulator a step takes as long as a step cost says, by default one
+second of virtual time. The bench
 talks HTTP to the simulated server in real time, so only a workload whose turns run one after the other has
 the same hits there.
 """
@@ -25,8 +26,10 @@ from tenuto.client.http.prompts import Conversation, TokenIds
 from tenuto.client.load import run as run_module
 from tenuto.client.load.options import BenchOptions
 from tenuto.core.requests.hints import make_fields
-from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.machine import Machine, Setup, build
+from tenuto.core.step_tokens import StepTokens
+from tenuto.sim.cost.batch import StepBatch, StepCost
+from tenuto.sim.machine import Machine, build
+from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation
 from tenuto.vllm import compat
 from tenuto.workload import LoadOptions, Workload, make_workload, write_tenuto_jsonl
@@ -49,16 +52,21 @@ class Sizes:
     max_num_batched_tokens: int = 256
     max_num_seqs: int = 16
     policy: str = "stock"
+    step_tokens: StepTokens | None = None
+    gpu: str = "H200"
+    step_cost: str | None = "roofline"
 
     def make_setup(self) -> dict[str, Any]:
         """As the options of `tenuto.sim.machine.Setup`."""
         return {
-            "gpu": "H200",
-            "step_cost": "roofline",
+            "gpu": self.gpu,
+            "step_cost": self.step_cost,
+            "host_gb": 0,
             "kv_tokens": BLOCK_SIZE * self.num_blocks,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_num_seqs": self.max_num_seqs,
             "policy": self.policy,
+            "step_tokens": self.step_tokens,
             "limits": "plugin",
             "async_scheduling": False,  # as the engine beside it
         }
@@ -75,21 +83,28 @@ class VllmRun:
     num_queries: int = 0
     """vLLM's counters of its prefix cache: prompt tokens looked up, and those found."""
     num_hits: int = 0
+    step_tokens: list[int] = field(default_factory=list)
+    """Of each step."""
     stats: Any = None
     """`tenuto.core.stats.DriverStats`."""
 
 
 class OneSecondSteps:
-    """A step cost: every step takes as long as in `run_vllm`."""
+    """A step cost: every step takes one second."""
 
     def seconds(self, batch: StepBatch) -> float:
         return STEP_S
 
 
-def make_simulation(workload: Workload, sizes: Sizes, log: Any = None) -> Simulation:
+ONE_SECOND = OneSecondSteps()
+
+
+def make_simulation(
+    workload: Workload, sizes: Sizes, log: Any = None, cost: StepCost = ONE_SECOND
+) -> Simulation:
     """The simulator of it; its `run()` gives the records of the turns. `log` hears of every decision."""
     machine = build_machine(sizes)
-    return Simulation(machine.make_scheduler(log), OneSecondSteps(), workload, say_hints=say_last)
+    return Simulation(machine.make_scheduler(log), cost, workload, say_hints=say_last)
 
 
 def build_machine(sizes: Sizes) -> Machine:
@@ -102,20 +117,29 @@ def build_machine(sizes: Sizes) -> Machine:
 class _Engine(Engine):
     """Says when a step ends, before what it brings is known."""
 
-    def __init__(self, scheduler: Any, sample: Callable[[str, int], int], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, scheduler: Any, sample: Callable[[str, int], int], on_end: Callable[[Any], None]
+    ) -> None:
         super().__init__(scheduler, sample)
         self._on_end = on_end
 
     def _process(self) -> None:
-        self._on_end()
+        output, _ = self._in_flight[0]
+        self._on_end(output)
         super()._process()
 
 
 class _VllmClient:
-    """Sends a workload to vLLM's scheduler; steps of one second."""
+    """Sends a workload to vLLM's scheduler, one step after the other."""
 
-    def __init__(self, workload: Workload, sizes: Sizes, clock: Any, trace: Path | None) -> None:
-        settings = {"policy": sizes.policy} | ({} if trace is None else {"trace": str(trace)})
+    def __init__(
+        self, workload: Workload, sizes: Sizes, clock: Any, trace: Path | None, cost: StepCost
+    ) -> None:
+        settings: dict[str, Any] = {"policy": sizes.policy}
+        settings |= {} if trace is None else {"trace": str(trace)}
+        if sizes.step_tokens is not None:
+            settings["step_tokens"] = sizes.step_tokens
+        self._cost = cost
         config = make_config(
             tenuto=settings,
             max_num_seqs=sizes.max_num_seqs,
@@ -149,12 +173,24 @@ class _VllmClient:
         self._scheduler.shutdown()
         return self.run_record
 
-    def _end_step(self) -> None:
+    def _end_step(self, output: Any) -> None:
         """Send what is due while the step runs."""
-        self._now_s += STEP_S
+        self._now_s += self._cost.seconds(self._make_batch(output)) or STEP_S
         while self._due and self._due[0][0] < self._now_s:
             self._send(heapq.heappop(self._due)[2])
         self._set_clock(self._now_s)
+
+    def _make_batch(self, output: Any) -> StepBatch:
+        """What a scheduled step computes. vLLM counts its tokens as computed by now."""
+        prefills, decodes = [], []
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            context = self._scheduler.requests[request_id].num_computed_tokens - num_tokens
+            if num_tokens == 1:
+                decodes.append(context)
+            else:
+                prefills.append((num_tokens, context))
+        self.run_record.step_tokens.append(output.total_num_scheduled_tokens)
+        return StepBatch.of(prefills, decodes)
 
     def _set_clock(self, now_s: float) -> None:
         self._clock.now_s = self._start_s + now_s
@@ -218,9 +254,15 @@ class _VllmClient:
             self._plan(self._turn_driver.on_finished(job.job_id, index, self._now_s))
 
 
-def run_vllm(workload: Workload, sizes: Sizes, clock: Any, trace: Path | None = None) -> VllmRun:
+def run_vllm(
+    workload: Workload,
+    sizes: Sizes,
+    clock: Any,
+    trace: Path | None = None,
+    cost: StepCost = ONE_SECOND,
+) -> VllmRun:
     """Run it through vLLM's scheduler; `clock` stands in for the scheduler module's `time`."""
-    return _VllmClient(workload, sizes, clock, trace).run()
+    return _VllmClient(workload, sizes, clock, trace, cost).run()
 
 
 @dataclass(frozen=True)

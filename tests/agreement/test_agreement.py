@@ -11,13 +11,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tenuto.core.step_tokens import StepTokens
 from tenuto.records.metrics import get_job_times_s, summarise
 from tenuto.records.schema import TurnRecord
 from tenuto.records.writer import RunFiles
 from tenuto.report.diagnosis.run import analyze
+from tenuto.sim.cost.batch import StepBatch
 from tenuto.workload import Workload
 from tests.agreement.engines import BLOCK_SIZE, Sizes, make_simulation, run_bench, run_vllm, serve_simulated
-from tests.agreement.workloads import make_crowd, make_serial
+from tests.agreement.workloads import make_busy, make_crowd, make_serial
 from tests.client.conftest import read_lines
 from tests.vllm.conftest import Clock, clock  # noqa: F401
 
@@ -65,6 +67,40 @@ def test_vllm_and_the_simulator_agree_under_a_policy(policy: str, clock: Clock) 
     assert stats.num_leases_granted == real.stats.num_leases_granted
     # Continuum retains nothing where no tool is named.
     assert bool(stats.num_leases_granted) == (policy == "tenuto")
+
+
+class Mixed:
+    """Step times of a slow engine, in which the size of steps matters."""
+
+    def seconds(self, batch: StepBatch) -> float:
+        num_decodes, num_tokens = batch.num_decodes, batch.num_prefill_tokens
+        return (
+            0.03 * bool(num_decodes + num_tokens)
+            + 0.0012 * num_tokens
+            + 1e-7 * batch.num_prefill_pairs
+            + 0.003 * num_decodes
+        )
+
+
+@pytest.mark.parametrize(("policy", "size"), [("stock", "adaptive"), ("tenuto", "adaptive"), ("stock", 256)])
+def test_vllm_and_the_simulator_take_steps_of_the_same_size(
+    policy: str,
+    size: StepTokens,
+    clock: Clock,  # noqa: F811
+) -> None:
+    """The chooser learns from the steps of each engine, and chooses the same."""
+    sizes = Sizes(num_blocks=2001, max_num_batched_tokens=2048, policy=policy, step_tokens=size)
+    real = run_vllm(make_busy(), sizes, clock, cost=Mixed())
+    turns = make_simulation(make_busy(), sizes, cost=Mixed()).run()
+    assert by_turn(turns, "last_token_s") == pytest.approx(real.finish_s)
+    most = max(real.step_tokens)
+    if size == 256:
+        assert most == 256
+    else:
+        # It tries the whole budget, and then also takes smaller steps than there are tokens.
+        assert most == 2048
+        whole = Sizes(num_blocks=2001, max_num_batched_tokens=2048, policy=policy, step_tokens=2048)
+        assert real.step_tokens != run_vllm(make_busy(), whole, clock, cost=Mixed()).step_tokens
 
 
 def test_the_bench_sees_what_vllm_does(

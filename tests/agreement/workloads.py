@@ -48,3 +48,9 @@ def make_crowd() -> Workload:
     """Six jobs close together, whose answers grow until the KV cache is full: turns are preempted."""
     turns = [(90, 60), (33, 80), (47, 30)]
     return Workload("crowd", tuple(make_job(f"job{n}", 2.5 * n, turns) for n in range(6)))
+
+
+def make_busy() -> Workload:
+    """Twelve jobs whose long prompts arrive while others decode, so that the size of steps matters."""
+    turns = [(900, 40), (300, 60), (500, 40), (200, 30)]
+    return Workload("busy", tuple(make_job(f"job{n}", 0.7 * n, turns) for n in range(12)))

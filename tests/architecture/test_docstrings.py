@@ -9,7 +9,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "tenuto"
 FILES = [
-    path for room in ("core", "estimators", "policies") for path in sorted((PACKAGE / room).rglob("*.py"))
+    path
+    for room in ("core", "estimators", "policies", "routers")
+    for path in sorted((PACKAGE / room).rglob("*.py"))
 ]
 
 

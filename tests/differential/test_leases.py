@@ -112,6 +112,8 @@ def test_same_decisions_as_the_plugin(name: str, depth: int, clock: Clock) -> No
     setup, policy, options = CASES[name]
     setup = replace(setup, depth=depth)
     drivers = [run(*make_sides(setup, policy, options), clock, seed) for seed in (1, 2)]
+    if any(setup.windows):
+        assert sum(driver.stats.num_prefixes_pinned for driver in drivers) > 0
     num_ended = {why: sum(driver.stats.num_leases_ended[why] for driver in drivers) for why in LeaseEnd}
     if policy == KEEP_ALL:
         num_late = num_ended[LeaseEnd.EXPIRED] + num_ended[LeaseEnd.TIME_LIMIT]

@@ -23,6 +23,8 @@ from tests.client.fake_server import FakeServer, Reply, Request
 
 pytestmark = pytest.mark.slow
 
+MEASURED = (0, 3)
+"""Exit statuses of a bench with all answers; 3: this machine was too busy for good figures."""
 CHAT = {"model": "fake", "prompt": [1, 2, 3] * 20, "max_tokens": 4, "stream": True}
 
 
@@ -185,7 +187,7 @@ def test_a_replay_has_the_recorded_lengths(tmp_path: Path, trace: Path, loop: st
     out = tmp_path / "recorded.jsonl"
     first, second = FakeServer(), FakeServer()
     with fake_server(first) as server, recorder(server, out) as (process, url):
-        assert main(["bench", "--url", url, "--workload", str(trace), "--run-id", "r"]) == 0
+        assert main(["bench", "--url", url, "--workload", str(trace), "--run-id", "r"]) in MEASURED
         assert end(process)[0] == 0
     with fake_server(second) as server:
         assert main(["replay", str(out), "--url", server, "--run-id", "again", "--loop", loop]) == 0
@@ -204,7 +206,7 @@ def test_replays_hit_what_the_recorded_run_hit(tmp_path: Path, trace: Path, caps
     out = tmp_path / "recorded.jsonl"
     first, second = FakeServer(), FakeServer()
     with fake_server(first) as server, recorder(server, out) as (process, url):
-        assert main(["bench", "--url", url, "--workload", str(trace), "--run-id", "r"]) == 0
+        assert main(["bench", "--url", url, "--workload", str(trace), "--run-id", "r"]) in MEASURED
         assert end(process)[0] == 0
     with fake_server(second) as server:
         assert main(["replay", str(out), "--url", server, "--run-id", "again"]) == 0

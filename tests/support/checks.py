@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from tenuto.core.errors import IntegrityError
 from tenuto.core.leases import LeaseTable
 
 
-def check_integrity(pool: Any, leases: LeaseTable | None = None, *, idle: bool = False) -> None:
+def check_integrity(
+    pool: Any, leases: LeaseTable | None = None, *, pins: Iterable[list[Any]] = (), idle: bool = False
+) -> None:
     """Check a block pool's invariants, ours or vLLM's. O(blocks).
 
     Free + referenced = total; in the free queue exactly with ref count 0; no block twice;
-    every leased block referenced. With `idle` (no request anywhere) also: only leases hold
-    anything. Raises IntegrityError naming the first block that is wrong.
+    every leased or pinned block referenced. With `idle` (no request anywhere) also: only leases and pins
+    hold anything. Raises IntegrityError naming the first block that is wrong.
     """
     free = pool.free_block_queue.get_all_free_blocks()
     free_ids = [block.block_id for block in free]
@@ -33,37 +36,43 @@ def check_integrity(pool: Any, leases: LeaseTable | None = None, *, idle: bool =
         if (block.ref_cnt == 0) != (block.block_id in in_queue):
             raise IntegrityError(f"{block} is free or in use, but not both counts say so")
     if leases is not None:
-        _check_leases(pool, leases, idle)
+        pins = list(pins)
+        _check_leases(pool, leases, pins, idle)
         if hasattr(pool, "get_usage"):
-            _check_usage(pool, leases)
+            _check_usage(pool, leases, pins)
 
 
-def count_idle_leased_blocks(pool: Any, leases: LeaseTable) -> int:
-    """Blocks that leases hold and nothing else does, counted one by one."""
-    held = Counter(block.block_id for lease in leases for block in lease.blocks)
+def count_idle_leased_blocks(pool: Any, leases: LeaseTable, pins: Iterable[list[Any]] = ()) -> int:
+    """Blocks that leases and pins hold and nothing else does, counted one by one."""
+    held = _count_held(leases, pins)
     return sum(block.ref_cnt == held[block.block_id] > 0 for block in pool.blocks)
 
 
-def _check_usage(pool: Any, leases: LeaseTable) -> None:
+def _count_held(leases: LeaseTable, pins: Iterable[list[Any]]) -> Counter[int]:
+    lists = [*(lease.blocks for lease in leases), *pins]
+    return Counter(block.block_id for blocks in lists for block in blocks)
+
+
+def _check_usage(pool: Any, leases: LeaseTable, pins: list[list[Any]]) -> None:
     """The reported usage counts the blocks that something else than leases holds."""
     num_blocks = sum(not block.is_null for block in pool.blocks)
-    num_used = num_blocks - pool.free_block_queue.num_free_blocks - count_idle_leased_blocks(pool, leases)
+    num_used = num_blocks - pool.free_block_queue.num_free_blocks
+    num_used -= count_idle_leased_blocks(pool, leases, pins)
     if abs(pool.get_usage() - num_used / num_blocks) > 1e-9:
         raise IntegrityError(f"usage {pool.get_usage()}, but {num_used} of {num_blocks} blocks are used")
 
 
-def _check_leases(pool: Any, leases: LeaseTable, idle: bool) -> None:
-    held: Counter[int] = Counter()
-    for lease in leases:
-        held.update(block.block_id for block in lease.blocks)
-    if held.total() != leases.num_blocks:
-        raise IntegrityError(f"leases cover {held.total()} blocks, counted {leases.num_blocks}")
+def _check_leases(pool: Any, leases: LeaseTable, pins: list[list[Any]], idle: bool) -> None:
+    num_leased = sum(len(lease.blocks) for lease in leases)
+    if num_leased != leases.num_blocks:
+        raise IntegrityError(f"leases cover {num_leased} blocks, counted {leases.num_blocks}")
+    held = _count_held(leases, pins)
     for block in pool.blocks:
         references = held[block.block_id]
         if block.is_null:
             continue
         if block.ref_cnt < references or (idle and block.ref_cnt != references):
-            raise IntegrityError(f"{block}: {references} leases hold it")
+            raise IntegrityError(f"{block}: {references} leases and pins hold it")
 
 
 def _check_tenants(driver: Any) -> None:
@@ -107,7 +116,7 @@ def check_books(scheduler: Any) -> None:
         if lease.job_id not in jobs or not (lease.next_turn_id is None or lease.next_turn_id in turns):
             raise IntegrityError(f"the lease of {lease.job_id!r} waits for a turn that is gone")
     _check_tenants(driver)
-    leased = {block.block_id for lease in driver.leases for block in lease.blocks}
+    leased = _count_held(driver.leases, driver.pins)
     if len(leased) != driver.get_num_leased_blocks():
         raise IntegrityError(f"{len(leased)} blocks leased, counted {driver.get_num_leased_blocks()}")
     stats = driver.stats
@@ -134,5 +143,5 @@ def check_nothing_is_left(scheduler: Any) -> None:
     }
     if any(left.values()) or scheduler.has_requests():
         raise IntegrityError(f"something is left: { ({name: n for name, n in left.items() if n}) }")
-    check_integrity(pool, driver.leases, idle=True)
+    check_integrity(pool, driver.leases, pins=driver.pins, idle=True)
     check_books(scheduler)

@@ -16,8 +16,8 @@ from tenuto.sim.kv.segments import Extent
 def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
     """Check the invariants of the KV cache, its block tables and leases; O(extents), for tests and debugging.
 
-    Free + referenced = total; references = tables and leases that hold a block; in the free queue exactly
-    without references. With `idle` also: no request is left.
+    Free + referenced = total; references = tables, leases and pins that hold a block; in the free queue
+    exactly without references. With `idle` also: no request is left.
     Raises IntegrityError naming what is wrong.
     """
     pool, state = scheduler.kv.pool, scheduler.state
@@ -35,6 +35,7 @@ def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
         raise IntegrityError(
             f"leases cover {num_blocks} blocks, counted {scheduler.driver.leases.num_blocks}"
         )
+    held += scheduler.driver.pins
     leased = _count(held)
     if _count_blocks(leased) != pool.num_leased_blocks or any(
         extent.num_holds != num_holds for extent, num_holds in leased.items()

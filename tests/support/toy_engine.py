@@ -192,6 +192,12 @@ class ToyEngine:
         max_blocks = (len(turn.tokens) - 1) // self.block_size
         return get_hit_blocks(turn.hashes, self.pool.get_cached_block, max_blocks)
 
+    def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[list[Block], int]:
+        turn = self.turns[turn_id]
+        max_blocks = max_tokens // self.block_size
+        blocks = get_hit_blocks(turn.hashes, self.pool.get_cached_block, max_blocks)
+        return blocks, len(blocks) * self.block_size
+
     def count_common_tokens(self, blocks: list[Block], hashes: Sequence[Hashable]) -> int:
         num_common = 0
         for block, block_hash in zip(blocks, hashes, strict=False):
@@ -223,7 +229,10 @@ class ToyEngine:
         self.coverage.remove(self.get_block_ids(blocks))
         self.pool.free(reversed(blocks))
 
-    def store(self, blocks) -> None:
+    def end_job(self, job_id: str) -> None:
+        pass
+
+    def store(self, blocks, turn=None) -> None:
         self.stored.append([block.block_id for block in blocks])
 
     def get_num_cached_tokens(self, turn_id: str) -> int:
