@@ -8,9 +8,19 @@ from dataclasses import dataclass, field
 import pytest
 
 from tenuto.core.errors import PolicyError
-from tenuto.core.routing.dispatcher import Arrival, Dispatcher, FleetLimits, Sending
+from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
 from tenuto.core.routing.router import Router
-from tenuto.core.routing.types import EngineInfo, FleetView, Hold, Part, Route, RoutedTurn, Send
+from tenuto.core.routing.types import (
+    Arrival,
+    EngineInfo,
+    FleetView,
+    Hold,
+    Part,
+    Route,
+    RoutedTurn,
+    Send,
+    Sending,
+)
 
 
 @dataclass

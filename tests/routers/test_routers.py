@@ -9,10 +9,11 @@ import pytest
 
 from tenuto.core.errors import ConfigError, PolicyError
 from tenuto.core.routing.check import check_router
-from tenuto.core.routing.dispatcher import Arrival, Dispatcher
+from tenuto.core.routing.dispatcher import Dispatcher
 from tenuto.core.routing.loader import get_router_name, get_router_names, load_router
 from tenuto.core.routing.router import Router
 from tenuto.core.routing.types import (
+    Arrival,
     EngineInfo,
     EngineMetrics,
     EngineSeen,

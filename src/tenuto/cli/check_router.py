@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import MISSING, dataclass
+from collections.abc import Mapping
+from typing import Any
 
+from tenuto.cli.checks import CheckOptions, run_check
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
-from tenuto.core.errors import PolicyError
-from tenuto.core.settings import Options, option, parse_policy_options
 
 _DESCRIPTION = """\
 Check a router: the names, arguments and answers of its hooks on a small fleet whose engines join, drain and
@@ -23,34 +22,16 @@ examples:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckRouterOptions(Options):
-    """All options."""
-
-    router: str = option(
-        MISSING,
-        "file.py:Class, my.module:Class, or a router's name (see docs/fleet.md)",
-        metavar="ROUTER",
-        is_positional=True,
-    )
-    options: tuple[str, ...] = option(
-        (), "a router's option; may be repeated", flag="--option", metavar="KEY=VALUE", is_repeatable=True
-    )
-
-
 def run(given: Given) -> int:
     """Check a router."""
+    return run_check(given, _check)
+
+
+def _check(name: str, options: Mapping[str, Any]) -> None:
     from tenuto.core.routing.check import check_router
     from tenuto.core.routing.loader import load_router
 
-    options = given.read(CheckRouterOptions)
-    try:
-        check_router(load_router(options.router, parse_policy_options(options.options, options.router)))
-    except PolicyError as error:
-        print(f"{options.router}: {error}", file=sys.stderr)
-        return 1
-    print(f"{options.router}: nothing is wrong")
-    return 0
+    check_router(load_router(name, options))
 
 
-COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(CheckRouterOptions),), run)
+COMMAND = Command(_DESCRIPTION, _EXAMPLES, (Part(CheckOptions),), run)

@@ -11,9 +11,19 @@ from collections.abc import Mapping
 
 from tenuto.core.errors import PolicyError
 from tenuto.core.policy_caller import to_json
-from tenuto.core.routing.dispatcher import Arrival, Dispatcher, Sending, check_route
+from tenuto.core.routing.dispatcher import Dispatcher
 from tenuto.core.routing.router import HOOKS, Router
-from tenuto.core.routing.types import EngineInfo, EngineMetrics, FleetView, Part, Route, RoutedTurn
+from tenuto.core.routing.router_caller import check_route
+from tenuto.core.routing.types import (
+    Arrival,
+    EngineInfo,
+    EngineMetrics,
+    FleetView,
+    Part,
+    Route,
+    RoutedTurn,
+    Sending,
+)
 
 NUM_JOBS, NUM_TURNS = 24, 4
 SYSTEM = Part("system", 400)

@@ -5,37 +5,33 @@
                 hold      fail, or the engine dies: the turn is routed again
 
 Whoever carries the turns tells what happened, and gets back which turns to send where. A turn is sent to one
-engine at a time and ends once. The router is code from outside: if it raises, or names an engine that is not
-there, the turn goes to its job's engine, or else to the engine with the fewest open turns. No clock here.
+engine at a time and ends once. `RouterCaller` sees to it that there is an answer whatever the router does. No
+clock here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-from tenuto.core.errors import PolicyError
-from tenuto.core.policy_caller import DecisionLog, is_key, to_json
+from tenuto.core.policy import Key
+from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.routing.books import Contents, Engines, HeldTurns, JobBook, Jobs
-from tenuto.core.routing.router import Router, get_least_loaded
+from tenuto.core.routing.router import Router
+from tenuto.core.routing.router_caller import RouterCaller
 from tenuto.core.routing.types import (
     NO_TOKENS,
     AnsweredTurn,
+    Arrival,
     EngineInfo,
     EngineMetrics,
     FleetView,
     Hold,
-    Part,
     RoutedTurn,
     Send,
+    Sending,
 )
 from tenuto.core.settings import setting
-
-logger = logging.getLogger("tenuto")
 
 
 @dataclass(frozen=True)
@@ -47,29 +43,6 @@ class FleetLimits:
     max_idle_jobs: int = setting(
         100_000, "jobs remembered between turns; of more, the one idle for longest is forgotten", minimum=1
     )
-
-
-class Arrival(NamedTuple):
-    """A turn that came in, as the client sent it."""
-
-    turn_id: str
-    """Not that of any other turn that is open."""
-    job_id: str | None
-    num_prompt_tokens: int
-    parts: Sequence[Part] = ()
-    parent: str | None = None
-    tenant: str | None = None
-    cached_tokens: Mapping[str, int] = NO_TOKENS
-
-
-class Sending(NamedTuple):
-    """Send this turn to this engine now."""
-
-    turn_id: str
-    engine: str
-    copy_from: str | None = None
-    """The engine whose KV of the job is copied there first; only if the fleet can copy."""
-    num_copied_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -114,18 +87,16 @@ class Dispatcher:
         self.router = router
         self.limits = limits or FleetLimits()
         self.stats = DispatchStats()
-        self.faults: Counter[str] = Counter()
-        """How often each hook failed."""
         self.engines = Engines()
+        self._caller = RouterCaller(router, log, strict=strict)
+        self.faults = self._caller.faults
+        """How often each hook failed."""
         self._copy_token_s = copy_token_s
-        self._log = log
-        self._strict = strict
         self._jobs = Jobs(self.limits.max_idle_jobs)
         self._contents = Contents()
         self._turns: dict[str, _Open] = {}
         self._held = HeldTurns()
         self._num_unnamed = 0
-        self._stock = Router()
 
     @property
     def num_held(self) -> int:
@@ -137,13 +108,13 @@ class Dispatcher:
     def join(self, info: EngineInfo, now_s: float) -> list[Sending]:
         """An engine takes turns from now on."""
         seen = self.engines.join(info)
-        self._tell("on_engine_joined", seen, now_s)
+        self._caller.tell("on_engine_joined", seen, now_s)
         return self._send_held(now_s)
 
     def drain(self, name: str, now_s: float) -> None:
         """An engine takes no more turns; those that are open there go on."""
         self.engines.drain(name)
-        self._tell("on_engine_left", name, now_s)
+        self._caller.tell("on_engine_left", name, now_s)
 
     def die(self, name: str, now_s: float) -> list[Sending]:
         """An engine is gone: the turns that were open there are sent elsewhere, each once."""
@@ -152,7 +123,7 @@ class Dispatcher:
         was_ready = name in self.engines.ready
         self.engines.remove(name)
         if was_ready:
-            self._tell("on_engine_left", name, now_s)
+            self._caller.tell("on_engine_left", name, now_s)
         lost = [turn_id for turn_id, one in self._turns.items() if one.engine == name]
         return [sending for turn_id in lost for sending in self.fail(turn_id, now_s)]
 
@@ -195,7 +166,7 @@ class Dispatcher:
             return
         one.first_token_s = now_s
         self.engines.add(one.engine, 0, -1, -one.turn.num_prompt_tokens)
-        self._tell("on_first_token", one.turn, one.engine, now_s)
+        self._caller.tell("on_first_token", one.turn, one.engine, now_s)
 
     def finish(
         self,
@@ -216,7 +187,7 @@ class Dispatcher:
         job = self._jobs.get(turn.job_id)
         if job is not None:
             job.num_context_tokens = turn.num_prompt_tokens + num_output_tokens
-        self._tell(
+        self._caller.tell(
             "on_turn_answered",
             AnsweredTurn(
                 turn, engine, one.sent_s, one.first_token_s, num_output_tokens, num_hit_tokens, is_last
@@ -233,7 +204,7 @@ class Dispatcher:
             return []
         engine, was = one.engine, one.turn
         self._leave_engine(one)
-        self._tell("on_turn_failed", was, engine, now_s)
+        self._caller.tell("on_turn_failed", was, engine, now_s)
         job = self._jobs.get(was.job_id)
         one.engine, one.first_token_s = None, None
         one.turn = dataclasses.replace(
@@ -251,7 +222,7 @@ class Dispatcher:
         self._held.remove(turn_id)
         if one.engine is not None:
             self._leave_engine(one)
-            self._tell("on_turn_failed", one.turn, one.engine, now_s)
+            self._caller.tell("on_turn_failed", one.turn, one.engine, now_s)
         self._close(one.turn.job_id, now_s, ended=False)
         return self._send_held(now_s)
 
@@ -286,14 +257,14 @@ class Dispatcher:
         if engine != turn.engine:  # it changed while the turn was held
             turn = dataclasses.replace(turn, engine=engine)
         fleet = FleetView(now_s, self.engines.ready, self._copy_token_s)
-        answer = self._ask_route(turn, fleet)
+        answer = self._caller.ask_route(turn, fleet)
         if isinstance(answer, Hold):
             if not is_held:
-                self._hold(turn, self._ask_held_key(turn, now_s))
+                self._hold(turn, self._caller.ask_held_key(turn, now_s))
             return None
         return self._send(turn, answer, now_s)
 
-    def _hold(self, turn: RoutedTurn, key: tuple[float | int | str, ...]) -> None:
+    def _hold(self, turn: RoutedTurn, key: Key) -> None:
         self.stats.num_held += turn.turn_id not in self._held
         self._held.add(turn, key)
 
@@ -314,7 +285,7 @@ class Dispatcher:
             if answer.copy_from is not None and self._copy_token_s is not None:
                 copy_from, num_copied = answer.copy_from, turn.num_context_tokens
                 self.stats.num_copied_tokens += num_copied
-        self._tell("on_turn_sent", turn, name, now_s)
+        self._caller.tell("on_turn_sent", turn, name, now_s)
         return Sending(turn.turn_id, name, copy_from, num_copied)
 
     def _send_held(self, now_s: float) -> list[Sending]:
@@ -353,58 +324,4 @@ class Dispatcher:
         job = self._jobs.forget(job_id)
         if job is not None:
             self._contents.forget(job_id, job)
-            self._tell("on_job_ended", job_id, now_s)
-
-    # The router.
-
-    def _ask_route(self, turn: RoutedTurn, fleet: FleetView) -> Send | Hold:
-        try:
-            answer = self.router.route(turn, fleet)
-            check_route(answer, turn, fleet)
-        except Exception as error:
-            self._fault("route", (turn, fleet), error)
-            answer = Send(turn.engine or get_least_loaded(fleet.engines.values()).name)
-        if self._log is not None:
-            inputs = [to_json(turn), fleet.now_s]
-            self._log({"kind": "asked", "hook": "route", "inputs": inputs, "answer": to_json(answer)})
-        return answer
-
-    def _ask_held_key(self, turn: RoutedTurn, now_s: float) -> tuple[float | int | str, ...]:
-        try:
-            key = self.router.held_key(turn, now_s)
-            if not is_key(key):
-                raise TypeError(f"answered {key!r}, which is not a tuple of numbers and strings")
-        except Exception as error:
-            self._fault("held_key", (turn,), error)
-            return self._stock.held_key(turn, now_s)
-        return key
-
-    def _tell(self, hook: str, *inputs: Any) -> None:
-        if not self.router.overrides(hook):
-            return
-        try:
-            getattr(self.router, hook)(*inputs)
-        except Exception as error:
-            self._fault(hook, inputs, error)
-
-    def _fault(self, hook: str, inputs: tuple[Any, ...], error: Exception) -> None:
-        name = type(self.router).__name__
-        if self._strict:
-            if isinstance(error, PolicyError):
-                raise error
-            raise PolicyError(f"router {name}: {hook} failed: {error!r}; asked with {inputs!r}") from error
-        self.faults[hook] += 1
-        if self.faults[hook] == 1:
-            logger.error("router %s: %s failed (%r); further faults are only counted", name, hook, error)
-
-
-def check_route(answer: object, turn: RoutedTurn, fleet: FleetView) -> None:
-    """Raise TypeError or ValueError if a router may not answer this."""
-    if isinstance(answer, Hold):
-        if turn.must_go:
-            raise ValueError("answered Hold for a turn that must go")
-        return
-    if not isinstance(answer, Send):
-        raise TypeError(f"answered {answer!r}, which is neither Send nor Hold")
-    if answer.engine not in fleet.engines:
-        raise ValueError(f"answered {answer!r}, but no such engine takes turns")
+            self._caller.tell("on_job_ended", job_id, now_s)

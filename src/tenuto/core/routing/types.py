@@ -1,4 +1,4 @@
-"""What a router sees (frozen views) and what it may answer (decisions).
+"""What a router sees (frozen views), what it may answer, and what whoever carries the turns says and is told.
 
 A router sees what a real one can see: requests as they come, its own history, what the operator told it of
 the engines, and the engines' metrics as they were last read. Times are seconds on the router's own clock.
@@ -138,3 +138,26 @@ class Hold:
 
 
 Route = Send | Hold
+
+
+class Arrival(NamedTuple):
+    """A turn that came in, as the client sent it."""
+
+    turn_id: str
+    """Not that of any other turn that is open."""
+    job_id: str | None
+    num_prompt_tokens: int
+    parts: Sequence[Part] = ()
+    parent: str | None = None
+    tenant: str | None = None
+    cached_tokens: Mapping[str, int] = NO_TOKENS
+
+
+class Sending(NamedTuple):
+    """Send this turn to this engine now."""
+
+    turn_id: str
+    engine: str
+    copy_from: str | None = None
+    """The engine whose KV of the job is copied there first; only if the fleet can copy."""
+    num_copied_tokens: int = 0

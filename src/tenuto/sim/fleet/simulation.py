@@ -10,28 +10,26 @@ cost of a run grows with the steps and turns of all engines, and not with their 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from tenuto.core.errors import ConfigError, IntegrityError
-from tenuto.core.routing.dispatcher import Arrival, Dispatcher, DispatchStats, Sending
-from tenuto.core.routing.types import NO_TOKENS, EngineInfo, EngineMetrics, Part
+from tenuto.core.routing.dispatcher import Dispatcher, DispatchStats
+from tenuto.core.routing.types import EngineInfo, Sending
 from tenuto.records.gaps import Gaps
 from tenuto.records.schema import Failure, TurnRecord
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.fleet.engine import FleetEngine
+from tenuto.sim.fleet.events import Events
 from tenuto.sim.fleet.faults import Fault
-from tenuto.sim.kv.segments import Path
+from tenuto.sim.fleet.seen import get_turn_id, make_arrival, read_metrics
+from tenuto.sim.fleet.totals import EngineCounts, FleetTotals
 from tenuto.sim.step_loop import LiveTurn, get_request_id, make_request
 from tenuto.workload.hints import SayHints, say_last
 from tenuto.workload.reuse import count_reusable
 from tenuto.workload.schema import Workload
 from tenuto.workload.turn_driver import Due, TurnDriver
-
-SENDS = 1
-"""The place of everything but steps among the events of one moment: see `tenuto.sim.fleet.engine`."""
 
 MakeEngine = Callable[[str, str], tuple[FleetEngine, EngineInfo]]
 """Makes an engine of this name, on this GPU ("" for the first engine's)."""
@@ -71,27 +69,6 @@ class _Sent:
     failures: tuple[Failure, ...] = ()
 
 
-@dataclass
-class EngineCounts:
-    """What one engine did in a run."""
-
-    num_turns: int = 0
-    num_jobs: int = 0
-    """Jobs whose last turn it answered."""
-    num_computed_tokens: int = 0
-    num_output_tokens: int = 0
-
-
-@dataclass
-class FleetTotals:
-    """What happened in a fleet, beside the turns."""
-
-    by_engine: dict[str, EngineCounts] = field(default_factory=dict)
-    num_copies_refused: int = 0
-    """Copies of KV that found no room."""
-    lost_engines: list[str] = field(default_factory=list)
-
-
 class FleetSimulation:
     """Engines, a router and clients. `run` may be called only once."""
 
@@ -118,16 +95,12 @@ class FleetSimulation:
         self._watch = watch
         self._is_stopped = False
         self._turn_driver = TurnDriver(clients.workload, clients.users)
-        self._parents = {job.job_id: job.parent for job in clients.workload.jobs}
         self._records: list[TurnRecord] = []
         self._last_finished: dict[str, int] = {}
         self._open: dict[str, _Sent] = {}
         self._ready: list[str] = []
         """The engines that take turns."""
-        self._events: list[tuple[float, int, int, Callable[[], None]]] = []
-        self._num_events = 0
-        self._num_client_events = 0
-        """Events of the heap without which the run would be over."""
+        self._events = Events()
         self._outbox: list[Sending] = []
         self._next_tick_s: float | None = None
         self._stats_before: list[DispatchStats] = []
@@ -140,9 +113,9 @@ class FleetSimulation:
         for number, gpu in enumerate(gpus):
             self._join(str(number), gpu)
         for fault in sorted(faults, key=lambda fault: fault.at_s):
-            self._plan(fault.at_s, lambda fault=fault: self._suffer(fault))  # type: ignore[misc]
+            self._events.add_of_client(fault.at_s, lambda fault=fault: self._suffer(fault))  # type: ignore[misc]
         if self._needs.metrics:
-            self._plan(0.0, self._read_metrics, is_client=False)
+            self._events.add(0.0, self._read_metrics)
         for due in self._turn_driver.start():
             self._plan_send(due)
 
@@ -188,8 +161,8 @@ class FleetSimulation:
         Raises ConfigError for a turn that can never run, IntegrityError if a turn is never answered.
         """
         events = self._events
-        while events and (self._num_client_events or self._open):
-            self.now_s, _, _, act = heapq.heappop(events)
+        while events and (events.num_of_clients or self._open):
+            self.now_s, act = events.pop()
             act()
             self._empty_outbox()
             if self._watch is not None:
@@ -205,20 +178,8 @@ class FleetSimulation:
 
     # Events.
 
-    def _plan(self, at_s: float, act: Callable[[], None], *, is_client: bool = True) -> None:
-        def act_once() -> None:
-            self._num_client_events -= 1
-            act()
-
-        self._num_client_events += is_client
-        self._push(at_s, SENDS, act_once if is_client else act)
-
-    def _push(self, at_s: float, order: int, act: Callable[[], None]) -> None:
-        self._num_events += 1
-        heapq.heappush(self._events, (at_s, order, self._num_events, act))
-
     def _plan_send(self, due: Due) -> None:
-        self._plan(due.at_s, lambda: self._send(due))
+        self._events.add_of_client(due.at_s, lambda: self._send(due))
 
     def _plan_wake(self, engine: FleetEngine) -> None:
         wake = engine.next_wake
@@ -234,7 +195,7 @@ class FleetSimulation:
             elif engine.planned_wake == wake:
                 engine.planned_wake = None
 
-        self._push(wake.at_s, wake.order, act)
+        self._events.add(wake.at_s, act, place=wake.order)
 
     # Turns.
 
@@ -247,37 +208,16 @@ class FleetSimulation:
             job.turns[index],
             any_engine.scheduler.config.kv.block_size,
         )
-        turn_id = _get_turn_id(due)
+        turn_id = get_turn_id(due)
         self._open[turn_id] = _Sent(due, num_reusable_tokens, sent_s=self.now_s)
-        self._outbox += self.dispatcher.arrive(self._make_arrival(turn_id, due), self.now_s)
+        self._outbox += self._arrive(due)
         for following in self._turn_driver.on_sent(job.job_id, index, self.now_s):
             self._plan_send(following)
 
-    def _make_arrival(self, turn_id: str, due: Due) -> Arrival:
-        job, index, _ = due
-        turn, hints = job.turns[index], self._say_hints(job, index)
-        wants_parts = self._needs.prompts or hints.job_id is None
-        return Arrival(
-            turn_id=turn_id,
-            job_id=hints.job_id,
-            num_prompt_tokens=turn.num_prompt_tokens,
-            parts=tuple(Part(*span) for span in turn.prompt) if wants_parts else (),
-            parent=self._parents[job.job_id] if hints.job_id is not None else None,
-            tenant=hints.tenant,
-            cached_tokens=self._find_cached(due) if self._needs.kv_events else NO_TOKENS,
-        )
-
-    def _find_cached(self, due: Due) -> Mapping[str, int]:
-        """What an index of the engines' KV events says. The events themselves take milliseconds at most."""
-        job, index, _ = due
-        turn, found = job.turns[index], {}
-        spans = (*turn.prompt, turn.output)
-        for name in self._ready:
-            kv = self.engines[name].scheduler.kv
-            size = kv.config.block_size
-            path = Path(kv.pool.root, None, spans, size)
-            found[name] = kv.find_hit(path, (turn.num_prompt_tokens - 1) // size).num_tokens
-        return found
+    def _arrive(self, due: Due) -> list[Sending]:
+        hints = self._say_hints(due.job, due.turn)
+        ready = [self.engines[name] for name in self._ready] if self._needs.kv_events else ()
+        return self.dispatcher.arrive(make_arrival(due, hints, ready, self._needs), self.now_s)
 
     def _empty_outbox(self) -> None:
         """Deliver what the router sends. Deliveries may end nothing, so the outbox does not grow."""
@@ -304,7 +244,7 @@ class FleetSimulation:
                 self._deliver(sending, sent)
 
         sent.engine = None
-        self._plan(self.now_s + copy_s, deliver)
+        self._events.add_of_client(self.now_s + copy_s, deliver)
 
     def _deliver(self, sending: Sending, sent: _Sent) -> None:
         engine = self.engines[sending.engine]
@@ -323,11 +263,11 @@ class FleetSimulation:
 
     def on_first_token(self, engine: FleetEngine, turn: LiveTurn) -> None:
         """An engine says so."""
-        self.dispatcher.first_token(_get_turn_id(turn.due), self.now_s)
+        self.dispatcher.first_token(get_turn_id(turn.due), self.now_s)
 
     def on_finished(self, engine: FleetEngine, turn: LiveTurn) -> None:
         """An engine says so."""
-        turn_id, (job, index, _) = _get_turn_id(turn.due), turn.due
+        turn_id, (job, index, _) = get_turn_id(turn.due), turn.due
         sent = self._open.pop(turn_id)
         self._last_finished[job.job_id] = index
         self._records.append(turn.make_record(engine.now_s, engine.name, sent.failures))
@@ -359,18 +299,14 @@ class FleetSimulation:
                 self._next_tick_s = None
                 self._outbox += self.dispatcher.tick(self.now_s)
 
-        self._push(at_s, SENDS, tick)
+        self._events.add(at_s, tick)
 
     def _read_metrics(self) -> None:
         for name, engine in self.engines.items():
             engine.catch_up(self.now_s)
             self._plan_wake(engine)
-            state, pool = engine.scheduler.state, engine.scheduler.kv.pool
-            num_used = pool.num_blocks - pool.num_free_blocks - pool.num_leased_blocks
-            num_waiting = len(state.waiting) + state.num_loading
-            metrics = EngineMetrics(self.now_s, len(state.running), num_waiting, num_used / pool.num_blocks)
-            self.dispatcher.report(name, metrics)
-        self._plan(self.now_s + self._metrics_s, self._read_metrics, is_client=False)
+            self.dispatcher.report(name, read_metrics(engine.scheduler, self.now_s))
+        self._events.add(self.now_s + self._metrics_s, self._read_metrics)
 
     # Faults.
 
@@ -407,7 +343,7 @@ class FleetSimulation:
         engine.next_wake = None
         self.totals.lost_engines.append(name)
         for turn in engine.get_turns():
-            self._fail(self._open[_get_turn_id(turn.due)], f"engine {name} died")
+            self._fail(self._open[get_turn_id(turn.due)], f"engine {name} died")
         self._outbox += self.dispatcher.die(name, self.now_s)
 
     def _restart_router(self) -> None:
@@ -417,19 +353,15 @@ class FleetSimulation:
         self._next_tick_s = None
         for name in self._ready:
             self._outbox += self.dispatcher.join(self.infos[name], self.now_s)
-        for turn_id, sent in self._open.items():
+        for sent in self._open.values():
             if sent.engine is not None:
                 engine, request_id = sent.engine, get_request_id(sent.due, sent.number)
                 engine.abort(request_id, self.now_s)
                 self._plan_wake(engine)
                 self._fail(sent, "the router restarted")
             sent.number += 1
-            self._outbox += self.dispatcher.arrive(self._make_arrival(turn_id, sent.due), self.now_s)
+            self._outbox += self._arrive(sent.due)
 
     def _fail(self, sent: _Sent, why: str) -> None:
         failure = Failure("connection", why, sent.sent_s, self.now_s)
         sent.failures, sent.engine = (*sent.failures, failure), None
-
-
-def _get_turn_id(due: Due) -> str:
-    return f"{due.job.job_id}/{due.turn}"

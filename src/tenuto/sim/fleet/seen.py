@@ -1,0 +1,54 @@
+"""What a router sees of a simulated fleet: requests, KV events, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tenuto.core.requests.hints import Hints
+from tenuto.core.routing.router import RouterNeeds
+from tenuto.core.routing.types import NO_TOKENS, Arrival, EngineMetrics, Part
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.fleet.engine import FleetEngine
+from tenuto.sim.kv.segments import Path
+from tenuto.workload.schema import TurnSpec
+from tenuto.workload.turn_driver import Due
+
+
+def get_turn_id(due: Due) -> str:
+    """What the router calls a turn."""
+    return f"{due.job.job_id}/{due.turn}"
+
+
+def make_arrival(due: Due, hints: Hints, engines: Sequence[FleetEngine], needs: RouterNeeds) -> Arrival:
+    """A turn as its client sends it. `engines`: those that take turns."""
+    job, index, _ = due
+    turn = job.turns[index]
+    wants_parts = needs.prompts or hints.job_id is None
+    return Arrival(
+        turn_id=get_turn_id(due),
+        job_id=hints.job_id,
+        num_prompt_tokens=turn.num_prompt_tokens,
+        parts=tuple(Part(*span) for span in turn.prompt) if wants_parts else (),
+        parent=job.parent if hints.job_id is not None else None,
+        tenant=hints.tenant,
+        cached_tokens=_find_cached(turn, engines) if needs.kv_events else NO_TOKENS,
+    )
+
+
+def _find_cached(turn: TurnSpec, engines: Sequence[FleetEngine]) -> Mapping[str, int]:
+    """What an index of the engines' KV events says. The events themselves take milliseconds at most."""
+    found, spans = {}, (*turn.prompt, turn.output)
+    for engine in engines:
+        kv = engine.scheduler.kv
+        size = kv.config.block_size
+        path = Path(kv.pool.root, None, spans, size)
+        found[engine.name] = kv.find_hit(path, (turn.num_prompt_tokens - 1) // size).num_tokens
+    return found
+
+
+def read_metrics(scheduler: Scheduler, now_s: float) -> EngineMetrics:
+    """An engine's own figures, now."""
+    state, pool = scheduler.state, scheduler.kv.pool
+    num_used = pool.num_blocks - pool.num_free_blocks - pool.num_leased_blocks
+    num_waiting = len(state.waiting) + state.num_loading
+    return EngineMetrics(now_s, len(state.running), num_waiting, num_used / pool.num_blocks)
