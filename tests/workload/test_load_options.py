@@ -38,6 +38,13 @@ def test_users_take_any_number_of_generated_jobs() -> None:
     assert workload.jobs[0].turns == load_workload("ab8", jps=1.0).jobs[0].turns
 
 
+def test_users_with_a_rate_keep_its_arrivals() -> None:
+    limited, free = LoadOptions(users=3, jps=2.0), LoadOptions(jps=2.0)
+    assert make_workload(limited) == make_workload(free)
+    assert limited.keeps_arrivals
+    assert not LoadOptions(users=3).keeps_arrivals
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -51,9 +58,9 @@ def test_users_take_any_number_of_generated_jobs() -> None:
         ({"jps": 1.0, "scale_lengths": 0.0}, "--scale-lengths must be above 0"),
         ({"users": 3}, "say --max-jobs"),
         ({"users": 0, "max_jobs": 3}, "--users must be at least 1"),
-        ({"users": 3, "jps": 1.0}, "with --users"),
+        ({"users": 3, "window_s": 9.0, "max_jobs": 9}, "or give --jps"),
         ({"users": 3, "loop": "open"}, "with --users"),
-        ({"users": 3, "scale_rate": 2.0, "max_jobs": 9}, "leave --jps, --window, --scale-rate"),
+        ({"users": 3, "scale_rate": 2.0, "max_jobs": 9}, "leave --window and --scale-rate"),
         ({"jps": 1.0, "loop": "half"}, "--loop must be one of closed, open; got 'half'"),
         (
             {"jps": 1.0, "hints": "some"},

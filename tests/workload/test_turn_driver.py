@@ -144,6 +144,14 @@ def test_users_take_the_next_job_when_theirs_has_ended() -> None:
     assert turns.is_over()
 
 
+def test_users_who_keep_arrivals_wait_for_the_next_job_to_arrive() -> None:
+    jobs = [make_job(name, arrival_s) for name, arrival_s in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("d", 9.0))]
+    turns = TurnDriver(Workload("w", tuple(jobs)), users=2, keeps_arrivals=True)
+    assert show(turns.start()) == [("a", 0, 1.0), ("b", 0, 2.0)]
+    assert show(turns.on_finished("b", 0, 5.0)) == [("c", 0, 5.0)]
+    assert show(turns.on_finished("a", 0, 6.0)) == [("d", 0, 9.0)]
+
+
 def test_users_keep_a_sub_agents_distance_from_its_parent() -> None:
     jobs = (make_job("a", 10.0), make_job("b", 50.0, 2), make_job("sub", 51.5, parent="b"))
     turns = TurnDriver(Workload("w", jobs), users=1)

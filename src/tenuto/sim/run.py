@@ -155,6 +155,7 @@ def prepare(
         machine.step_cost,
         workload,
         users=load.users,
+        keeps_arrivals=load.keeps_arrivals,
         say_hints=HINTS[load.hints],
         watch=watch,
     )
@@ -183,7 +184,7 @@ def _prepare_fleet(
     simulation = make_fleet(
         setup,
         machines,
-        Clients(workload, load.users, HINTS[load.hints]),
+        Clients(workload, load.users, load.keeps_arrivals, HINTS[load.hints]),
         policy=extras.policy,
         strict=extras.strict,
         watch=None if watch is None else watch_fleet,

@@ -28,17 +28,20 @@ Watch = Callable[[float, Scheduler], None]
 class Simulation(StepLoop):
     """One engine and its clients. `run` may be called only once."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what clients do, by keyword
         self,
         scheduler: Scheduler,
         step_cost: StepCost,
         workload: Workload,
         *,
         users: int | None = None,
+        keeps_arrivals: bool = False,
         say_hints: SayHints = say_last,
         watch: Watch | None = None,
     ) -> None:
-        """`watch` is called after every step, or after a stretch of quiet steps. `users`: see `TurnDriver`.
+        """`watch` is called after every step, or after a stretch of quiet steps.
+
+        `users` and `keeps_arrivals`: see `TurnDriver`.
 
         Raises ConfigError if jobs of different users would wait for each other.
         """
@@ -48,7 +51,7 @@ class Simulation(StepLoop):
         faster."""
         self._say_hints = say_hints
         self._watch = watch
-        self._turn_driver = TurnDriver(workload, users)
+        self._turn_driver = TurnDriver(workload, users, keeps_arrivals=keeps_arrivals)
         self._sends: list[tuple[float, int, Due]] = []
         self._num_sends = 0
         self._records: list[TurnRecord] = []

@@ -36,7 +36,8 @@ class LoadOptions(Options):
     jps: float | None = option(None, JPS_HELP, above=0, alias="--request-rate")
     users: int | None = option(
         None,
-        "instead of --jps: N users, who begin 10 ms apart, each with one job (not: one request) at a time",
+        "at most N jobs (not: requests) at a time; without --jps each begins when one ends, and the "
+        "first ones 10 ms apart",
         minimum=1,
         alias="--max-concurrency",
     )
@@ -112,6 +113,11 @@ class LoadOptions(Options):
         parse_limits(self.goodput)
 
     @property
+    def keeps_arrivals(self) -> bool:
+        """Whether users wait for the next job to arrive. Without a rate there is always a next job."""
+        return self.users is not None and self.jps is not None
+
+    @property
     def lengths(self) -> RandomLengths:
         """The lengths of `--workload random`."""
         return RandomLengths(
@@ -156,9 +162,13 @@ def _check(options: LoadOptions) -> None:
                 "for 8 at a time"
             )
         return
-    if (options.jps, options.window_s, options.loop, options.scale_rate) != (None, None, "closed", 1.0):
+    if options.loop == "open":
+        raise ConfigError("with --users, jobs wait for others to end: leave --loop open out")
+    if options.jps is not None:
+        return
+    if (options.window_s, options.scale_rate) != (None, 1.0):
         raise ConfigError(
-            "with --users, jobs start as others end: leave --jps, --window, --scale-rate and --loop open out"
+            "with --users, jobs start as others end: leave --window and --scale-rate out, or give --jps"
         )
     if options.max_jobs is None and name in GENERATORS:
         raise ConfigError(f"{name} makes any number of jobs: with --users say --max-jobs")
@@ -166,7 +176,7 @@ def _check(options: LoadOptions) -> None:
 
 def _load(options: LoadOptions) -> Workload:
     source = options.lengths if options.workload == "random" else options.workload
-    if options.users is None:
+    if options.users is None or options.keeps_arrivals:
         return load_workload(
             source,
             jps=options.jps,

@@ -6,7 +6,7 @@ The driver is told what happened and when. It answers with the turns whose time 
     on_sent / on_finished / on_returned ──► the turns that waited for this event alone
     on_failed ────────────────────────────► none: the turns that waited for this one are never sent
 
-With `users`, the end of a user's job is also the beginning of the next one.
+With `users`, the end of a user's job is also the beginning of the next one, if that one has arrived.
 
 A turn's time follows from the workload and from the events alone. If the bench sends a turn late, its records
 show the delay; later turns are not moved to make up for it. No I/O and no clock here.
@@ -51,15 +51,24 @@ class TurnDriver:
       `after` events and its delay. A first turn is due at its job's arrival, or after its `after` events.
     - Open loop: every turn is due at its recorded time, whatever was finished by then.
     - `users`: so many users have one job each. When a user's job and all jobs that it started have ended,
-      the user begins the next job of the workload at that moment.
+      the user begins the next job of the workload at that moment. `keeps_arrivals`: not before it arrives, so
+      that jobs arrive at their rate, and at most `users` of them are under way.
     - `runs_commands`: a turn with a command is followed when `on_returned` says that the command ended.
 
     Raises ConfigError if jobs of different users would wait for each other.
     """
 
-    def __init__(self, workload: Workload, users: int | None = None, *, runs_commands: bool = False) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        users: int | None = None,
+        *,
+        keeps_arrivals: bool = False,
+        runs_commands: bool = False,
+    ) -> None:
         self._is_open_loop = workload.loop == "open"
         self._users = users
+        self._keeps_arrivals = keeps_arrivals
         self._runs_commands = runs_commands
         self._jobs = {job.job_id: job for job in workload.jobs}
         self._roots = find_roots(workload.name, workload.jobs)
@@ -155,14 +164,15 @@ class TurnDriver:
         self._num_awaited[one] = self._num_awaited.get(one, 0) + 1
 
     def _begin_next(self, now_s: float) -> list[Due]:
-        """The first turns of the next job, which begins now, and of the jobs that arrive with it."""
+        """The first turns of the next job, which begins now or when it arrives, and of all that it brings."""
         root = next(self._next_roots, None)
         if root is None:
             return []
         start_s = self._jobs[root].arrival_s
-        # The difference first: the job itself then begins at exactly `now_s`.
+        begin_s = max(now_s, start_s) if self._keeps_arrivals else now_s
+        # The difference first: the job itself then begins at exactly `begin_s`.
         return [
-            Due(job, 0, now_s + (job.arrival_s - start_s))
+            Due(job, 0, begin_s + (job.arrival_s - start_s))
             for job in self._families[root]
             if not job.turns[0].after
         ]

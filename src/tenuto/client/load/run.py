@@ -95,7 +95,12 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
             f"--run-commands: {check_commands(workload)} commands of {workload.name} will run as you, in "
             "temporary folders; they can reach your files and the network"
         )
-    turns = TurnDriver(workload, options.load.users, runs_commands=options.run_commands)
+    turns = TurnDriver(
+        workload,
+        options.load.users,
+        keeps_arrivals=options.load.keeps_arrivals,
+        runs_commands=options.run_commands,
+    )
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(_make_client(options, options.url))
         urls = await ask_engines(client, options.engine_urls)

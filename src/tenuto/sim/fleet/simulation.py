@@ -41,7 +41,8 @@ class Clients:
 
     workload: Workload
     users: int | None = None
-    """See `TurnDriver`."""
+    keeps_arrivals: bool = False
+    """Both: see `TurnDriver`."""
     say_hints: SayHints = say_last
 
 
@@ -94,7 +95,7 @@ class FleetSimulation:
         self._copy_token_s = links.copy_token_s
         self._watch = watch
         self._is_stopped = False
-        self._turn_driver = TurnDriver(clients.workload, clients.users)
+        self._turn_driver = TurnDriver(clients.workload, clients.users, keeps_arrivals=clients.keeps_arrivals)
         self._records: list[TurnRecord] = []
         self._last_finished: dict[str, int] = {}
         self._open: dict[str, _Sent] = {}
