@@ -2,15 +2,21 @@
 
     python experiments/cpu_fidelity.py --model .demo/smollm2 --out experiments/out/cpu
 
-Starts a server per policy, all alike but for the scheduler, side by side; times the first one's steps
-(`tenuto profile`); runs the same jobs on each in turn (`tenuto ab`); simulates them with the fitted step
-cost. Prints predicted and measured mean job times (docs/fidelity.md) and what `tenuto ab` says of the
-policies (docs/results.md). Needs about 2.5 GB of memory per policy, and a machine that does nothing else.
+Times the steps of one server (`tenuto profile`); starts a server per policy, all alike but for the scheduler,
+side by side; runs the same jobs on each in turn (`tenuto ab`); simulates them with the fitted step cost.
+Prints predicted and measured mean job times (docs/fidelity.md) and what `tenuto ab` says of the policies
+(docs/results.md). Needs about 2.5 GB of memory per policy, and a machine that does nothing else.
 
 A policy may be POLICY@SIZE, with steps of that size: are adaptive steps any better than the best fixed ones?
 
     python experiments/cpu_fidelity.py --policies tenuto@adaptive,tenuto@256,tenuto@512,tenuto@1024 \\
         --step-tokens 2048 --blocks 160 --seats 12 --out experiments/out/steps
+
+And it may be POLICY+host, with host memory below the cache (docs/tiers.md); then copies are timed too. Here
+the cache holds three jobs of 25 blocks, and the host memory all of them:
+
+    python experiments/cpu_fidelity.py --policies stock,tenuto,tenuto+host --scale 0.06 --blocks 77 \\
+        --window 8 --out experiments/out/host
 """
 
 from __future__ import annotations
@@ -52,13 +58,16 @@ def main() -> int:
     parsed.out.mkdir(parents=True, exist_ok=True)
     policies = parsed.policies.split(",")
     try:
+        if not parsed.costs.exists():
+            # Copies are timed with a policy that holds no leases, so that prompts can be evicted.
+            profiled = "stock+host" if any(map(has_host, policies)) else policies[0]
+            with ExitStack() as stack:
+                profile(start(stack, profiled, parsed.port, parsed), parsed)
         with ExitStack() as stack:
             with ThreadPoolExecutor(len(policies)) as pool:
                 ports = range(parsed.port, parsed.port + len(policies))
                 started = pool.map(lambda policy, port: start(stack, policy, port, parsed), policies, ports)
                 urls = dict(zip(policies, started, strict=True))
-            if not parsed.costs.exists():
-                profile(urls[policies[0]], parsed)
             say(f"load average {os.getloadavg()[0]:.1f} before the runs")
             status = run_ab(make_ab_options(urls, parsed))
             say(f"load average {os.getloadavg()[0]:.1f} after the runs")
@@ -77,11 +86,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, default=Path(".demo/smollm2"), help="a small model's folder")
     parser.add_argument(
-        "--policies", default="stock,continuum-fixed,tenuto", metavar="A,B,…", help="each may be POLICY@SIZE"
+        "--policies",
+        default="stock,continuum-fixed,tenuto",
+        metavar="A,B,…",
+        help="each may be POLICY@SIZE, POLICY+host, or POLICY@SIZE+host",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--costs", type=Path, metavar="FILE", help="fitted before; default: DIR/costs.json")
     parser.add_argument("--blocks", type=int, default=120, metavar="N", help="KV blocks of 32 tokens (120)")
+    parser.add_argument("--host-gb", type=float, default=2.0, metavar="GIB", help="of POLICY+host (2)")
     parser.add_argument("--step-tokens", type=int, default=512, metavar="N", help="step budget (512)")
     parser.add_argument("--seats", type=int, default=8, metavar="N", help="requests that run at once (8)")
     parser.add_argument("--jps", type=float, default=1.0, metavar="X", help="jobs per second (1)")
@@ -101,9 +114,20 @@ def say(text: str) -> None:
     print(f"[cpu_fidelity] {text}", file=sys.stderr, flush=True)
 
 
+def read_policy(policy: str) -> tuple[str, str]:
+    """The policy's name, and its size of steps or an empty string."""
+    name, _, size = policy.removesuffix("+host").partition("@")
+    return name, size
+
+
+def has_host(policy: str) -> bool:
+    """Whether there is host memory below the cache."""
+    return policy.endswith("+host")
+
+
 def start(stack: ExitStack, policy: str, port: int, parsed: argparse.Namespace) -> str:
     """Start a policy's server, warm it up; its URL."""
-    name, _, size = policy.partition("@")
+    name, size = read_policy(policy)
     arm = Arm(policy, "vllm") if policy == "stock" else Arm(policy, "policy", name)
     arguments = [
         *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)),
@@ -111,6 +135,7 @@ def start(stack: ExitStack, policy: str, port: int, parsed: argparse.Namespace) 
         *("--max-num-batched-tokens", str(parsed.step_tokens), "--enable-prompt-tokens-details"),
         *("--num-gpu-blocks-override", str(parsed.blocks)),
         *(("--step-tokens", size) if size else ()),
+        *(("--host-gb", str(parsed.host_gb)) if has_host(policy) else ()),
     ]
     command = make_command(arm, str(parsed.model), port, arguments)
     say(f"{policy}: {' '.join(command)}")
@@ -167,14 +192,21 @@ def make_rows(policies: list[str], parsed: argparse.Namespace) -> list[dict[str,
                     "jobs": record["jobs"],
                     "measured_s": measured["job_s"]["mean"],
                     "simulated_s": record["job_s"]["mean"],
+                    "measured_reused": get_reused(measured),
+                    "simulated_reused": get_reused(record),
                 }
             )
     return rows
 
 
+def get_reused(record: dict[str, Any]) -> float:
+    """The share of the reusable tokens that turns hit."""
+    return float(record["reused_tokens"] / record["reusable_tokens"])
+
+
 def simulate(policy: str, seed: int, parsed: argparse.Namespace) -> dict[str, Any]:
     """The same jobs on the same cache, step budget and seats; the GPU's name stands for nothing here."""
-    name, _, size = policy.partition("@")
+    name, size = read_policy(policy)
     setup = Setup(
         model=str(parsed.model),
         policy=name,
@@ -185,7 +217,10 @@ def simulate(policy: str, seed: int, parsed: argparse.Namespace) -> dict[str, An
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=parsed.step_tokens,
         max_num_seqs=parsed.seats,
-        offload="none",
+        offload="async" if has_host(policy) else "none",
+        host_gb=parsed.host_gb,
+        # vLLM's connector stores and loads single blocks.
+        offload_chunk_tokens=BLOCK_SIZE,
         # vLLM's CPU build schedules a step after the one before.
         async_scheduling=False,
         # Every lease yields, as under the plugin: not as in the published engines.
@@ -197,8 +232,9 @@ def simulate(policy: str, seed: int, parsed: argparse.Namespace) -> dict[str, An
 
 def format_rows(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| policy | jobs | measured, s (range) | simulated, s | error | to the first, measured | simulated |",
-        "|---|---|---|---|---|---|---|",
+        "| policy | jobs | measured, s (range) | simulated, s | error | to the first, measured | simulated "
+        "| reused, measured | simulated |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     first: tuple[float, float] | None = None
     for policy in dict.fromkeys(row["policy"] for row in rows):
@@ -207,10 +243,11 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
         measured, simulated = statistics.fmean(times), statistics.fmean(row["simulated_s"] for row in own)
         first = first or (measured, simulated)
         num_jobs = sum(row["jobs"] for row in own)
+        reused = [statistics.fmean(row[f"{how}_reused"] for row in own) for how in ("measured", "simulated")]
         lines.append(
             f"| {policy} | {num_jobs} | {measured:.2f} ({min(times):.2f}–{max(times):.2f}) "
             f"| {simulated:.2f} | {simulated / measured - 1:+.1%} | {measured / first[0]:.2f} "
-            f"| {simulated / first[1]:.2f} |"
+            f"| {simulated / first[1]:.2f} | {reused[0]:.1%} | {reused[1]:.1%} |"
         )
     return "\n".join(lines)
 

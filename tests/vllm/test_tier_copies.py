@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ pytest.importorskip("vllm")
 
 import tenuto.vllm.tiers.disk as disk
 from tenuto.vllm.compat_offload import LookupResult
-from tenuto.vllm.tiers.copies import Copies, Job, Part, copy_rows, get_rows, make_part
-from tenuto.vllm.tiers.disk import DamagedError, DiskTier, read_chunk, write_chunk
+from tenuto.vllm.tiers.chunk_file import HEADER, DamagedError, read_chunk, write_chunk
+from tenuto.vllm.tiers.copies import Copies, Job, Part, get_rows, make_part, read_rows
+from tenuto.vllm.tiers.disk import DiskTier
 
 
 def make_job(job_id: int, *, is_load: bool, chunk: int = 0, num_parts: int = 1) -> Job:
@@ -34,13 +36,13 @@ def test_rows_begin_inside_a_chunk() -> None:
 def test_a_load_goes_before_stores_and_both_arrive() -> None:
     begun, go_on, order = threading.Event(), threading.Event(), list[int]()
 
-    def copy(part: Part) -> None:
+    def read(part: Part) -> Any:
         begun.set()
         assert go_on.wait(30)
         order.append(0 if part.source.ndim == 2 else 1)
-        copy_rows(part)
+        return read_rows(part)
 
-    copies = Copies(copy)
+    copies = Copies(read)
     copies.submit(make_job(1, is_load=False, num_parts=2))
     assert begun.wait(30)
     load = make_job(2, is_load=True)
@@ -57,24 +59,60 @@ def test_a_load_goes_before_stores_and_both_arrive() -> None:
 def test_a_failed_store_is_never_loaded_until_it_is_stored_again() -> None:
     fails = [True]
 
-    def copy(part: Part) -> None:
+    def read(part: Part) -> Any:
         if fails[0]:
             raise OSError("no")
-        copy_rows(part)
+        return read_rows(part)
 
-    copies = Copies(copy)
+    copies = Copies(read)
     copies.submit(make_job(1, is_load=False))
     copies.wait({1})
     fails[0] = False
     copies.submit(make_job(2, is_load=True))
     copies.wait({2})
-    assert copies.take_failed_loads() == {2}
     copies.submit(make_job(3, is_load=False))
     copies.wait({3})
     copies.submit(make_job(4, is_load=True))
     copies.wait({4})
-    assert copies.take_failed_loads() == set()
-    assert [each.job_id for each in copies.take_done()] == [1, 2, 3, 4]
+    assert [(each.job_id, each.has_failed) for each in copies.take_done()] == [
+        (1, True),
+        (2, True),
+        (3, False),
+        (4, False),
+    ]
+    copies.close()
+
+
+@pytest.mark.parametrize("is_load", [True, False])
+def test_a_copy_that_hangs_is_given_up_and_writes_nothing_afterwards(is_load: bool) -> None:
+    """Nobody waits for it, nor for what is queued behind it; when it goes on, so do copies."""
+    go_on, num_reads = threading.Event(), [0]
+
+    def read(part: Part) -> Any:
+        num_reads[0] += 1
+        if num_reads[0] == 1:
+            assert go_on.wait(30)
+        return read_rows(part)
+
+    copies = Copies(read, stuck_s=0.05)
+    hung, behind = make_job(1, is_load=is_load), make_job(2, is_load=True, chunk=1)
+    copies.submit(hung)
+    copies.submit(behind)
+    copies.wait({1, 2})
+    late = make_job(3, is_load=True, chunk=1)
+    copies.submit(late)
+    copies.wait({3})
+    assert {each.job_id: each.has_failed for each in copies.take_done()} == {1: True, 2: True, 3: True}
+    before = hung.parts[0].target.copy()
+    go_on.set()
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        copies.submit(job := make_job(4, is_load=True, chunk=1))
+        copies.wait({4})
+        if not copies.take_done()[0].has_failed:
+            break
+    assert job.parts[0].target[3].tolist() == [1] * 8
+    assert (hung.parts[0].target == before).all()
     copies.close()
 
 
@@ -113,6 +151,7 @@ def test_chunks_survive_a_restart(tmp_path: Path, view: memoryview, monkeypatch:
     tier.submit_store(make_transfer([b"a", b"b"], [1, 2], is_promotion=False))
     assert [each.success for each in finish(tier)] == [True]
     (tier.get_path(b"a").parent / "x.kv.1.part").write_bytes(b"unfinished")
+    (tier.get_path(b"a").parent / "notes.kv").write_bytes(b"somebody else's")
     tier.shutdown()
     other = memoryview(np.zeros((4, SIZE), np.int8))
     tier = make_tier(tmp_path, other, monkeypatch)
@@ -152,7 +191,7 @@ def test_a_damaged_file_is_found(
 def test_the_folder_does_not_grow_beyond_its_limit(
     tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = 2 * (disk.HEADER.size + SIZE)
+    limit = 2 * (HEADER.size + SIZE)
     tier = make_tier(tmp_path, view, monkeypatch, max_bytes=limit)
     for key in (b"a", b"b"):
         tier.submit_store(make_transfer([key], [1], is_promotion=False))
@@ -177,6 +216,29 @@ def test_a_full_disk_costs_the_copy_only(
     assert [each.success for each in finish(tier)] == [False]
     assert tier.lookup(b"a", None) is LookupResult.MISS
     assert not tier.has_pending_work()
+    tier.shutdown()
+
+
+def test_while_a_read_hangs_the_disk_counts_as_empty(
+    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(tmp_path, view, monkeypatch)
+    tier.submit_store(make_transfer([b"a"], [1], is_promotion=False))
+    finish(tier)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def read(*arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(disk, "read_chunk", read)
+    monkeypatch.setattr(disk, "MAX_READ_S", 0.0)
+    tier.submit_load(make_transfer([b"a"], [3], is_promotion=True))
+    assert begun.wait(30)
+    assert tier.lookup(b"a", None) is LookupResult.MISS
+    go_on.set()
+    finish(tier)
+    assert tier.lookup(b"a", None) is LookupResult.HIT
     tier.shutdown()
 
 

@@ -43,7 +43,6 @@ class SlowCopies:
         self.num_bytes = 0
         self._jobs: OrderedDict[int, Job] = OrderedDict()
         self._done: list[Done] = []
-        self._failed: set[int] = set()
         self._bad: set[int] = set()
 
     def submit(self, job: Job) -> None:
@@ -66,10 +65,6 @@ class SlowCopies:
         done, self._done = self._done, []
         return done
 
-    def take_failed_loads(self) -> set[int]:
-        failed, self._failed = self._failed, set()
-        return failed
-
     def close(self) -> None:
         pass
 
@@ -80,14 +75,10 @@ class SlowCopies:
         for part in job.parts:
             rows = part.source[part.sources]
             part.target[part.targets] = -rows if fails else rows
-        if fails and job.is_load:
-            self._failed.add(job.job_id)
-        elif fails:
-            self._bad.update(job.chunks)
-        elif not job.is_load:
-            self._bad.difference_update(job.chunks)
+        if not job.is_load:
+            (self._bad.update if fails else self._bad.difference_update)(job.chunks)
         self.num_bytes += sum(part.num_bytes for part in job.parts)
-        self._done.append(Done(job.job_id, job.is_load, 1_000_000, 0.001))
+        self._done.append(Done(job.job_id, job.is_load, 1_000_000, 0.001, fails))
 
 
 class TieredEngine(Engine):

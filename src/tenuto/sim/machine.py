@@ -109,14 +109,15 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         # The fork's vLLM schedules a step after the one before.
         max_steps_in_flight=2 if setup.async_scheduling and wanted.scheduler == "vllm" else 1,
         offload=offload,
+        offload_chunk_tokens=setup.offload_chunk_tokens,
     )
     step_cost, step_cost_name = _load_step_cost(
         setup, gpu, model, notes, is_async=config.max_steps_in_flight > 1
     )
-    fitted_link = step_cost.link_bytes_per_s if isinstance(step_cost, FittedStepCost) else None
+    link = _make_link(setup, gpu, step_cost)
     if setup.step_cost_factor != 1.0:
         step_cost = ScaledStepCost(step_cost, setup.step_cost_factor)
-    tiers = _make_tiers(setup, gpu, model, config, fitted_link) if offload is not None else None
+    tiers = _make_tiers(setup, gpu, model, config, link) if offload is not None else None
     return Machine(
         setup=setup,
         gpu=gpu,
@@ -240,22 +241,27 @@ def _get_host_gb(setup: Setup, gpu: Gpu) -> float:
     return 0.0 if gpu.host_memory_bytes is None else gpu.host_memory_bytes / GIB
 
 
-def _make_tiers(
-    setup: Setup, gpu: Gpu, model: Model, config: EngineConfig, fitted_link: float | None
-) -> OffloadTiers | None:
-    """Make the tiers: host memory and disk, shared by all GPUs of the machine.
+def _make_link(setup: Setup, gpu: Gpu, step_cost: StepCost) -> Link:
+    """The link to host memory: as given, else as it was measured with the steps, else the GPU's."""
+    if setup.link_gb_s:
+        return Link(setup.link_gb_s * 1e9)
+    if isinstance(step_cost, FittedStepCost) and step_cost.link is not None:
+        latency_s, s_per_byte = step_cost.link.coefficients
+        return Link(1 / s_per_byte, latency_s)
+    return Link(gpu.host_link_bytes_per_s)
 
-    `fitted_link`: bytes per second.
-    """
+
+def _make_tiers(
+    setup: Setup, gpu: Gpu, model: Model, config: EngineConfig, link: Link
+) -> OffloadTiers | None:
+    """Make the tiers: host memory and disk, shared by all GPUs of the machine."""
     host_gb = _get_host_gb(setup, gpu)
     if not host_gb:
         return None
     # Each GPU copies its own share over its own link.
     token_bytes = model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(setup.tp)
     chunk_bytes = config.offload_chunk_tokens * token_bytes
-    given_link = setup.link_gb_s * 1e9 if setup.link_gb_s else None
-    link_bytes_per_s = _get(given_link, fitted_link, gpu.host_link_bytes_per_s)
-    tiers = [Tier("host", int(host_gb * GIB) // setup.tp, chunk_bytes, Link(link_bytes_per_s))]
+    tiers = [Tier("host", int(host_gb * GIB) // setup.tp, chunk_bytes, link)]
     if setup.disk_gb:
         link = Link(DISK_BYTES_PER_S / setup.tp)
         tiers.append(Tier("disk", int(setup.disk_gb * GIB) // setup.tp, chunk_bytes, link))

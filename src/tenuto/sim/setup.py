@@ -89,6 +89,11 @@ class Setup(Options):
         "stores after each step's computation (serial), or when the policy says so (asked)",
         shown_default="what the policy wants",
     )
+    offload_chunk_tokens: int = option(
+        256,
+        "tokens that are copied as one piece, whole blocks: 256 in LMCache, a block in vLLM's own connector",
+        minimum=1,
+    )
     link_gb_s: float | None = option(
         None,
         "bandwidth between GPU and host memory, 1e9 bytes a second",

@@ -23,6 +23,7 @@ from tenuto.client.http.probe import ServerError, probe_server
 from tenuto.client.http.prompts import Conversation, TokenIds
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.http.stream import Answer
+from tenuto.client.profile.copies import choose_lengths, time_copies
 from tenuto.client.profile.options import ProfileOptions
 from tenuto.client.profile.plan import (
     OUTPUT_TOKENS,
@@ -87,9 +88,16 @@ async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Ob
         # Ask for token ids, because a single token may have no text.
         writer = RequestWriter(server.model, TokenIds(), f"profile-{secrets.token_hex(4)}")
         try:
-            observations = await _time_plan(Asker(client, writer), plan, options.repeats)
+            asker = Asker(client, writer)
+            observations = await _time_plan(asker, plan, options.repeats)
             await _check_hits(client, server.totals)
-            return observations
+
+            async def read_totals() -> Totals:
+                return parse_totals(await client.get_text("/metrics"))
+
+            lengths = choose_lengths(max_context, num_kv_tokens)
+            copies = await time_copies(asker, read_totals, lengths, num_kv_tokens, options.repeats, say)
+            return [*observations, *copies]
         except RequestFailed as error:
             raise ServerError(f"{client.url} failed: {error.kind}: {error}") from error
 

@@ -4,6 +4,9 @@ vLLM's own worker needs a GPU. This one does the same on a CPU build, so that ti
 
     cache   (num_blocks, page bytes)                     one array per layer
     host    (num_chunks, blocks per chunk, page bytes)   one array for each of them
+
+A layer is read first and written then. A read can hang (of host memory that lies on a dead disk, say). Then
+its job is given up: it writes nothing any more, and its blocks are free for others.
 """
 
 from __future__ import annotations
@@ -51,17 +54,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """A job that ended. A failed one is not repeated: see `Copies.take_failed_loads`."""
+    """A job that ended. A failed one is not repeated."""
 
     job_id: int
     is_load: bool
     num_bytes: int
     busy_s: float
+    has_failed: bool
+    """The target does not hold what it should. Chunks of a failed store are never loaded."""
 
 
-def copy_rows(part: Part) -> None:
-    """Copy rows; numpy lets other threads run meanwhile."""
-    part.target[part.targets] = part.source[part.sources]
+STUCK_S = 10.0
+"""A layer's read that takes longer hangs. Until it ends, every job fails at once, so that nothing waits."""
+
+
+def read_rows(part: Part) -> Array:
+    """A copy of the source's rows; numpy lets other threads run meanwhile."""
+    return part.source[part.sources]
 
 
 @dataclass
@@ -71,10 +80,11 @@ class _Shared:
     changed: threading.Condition = field(default_factory=threading.Condition)
     loads: OrderedDict[int, Job] = field(default_factory=OrderedDict)
     stores: OrderedDict[int, Job] = field(default_factory=OrderedDict)
-    running: Job | None = None
+    reads_since_s: float | None = None
+    """Since when the thread reads a layer; None while it does not."""
+    is_stuck: bool = False
     urgent: set[int] = field(default_factory=set)
     done: list[Done] = field(default_factory=list)
-    failed_loads: set[int] = field(default_factory=set)
     bad_chunks: set[int] = field(default_factory=set)
     is_closed: bool = False
 
@@ -86,9 +96,10 @@ class Copies:
     goes first. Jobs of one kind keep their order, so a chunk that is written twice ends with the later bytes.
     """
 
-    def __init__(self, copy: Callable[[Part], None] = copy_rows) -> None:
-        """`copy` copies one part; tests pass one that fails or hangs."""
-        self._copy = copy
+    def __init__(self, read: Callable[[Part], Array] = read_rows, stuck_s: float = STUCK_S) -> None:
+        """`read` reads one part; tests pass one that fails or hangs."""
+        self._read = read
+        self._stuck_s = stuck_s
         self._shared = _Shared()
         self._thread = threading.Thread(target=self._run, name="tenuto-copies", daemon=True)
         self._thread.start()
@@ -98,21 +109,17 @@ class Copies:
         shared = self._shared
         with shared.changed:
             (shared.loads if job.is_load else shared.stores)[job.job_id] = job
+            if shared.is_stuck:
+                self._fail(job)
             shared.changed.notify_all()
 
     def take_done(self) -> list[Done]:
         """The jobs that ended since the last call, failed ones included."""
         shared = self._shared
         with shared.changed:
+            self._give_up_if_stuck()
             done, shared.done = shared.done, []
         return done
-
-    def take_failed_loads(self) -> set[int]:
-        """The loads among the ended ones whose blocks do not hold what they should."""
-        shared = self._shared
-        with shared.changed:
-            failed, shared.failed_loads = shared.failed_loads, set()
-        return failed
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Return once none of these jobs is queued or running; they go before all others."""
@@ -120,13 +127,13 @@ class Copies:
         with shared.changed:
             shared.urgent.update(each for each in job_ids if self._is_pending(each))
             shared.changed.notify_all()
-            shared.changed.wait_for(
-                lambda: shared.is_closed or not any(map(self._is_pending, job_ids)), timeout=None
-            )
+            while not shared.is_closed and any(map(self._is_pending, job_ids)):
+                shared.changed.wait(timeout=self._stuck_s / 4)
+                self._give_up_if_stuck()
             shared.urgent.difference_update(job_ids)
 
     def close(self) -> None:
-        """Stop after the copy of one layer; what is queued is dropped."""
+        """Stop after the copy of one layer; what is queued is dropped. A read that hangs is left behind."""
         shared = self._shared
         with shared.changed:
             shared.is_closed = True
@@ -138,9 +145,7 @@ class Copies:
     # Inside.
 
     def _is_pending(self, job_id: int) -> bool:
-        shared = self._shared
-        is_running = shared.running is not None and shared.running.job_id == job_id
-        return is_running or job_id in shared.loads or job_id in shared.stores
+        return job_id in self._shared.loads or job_id in self._shared.stores
 
     def _run(self) -> None:
         shared = self._shared
@@ -149,16 +154,27 @@ class Copies:
                 shared.changed.wait_for(lambda: shared.is_closed or shared.loads or shared.stores)
                 if shared.is_closed:
                     return
-                job = shared.running = self._choose()
-                if not job.num_done and job.is_load and not shared.bad_chunks.isdisjoint(job.chunks):
+                job = self._choose()
+                if job.is_load and not job.num_done and not shared.bad_chunks.isdisjoint(job.chunks):
                     # A store of these chunks failed: what is there is not what it should be.
-                    job.has_failed = True
+                    self._fail(job)
             self._advance(job)
             with shared.changed:
-                shared.running = None
-                if job.has_failed or job.num_done == len(job.parts):
+                if not job.has_failed and job.num_done == len(job.parts):
                     self._finish(job)
-                    shared.changed.notify_all()
+                shared.changed.notify_all()
+
+    def _give_up_if_stuck(self) -> None:
+        """If the thread's read hangs, fail its job and all that wait behind it."""
+        shared = self._shared
+        since_s = shared.reads_since_s
+        if shared.is_stuck or since_s is None or time.perf_counter() - since_s < self._stuck_s:
+            return
+        logger.error("a copy hangs; KV is computed and not loaded until it goes on")
+        shared.is_stuck = True
+        for job in [*shared.loads.values(), *shared.stores.values()]:
+            self._fail(job)
+        shared.changed.notify_all()
 
     def _choose(self) -> Job:
         """The job whose next part is copied; call it with a job queued."""
@@ -172,29 +188,40 @@ class Copies:
         return next(iter(queue.values()))
 
     def _advance(self, job: Job) -> None:
-        """Copy one more part of a job."""
+        """Copy one more part of a job, unless the job is given up meanwhile."""
         if job.has_failed or job.num_done == len(job.parts):
             return
-        started_s = time.perf_counter()
+        shared, part = self._shared, job.parts[job.num_done]
+        started_s = shared.reads_since_s = time.perf_counter()
         try:
-            self._copy(job.parts[job.num_done])
-            job.num_done += 1
+            rows = self._read(part)
         except Exception:
             logger.exception("copy %d failed", job.job_id)
-            job.has_failed = True
+            rows = None
+        with shared.changed:
+            shared.reads_since_s = None
+            shared.is_stuck = False
+            if job.has_failed:
+                return
+            if rows is None:
+                self._fail(job)
+                return
+        part.target[part.targets] = rows
+        job.num_done += 1
         job.busy_s += time.perf_counter() - started_s
+
+    def _fail(self, job: Job) -> None:
+        job.has_failed = True
+        self._finish(job)
 
     def _finish(self, job: Job) -> None:
         shared = self._shared
         (shared.loads if job.is_load else shared.stores).pop(job.job_id, None)
-        if job.is_load and job.has_failed:
-            shared.failed_loads.add(job.job_id)
-        elif job.has_failed:
-            shared.bad_chunks.update(job.chunks)
-        elif not job.is_load:
-            shared.bad_chunks.difference_update(job.chunks)
+        if not job.is_load:
+            change = shared.bad_chunks.update if job.has_failed else shared.bad_chunks.difference_update
+            change(job.chunks)
         num_bytes = sum(part.num_bytes for part in job.parts[: job.num_done])
-        shared.done.append(Done(job.job_id, job.is_load, num_bytes, job.busy_s))
+        shared.done.append(Done(job.job_id, job.is_load, num_bytes, job.busy_s, job.has_failed))
 
 
 def _get_first(queue: OrderedDict[int, Job], urgent: set[int]) -> Job | None:

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 import threading
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,56 +28,23 @@ from tenuto.vllm.compat_offload import (
     SecondaryTierManager,
     get_layout_name,
 )
+from tenuto.vllm.tiers.chunk_file import (
+    HEADER,
+    UNFINISHED,
+    DamagedError,
+    read_chunk,
+    try_read_name,
+    write_chunk,
+)
 from tenuto.vllm.tiers.link import LinkSpeed
 
 logger = logging.getLogger("vllm.tenuto")
 
-HEADER = struct.Struct("<8sQI")
-"""Magic, number of bytes that follow, CRC-32 of the key and these bytes."""
-MAGIC = b"TenutoK1"
 NUM_THREADS = 4
 MAX_WAITING_STORES = 64
 """Stores that may wait for the disk; those beyond are not written. A slow disk must not pin host memory."""
-UNFINISHED = ".part"
-
-
-class DamagedError(Exception):
-    """A file does not hold what it should."""
-
-
-def write_chunk(path: Path, key: bytes, data: memoryview) -> None:
-    """Write a chunk's file; it appears under its name only when it is whole. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{threading.get_ident()}{UNFINISHED}")
-    try:
-        with open(unfinished, "wb", buffering=0) as file:
-            file.write(HEADER.pack(MAGIC, data.nbytes, zlib.crc32(data, zlib.crc32(key))))
-            rest = data
-            while rest.nbytes:
-                rest = rest[file.write(rest) or 0 :]
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
-def read_chunk(path: Path, key: bytes, data: memoryview) -> None:
-    """Read a chunk's file into `data`. Raises DamagedError, or OSError."""
-    with open(path, "rb", buffering=0) as file:
-        header = file.read(HEADER.size) or b""
-        if len(header) < HEADER.size:
-            raise DamagedError("the header is cut")
-        magic, num_bytes, checksum = HEADER.unpack(header)
-        if magic != MAGIC or num_bytes != data.nbytes:
-            raise DamagedError("the header is another's")
-        rest = data
-        while rest.nbytes:
-            num_read = file.readinto(rest) or 0
-            if not num_read:
-                raise DamagedError("the file is cut")
-            rest = rest[num_read:]
-    if zlib.crc32(data, zlib.crc32(key)) != checksum:
-        raise DamagedError("the checksum differs")
+MAX_READ_S = 5.0
+"""While a read takes longer than this, the disk counts as empty: turns compute, and do not wait for it."""
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]
@@ -108,6 +73,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         self._num_running = 0
         self._num_stores = 0
         self._done: list[tuple[Any, set[bytes], set[bytes], float]] = []
+        self._reads: dict[int, float] = {}  # by job, since when a thread reads its files
         self._speed = LinkSpeed(self.block_size_bytes, 1)
         self.num_damaged = 0
         self.num_not_written = 0
@@ -120,8 +86,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Whether a file has this chunk."""
-        if key not in self._files:
+        """Whether a file has this chunk, on a disk that answers."""
+        if key not in self._files or self._hangs():
             return LookupResult.MISS
         self._files.move_to_end(key)
         return LookupResult.HIT
@@ -207,8 +173,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
             for entry in os.scandir(folder) if folder.is_dir() else ():
                 if entry.name.endswith(UNFINISHED):
                     Path(entry.path).unlink(missing_ok=True)
-                elif entry.name.endswith(".kv"):
-                    found.append((entry.stat().st_mtime, bytes.fromhex(entry.name[:-3])))
+                elif (key := try_read_name(entry.name)) is not None:
+                    found.append((entry.stat().st_mtime, key))
         self._files.update((key, None) for _, key in sorted(found))
         self._trim()
         logger.info("disk tier: %d chunks of earlier runs in %s", len(self._files), self._folder)
@@ -217,6 +183,10 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         while self._max_bytes is not None and self._files and self.num_bytes > self._max_bytes:
             key, _ = self._files.popitem(last=False)
             self.get_path(key).unlink(missing_ok=True)
+
+    def _hangs(self) -> bool:
+        with self._lock:
+            return bool(self._reads) and time.perf_counter() - min(self._reads.values()) > MAX_READ_S
 
     # In threads.
 
@@ -228,6 +198,9 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
     def _run(self, work: Any, job: Any, is_store: bool) -> None:
         started_s = time.perf_counter()
         good: set[bytes] = set()
+        if not is_store:
+            with self._lock:
+                self._reads[job.job_id] = started_s
         try:
             good = work(job)
         except Exception:
@@ -247,6 +220,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         with self._lock:
             self._done.append((job, set(good), set(bad), seconds))
+            self._reads.pop(job.job_id, None)
             self._num_running -= int(was_running)
             self._num_stores -= int(is_store)
             self._lock.notify_all()

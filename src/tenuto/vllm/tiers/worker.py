@@ -53,6 +53,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
             for refs in kv_caches.group_data_refs
         ]
         self._copies = copies or Copies()
+        self._failed_loads: set[int] = set()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Copy blocks to chunks of host memory, beside what follows."""
@@ -66,14 +67,14 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
 
     def get_finished(self) -> list[Any]:
         """What has ended since the last call."""
-        return [
-            TransferResult(each.job_id, True, each.num_bytes, each.busy_s)
-            for each in self._copies.take_done()
-        ]
+        done = self._copies.take_done()
+        self._failed_loads |= {each.job_id for each in done if each.is_load and each.has_failed}
+        return [TransferResult(each.job_id, True, each.num_bytes, each.busy_s) for each in done]
 
     def take_failed_loads(self) -> set[int]:
-        """The ids of loads that ended, and whose blocks do not hold what they should."""
-        return self._copies.take_failed_loads()
+        """The ids of loads that `get_finished` named, and whose blocks do not hold what they should."""
+        failed, self._failed_loads = self._failed_loads, set()
+        return failed
 
     def wait(self, job_ids: set[int]) -> None:
         """Return once these jobs have ended."""

@@ -1,0 +1,180 @@
+"""What Tenuto's host memory costs the scheduler, as ratios against vLLM's own OffloadingConnector.
+
+    python -m experiments.benchmarks.tier_step
+
+vLLM's real scheduler and the scheduler's side of its connector, without workers: every copy ends with the step
+after the one that began it. Each round sends the same jobs to all arms, which take turns step by step. Jobs
+take three turns and come back when the cache has lost them, so there are stores, loads, and chunks that host
+memory gives up. Counted is the scheduler's own processor time, so that other processes and the harness do not
+count; absolute times depend on the machine, the ratios much less.
+
+    vllm          vLLM's scheduler, its connector, its own order (LRU)
+    own order     Tenuto's scheduler and policy above the same connector
+    tenuto        Tenuto's scheduler and policy, and host memory in the policy's order (`--host-gb`)
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+import tenuto.vllm
+from tenuto.vllm.compat_specs import PREFETCH
+from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
+
+NUM_RUNNING = 128
+NUM_BLOCKS = 12_000
+NUM_CHUNKS = 20_000
+NUM_JOBS = 160
+NUM_TURNS = 3
+PROMPT_TOKENS = 1024
+OUTPUT_TOKENS = 64
+TOOL_TOKENS = 128
+CHUNK_BYTES = 4096
+OURS = {"spec_name": "HostSpec", "spec_module_path": "tenuto.vllm.tiers.spec"}
+ARMS: dict[str, tuple[type, dict[str, Any]]] = {
+    "vllm": (AsyncScheduler, {}),
+    "own order": (tenuto.vllm.Scheduler, {}),
+    "tenuto": (tenuto.vllm.Scheduler, OURS),
+}
+
+
+class TieredEngine(Engine):
+    """Counts the scheduler's processor time; copies end one step after they began."""
+
+    def __init__(self, cls: type, spec: dict[str, Any]) -> None:
+        config = make_config(is_async=True, tenuto={}, max_num_seqs=NUM_RUNNING, max_num_batched_tokens=8192)
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                **spec,
+                "cpu_bytes_to_use": CHUNK_BYTES * NUM_CHUNKS,
+                "offload_prompt_only": False,
+            },
+        )
+        super().__init__(make_scheduler(cls, config, num_blocks=NUM_BLOCKS), depth=2)
+        self.scheduler_s = 0.0
+        self.num_steps = self.num_loads = self.num_stores = 0
+        self._copies: list[Any] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are left."""
+        return bool(self.scheduler.has_unfinished_requests() or self._in_flight)
+
+    def step(self) -> Any:
+        """One step of the scheduler, and the output of an earlier one."""
+        self.num_steps += 1
+        before_s = time.process_time()
+        output = self.scheduler.schedule()
+        self.scheduler_s += time.process_time() - before_s
+        self._in_flight.append((output, self._run(output)))
+        keep = self._depth - 1 if output.total_num_scheduled_tokens else 0
+        while len(self._in_flight) > keep:
+            output, result = self._in_flight.popleft()
+            before_s = time.process_time()
+            self.scheduler.update_from_output(output, result)
+            self.scheduler_s += time.process_time() - before_s
+        return output
+
+    def _run(self, output: Any) -> ModelRunnerOutput:
+        result = super()._run(output)
+        meta = output.kv_connector_metadata
+        assert isinstance(meta, OffloadingConnectorMetadata)
+        ended, self._copies = self._copies, [meta]
+        done = OffloadingWorkerMetadata()
+        loaded: set[str] = set()
+        for each in ended:
+            for job_id, job in each.load_jobs.items():
+                done.mark_completed(job_id)
+                done.transfer_stats.load.record(CHUNK_BYTES * len(job.src_spec.block_ids), 1e-6)
+                loaded |= set() if job.req_id.startswith(PREFETCH) else {job.req_id}
+            for job_id, job in each.store_jobs.items():
+                done.mark_completed(job_id)
+                done.transfer_stats.store.record(CHUNK_BYTES * len(job.dst_spec.block_ids), 1e-6)
+            self.num_loads += len(each.load_jobs)
+            self.num_stores += len(each.store_jobs)
+        result.kv_connector_output = KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=done)
+        return result
+
+
+def make_turn(round_number: int, turn: int, job: int) -> Any:
+    """A turn of a job, which extends the turn before; its answer is the same in all arms."""
+    tokens = [(job * 31 + round_number * 17 + i * 7) % 1000 for i in range(PROMPT_TOKENS)]
+    for before in range(turn):
+        tokens += [5 + i % 50 for i in range(OUTPUT_TOKENS)]
+        tokens += [(job * 13 + before * 29 + i * 11) % 1000 for i in range(TOOL_TOKENS)]
+    hints = {"job_id": f"{round_number}-{job}", "tool": "ls", "is_last_step": turn == NUM_TURNS - 1}
+    name = f"{round_number}-{job}-{turn}"
+    return make_request(name, tokens, max_tokens=OUTPUT_TOKENS, xargs=hints, ignore_eos=True)
+
+
+def run_round(engines: dict[str, TieredEngine], number: int) -> dict[str, float]:
+    """Seconds of processor time per step of each arm's scheduler, requests included."""
+    before = {name: (each.scheduler_s, each.num_steps) for name, each in engines.items()}
+    for turn in range(NUM_TURNS):
+        for engine in engines.values():
+            for job in range(NUM_JOBS):
+                request = make_turn(number, turn, job)
+                started_s = time.process_time()
+                engine.scheduler.add_request(request)
+                engine.scheduler_s += time.process_time() - started_s
+        while any(each.is_busy for each in engines.values()):
+            for engine in engines.values():
+                if engine.is_busy:
+                    engine.step()
+    return {
+        name: (each.scheduler_s - before[name][0]) / (each.num_steps - before[name][1])
+        for name, each in engines.items()
+    }
+
+
+def report(rounds: list[dict[str, float]], arm: str, to: str) -> dict[str, Any]:
+    """Print one ratio with its spread."""
+    ratios = sorted(each[arm] / each[to] for each in rounds)
+    step_us = statistics.median(each[to] for each in rounds) * 1e6
+    print(
+        f"scheduler time per step: {arm} / {to} = {statistics.median(ratios):.3f} "
+        f"(min {ratios[0]:.3f}, max {ratios[-1]:.3f}, {len(ratios)} rounds); {to} {step_us:.0f} us each"
+    )
+    return {"arm": arm, "to": to, "ratios": ratios, "step_us": step_us}
+
+
+def main() -> None:
+    """Measure, and print the ratios."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    engines = {name: TieredEngine(*arm) for name, arm in ARMS.items()}
+    run_round(engines, 0)
+    gc.collect()
+    gc.freeze()
+    rounds = [run_round(engines, number + 1) for number in range(args.rounds)]
+    for name, engine in engines.items():
+        print(f"{name}: {engine.num_steps} steps, {engine.num_stores} stores, {engine.num_loads} loads")
+    figures = [report(rounds, "tenuto", to) for to in ("vllm", "own order")]
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
