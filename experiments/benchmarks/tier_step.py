@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.tier_step
 
-vLLM's real scheduler and the scheduler's side of its connector, without workers: every copy ends with the step
+vLLM's real scheduler and the scheduler's side of its connector, without workers: a copy ends with the step
 after the one that began it. Each round sends the same jobs to all arms, which take turns step by step. Jobs
 take three turns and come back when the cache has lost them, so there are stores, loads, and chunks that host
 memory gives up. Counted is the scheduler's own processor time, so that other processes and the harness do not
