@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tenuto.core.policy import Key, Needs
+from tenuto.core.policy import Needs
 from tenuto.core.presets import EngineSettings
 from tenuto.core.step_tokens import ADAPTIVE
-from tenuto.core.types import Decision, EngineView, Keep, Lease, LoadOffer, Release, Turn
+from tenuto.core.types import Decision, EngineView, Job, Keep, Lease, LoadOffer, Release, Turn
 from tenuto.estimators.remaining_work import RemainingWork
 from tenuto.policies.tenuto import Tenuto
 
@@ -33,10 +33,16 @@ class NoKinds(Tenuto):
 class NoPauses(Tenuto):
     """Only the work of all turns to come counts, however short this turn is."""
 
-    def queue_key(self, turn: Turn, now_s: float) -> Key:
-        new_tokens = max(1, turn.num_prompt_tokens - self._contexts.get(turn.job.job_id, 0))
-        place = self._get_place_of(turn.job, self._work.get_work_left(turn.job, float(new_tokens)))
-        return (place, turn.job.job_id, turn.arrival_s)
+    def _get_rank(self, job: Job, new_tokens: float) -> float:
+        return self._work.get_work_left(job, new_tokens)
+
+
+@dataclass
+class NoPlainFirst(Tenuto):
+    """Plain requests have a place by their work, as all jobs."""
+
+    def _goes_first(self, job: Job, new_tokens: int) -> bool:
+        return False
 
 
 @dataclass

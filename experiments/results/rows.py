@@ -41,7 +41,7 @@ OPTIONS = (
     *(f"tenuto?{key}={value * factor:g}" for key, value in DEFAULTS.items() for factor in FACTORS),
 )
 PARTS = (
-    *("FirstJobFirst", "NoKinds", "NoPauses", "NoLookUps", "FullSteps"),
+    *("FirstJobFirst", "NoKinds", "NoPauses", "NoPlainFirst", "NoLookUps", "FullSteps"),
     *("NoRetention", "NoPrice", "AnyoneTakes", "NoTier", "AlwaysLoads"),
 )
 
@@ -115,9 +115,10 @@ TABLES = {
     "ablation": Table(
         "What each part of `tenuto` is worth",
         "`experiments/ablation.py` has the parts: `FirstJobFirst` orders by arrival, `NoKinds` "
-        "takes all jobs for alike, `NoPauses` ignores that a turn is short and its job pauses, `NoLookUps` "
-        "what first turns hit, `FullSteps` leaves the "
-        "step budget alone, `NoRetention` frees a finished turn, `NoPrice` never gives up a lease for its "
+        "takes all jobs for alike, `NoPauses` ignores that a turn is short and its job pauses, "
+        "`NoPlainFirst` orders plain requests as jobs, `NoLookUps` ignores what first turns hit, "
+        "`FullSteps` leaves the step budget alone, `NoRetention` frees a finished turn, "
+        "`NoPrice` never gives up a lease for its "
         "tool's time, `AnyoneTakes` lets any turn take any lease, `NoTier` has no host memory, `AlwaysLoads` "
         "waits for every load. The figures beside a part say what the job takes without it.",
         ("tenuto", *(f"experiments.ablation:{part}" for part in PARTS)),

@@ -11,6 +11,7 @@ from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
+from tenuto.core.step_tokens import StepSize
 from tenuto.core.types import Job, ToolCall, Turn
 from tests.support.prefix import hash_blocks
 from tests.support.small_policies import KeepFor
@@ -324,14 +325,21 @@ def test_the_step_budget_is_bounded(answer, expected) -> None:
         def step_budget(self, view):
             return answer
 
-    assert ToyEngine(Budget(), 20).driver.get_step_budget(0, 2048) == expected
+    assert ToyEngine(Budget(), 20).driver.get_step_size(0, 2048) == (expected, 0)
 
 
 class Chooser:
     """Chooses always the same; remembers what it was told."""
 
     def __init__(self, answer) -> None:
-        self.answer, self.steps, self.turns = answer, [], []
+        self.answer = answer if answer is None else StepSize(answer)
+        self.steps, self.turns, self.waiting = [], [], []
+
+    def observe_arrival(self, turn, num_new_tokens) -> None:
+        self.waiting.append((turn.turn_id, num_new_tokens))
+
+    def observe_start(self, turn_id) -> None:
+        self.waiting = [each for each in self.waiting if each[0] != turn_id]
 
     def observe_step(self, step) -> None:
         self.steps.append(step)
@@ -355,22 +363,27 @@ def test_the_step_gets_the_smaller_of_what_the_chooser_and_the_policy_say(chosen
 
     driver = ToyEngine(Budget(), 20, step_chooser=Chooser(chosen)).driver
     assert driver.bounds_steps and driver.hears_steps
-    assert driver.get_step_budget(0, 2048) == expected
+    assert driver.get_step_size(0, 2048) == (expected, 0)
 
 
 def test_a_chooser_hears_steps_and_turns_beside_a_policy_that_does_not() -> None:
     log = []
     chooser = Chooser(7)
+    chooser.answer = StepSize(7, 3)
     engine = ToyEngine(Policy(), 60, step_chooser=chooser, log=log.append)
     engine.arrive("done", 0, PROMPT)
+    assert chooser.waiting == [("done", len(PROMPT))]
     engine.start_first(0)
+    assert not chooser.waiting
     engine.finish("done", 1)
     engine.arrive("gone", 2, PROMPT)
+    assert chooser.waiting
     engine.abort("gone", 3)
+    assert not chooser.waiting
     engine.driver.step("a step")
     assert (chooser.turns, chooser.steps) == (["done"], ["a step"])
     assert not any(record.get("hook") == "on_step" for record in log)  # the policy does not learn from it
-    assert engine.driver.get_step_budget(4, 2048) == 7
+    assert engine.driver.get_step_size(4, 2048) == (7, 3)
     assert log[-1] == {"kind": "chosen", "what": "step_tokens", "answer": 7}
     assert not ToyEngine(Policy(), 60).driver.bounds_steps
 

@@ -52,7 +52,7 @@ def run_random(policy: Policy, seed: int) -> list[dict[str, Any]]:
         if engine.running and rng.random() < 0.1:
             victim = engine.driver.get_victim(list(engine.running), now_s)
             engine.preempt(victim or next(iter(engine.running)), now_s)
-        engine.driver.get_step_budget(now_s, 2048)
+        engine.driver.get_step_size(now_s, 2048)
     assert len(lines) > 500
     return [json.loads(line) for line in lines]
 

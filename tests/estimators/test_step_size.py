@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from tenuto.core.types import EngineView, Job, StepView, Turn
+from tenuto.core.step_tokens import StepSize
+from tenuto.core.types import EngineView, Job, StepView, ToolCall, Turn
 from tenuto.estimators.step_size import (
     FIRST_STEP_TOKENS,
     LOOK_EVERY,
@@ -162,3 +163,47 @@ def test_a_step_in_many_is_larger_to_see_what_tokens_cost() -> None:
 def test_only_adaptive_steps_need_a_chooser() -> None:
     assert isinstance(make_step_chooser("adaptive"), AdaptiveSteps)
     assert make_step_chooser(512) is None and make_step_chooser(None) is None
+
+
+def make_busy() -> tuple[AdaptiveSteps, EngineView, StepSize]:
+    """A chooser that has learned, the engine's state, and what it chooses while no plain request waits."""
+    chooser = AdaptiveSteps()
+    for n in range(1, 101):
+        chooser.observe_step(StepView(0.05 * n, 0.05, 522, 10, is_full=True))
+    view = EngineView(100.0, 16, 1000, 900, 10, 3, 8192)
+    usual = chooser.choose(view)
+    assert usual is not None and usual.num_tokens < 4096 and not usual.per_prompt
+    return chooser, view, usual
+
+
+def arrive(chooser: AdaptiveSteps, turn_id: str, num_new_tokens: int, kind: str = "chat") -> None:
+    chooser.observe_arrival(Turn(turn_id, Job(turn_id, 0.0, 1, kind=kind), 0.0, 5000), num_new_tokens)
+
+
+def test_a_plain_request_is_computed_in_one_step_beside_what_the_step_has() -> None:
+    chooser, view, usual = make_busy()
+    arrive(chooser, "short", 100)
+    assert chooser.choose(view) == (usual.num_tokens + 100, usual.num_tokens)
+    arrive(chooser, "longer", 3000)
+    # No prompt may take the room of another, so the bound of one prompt is the longest of them.
+    assert chooser.choose(view) == (3000 + 3100, 3000)
+    for turn_id in ("short", "longer"):
+        chooser.observe_start(turn_id)
+    assert chooser.choose(view) == usual
+
+
+def test_what_stock_would_not_compute_in_one_step_gets_none_of_its_own() -> None:
+    chooser, view, usual = make_busy()
+    arrive(chooser, "huge", 8192)
+    assert chooser.choose(view) == usual
+    for n in range(100):
+        arrive(chooser, f"t{n}", 1000)
+    assert chooser.choose(view) == (8192, 1000)
+
+
+def test_turns_of_agents_are_not_plain() -> None:
+    chooser, view, usual = make_busy()
+    agent = Turn("a", Job("a", 0.0, 1, kind="agent"), 0.0, 100, tool=ToolCall("ls"))
+    chooser.observe_turn(agent)
+    arrive(chooser, "next", 100, kind="agent")
+    assert chooser.choose(view) == usual

@@ -94,8 +94,8 @@ def test_no_wait_is_without_bound() -> None:
     teach_steps(policy)
     teach_jobs(policy, 5)
     long = make_turn("long", 1, arrival_s=0.0, num_prompt_tokens=50_000)
-    # 50,000 tokens are 5 s of work, and the 4 turns after it will be larger than most: less than 10 s in all.
-    last = policy.queue_key(make_turn("short", 1, arrival_s=1000.0, num_prompt_tokens=10), 1000.0)
+    # 50,000 tokens are 5 s of work, and the 4 turns after it will be larger than most: less than 15 s in all.
+    last = policy.queue_key(make_turn("short", 1, arrival_s=1500.0, num_prompt_tokens=10), 1500.0)
     assert policy.queue_key(long, 0.0) < last
 
 
@@ -283,3 +283,26 @@ def test_jobs_that_ended_leave_nothing_behind() -> None:
     policy = Tenuto()
     teach_jobs(policy, 3, count=50)
     assert policy._contexts == {}
+
+
+def test_plain_requests_that_fit_in_a_step_go_before_all_jobs_in_the_order_of_arrival() -> None:
+    policy = Tenuto()
+    teach_steps(policy)
+    policy.on_tick(IDLE)
+    old = make_turn("old")
+    policy.on_turn_finished(old, 1.0)  # its kind calls tools
+    for _ in range(2):
+        policy.on_turn_finished(make_plain("seen", 2000), 1.0)
+    first, second = make_plain("first", 3000, arrival_s=50.0), make_plain("second", 100, arrival_s=60.0)
+    huge = make_plain("huge", 9000, arrival_s=10.0)
+    agent = make_turn("old", 2, num_prompt_tokens=1100)
+    keys = [policy.queue_key(turn, 100.0) for turn in (first, second, agent, huge)]
+    assert keys == sorted(keys)
+    # A plain request may take the memory of any job.
+    lease = Lease(old, 1.0, 200.0, -policy._get_place(agent), 10, False)
+    assert policy.may_reclaim(lease, second, IDLE)
+
+
+def make_plain(job_id: str, num_tokens: int, *, arrival_s: float = 0.0) -> Turn:
+    job = Job(job_id, arrival_s, 1, kind="question")
+    return Turn(job_id, job, arrival_s, num_tokens, num_output_tokens=10)

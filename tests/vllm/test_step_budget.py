@@ -12,6 +12,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 import tenuto.vllm
 from tenuto.core.errors import ConfigError
+from tenuto.core.step_tokens import StepSize
 from tenuto.vllm import compat
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -51,8 +52,22 @@ def test_adaptive_steps_learn_beside_a_policy_that_hears_no_steps(clock: Clock) 
     assert driver.bounds_steps and not driver.policy.overrides("on_step")
     get_first_step_tokens(engine)
     engine.run()
-    assert driver._step_chooser._sizes.weight == 1
+    assert driver._step_chooser._sizes.weight > 1  # what it begins with
     assert not start(make_config(tenuto={"policy": "stock"})).scheduler.driver.bounds_steps
+
+
+@pytest.mark.parametrize(("given", "expected"), [(0, 20), (7, 7)])
+def test_a_step_may_bound_each_prompt_and_what_the_operator_set_comes_first(
+    given: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(make_config(tenuto={"policy": "stock", "step_tokens": "adaptive"}))
+    compat.set_tokens_per_prompt(engine.scheduler, given)
+    monkeypatch.setattr(engine.scheduler.driver, "get_step_size", lambda *_: StepSize(50, 20))
+    for name in ("a", "b"):
+        engine.scheduler.add_request(make_request(name, [5] * 100, max_tokens=3))
+    assert engine.step().num_scheduled_tokens == {"a": expected, "b": expected}
+    assert compat.get_tokens_per_prompt(engine.scheduler) == given
+    engine.run()
 
 
 @pytest.mark.parametrize("wrong", ["fast", 0, -1, 1.5, True])

@@ -49,6 +49,7 @@ class Driver(DriverParts):
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
             self._tell("on_tool_returned", turn, job.last_tool, tool_s)
+        self._tell_chooser(turn)
         self._tell("on_turn_arrived", turn, now_s)
         said |= {"num_prompt_tokens": arrival.num_prompt_tokens, "tool_s": tool_s}
         self._history.record("arrived", turn, now_s, **said)
@@ -77,6 +78,8 @@ class Driver(DriverParts):
             )
             return
         self.service.start(turn, num_hit_tokens)
+        if self._step_chooser is not None:
+            self._step_chooser.observe_start(turn_id)
         turn.started = turn.job.is_admitted = True
         self._admission.start(turn, num_hit_tokens, now_s)
         turn.num_hit_tokens = num_hit_tokens
@@ -126,6 +129,8 @@ class Driver(DriverParts):
         self.stats.num_events += 1
         job = turn.job
         del job.live_turn_ids[turn_id]
+        if self._step_chooser is not None and not turn.started:
+            self._step_chooser.observe_start(turn_id)
         if not job.runs_as_stock:
             self.pins.finish(turn)
         self._retention.leave(turn)
@@ -320,6 +325,7 @@ class Driver(DriverParts):
         self._retention.enter(turn)
         self._tell("on_turn_arrived", turn, now_s)
         if not turn.started:
+            self._tell_chooser(turn)
             # In a log, a driver begins anew, and this turn will start. A running turn is left out.
             num_prompt_tokens = turn.arrival.num_prompt_tokens
             self._history.record(
@@ -343,6 +349,12 @@ class Driver(DriverParts):
             hints = arrival.hints
             job.group = hints.group
             job.runs_as_stock = not self._canary.selects(job.job_id, hints.tenant, hints.group)
+
+    def _tell_chooser(self, turn: TurnState) -> None:
+        """Tell the chooser of step sizes that a turn waits."""
+        if self._step_chooser is not None:
+            num_new_tokens = turn.arrival.num_prompt_tokens - turn.num_reusable_tokens
+            self._step_chooser.observe_arrival(self._view(turn), num_new_tokens)
 
     def _tell(self, hook: str, turn: TurnState, *inputs: object, view: Turn | None = None) -> None:
         """Tell the policy what happened to a turn, unless the turn runs as in stock."""

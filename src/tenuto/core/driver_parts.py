@@ -22,7 +22,7 @@ from tenuto.core.policy_caller import DecisionLog, PolicyCaller
 from tenuto.core.quota import NOBODY
 from tenuto.core.retention import Retention
 from tenuto.core.stats import DriverStats
-from tenuto.core.step_tokens import StepChooser
+from tenuto.core.step_tokens import StepChooser, StepSize
 from tenuto.core.stock_queue import make_stock_queue
 from tenuto.core.types import EngineView, LoadOffer, Turn
 
@@ -232,25 +232,30 @@ class DriverParts:
 
     @property
     def bounds_steps(self) -> bool:
-        """Whether `get_step_budget` must be asked before each step."""
+        """Whether `get_step_size` must be asked before each step."""
         return self._step_chooser is not None or self.policy.overrides("step_budget")
 
-    def get_step_budget(self, now_s: float, max_num_batched_tokens: int) -> int:
-        """Token budget of the next step: at least one token per running turn, at most the engine's budget.
+    def get_step_size(self, now_s: float, max_num_batched_tokens: int) -> StepSize:
+        """Bounds of the next step: at least one token per running turn, at most the engine's budget.
 
         Within that, it is the smaller of what the chooser and the policy say. With a canary the policy is not
         asked, because a step serves all jobs.
         """
         view = self.get_view(now_s)
-        answers = [max_num_batched_tokens]
+        answers, per_prompt = [max_num_batched_tokens], 0
         if self._step_chooser is not None:
             chosen = self._step_chooser.choose(view)
-            self._caller.write({"kind": "chosen", "what": "step_tokens", "answer": chosen})
-            answers += [] if chosen is None else [chosen]
+            self._caller.write(
+                {"kind": "chosen", "what": "step_tokens", "answer": chosen and chosen.num_tokens}
+            )
+            if chosen is not None:
+                answers.append(chosen.num_tokens)
+                per_prompt = chosen.per_prompt
         if self.policy.overrides("step_budget") and not self._canary.is_on:
             bound: int | None = self._caller.ask("step_budget", view)
             answers += [] if bound is None else [bound]
-        return max(1, min(max(min(answers), view.num_running), max_num_batched_tokens))
+        num_tokens = max(1, min(max(min(answers), view.num_running), max_num_batched_tokens))
+        return StepSize(num_tokens, per_prompt)
 
     def _get_next_rekey_s(self) -> float:
         rekey_s = self.policy.needs.rekey_s

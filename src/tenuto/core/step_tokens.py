@@ -6,7 +6,7 @@ The engine owns this, not the policy: it works beside any policy. A policy may s
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.types import EngineView, StepView, Turn
@@ -24,17 +24,32 @@ def get_max_step_tokens(step_tokens: StepTokens | None, max_num_batched_tokens: 
     )
 
 
+class StepSize(NamedTuple):
+    """The bounds of one step."""
+
+    num_tokens: int
+    """The most tokens in all."""
+    per_prompt: int = 0
+    """The most tokens of one prompt; 0 for no bound."""
+
+
 class StepChooser(Protocol):
     """Chooses the size of each step from what it was told of turns and steps. See `estimators.step_size`."""
 
     def observe_step(self, step: StepView) -> None:
         """The engine computed a step."""
 
+    def observe_arrival(self, turn: Turn, num_new_tokens: int) -> None:
+        """A turn arrived; of its prompt, so many tokens are not known from its job's earlier turns."""
+
+    def observe_start(self, turn_id: str) -> None:
+        """A turn got its first step, or left without one."""
+
     def observe_turn(self, turn: Turn) -> None:
         """A turn finished; it was not aborted."""
 
-    def choose(self, view: EngineView) -> int | None:
-        """The most tokens of the next step; None leaves it to the engine. Changes nothing."""
+    def choose(self, view: EngineView) -> StepSize | None:
+        """The bounds of the next step; None leaves them to the engine. Changes nothing."""
 
 
 def read_step_tokens(text: str) -> StepTokens:

@@ -19,6 +19,11 @@ whose
 The best T has the least loss of all together. Long outputs want small steps, short ones and long queues large
 ones.
 
+Plain requests, those of jobs that call no tools, shall not pay for this. What waits of them, and what stock
+vLLM would compute in one step, gets room of its own in the next step. No prompt may then take more than the
+longest of them or the chosen size, so that a long prompt leaves this room to them. A stream of short plain
+requests therefore has the steps of stock vLLM.
+
 m counts those who would start if only prefill were faster, not those who wait for memory; or those to come
 while the engine is busy, if they are more: (2 − ρ) · ρ / (2 · (1 − ρ)²) turns, with ρ the share of the time
 in full steps (the derivative of the mean wait of Pollaczek and Khinchine, by the time of service).
@@ -28,9 +33,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import islice
 
-from tenuto.core.step_tokens import ADAPTIVE, StepChooser, StepTokens
+from tenuto.core.step_tokens import ADAPTIVE, StepChooser, StepSize, StepTokens
 from tenuto.core.types import EngineView, StepView, Turn
+from tenuto.estimators.plain_kinds import PlainKinds
 from tenuto.estimators.step_times import StepTimes
 
 MIN_STEP_TOKENS = 512
@@ -50,6 +57,8 @@ RATE_S = 30.0
 """Time over which the rate of turns is averaged."""
 DECAY = 0.99
 """Factor on a turn's weight for each later turn."""
+MAX_PLAIN = 64
+"""Of the plain requests that wait, so many are looked at before each step: more do not fit into one."""
 FULL_DECAY = 0.02
 """Weight of the latest step in the moving average of the share of full steps."""
 
@@ -157,6 +166,18 @@ class AdaptiveSteps:
     _busy_share: float = 0.0
     _now_s: float = 0.0
     _num_steps: int = 0
+    _kinds: PlainKinds = field(default_factory=PlainKinds)
+    _plain: dict[str, int] = field(default_factory=dict)
+    """Plain requests that wait, with the tokens that they have to compute."""
+
+    def observe_arrival(self, turn: Turn, num_new_tokens: int) -> None:
+        """Learn who waits."""
+        if self._kinds.is_plain(turn.job):
+            self._plain[turn.turn_id] = num_new_tokens
+
+    def observe_start(self, turn_id: str) -> None:
+        """Learn who waits no more."""
+        self._plain.pop(turn_id, None)
 
     def observe_step(self, step: StepView) -> None:
         """Learn how long steps take, and whether they are full."""
@@ -170,11 +191,12 @@ class AdaptiveSteps:
         self._num_steps += 1
 
     def observe_turn(self, turn: Turn) -> None:
-        """Learn how many tokens turns compute and generate."""
+        """Learn how many tokens turns compute and generate, and whether they call tools."""
+        self._kinds.observe(turn)
         self._sizes.observe(turn.num_prompt_tokens - turn.num_hit_tokens, turn.num_output_tokens)
 
-    def choose(self, view: EngineView) -> int | None:
-        """The most tokens of the next step; None while nothing is known, or if no turn would be delayed."""
+    def choose(self, view: EngineView) -> StepSize | None:
+        """The bounds of the next step; None while nothing is known, or if no turn would be delayed."""
         num_others = view.num_running - 1
         if num_others < 0:
             return None
@@ -191,7 +213,19 @@ class AdaptiveSteps:
             self._full_share,
             view.max_num_batched_tokens,
         )
-        if chosen is not None and self._num_steps % LOOK_EVERY == 0:
+        if chosen is None:
+            return None
+        if self._num_steps % LOOK_EVERY == 0:
             # A larger step now and then shows what tokens cost, and whether steps have a cost of their own.
             chosen = min(2 * chosen, view.max_num_batched_tokens)
-        return chosen
+        return self._add_plain(chosen, view)
+
+    def _add_plain(self, chosen: int, view: EngineView) -> StepSize:
+        """Add room for the plain requests that wait and that stock vLLM would compute in one step."""
+        most = view.max_num_batched_tokens
+        room = most - view.num_running
+        fitting = [tokens for tokens in islice(self._plain.values(), MAX_PLAIN) if tokens <= room]
+        if not fitting:
+            return StepSize(chosen)
+        longest = max(chosen, *fitting)
+        return StepSize(min(most, longest + sum(fitting)), longest)

@@ -24,6 +24,7 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
+from tenuto.estimators.plain_kinds import PlainKinds
 from tenuto.estimators.remaining_work import RemainingWork, get_mean_left_s
 from tenuto.estimators.returns import Returns
 from tenuto.estimators.samples import ToolSamples
@@ -38,6 +39,8 @@ QUIET_LOOK_S = 10.0
 """Time until a lease is reconsidered while no turn waits, so that memory has no price."""
 FIRST = -1e12
 """The value of a lease that is not worth its memory. It is reclaimed before all others, for any turn."""
+AHEAD_S = 1e9
+"""By so many seconds plain requests go before all jobs: more than any job's work takes."""
 FULL_DECAY = 0.02
 """Weight of the latest step in the moving average `_full_share`: the share of steps that were full."""
 MAX_LOOK_UPS = 64
@@ -55,7 +58,8 @@ class Tenuto(Policy, Learns, Reports):
     - *Which turn runs next*: jobs are ordered by arrival time. A job moves back by `stretch` seconds for each
       second of work that it is expected to still need. Such guesses are drawn towards the mean by how wrong
       they have been; without any trust in them, the order is first come, first served. What is known needs
-      no trust: a turn with little to compute, after which its job is likely to pause, goes early.
+      no trust: a turn with little to compute, after which its job is likely to pause, goes early. Requests of
+      jobs that call no tools go first of all, if stock vLLM would compute their prompt in one step.
     - *Which KV stays*: the KV of every job stays through every tool call, as long as no turn needs the
       memory. A turn that needs memory reclaims it from jobs behind it in the order, starting with the last
       job. It waits rather than reclaim from a job before it. So jobs at the front are never recomputed, and
@@ -92,6 +96,9 @@ class Tenuto(Policy, Learns, Reports):
     _contexts: dict[str, int] = field(init=False, default_factory=dict)
     _full_share: float = field(init=False, default=0.0)
     _returns: Returns = field(init=False, default_factory=Returns)
+    _kinds: PlainKinds = field(init=False, default_factory=PlainKinds)
+    _step_tokens: int = field(init=False, default=0)
+    """The engine's budget of a step."""
 
     # The order.
 
@@ -107,7 +114,17 @@ class Tenuto(Policy, Learns, Reports):
         """The place of a turn that waits or runs: its new prompt tokens are known."""
         known = max(self._contexts.get(turn.job.job_id, 0), turn.num_cached_tokens or 0)
         new_tokens = max(1, turn.num_prompt_tokens - known)
-        return self._get_place_of(turn.job, self._work.get_rank(turn.job, float(new_tokens)))
+        if self._goes_first(turn.job, new_tokens):
+            return turn.arrival_s - AHEAD_S
+        return self._get_place_of(turn.job, self._get_rank(turn.job, float(new_tokens)))
+
+    def _goes_first(self, job: Job, new_tokens: int) -> bool:
+        """Whether this is a plain request that stock vLLM would compute in one step."""
+        return new_tokens <= self._step_tokens and self._kinds.is_plain(job)
+
+    def _get_rank(self, job: Job, new_tokens: float) -> float:
+        """The work that a waiting turn is ordered by, in prefill tokens."""
+        return self._work.get_rank(job, new_tokens)
 
     def _get_place_of(self, job: Job, work: float) -> float:
         """The place of a job with so much work, in prefill tokens."""
@@ -204,10 +221,15 @@ class Tenuto(Policy, Learns, Reports):
         if tool is not None:
             self._tools.observe(tool.name, tool_s)
 
+    def on_tick(self, view: EngineView) -> None:
+        """Learn what the engine computes in one step."""
+        self._step_tokens = view.max_num_batched_tokens
+
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Learn the work per turn. A generated token counts as the number of prefill tokens that it costs."""
         if turn.is_aborted:
             return
+        self._kinds.observe(turn)
         job_id = turn.job.job_id
         if not turn.is_last:
             num_computed = turn.num_prompt_tokens - turn.num_hit_tokens + turn.num_output_tokens

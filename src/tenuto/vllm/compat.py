@@ -83,6 +83,16 @@ def get_reason_for_full_steps(scheduler: Any) -> str | None:
     return None
 
 
+def get_tokens_per_prompt(scheduler: Any) -> int:
+    """The most tokens of one prompt in a step; 0 for no bound. vLLM reads it anew in each step."""
+    return int(scheduler.scheduler_config.long_prefill_token_threshold)
+
+
+def set_tokens_per_prompt(scheduler: Any, num_tokens: int) -> None:
+    """Change what `get_tokens_per_prompt` says."""
+    scheduler.scheduler_config.long_prefill_token_threshold = num_tokens
+
+
 def get_block_size(scheduler: Any) -> int:
     """Tokens per block of the first layer group."""
     groups = scheduler.kv_cache_config.kv_cache_groups

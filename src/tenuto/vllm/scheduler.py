@@ -133,14 +133,18 @@ class _DrivenScheduler(compat.PrivateHooks):
         hooks.begin_step(now_s)
         self.short_hits.begin_step()
         full_budget = self.max_num_scheduled_tokens
+        per_prompt = compat.get_tokens_per_prompt(self)
         if hooks.asks_budget:
-            self.max_num_scheduled_tokens = self.driver.get_step_budget(now_s, full_budget)
+            size = self.driver.get_step_size(now_s, full_budget)
+            self.max_num_scheduled_tokens = size.num_tokens
+            compat.set_tokens_per_prompt(self, per_prompt or size.per_prompt)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             if hooks.steps is not None:
                 hooks.steps.schedule(output, now_s, self.max_num_scheduled_tokens)
         finally:
             self.max_num_scheduled_tokens = full_budget
+            compat.set_tokens_per_prompt(self, per_prompt)
             self.driver.settle()
         hooks.start(list(compat.get_started(output)), now_s)
         if self._steps is not None:

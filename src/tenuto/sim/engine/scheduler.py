@@ -158,12 +158,13 @@ class Scheduler:
             state.waiting.reorder_all()
         if self._asks_admission:
             self._admit_parked()
-        budget = self.config.max_step_tokens
+        budget, per_prompt = self.config.max_step_tokens, self.config.long_prefill_token_threshold
         if self._asks_budget:
-            budget = driver.get_step_budget(now_s, budget)
+            budget, chosen = driver.get_step_size(now_s, budget)
+            per_prompt = per_prompt or chosen
         # A request that is alone has nobody to starve.
         is_alone = len(state.running) + len(state.waiting) <= 1
-        step = Step(budget, 0 if is_alone else self.config.long_prefill_token_threshold)
+        step = Step(budget, 0 if is_alone else per_prompt)
         offloader = self.offloader
         copied_s = offloader.get_free_s(now_s) if offloader is not None else now_s
         self._running_pass.schedule(step)

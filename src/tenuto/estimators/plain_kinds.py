@@ -1,0 +1,63 @@
+"""Which requests are plain: those of jobs that call no tool, such as a person's question.
+
+A job's first turn does not show whether its job is an agent. Jobs of one tenant whose prompts begin alike are
+of one kind, so a kind tells: its turns that ended with a tool call are counted beside the others. A kind that
+was not seen before goes by how the first turns of new kinds turned out. Before anything was seen, requests
+are plain: then they are served as stock vLLM does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tenuto.core.types import Job, Turn
+
+MEMORY_TURNS = 500.0
+"""Counts of a kind fade to 1/e over so many of its turns."""
+MAX_SHARE = 0.25
+"""Above this share of turns with a tool call, a kind is an agent's. The last turn of an agent calls none, so
+agents of two turns have half."""
+MAX_KINDS = 4096
+"""Tenants and prompts are made up by clients, so kinds are bounded; the one seen longest ago goes first."""
+
+
+class _Counts:
+    __slots__ = ("finished", "with_tool")
+
+    def __init__(self) -> None:
+        self.finished = self.with_tool = 0.0
+
+    def observe(self, *, has_tool: bool) -> None:
+        fade = 1 - 1 / MEMORY_TURNS
+        self.finished = fade * self.finished + 1
+        self.with_tool = fade * self.with_tool + has_tool
+
+    @property
+    def is_plain(self) -> bool:
+        return self.with_tool <= MAX_SHARE * self.finished
+
+
+class PlainKinds:
+    """Shares of turns with a tool call, by tenant and kind; O(1) a turn."""
+
+    def __init__(self) -> None:
+        self._kinds: OrderedDict[tuple[str | None, str | None], _Counts] = OrderedDict()
+        self._new_kinds = _Counts()
+        """The first turns of all kinds."""
+
+    def observe(self, turn: Turn) -> None:
+        """A turn finished."""
+        job, has_tool = turn.job, turn.tool is not None
+        counts = self._kinds.get((job.tenant, job.kind))
+        if counts is None:
+            self._new_kinds.observe(has_tool=has_tool)
+            counts = self._kinds[job.tenant, job.kind] = _Counts()
+            if len(self._kinds) > MAX_KINDS:
+                self._kinds.popitem(last=False)
+        else:
+            self._kinds.move_to_end((job.tenant, job.kind))
+        counts.observe(has_tool=has_tool)
+
+    def is_plain(self, job: Job) -> bool:
+        """Whether such jobs call no tools."""
+        return self._kinds.get((job.tenant, job.kind), self._new_kinds).is_plain

@@ -1,0 +1,57 @@
+"""Which requests are plain: by kind, by new kinds, and after changes."""
+
+from __future__ import annotations
+
+from tenuto.core.types import Job, ToolCall, Turn
+from tenuto.estimators import plain_kinds
+from tenuto.estimators.plain_kinds import PlainKinds
+
+LS = ToolCall("ls")
+
+
+def make_turn(kind: str | None, tool: ToolCall | None = None, tenant: str | None = None) -> Turn:
+    return Turn("t", Job("j", 0.0, 1, tenant, kind), 0.0, 100, tool=tool)
+
+
+def is_plain(kinds: PlainKinds, kind: str | None, tenant: str | None = None) -> bool:
+    return kinds.is_plain(make_turn(kind, tenant=tenant).job)
+
+
+def test_a_kind_that_calls_tools_is_not_plain_and_another_is() -> None:
+    kinds = PlainKinds()
+    assert is_plain(kinds, "agent")
+    for tool in (LS, None):  # an agent of two turns: half of its turns call a tool
+        kinds.observe(make_turn("agent", tool))
+        kinds.observe(make_turn("chat"))
+    assert not is_plain(kinds, "agent") and is_plain(kinds, "chat")
+    kinds.observe(make_turn("agent", tenant="somebody else"))
+    assert is_plain(kinds, "agent", "somebody else")
+
+
+def test_new_kinds_go_by_the_first_turns_of_new_kinds() -> None:
+    kinds = PlainKinds()
+    for n in range(10):
+        kinds.observe(make_turn(f"alone-{n}", LS))
+    assert not is_plain(kinds, "alone-11")
+    for n in range(100):
+        kinds.observe(make_turn(f"probe-{n}"))
+    assert is_plain(kinds, "another")
+    assert not is_plain(kinds, "alone-3")
+
+
+def test_a_kind_that_changes_is_seen_to_change() -> None:
+    kinds = PlainKinds()
+    for _ in range(500):
+        kinds.observe(make_turn("k"))
+    for _ in range(500):
+        kinds.observe(make_turn("k", LS))
+    assert not is_plain(kinds, "k")
+
+
+def test_kinds_are_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(plain_kinds, "MAX_KINDS", 3)
+    kinds = PlainKinds()
+    kinds.observe(make_turn("agent", LS))
+    for n in range(3):
+        kinds.observe(make_turn(f"probe-{n}"))
+    assert is_plain(kinds, "agent")  # forgotten; most new kinds were plain
