@@ -82,3 +82,12 @@ def test_where_a_prompt_parts_from_the_last_one() -> None:
     assert 8 * 16 <= (find(("prompt", 15), ("changed", 40)) or 0) <= 15 * 16
     assert find(("summary", 10)) is None, "history was dropped"
     assert PrefixMarks((), 10, 12, 16).find_parting(TURN, 900) is None
+
+
+def test_whether_a_prompt_goes_on_behind_the_last_one() -> None:
+    assert MARKS.is_followed_by([*TURN, *chain(("tool", 5))])
+    assert MARKS.is_followed_by(chain(("prompt", 39), ("other", 20))), "a template may drop the end"
+    assert not MARKS.is_followed_by(chain(("prompt", 30), ("summary", 20)))
+    assert not MARKS.is_followed_by(chain(("other", 60)))
+    assert not MARKS.is_followed_by(()), "a short one does not either"
+    assert PrefixMarks((), 10, 12, 16).is_followed_by(TURN), "too short to tell"

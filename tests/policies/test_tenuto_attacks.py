@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from tenuto.core.requests.hints import Hints
-from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, ToolCall
+from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, StepView, ToolCall
 from tenuto.policies.tenuto import Tenuto
 from tests.support.toy_engine import ToyEngine
 
@@ -157,3 +157,15 @@ def test_the_shares_are_shown_as_figures() -> None:
     policy._returns.leave(Job("a", 0.0, 1), "bash", 1e6)
     assert policy.get_figures()["share_back_tool"] < 0.1
     assert policy.get_figures()["share_back_no_tool"] == 1.0
+
+
+def test_one_id_for_requests_that_have_nothing_in_common_does_not_make_them_look_short() -> None:
+    server = Server()
+    for num_tokens in range(100, 2100, 100):  # what a token costs
+        server.engine.driver.policy.on_step(StepView(0.0, 1e-3 * num_tokens, num_tokens, 1))
+    for first in (100_000, 200_000, 300_000):
+        server.serve([*range(first, first + 1600)], "constant", None)
+    unrelated = [*range(400_000, 401_500)]
+    server.engine.arrive("unrelated", 1.0, unrelated, [1], Hints(job_id="constant", tool=TOOL.name))
+    server.engine.arrive("short", 1.0, [*range(500_000, 500_160)], [1], Hints(job_id="agent", tool=TOOL.name))
+    assert server.engine.start_first(1.0) == "short"

@@ -40,6 +40,7 @@ def check_contract(policy: Policy) -> None:
             "reconsider": (lease, view),
             "evict_key": (lease, view),
             "may_reclaim": (lease, turn, view),
+            "tier_key": (turn, view),
             "preempt_key": (turn, view),
             "may_preempt": (turn, turn, view),
             "step_budget": (view,),

@@ -35,6 +35,7 @@ class Driver(DriverParts):
             turn.num_reusable_tokens = job.last_marks.count_reusable_tokens(
                 arrival.hashes, arrival.num_prompt_tokens, self._hit_alignment
             )
+            turn.is_parted = not job.last_marks.is_followed_by(arrival.hashes)
         self.stats.count_parting((said := arrival.describe(job.last_marks)).get("parted_at"))
         job.num_turns += 1
         if len(job.live_turn_ids) >= self.limits.max_parallel_turns:

@@ -101,6 +101,8 @@ class TurnState:
     arrival_s: float
     arrival: Arrival
     num_reusable_tokens: int = 0
+    is_parted: bool = False
+    """See `Turn.is_parted`."""
     num_hit_tokens: int = 0
     num_held_tokens: int = 0
     """Tokens that the turn hit when it last started; after a preemption, this can be fewer than before."""
@@ -173,6 +175,7 @@ class TurnState:
             is_last=is_last,
             tool=tool,
             expected_tool_s=self.arrival.hints.expected_tool_s,
+            is_parted=self.is_parted,
             is_aborted=is_aborted,
         )
 

@@ -88,12 +88,10 @@ class PrefixMarks:
 
         `block_size` is the engine's. Takes O(log n) time in the number of the turn's blocks.
         """
-        for position, block_hash in self._marks:
-            if position <= len(hashes) and hashes[position - 1] == block_hash:
-                return count_reusable_tokens(
-                    position * self._block_size, self._num_computed_tokens, num_prompt_tokens, block_size
-                )
-        return 0
+        num_shared_tokens = self._count_shared_blocks(hashes) * self._block_size
+        return count_reusable_tokens(
+            num_shared_tokens, self._num_computed_tokens, num_prompt_tokens, block_size
+        )
 
     def find_parting(self, hashes: Sequence[Hashable], num_prompt_tokens: int) -> int | None:
         """Where a later prompt of the job parts from this turn's prompt; None if it goes on behind it.
@@ -104,8 +102,21 @@ class PrefixMarks:
         num_blocks = self._num_prompt_tokens // self._block_size
         if num_blocks < 2 or num_prompt_tokens < self._num_prompt_tokens * LEAST_LENGTH:
             return None
+        if self.is_followed_by(hashes):
+            return None
+        return self._count_shared_blocks(hashes) * self._block_size
+
+    def is_followed_by(self, hashes: Sequence[Hashable]) -> bool:
+        """Whether a prompt with these block hashes goes on behind this turn's prompt.
+
+        A prompt of less than two full blocks is followed by any. A chat template may drop the end of the
+        prompt, so its last full block may differ.
+        """
+        return self._count_shared_blocks(hashes) >= self._num_prompt_tokens // self._block_size - 1
+
+    def _count_shared_blocks(self, hashes: Sequence[Hashable]) -> int:
+        """Leading blocks that a prompt with these hashes shares with this turn, up to the last mark."""
         for position, block_hash in self._marks:
             if position <= len(hashes) and hashes[position - 1] == block_hash:
-                # A chat template may drop the end of the last prompt, so its last full block may differ.
-                return None if position >= num_blocks - 1 else position * self._block_size
+                return position
         return 0

@@ -144,6 +144,9 @@ class Turn:
     tool: ToolCall | None = None
     expected_tool_s: float | None = None
     """The client's estimate, in seconds, of the coming tool call's duration; a hint, already bounded."""
+    is_parted: bool = False
+    """Whether its prompt does not go on behind its job's last one, so little of what the job computed is of
+    use to it: a compacted history, or one id for requests that have nothing in common."""
     is_aborted: bool = False
     """Whether the turn ended because its client left or because the request failed."""
 

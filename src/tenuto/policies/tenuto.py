@@ -112,7 +112,7 @@ class Tenuto(Policy, Learns, Reports):
 
     def _get_place(self, turn: Turn) -> float:
         """The place of a turn that waits or runs: its new prompt tokens are known."""
-        known = max(self._contexts.get(turn.job.job_id, 0), turn.num_cached_tokens or 0)
+        known = max(self._get_context(turn), turn.num_cached_tokens or 0)
         new_tokens = max(1, turn.num_prompt_tokens - known)
         if self._goes_first(turn.job, new_tokens):
             return turn.arrival_s - AHEAD_S
@@ -125,6 +125,13 @@ class Tenuto(Policy, Learns, Reports):
     def _get_rank(self, job: Job, new_tokens: float) -> float:
         """The work that a waiting turn is ordered by, in prefill tokens."""
         return self._work.get_rank(job, new_tokens)
+
+    def _get_context(self, turn: Turn) -> int:
+        """Tokens that its job had before this turn and that the turn goes on behind.
+
+        Otherwise one id for all requests would make each of them look as if it had nothing to compute.
+        """
+        return 0 if turn.is_parted else self._contexts.get(turn.job.job_id, 0)
 
     def _get_place_of(self, job: Job, work: float) -> float:
         """The place of a job with so much work, in prefill tokens."""
@@ -235,7 +242,7 @@ class Tenuto(Policy, Learns, Reports):
             num_computed = turn.num_prompt_tokens - turn.num_hit_tokens + turn.num_output_tokens
             self._returns.leave(turn.job, _get_tool_name(turn), max(0, num_computed))
         # Of a first turn, what other jobs had computed is not its work.
-        known = self._contexts.get(job_id, turn.num_hit_tokens)
+        known = self._get_context(turn) or turn.num_hit_tokens
         new_tokens = max(1, turn.num_prompt_tokens - known)
         self._contexts[job_id] = turn.num_prompt_tokens + turn.num_output_tokens
         work = new_tokens + self._steps.get_tokens_per_decode() * turn.num_output_tokens
