@@ -13,6 +13,7 @@ from experiments.results.agents import (
     make_contexts,
     make_weka,
 )
+from experiments.results.hybrid import make_hybrid
 from experiments.results.mixed import make_mixed
 from experiments.results.published import GEN4, format_published
 from experiments.results.row import OUT, ROOT, Row, Table
@@ -94,6 +95,14 @@ TABLES = {
         FEW,
         make_weka,
         STEPS,
+    ),
+    "hybrid": Table(
+        "Models with windows or states: swe-bench, 120 s of arrivals, no host tier",
+        "Each at vLLM's default retention interval (0), at one between, and caching everything (dense, "
+        "None); `stock` at its best interval is the best of its three. Step times are a roofline's.",
+        ("stock", "continuum", "tenuto"),
+        make_hybrid,
+        on_screen=False,
     ),
     "sensitivity": Table(
         "Sensitivity: swe-bench on an H100 at 2 jobs/s, 60 s, no host tier",

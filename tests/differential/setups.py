@@ -9,11 +9,16 @@ from typing import Any, Literal
 
 import vllm
 from vllm.config import SpeculativeConfig
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
 
+from tenuto.core.windows import STATE, Layers
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.kv.config import KvConfig
 from tests.differential.sides import Turn
-from tests.vllm.workerless import MAX_MODEL_LEN, make_config, make_scheduler
+from tests.vllm.kv_configs import get_attention, make_scheduler_of_layers
+from tests.vllm.layouts import LAYOUTS
+from tests.vllm.workerless import MAX_MODEL_LEN, make_config
 
 BLOCK_SIZE = 16
 RELEASE: Literal["0.32", "0.33"] = "0.33" if vllm.__version__.startswith("0.33") else "0.32"
@@ -31,6 +36,8 @@ class Setup:
     reserve_full_sequence: bool = True
     watermark: float = 0.0
     windows: tuple[int | None, ...] = (None,)
+    layout: str = ""
+    """Instead of windows: one of `tests.vllm.layouts.LAYOUTS`."""
     retention_interval: int | None = 0
     max_model_len: int = MAX_MODEL_LEN
     order: Literal["fcfs", "priority"] = "fcfs"
@@ -41,13 +48,17 @@ class Setup:
     @property
     def total_blocks(self) -> int:
         """Every layer group needs as many blocks as one alone."""
-        return self.num_blocks * len(self.windows)
+        return self.num_blocks * len(LAYOUTS[self.layout] if self.layout else self.windows)
 
     def make_engine_config(self) -> EngineConfig:
+        windows, block_sizes = self.windows, (BLOCK_SIZE,) * len(self.windows)
+        if self.layout:
+            windows, block_sizes = get_shape(self.make_vllm_scheduler(Scheduler).kv_cache_config)
         kv = KvConfig(
             num_blocks=self.total_blocks,
-            block_size=BLOCK_SIZE,
-            windows=self.windows,
+            block_size=min(block_sizes),
+            windows=windows,
+            block_sizes=block_sizes,
             retention_interval=self.retention_interval,
             max_model_len=self.max_model_len,
             reserve_full_sequence=self.reserve_full_sequence,
@@ -87,13 +98,13 @@ class Setup:
                 target_model_config=config.model_config,
                 target_parallel_config=config.parallel_config,
             )
-        scheduler = make_scheduler(
-            cls,
-            config,
-            num_blocks=self.total_blocks,
-            block_size=BLOCK_SIZE,
-            windows=self.windows,
-            retention_interval=self.retention_interval,
+        if self.layout:
+            config.cache_config.mamba_cache_mode = "align"
+            layers = LAYOUTS[self.layout]
+        else:
+            layers = [get_attention(window, BLOCK_SIZE) for window in self.windows]
+        scheduler = make_scheduler_of_layers(
+            cls, config, layers, self.total_blocks, retention_interval=self.retention_interval
         )
         if self.has_draft_model:
             # What EAGLE changes in the scheduler, without a draft model to configure.
@@ -103,6 +114,15 @@ class Setup:
             # Since 0.33.
             coordinator.drop_eagle_group_ids = {0}
         return scheduler
+
+
+def get_shape(kv_cache_config: Any) -> tuple[tuple[Layers, ...], tuple[int, ...]]:
+    """What vLLM made of a model's layers: each group's window or state, and the tokens in its blocks."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    windows = tuple(
+        STATE if isinstance(spec, MambaSpec) else getattr(spec, "sliding_window", None) for spec in specs
+    )
+    return windows, tuple(spec.block_size for spec in specs)
 
 
 class Conversations:

@@ -205,12 +205,15 @@ class SimSide:
         )
 
     def _list_blocks(self, extents: list[Extent]) -> list[Any]:
+        config = self.scheduler.config.kv
         blocks: list[Any] = []
         for extent in extents:
             copies = extent.segment.copies
             group = next(n for n in range(len(copies)) if copies[n] is extent.home)
+            num_hashes = config.group_block_sizes[group] // config.hash_block_size
             # In the free queue an extent reads from its last block to its first.
-            blocks += [(group, (extent.segment, n)) for n in reversed(range(extent.first, extent.end))]
+            for n in reversed(range(extent.first, extent.end)):
+                blocks.append((group, (extent.segment, (n + 1) * num_hashes - 1)))
         return blocks
 
     def _process(self, step: Step) -> None:

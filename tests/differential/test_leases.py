@@ -17,7 +17,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import LeaseEnd
 from tenuto.sim.engine.scheduler import Scheduler
-from tests.differential.setups import BLOCK_SIZE, Conversations, Setup
+from tests.differential.setups import Conversations, Setup
 from tests.differential.sides import Names, SimSide, Turn, VllmSide
 from tests.support.sim_checks import check_integrity
 from tests.vllm.conftest import Clock
@@ -43,6 +43,9 @@ CASES: dict[str, tuple[Setup, str, dict[str, Any]]] = {
     # Short enough that a block behind each window fits beside the longest request.
     "hybrid hold, spare blocks": (Setup(windows=(None, 40), num_blocks=60, max_model_len=640), KEEP_ALL, TTL),
     "window hold": (Setup(windows=(48,), num_blocks=32), KEEP_ALL, TTL),
+    "states hold": (Setup(layout="states", num_blocks=20), KEEP_ALL, TTL),
+    "states hold, dense": (Setup(layout="states", num_blocks=20, retention_interval=None), KEEP_ALL, TTL),
+    "unlike blocks hold": (Setup(layout="window blocks twice as large", num_blocks=60), KEEP_ALL, TTL),
     "continuum-fixed": (Setup(max_num_seqs=4), "continuum-fixed", {}),
     "continuum-fixed A": (Setup(), "continuum-fixed", {"variant": "A"}),
     "admission and budget": (Setup(num_blocks=60), "tests.vllm.policies:OneJobAtATime", {"step_tokens": 40}),
@@ -82,7 +85,7 @@ def get_totals(driver: Driver) -> dict[str, Any]:
 def run(theirs: VllmSide, ours: SimSide, clock: Clock, seed: int) -> Driver:
     """Run one random workload through both; fails where they differ; returns our driver."""
     rng = random.Random(seed)
-    names = Names(BLOCK_SIZE)
+    names = Names(theirs.scheduler.hash_block_size)
     turns = Conversations(rng, max_output=30)
     step = 0
     while step < NUM_ARRIVAL_STEPS or ours.scheduler.state.requests:
@@ -112,7 +115,7 @@ def test_same_decisions_as_the_plugin(name: str, depth: int, clock: Clock) -> No
     setup, policy, options = CASES[name]
     setup = replace(setup, depth=depth)
     drivers = [run(*make_sides(setup, policy, options), clock, seed) for seed in (1, 2)]
-    if any(setup.windows):
+    if any(setup.windows) or setup.layout:
         assert sum(driver.stats.num_prefixes_pinned for driver in drivers) > 0
     num_ended = {why: sum(driver.stats.num_leases_ended[why] for driver in drivers) for why in LeaseEnd}
     if policy == KEEP_ALL:

@@ -50,6 +50,17 @@ SETUPS = {
     "drafts": Setup(num_draft_tokens=3),
     "drafts, hybrid": Setup(num_draft_tokens=2, windows=(None, 64)),
     "draft model": Setup(num_draft_tokens=2, has_draft_model=True),
+    "states": Setup(layout="states"),
+    "states, dense": Setup(layout="states", retention_interval=None, order="priority"),
+    "states, interval": Setup(layout="states", retention_interval=128, reserve_full_sequence=False),
+    # A block of 64 tokens is wider than a step.
+    "states in large blocks": Setup(
+        layout="states, all blocks large", num_blocks=20, max_num_batched_tokens=48
+    ),
+    "windows in blocks twice as large": Setup(layout="window blocks twice as large"),
+    "windows in large blocks": Setup(layout="window blocks four times as large", retention_interval=256),
+    "full attention in large blocks": Setup(layout="full blocks twice as large", retention_interval=None),
+    "drafts, unlike blocks": Setup(layout="window blocks twice as large", num_draft_tokens=2),
 }
 CASES = [(name, depth) for name in SETUPS for depth in (1, 2)]
 # With a third step in flight, as in a pipeline, a preempted request may have to wait for stale output.
@@ -73,7 +84,7 @@ def accept_some(turn_id: str, num_tokens: int, num_drafts: int) -> int:
 def run(theirs: VllmSide, ours: SimSide, seed: int) -> Iterator[Decision]:
     """Run one random workload through both; yields what both decided, and fails where they differ."""
     rng = random.Random(seed)
-    names = Names(BLOCK_SIZE)
+    names = Names(theirs.scheduler.hash_block_size)
     turns = Conversations(rng, max_output=100)
     step = 0
     while step < NUM_ARRIVAL_STEPS or ours.scheduler.state.requests:

@@ -83,6 +83,6 @@ def test_an_interval_must_fit() -> None:
     for kv in ({"retention_interval": 24, "windows": (64,)}, {"retention_interval": -16, "windows": (64,)}):
         with pytest.raises(ConfigError, match="must be a multiple of the block size"):
             KvConfig(num_blocks=10, **kv)
-    with pytest.raises(ConfigError, match="for models with sliding windows"):
+    with pytest.raises(ConfigError, match="for models with sliding windows or states"):
         KvConfig(num_blocks=10, retention_interval=16)
     KvConfig(num_blocks=10, retention_interval=None)

@@ -38,6 +38,7 @@ PUBLISHED_PARAMS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "gemma-3-27b": 27_009_346_304,  # the language model alone
+    "qwen3-next-80b-a3b": 79_674_391_296,
 }
 
 
@@ -176,3 +177,16 @@ def test_unknown_dtypes_are_refused() -> None:
 def test_a_tensor_parallel_size_must_divide_the_heads(tp: int) -> None:
     with pytest.raises(ConfigError, match="choose one of 1, 2, 4, 8, 16, 32"):
         load_model("llama-3.1-8b").weights_bytes(tp=tp)
+
+
+def test_blocks_of_a_model_with_states_are_as_large_as_a_state() -> None:
+    """As vLLM says at start: 544 tokens for Qwen3-Next. Of its 48 layers every fourth has full attention."""
+    model = load_model("qwen3-next-80b-a3b")
+    assert [(group.num_layers, group.window) for group in model.kv_groups()] == [
+        (12, None),
+        *[(12, "state")] * 3,
+    ]
+    # 3 inputs of 8,192 channels, and 32 matrices of 128 x 128; a token has 2 x 2 x 256 values of 2 bytes.
+    assert model.state_bytes_per_layer() == 2 * (3 * 8192 + 32 * 128 * 128) == 536 * 2048
+    assert model.get_block_size(16) == 544 and model.get_block_size(1024) == 1024
+    assert load_model("llama-3.1-8b").get_block_size(16) == 16

@@ -16,9 +16,9 @@ from tests.vllm.workerless import Engine, make_config, make_request
 BLOCK_SIZE = 16
 
 
-def attention(window: int | None = None, *, heads: int = 1) -> KVCacheSpec:
+def attention(window: int | None = None, *, heads: int = 1, block_size: int = BLOCK_SIZE) -> KVCacheSpec:
     """A layer with full attention, or with a sliding window. Fewer heads give blocks of more tokens."""
-    common: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": heads, "head_size": 1}
+    common: dict[str, Any] = {"block_size": block_size, "num_kv_heads": heads, "head_size": 1}
     if window is None:
         return FullAttentionSpec(**common, dtype=torch.float32)
     return SlidingWindowSpec(**common, dtype=torch.float32, sliding_window=window)
@@ -45,6 +45,7 @@ LAYOUTS: dict[str, Sequence[KVCacheSpec]] = {
     "full blocks twice as large": [attention(), attention(64, heads=2)],
     "states": [attention(), state(block_size=16), state(block_size=16)],
     "states in large blocks": [attention(heads=4), *[state(block_size=64, heads=4)] * 3],
+    "states, all blocks large": [attention(block_size=64), *[state(block_size=64, heads=4)] * 3],
 }
 
 

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+Layers = int | Literal["state"] | None
+"""What a layer, or a group of layers, has: a sliding window of so many tokens, a recurrent state, or None for
+full attention."""
+STATE: Literal["state"] = "state"
+STATE_WINDOW = 2
+"""A state is like a window that sees one token before the next: a hit needs the one block before its end."""
+
 
 def count_tail_blocks(window: int, block_size: int) -> int:
     """Blocks before a hit's end that a sliding window needs: the next token sees `window` - 1 others."""

@@ -90,7 +90,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     config = EngineConfig(
         kv=KvConfig(
             num_blocks=_get_num_blocks(setup, gpu, model, wanted, profile),
-            block_size=setup.block_size,
+            block_size=model.get_block_size(setup.block_size, setup.tp),
             windows=tuple(group.window for group in model.kv_groups()),
             retention_interval=setup.prefix_cache_retention_interval,
             max_model_len=setup.max_model_len or model.max_model_len,
@@ -189,8 +189,8 @@ def _get_offload(
         if setup.offload is not None:
             raise ConfigError("tiers below the GPU are simulated for models with full attention only")
         notes.append(
-            f"policy {setup.policy} runs without tiers below the GPU: {model.name} has sliding-window "
-            "layers, and tiers are simulated for models with full attention only"
+            f"policy {setup.policy} runs without tiers below the GPU: {model.name} has layers with windows "
+            "or states, and tiers are simulated for models with full attention only"
         )
         return None
     if not _get_host_gb(setup, gpu) and setup.host_gb is None:
@@ -219,8 +219,9 @@ def _get_profile(setup: Setup, gpu: Gpu) -> ProfileRun:
 
 
 def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings, profile: ProfileRun) -> int:
+    block_size = model.get_block_size(setup.block_size, setup.tp)
     if wanted.unbounded_kv:
-        return UNBOUNDED_KV_TOKENS // setup.block_size
+        return UNBOUNDED_KV_TOKENS // block_size
     num_tokens = setup.kv_tokens
     # The sizes that the servers reported hold for the published model with its own data types.
     is_published = (
@@ -229,10 +230,10 @@ def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings
     if num_tokens is None and setup.gpu_memory_utilization is None and setup.tp == 1 and is_published:
         num_tokens = dict(gpu.measured_kv_tokens).get(model.name)
     if num_tokens is not None:
-        return num_tokens // setup.block_size
+        return num_tokens // block_size
     utilization = setup.gpu_memory_utilization or DEFAULT_UTILIZATION
     budget = kv_budget(gpu, model, utilization=utilization, tp=setup.tp, profile=profile)
-    return budget.num_blocks(setup.block_size)
+    return budget.num_blocks(block_size)
 
 
 def _get_host_gb(setup: Setup, gpu: Gpu) -> float:

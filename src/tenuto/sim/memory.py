@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.windows import count_tail_blocks
+from tenuto.core.windows import Layers, count_tail_blocks
 from tenuto.sim.cost import StepBatch
 from tenuto.sim.hardware.gpus import GIB
 from tenuto.sim.hardware.kv_budget import KvBudget, ProfileRun, kv_budget
+from tenuto.sim.kv.hits import get_window
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import DEFAULT_UTILIZATION, Machine, build
 from tenuto.sim.setup import Setup
@@ -20,8 +21,8 @@ class Group:
     """Layers that share one block table. Bytes are of one GPU."""
 
     num_layers: int
-    window: int | None
-    """Tokens; None for full attention."""
+    window: Layers
+    """Tokens; None for full attention, "state" for a recurrent state."""
     bytes_per_token: int
 
 
@@ -104,7 +105,7 @@ def measure_memory(setup: Setup, contexts: tuple[int, ...]) -> Memory:
             max_num_seqs=machine.config.max_num_seqs,
         )
         budget = kv_budget(machine.gpu, model, utilization=utilization, tp=tp, profile=profile)
-    num_blocks, block_size = machine.config.kv.num_blocks, setup.block_size
+    num_blocks, block_size = machine.config.kv.num_blocks, machine.config.kv.block_size
     host_gb = setup.host_gb
     known_bytes = machine.gpu.host_memory_bytes or 0
     host_bytes = known_bytes if host_gb is None else int(host_gb * GIB)
@@ -147,9 +148,10 @@ def _measure_context(memory: Memory, machine: Machine, kv: KvCache, num_tokens: 
     running = kv.count_most_blocks(num_tokens)
     # The last token of an answer is never computed, and a lease holds full blocks only.
     full = (num_tokens - 1) // memory.block_size
+    windows = [get_window(group.window) for group in memory.groups]
     leased = sum(
-        full if group.window is None else min(full, count_tail_blocks(group.window, memory.block_size))
-        for group in memory.groups
+        full if window is None else min(full, count_tail_blocks(window, memory.block_size))
+        for window in windows
     )
     leased_bytes = leased * memory.block_size * memory.groups[0].bytes_per_token
     usable = memory.num_blocks - 1  # the null block

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from tenuto.core.windows import STATE
 from tenuto.sim.hardware.gpus import GIB
 from tenuto.sim.memory import Context, Memory
 
@@ -41,9 +42,14 @@ def format_memory(memory: Memory) -> str:
 def _format_groups(memory: Memory) -> list[str]:
     lines = []
     for group, count in Counter(memory.groups).items():
-        attention = "full attention" if group.window is None else f"a window of {group.window:,} tokens"
         groups = f"{count} groups of " if count > 1 else ""
         size = f"{group.bytes_per_token / 1024:g} KiB a token on each GPU"
+        if group.window == STATE:
+            attention, size = "a recurrent state", "a block for each state"
+        elif group.window is None:
+            attention = "full attention"
+        else:
+            attention = f"a window of {group.window:,} tokens"
         lines.append(f"  {groups}{group.num_layers} layers, {attention}: {size}")
     return lines
 

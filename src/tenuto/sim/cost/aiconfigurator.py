@@ -102,6 +102,8 @@ def _compile(gpu: Gpu, model: Model, tp: int) -> Any:
     if gpu.table_system is None:
         measured = ", ".join(other.name for other in GPUS.values() if other.table_system)
         raise NoTablesError(f"no measured tables for {gpu.name}; choose one of {measured}, or the roofline")
+    if model.state is not None:
+        raise NoTablesError(f"no measured tables for {model.name}, which has states; choose the roofline")
     if installed_version() != AICONFIGURATOR_VERSION:
         raise ConfigError(
             f"measured tables need aiconfigurator-core=={AICONFIGURATOR_VERSION}, not {installed_version()}; "

@@ -6,6 +6,7 @@ and the shares of them that kernels reach; the constants below are the same for 
 
 from __future__ import annotations
 
+from tenuto.core.windows import STATE
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.cost.mixed import StepParts
 from tenuto.sim.hardware.gpus import Gpu
@@ -21,6 +22,8 @@ _ALL_REDUCE_EFFICIENCY = 0.62
 _ALL_REDUCE_LATENCY_S = 10e-6
 # Share of the memory bandwidth that element-wise kernels reach (aiconfigurator's systems/*.yaml).
 _ELEMENTWISE_EFFICIENCY = 0.8
+# Decay 1, two products and one update of two operations each.
+_STATE_FLOPS_PER_VALUE = 7
 
 
 class RooflineStepCost:
@@ -34,7 +37,9 @@ class RooflineStepCost:
         """
         model.check_tp(tp)
         self._model = model
-        self._attention_params = model.num_layers * model.attention_params / tp
+        shared_params = model.num_layers * model.shared_expert_params
+        # An expert that all tokens use is computed as attention's projections are.
+        self._attention_params = (model.attention_params + shared_params) / tp
         self._expert_params = model.num_layers * model.expert_params / tp
         self._attention_bytes = self._attention_params * DTYPE_BYTES[model.attention_dtype]
         self._expert_bytes = self._expert_params * DTYPE_BYTES[model.expert_dtype]
@@ -49,7 +54,16 @@ class RooflineStepCost:
         self._s_per_pair = flops_per_pair / (gpu.flops * gpu.attention_efficiency)
         kv_bytes_per_s = gpu.memory_bytes_per_s * gpu.kv_read_efficiency
         self._s_per_context_token = model.kv_bytes_per_token_per_layer(tp) / kv_bytes_per_s
-        self._num_layers_by_window = {window: model.windows.count(window) for window in model.windows}
+        self._num_layers_by_window = {
+            window: model.windows.count(window) for window in model.windows if window != STATE
+        }
+        # A token changes each value of a state, reads it twice (for the change, and for its answer), and lets
+        # it decay. A decode's state is read from memory and written back.
+        num_states = model.windows.count(STATE)
+        num_values = 0 if model.state is None else model.state.num_matrix_values
+        state_flops = _STATE_FLOPS_PER_VALUE * num_states * num_values / tp
+        self._s_per_state_token = state_flops / (gpu.flops * gpu.attention_efficiency)
+        self._s_per_state = 2 * num_states * model.state_bytes_per_layer(tp) / kv_bytes_per_s
         self._s_per_step, self._s_per_token = _small_kernels(gpu, model, tp)
 
     def seconds(self, batch: StepBatch) -> float:
@@ -95,7 +109,7 @@ class RooflineStepCost:
         for window, num_layers in self._num_layers_by_window.items():
             visited = batch.num_prefill_pairs if window is None else _windowed_pairs(batch, window)
             num_pairs += num_layers * visited
-        return num_pairs * self._s_per_pair
+        return num_pairs * self._s_per_pair + batch.num_prefill_tokens * self._s_per_state_token
 
     def _decode_attention_s(self, batch: StepBatch) -> float:
         num_context_tokens = 0
@@ -104,7 +118,7 @@ class RooflineStepCost:
             if window is not None:  # all contexts are taken to have the mean length
                 visited = min(visited, window * batch.num_decodes)
             num_context_tokens += num_layers * visited
-        return num_context_tokens * self._s_per_context_token
+        return num_context_tokens * self._s_per_context_token + batch.num_decodes * self._s_per_state
 
 
 def _windowed_pairs(batch: StepBatch, window: int) -> float:

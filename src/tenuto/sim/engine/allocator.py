@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tenuto.core.driver import Driver
 from tenuto.sim.engine.state import EngineState
-from tenuto.sim.kv.kv_cache import Hit, KvCache
+from tenuto.sim.kv.hits import Hit
+from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import Request
 
 

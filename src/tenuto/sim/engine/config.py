@@ -50,7 +50,10 @@ class EngineConfig:
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_steps_in_flight) < 1:
             raise ConfigError(f"a step needs tokens, and requests and steps must be 1 or more: {self}")
         check_step_tokens(self.step_tokens, "step_tokens")
-        if self.offload_chunk_tokens < 1 or self.offload_chunk_tokens % self.kv.block_size:
+        is_whole = self.offload is None or self.offload_chunk_tokens % self.kv.block_size == 0
+        if self.offload_chunk_tokens < 1 or not is_whole:
             raise ConfigError(f"offload_chunk_tokens must be whole blocks of {self.kv.block_size}: {self}")
         if self.long_prefill_token_threshold < 0 or self.num_draft_tokens < 0:
             raise ConfigError(f"thresholds and numbers of drafts must not be negative: {self}")
+        if self.kv.has_states and self.num_draft_tokens:
+            raise ConfigError(f"drafts are not simulated for models with recurrent states: {self}")

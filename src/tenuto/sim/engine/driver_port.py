@@ -35,13 +35,13 @@ class SimEngine:
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens that each hash of a request covers: a block's."""
-        return self._config.kv.block_size
+        """Tokens that each hash of a request covers: a block's, of the smallest blocks."""
+        return self._config.kv.hash_block_size
 
     @property
     def hit_alignment(self) -> int:
-        """Hits end at multiples of so many tokens: all groups' blocks have one size."""
-        return self._config.kv.block_size
+        """Hits end at multiples of so many tokens: there all groups' blocks end."""
+        return self._config.kv.hit_alignment
 
     @property
     def can_store(self) -> bool:
@@ -92,13 +92,12 @@ class SimEngine:
         if self.can_truncate:
             return Row(self._kv.get_hit(request).rows[0].ranges)
         self._kv.cache_window_ends(request)
-        return grouped_row.find(self._kv, request.path, (request.num_tokens - 1) // self.hash_block_size)
+        return grouped_row.find(self._kv, request, request.num_tokens - 1)
 
     def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[Any, int]:
         """All groups' blocks of a prefix of a running request, and its tokens."""
-        size = self.hash_block_size
-        found = grouped_row.find(self._kv, self._state.requests[turn_id].path, max_tokens // size)
-        return found, found.end * size
+        found = grouped_row.find(self._kv, self._state.requests[turn_id], max_tokens)
+        return found, found.num_tokens
 
     def count_common_tokens(self, blocks: Any, hashes: Sequence[Hashable]) -> int:
         """How many leading tokens a prompt with these hashes has in common with the row, in full blocks.
@@ -108,7 +107,7 @@ class SimEngine:
         """
         assert isinstance(hashes, BlockHashes)
         if isinstance(blocks, GroupedRow):
-            return grouped_row.count_common(blocks, hashes) * self.hash_block_size
+            return grouped_row.count_common(blocks, hashes, self.hash_block_size)
         num_common = 0
         for extent, first, end in blocks.ranges:
             for segment, _, stop in hashes.path.get_ranges(first, min(end, len(hashes))):
@@ -119,8 +118,7 @@ class SimEngine:
 
     def get_prefix(self, blocks: Any, max_tokens: int) -> Any:
         """The longest part of a lease that can be hit, of at most so many tokens."""
-        end = max_tokens // self.hash_block_size
-        return blocks if end >= blocks.end else grouped_row.find(self._kv, blocks.path, end)
+        return blocks if max_tokens >= blocks.num_tokens else grouped_row.find(self._kv, blocks, max_tokens)
 
     def get_rest(self, blocks: Any, num_blocks: int) -> Any:
         """What a lease keeps if it gives up about so many blocks."""

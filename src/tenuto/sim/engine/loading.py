@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from tenuto.core.driver import Driver
 from tenuto.sim.engine.allocator import Allocator
 from tenuto.sim.engine.state import EngineState, Load
-from tenuto.sim.kv.kv_cache import Hit, KvCache
+from tenuto.sim.kv.hits import Hit
+from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import Request, Status
 from tenuto.sim.tiers.offload import Offloader
 

@@ -5,6 +5,7 @@ Source: vllm/v1/core/sched/scheduler.py:schedule@0.32, its first loop.
 
 from __future__ import annotations
 
+from tenuto.sim.engine.aligned_chunks import cut_chunk
 from tenuto.sim.engine.allocator import Allocator
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.preemption import Preemption
@@ -76,4 +77,7 @@ class RunningPass:
         num_tokens = request.num_tokens + request.num_drafts + num_placeholders
         # One slot stays for the token that is sampled.
         most = self._config.kv.max_model_len - num_computed_tokens - 1
-        return min(step.bound(num_tokens - num_computed_tokens), most)
+        num_new_tokens = min(step.bound(num_tokens - num_computed_tokens), most)
+        if not self._config.kv.has_states:
+            return num_new_tokens
+        return cut_chunk(request, num_computed_tokens, num_new_tokens, step, self._config)

@@ -25,6 +25,7 @@ from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import ShortHit
+from tenuto.core.windows import STATE
 from tenuto.estimators.step_size import make_step_chooser
 from tenuto.sim.engine.allocator import Allocator
 from tenuto.sim.engine.config import EngineConfig
@@ -140,7 +141,7 @@ class Scheduler:
             hints=request.hints,
             num_prompt_tokens=request.num_prompt_tokens,
             prompt=request.prompt_ids,
-            hashes=BlockHashes(request, self.config.kv.block_size),
+            hashes=BlockHashes(request, self.config.kv.hash_block_size),
             priority=request.priority,
         )
         self.driver.arrive(request.turn_id, now_s, arrival)
@@ -151,6 +152,7 @@ class Scheduler:
         """Decide the next step; without tokens in it, nothing can run now."""
         state, driver = self.state, self.driver
         state.now_s = now_s
+        self.kv.begin_step()
         driver.expire(now_s)
         if self._loading is not None:
             self._loading.collect()
@@ -256,6 +258,8 @@ class Scheduler:
 
 
 def _get_short_hit(request: Request, num_hit_tokens: int) -> ShortHit | None:
-    if request.short_window is None:
+    layers = request.short_layers
+    if layers is None:
         return None
-    return ShortHit(f"window {request.short_window}", request.shared_tokens - num_hit_tokens)
+    name = layers if layers == STATE else f"window {layers}"
+    return ShortHit(name, request.shared_tokens - num_hit_tokens)

@@ -34,10 +34,16 @@ class Step:
     """Whether a request that was running before this step is in its prefill."""
     batch: StepBatch = EMPTY_BATCH
     """What its duration depends on."""
+    size: int = field(init=False)
+    """Its whole budget."""
     copies_done_s: float = 0.0
     """When the copies end that it waits for."""
     copies_s: float = 0.0
     """Seconds of copies that are added to its computation, where they do not run beside it."""
+
+    def __post_init__(self) -> None:
+        """Nothing is handed out yet."""
+        self.size = self.budget
 
     @property
     def is_decode_only(self) -> bool:

@@ -5,13 +5,14 @@ Source: vllm/v1/core/sched/scheduler.py:schedule@0.32, its second loop.
 
 from __future__ import annotations
 
+from tenuto.sim.engine.aligned_chunks import cut_chunk
 from tenuto.sim.engine.allocator import Allocator
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.loading import Loading
 from tenuto.sim.engine.preemption import Preemption
 from tenuto.sim.engine.state import EngineState
 from tenuto.sim.engine.step import Step
-from tenuto.sim.kv.kv_cache import Hit
+from tenuto.sim.kv.hits import Hit
 from tenuto.sim.kv.request import Request, Status
 
 
@@ -77,6 +78,11 @@ class WaitingPass:
         if 1 + num_drafts > step.budget:
             return False
         num_new_tokens = step.bound(num_tokens + num_drafts)
+        if self._config.kv.has_states:
+            start = hit.num_computed_tokens
+            num_new_tokens = cut_chunk(request, start, num_new_tokens, step, self._config, hit.shared_tokens)
+            if num_new_tokens == 0:
+                return False
         while not self._allocator.try_allocate(request, num_new_tokens, hit):
             if not self._preemption.preempt_for_waiting(request, step):
                 return False

@@ -40,9 +40,9 @@ def _find_cached(turn: TurnSpec, engines: Sequence[FleetEngine]) -> Mapping[str,
     found, spans = {}, (*turn.prompt, turn.output)
     for engine in engines:
         kv = engine.scheduler.kv
-        size = kv.config.block_size
-        path = Path(kv.pool.root, None, spans, size)
-        found[engine.name] = kv.find_hit(path, (turn.num_prompt_tokens - 1) // size).num_tokens
+        path = Path(kv.pool.root, None, spans, kv.config.hash_block_size)
+        paths = kv.get_paths(path, None, spans)
+        found[engine.name] = kv.find_hit(paths, turn.num_prompt_tokens - 1).num_tokens
     return found
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tenuto.core.errors import ConfigError
+from tenuto.core.windows import STATE, Layers
 
+KERNEL_BLOCK = 16
+"""Tokens in the smallest block that attention kernels take."""
 DTYPE_BYTES: Mapping[str, float] = {
     "float32": 4,
     "bfloat16": 2,
@@ -19,10 +23,46 @@ DTYPE_BYTES: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers that share one block table: `window` is their sliding window, None for full attention."""
+    """Layers that share one block table."""
 
     num_layers: int
-    window: int | None
+    window: Layers
+    """Their sliding window in tokens; None for full attention, "state" for a recurrent state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateLayer:
+    """A gated delta net: for each value head a matrix of `key_dim` x `value_dim`, which each token updates.
+
+    Source: Qwen3NextGatedDeltaNet @ transformers 4.57; MambaStateShapeCalculator.gated_delta_net_state_shape
+    @ vLLM 0.32.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def num_matrix_values(self) -> int:
+        """Values of the matrices of one layer."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def num_values(self) -> int:
+        """Values of one layer's state: the matrices, and the convolution's last inputs."""
+        return self.num_matrix_values + self._conv_channels * (self.conv_kernel - 1)
+
+    @property
+    def _conv_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def count_params(self, hidden_size: int) -> int:
+        """Parameters of one layer: queries, keys, values, gates, the two rates of each head, the output."""
+        value_size = self.num_value_heads * self.value_dim
+        projections = self._conv_channels + value_size + 2 * self.num_value_heads + value_size
+        return hidden_size * projections + self._conv_channels * self.conv_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +70,9 @@ class Model:
     """One decoder-only transformer.
 
     A dense model is the case `num_experts == num_active_experts == 1`: its feed-forward is the one expert.
-    `windows` has one entry per layer: the sliding window in tokens, None for full attention. `base_dtype` is
+    `windows` has one entry per layer: the sliding window in tokens, None for full attention, "state" for a
+    recurrent state; `state` is the size of these. `shared_intermediate_size` is that of an expert that all
+    tokens use, `gates_attention` says whether attention's output is gated. `base_dtype` is
     what embeddings, norms and activations use; `attention_dtype` and `expert_dtype` the attention
     projections and the feed-forwards. Sizes are of the whole model unless a method takes `tp`.
     """
@@ -46,12 +88,15 @@ class Model:
     max_model_len: int
     num_experts: int
     num_active_experts: int
-    windows: tuple[int | None, ...]
+    windows: tuple[Layers, ...]
     tied_embeddings: bool
     base_dtype: str
     attention_dtype: str
     expert_dtype: str
     kv_cache_dtype: str
+    shared_intermediate_size: int = 0
+    gates_attention: bool = False
+    state: StateLayer | None = None
 
     @property
     def num_layers(self) -> int:
@@ -60,8 +105,18 @@ class Model:
 
     @property
     def attention_params(self) -> int:
-        """Parameters of one layer's query, key, value and output projections."""
-        return 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+        """Parameters of all layers' query, key, value and output projections, or what states have instead."""
+        num_heads = 2 * (self.num_heads + self.num_kv_heads) + self.num_heads * self.gates_attention
+        of_layer = self.hidden_size * num_heads * self.head_dim
+        num_states = self.windows.count(STATE)
+        of_state = 0 if self.state is None else self.state.count_params(self.hidden_size)
+        return (self.num_layers - num_states) * of_layer + num_states * of_state
+
+    @property
+    def shared_expert_params(self) -> int:
+        """Parameters of one layer's expert that all tokens use, and of its gate; 0 without one."""
+        size = self.shared_intermediate_size
+        return 3 * self.hidden_size * size + self.hidden_size if size else 0
 
     @property
     def expert_params(self) -> int:
@@ -81,14 +136,14 @@ class Model:
     @property
     def num_params(self) -> int:
         """All parameters of the text model, but for biases and the norms inside attention (under 0.04 %)."""
-        per_layer = self.attention_params + self.num_experts * self.expert_params + self.router_params
+        per_layer = self.num_experts * self.expert_params + self.shared_expert_params + self.router_params
         norms = (2 * self.num_layers + 1) * self.hidden_size
-        return self.num_layers * per_layer + self.embedding_params + norms
+        return self.attention_params + self.num_layers * per_layer + self.embedding_params + norms
 
     def weights_bytes(self, tp: int = 1) -> int:
         """Bytes of the weights on one of `tp` GPUs."""
-        attention = self.num_layers * self.attention_params
-        experts = self.num_layers * self.num_experts * self.expert_params
+        attention = self.attention_params
+        experts = self.num_layers * (self.num_experts * self.expert_params + self.shared_expert_params)
         others = self.num_params - attention - experts
         total = (
             attention * DTYPE_BYTES[self.attention_dtype]
@@ -102,6 +157,21 @@ class Model:
         heads = max(1, self.num_kv_heads // self.check_tp(tp))
         return int(2 * heads * self.head_dim * DTYPE_BYTES[self.kv_cache_dtype])
 
+    def state_bytes_per_layer(self, tp: int = 1) -> int:
+        """Bytes of one state in one layer, on one of `tp` GPUs; 0 for a model without states."""
+        if self.state is None:
+            return 0
+        return int(self.state.num_values // self.check_tp(tp) * DTYPE_BYTES[self.base_dtype])
+
+    def get_block_size(self, block_size: int, tp: int = 1) -> int:
+        """Tokens in a KV block, if `block_size` were asked for: a block must be as large as a state.
+
+        Source: platforms/interface.py:_align_hybrid_block_size @ vLLM 0.32, for kernels with blocks of 16.
+        """
+        unit = max(KERNEL_BLOCK, block_size)
+        num_units = -(-self.state_bytes_per_layer(tp) // (unit * self.kv_bytes_per_token_per_layer(tp)))
+        return max(block_size, num_units * unit)
+
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """The layers as vLLM groups them into block tables, full attention first.
 
@@ -109,12 +179,13 @@ class Model:
         smallest kind, or of its largest where they differ by less than half; the last group of a kind is
         padded. Source: kv_cache_utils.py:_get_kv_cache_groups_uniform_page_size @ vLLM 0.32.
         """
-        num_by_window: dict[int | None, int] = {}
+        num_by_window: dict[Layers, int] = {}
         for window in self.windows:
             num_by_window[window] = num_by_window.get(window, 0) + 1
         smallest, largest = min(num_by_window.values()), max(num_by_window.values())
         size = largest if largest < 1.5 * smallest else smallest
-        kinds = sorted(num_by_window.items(), key=lambda kind: (kind[0] is not None, kind[0] or 0))
+        # States last: they are a kind of their own, behind windows of any size.
+        kinds = sorted(num_by_window.items(), key=lambda kind: math.inf if kind[0] == STATE else kind[0] or 0)
         return tuple(KvGroup(size, window) for window, num in kinds for _ in range(-(-num // size)))
 
     def check_tp(self, tp: int) -> int:

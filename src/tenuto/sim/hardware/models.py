@@ -13,13 +13,17 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.suggest import suggest
-from tenuto.sim.hardware.model import Model
+from tenuto.core.windows import STATE, Layers
+from tenuto.sim.hardware.model import Model, StateLayer
 
 CONFIGS = Path(__file__).parent / "configs"
 
 _BASE_DTYPES = ("float32", "bfloat16", "float16")
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3", "gemma3_text")
+MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next"),
+    *("gpt_oss", "gemma3", "gemma3_text"),
+)
 
 # Gemma-3's published configs leave out what equals the defaults of transformers' Gemma3TextConfig.
 _GEMMA3_DEFAULTS: Mapping[str, Any] = {
@@ -151,12 +155,27 @@ def _parse(fields: _Fields, *, dtype: str | None, kv_cache_dtype: str | None) ->
         attention_dtype=attention,
         expert_dtype=expert,
         kv_cache_dtype=kv,
+        shared_intermediate_size=(
+            fields.size("shared_expert_intermediate_size") if model_type == "qwen3_next" else 0
+        ),
+        gates_attention=model_type == "qwen3_next",
+        state=_state(fields) if model_type == "qwen3_next" else None,
+    )
+
+
+def _state(fields: _Fields) -> StateLayer:
+    return StateLayer(
+        num_key_heads=fields.size("linear_num_key_heads"),
+        num_value_heads=fields.size("linear_num_value_heads"),
+        key_dim=fields.size("linear_key_head_dim"),
+        value_dim=fields.size("linear_value_head_dim"),
+        conv_kernel=fields.size("linear_conv_kernel_dim"),
     )
 
 
 def _feed_forward(fields: _Fields, model_type: str) -> tuple[int, int, int]:
     """Experts, experts that one token uses, and the intermediate size of one."""
-    if model_type == "qwen3_moe":
+    if model_type in ("qwen3_moe", "qwen3_next"):
         for field, dense_layers in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
             if fields.get(field, dense_layers) != dense_layers:
                 raise fields.error(
@@ -171,24 +190,29 @@ def _feed_forward(fields: _Fields, model_type: str) -> tuple[int, int, int]:
     return num_experts, num_active, intermediate_size
 
 
-def _windows(fields: _Fields, model_type: str) -> tuple[int | None, ...]:
-    """Per layer, the sliding window; None for full attention."""
+def _windows(fields: _Fields, model_type: str) -> tuple[Layers, ...]:
+    """Per layer, the sliding window; None for full attention, "state" for a recurrent state."""
     num_layers = fields.size("num_hidden_layers")
     if fields.get("use_sliding_window"):
         raise fields.error("use_sliding_window", "must be false: Qwen's windowed layers are not modelled")
+    periods = {"gemma3": "sliding_window_pattern", "qwen3_next": "full_attention_interval"}
+    others = {"gemma3": "sliding_attention", "qwen3_next": "linear_attention"}
+    kind = model_type.removesuffix("_text")
     if "layer_types" in fields:
         kinds = fields.get("layer_types")
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise fields.error("layer_types", f"must have one entry per layer ({num_layers}): {kinds!r}")
-        known = ("full_attention", "sliding_attention")
-        kinds = [fields.choice("layer_types", kind, known) for kind in kinds]
-    elif model_type.startswith("gemma3"):
-        period = fields.size("sliding_window_pattern")
-        kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
+        known = ("full_attention", others.get(kind, "sliding_attention"))
+        kinds = [fields.choice("layer_types", each, known) for each in kinds]
+    elif kind in periods:
+        period = fields.size(periods[kind])
+        kinds = [others[kind] if (i + 1) % period else "full_attention" for i in range(num_layers)]
     else:
         slides = model_type == "mistral" and "sliding_window" in fields
         kinds = ["sliding_attention" if slides else "full_attention"] * num_layers
-    return tuple(fields.size("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
+    window = fields.size("sliding_window") if "sliding_attention" in kinds else None
+    of_kind: dict[str, Layers] = {"sliding_attention": window, "linear_attention": STATE}
+    return tuple(of_kind.get(each) for each in kinds)
 
 
 def _dtypes(fields: _Fields, dtype: str | None) -> tuple[str, str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tenuto.core.errors import ConfigError
+from tenuto.core.windows import STATE, Layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +16,11 @@ class KvConfig:
     num_blocks: int
     """With the null block, as in vLLM's `num_gpu_blocks` and in `KvBudget.num_blocks`."""
     block_size: int = 16
-    windows: tuple[int | None, ...] = (None,)
-    """The sliding window of each layer group, in tokens; None for full attention."""
+    windows: tuple[Layers, ...] = (None,)
+    """The sliding window of each layer group, in tokens; None for full attention, "state" for a recurrent
+    state."""
+    block_sizes: tuple[int, ...] = ()
+    """Tokens in a block of each layer group, where they differ; all blocks are of one size in bytes."""
     retention_interval: int | None = 0
     """vLLM's `prefix_cache_retention_interval`: how often the end of a sliding window is cached, in tokens.
 
@@ -30,22 +35,46 @@ class KvConfig:
     drops_last_hit_block: bool = False
     """Whether the hit's last block is computed again: an EAGLE drafter needs its hidden states."""
 
+    @property
+    def group_block_sizes(self) -> tuple[int, ...]:
+        """Tokens in a block of each layer group."""
+        return self.block_sizes or (self.block_size,) * len(self.windows)
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens that each hash of a request covers. Source: kv_cache_utils.resolve_kv_cache_block_sizes."""
+        return math.gcd(*self.group_block_sizes)
+
+    @property
+    def hit_alignment(self) -> int:
+        """Hits end at multiples of so many tokens: there all groups' blocks end."""
+        return math.lcm(*self.group_block_sizes)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have a recurrent state."""
+        return STATE in self.windows
+
     def __post_init__(self) -> None:
         """Check the ranges."""
         if self.num_blocks < 2 or self.block_size < 1 or self.max_model_len < 2:
             raise ConfigError(f"num_blocks and max_model_len must be 2 or more, block_size 1 or more: {self}")
-        if not self.windows or any(window is not None and window < 1 for window in self.windows):
+        if not self.windows or any(isinstance(window, int) and window < 1 for window in self.windows):
             raise ConfigError(f"windows must name one layer group or more, each of 1 token or more: {self}")
+        if self.block_sizes and (len(self.block_sizes) != len(self.windows) or min(self.block_sizes) < 1):
+            raise ConfigError(f"block_sizes must have a size of 1 or more for each of windows: {self}")
+        if self.has_states and len(set(self.group_block_sizes)) > 1:
+            raise ConfigError(f"with recurrent states all blocks must have as many tokens: {self}")
         interval = self.retention_interval
-        if interval is not None and (interval < 0 or interval % self.block_size):
+        if interval is not None and (interval < 0 or interval % self.hit_alignment):
             raise ConfigError(
                 "prefix_cache_retention_interval must be a multiple of the block size "
-                f"({self.block_size}), or None; got {interval}"
+                f"({self.hit_alignment}), or None; got {interval}"
             )
         if interval and not any(self.windows):
             # As in vLLM, which refuses to start.
             raise ConfigError(
-                "prefix_cache_retention_interval is for models with sliding windows; set it to 0"
+                "prefix_cache_retention_interval is for models with sliding windows or states; set it to 0"
             )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark must be at least 0 and below 1: {self}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import overload
+from typing import Any, overload
 
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import ToolCall
+from tenuto.core.windows import Layers
 from tenuto.sim.kv.rows import Row
 from tenuto.sim.kv.segments import Path, Segment, Span
 
@@ -52,6 +53,31 @@ class BlockTable:
         return self.num_nulls + self.row.num_blocks + self.num_blanks
 
 
+@dataclass(slots=True)
+class StateTable:
+    """A request's blocks in one layer group with recurrent states: most are null.
+
+    │ null … │ state │ null … │ state │     a new one for each step that ends in another block than the last
+    """
+
+    num_blocks: int = 0
+    """All blocks, null ones included."""
+    num_full: int = 0
+    """Blocks whose states are certain; some are cached."""
+    states: dict[int, Row] = field(default_factory=dict)
+    """The blocks that are not null, in rising order; the row is empty unless the block is cached."""
+
+    @property
+    def row(self) -> Row:
+        """The cached ones."""
+        return Row(part for row in self.states.values() for part in row.ranges)
+
+    @property
+    def num_blanks(self) -> int:
+        """Those that are not cached."""
+        return sum(not row for row in self.states.values())
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One turn: what it is (set by the sender), and how far it is (set by the engine).
@@ -82,7 +108,11 @@ class Request:
 
     num_prompt_tokens: int = field(init=False)
     path: Path = field(init=False)
-    tables: tuple[BlockTable, ...] = field(init=False)
+    """In blocks of the hashes."""
+    paths: tuple[Path, ...] = field(init=False)
+    """In blocks of each layer group."""
+    tables: tuple[Any, ...] = field(init=False)
+    """Its blocks in each layer group: a `BlockTable`, or a `StateTable`."""
     status: Status = field(init=False, default=Status.WAITING)
     num_tokens: int = field(init=False)
     """Prompt and output so far."""
@@ -95,8 +125,10 @@ class Request:
     shared_tokens: int = field(init=False, default=0)
     """Where its prompt leaves what was cached in some layer group when it started, if that is behind its hit;
     else 0. Source: `shared_prefix_boundary` in vllm/v1/request.py@0.32."""
-    short_window: int | None = field(init=False, default=None)
-    """Then the sliding window that ended its hit."""
+    short_layers: Layers = field(init=False, default=None)
+    """Then the sliding window or state that ended its hit."""
+    state_tokens: int = field(init=False, default=0)
+    """Where the latest of its own checkpoints of states was cached."""
     num_placeholders: int = field(init=False, default=0)
     """Output tokens that steps in flight will bring, drafts included."""
     num_in_flight_tokens: int = field(init=False, default=0)

@@ -1,0 +1,46 @@
+"""Rows of models whose layers differ, at vLLM's default retention interval and at others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from experiments.results.row import Row
+from tenuto.sim.setup import Setup
+from tenuto.workload.load_options import LoadOptions
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A model on a machine, at a load that it can do and at one that it can hardly do."""
+
+    gpu: str
+    model: str
+    rates: tuple[float, float]
+    interval: int
+    """One between 0 and None, in tokens."""
+    tp: int = 1
+
+
+MACHINES = (
+    Machine("H200", "gemma-3-27b", (0.2, 0.4), 8192),
+    Machine("H100", "gpt-oss-120b", (0.5, 1.0), 8192),
+)
+
+
+def make_hybrid() -> Iterable[Row]:
+    for machine in MACHINES:
+        for jps in machine.rates:
+            for interval in (0, machine.interval, None):
+                setup = Setup(
+                    gpu=machine.gpu,
+                    model=machine.model,
+                    tp=machine.tp,
+                    offload="none",
+                    # There are measured times of some of these models only; one table should have one kind.
+                    step_cost="roofline",
+                    prefix_cache_retention_interval=interval,
+                )
+                name = "dense" if interval is None else f"interval {interval:,}"
+                load = LoadOptions(workload="swe-bench", jps=jps, window_s=120)
+                yield Row(f"{machine.tp} x {machine.gpu}, {machine.model}, {jps:g}/s, {name}", setup, load)

@@ -1,0 +1,144 @@
+"""One layer group with recurrent states (Mamba, gated delta nets): the blocks that each request has in it.
+
+A state is one block, whatever the length of the text before it. A running request writes it in place; the
+states of earlier ends of steps are null, but for the one that it began with:
+
+    blocks    │ null │ null │ hit │ null │ running │
+    tokens    ├──── hit ──────────┤        ↑ now
+
+This is vLLM's cache mode `align`. `tenuto.sim.engine.aligned_chunks` says where steps end.
+Source: vllm/v1/core/single_type_kv_cache_manager.py:MambaManager@0.32.
+"""
+
+from __future__ import annotations
+
+from tenuto.core.windows import STATE_WINDOW, get_next_checkpoint
+from tenuto.sim.kv.checkpoints import Checkpoints
+from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv.hits import Hit, count_skipped_blocks
+from tenuto.sim.kv.pool import ExtentPool
+from tenuto.sim.kv.request import Request, StateTable
+from tenuto.sim.kv.rows import Row
+from tenuto.sim.kv.segments import Segment
+
+MOST_BLOCKS = 3
+"""Of a request that is alone: its state, the one that it is made from, and that of a step in flight."""
+
+
+class StateGroup:
+    """Takes, caches and gives back blocks of one group's tables."""
+
+    max_blocks = None
+    num_checkpoint_blocks = 1
+    num_spare_wanted = 0
+
+    def __init__(self, config: KvConfig, pool: ExtentPool, index: int, checkpoint_tokens: int | None) -> None:
+        """`checkpoint_tokens`: the shortest distance of first prompts' checkpoints; None: there are none."""
+        self.block_size = config.group_block_sizes[index]
+        self._pool = pool
+        self._index = index
+        self._max_model_len = config.max_model_len
+        self._checkpoint_tokens = checkpoint_tokens
+        self._checkpoints = Checkpoints(STATE_WINDOW, self.block_size, config.retention_interval)
+        self._cached_now: set[tuple[Segment, int]] = set()
+        """What this step has cached: nobody can hit it before the step is computed."""
+
+    def begin_step(self) -> None:
+        """The next step is about to be scheduled."""
+        self._cached_now.clear()
+
+    def keep_spares(self) -> None:
+        """Nothing: the state at a request's end is overwritten while it runs."""
+
+    def make_table(self) -> StateTable:
+        """A request's blocks, before it has any."""
+        return StateTable()
+
+    def count_blocks(self, num_tokens: int) -> int:
+        """Blocks of so many tokens, null ones included."""
+        return -(-min(num_tokens, self._max_model_len) // self.block_size)
+
+    def count_most_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request of so many tokens has at once, if it is alone."""
+        return min(MOST_BLOCKS, self.count_blocks(num_tokens))
+
+    def count_new(self, table: StateTable, num_tokens: int) -> int:
+        """Blocks that a running request lacks for so many tokens in all."""
+        return int(self.count_blocks(num_tokens) > table.num_blocks)
+
+    def count_first(self, hit: Hit, num_tokens: int, *, at_once: bool) -> int:
+        """Blocks that a request with this hit lacks for so many tokens in all; `at_once` makes no difference.
+
+        All the blocks that there are, and more, if its hit is only being computed.
+        """
+        del at_once
+        row = hit.rows[self._index]
+        num_hit_blocks = hit.num_tokens // self.block_size
+        if row and (row.ranges[0].extent.segment, num_hit_blocks - 1) in self._cached_now:
+            return self._pool.num_blocks + 2
+        return int(self.count_blocks(num_tokens) > num_hit_blocks)
+
+    def count_free(self, hit: Hit) -> int:
+        """Blocks of a hit that are in the free queue, and leave it when the request starts."""
+        return self._pool.count_blocks(hit.rows[self._index], ref_cnt=0)
+
+    def start(self, table: StateTable, hit: Hit) -> None:
+        """Give a request the state of its hit."""
+        row = hit.rows[self._index]
+        self._pool.hold(row)
+        table.num_blocks = table.num_full = hit.num_tokens // self.block_size
+        if row:
+            table.states[table.num_blocks - 1] = row
+
+    def extend(self, table: StateTable, num_tokens: int) -> None:
+        """Take a block for the state after so many tokens, if it is another one."""
+        if self.count_new(table, num_tokens):
+            self._pool.take(1)
+            table.num_blocks = self.count_blocks(num_tokens)
+            table.states[table.num_blocks - 1] = Row()
+
+    def cache(self, table: StateTable, request: Request, num_tokens: int) -> None:
+        """Make the states of a request's first tokens findable, where it has them and they are wanted."""
+        own = self._get_own_end(request, num_tokens) if request.has_checkpoints else ()
+        first, end = table.num_full, num_tokens // self.block_size
+        path = request.paths[self._index]
+        if end > first:
+            table.num_full = end
+            runs = self._checkpoints.get_runs(request, first, end, own)
+            for block, row in table.states.items():
+                if not row and any(start <= block < stop for start, stop in runs):
+                    self._pool.cache(row, path, self._index, block, block + 1)
+                    self._cached_now.add((path.get_segment(block), block))
+        if end == (request.num_prompt_tokens - 1) // self.block_size and table.states.get(end - 1):
+            # vLLM registers the prompt's last state again with each step that fills no other block.
+            self._cached_now.add((path.get_segment(end - 1), end - 1))
+
+    def leave(self, table: StateTable, num_tokens: int) -> None:
+        """Give back the states before the one after so many tokens."""
+        num_skipped = min(count_skipped_blocks(STATE_WINDOW, self.block_size, num_tokens), table.num_blocks)
+        for block in [each for each in reversed(table.states) if each < num_skipped]:
+            self._release(table.states.pop(block))
+
+    def free(self, table: StateTable) -> None:
+        """Give all blocks back."""
+        for row in reversed(table.states.values()):
+            self._release(row)
+
+    def _release(self, row: Row) -> None:
+        if row:
+            self._pool.release(row)
+        else:
+            self._pool.give_back(1)
+
+    def _get_own_end(self, request: Request, num_tokens: int) -> tuple[int, ...]:
+        """As `tenuto.vllm.compat_checkpoints.FirstCheckpoints`: a chunk's end far enough behind the last."""
+        if self._checkpoint_tokens is None:
+            return ()
+        num_tokens -= num_tokens % self.block_size
+        last = request.state_tokens
+        if not last < num_tokens <= request.num_prompt_tokens:
+            return (num_tokens,) if num_tokens == last else ()
+        if num_tokens < get_next_checkpoint(last, self._checkpoint_tokens, self.block_size):
+            return ()
+        request.state_tokens = num_tokens
+        return (num_tokens,)
