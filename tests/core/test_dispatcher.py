@@ -107,8 +107,10 @@ def test_held_turns_go_when_something_ends_and_at_the_latest_after_a_while() -> 
     router.holds = True
     assert dispatcher.arrive(Arrival("1", "one", 10), 1.0) == []
     assert dispatcher.arrive(Arrival("2", "two", 10), 2.0) == []
-    assert dispatcher.get_next_tick_s() == 11.0
+    assert dispatcher.get_next_tick_s() == 2.0, "a second after the oldest was held"
     assert dispatcher.finish("0", 3.0, 1) == []
+    assert dispatcher.tick(10.5) == []
+    assert dispatcher.get_next_tick_s() == 11.0, "the oldest has waited long enough"
     assert [each.turn_id for each in dispatcher.tick(11.0)] == ["1"]
     router.holds = False
     assert [each.turn_id for each in dispatcher.finish("1", 11.5, 1)] == ["2"]

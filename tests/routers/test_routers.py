@@ -198,6 +198,34 @@ def test_ours_holds_new_jobs_back_while_no_engine_has_room_for_them() -> None:
     assert (sending.turn_id, sending.engine) == ("6", "b")
 
 
+def test_ours_counts_silent_jobs_no_more_where_clients_do_not_say_that_a_job_ends() -> None:
+    dispatcher = make_ours({"a": 1.0, "b": 1.0}, kv=6100)
+    for number in range(6):
+        send(dispatcher, f"{number}", f"job{number}", 1000)
+        dispatcher.finish(f"{number}", 2.0, 10)
+    assert dispatcher.arrive(Arrival("6", "job6", 1000), 3.0) == [], "they may come back"
+    assert dispatcher.get_next_tick_s() == 4.0
+    assert dispatcher.tick(31.0) == []
+    assert [each.turn_id for each in dispatcher.tick(33.0)] == ["6"]
+
+
+@pytest.mark.parametrize(("away", "engines"), [(0.5, "aaaa"), (0.0, "aaba")])
+def test_ours_does_not_take_an_engine_for_idle_whose_jobs_are_in_tool_calls(
+    away: float, engines: str
+) -> None:
+    """Four jobs each, all of b's are away. The last of a's to come back finds 3 x 990 tokens before it.
+
+    With half of those away: 3960 + 990 x 3.5 here, 2000 + 2000 x 2 there: 1425 less, for 1010 tokens more.
+    """
+    dispatcher = make_ours({"a": 1.0, "b": 1.0}, away=away)
+    for number in range(8):
+        assert send(dispatcher, f"{number}/0", f"job{number}", 1000) == "ab"[number % 2]
+    for number in range(8):
+        dispatcher.finish(f"{number}/0", 1.0, 10, is_last=False)
+    sent = [send(dispatcher, f"{number}/1", f"job{number}", 2000) for number in (0, 2, 4, 6)]
+    assert "".join(sent) == engines
+
+
 def test_ours_puts_sub_agents_near_the_prompt_that_they_share() -> None:
     dispatcher = make_ours({"a": 1.0, "b": 1.0})
     send(dispatcher, "x", "x", 1000)

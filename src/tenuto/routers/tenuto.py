@@ -19,6 +19,8 @@ from tenuto.core.routing.types import (
 from tenuto.core.settings import setting
 from tenuto.core.types import Job
 from tenuto.estimators.remaining_work import RemainingWork
+from tenuto.routers._away import AwayJobs
+from tenuto.routers._placements import Placed, Placements
 from tenuto.routers._prefixes import Prefixes
 
 PEAK_DECAY = 0.02
@@ -29,19 +31,6 @@ MIN_PREFILL = 256
 """Shorter prefill says little of how long a token takes."""
 
 
-@dataclass(slots=True)
-class _Placed:
-    """A job on an engine: the work that it is expected to still need, and the KV that it will need at most.
-
-    Both are in tokens; work counts a generated token as `decode_tokens`.
-    """
-
-    engine: str
-    work: float = 0.0
-    peak: float = 0.0
-    context: int = 0
-
-
 @dataclass
 class Tenuto(Router):
     """Least work left, counted over whole jobs.
@@ -49,14 +38,17 @@ class Tenuto(Router):
     - *A new job* goes where its whole remaining work will be done soonest: the expected work of all jobs on
       that engine and its own, over the engine's speed. A prefix that the engine was sent before is no work
       there, so sub-agents go near the prompt that they share, unless others are idle.
-    - *A job stays with its KV.* When it comes back from a tool call, it moves only if another engine would
-      begin to answer sooner by more than it costs to compute the context again there, or to copy it.
+    - *A job stays with its KV.* When it comes back from a tool call, it moves only if all turns together
+      would begin to be answered sooner by more than it costs to compute the context again there, or to copy
+      it. An engine that has nothing to do at the moment is not idle: its jobs are in tool calls and come
+      back, so `away` of them count as if they waited there.
     - *Admission*: a new job is held back while no engine has room for the contexts that its jobs will have
-      at their longest. So no engine holds more jobs than it can finish without recomputing, and the job goes
-      to whichever engine has room first.
+      when they are longest together. So no engine holds more jobs than it can finish without recomputing,
+      and the job goes to whichever engine has room first.
 
-    Lengths of jobs are learned from earlier jobs. Weakness: it counts its own turns only, so two routers side
-    by side do not see each other's.
+    Lengths of jobs are learned from earlier jobs. A job that is away for much longer than tool calls take
+    counts no more, until it comes back: most clients never say that a job has ended. Weakness: it counts its
+    own turns only, so two routers side by side do not see each other's.
     """
 
     needs: ClassVar[RouterNeeds] = RouterNeeds(prompts=True)
@@ -65,14 +57,16 @@ class Tenuto(Router):
         10.0, "prefill tokens that take as long as generating one token", minimum=0
     )
     move_cost: float = setting(2.0, "how many times the cost of moving a job must be gained by it", minimum=0)
+    away: float = setting(
+        0.5, "share of the jobs in tool calls that an engine's work is taken to delay", minimum=0, maximum=1
+    )
     fill: float = setting(
         1.0, "share of an engine's KV cache that its jobs may need at their longest", minimum=0.01
     )
     max_prefix_tokens: int = setting(2**22, "tokens of prompts that are remembered of each engine", minimum=1)
     _work: RemainingWork = field(init=False, default_factory=RemainingWork)
-    _jobs: dict[str, _Placed] = field(init=False, default_factory=dict)
-    _engine_work: dict[str, float] = field(init=False, default_factory=dict)
-    _engine_peak: dict[str, float] = field(init=False, default_factory=dict)
+    _away: AwayJobs = field(init=False, default_factory=AwayJobs)
+    _placed: Placements = field(init=False, default_factory=Placements)
     _pending: dict[str, float] = field(init=False, default_factory=dict)
     """By engine, the prompt tokens that the turns without a first token have it compute."""
     _unstarted: dict[str, tuple[int, bool, float]] = field(init=False, default_factory=dict)
@@ -98,8 +92,7 @@ class Tenuto(Router):
 
     def _place(self, turn: RoutedTurn, fleet: FleetView) -> Route:
         engines: Iterable[EngineSeen] = fleet.engines.values()
-        peak = self._get_peak(turn)
-        with_room = [engine for engine in engines if self._has_room(engine, peak)]
+        with_room = [engine for engine in engines if self._has_room(engine, turn)]
         if not with_room and not turn.must_go:
             return Hold()
         work = self._work.get_work_left(_get_job(turn.job_id))
@@ -107,7 +100,7 @@ class Tenuto(Router):
 
         def get_end(engine: EngineSeen) -> tuple[float, int]:
             new = max(0.0, work - found.get(engine.name, 0))
-            return (self._engine_work.get(engine.name, 0.0) + new) / engine.info.speed, engine.num_open
+            return (self._placed.get_work(engine.name) + new) / engine.info.speed, engine.num_open
 
         return Send(min(with_room or engines, key=get_end).name)
 
@@ -119,10 +112,10 @@ class Tenuto(Router):
         stay = self._get_delay(home, own)
         if self._pending.get(home.name, 0.0) <= 0 and home.num_open == 0:
             return Send(home.name)
-        peak, found = self._get_peak(turn), self._prefixes.find(turn.parts)
+        found = self._prefixes.find(turn.parts)
         best, best_gain, is_copied = home, 0.0, False
         for engine in fleet.engines.values():
-            if engine is home or not self._has_room(engine, peak):
+            if engine is home or not self._has_room(engine, turn):
                 continue
             missing = self._count_new(turn, engine.name, found) - own
             cost, copies = missing / engine.info.speed, False
@@ -138,7 +131,9 @@ class Tenuto(Router):
     def _get_delay(self, engine: EngineSeen, num_new_tokens: float) -> float:
         """Work that a turn waits for there, and that the turns there wait for because of it."""
         own = self._pending.get(engine.name, 0.0) + num_new_tokens
-        return (own + num_new_tokens * engine.num_open) / engine.info.speed
+        num_away = max(0, self._placed.count_jobs(engine.name) - engine.num_open)
+        num_delayed = engine.num_open + self.away * num_away
+        return (own + num_new_tokens * num_delayed) / engine.info.speed
 
     def _count_new(self, turn: RoutedTurn, engine: str, found: Mapping[str, int]) -> int:
         """Prompt tokens that an engine would have to compute."""
@@ -155,16 +150,20 @@ class Tenuto(Router):
         """The KV that a job will need at its longest, in tokens."""
         return max(turn.num_prompt_tokens, self._mean_peak)
 
-    def _has_room(self, engine: EngineSeen, peak: float) -> bool:
+    def _has_room(self, engine: EngineSeen, turn: RoutedTurn) -> bool:
         size = engine.info.num_kv_tokens
-        used = self._engine_peak.get(engine.name, 0.0)
-        return size is None or used == 0 or used + peak <= self.fill * size
+        if size is None or not self._placed.count_jobs(engine.name):
+            return True
+        most = self._placed.get_most_tokens(engine.name, turn.num_prompt_tokens)
+        return max(most, self._get_peak(turn)) <= self.fill * size
 
     # Told.
 
     def on_turn_sent(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
         """Its job is there now."""
-        self._put(turn.job_id, engine, self._work.get_work_left(_get_job(turn.job_id)), self._get_peak(turn))
+        self._away.come_back(turn.job_id, now_s)
+        self._drop_silent(now_s)
+        self._put(turn, engine, turn.num_prompt_tokens)
         new_tokens = self._count_new(turn, engine, self._prefixes.find(turn.parts))
         self._unstarted[turn.turn_id] = (new_tokens, self._pending.get(engine, 0.0) <= 0, now_s)
         self._pending[engine] = self._pending.get(engine, 0.0) + new_tokens
@@ -183,28 +182,38 @@ class Tenuto(Router):
         self._start(turn, engine)
 
     def on_turn_answered(self, answered: AnsweredTurn, now_s: float) -> None:
-        """Learn the work of a turn."""
+        """Learn the work of a turn. From now on the job is away."""
+        self._drop_silent(now_s)
         turn = answered.turn
-        placed = self._jobs.get(turn.job_id)
+        placed = self._placed.get(turn.job_id)
         if placed is None:
             return
-        new_tokens = max(1, turn.num_prompt_tokens - placed.context)
-        placed.context = turn.num_prompt_tokens + answered.num_output_tokens
+        new_tokens = max(1, turn.num_prompt_tokens - turn.num_context_tokens)
         work = new_tokens + self.decode_tokens * answered.num_output_tokens
         self._work.observe_turn(_get_job(turn.job_id), new_tokens, work, stops=False)
-        peak = max(placed.peak, placed.context)
-        self._put(turn.job_id, placed.engine, self._work.get_work_left(_get_job(turn.job_id)), peak)
+        self._put(turn, placed.engine, turn.num_prompt_tokens + answered.num_output_tokens)
+        self._away.leave(turn.job_id, now_s, will_return=answered.is_last is False)
 
     def on_job_ended(self, job_id: str, now_s: float) -> None:
         """Learn how long jobs are."""
-        placed = self._jobs.pop(job_id, None)
+        self._away.end(job_id)
+        self._end(job_id)
+
+    def on_tick(self, now_s: float) -> None:
+        """Jobs that have been away for too long make room."""
+        self._drop_silent(now_s)
+
+    def _drop_silent(self, now_s: float) -> None:
+        for job_id, has_ended in self._away.pop_silent(now_s):
+            self._end(job_id) if has_ended else self._placed.remove(job_id)
+
+    def _end(self, job_id: str) -> None:
+        placed = self._placed.remove(job_id)
         if placed is None:
             return
-        self._take_off(placed)
         self._work.end_job(job_id)
-        if placed.context:
-            weight = PEAK_DECAY if self._mean_peak else 1.0
-            self._mean_peak += weight * (placed.context - self._mean_peak)
+        weight = PEAK_DECAY if self._mean_peak else 1.0
+        self._mean_peak += weight * (placed.held - self._mean_peak)
 
     def on_engine_joined(self, engine: EngineSeen, now_s: float) -> None:
         """It begins with an empty cache."""
@@ -219,19 +228,10 @@ class Tenuto(Router):
         self._pending[engine] = max(0.0, self._pending.get(engine, 0.0) - known[0])
         return known
 
-    def _put(self, job_id: str, engine: str, work: float, peak: float) -> None:
-        placed = self._jobs.get(job_id)
-        if placed is None:
-            placed = self._jobs[job_id] = _Placed(engine)
-        else:
-            self._take_off(placed)
-        placed.engine, placed.work, placed.peak = engine, work, peak
-        self._engine_work[engine] = self._engine_work.get(engine, 0.0) + work
-        self._engine_peak[engine] = self._engine_peak.get(engine, 0.0) + peak
-
-    def _take_off(self, placed: _Placed) -> None:
-        self._engine_work[placed.engine] -= placed.work
-        self._engine_peak[placed.engine] -= placed.peak
+    def _put(self, turn: RoutedTurn, engine: str, num_held_tokens: int) -> None:
+        work = self._work.get_work_left(_get_job(turn.job_id))
+        peak = max(self._get_peak(turn), num_held_tokens)
+        self._placed.put(turn.job_id, Placed(engine, work, num_held_tokens, peak))
 
 
 def _get_job(job_id: str) -> Job:

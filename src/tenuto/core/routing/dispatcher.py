@@ -33,6 +33,9 @@ from tenuto.core.routing.types import (
 )
 from tenuto.core.settings import setting
 
+TICK_S = 1.0
+"""How often held turns are asked about if nothing else happens, in seconds."""
+
 
 @dataclass(frozen=True)
 class FleetLimits:
@@ -97,6 +100,7 @@ class Dispatcher:
         self._turns: dict[str, _Open] = {}
         self._held = HeldTurns()
         self._num_unnamed = 0
+        self._ticked_s = 0.0
 
     @property
     def num_held(self) -> int:
@@ -227,13 +231,19 @@ class Dispatcher:
         return self._send_held(now_s)
 
     def tick(self, now_s: float) -> list[Sending]:
-        """Send what was held for too long. To be called at `get_next_tick_s`, or every second or so."""
+        """Ask about held turns again. To be called at `get_next_tick_s`, or every second or so."""
+        self._ticked_s = now_s
+        self._caller.tell("on_tick", now_s)
         return self._send_held(now_s)
 
     def get_next_tick_s(self) -> float | None:
-        """When the next turn will have been held for too long; None if none is held."""
+        """When held turns are asked about again if nothing happens before; None if none is held."""
         oldest = self._held.get_oldest()
-        return None if oldest is None else oldest.arrival_s + self.limits.max_held_s
+        if oldest is None:
+            return None
+        again_s = max(oldest.arrival_s, self._ticked_s) + TICK_S
+        overdue_s = oldest.arrival_s + self.limits.max_held_s
+        return again_s if overdue_s <= self._ticked_s else min(again_s, overdue_s)
 
     # Inside.
 

@@ -75,6 +75,9 @@ class Router:
     def on_job_ended(self, job_id: str, now_s: float) -> None:
         """A job ended, or it was silent for so long that it is forgotten."""
 
+    def on_tick(self, now_s: float) -> None:
+        """Time passes: told every second or so while turns are held, before they are asked about again."""
+
     def on_engine_joined(self, engine: EngineSeen, now_s: float) -> None:
         """An engine takes turns from now on."""
 
