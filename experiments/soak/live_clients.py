@@ -16,6 +16,7 @@ import httpx
 
 from experiments.hostile import make_hints, make_text
 from experiments.soak.book import Book
+from tenuto.client.http.client import KEEP_ALIVE_S
 from tenuto.core.requests.hints import HINT_FIELDS
 
 STALL_S = 120.0
@@ -49,7 +50,9 @@ class Clients:
         self._pausing = asyncio.Event()
         self._num_jobs = 0
         self._http = httpx.AsyncClient(
-            base_url=url, timeout=LOST_S, limits=httpx.Limits(max_connections=None)
+            base_url=url,
+            timeout=LOST_S,
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S),
         )
 
     async def work(self, seconds: float) -> None:
