@@ -6,15 +6,20 @@ import importlib.util
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tenuto.core.requests.hints import Hints
+from tenuto.core.types import TierView
+from tenuto.vllm.tiers.metrics import REASONS
 from tests.support.small_policies import KeepFor
 from tests.support.toy_engine import ToyEngine, make_tokens
 
 ADDED_BY_PROMETHEUS = frozenset({"instance", "job"})
 SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+
+OFFLOADING = "distributed/kv_transfer/kv_connector/v1/offloading/metrics.py"
 
 Exported = dict[str, frozenset[str] | None]
 """By sample name its labels; None where they are not known."""
@@ -32,6 +37,7 @@ def get_tenuto_metrics() -> Exported:
         model_config=SimpleNamespace(served_model_name="tiny"), additional_config={"tenuto": {}}
     )
     metrics = Metrics(config, 0)
+    metrics.watch_tier(make_tier())
     metrics.refresh(engine.driver, 0.0)
     found: Exported = {}
     for family in metrics._registry.collect():
@@ -39,6 +45,17 @@ def get_tenuto_metrics() -> Exported:
             found[sample.name] = frozenset(sample.labels)
     metrics.close()
     return found
+
+
+def make_tier() -> Any:
+    """A host tier that did nothing yet."""
+    link = SimpleNamespace(bytes_per_s=1e9)
+    nothing = SimpleNamespace(num_too_many=0, num_held_blocks=0)
+    return SimpleNamespace(
+        get_views=lambda: [TierView("host", 100, 0, 1e-3, 0.0)], loads=link, stores=link, later=nothing,
+        host=SimpleNamespace(num_refused=0, **dict.fromkeys(REASONS.values(), 0)),
+        num_declined_loads=0, prefetch=None,
+    )  # fmt: skip
 
 
 def get_vllm_metrics() -> Exported:
@@ -55,4 +72,8 @@ def get_vllm_metrics() -> Exported:
         for suffix in SUFFIXES[kind]:
             found[name.removesuffix("_total") + suffix if kind == "counter" else name + suffix] = None
     assert len(found) > 30, "vLLM's metrics are written in another way now"
+    offloading = Path(spec.submodule_search_locations[0], OFFLOADING)
+    if offloading.exists():
+        for name in re.findall(r'"(vllm:kv_offload_\w+)"', offloading.read_text(encoding="utf-8")):
+            found[f"{name}_total"] = None
     return found

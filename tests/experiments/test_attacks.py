@@ -58,7 +58,9 @@ def test_nobody_waits_longer_than_in_stock(name: str) -> None:
     assert bounded.worst_s <= 1.1 * stock.worst_s + stock.turn_s
     assert bounded.hits >= 0.85
     if name == "busy":
-        assert measure(name, attack, "tenuto", SMALL, UNBOUNDED).worst_s > 2 * stock.worst_s
+        # `tenuto` puts such probes first by itself; an order by jobs does not.
+        assert measure(name, attack, "continuum", SMALL, UNBOUNDED).worst_s > 2 * stock.worst_s
+        assert measure(name, attack, "continuum", SMALL).worst_s <= 1.1 * stock.worst_s + stock.turn_s
 
 
 def test_the_table_and_the_json_have_the_same_figures() -> None:

@@ -95,7 +95,7 @@ def lease_a_block_without_a_reference(engine: ToyEngine) -> None:
         (free_a_block_too_often, "negative ref count"),
         (free_the_null_block, "null block"),
         (miscount_leased_blocks, "leases cover"),
-        (lease_a_block_without_a_reference, "1 leases hold it"),
+        (lease_a_block_without_a_reference, "1 leases and pins hold it"),
     ],
 )
 def test_a_fault_is_caught(engine: ToyEngine, fault: Callable[[ToyEngine], None], message: str) -> None:
@@ -108,10 +108,10 @@ def test_a_reference_that_no_lease_explains_is_a_leak_once_the_engine_is_idle(en
     engine.finish("turn-2", 2, is_last=True)
     engine.pool.touch([get_lease(engine).blocks[0]])
     check(engine)
-    with pytest.raises(IntegrityError, match="1 leases hold it"):
+    with pytest.raises(IntegrityError, match="1 leases and pins hold it"):
         check(engine, idle=True)
 
 
 def test_a_running_turn_is_no_idle_engine(engine: ToyEngine) -> None:
-    with pytest.raises(IntegrityError, match="0 leases hold it"):
+    with pytest.raises(IntegrityError, match="0 leases and pins hold it"):
         check(engine, idle=True)

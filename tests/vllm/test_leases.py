@@ -37,8 +37,8 @@ def start(*, depth: int = 1, num_blocks: int = 100, window: int | None = None, *
 
 
 def check(engine: Engine, *, idle: bool = False) -> None:
-    scheduler = engine.scheduler
-    check_integrity(scheduler.kv_cache_manager.block_pool, scheduler.driver.leases, idle=idle)
+    scheduler, driver = engine.scheduler, engine.scheduler.driver
+    check_integrity(scheduler.kv_cache_manager.block_pool, driver.leases, pins=driver.pins, idle=idle)
 
 
 def count_referenced(engine: Engine) -> int:

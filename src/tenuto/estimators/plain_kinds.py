@@ -46,8 +46,8 @@ class PlainKinds:
         """The first turns of all kinds."""
 
     def observe(self, turn: Turn) -> None:
-        """A turn finished."""
-        job, has_tool = turn.job, turn.tool is not None
+        """A turn finished. One that its client calls not the last counts as one with a tool call."""
+        job, has_tool = turn.job, turn.tool is not None or turn.is_last is False
         counts = self._kinds.get((job.tenant, job.kind))
         if counts is None:
             self._new_kinds.observe(has_tool=has_tool)
@@ -61,3 +61,6 @@ class PlainKinds:
     def is_plain(self, job: Job) -> bool:
         """Whether such jobs call no tools."""
         return self._kinds.get((job.tenant, job.kind), self._new_kinds).is_plain
+
+    def __repr__(self) -> str:
+        return f"PlainKinds({len(self._kinds)} kinds)"

@@ -90,7 +90,9 @@ class LeaseMetrics:
     def __init__(self, make: Maker, prefix: str, note: str) -> None:
         self._make = make
         self._leases = make.gauge(f"{prefix}retained_jobs", f"Jobs whose KV cache is leased now{note}.")
-        self._blocks = make.gauge(f"{prefix}retained_blocks", f"KV cache blocks under lease now{note}.")
+        self._blocks = make.gauge(
+            f"{prefix}retained_blocks", f"KV cache blocks of leases and pinned prefixes now{note}."
+        )
         self._granted = make.counter(f"{prefix}leases_granted", f"Leases granted{note}.")
         self._ended = make.counters(
             f"{prefix}leases_ended",

@@ -109,7 +109,9 @@ class EngineMetrics(Collector):
         yield self._counters("tenuto:control_changes", text, "what", changes)
         num_blocks = driver.get_num_leased_blocks()
         yield self._gauge("tenuto:retained_jobs", "Jobs whose KV cache is leased now.", len(driver.leases))
-        yield self._gauge("tenuto:retained_blocks", "KV cache blocks under lease now.", num_blocks)
+        yield self._gauge(
+            "tenuto:retained_blocks", "KV cache blocks of leases and pinned prefixes now.", num_blocks
+        )
         yield self._gauge(
             "tenuto:idle_retained_blocks",
             "Blocks under lease that no request uses; vllm:kv_cache_usage_perc counts them as free.",
