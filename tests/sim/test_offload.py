@@ -76,6 +76,16 @@ class NeverLoad(Policy):
         return False
 
 
+@dataclass
+class LoadPart(Policy):
+    """Loads so many tokens of what the tiers have, and computes the rest."""
+
+    num_tokens: int = 20
+
+    def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> int:
+        return self.num_tokens
+
+
 def make_tiers(host_chunks: int = 100, rate: float = 2.0, *, disk: tuple[int, float] | None = None) -> Any:
     """A host tier of so many chunks, and a disk of (chunks, chunks per second) behind it."""
     tiers = [Tier("host", host_chunks, 1, Link(rate))]
@@ -202,6 +212,19 @@ def test_a_policy_may_compute_instead() -> None:
     assert run_step(scheduler, 10.0).new == {"a2": 0}
     assert scheduler.offloader is not None
     assert scheduler.offloader.num_loaded_tokens == 0
+
+
+@pytest.mark.parametrize(("wanted", "loaded"), [(-5, 0), (7, 0), (20, 16), (32, 32), (99, 32)])
+def test_a_part_of_an_offer_is_loaded_in_whole_chunks(wanted: int, loaded: int) -> None:
+    """The tiers have 32 tokens, in chunks of 8, two of which take a second."""
+    scheduler = make_engine(policy=LoadPart(wanted))
+    warm(scheduler)
+    scheduler.add_request(make_turn("a2", [("a", 33)]), 10.0)
+    run_step(scheduler, 10.0)
+    assert scheduler.offloader is not None
+    assert scheduler.offloader.num_loaded_tokens == loaded
+    if loaded:
+        assert run_step(scheduler, 10.0 + loaded / 16).new == {"a2": loaded}
 
 
 def test_a_load_that_does_not_fit_waits() -> None:

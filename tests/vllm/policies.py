@@ -134,6 +134,14 @@ class LoadsNothing(Policy):
 
 
 @dataclass
+class LoadsHalf(Policy):
+    """Loads the first half of what host memory has, and computes the rest."""
+
+    def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> int:
+        return offer.num_tokens // 2
+
+
+@dataclass
 class StoresAtTheEnd(Policy):
     """Stores what it is asked about, and holds nothing."""
 

@@ -17,7 +17,8 @@ from tenuto.records.load import load_file
 from tenuto.report.diagnosis.causes import Cause, get_cause
 from tenuto.report.diagnosis.history import make_stories
 from tests.vllm.conftest import Clock
-from tests.vllm.tiered import BLOCK_SIZE, SlowCopies, TieredEngine
+from tests.vllm.slow_copies import SlowCopies
+from tests.vllm.tiered import BLOCK_SIZE, TieredEngine
 from tests.vllm.workerless import make_request
 
 
@@ -157,6 +158,19 @@ def test_a_policy_may_compute_what_host_memory_has(tmp_path: Path) -> None:
     causes = [get_cause(turn, BLOCK_SIZE) for job in make_stories(data) for turn in job.turns]
     assert causes.count(Cause.DECLINED) == 6
     assert max(sample.host_blocks or 0 for sample in data.samples) > 40
+
+
+def test_a_policy_may_load_a_part_and_compute_the_rest() -> None:
+    """Chunks of 32 tokens: of the 160 tokens in host memory, the half ends inside a chunk."""
+    engine = TieredEngine(num_blocks=31, num_chunks=200, blocks_per_chunk=2, tenuto=use("LoadsHalf"))
+    engine.add(make_request("a", [4] * 150, max_tokens=20, xargs={"job_id": "a", "tool": "ls"}))
+    engine.drain()
+    evict_from_gpu(engine)
+    engine.add(make_request("a2", [4] * 150 + engine.outputs["a"], max_tokens=2, xargs={"job_id": "a"}))
+    engine.drain()
+    assert engine.hits["a2"] == (0, 64)
+    assert engine.tier.num_declined_loads == 0
+    engine.assert_clean()
 
 
 def test_a_load_waits_for_no_store() -> None:

@@ -13,16 +13,22 @@ import random
 import time
 from collections import Counter
 
-from tests.vllm.tiered import SlowCopies, TieredEngine
+from tests.vllm.slow_copies import SlowCopies
+from tests.vllm.tiered import TieredEngine
 from tests.vllm.workerless import make_request
 
 POLICIES = ("tenuto", "stock", "infercept", "break-even", "contextserve", "continuum")
+
+CONNECTORS = (("ours",), ("ours", "other"), ("ours",), ("other",), ("ours",), ("other", "ours"), ("ours",))
+"""Host memory alone, and beside another's connector; seven, so that each policy meets each of them."""
 
 
 class Chaos:
     """Jobs that take turns, and everything that can happen to them."""
 
-    def __init__(self, rng: random.Random, policy: str, depth: int) -> None:
+    def __init__(
+        self, rng: random.Random, policy: str, depth: int, connectors: tuple[str, ...] = ("ours",)
+    ) -> None:
         self.rng = rng
         self.depth = depth
         self.counts: Counter[str] = Counter()
@@ -35,6 +41,7 @@ class Chaos:
             copies=copies,
             depth=depth,
             tenuto={"policy": policy, "strict": True},
+            connectors=connectors,
             max_num_seqs=rng.choice((2, 4, 16)),
             max_num_batched_tokens=rng.choice((48, 256)),
         )
@@ -50,14 +57,16 @@ class Chaos:
             if event == self.reset and self.rng.random() < 0.93:
                 continue
             event()
-            if number % 50 == 0:
+            if number % 50 == 0 and self.engine.tier is not None:
                 self.engine.assert_host_whole()
         self.engine.drain(20_000)
         self.engine.scheduler.driver.drop_all(1e12)
         self.engine.drain()
         self.engine.assert_clean()
         self.counts["checked"] = self.engine.num_checked
-        self.counts["prefetched"] = self.engine.tier.prefetch.num_begun
+        self.counts["loaded by the other"] = self.engine.num_other_blocks
+        if self.engine.tier is not None:
+            self.counts["prefetched"] = self.engine.tier.prefetch.num_begun
         return self.counts
 
     def step(self) -> None:
@@ -142,9 +151,16 @@ class Chaos:
             self.prompts[job] = self.engine.get_prompt(name) + self.engine.outputs.get(name, [])
 
 
-def run_chaos(rng: random.Random, *, num_events: int, policy: str, depth: int = 1) -> Counter[str]:
+def run_chaos(
+    rng: random.Random,
+    *,
+    num_events: int,
+    policy: str,
+    depth: int = 1,
+    connectors: tuple[str, ...] = ("ours",),
+) -> Counter[str]:
     """One engine and so many events; returns what happened. Fails if an invariant does not hold."""
-    return Chaos(rng, policy, depth).run(num_events)
+    return Chaos(rng, policy, depth, connectors).run(num_events)
 
 
 def main() -> None:
@@ -157,7 +173,8 @@ def main() -> None:
     while total["events"] < given.events:
         rng = random.Random(f"{given.seed}-{number}")
         policy, depth = POLICIES[number % len(POLICIES)], 1 + number // len(POLICIES) % 2
-        total += run_chaos(rng, num_events=1000, policy=policy, depth=depth)
+        connectors = CONNECTORS[number % len(CONNECTORS)]
+        total += run_chaos(rng, num_events=1000, policy=policy, depth=depth, connectors=connectors)
         total["events"] += 1000
         number += 1
     print(dict(total))

@@ -8,77 +8,36 @@ that copies is replaced: copies happen late, in pieces, or fail, as a test says.
 
 from __future__ import annotations
 
+import copy
 import random
-from collections import OrderedDict
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tenuto.vllm.compat import get_hit_tokens
+from tenuto.vllm.compat_connector import find_connector
 from tenuto.vllm.compat_specs import drop_prefetches
 from tenuto.vllm.scheduler import Scheduler
-from tenuto.vllm.tiers.copies import Done, Job
 from tenuto.vllm.tiers.spec import HostSpec
 from tenuto.vllm.tiers.worker import HostWorker
+from tests.vllm.other_connector import Load
+from tests.vllm.slow_copies import SlowCopies
 from tests.vllm.workerless import Engine, make_config, make_scheduler
 
 BLOCK_SIZE = 16
-
-
-class SlowCopies:
-    """Copies at the last moment: when a caller waits for them, or when chance lets them end."""
-
-    def __init__(self, rng: random.Random, *, share_done: float = 1.0, share_failed: float = 0.0) -> None:
-        """Each step, each job ends with probability `share_done`; it fails with `share_failed`."""
-        self.rng = rng
-        self.share_done = share_done
-        self.share_failed = share_failed
-        self.num_bytes = 0
-        self._jobs: OrderedDict[int, Job] = OrderedDict()
-        self._done: list[Done] = []
-        self._bad: set[int] = set()
-
-    def submit(self, job: Job) -> None:
-        self._jobs[job.job_id] = job
-
-    def wait(self, job_ids: Collection[int]) -> None:
-        for job_id in sorted(job_ids):
-            if job_id in self._jobs:
-                self._finish(self._jobs.pop(job_id))
-
-    def advance(self) -> None:
-        """A step has passed. Loads and stores do not wait for each other; each kind keeps its order."""
-        for is_load in (True, False):
-            for job_id in [each for each, job in self._jobs.items() if job.is_load is is_load]:
-                if self.rng.random() >= self.share_done:
-                    break
-                self._finish(self._jobs.pop(job_id))
-
-    def take_done(self) -> list[Done]:
-        done, self._done = self._done, []
-        return done
-
-    def close(self) -> None:
-        pass
-
-    def _finish(self, job: Job) -> None:
-        fails = self.rng.random() < self.share_failed or (
-            job.is_load and not self._bad.isdisjoint(job.chunks)
-        )
-        for part in job.parts:
-            rows = part.source[part.sources]
-            part.target[part.targets] = -rows if fails else rows
-        if not job.is_load:
-            (self._bad.update if fails else self._bad.difference_update)(job.chunks)
-        self.num_bytes += sum(part.num_bytes for part in job.parts)
-        self._done.append(Done(job.job_id, job.is_load, 1_000_000, 0.001, fails))
+OTHER = {
+    "kv_connector": "OtherConnector",
+    "kv_connector_module_path": "tests.vllm.other_connector",
+    "kv_role": "kv_both",
+}
+MULTI = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
 
 
 class TieredEngine(Engine):
@@ -93,34 +52,47 @@ class TieredEngine(Engine):
         copies: SlowCopies | None = None,
         depth: int = 1,
         tenuto: dict[str, Any] | None = None,
+        connectors: tuple[str, ...] = ("ours",),
         **scheduler: Any,
     ) -> None:
+        """`connectors`: more than one, in this order, under vLLM's MultiConnector; "other" is another's."""
         config = make_config(is_async=depth > 1, tenuto=tenuto, **scheduler)
         page = (BLOCK_SIZE + 1) * 8
         # The scheduler's own idea of a block's bytes: one layer, one head of one float for K and V.
         chunk_bytes = -(-2 * 4 * BLOCK_SIZE * blocks_per_chunk // 4096) * 4096
-        config.kv_transfer_config = KVTransferConfig(
-            kv_connector="OffloadingConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={
+        ours = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
                 "spec_name": "HostSpec",
                 "spec_module_path": "tenuto.vllm.tiers.spec",
                 "cpu_bytes_to_use": chunk_bytes * num_chunks,
                 "blocks_per_chunk": blocks_per_chunk,
                 "offload_prompt_only": False,
             },
-        )
+        }
+        all_of_them = [ours if each == "ours" else OTHER for each in connectors]
+        self._connectors = connectors
+        whole = MULTI | {"kv_connector_extra_config": {"connectors": all_of_them}}
+        transfer = whole if len(connectors) > 1 else all_of_them[0]
+        config.kv_transfer_config = KVTransferConfig(**transfer, kv_load_failure_policy="recompute")
         super().__init__(make_scheduler(Scheduler, config, num_blocks=num_blocks), self._sample, depth=depth)
         self.copies = copies or SlowCopies(random.Random(0))
         cache = torch.zeros((num_blocks, page), dtype=torch.int8)
         self.content = cache.numpy().view(np.int64)
-        kv_config = self.scheduler.kv_cache_config
-        spec = HostSpec(build_offloading_config(config, kv_config))
-        assert spec.num_chunks == num_chunks
-        self._worker = OffloadingConnectorWorker(spec, config, kv_config)
-        caches = CanonicalKVCaches([CanonicalKVCacheTensor(cache, page)], [[CanonicalKVCacheRef(0, page)]])
-        self._worker.worker = HostWorker(caches, blocks_per_chunk, num_chunks, copies=self.copies)
+        self._worker: Any = None
+        if "ours" in connectors:
+            kv_config = self.scheduler.kv_cache_config
+            own = copy.copy(config)
+            own.kv_transfer_config = KVTransferConfig(**ours)
+            spec = HostSpec(build_offloading_config(own, kv_config))
+            assert spec.num_chunks == num_chunks
+            self._worker = OffloadingConnectorWorker(spec, own, kv_config)
+            tensor = CanonicalKVCacheTensor(cache, page)
+            caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, page)]])
+            self._worker.worker = HostWorker(caches, blocks_per_chunk, num_chunks, copies=self.copies)
+        self._other_loads: list[Load] = []
+        self.num_other_blocks = 0
         self._hashes: dict[str, list[int]] = {}
         self._prompts: dict[str, list[int]] = {}
         self.num_checked = 0
@@ -133,11 +105,12 @@ class TieredEngine(Engine):
 
     @property
     def host(self) -> Any:
-        return self.scheduler.connector.connector_scheduler.manager
+        return self.connector.manager
 
     @property
     def connector(self) -> Any:
-        return self.scheduler.connector.connector_scheduler
+        """The scheduler's side of our connector."""
+        return find_connector(self.scheduler).connector_scheduler
 
     def add(self, request: Any) -> None:
         self._prompts[request.request_id] = list(request.prompt_token_ids)
@@ -157,10 +130,14 @@ class TieredEngine(Engine):
 
     def assert_clean(self) -> None:
         """Nothing is left of any request: no block, no copy, no pin."""
-        pool, connector = self.scheduler.kv_cache_manager.block_pool, self.connector
+        pool = self.scheduler.kv_cache_manager.block_pool
         leased = self.scheduler.driver.get_num_leased_blocks()
         held = [block for block in pool.blocks if block.ref_cnt and not block.is_null]
         assert pool.get_num_free_blocks() + leased == pool.num_gpu_blocks - 1, held
+        assert not self._other_loads
+        if self._worker is None:
+            return
+        connector = self.connector
         assert not connector._jobs
         assert not connector._req_status
         assert not connector._block_id_to_pending_jobs
@@ -183,22 +160,60 @@ class TieredEngine(Engine):
     # Inside.
 
     def _run(self, output: Any) -> ModelRunnerOutput:
-        meta, worker = output.kv_connector_metadata, self._worker
-        worker.handle_preemptions(meta)
+        meta = output.kv_connector_metadata
+        metas = dict(
+            zip(self._connectors, meta.metadata if len(self._connectors) > 1 else (meta,), strict=True)
+        )
+        # What the other loads before the step, and beside it.
+        self._other_loads += metas["other"].loads if "other" in metas else []
+        received = self._load_for_other(before_step=True)
+        if self._worker is not None:
+            self._worker.handle_preemptions(metas["ours"])
         self._compute(output)
         result = super()._run(output)
+        received |= self._load_for_other(before_step=False)
+        failed, worker_meta = set[str](), None
+        if self._worker is not None:
+            ours, failed, worker_meta = self._copy(metas["ours"])
+            received |= ours
+        if len(self._connectors) > 1:
+            parts = tuple(worker_meta if each == "ours" else None for each in self._connectors)
+            worker_meta = MultiKVConnectorWorkerMetadata(parts)
+        result.kv_connector_output = KVConnectorOutput(
+            finished_recving=received, failed_recving=failed, kv_connector_worker_meta=worker_meta
+        )
+        return result
+
+    def _copy(self, meta: Any) -> tuple[set[str], set[str], Any]:
+        """What our worker does in a step: requests whose loads ended, failed ones, and what it reports."""
+        worker = self._worker
         worker.start_kv_transfers(meta)
         worker.prepare_store_kv(meta)
         self.copies.advance()
         request_ids = dict(worker._load_jobs)
         _, received = worker.get_finished(set())
         failed = {request_ids[each] for each in worker.worker.take_failed_loads()}
-        result.kv_connector_output = KVConnectorOutput(
-            finished_recving=drop_prefetches(received),
-            failed_recving=failed,
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
-        return result
+        return drop_prefetches(received), failed, worker.build_connector_worker_meta()
+
+    def _load_for_other(self, *, before_step: bool) -> set[str]:
+        """Carry out the other's loads: all that a step waits for, and by chance those that run beside it."""
+        received: set[str] = set()
+        for load in list(self._other_loads):
+            if load.is_async is before_step or (load.is_async and self.copies.rng.random() < 0.5):
+                continue
+            self._other_loads.remove(load)
+            if load.is_async:
+                received.add(load.request_id)
+            if load.request_id not in self.scheduler.requests:
+                continue
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(load.request_id)[0]
+            for number in range(load.first, load.end):
+                self.num_other_blocks += 1
+                row = self.content[blocks[number]]
+                row[0] = self._hash(load.request_id, number)
+                first = number * BLOCK_SIZE
+                row[1:] = [self._token(load.request_id, first + n) for n in range(BLOCK_SIZE)]
+        return received
 
     def _compute(self, output: Any) -> None:
         """Write what the step computes, after checking what it reads."""

@@ -168,12 +168,15 @@ class DriverParts:
         turn, victim = self._turns[turn_id], self._turns[victim_id]
         return victim_id if self._order.may_preempt(turn, victim, now_s) else None
 
-    def may_load(self, turn_id: str, offer: LoadOffer, now_s: float) -> bool:
-        """Whether a turn that is about to start loads its KV cache from the lower tiers."""
+    def get_load_tokens(self, turn_id: str, offer: LoadOffer, now_s: float) -> int:
+        """How many tokens of the offer, from its start, a turn that is about to start loads."""
         if turn_id not in self._turns or not self.policy.overrides("load"):
-            return True
+            return offer.num_tokens
         turn = self._view(self._turns[turn_id])
-        return bool(self._caller.ask("load", turn, offer, self.get_view(now_s)))
+        answer: bool | int = self._caller.ask("load", turn, offer, self.get_view(now_s))
+        if isinstance(answer, bool):
+            return offer.num_tokens if answer else 0
+        return min(max(0, answer), offer.num_tokens)
 
     def get_tier_key(self, turn: Turn, now_s: float) -> Key:
         """The key of what this turn has in the tiers below the GPU; the smallest is given up first."""

@@ -81,8 +81,12 @@ class Policy:
         """Whether a job may start now. If not, it is asked again later. An idle engine starts any job."""
         return True
 
-    def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
-        """Whether a starting turn loads its KV cache from a lower tier instead of computing it again."""
+    def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool | int:
+        """Whether a starting turn loads its KV cache from a lower tier instead of computing it again.
+
+        A number is a part: so many of the offer's first tokens are loaded, in whole chunks, and the rest is
+        computed.
+        """
         return True
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:

@@ -1,4 +1,4 @@
-"""Which copies a tier below the GPU gives up first; the simulator and the vLLM plugin share this order."""
+"""Which copies a tier below the GPU gives up first, inside vLLM; the simulated tier goes by recency."""
 
 from __future__ import annotations
 

@@ -60,9 +60,13 @@ class Loading:
         """The hit with what the tiers have behind it, if the policy wants to load that."""
         now_s = self._state.now_s
         offer = self._offloader.get_offer(request, hit.num_tokens, now_s)
-        if offer is None or not self._driver.may_load(request.turn_id, offer, now_s):
+        if offer is None:
             return hit
-        return hit._replace(num_loaded_tokens=offer.num_tokens, waits=not self._offloader.is_sync)
+        num_tokens = self._driver.get_load_tokens(request.turn_id, offer, now_s)
+        num_tokens = self._offloader.round_down(hit.num_tokens, num_tokens)
+        if num_tokens <= 0:
+            return hit
+        return hit._replace(num_loaded_tokens=num_tokens, waits=not self._offloader.is_sync)
 
     def load(self, request: Request, hit: Hit) -> float:
         """Begin to copy what a hit says; returns when it is there, in seconds."""

@@ -80,8 +80,12 @@ class Offloader:
             return None
         return LoadOffer(num_tokens, self._tiers.get_loaded_s(chunks, now_s, skip) - now_s)
 
+    def round_down(self, num_hit_tokens: int, num_tokens: int) -> int:
+        """The tokens behind a hit that a load of so many can bring: it ends with a whole chunk."""
+        return (num_hit_tokens + num_tokens) // self._chunk_tokens * self._chunk_tokens - num_hit_tokens
+
     def load(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> float:
-        """Begin to copy an offer to the GPU; returns when the copy ends, in seconds."""
+        """Begin to copy an offer, or its first tokens, to the GPU; returns when that ends, in seconds."""
         num_chunks = (num_hit_tokens + num_tokens) // self._chunk_tokens
         skip = num_hit_tokens // self._chunk_tokens
         copy = self._tiers.load(self._get_chunks(request, num_chunks), now_s, skip)

@@ -154,8 +154,14 @@ class HostTier:
         num_chunks = -(-num_tokens // port.tokens_per_chunk) * port.num_groups
         waiting, _ = port.count_moving()
         offer = LoadOffer(num_tokens, (waiting + num_chunks) * self.loads.s_per_chunk)
-        if self._scheduler.driver.may_load(request.request_id, offer, self._clock.monotonic()):
+        wanted = self._scheduler.driver.get_load_tokens(request.request_id, offer, self._clock.monotonic())
+        if wanted >= num_tokens:
             return num_tokens
+        # A part ends with a whole chunk. Where layer groups differ, a part's end may be stored for some only.
+        size = port.tokens_per_chunk
+        part = (num_hit_tokens + wanted) // size * size - num_hit_tokens if port.is_plain else 0
+        if part > 0:
+            return part
         self.num_declined_loads += 1
         return 0
 

@@ -1,0 +1,58 @@
+"""Stands in for the thread that copies: copies happen late, or fail, as a test says."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Collection
+
+from tenuto.vllm.tiers.copies import Done, Job
+
+
+class SlowCopies:
+    """Copies at the last moment: when a caller waits for them, or when chance lets them end."""
+
+    def __init__(self, rng: random.Random, *, share_done: float = 1.0, share_failed: float = 0.0) -> None:
+        """Each step, each job ends with probability `share_done`; it fails with `share_failed`."""
+        self.rng = rng
+        self.share_done = share_done
+        self.share_failed = share_failed
+        self.num_bytes = 0
+        self._jobs: OrderedDict[int, Job] = OrderedDict()
+        self._done: list[Done] = []
+        self._bad: set[int] = set()
+
+    def submit(self, job: Job) -> None:
+        self._jobs[job.job_id] = job
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        for job_id in sorted(job_ids):
+            if job_id in self._jobs:
+                self._finish(self._jobs.pop(job_id))
+
+    def advance(self) -> None:
+        """A step has passed. Loads and stores do not wait for each other; each kind keeps its order."""
+        for is_load in (True, False):
+            for job_id in [each for each, job in self._jobs.items() if job.is_load is is_load]:
+                if self.rng.random() >= self.share_done:
+                    break
+                self._finish(self._jobs.pop(job_id))
+
+    def take_done(self) -> list[Done]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        pass
+
+    def _finish(self, job: Job) -> None:
+        fails = self.rng.random() < self.share_failed or (
+            job.is_load and not self._bad.isdisjoint(job.chunks)
+        )
+        for part in job.parts:
+            rows = part.source[part.sources]
+            part.target[part.targets] = -rows if fails else rows
+        if not job.is_load:
+            (self._bad.update if fails else self._bad.difference_update)(job.chunks)
+        self.num_bytes += sum(part.num_bytes for part in job.parts)
+        self._done.append(Done(job.job_id, job.is_load, 1_000_000, 0.001, fails))
