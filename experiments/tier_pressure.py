@@ -46,8 +46,9 @@ def get_live_gb(turns: Sequence[TurnRecord]) -> float:
     for _, own in itertools.groupby(sorted(turns, key=lambda each: (each.job, each.turn)), lambda t: t.job):
         job = list(own)
         for turn, after in itertools.zip_longest(job, job[1:]):
-            until_s = after.due_s if after is not None else turn.last_token_s
-            token_s += (until_s - turn.due_s) * (turn.prompt_tokens + turn.output_tokens)
+            until_s = turn.last_token_s if after is None else after.due_s
+            assert until_s is not None
+            token_s += (until_s - turn.due_s) * ((turn.prompt_tokens or 0) + (turn.output_tokens or 0))
             end_s = max(end_s, until_s)
     return token_s / end_s * TOKEN_BYTES / GIB
 
