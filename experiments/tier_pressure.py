@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import Outcome, run
 from tenuto.sim.setup import Setup
+from tenuto.sim.tiers.offload import Offload
 from tenuto.workload.load_options import LoadOptions
 
 GIB = 2**30
@@ -27,7 +28,7 @@ BLOCK_SIZE = 16
 
 def simulate(policy: str, args: argparse.Namespace, seed: int, host_gb: float) -> Outcome:
     """One run; without a tier if `host_gb` is 0."""
-    own = "async" if policy == "stock" else None
+    own: Offload | None = "async" if policy == "stock" else None
     setup = Setup(
         gpu=args.gpu,
         policy=policy,
