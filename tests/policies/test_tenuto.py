@@ -75,7 +75,6 @@ def test_less_remaining_work_goes_first_where_it_can_be_foreseen() -> None:
     policy = Tenuto(stretch=100.0)
     teach_steps(policy)
     teach_jobs(policy, 5, count=500)
-    policy.on_turn_started(make_turn("waited"), 100.0)  # there is a queue
     # Of 5 turns of about 1,000 tokens, at 0.1 ms each, a job with 4 behind it needs 1 more: 0.1 s of work,
     # a new one 5: 0.5 s. So the new one stands (0.5 - 0.1) * 100 = 40 s further back than its arrival.
     for number in range(1, 5):

@@ -18,12 +18,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tenuto.core.turn_work import MovingMean
 from tenuto.core.types import Job
 from tenuto.estimators.turn_table import Left, Past, TurnTable, get_numbers
 
-MIN_AWAY_S = 1e-3
-"""Shorter times in a tool call count as this; a mean of logarithms needs a least value."""
 DECAY = 0.999
 """Factor on a prediction's weight for each later prediction."""
 LONG_S = 10.0
@@ -63,10 +60,6 @@ class RemainingWork:
         self._kinds: OrderedDict[_Kind, TurnTable] = OrderedDict()
         self._jobs: dict[str, _Job] = {}
         self._agreement = _Agreement()
-        self._wait_s = MovingMean()
-        """How long turns wait."""
-        self._log_away = MovingMean()
-        """Logarithm of the time in a tool call."""
 
     @property
     def num_kinds(self) -> int:
@@ -89,19 +82,10 @@ class RemainingWork:
         if self._by_kind and job.kind is not None:
             self._get_table(known).observe(known.past_of_kind, num_new_tokens, work, stops=stops)
 
-    def observe_wait(self, wait_s: float) -> None:
-        """A turn waited for so long until it started."""
-        self._wait_s.observe(wait_s)
-
     def come_back(self, job_id: str, away_s: float) -> None:
         """A job sent its next turn, after so many seconds."""
         job = self._jobs.get(job_id)
-        if job is None:
-            return
-        if not job.stops:
-            self._log_away.observe(math.log(max(MIN_AWAY_S, away_s)))
-            return
-        if away_s > LONG_S:
+        if job is None or not job.stops or away_s > LONG_S:
             return
         job.stops = False
         self._all.go_on(job.past)
@@ -132,12 +116,10 @@ class RemainingWork:
         """The least work per job that is expected to be complete, either by the next turn or by all to come.
 
         This is Gittins' index with two places to stop. A turn that is known to be small, and likely to be its
-        job's last, goes early whatever else is known of its job. While turns wait for less than tools take,
-        no turn competes with its job's next one: then the work of this turn alone counts.
+        job's last, goes early whatever else is known of its job.
         """
         left = self._look(job, num_new_tokens)
-        stops = left.stops if self._wait_s.value >= math.exp(self._log_away.value) else 1.0
-        return min(_round_down(left.this / stops), self._trust(left.work))
+        return min(_round_down(left.this / left.stops), self._trust(left.work))
 
     def get_trust(self) -> float:
         """Correlation between predicted and actual remaining work, from 0 (none, or unknown) to 1."""

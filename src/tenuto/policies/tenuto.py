@@ -221,11 +221,6 @@ class Tenuto(Policy, Learns, Reports):
         self._steps.observe(step.num_tokens, step.num_requests, step.duration_s)
         self._full_share += FULL_DECAY * (step.is_full - self._full_share)
 
-    def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """Learn how long turns of agents wait."""
-        if not turn.num_preemptions and not self._kinds.is_plain(turn.job):
-            self._work.observe_wait(now_s - turn.arrival_s)
-
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """Learn how long tools take."""
         self._returns.come_back(turn.job.job_id)
