@@ -46,8 +46,8 @@ class PlainKinds:
         """The first turns of all kinds."""
 
     def observe(self, turn: Turn) -> None:
-        """A turn finished. One that its client calls not the last counts as one with a tool call."""
-        job, has_tool = turn.job, turn.tool is not None or turn.is_last is False
+        """A turn finished. That its client calls it not the last proves no agent: people go on, too."""
+        job, has_tool = turn.job, turn.tool is not None
         counts = self._kinds.get((job.tenant, job.kind))
         if counts is None:
             self._new_kinds.observe(has_tool=has_tool)
