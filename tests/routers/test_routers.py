@@ -24,6 +24,7 @@ from tenuto.core.routing.types import (
     RoutedTurn,
     Send,
 )
+from tenuto.routers.tenuto import Tenuto
 
 SYSTEM = Part("system", 400)
 
@@ -209,21 +210,46 @@ def test_ours_counts_silent_jobs_no_more_where_clients_do_not_say_that_a_job_end
     assert [each.turn_id for each in dispatcher.tick(33.0)] == ["6"]
 
 
-@pytest.mark.parametrize(("away", "engines"), [(0.5, "aaaa"), (0.0, "aaba")])
+@pytest.mark.parametrize(("tool_s", "engines"), [(0.0, "aaaa"), (2.0, "aaaa"), (20.0, "aaba")])
 def test_ours_does_not_take_an_engine_for_idle_whose_jobs_are_in_tool_calls(
-    away: float, engines: str
+    tool_s: float, engines: str
 ) -> None:
-    """Four jobs each, all of b's are away. The last of a's to come back finds 3 x 990 tokens before it.
+    """Four jobs each, all of b's are away; a's come back one after the other. 1000 tokens take a second.
 
-    With half of those away: 3960 + 990 x 3.5 here, 2000 + 2000 x 2 there: 1425 less, for 1010 tokens more.
+    The third finds 2 x 990 tokens before it: 2970 + 990 x 2 and what jobs delay that come back meanwhile,
+    against 2000 at b, for 1010 tokens more. With tools that take 20 s few come back before 2000 tokens are
+    computed, and it moves. With 2 s, or if nothing is known of them, all of b's do, and it stays.
     """
-    dispatcher = make_ours({"a": 1.0, "b": 1.0}, away=away)
+    dispatcher = Dispatcher(load_router("tenuto"), strict=True)
+    for name in "ab":
+        dispatcher.join(EngineInfo(name), 0.0)
+    drive_slowly(dispatcher, tool_s)
     for number in range(8):
         assert send(dispatcher, f"{number}/0", f"job{number}", 1000) == "ab"[number % 2]
     for number in range(8):
         dispatcher.finish(f"{number}/0", 1.0, 10, is_last=False)
     sent = [send(dispatcher, f"{number}/1", f"job{number}", 2000) for number in (0, 2, 4, 6)]
     assert "".join(sent) == engines
+
+
+def test_ours_forgets_prefill_of_answers_whose_first_token_nobody_told_of() -> None:
+    dispatcher = make_ours({"a": 1.0, "b": 1.0})
+    for number in range(10):
+        send(dispatcher, f"{number}", f"job{number}", 1000)
+        dispatcher.finish(f"{number}", 2.0, 10, is_last=True)
+    router = dispatcher.router
+    assert isinstance(router, Tenuto)
+    assert set(router._pending.values()) == {0.0}
+    assert router._unstarted == {}
+
+
+def drive_slowly(dispatcher: Dispatcher, tool_s: float) -> None:
+    """One job of two turns, whose tool takes so long. Nothing is learned of times if it takes none."""
+    for number, now_s in enumerate((-100.0, -100.0 + tool_s)):
+        begin_s = now_s - (1000 / 1000 if tool_s else 0.0)
+        dispatcher.arrive(Arrival(f"past/{number}", "past", 1000 * (number + 1)), begin_s)
+        dispatcher.first_token(f"past/{number}", now_s)
+        dispatcher.finish(f"past/{number}", now_s, 0, is_last=number == 1)
 
 
 def test_ours_puts_sub_agents_near_the_prompt_that_they_share() -> None:

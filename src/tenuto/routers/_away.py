@@ -21,21 +21,21 @@ class AwayJobs:
     _left: dict[str, tuple[float, bool]] = field(default_factory=dict)
     """When it left, and whether its client said that it comes back."""
     _deadlines: IndexedHeap = field(default_factory=IndexedHeap, repr=False)
-    _mean_s: float = 0.0
+    mean_s: float = 0.0
     """Of the times away; 0 until one was seen."""
 
     def leave(self, job_id: str, now_s: float, *, will_return: bool) -> None:
         """A turn was answered, and no other turn of the job is open."""
         self._left[job_id] = (now_s, will_return)
-        is_known = self._mean_s > 0 and not will_return
-        away_s = min(MAX_AWAY_S, PATIENCE * self._mean_s) if is_known else MAX_AWAY_S
+        is_known = self.mean_s > 0 and not will_return
+        away_s = min(MAX_AWAY_S, PATIENCE * self.mean_s) if is_known else MAX_AWAY_S
         self._deadlines.push(job_id, (now_s + away_s,))
 
     def come_back(self, job_id: str, now_s: float) -> None:
         """A turn of the job came."""
         if job_id in self._left:
             away_s = now_s - self._left[job_id][0]
-            self._mean_s += (DECAY if self._mean_s else 1.0) * (away_s - self._mean_s)
+            self.mean_s += (DECAY if self.mean_s else 1.0) * (away_s - self.mean_s)
             self.end(job_id)
 
     def end(self, job_id: str) -> None:

@@ -36,12 +36,12 @@ class Tenuto(Router):
     """Least work left, counted over whole jobs.
 
     - *A new job* goes where its whole remaining work will be done soonest: the expected work of all jobs on
-      that engine and its own, over the engine's speed. A prefix that the engine was sent before is no work
-      there, so sub-agents go near the prompt that they share, unless others are idle.
+      that engine and its own, over the engine's speed. What of its prompt was not sent there before counts
+      once for each turn that it delays, so sub-agents go near the prompt that they share.
     - *A job stays with its KV.* When it comes back from a tool call, it moves only if all turns together
       would begin to be answered sooner by more than it costs to compute the context again there, or to copy
       it. An engine that has nothing to do at the moment is not idle: its jobs are in tool calls and come
-      back, so `away` of them count as if they waited there.
+      back, some of them before that prefill is done.
     - *Admission*: a new job is held back while no engine has room for the contexts that its jobs will have
       when they are longest together. So no engine holds more jobs than it can finish without recomputing,
       and the job goes to whichever engine has room first.
@@ -57,9 +57,6 @@ class Tenuto(Router):
         10.0, "prefill tokens that take as long as generating one token", minimum=0
     )
     move_cost: float = setting(2.0, "how many times the cost of moving a job must be gained by it", minimum=0)
-    away: float = setting(
-        0.5, "share of the jobs in tool calls that an engine's work is taken to delay", minimum=0, maximum=1
-    )
     fill: float = setting(
         1.0, "share of an engine's KV cache that its jobs may need at their longest", minimum=0.01
     )
@@ -99,8 +96,10 @@ class Tenuto(Router):
         found = self._prefixes.find(turn.parts)
 
         def get_end(engine: EngineSeen) -> tuple[float, int]:
-            new = max(0.0, work - found.get(engine.name, 0))
-            return (self._placed.get_work(engine.name) + new) / engine.info.speed, engine.num_open
+            new = self._count_new(turn, engine.name, found)
+            later = max(0.0, work - turn.num_prompt_tokens)
+            ends = self._placed.get_work(engine.name) + later + new * (1 + self._count_delayed(engine, new))
+            return ends / engine.info.speed, engine.num_open
 
         return Send(min(with_room or engines, key=get_end).name)
 
@@ -131,9 +130,16 @@ class Tenuto(Router):
     def _get_delay(self, engine: EngineSeen, num_new_tokens: float) -> float:
         """Work that a turn waits for there, and that the turns there wait for because of it."""
         own = self._pending.get(engine.name, 0.0) + num_new_tokens
+        return (own + num_new_tokens * self._count_delayed(engine, num_new_tokens)) / engine.info.speed
+
+    def _count_delayed(self, engine: EngineSeen, num_new_tokens: float) -> float:
+        """Turns that wait the longer for such a prefill: the open ones, and those that come until its end."""
         num_away = max(0, self._placed.count_jobs(engine.name) - engine.num_open)
-        num_delayed = engine.num_open + self.away * num_away
-        return (own + num_new_tokens * num_delayed) / engine.info.speed
+        if self._token_s == 0 or self._away.mean_s == 0:
+            return engine.num_open + num_away
+        num_tokens = self._pending.get(engine.name, 0.0) + num_new_tokens
+        until_s = num_tokens * self._token_s / engine.info.speed
+        return engine.num_open + num_away * min(1.0, until_s / self._away.mean_s)
 
     def _count_new(self, turn: RoutedTurn, engine: str, found: Mapping[str, int]) -> int:
         """Prompt tokens that an engine would have to compute."""
@@ -185,6 +191,7 @@ class Tenuto(Router):
         """Learn the work of a turn. From now on the job is away."""
         self._drop_silent(now_s)
         turn = answered.turn
+        self._start(turn, answered.engine)  # not every carrier tells of first tokens
         placed = self._placed.get(turn.job_id)
         if placed is None:
             return
