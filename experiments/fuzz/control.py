@@ -1,4 +1,4 @@
-"""The parser of what operators and clients send to the addresses of control."""
+"""The parsers of what operators and clients send to the addresses of control."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from experiments.fuzz.guard import Wrong
 from experiments.fuzz.requests import get_loop, load_json
-from tenuto.core.control import ADMIN_VARIABLE
+from tenuto.core.control import ADMIN_VARIABLE, Control
 from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import load_policy
+from tenuto.core.requests.hints import Hints
+from tenuto.sim.machine import build
+from tenuto.sim.server.control import LiveEngine, LiveSettings
+from tenuto.sim.server.engine import ServedRequest
+from tenuto.sim.server.options import ServerOptions
+from tenuto.sim.server.pace import Pacer
+from tenuto.sim.server.serve import make_parts
+from tenuto.sim.setup import Setup
 from tenuto.vllm import control_http
 from tenuto.vllm.control_http import ControlAddresses, make_control
 from tenuto.vllm.settings import Settings
@@ -46,6 +55,47 @@ def call_control(data: bytes) -> None:
             raise Wrong(f"refused without a reason: {answer}")
         if "failed, see" in json.dumps(answer):
             raise Wrong(f"an error that nobody meant: {answer}")
+
+
+def call_simulated_control(data: bytes) -> None:
+    """Changes and releases on the simulated server's engine: one engine for all inputs of a process.
+
+    A turn waits meanwhile. Whatever was asked, it is served, and a refused change changes nothing.
+    """
+    logging.getLogger("tenuto.sim").setLevel(logging.CRITICAL)
+    value = load_json(data)
+    job_id = value.get("job") if isinstance(value, dict) else None
+    pacer, live, control = _make_live_engine()
+    engine = pacer.engine
+    hints = Hints(job_id=f"job-{len(data) % 4}", tool="ls")
+    request = ServedRequest("turn", [(len(data) % 4, 64)], ("answer", 8), engine.now_s, hints=hints)
+    turn = engine.submit(request, lambda: None)
+    for question in (
+        {"do": "change", "change": value, "by": "fuzzing"},
+        {"do": "release", "fields": {"job_id": job_id}},
+        {"do": "status"},
+    ):
+        before = live.settings
+        answer = json.loads(control.answer(json.dumps(question)))
+        if not answer["ok"] and (live.settings != before or not answer.get("error")):
+            raise Wrong(f"refused without a reason, or changed all the same: {answer}")
+        if "failed, see" in json.dumps(answer):
+            raise Wrong(f"an error that nobody meant: {answer}")
+    num_steps = 0
+    while not turn.is_finished and turn.error is None and num_steps < 100:
+        engine.advance(engine.now_s + 60.0)
+        num_steps += 1
+    if not turn.is_finished:
+        raise Wrong(f"the turn was lost: {turn.error or 'no answer'}")
+
+
+@cache
+def _make_live_engine() -> tuple[Pacer, LiveEngine, Control]:
+    machine = build(Setup(policy="tenuto", limits="plugin", kv_tokens=8000, step_cost="roofline"))
+    pacer, _ = make_parts(machine, ServerOptions())
+    live = LiveEngine(pacer, LiveSettings("tenuto", limits=machine.limits), machine.policy, None)
+    logger = logging.getLogger("tenuto.sim")
+    return pacer, live, Control(live, 0, by_priority=False, read_fields=lambda fields: fields, logger=logger)
 
 
 class _Engine:

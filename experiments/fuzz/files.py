@@ -27,6 +27,7 @@ from tenuto.report.html.sources import read_sources
 from tenuto.sim.cost.fitted import FittedStepCost, fit_step_cost
 from tenuto.sim.cost.observed import read_observations
 from tenuto.vllm.state import StateFile
+from tenuto.vllm.tiers.chunk_file import HEADER, DamagedError, read_chunk, try_read_name, write_chunk
 from tenuto.workload.load import holds_text, load_workload
 
 
@@ -142,3 +143,21 @@ def read_workload(data: bytes) -> None:
     path = _write(data, name)
     _read_all(path, (holds_text,))
     _read_all(path, (load_workload,))
+
+
+CHUNK_KEY = bytes(range(20))
+
+
+def read_tier_file(data: bytes) -> None:
+    """A file of the disk tier, whole or not, and its name: what is read is what was written, to the byte."""
+    try_read_name(data[:60].decode(errors="replace"))
+    chunk = bytearray(max(0, len(data) - HEADER.size))
+    try:
+        read_chunk(_write(data, "chunk.kv"), CHUNK_KEY, memoryview(chunk))
+    except DamagedError as error:
+        str(error).encode()
+        return
+    again = _get_folder() / "again.kv"
+    write_chunk(again, CHUNK_KEY, memoryview(chunk))
+    if again.read_bytes() != data:
+        raise Wrong("a file was taken for whole that nobody wrote so")

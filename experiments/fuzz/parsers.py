@@ -40,6 +40,8 @@ PARSERS = {
         Parser("hints", "hint fields and job headers", requests.read_hint_fields),
         Parser("requests", "the job of a request, from its body, headers and path", requests.read_identity),
         Parser("bodies", "bodies that the server's middleware rewrites", requests.pass_middleware),
+        Parser("head-lines", "bodies whose lines an operator drops and moves", requests.edit_head),
+        Parser("routed", "requests, for routers and data-parallel ranks", requests.route, corpus="requests"),
         Parser("tool-calls", "the text of answers, for tool calls", requests.read_tool_call),
         Parser("commands", "command lines, for how long they take", requests.read_shell_command),
         Parser(
@@ -59,6 +61,13 @@ PARSERS = {
         Parser("options", "KEY=VALUE options of policies", requests.read_options),
         Parser("settings", "the settings in vLLM's additional config", requests.read_config),
         Parser("control", "changes by an operator, and releases of jobs", control.call_control),
+        Parser(
+            "simulated-control",
+            "the same, on the simulated server's engine",
+            control.call_simulated_control,
+            corpus="control",
+        ),
+        Parser("tier-files", "files of the disk tier", files.read_tier_file),
         Parser("states", "files of what a policy learned", files.read_state),
         Parser("traces", "traces of a scheduler: analyze, report, replay", files.read_trace),
         Parser("records", "results, turns, samples and all other records", files.read_records),

@@ -6,12 +6,15 @@ import asyncio
 import json
 import math
 import os
+import re
 from functools import cache
 from typing import Any
 
 from experiments.fuzz.guard import Wrong
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy_loader import get_policy_names, load_policy
+from tenuto.core.requests.conversation import is_head
+from tenuto.core.requests.head_lines import HeadLines
 from tenuto.core.requests.hints import (
     MAX_EXPECTED_TOOL_S,
     MAX_ID_CHARS,
@@ -23,9 +26,11 @@ from tenuto.core.requests.hints import (
 )
 from tenuto.core.requests.identity import are_xargs, read_hints
 from tenuto.core.requests.tool_calls import MAX_COMMAND_CHARS, find_tool_call, is_cut
+from tenuto.core.routing.requests import MAX_PARTS, read_arrival
 from tenuto.core.settings import parse_option, parse_policy_options
 from tenuto.estimators.command_times import load_command_times
 from tenuto.vllm.identity import Middleware
+from tenuto.vllm.ranks import Ranks
 from tenuto.vllm.settings import read_settings
 from tenuto.vllm.tenants import SECRET_VARIABLE, sign, take_tenant
 
@@ -169,6 +174,64 @@ async def _pass_on(data: bytes, scope: dict[str, Any]) -> tuple[bytes, dict[str,
 def get_loop() -> asyncio.AbstractEventLoop:
     """The event loop of this process."""
     return asyncio.new_event_loop()
+
+
+def edit_head(data: bytes) -> None:
+    """A body whose lines an operator drops and moves: no text but the head's changes, and no line is lost."""
+    request = load_json(data)
+    request = request if isinstance(request, dict) else {"messages": request}
+    edited = HeadLines(["x-.*"], ["Today is .*"]).edit(request)
+    json.dumps(edited)
+    if not edited.keys() <= {"system", "instructions", "messages", "input"}:
+        raise Wrong(f"{sorted(edited)} were changed")
+    for name, after in edited.items():
+        before = request[name]
+        if sorted(_get_lines(before, kept=True)) != sorted(_get_lines(after, kept=True)):
+            raise Wrong(f"lines of {name} that nobody named were changed")
+        if (
+            name in ("messages", "input")
+            and before[_count_head(before) : -1] != after[_count_head(before) : -1]
+        ):
+            raise Wrong("a message behind the head was changed")
+    if any(HeadLines(["x-.*"]).edit({**request, **edited})):
+        raise Wrong("a line that was to be dropped is still there")
+
+
+def _count_head(messages: list[Any]) -> int:
+    """Messages before the first that is the model's, or is none."""
+    is_first = (not isinstance(message, dict) or not is_head(message) for message in messages)
+    return next((number for number, is_end in enumerate(is_first) if is_end), len(messages))
+
+
+def _get_lines(value: Any, *, kept: bool) -> list[str]:
+    """All lines of a value's texts but the empty ones; `kept`: without those that are dropped or moved."""
+    if isinstance(value, str):
+        lines = [line for line in value.split("\n") if line]
+        return [line for line in lines if not (kept and re.fullmatch("x-.*|Today is .*", line))]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [line for each in inner for line in _get_lines(each, kept=kept)]
+
+
+def route(data: bytes) -> None:
+    """A request as a router sees it, and its way through the books of the data-parallel ranks."""
+    value = load_json(data)
+    body, headers = _get(value, "body"), _get_headers(_get(value, "headers"))
+    body = body if isinstance(body, dict) else value if isinstance(value, dict) else {"prompt": value}
+    path = GENERATION_PATHS[len(data) % len(GENERATION_PATHS)]
+    arrival = read_arrival("turn", body, headers, path)
+    if arrival.num_prompt_tokens < 1 or len(arrival.parts) > MAX_PARTS:
+        raise Wrong(f"unbounded: {arrival.num_prompt_tokens} tokens in {len(arrival.parts)} parts")
+    ranks = Ranks(2, get_now_s=lambda: 1.0)
+    for is_answered in (True, False):
+        turn = ranks.open_turn(body, headers, path)
+        if turn.rank not in (0, 1):
+            raise Wrong(f"rank {turn.rank}")
+        if is_answered:
+            turn.hear({"type": "http.response.start", "status": 200})
+            turn.hear({"type": "http.response.body", "body": b"x"})
+        turn.close()
+    if any(ranks.dispatcher.engines.ready[str(rank)].num_open for rank in range(2)):
+        raise Wrong("a turn that is over is still open in the books")
 
 
 def read_tool_call(data: bytes) -> None:

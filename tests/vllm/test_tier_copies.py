@@ -204,6 +204,32 @@ def test_the_folder_does_not_grow_beyond_its_limit(
     tier.shutdown()
 
 
+def test_a_folder_that_nothing_can_be_removed_from_ends_no_engine(
+    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(tmp_path, view, monkeypatch, max_bytes=HEADER.size + SIZE)
+    # What stands under a chunk's name cannot be removed as a file is.
+    for key in (b"a", b"b"):
+        tier.submit_store(make_transfer([key], [1], is_promotion=False))
+        tier.drain_jobs()
+        if key == b"a":
+            list(tier.get_finished_jobs())
+            tier.get_path(key).unlink()
+            (tier.get_path(key) / "inside").mkdir(parents=True)
+    assert [each.success for each in tier.get_finished_jobs()] == [True]
+    tier.shutdown()
+    tier = make_tier(tmp_path, view, monkeypatch, max_bytes=HEADER.size + SIZE)
+    assert tier.lookup(b"a", None) is LookupResult.MISS
+    assert tier.lookup(b"b", None) is LookupResult.HIT
+    tier.shutdown()
+
+
+def test_only_the_server_s_user_reads_files(tmp_path: Path) -> None:
+    path = tmp_path / "x.kv"
+    write_chunk(path, b"k", memoryview(b"12345678"))
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_full_disk_costs_the_copy_only(
     tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ def write_chunk(path: Path, key: bytes, data: memoryview) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{threading.get_ident()}{UNFINISHED}")
     try:
-        with open(unfinished, "wb", buffering=0) as file:
+        with open(unfinished, "wb", buffering=0, opener=_open_private) as file:
             file.write(HEADER.pack(MAGIC, data.nbytes, zlib.crc32(data, zlib.crc32(key))))
             rest = data
             while rest.nbytes:
@@ -33,6 +33,11 @@ def write_chunk(path: Path, key: bytes, data: memoryview) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def _open_private(path: str, flags: int) -> int:
+    """KV tells what was in the prompt, so only the server's user may read it."""
+    return os.open(path, flags, 0o600)
 
 
 def read_chunk(path: Path, key: bytes, data: memoryview) -> None:

@@ -9,6 +9,7 @@ start, and everything else is used again. The files used least recently go first
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -171,10 +172,14 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         found: list[tuple[float, bytes]] = []
         for folder in self._folder.iterdir():
             for entry in os.scandir(folder) if folder.is_dir() else ():
-                if entry.name.endswith(UNFINISHED):
-                    Path(entry.path).unlink(missing_ok=True)
-                elif (key := try_read_name(entry.name)) is not None:
-                    found.append((entry.stat().st_mtime, key))
+                key = try_read_name(entry.name)
+                # What cannot be removed or looked at, such as what stands under a chunk's name and is no
+                # file, is left alone.
+                with contextlib.suppress(OSError):
+                    if entry.name.endswith(UNFINISHED):
+                        Path(entry.path).unlink(missing_ok=True)
+                    elif key is not None and entry.is_file():
+                        found.append((entry.stat().st_mtime, key))
         self._files.update((key, None) for _, key in sorted(found))
         self._trim()
         logger.info("disk tier: %d chunks of earlier runs in %s", len(self._files), self._folder)
@@ -182,7 +187,9 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
     def _trim(self) -> None:
         while self._max_bytes is not None and self._files and self.num_bytes > self._max_bytes:
             key, _ = self._files.popitem(last=False)
-            self.get_path(key).unlink(missing_ok=True)
+            # The engine calls this between two steps: a disk that became read-only must not end it.
+            with contextlib.suppress(OSError):
+                self.get_path(key).unlink(missing_ok=True)
 
     def _hangs(self) -> bool:
         with self._lock:
