@@ -33,7 +33,7 @@ from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation
 from tenuto.vllm import compat
 from tenuto.workload import LoadOptions, Workload, make_workload, write_tenuto_jsonl
-from tenuto.workload.hints import say_last
+from tenuto.workload.hints import say_last, say_tool
 from tenuto.workload.turn_driver import Due, TurnDriver
 from tests.sim_server.live import Live, serve
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -213,7 +213,7 @@ class _VllmClient:
                 prompt,
                 max_tokens=turn.num_output_tokens,
                 arrival_time=at_s,
-                xargs=make_fields(say_last(job, index)),
+                xargs=make_fields(say_tool(job, index)),
                 ignore_eos=True,
             )
         )
