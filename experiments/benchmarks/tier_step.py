@@ -37,6 +37,7 @@ from tenuto.vllm.compat_specs import PREFETCH
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 
 NUM_RUNNING = 128
+STEP_TOKENS = 8192
 NUM_BLOCKS = 12_000
 NUM_CHUNKS = 20_000
 NUM_JOBS = 160
