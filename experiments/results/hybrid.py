@@ -12,35 +12,36 @@ from tenuto.workload.load_options import LoadOptions
 
 @dataclass(frozen=True)
 class Machine:
-    """A model on a machine, at a load that it can do and at one that it can hardly do."""
+    """A model on a machine, at a load that its KV cache can hardly hold."""
 
     gpu: str
     model: str
-    rates: tuple[float, float]
+    jps: float
     interval: int
     """One between 0 and None, in tokens."""
-    tp: int = 1
+    dtype: str | None = None
 
 
 MACHINES = (
-    Machine("H200", "gemma-3-27b", (0.2, 0.4), 8192),
-    Machine("H100", "gpt-oss-120b", (0.5, 1.0), 8192),
+    Machine("H200", "gemma-3-27b", 0.4, 8192),
+    Machine("H100", "gpt-oss-120b", 0.5, 8192),
+    # Blocks of 544 tokens.
+    Machine("H200", "qwen3-next-80b-a3b", 1.5, 8704, "fp8"),
 )
 
 
 def make_hybrid() -> Iterable[Row]:
     for machine in MACHINES:
-        for jps in machine.rates:
-            for interval in (0, machine.interval, None):
-                setup = Setup(
-                    gpu=machine.gpu,
-                    model=machine.model,
-                    tp=machine.tp,
-                    offload="none",
-                    # There are measured times of some of these models only; one table should have one kind.
-                    step_cost="roofline",
-                    prefix_cache_retention_interval=interval,
-                )
-                name = "dense" if interval is None else f"interval {interval:,}"
-                load = LoadOptions(workload="swe-bench", jps=jps, window_s=120)
-                yield Row(f"{machine.tp} x {machine.gpu}, {machine.model}, {jps:g}/s, {name}", setup, load)
+        for interval in (0, machine.interval, None):
+            setup = Setup(
+                gpu=machine.gpu,
+                model=machine.model,
+                dtype=machine.dtype,
+                offload="none",
+                # There are measured times of some of these models only; one table should have one kind.
+                step_cost="roofline",
+                prefix_cache_retention_interval=interval,
+            )
+            name = "dense" if interval is None else f"interval {interval:,}"
+            load = LoadOptions(workload="swe-bench", jps=machine.jps, window_s=120)
+            yield Row(f"{machine.gpu}, {machine.model}, {machine.jps:g}/s, {name}", setup, load)

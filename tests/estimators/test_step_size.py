@@ -207,3 +207,11 @@ def test_turns_of_agents_are_not_plain() -> None:
     chooser.observe_turn(agent)
     arrive(chooser, "next", 100, kind="agent")
     assert chooser.choose(view) == usual
+
+
+def test_a_step_has_room_for_a_block_of_a_prompt_beside_those_who_decode() -> None:
+    """Where layers have states a prompt is computed in whole blocks, and these may be larger than a step."""
+    chooser, view, usual = make_busy()
+    block_size = usual.num_tokens + 100
+    assert chooser.choose(dataclasses.replace(view, block_size=block_size)) == StepSize(block_size + 9)
+    assert chooser.choose(dataclasses.replace(view, block_size=10_000)) == StepSize(8192)

@@ -218,6 +218,8 @@ class AdaptiveSteps:
         if self._num_steps % LOOK_EVERY == 0:
             # A larger step now and then shows what tokens cost, and whether steps have a cost of their own.
             chosen = min(2 * chosen, view.max_num_batched_tokens)
+        # Where layers have states, prompts are computed in whole blocks, and blocks are large.
+        chosen = max(chosen, min(num_others + view.block_size, view.max_num_batched_tokens))
         return self._add_plain(chosen, view)
 
     def _add_plain(self, chosen: int, view: EngineView) -> StepSize:
