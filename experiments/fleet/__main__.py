@@ -4,7 +4,8 @@
     python -m experiments.fleet --only 1,2 --seeds 42,43     some rows
     python -m experiments.fleet --print                the table of experiments/records/fleet.jsonl
 
-An hour on one core. Runs are the same on every machine.
+"bound / best other" is what is left to win: the yardstick over the best of the other routers. Runs are the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def get_mean(kept: dict[Key, dict[str, Any]], number: int, router: str, name: st
 
 def format_table(kept: dict[Key, dict[str, Any]]) -> str:
     lines = [
-        "| engines | load | bound | tenuto | best other | tenuto / bound | tenuto / best other |",
-        "|---|---|---|---|---|---|---|",
+        "| engines | load | bound | tenuto | best other | tenuto / bound | tenuto / best other "
+        "| bound / best other |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     over_best = []
     for number, row in enumerate(ROWS):
@@ -81,12 +83,17 @@ def format_table(kept: dict[Key, dict[str, Any]]) -> str:
         bound = get_mean(kept, number, IDEAL)
         others = {who: get_mean(kept, number, who) for who in row.rivals}
         known = {who: mean_s for who, mean_s in others.items() if mean_s is not None}
+        if not known:
+            continue
         best = min(known, key=lambda who: known[who])
         over_best.append(ours / known[best])
         lines.append(
             f"| {row.servers} | {row.title} | {_format(bound)} | {ours:.2f} s | {known[best]:.2f} s ({best}) "
-            f"| {'' if bound is None else f'{ours / bound:.2f}'} | {over_best[-1]:.2f} |"
+            f"| {'' if bound is None else f'{ours / bound:.2f}'} | {over_best[-1]:.2f} "
+            f"| {'' if bound is None else f'{bound / known[best]:.2f}'} |"
         )
+    if not over_best:
+        return "Nothing was measured yet."
     mean = math.exp(fmean(math.log(each) for each in over_best))
     lines.append(
         f"\nAgainst the best other router of each row: geometric mean {mean:.2f}, worst {max(over_best):.2f}."
@@ -102,7 +109,8 @@ def format_all(kept: dict[Key, dict[str, Any]]) -> str:
             if (mean_s := get_mean(kept, number, router)) is not None:
                 p95_s, recomputed = (get_mean(kept, number, router, name) for name in ("p95_s", "recomputed"))
                 cells.append(f"{router} {mean_s:.2f} (P95 {p95_s:.1f}, recomputed {recomputed:.1%})")
-        lines.append(f"{row.servers} {row.title}: {'; '.join(cells)}")
+        if cells:
+            lines.append(f"{row.servers} {row.title}: {'; '.join(cells)}")
     return "\n".join(lines)
 
 

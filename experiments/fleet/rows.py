@@ -155,6 +155,14 @@ ROWS = (
         faults=("join@1000",),
         from_s=19.0,
     ),
+    Row(
+        "ab8, clients without ids, stock engines with 100k tokens of KV",
+        "4",
+        LoadOptions(jps=5.0, window_s=25.0, hints="none"),
+        policy="stock",
+        kv_tokens=100_000,
+    ),
+    Row("ab8, 130 %, stock engines", "4", LoadOptions(jps=12.0, window_s=15.0), policy="stock"),
 )
 """Of what four engines finish at most: 9 ab8 jobs a second, 5 of swe-bench, 1.9 of bfcl; a job of ab8 takes
 about 7 s, so `from_s` is the time that one job takes after the death."""

@@ -8,7 +8,7 @@ from tenuto.core.indexed_heap import IndexedHeap
 
 MAX_AWAY_S = 30.0
 """A job that is away for longer is not expected back soon, even if its client says that it comes back."""
-PATIENCE = 8.0
+PATIENCE = 3.0
 """Where clients do not say whether a job goes on, one that is away for so many times the mean has ended."""
 DECAY = 0.02
 """Weight of the latest time away in the moving average."""

@@ -60,15 +60,19 @@ def _get_parts(request: Mapping[str, Any]) -> Iterator[Part]:
 def _cut(prompt: Sequence[Any], size: int) -> Iterator[Part]:
     """The whole pieces of a text or of token ids."""
     for start in range(0, len(prompt) - size + 1, size):
-        yield Part(_digest(str(prompt[start : start + size])), _PIECE_TOKENS)
+        yield Part(_digest(_write(prompt[start : start + size])), _PIECE_TOKENS)
 
 
 def _make_part(content: Any) -> Part:
-    try:
-        text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
-    except (ValueError, TypeError, RecursionError):
-        text = ""
+    text = _write(content)
     return Part(_digest(text), max(1, len(text) // CHARS_PER_TOKEN))
+
+
+def _write(content: Any) -> str:
+    try:
+        return content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+    except (ValueError, TypeError, RecursionError):
+        return ""
 
 
 def _digest(text: str) -> str:
