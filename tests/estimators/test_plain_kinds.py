@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tenuto.core.types import Job, ToolCall, Turn
 from tenuto.estimators import plain_kinds
-from tenuto.estimators.plain_kinds import PlainKinds
+from tenuto.estimators.plain_kinds import PlainKinds, PlainShare
 
 LS = ToolCall("ls")
 
@@ -55,3 +55,23 @@ def test_kinds_are_bounded(monkeypatch) -> None:
     for n in range(3):
         kinds.observe(make_turn(f"probe-{n}"))
     assert is_plain(kinds, "agent")  # forgotten; most new kinds were plain
+
+
+def test_plain_requests_that_have_more_than_half_of_the_work_are_a_flood() -> None:
+    share = PlainShare()
+    for _ in range(10):
+        share.observe(1000.0, is_plain=True)
+    assert not share.is_flood, "a few are none"
+    for _ in range(100):
+        share.observe(1000.0, is_plain=True)
+    assert share.is_flood
+    for _ in range(20):
+        share.observe(1000.0, is_plain=False)
+    assert share.is_flood
+    for _ in range(40):
+        share.observe(1000.0, is_plain=False)
+    assert not share.is_flood
+    for _ in range(100):
+        share.observe(1000.0, is_plain=True)
+        share.observe(1100.0, is_plain=False)
+    assert not share.is_flood, "half each"

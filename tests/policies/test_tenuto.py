@@ -303,6 +303,24 @@ def test_plain_requests_that_fit_in_a_step_go_before_all_jobs_in_the_order_of_ar
     assert policy.may_reclaim(lease, second, IDLE)
 
 
+def test_a_flood_of_plain_requests_lets_jobs_go_first_until_each_has_half() -> None:
+    policy = Tenuto()
+    teach_steps(policy)
+    policy.on_tick(IDLE)
+    agent, plain = make_turn("old"), make_plain("new", 2000, arrival_s=50.0)
+    long = make_plain("long", 9000, arrival_s=10.0)
+    policy.on_turn_finished(agent, 1.0)
+    for _ in range(40):
+        policy.on_turn_finished(make_plain("seen", 2000), 1.0)
+    keys = [policy.queue_key(turn, 100.0) for turn in (agent, plain, long)]
+    assert keys == sorted(keys)
+    lease = Lease(agent, 1.0, 200.0, -policy._get_place(agent), 10, False)
+    assert not policy.may_reclaim(lease, plain, IDLE)
+    for _ in range(40):
+        policy.on_turn_finished(agent, 1.0)
+    assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
+
+
 def make_plain(job_id: str, num_tokens: int, *, arrival_s: float = 0.0) -> Turn:
     job = Job(job_id, arrival_s, 1, kind="question")
     return Turn(job_id, job, arrival_s, num_tokens, num_output_tokens=10)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tenuto.core.policy import Key, Needs, Policy
+from tenuto.core.requests.hints import Hints
 from tenuto.core.types import EngineView, StepView, Turn
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
@@ -279,3 +280,26 @@ def test_a_policy_that_does_not_listen_is_told_nothing(monkeypatch: pytest.Monke
     scheduler = Scheduler(config, Policy())
     monkeypatch.setattr(scheduler.driver, "step", lambda view: pytest.fail("told of a step"))
     Simulation(scheduler, LinearSteps(), jobs).run()
+
+
+@dataclass
+class Kinds(Policy):
+    """Notes the kind of each job."""
+
+    seen: dict[str, str | None] = field(init=False, default_factory=dict)
+
+    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
+        self.seen[turn.job.job_id] = turn.job.kind
+
+
+def test_jobs_whose_prompts_begin_alike_are_of_one_kind_and_others_are_not() -> None:
+    policy = Kinds()
+    scheduler = make_scheduler(policy)
+    prompts = {
+        "a": [("system", 40), ("task a", 10)],
+        "b": [("system", 40), ("task b", 30)],
+        "c": [("another", 40), ("task b", 30)],
+    }
+    for name, prompt in prompts.items():
+        scheduler.add_request(Request(name, prompt, (f"{name}/out", 1), 0.0, hints=Hints(job_id=name)), 0.0)
+    assert policy.seen["a"] == policy.seen["b"] != policy.seen["c"]

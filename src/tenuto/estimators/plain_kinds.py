@@ -8,6 +8,7 @@ are plain: then they are served as stock vLLM does.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 from tenuto.core.types import Job, Turn
@@ -19,6 +20,12 @@ MAX_SHARE = 0.25
 agents of two turns have half."""
 MAX_KINDS = 4096
 """Tenants and prompts are made up by clients, so kinds are bounded; the one seen longest ago goes first."""
+
+
+FAIR_SHARE = 0.5
+"""Plain requests and jobs that call tools are two classes; a class that had its half does not go first."""
+MEMORY_TOKENS = 50_000.0
+"""Work falls to 1/e after so much of it, in prefill tokens: some seconds of a GPU."""
 
 
 class _Counts:
@@ -64,3 +71,24 @@ class PlainKinds:
 
     def __repr__(self) -> str:
         return f"PlainKinds({len(self._kinds)} kinds)"
+
+
+class PlainShare:
+    """The share of the engine's latest work that plain requests had."""
+
+    def __init__(self) -> None:
+        self._plain = self._all = 0.0
+
+    def observe(self, work: float, *, is_plain: bool) -> None:
+        """A turn of so much work finished."""
+        fade = math.exp(-work / MEMORY_TOKENS)
+        self._all = fade * self._all + work
+        self._plain = fade * self._plain + (work if is_plain else 0.0)
+
+    @property
+    def is_flood(self) -> bool:
+        """Whether plain requests had more than their share; a few requests are no flood."""
+        return self._plain > FAIR_SHARE * max(self._all, MEMORY_TOKENS)
+
+    def __repr__(self) -> str:
+        return f"PlainShare({self._plain}, {self._all})"

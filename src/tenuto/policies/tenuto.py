@@ -24,7 +24,7 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
-from tenuto.estimators.plain_kinds import PlainKinds
+from tenuto.estimators.plain_kinds import PlainKinds, PlainShare
 from tenuto.estimators.remaining_work import RemainingWork, get_mean_left_s
 from tenuto.estimators.returns import Returns
 from tenuto.estimators.samples import ToolSamples
@@ -97,6 +97,7 @@ class Tenuto(Policy, Learns, Reports):
     _full_share: float = field(init=False, default=0.0)
     _returns: Returns = field(init=False, default_factory=Returns)
     _kinds: PlainKinds = field(init=False, default_factory=PlainKinds)
+    _share: PlainShare = field(init=False, default_factory=PlainShare)
     _step_tokens: int = field(init=False, default=0)
     """The engine's budget of a step."""
 
@@ -135,7 +136,10 @@ class Tenuto(Policy, Learns, Reports):
 
     def _get_place_of(self, job: Job, work: float) -> float:
         """The place of a job with so much work, in prefill tokens."""
-        return job.arrival_s + self.stretch * self._steps.get_token_s() * work
+        place = job.arrival_s + self.stretch * self._steps.get_token_s() * work
+        # A flood of plain requests must not keep jobs waiting: their KV would fill the memory meanwhile.
+        is_ahead = self._share.is_flood and not self._kinds.is_plain(job)
+        return place - 2 * AHEAD_S if is_ahead else place
 
     def _get_lease_place(self, job: Job) -> float:
         """The place of a job in a tool call."""
@@ -237,10 +241,12 @@ class Tenuto(Policy, Learns, Reports):
         if turn.is_aborted:
             return
         self._kinds.observe(turn)
+        num_computed = max(0, turn.num_prompt_tokens - turn.num_hit_tokens)
+        work = num_computed + self._steps.get_tokens_per_decode() * turn.num_output_tokens
+        self._share.observe(work, is_plain=self._kinds.is_plain(turn.job))
         job_id = turn.job.job_id
         if not turn.is_last:
-            num_computed = turn.num_prompt_tokens - turn.num_hit_tokens + turn.num_output_tokens
-            self._returns.leave(turn.job, _get_tool_name(turn), max(0, num_computed))
+            self._returns.leave(turn.job, _get_tool_name(turn), num_computed + turn.num_output_tokens)
         # Of a first turn, what other jobs had computed is not its work.
         known = self._get_context(turn) or turn.num_hit_tokens
         new_tokens = max(1, turn.num_prompt_tokens - known)
