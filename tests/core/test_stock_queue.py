@@ -249,8 +249,8 @@ def test_a_short_prompt_may_be_made_to_wait_less(num_tokens: int, wait: float, s
     assert turn.stock_due == pytest.approx(wait * backlog + service * alone, rel=0.01)
 
 
-def make_turn(name: str, num_tokens: int) -> TurnState:
-    return TurnState(name, JobState(name, 0.0, None), 0.0, Arrival(Hints(), num_tokens))
+def make_turn(name: str, num_tokens: int, job: JobState | None = None) -> TurnState:
+    return TurnState(name, job or JobState(name, 0.0, None), 0.0, Arrival(Hints(), num_tokens))
 
 
 @pytest.mark.parametrize("event", ["arrive", "serve"])
@@ -268,3 +268,38 @@ def count_event(event: str, num_waiting: int) -> float:
         flood.arrive()
     # Some events rebuild a heap: what they cost is paid by those between.
     return sum(count_calls(getattr(flood, event)) for _ in range(30)) / 30
+
+
+def test_jobs_wait_for_each_other_but_not_for_strangers() -> None:
+    """A job of three turns may wait as long as three turns in stock, unless strangers get most of the engine."""
+    waits = [get_wait_of_known_kind(share) for share in (0.0, 0.25, 0.5, 0.9)]
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] > 2 * waits[2]
+    assert waits[2] == pytest.approx(1.1, abs=0.05) and waits[3] == pytest.approx(1.1, abs=0.05)
+
+
+def get_wait_of_known_kind(share_of_strangers: float) -> float:
+    """How long a first turn may wait beside a backlog of 100 turns, over its wait in stock."""
+    queue, num_strangers = StockQueue(Limits(), 100_000), 0.0
+    jobs = [JobState(f"j{number}", 0.0, None, "agents") for number in range(40)]
+    for number in range(120):
+        job = jobs[number // 3]
+        job.num_turns = number % 3 + 1
+        serve_alone(queue, make_turn(f"t{number}", 1000, job))
+        num_strangers += share_of_strangers / (1 - share_of_strangers)
+        while num_strangers >= 1:
+            num_strangers -= 1
+            serve_alone(queue, make_turn(f"s{number}-{num_strangers}", 1000))
+    for number in range(100):
+        queue.arrive(make_turn(f"w{number}", 1000))
+    turn = make_turn("asks", 1000, JobState("asks", 0.0, None, "agents", num_turns=1))
+    began, backlog = queue._began, queue._backlog
+    queue.arrive(turn)
+    return (turn.stock_due - began - queue._service.value) / backlog
+
+
+def serve_alone(queue: StockQueue, turn: TurnState) -> None:
+    queue.arrive(turn)
+    queue.start(turn, 0, 0.0)
+    turn.started = True
+    queue.leave(turn, 0, 0.0)

@@ -56,7 +56,7 @@ def test_nobody_waits_longer_than_in_stock(name: str) -> None:
     attack = replace(ATTACKS[name], num_turns=24)
     stock, bounded = (measure(name, attack, policy, SMALL) for policy in ("stock", "tenuto"))
     assert bounded.worst_s <= 1.1 * stock.worst_s + stock.turn_s
-    assert bounded.hits >= 0.85
+    assert bounded.hits >= 0.8
     if name == "busy":
         # `tenuto` puts such probes first by itself; an order by jobs does not.
         assert measure(name, attack, "continuum", SMALL, UNBOUNDED).worst_s > 2 * stock.worst_s

@@ -11,7 +11,8 @@ no step times, and it moves exactly as fast as the engine:
 
 In stock every turn of a job waits. A policy that completes jobs one after the other lets them wait once,
 before their first turn. So a turn may wait as long as all turns that jobs of its kind still send
-(`turns_to_come`). A single request, and every turn of an unknown kind, may wait as long as in stock.
+(`turns_to_come`). A single request, and every turn of an unknown kind, may wait as long as in stock. So may
+all turns while such strangers get most of the engine: nobody may take by them what jobs give each other.
 
 A turn with a short prompt costs others little if it is on time. The shorter it is, the less of what is beyond
 `began` + backlog it may be made to wait. Short is what is short beside the latest turns, so a flood of short
@@ -37,6 +38,8 @@ from tenuto.core.turns_to_come import TurnsToCome
 
 SHORT = 0.25
 """A turn whose prompt is shorter than this share of the mean may be made to wait less."""
+LEAST_TURNS = 1.5
+"""Kinds that are expected to send fewer turns count as single requests."""
 
 
 def make_stock_queue(policy: Policy, limits: Limits, num_cache_tokens: int) -> StockQueue | None:
@@ -86,6 +89,10 @@ class StockQueue:
         """Turns that wait and are not overdue, in the order in which they began to wait."""
         self._overdue: dict[str, TurnState] = {}
         self._to_come = TurnsToCome()
+        self._work = MovingMean()
+        """Work of the turns that started."""
+        self._work_of_jobs = MovingMean()
+        """Of it, that of kinds whose jobs send more turns."""
 
     def arrive(self, turn: TurnState, num_leased_tokens: int = 0) -> None:
         """A turn arrived. `num_leased_tokens`: tokens that leases keep now; no more can have been saved."""
@@ -107,7 +114,7 @@ class StockQueue:
         if job.num_turns > 1:
             self._to_come.follow(job.tenant, job.kind)
         # In stock, every turn of a job waits. Here they may all wait at once, before the first of them.
-        num_waits = self._to_come.get(job.tenant, job.kind)
+        num_waits = 1 + self._get_trust() * (self._to_come.get(job.tenant, job.kind) - 1)
         wait = (1 + self._over) * num_waits * (self._backlog + saved)
         self._fix_due(turn, self._backlog, wait - self._backlog)
         self._backlog += work
@@ -119,7 +126,10 @@ class StockQueue:
         """A turn got its first step."""
         self._count_running(now_s)
         turn.stock_start, turn.start_s = self._began, now_s
-        self._began += self._get_work(turn, num_hit_tokens)
+        self._began += (work := self._get_work(turn, num_hit_tokens))
+        self._work.observe(work)
+        job = turn.job
+        self._work_of_jobs.observe(work if self._to_come.get(job.tenant, job.kind) >= LEAST_TURNS else 0.0)
         if turn.num_reusable_tokens:
             self._save(turn, num_hit_tokens)
         self._forget(turn)
@@ -200,6 +210,11 @@ class StockQueue:
         """
         num_tokens, mean = turn.arrival.num_prompt_tokens, self._prompt.value
         return min(1.0, num_tokens / (SHORT * mean)) if mean > 0 else 1.0
+
+    def _get_trust(self) -> float:
+        """From 0, if strangers get half of the engine's work of late or more, to 1, if they get nothing."""
+        work = self._work.value
+        return max(0.0, 2 * self._work_of_jobs.value / work - 1) if work > 0 else 0.0
 
     def _find_due(self) -> TurnState | None:
         """The waiting turn whose `due` has been reached first, if any has."""

@@ -332,7 +332,7 @@ def test_a_service_managers_farewell_stops_the_server_too(
         monkeypatch,
         *(sys.executable, "-c"),
         f"import os, signal, time; open({str(pid)!r}, 'w').write(str(os.getpid()));"
-        "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)",
+        "time.sleep(0.5); os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)",
     )
     assert run_ab(options(*LOCAL, *QUICK, "--port", str(get_free_port()))) == 130
     with pytest.raises(ProcessLookupError):
