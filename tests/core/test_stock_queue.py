@@ -271,7 +271,7 @@ def count_event(event: str, num_waiting: int) -> float:
 
 
 def test_jobs_wait_for_each_other_but_not_for_strangers() -> None:
-    """A job of three turns may wait as long as three turns in stock, unless strangers get most of the engine."""
+    """A job of three turns may wait for three, unless strangers get most of the engine."""
     waits = [get_wait_of_known_kind(share) for share in (0.0, 0.25, 0.5, 0.9)]
     assert waits == sorted(waits, reverse=True)
     assert waits[0] > 2 * waits[2]
