@@ -73,7 +73,9 @@ def test_the_bench_runs_a_small_workload(tmp_path: Path, prompts: Any) -> None:
         if before:
             # All full blocks of the last prompt and its answer, whose last token was never computed.
             num_computed = before[-1]["prompt_tokens"] + before[-1]["output_tokens"] - 1
-            assert turn["hit_tokens"] == num_computed // 16 * 16
+            own = num_computed // 16 * 16
+            # All jobs begin with one text, so another one may have computed the first block already.
+            assert turn["hit_tokens"] in (own, max(own, 16))
         if prompts == "ids":
             assert turn["prompt_tokens"] == workload[turn["job"]].turns[len(before)].num_prompt_tokens
         before.append(turn)

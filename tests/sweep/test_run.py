@@ -180,4 +180,6 @@ def test_steps_are_chosen_beside_any_policy(policy: str) -> None:
         setup = replace(SMALL, policy=policy, step_tokens=size)
         means.add(run(setup, LOAD, log=log).record["ttft_s"]["mean"])
     assert len(means) == 3
-    assert {512, 1024} <= set(chosen) <= {None, 512, 1024, 2048}
+    assert {512, 1024} <= set(chosen)
+    # Room for plain requests makes sizes between.
+    assert all(size is None or 512 <= size <= 2048 for size in chosen)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -13,6 +15,7 @@ import pytest
 from experiments.routers.processes import ENGINE, WATCH, kill, run_engine, run_router
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
+from tenuto.client.servers.local_server import LocalServer
 from tenuto.client.verify import verify
 from tenuto.client.verify_text import format_verdict
 from tenuto.records.writer import RunFiles
@@ -67,11 +70,11 @@ def test_no_job_is_lost_when_an_engine_dies_under_load(tmp_path: Path) -> None:
             with router as server:
                 load = LoadOptions(jps=10.0, max_jobs=12, scale_lengths=0.4, scale_turns=0.5)
                 options = BenchOptions(url=server.url, load=load, retries=8, metrics_interval_s=0.3)
-                timer = threading.Timer(2.0, kill, (second,))
-                timer.start()
+                killer = threading.Thread(target=kill_once_it_served, args=(second,))
+                killer.start()
                 with RunFiles(tmp_path / "out") as files:
                     result = asyncio.run(measure(options, make_workload(load), files))
-                timer.join()
+                killer.join()
         except FileNotFoundError:
             pytest.skip("vllm-router is not installed")
         assert second.process.poll() is not None, "nothing died"
@@ -86,6 +89,19 @@ def test_no_job_is_lost_when_an_engine_dies_under_load(tmp_path: Path) -> None:
     assert engines[first.url]["turns"] > engines[second.url]["turns"] > 0
     assert result["client"]["metrics_growth"]["vllm:request_success_total"] >= turns["planned"] / 2
     assert len({(line["job"], line["turn"]) for line in lines}) == len(lines) == turns["planned"]
+
+
+def kill_once_it_served(engine: LocalServer) -> None:
+    """Kill an engine a second after its first answer, so that its metrics were read in between."""
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        page = httpx.get(f"{engine.url}/metrics").text
+        counts = re.findall(r"^vllm:request_success_total.* ([0-9.e+]+)$", page, re.MULTILINE)
+        if sum(map(float, counts)) > 0:
+            break
+        time.sleep(0.1)
+    time.sleep(1.0)
+    kill(engine)
 
 
 def test_verify_goes_through_the_router_and_reads_the_engines(fleet: Start) -> None:
