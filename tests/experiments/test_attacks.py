@@ -16,6 +16,8 @@ from experiments.attacks.table import HEAD, Outcome, show
 from tenuto.records.schema import TurnRecord
 
 SMALL = Scene(window_s=20.0)
+WARM = Scene(window_s=40.0)
+"""Long enough for the policy to learn which jobs come back."""
 
 
 def test_one_id_of_a_hoard_comes_back_once_with_all_of_its_text() -> None:
@@ -54,13 +56,13 @@ def test_a_seed_moves_arrivals_and_the_scene_scales_sizes() -> None:
 def test_nobody_waits_longer_than_in_stock(name: str) -> None:
     """By more than a tenth and one turn of service."""
     attack = replace(ATTACKS[name], num_turns=24)
-    stock, bounded = (measure(name, attack, policy, SMALL) for policy in ("stock", "tenuto"))
+    stock, bounded = (measure(name, attack, policy, WARM) for policy in ("stock", "tenuto"))
     assert bounded.worst_s <= 1.1 * stock.worst_s + stock.turn_s
-    assert bounded.hits >= 0.8
+    assert bounded.hits >= 0.85
     if name == "busy":
         # `tenuto` puts such probes first by itself; an order by jobs does not.
-        assert measure(name, attack, "continuum", SMALL, UNBOUNDED).worst_s > 2 * stock.worst_s
-        assert measure(name, attack, "continuum", SMALL).worst_s <= 1.1 * stock.worst_s + stock.turn_s
+        assert measure(name, attack, "continuum", WARM, UNBOUNDED).worst_s > 2 * stock.worst_s
+        assert measure(name, attack, "continuum", WARM).worst_s <= 1.1 * stock.worst_s + stock.turn_s
 
 
 def test_the_table_and_the_json_have_the_same_figures() -> None:
