@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import json
 import logging
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,7 @@ class Core:
         asked = self._engines[int.from_bytes(engine, "little")]
         if asked == "silent":
             await asyncio.sleep(60)
+        await asyncio.sleep(random.random() / 100)  # an engine answers between two steps
         if isinstance(asked, Exception):
             raise asked
         return str(asked.scheduler.control.answer(text))
@@ -63,8 +65,8 @@ def make_key_check(app: Any, keys: list[str]) -> Any:
     pytest.skip("this vLLM has its check of keys elsewhere")
 
 
-def make_client(*engines: Any, keys: list[str] | None = None, dp_size: int = 0) -> httpx.Client:
-    """A client of a server with these engines, behind the middleware."""
+def make_server(*engines: Any, keys: list[str] | None = None, dp_size: int = 0) -> Any:
+    """An API server of these engines, behind the middleware."""
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=dp_size or len(engines)))
     engine_client = SimpleNamespace(engine_core=Core(*engines), vllm_config=config)
     app = SimpleNamespace(state=SimpleNamespace(engine_client=engine_client))
@@ -74,10 +76,16 @@ def make_client(*engines: Any, keys: list[str] | None = None, dp_size: int = 0) 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
         await middleware({**scope, "app": app}, receive, send)
 
+    return serve
+
+
+def make_client(*engines: Any, keys: list[str] | None = None, dp_size: int = 0) -> httpx.Client:
+    """A client of such a server."""
+    server = make_server(*engines, keys=keys, dp_size=dp_size)
+
     def handle(request: httpx.Request) -> httpx.Response:
         async def ask() -> httpx.Response:
-            transport = httpx.ASGITransport(serve)
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            async with open_client(server) as client:
                 return await client.request(
                     request.method, request.url, headers=request.headers, content=request.content
                 )
@@ -86,6 +94,10 @@ def make_client(*engines: Any, keys: list[str] | None = None, dp_size: int = 0) 
         return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
 
     return httpx.Client(transport=httpx.MockTransport(handle), base_url="http://server")
+
+
+def open_client(server: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://server")
 
 
 def test_without_an_operator_s_key_control_is_off_and_says_what_to_set(
@@ -154,6 +166,33 @@ def test_a_rank_that_does_not_confirm_is_named() -> None:
     answer = make_client(engine, "silent").post("/tenuto/control", headers=ADMIN, json={"mode": "off"})
     assert answer.status_code == 504
     assert engine.scheduler.settings.mode == "on"
+
+
+def test_two_operators_at_the_same_time_leave_all_ranks_alike() -> None:
+    """Two API servers serve the same engines; at most one change is applied, and then on every rank."""
+
+    async def change_at_once(policies: list[str]) -> list[httpx.Response]:
+        async def change(policy: str) -> httpx.Response:
+            async with open_client(make_server(*engines)) as client:
+                return await client.post("/tenuto/control", headers=ADMIN, json={"policy": policy})
+
+        return await asyncio.gather(*map(change, policies))
+
+    engines = [start({"policy": KEEP_ALL}) for _ in range(3)]
+    num_refused = 0
+    for _ in range(5):
+        before = engines[0].scheduler.settings.policy
+        policies = [name for name in ("tenuto", "continuum", "infercept") if name != before]
+        answers = dict(zip(policies, asyncio.run(change_at_once(policies)), strict=True))
+        applied = [name for name, answer in answers.items() if answer.status_code == 200]
+        refused = [answer for answer in answers.values() if answer.status_code != 200]
+        assert {engine.scheduler.settings.policy for engine in engines} == {applied[-1]} or len(applied) > 1
+        assert len({engine.scheduler.settings.policy for engine in engines}) == 1
+        for answer in refused:
+            assert answer.status_code == 409
+            assert "at the same time" in answer.json()["error"]
+        num_refused += len(refused)
+    assert num_refused
 
 
 def test_engines_of_other_servers_are_named() -> None:

@@ -52,6 +52,10 @@ def check_operator(authorization: str) -> tuple[int, str] | None:
     return 401, f"this needs the operator's key ({ADMIN_VARIABLE} of the server)"
 
 
+class ConflictError(TenutoError):
+    """Two operators changed the settings at the same time; the second change is not applied."""
+
+
 class Controlled(Protocol):
     """What a `Control` changes: an engine's scheduler, or what stands for it."""
 
@@ -111,6 +115,8 @@ class Control:
         try:
             request = json.loads(text)
             result = self._do(request)
+        except ConflictError as error:
+            result = {"ok": False, "error": str(error), "conflict": True}
         except TenutoError as error:
             result = {"ok": False, "error": str(error)}
         except Exception as error:  # an error here must not stop the engine
@@ -159,12 +165,23 @@ class Control:
             case "check":
                 settings = self._read(request["change"])
                 self._scheduler.prepare(settings, self._make_policy(settings))
-                return {"ok": True}
+                return {"ok": True, "changes": self._last["changes"]}
             case "change":
+                self._check_unchanged(request.get("after", {}))
                 return {"ok": True, **self.change(request["change"], request["by"])}
             case "release":
                 return {"ok": True, "known": self._release(request["fields"])}
         raise ConfigError(f"there is no request {request['do']!r}")
+
+    def _check_unchanged(self, after: Mapping[str, int]) -> None:
+        """Refuse a change that was checked against settings which another operator has changed since.
+
+        `after`: by rank, how many changes there were when the change was checked.
+        """
+        num_changes = self._last["changes"]
+        if after.get(str(self._rank), num_changes) != num_changes:
+            by = self._last["changed_by"]
+            raise ConflictError(f"{by} changed the settings at the same time; look, and ask again")
 
     def _read(self, change: Any) -> Any:
         """The settings after a change. Raises ConfigError or PolicyError."""

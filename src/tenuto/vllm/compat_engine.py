@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
@@ -39,21 +39,33 @@ def offer_call(engine_core: Any, name: str, call: Callable[[str], str]) -> None:
     setattr(engine_core, name, call)
 
 
-async def call_engines(client: Any, name: str, text: str, limit_s: float) -> dict[int, str | Exception]:
-    """Call an offered function in every engine that this API server knows; its answers by rank.
+def get_ranks(client: Any) -> list[int]:
+    """The data-parallel ranks of the engines that this API server knows."""
+    return list(client.engine_core.engine_ranks_managed)
+
+
+async def call_engines(
+    client: Any, name: str, text: str, limit_s: float, ranks: Collection[int]
+) -> dict[int, str | Exception]:
+    """Call an offered function in the engines of some ranks; its answers by rank.
 
     `client`: the server's AsyncLLM. An engine that does not answer within the limit has a TimeoutError.
     """
     core = client.engine_core
+    engines = {
+        rank: engine
+        for rank, engine in zip(core.engine_ranks_managed, core.core_engines, strict=True)
+        if rank in ranks
+    }
 
     async def call(engine: Any) -> str:
         return str(await asyncio.wait_for(core._call_utility_async(name, text, engine=engine), limit_s))
 
-    answers = await asyncio.gather(*map(call, core.core_engines), return_exceptions=True)
+    answers = await asyncio.gather(*map(call, engines.values()), return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, Exception):
             raise answer
-    return dict(zip(core.engine_ranks_managed, answers, strict=True))
+    return dict(zip(engines, answers, strict=True))
 
 
 def can_call_engines(client: Any) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -109,7 +109,12 @@ class ControlAddresses:
         return status, {"error": error}
 
     async def _change(self, scope: Scope, headers: dict[str, str], receive: Receive) -> Answer:
-        """Check the change on every rank; apply it on every rank if none refuses it."""
+        """Check the change on every rank; apply it on every rank if none refuses it.
+
+        The first rank decides between two operators who change the settings at the same time, maybe
+        through different API servers: it takes the change that comes first, and refuses the other, which
+        then goes to no other rank. So the ranks stay alike.
+        """
         body = await _read(receive)
         if body is None:
             return 413, {"error": f"a change has at most {MAX_BODY_BYTES} bytes"}
@@ -121,7 +126,14 @@ class ControlAddresses:
         status, answer = await _ask(scope, {"do": "check", "change": change})
         if status != 200:
             return status, {**answer, "applied": False}
-        status, answer = await _ask(scope, {"do": "change", "change": change, "by": by})
+        changes = {rank["rank"]: rank["changes"] for rank in answer["ranks"]}
+        request = {"do": "change", "change": change, "by": by, "after": changes}
+        first = min(changes)
+        status, answer = await _ask(scope, request, [first])
+        if status == 200 and len(changes) > 1:
+            others = changes.keys() - {first}
+            status, rest = await _ask(scope, request, others)
+            answer = {**rest, "ranks": [*answer["ranks"], *rest["ranks"]]}
         logger.info("control: %s asked for %s: status %d", by, json.dumps(change), status)
         return status, answer
 
@@ -147,33 +159,42 @@ class ControlAddresses:
         return 200, {"job": job_id, "released": any(rank["known"] for rank in answer["ranks"])}
 
 
-async def _ask(scope: Scope, request: dict[str, Any]) -> Answer:
-    """Ask every engine that this server knows: 200 if all agree, 400 if one refuses, 504 if one is silent."""
+async def _ask(scope: Scope, request: dict[str, Any], ranks: Collection[int] | None = None) -> Answer:
+    """Ask the engines of some ranks, or all that this server knows.
+
+    The status is 200 if all agree, 400 if one refuses, 409 if one was changed by another operator meanwhile,
+    and 504 if one is silent.
+    """
     from tenuto.vllm import compat_engine
 
     client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
     if client is None or not compat_engine.can_call_engines(client):
         return 501, {"error": "this server has no engines that can be asked"}
-    answers = await compat_engine.call_engines(client, CALL, json.dumps(request), LIMIT_S)
-    ranks: list[dict[str, Any]] = []
-    for rank, answer in answers.items():
-        if isinstance(answer, TimeoutError):
-            ranks.append({"rank": rank, "ok": None, "error": f"no answer within {LIMIT_S:g} s"})
-        elif isinstance(answer, Exception):
-            is_stock = CALL in str(answer) and "has no attribute" in str(answer)
-            error = "Tenuto's scheduler does not run here" if is_stock else str(answer) or repr(answer)
-            ranks.append({"rank": rank, "ok": False, "error": error})
-        else:
-            ranks.append({**json.loads(answer), "rank": rank})
-    found = {"ok": all(rank["ok"] for rank in ranks), "ranks": ranks}
+    known = compat_engine.get_ranks(client)
+    asked = known if ranks is None else ranks
+    answers = await compat_engine.call_engines(client, CALL, json.dumps(request), LIMIT_S, asked)
+    told = [_read_answer(rank, answer) for rank, answer in answers.items()]
+    found: dict[str, Any] = {"ok": all(rank["ok"] for rank in told), "ranks": told}
     num_ranks = compat_engine.get_dp_size(client)
-    if num_ranks > len(ranks):
-        found["note"] = f"this server has {len(ranks)} of {num_ranks} ranks; ask the other servers too"
-    errors = [f"rank {rank['rank']}: {rank['error']}" for rank in ranks if not rank["ok"]]
-    if not errors:
+    if num_ranks > len(known):
+        found["note"] = f"this server has {len(known)} of {num_ranks} ranks; ask the other servers too"
+    if found["ok"]:
         return 200, found
-    is_silent = any(rank["ok"] is None for rank in ranks)
-    return 504 if is_silent else 400, {**found, "error": "; ".join(errors)}
+    found["error"] = "; ".join(f"rank {rank['rank']}: {rank['error']}" for rank in told if not rank["ok"])
+    if any(rank["ok"] is None for rank in told):
+        return 504, found
+    return 409 if any(rank.pop("conflict", False) for rank in told) else 400, found
+
+
+def _read_answer(rank: int, answer: str | Exception) -> dict[str, Any]:
+    """What a rank said: its `ok` is None if it said nothing."""
+    if isinstance(answer, TimeoutError):
+        return {"rank": rank, "ok": None, "error": f"no answer within {LIMIT_S:g} s"}
+    if isinstance(answer, Exception):
+        is_stock = CALL in str(answer) and "has no attribute" in str(answer)
+        error = "Tenuto's scheduler does not run here" if is_stock else str(answer) or repr(answer)
+        return {"rank": rank, "ok": False, "error": error}
+    return {**json.loads(answer), "rank": rank}
 
 
 async def _read(receive: Receive) -> bytes | None:
