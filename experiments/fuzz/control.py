@@ -142,7 +142,9 @@ async def _call(engine: _Engine, address: str, key: str, data: bytes) -> tuple[i
 
     ask = control_http._ask
 
-    async def ask_engine(scope: Any, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    async def ask_engine(
+        scope: Any, request: dict[str, Any], ranks: Any = None
+    ) -> tuple[int, dict[str, Any]]:
         answer = json.loads(engine.control.answer(json.dumps(request)))
         return (200 if answer["ok"] else 400), {"ranks": [answer], **answer}
 
