@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tenuto.core.errors import PolicyError
-from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
+from tenuto.core.routing.books import FleetLimits
+from tenuto.core.routing.dispatcher import Dispatcher
 from tenuto.core.routing.router import Router
 from tenuto.core.routing.types import (
     Arrival,
@@ -79,6 +80,28 @@ def test_turns_of_a_dead_engine_go_elsewhere_each_once() -> None:
     assert dispatcher.stats.num_resent == 2
     assert dispatcher.die("a", 1.0) == []
     assert router._turns[-1].num_attempts == 1
+
+
+def test_an_engine_that_comes_back_has_its_jobs_if_it_drained_and_none_if_it_died() -> None:
+    router = Notes()
+    dispatcher = make(router, "a")
+    for number, leave in enumerate((dispatcher.drain, dispatcher.die)):
+        dispatcher.arrive(Arrival(str(number), "job", 100), 0.0)
+        dispatcher.finish(str(number), 1.0, 10, is_last=False)
+        leave("a", 2.0)
+        dispatcher.join(EngineInfo("a"), 3.0)
+    dispatcher.arrive(Arrival("2", "job", 100), 4.0)
+    assert [turn.engine for turn in router._turns] == [None, "a", None]
+    assert dispatcher.stats.num_moves == 0
+
+
+def test_a_turn_that_waits_out_a_death_does_not_go_back_to_its_kv() -> None:
+    router = Notes()
+    dispatcher = make(router, "a")
+    dispatcher.arrive(Arrival("0", "job", 100), 0.0)
+    assert dispatcher.die("a", 1.0) == []
+    assert dispatcher.join(EngineInfo("a"), 2.0) == [Sending("0", "a")]
+    assert router._turns[-1].engine is None
 
 
 def test_without_an_engine_turns_wait_for_one() -> None:

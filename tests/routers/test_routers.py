@@ -199,6 +199,23 @@ def test_ours_holds_new_jobs_back_while_no_engine_has_room_for_them() -> None:
     assert (sending.turn_id, sending.engine) == ("6", "b")
 
 
+def test_ours_counts_the_jobs_of_an_engine_that_died_no_more_when_it_comes_back() -> None:
+    dispatcher = make_ours({"a": 1.0, "b": 1.0}, kv=6100)
+    for number in range(6):
+        send(dispatcher, f"{number}", f"job{number}", 1000)
+        dispatcher.finish(f"{number}", 2.0, 10, is_last=False)
+    dispatcher.die("a", 3.0)
+    dispatcher.join(EngineInfo("a", 1.0, 6100), 4.0)
+    sent = [send(dispatcher, f"{number}", f"job{number}", 1000) for number in (6, 7, 8)]
+    assert sent == ["a", "a", "a"], "it is empty, and b is full"
+    router = dispatcher.router
+    assert isinstance(router, Tenuto)
+    for number in range(6):
+        dispatcher.arrive(Arrival(f"{number}/1", f"job{number}", 2000), 4.0)
+        dispatcher.finish(f"{number}/1", 5.0, 10, is_last=True)
+    assert sum(router._placed.count_jobs(name) for name in "ab") == 3
+
+
 def test_ours_counts_silent_jobs_no_more_where_clients_do_not_say_that_a_job_ends() -> None:
     dispatcher = make_ours({"a": 1.0, "b": 1.0}, kv=6100)
     for number in range(6):

@@ -76,6 +76,11 @@ class Placements:
                 del self._engines[placed.engine]
         return placed
 
+    def leave(self, engine: str) -> None:
+        """An engine is gone, and no job is there any more."""
+        for job_id in self._engines.pop(engine, _NOTHING).jobs:
+            del self._jobs[job_id]
+
     def __repr__(self) -> str:
         return f"Placements({self._jobs!r})"
 

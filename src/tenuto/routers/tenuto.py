@@ -192,13 +192,11 @@ class Tenuto(Router):
         self._drop_silent(now_s)
         turn = answered.turn
         self._start(turn, answered.engine)  # not every carrier tells of first tokens
-        placed = self._placed.get(turn.job_id)
-        if placed is None:
-            return
         new_tokens = max(1, turn.num_prompt_tokens - turn.num_context_tokens)
         work = new_tokens + self.decode_tokens * answered.num_output_tokens
         self._work.observe_turn(_get_job(turn.job_id), new_tokens, work, stops=False)
-        self._put(turn, placed.engine, turn.num_prompt_tokens + answered.num_output_tokens)
+        if (placed := self._placed.get(turn.job_id)) is not None:
+            self._put(turn, placed.engine, turn.num_prompt_tokens + answered.num_output_tokens)
         self._away.leave(turn.job_id, now_s, will_return=answered.is_last is False)
 
     def on_job_ended(self, job_id: str, now_s: float) -> None:
@@ -215,10 +213,10 @@ class Tenuto(Router):
             self._end(job_id) if has_ended else self._placed.remove(job_id)
 
     def _end(self, job_id: str) -> None:
+        self._work.end_job(job_id)
         placed = self._placed.remove(job_id)
         if placed is None:
             return
-        self._work.end_job(job_id)
         weight = PEAK_DECAY if self._mean_peak else 1.0
         self._mean_peak += weight * (placed.held - self._mean_peak)
 
@@ -229,6 +227,7 @@ class Tenuto(Router):
     def on_engine_left(self, name: str, now_s: float) -> None:
         """Its cache is of no use any more, and its jobs go elsewhere."""
         self._prefixes.forget(name)
+        self._placed.leave(name)
 
     def _start(self, turn: RoutedTurn, engine: str) -> tuple[int, bool, float]:
         known = self._unstarted.pop(turn.turn_id, (0, False, 0.0))

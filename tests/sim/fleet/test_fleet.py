@@ -108,6 +108,35 @@ def test_an_engine_that_drains_finishes_what_it_has_and_its_jobs_go_on_elsewhere
     assert not any(turn.failures for turn in outcome.turns)
 
 
+@pytest.mark.parametrize("router", ["sticky-least-loaded", "tenuto", "cache-aware", "consistent-hash"])
+def test_engines_that_died_or_drained_come_back_under_their_names(router: str) -> None:
+    faults = ("die:0@2.5", "rejoin:0@3", "drain:1@3.5", "rejoin:1@4")
+    outcome = simulate(router, LoadOptions(jps=6.0, window_s=6.0, seed=3), faults=faults)
+    check_served_once(outcome)
+    engines = outcome.record["fleet"]["engines"]
+    assert [(engine["name"], engine["died"]) for engine in engines] == [
+        ("0", True),
+        ("1", False),
+        ("2", False),
+    ]
+    assert sum(engine["turns"] for engine in engines) == len(outcome.turns)
+    assert {turn.engine for turn in outcome.turns if turn.due_s > 4.0} == {"0", "1", "2"}
+    assert not any(2.5 < turn.due_s < 3.0 for turn in outcome.turns if turn.engine == "0")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("rejoin:0@1", "died or drained"),
+        ("rejoin:9@1", "died or drained"),
+        ("rejoin@1", "name an engine"),
+    ],
+)
+def test_only_an_engine_that_left_can_rejoin(fault: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        simulate(faults=(fault,))
+
+
 def test_turns_wait_for_an_engine_and_a_fleet_without_one_says_so() -> None:
     outcome = simulate("tenuto", servers=("",), faults=("die:0@2", "join@5"))
     check_served_once(outcome)

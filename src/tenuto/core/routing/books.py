@@ -1,4 +1,4 @@
-"""The dispatcher's books: engines with what is open there, jobs with where they are, and turns that wait."""
+"""The dispatcher's books: what is open on each engine, where each job is, which turns wait, and counts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,35 @@ from tenuto.core.idle_jobs import IdleJobs
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
 from tenuto.core.routing.types import EngineInfo, EngineMetrics, EngineSeen, Part, RoutedTurn
+from tenuto.core.settings import setting
+
+
+@dataclass(frozen=True)
+class FleetLimits:
+    """Bounds on what any router can make the dispatcher do."""
+
+    max_held_s: float = setting(600.0, "longest time that a new job is held back, in seconds", minimum=0)
+    max_held: int = setting(100_000, "most turns that are held back; further ones are sent", minimum=0)
+    max_idle_jobs: int = setting(
+        100_000, "jobs remembered between turns; of more, the one idle for longest is forgotten", minimum=1
+    )
+
+
+@dataclass
+class DispatchStats:
+    """Counts since the start."""
+
+    num_sent: int = 0
+    num_held: int = 0
+    """Turns that waited for an engine before they were sent."""
+    num_moves: int = 0
+    """Turns that went to another engine than the job's last turn, though that one takes turns."""
+    num_moved_tokens: int = 0
+    """The contexts of those jobs."""
+    num_copied_tokens: int = 0
+    """The part of them that was copied."""
+    num_resent: int = 0
+    """Turns that were sent again because their engine failed."""
 
 
 class Engines:
@@ -115,6 +144,12 @@ class Jobs:
         if job.num_open == 0:
             self._idle.add(job_id, job.tenant)
         return self._idle.get_first_to_forget() if len(self._idle) > self._max_idle else None
+
+    def leave(self, engine: str) -> None:
+        """An engine died, and its cache with it. If it comes back under its name, no job is there. O(n)."""
+        for job in self._jobs.values():
+            if job.engine == engine:
+                job.engine = None
 
     def forget(self, job_id: str) -> JobBook | None:
         """Forget a job. Returns what was known of it."""

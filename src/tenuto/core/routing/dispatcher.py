@@ -16,7 +16,15 @@ from dataclasses import dataclass
 
 from tenuto.core.policy import Key
 from tenuto.core.policy_caller import DecisionLog
-from tenuto.core.routing.books import Contents, Engines, HeldTurns, JobBook, Jobs
+from tenuto.core.routing.books import (
+    Contents,
+    DispatchStats,
+    Engines,
+    FleetLimits,
+    HeldTurns,
+    JobBook,
+    Jobs,
+)
 from tenuto.core.routing.router import Router
 from tenuto.core.routing.router_caller import RouterCaller
 from tenuto.core.routing.types import (
@@ -31,21 +39,9 @@ from tenuto.core.routing.types import (
     Send,
     Sending,
 )
-from tenuto.core.settings import setting
 
 TICK_S = 1.0
 """How often held turns are asked about if nothing else happens, in seconds."""
-
-
-@dataclass(frozen=True)
-class FleetLimits:
-    """Bounds on what any router can make the dispatcher do."""
-
-    max_held_s: float = setting(600.0, "longest time that a new job is held back, in seconds", minimum=0)
-    max_held: int = setting(100_000, "most turns that are held back; further ones are sent", minimum=0)
-    max_idle_jobs: int = setting(
-        100_000, "jobs remembered between turns; of more, the one idle for longest is forgotten", minimum=1
-    )
 
 
 @dataclass(slots=True)
@@ -55,23 +51,6 @@ class _Open:
     """None while it is held."""
     sent_s: float = 0.0
     first_token_s: float | None = None
-
-
-@dataclass
-class DispatchStats:
-    """Counts since the start."""
-
-    num_sent: int = 0
-    num_held: int = 0
-    """Turns that waited for an engine before they were sent."""
-    num_moves: int = 0
-    """Turns that went to another engine than the job's last turn, though that one takes turns."""
-    num_moved_tokens: int = 0
-    """The contexts of those jobs."""
-    num_copied_tokens: int = 0
-    """The part of them that was copied."""
-    num_resent: int = 0
-    """Turns that were sent again because their engine failed."""
 
 
 class Dispatcher:
@@ -126,6 +105,7 @@ class Dispatcher:
             return []
         was_ready = name in self.engines.ready
         self.engines.remove(name)
+        self._jobs.leave(name)
         if was_ready:
             self._caller.tell("on_engine_left", name, now_s)
         lost = [turn_id for turn_id, one in self._turns.items() if one.engine == name]

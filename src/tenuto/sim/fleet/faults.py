@@ -8,7 +8,8 @@ from typing import Literal, get_args
 
 from tenuto.core.errors import ConfigError
 
-Kind = Literal["die", "drain", "join", "restart"]
+Kind = Literal["die", "drain", "join", "rejoin", "restart"]
+_OF_AN_ENGINE = ("die", "drain", "rejoin")
 _FORM = re.compile(r"(?P<kind>[a-z]+)(?::(?P<what>[^@]*))?@(?P<at_s>[0-9.eE+-]+)")
 
 
@@ -19,7 +20,7 @@ class Fault:
     at_s: float
     kind: Kind
     what: str = ""
-    """die and drain: the engine's name; join: its GPU, or empty for the first engine's."""
+    """die, drain and rejoin: the engine's name; join: its GPU, or empty for the first engine's."""
 
     def __str__(self) -> str:
         """As the command line gives it."""
@@ -31,11 +32,14 @@ def read_fault(text: str) -> Fault:
     match = _FORM.fullmatch(text)
     if match is None or match["kind"] not in get_args(Kind):
         raise ConfigError(
-            f"--fault wants die:ENGINE@S, drain:ENGINE@S, join@S, join:GPU@S or restart@S, got {text!r}"
+            "--fault wants die:ENGINE@S, drain:ENGINE@S, rejoin:ENGINE@S, join@S, join:GPU@S or restart@S, "
+            f"got {text!r}"
         )
     kind, what = match["kind"], match["what"] or ""
-    if (kind in ("die", "drain")) != bool(what) and kind != "join":
-        raise ConfigError(f"--fault {text}: die and drain name an engine (0, 1, …), restart names none")
+    if (kind in _OF_AN_ENGINE) != bool(what) and kind != "join":
+        raise ConfigError(
+            f"--fault {text}: die, drain and rejoin name an engine (0, 1, …), restart names none"
+        )
     try:
         at_s = float(match["at_s"])
     except ValueError:

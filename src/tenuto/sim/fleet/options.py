@@ -80,7 +80,8 @@ class FleetOptions(Options):
     faults: tuple[Fault, ...] = option(
         (),
         "what goes wrong after S seconds; may be repeated: die:ENGINE@S, drain:ENGINE@S (by number, from 0), "
-        "join@S or join:GPU@S, restart@S (the router loses its memory)",
+        "rejoin:ENGINE@S (after either), join@S or join:GPU@S (one more), restart@S (the router loses its "
+        "memory)",
         flag="--fault",
         metavar="WHAT@S",
         is_repeatable=True,

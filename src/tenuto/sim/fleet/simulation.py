@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tenuto.core.errors import ConfigError, IntegrityError
-from tenuto.core.routing.dispatcher import Dispatcher, DispatchStats
-from tenuto.core.routing.types import EngineInfo, Sending
+from tenuto.core.routing.books import DispatchStats
+from tenuto.core.routing.dispatcher import Dispatcher
+from tenuto.core.routing.types import Sending
 from tenuto.records.gaps import Gaps
 from tenuto.records.schema import Failure, TurnRecord
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.fleet.engine import FleetEngine
 from tenuto.sim.fleet.events import Events
 from tenuto.sim.fleet.faults import Fault
+from tenuto.sim.fleet.members import MakeEngine, Members
 from tenuto.sim.fleet.seen import get_turn_id, make_arrival, read_metrics
 from tenuto.sim.fleet.totals import EngineCounts, FleetTotals
 from tenuto.sim.step_loop import LiveTurn, get_request_id, make_request
@@ -30,9 +32,6 @@ from tenuto.workload.hints import SayHints, say_last
 from tenuto.workload.reuse import count_reusable
 from tenuto.workload.schema import Workload
 from tenuto.workload.turn_driver import Due, TurnDriver
-
-MakeEngine = Callable[[str, str], tuple[FleetEngine, EngineInfo]]
-"""Makes an engine of this name, on this GPU ("" for the first engine's)."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,9 @@ class FleetSimulation:
         links = links or Links()
         self.now_s = 0.0
         self.totals = FleetTotals()
-        self.engines: dict[str, FleetEngine] = {}
-        self.all_engines: dict[str, FleetEngine] = {}
-        """Those that died too."""
-        self.infos: dict[str, EngineInfo] = {}
+        self.members: Members
+        """The engines."""
         self._make_dispatcher = make_dispatcher
-        self._make_engine: MakeEngine | None = None
         self._say_hints = clients.say_hints
         self._metrics_s = links.metrics_s
         self._copy_token_s = links.copy_token_s
@@ -99,8 +95,6 @@ class FleetSimulation:
         self._records: list[TurnRecord] = []
         self._last_finished: dict[str, int] = {}
         self._open: dict[str, _Sent] = {}
-        self._ready: list[str] = []
-        """The engines that take turns."""
         self._events = Events()
         self._outbox: list[Sending] = []
         self._next_tick_s: float | None = None
@@ -110,9 +104,9 @@ class FleetSimulation:
 
     def start(self, make_engine: MakeEngine, gpus: Sequence[str], faults: Iterable[Fault]) -> None:
         """Give it engines on these GPUs, with the names "0", "1", …, and plan what is to come."""
-        self._make_engine = make_engine
-        for number, gpu in enumerate(gpus):
-            self._join(str(number), gpu)
+        self.members = Members(make_engine)
+        for gpu in gpus:
+            self._welcome(self.members.add(gpu, self.now_s))
         for fault in sorted(faults, key=lambda fault: fault.at_s):
             self._events.add_of_client(fault.at_s, lambda fault=fault: self._suffer(fault))  # type: ignore[misc]
         if self._needs.metrics:
@@ -142,15 +136,12 @@ class FleetSimulation:
     @property
     def schedulers(self) -> list[Scheduler]:
         """Those of all engines, each once."""
-        return list({id(engine.scheduler): engine.scheduler for engine in self.all_engines.values()}.values())
+        return self.members.schedulers
 
     @property
     def gaps(self) -> Gaps:
         """Seconds between the output tokens of each answer."""
-        gaps = Gaps()
-        for engine in self.all_engines.values():
-            gaps.merge(engine.gaps)
-        return gaps
+        return self.members.gaps
 
     def stop(self) -> None:
         """Let `run` return before its next event. Turns that have not finished get no record."""
@@ -171,7 +162,7 @@ class FleetSimulation:
                 if self._is_stopped:
                     return self._records
         if self._open:
-            if not self.engines:
+            if not self.members.there:
                 raise ConfigError(f"no engine is left at {self.now_s:g} s for {len(self._open)} turns")
             stuck = sorted(self._open)[:5]
             raise IntegrityError(f"the fleet stalls at {self.now_s} s over turns {stuck}")
@@ -203,7 +194,7 @@ class FleetSimulation:
     def _send(self, due: Due) -> None:
         job, index, _ = due
         before = self._last_finished.get(job.job_id)
-        any_engine = next(iter(self.all_engines.values()))
+        any_engine = self.members.all[0]
         num_reusable_tokens = count_reusable(
             None if before is None else job.turns[before],
             job.turns[index],
@@ -217,7 +208,8 @@ class FleetSimulation:
 
     def _arrive(self, due: Due) -> list[Sending]:
         hints = self._say_hints(due.job, due.turn)
-        ready = [self.engines[name] for name in self._ready] if self._needs.kv_events else ()
+        there = self.members.there
+        ready = [there[name] for name in self.members.ready] if self._needs.kv_events else ()
         return self.dispatcher.arrive(make_arrival(due, hints, ready, self._needs), self.now_s)
 
     def _empty_outbox(self) -> None:
@@ -235,12 +227,12 @@ class FleetSimulation:
         if sending.copy_from is None or self._copy_token_s is None:
             self._deliver(sending, sent)
             return
-        number = sent.number
+        number, source = sent.number, self.members.there[sending.copy_from]
         copy_s = sending.num_copied_tokens * self._copy_token_s
 
         def deliver() -> None:
             if sent.number == number:
-                if sending.copy_from in self.engines:
+                if self.members.there.get(source.name) is source:
                     self._copy_kv(sending, sent)
                 self._deliver(sending, sent)
 
@@ -248,14 +240,14 @@ class FleetSimulation:
         self._events.add_of_client(self.now_s + copy_s, deliver)
 
     def _deliver(self, sending: Sending, sent: _Sent) -> None:
-        engine = self.engines[sending.engine]
+        engine = self.members.there[sending.engine]
         request = make_request(sent.due, self._say_hints, self.now_s, sent.number)
         sent.engine, sent.sent_s = engine, self.now_s
         engine.deliver(LiveTurn(sent.due, request, sent.num_reusable_tokens), self.now_s)
         self._plan_wake(engine)
 
     def _copy_kv(self, sending: Sending, sent: _Sent) -> None:
-        engine = self.engines[sending.engine]
+        engine = self.members.there[sending.engine]
         request = make_request(sent.due, self._say_hints, self.now_s, sent.number)
         num_tokens = min(sending.num_copied_tokens, request.num_prompt_tokens - 1)
         if not engine.insert_kv(request, num_tokens, self.now_s):
@@ -291,7 +283,7 @@ class FleetSimulation:
 
     def _plan_tick(self) -> None:
         at_s = self.dispatcher.get_next_tick_s()
-        if at_s is None or at_s == self._next_tick_s or not self._ready:
+        if at_s is None or at_s == self._next_tick_s or not self.members.ready:
             return
         self._next_tick_s = at_s
 
@@ -303,7 +295,7 @@ class FleetSimulation:
         self._events.add(at_s, tick)
 
     def _read_metrics(self) -> None:
-        for name, engine in self.engines.items():
+        for name, engine in self.members.there.items():
             engine.catch_up(self.now_s)
             self._plan_wake(engine)
             self.dispatcher.report(name, read_metrics(engine.scheduler, self.now_s))
@@ -311,49 +303,42 @@ class FleetSimulation:
 
     # Faults.
 
-    def _join(self, name: str, gpu: str) -> None:
-        assert self._make_engine is not None
-        engine, info = self._make_engine(name, gpu)
-        self.engines[name] = self.all_engines[name] = engine
-        self.infos[name] = info
+    def _welcome(self, name: str) -> None:
+        """An engine takes turns from now on."""
         self.totals.by_engine.setdefault(name, EngineCounts())
-        self._ready.append(name)
-        engine.start(self.now_s)
-        self._plan_wake(engine)
-        self._outbox += self.dispatcher.join(info, self.now_s)
+        self._plan_wake(self.members.there[name])
+        self._outbox += self.dispatcher.join(self.members.infos[name], self.now_s)
 
     def _suffer(self, fault: Fault) -> None:
-        if fault.kind == "join":
-            self._join(str(len(self.all_engines)), fault.what)
-        elif fault.kind == "restart":
-            self._restart_router()
-        elif fault.what not in self.engines:
-            raise ConfigError(f"--fault {fault}: no engine {fault.what!r} is there at that time")
-        elif fault.kind == "drain":
-            if fault.what in self._ready:
-                self._ready.remove(fault.what)
-            self.dispatcher.drain(fault.what, self.now_s)
-        else:
-            self._kill(fault.what)
+        match fault.kind:
+            case "join":
+                self._welcome(self.members.add(fault.what, self.now_s))
+            case "rejoin":
+                self.members.rejoin(fault.what, self.now_s)
+                self._welcome(fault.what)
+            case "drain":
+                self.members.drain(fault.what)
+                self.dispatcher.drain(fault.what, self.now_s)
+            case "die":
+                self._bury(self.members.kill(fault.what))
+            case "restart":
+                self._restart_router()
 
-    def _kill(self, name: str) -> None:
-        engine = self.engines.pop(name)
-        if name in self._ready:
-            self._ready.remove(name)
+    def _bury(self, engine: FleetEngine) -> None:
+        """An engine died: its open turns have failed."""
         engine.catch_up(self.now_s)
         engine.next_wake = None
-        self.totals.lost_engines.append(name)
         for turn in engine.get_turns():
-            self._fail(self._open[get_turn_id(turn.due)], f"engine {name} died")
-        self._outbox += self.dispatcher.die(name, self.now_s)
+            self._fail(self._open[get_turn_id(turn.due)], f"engine {engine.name} died")
+        self._outbox += self.dispatcher.die(engine.name, self.now_s)
 
     def _restart_router(self) -> None:
         """All connections through it break. The engines stop, and the clients send again."""
         self._stats_before.append(self.dispatcher.stats)
         self.dispatcher = self._make_dispatcher()
         self._next_tick_s = None
-        for name in self._ready:
-            self._outbox += self.dispatcher.join(self.infos[name], self.now_s)
+        for name in self.members.ready:
+            self._outbox += self.dispatcher.join(self.members.infos[name], self.now_s)
         for sent in self._open.values():
             if sent.engine is not None:
                 engine, request_id = sent.engine, get_request_id(sent.due, sent.number)

@@ -11,27 +11,26 @@ from tenuto.sim.setup import Setup
 
 def summarise(simulation: FleetSimulation) -> dict[str, Any]:
     """By engine and in all, in JSON types: see docs/fleet.md."""
-    stats = simulation.stats
-    total_busy_s = sum(engine.busy_s for engine in simulation.all_engines.values())
-    mean_busy_s = total_busy_s / len(simulation.all_engines)
+    stats, members = simulation.stats, simulation.members
+    busy_s = {name: members.get_busy_s(name) for name in members.infos}
+    mean_busy_s = sum(busy_s.values()) / len(busy_s)
     engines = [
         {
             "name": name,
-            "speed": simulation.infos[name].speed,
-            "kv_tokens": simulation.infos[name].num_kv_tokens,
+            "speed": members.infos[name].speed,
+            "kv_tokens": members.infos[name].num_kv_tokens,
             "jobs": counts.num_jobs,
             "turns": counts.num_turns,
             "computed_tokens": counts.num_computed_tokens,
             "output_tokens": counts.num_output_tokens,
-            "busy_s": simulation.all_engines[name].busy_s,
-            "died": name in simulation.totals.lost_engines,
+            "busy_s": busy_s[name],
+            "died": name in members.died,
         }
         for name, counts in simulation.totals.by_engine.items()
     ]
-    busiest_s = max(engine.busy_s for engine in simulation.all_engines.values())
     return {
         "engines": engines,
-        "imbalance": busiest_s / mean_busy_s if mean_busy_s else None,
+        "imbalance": max(busy_s.values()) / mean_busy_s if mean_busy_s else None,
         "sent": stats.num_sent,
         "held": stats.num_held,
         "moves": stats.num_moves,

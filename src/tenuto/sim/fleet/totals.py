@@ -23,4 +23,3 @@ class FleetTotals:
     by_engine: dict[str, EngineCounts] = field(default_factory=dict)
     num_copies_refused: int = 0
     """Copies of KV that found no room."""
-    lost_engines: list[str] = field(default_factory=list)
