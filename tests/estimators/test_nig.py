@@ -65,8 +65,12 @@ def test_quantiles_of_students_t(degrees: float, share: float, expected: float) 
 
 
 @pytest.mark.parametrize(
-    "change", [{"mean": float("nan")}, {"kappa": 0.0}, {"alpha": -1.0}, {"beta": float("inf")}]
-)
+    "change",
+    [
+        {"mean": float("nan")}, {"kappa": 0.0}, {"alpha": -1.0}, {"beta": float("inf")},
+        {"alpha": 1e308}, {"kappa": 1e308}, {"beta": 1e308}, {"mean": -1e308},
+    ],
+)  # fmt: skip
 def test_what_is_no_distribution_is_refused(change: dict) -> None:
     with pytest.raises(ValueError, match="not a Normal-Inverse-Gamma"):
         NormalInverseGamma(**{"mean": 0.0, "kappa": 1.0, "alpha": 1.0, "beta": 1.0, **change})

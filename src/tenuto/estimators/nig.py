@@ -16,6 +16,11 @@ MAX_KAPPA = 200.0
 """Maximum weight in samples. Beyond it old samples fade, so that a change of a tool is learned."""
 
 
+_MAX_WEIGHT = 1e6
+_MAX_SIZE = 1e18
+"""No samples of seconds lead here; beyond it, drawing a number overflows or never ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class NormalInverseGamma:
     """The belief; `kappa` and 2·`alpha` count how many samples it is worth."""
@@ -27,9 +32,8 @@ class NormalInverseGamma:
 
     def __post_init__(self) -> None:
         """Refuse parameters that are no distribution (from a damaged file or a bad setting)."""
-        if not (
-            math.isfinite(self.mean) and all(0 < x < math.inf for x in (self.kappa, self.alpha, self.beta))
-        ):
+        are_weights = all(0 < weight <= _MAX_WEIGHT for weight in (self.kappa, self.alpha))
+        if not (are_weights and 0 < self.beta <= _MAX_SIZE and abs(self.mean) <= _MAX_SIZE):
             raise ValueError(f"not a Normal-Inverse-Gamma distribution: {self}")
 
     def observe(self, x: float) -> NormalInverseGamma:

@@ -44,7 +44,8 @@ class HeadLines:
         edited = {key: editor.edit_content(request[key]) for key in _BESIDE if key in request}
         if messages:
             edited[name] = _add_lines(editor.edit_messages(messages), editor.moved)
-        return {key: new for key, new in edited.items() if new != request[key]}
+        # By identity first: NaN, which JSON texts may have in Python, is not equal to itself.
+        return {key: new for key, new in edited.items() if new is not request[key] and new != request[key]}
 
 
 _BESIDE = ("system", "instructions")
