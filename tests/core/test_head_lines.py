@@ -75,7 +75,8 @@ def test_turns_then_have_one_beginning_and_one_name() -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        {}, {"system": float("nan")}, {"messages": 3}, {"messages": []}, {"messages": [None, 3]}, {"prompt": "x-billing: 1"},
+        {}, {"system": float("nan")}, {"messages": 3}, {"messages": []}, {"messages": [None, 3]},
+        {"prompt": "x-billing: 1"},
         {"system": 3, "messages": [{"role": "user"}]}, {"messages": [{"role": "user", "content": None}]},
         {"input": "x-billing: 1"}, {"messages": [{"role": "user", "content": [[], 3, {"text": 4}]}]},
         {"messages": [ANSWER]}, {"messages": [{"role": "user", "content": "not x-billing: 1"}]},
