@@ -55,6 +55,7 @@ class Setup:
         if self.layout:
             windows, block_sizes = get_shape(self.make_vllm_scheduler(Scheduler).kv_cache_config)
         kv = KvConfig(
+            vllm_release=RELEASE,
             num_blocks=self.total_blocks,
             block_size=min(block_sizes),
             windows=windows,
@@ -74,7 +75,6 @@ class Setup:
             order=self.order,
             max_steps_in_flight=self.depth,
             num_draft_tokens=self.num_draft_tokens,
-            vllm_release=RELEASE,
         )
 
     def make_vllm_scheduler(self, cls: type, tenuto: dict[str, Any] | None = None) -> Any:

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[Setup, str, dict[str, Any]]] = {
     "hybrid hold, spare blocks": (Setup(windows=(None, 40), num_blocks=60, max_model_len=640), KEEP_ALL, TTL),
     "window hold": (Setup(windows=(48,), num_blocks=32), KEEP_ALL, TTL),
     "states hold": (Setup(layout="states", num_blocks=20), KEEP_ALL, TTL),
+    "states hold, answers": (Setup(layout="states", num_blocks=20, max_model_len=640), KEEP_ALL, TTL),
     "states hold, dense": (Setup(layout="states", num_blocks=20, retention_interval=None), KEEP_ALL, TTL),
     "unlike blocks hold": (Setup(layout="window blocks twice as large", num_blocks=60), KEEP_ALL, TTL),
     "continuum-fixed": (Setup(max_num_seqs=4), "continuum-fixed", {}),

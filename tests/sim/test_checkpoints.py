@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.windows import count_spare_blocks, count_tail_blocks
+from tenuto.core.windows import count_behind_kept_state, count_spare_blocks, count_tail_blocks
 from tenuto.sim.kv.checkpoints import Checkpoints
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.request import Request
@@ -55,6 +55,25 @@ def test_spare_blocks_are_just_enough(window: int, alignment: int) -> None:
         first_kept = (num_tokens - window + 1) // size
         num_missing = max(num_missing, first_kept - first_needed)
     assert count_spare_blocks(window, size, alignment) == num_missing
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_kept", "num_given_back"),
+    [
+        # Blocks of 8 and a prompt of 20 tokens.
+        (20, 1, 2),
+        (23, 1, 2),
+        # The answer fills a block: the third stays from now on, and the fourth takes its place at once.
+        (24, 1, 2),
+        (31, 1, 2),
+        (32, 1, 3),
+        (39, 1, 3),
+        (39, 2, 2),
+        (24, 4, 0),
+    ],
+)
+def test_the_last_state_of_an_answer_stays(num_tokens: int, num_kept: int, num_given_back: int) -> None:
+    assert (count_behind_kept_state(num_tokens, 20, 8, num_kept) - 1) // 8 == num_given_back
 
 
 def test_a_window_of_one_token_needs_nothing_before() -> None:

@@ -20,8 +20,6 @@ from tests.vllm.conftest import Clock
 from tests.vllm.layouts import LAYOUTS, Chaos, make_text, send, start
 from tests.vllm.workerless import Engine
 
-WINDOWS = [name for name in LAYOUTS if "states" not in name]
-
 
 def check(engine: Engine, *, idle: bool = False) -> None:
     """The books agree, and each lease holds one hit: all its blocks, and no other."""
@@ -72,8 +70,8 @@ def test_jobs_hit_what_is_reusable(name: str, interval: int | None, clock: Clock
     engine = start(name, interval=interval, depth=1 + (interval == 0))
     stats = run_jobs(engine, clock, random.Random(1))
     assert stats.num_leases_ended[LeaseEnd.HIT] == 24
-    # The states of an answer are cached only densely, and only where a block ends.
-    least = 0.95 if name in WINDOWS else 0.93 if interval is None else 0.88
+    # Hits that end inside a block need a state there, and answers have none but at the blocks' ends.
+    least = 0.92 if name == "states in large blocks" else 0.95
     assert stats.num_hit_tokens >= least * stats.num_reusable_tokens > 0
 
 

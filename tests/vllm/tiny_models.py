@@ -55,6 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **COMMON,
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
+        "max_position_embeddings": 65536,
         "num_hidden_layers": 4,
         "full_attention_interval": 4,
         "linear_conv_kernel_dim": 4,

@@ -10,6 +10,8 @@ full attention."""
 STATE: Literal["state"] = "state"
 STATE_WINDOW = 2
 """A state is like a window that sees one token before the next: a hit needs the one block before its end."""
+MOST_STATES = 3
+"""Of a request that is alone: its state, the one that it is made from, and that of a step in flight."""
 
 
 def count_tail_blocks(window: int, block_size: int) -> int:
@@ -29,6 +31,23 @@ def count_spare_blocks(window: int, block_size: int, alignment: int) -> int:
     """
     num_behind = (alignment - window) // block_size
     return max(0, num_behind + count_tail_blocks(window, block_size))
+
+
+def count_behind_kept_state(
+    num_tokens: int, num_prompt_tokens: int, block_size: int, num_kept: int = 1
+) -> int:
+    """Up to how many of its first `num_tokens` tokens a running request may give states back.
+
+    It keeps the last state of its answer that ends where a block does, for its job's next turn; or so many.
+
+        prompt and answer   ├──────────────┼─────────────────────┤ num_tokens
+        blocks              │       │       │       │       │       │
+                                 given back  ───────┤ kept  │ now
+    """
+    end = num_tokens // block_size * block_size
+    if end <= num_prompt_tokens:
+        return num_tokens
+    return max(0, end - num_kept * block_size) + 1
 
 
 def choose_checkpoint_tokens(

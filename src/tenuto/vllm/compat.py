@@ -1,8 +1,8 @@
 """Private names of vLLM's scheduler, its requests and its block pool.
 
 Those of the engine process are in `compat_engine`, those of models with several layer groups in
-`compat_groups`; `compat_check` checks all of them at start. Nothing outside these files may use a vLLM name
-that starts with an underscore or is not part of its scheduler interface.
+`compat_groups` and `compat_ends`; `compat_check` checks all of them at start. Nothing outside these files may
+use a vLLM name that starts with an underscore or is not part of its scheduler interface.
 """
 
 from __future__ import annotations

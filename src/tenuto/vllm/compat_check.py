@@ -16,6 +16,7 @@ OLDEST, NEWEST = (0, 30), (0, 33)
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
+_STATES = "vllm.v1.core.single_type_kv_cache_manager:MambaManager"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _BLOCK_MAP = "vllm.v1.core.block_pool:BlockHashToBlockMap"
 _WAITING = "vllm.v1.core.sched.request_queue:RequestQueue"
@@ -51,6 +52,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "num_tokens_main_model",
         "apply_admission_cap",
     ),
+    f"{_STATES}.remove_skipped_blocks": ("request_id",),
     f"{_BLOCK_MAP}.get_one_block": ("key",),
     f"{_POOL}.touch": ("blocks",),
     f"{_POOL}.free_blocks": ("ordered_blocks",),

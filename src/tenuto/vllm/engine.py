@@ -7,7 +7,7 @@ from typing import Any
 
 from tenuto.core.take_back import get_max_tokens
 from tenuto.core.types import EngineView, Turn
-from tenuto.vllm import compat, compat_groups
+from tenuto.vllm import compat, compat_ends, compat_groups
 from tenuto.vllm.usage import LeasedBlocks
 
 
@@ -105,7 +105,7 @@ class VllmEngine:
         return rest if num_freed > num_taken else []
 
     def _cache_ends(self, request: Any) -> None:
-        compat_groups.cache_window_ends(self._scheduler, request)
+        compat_ends.cache_ends(self._scheduler, request)
 
     def _find(self, hashes: Sequence[Any], max_tokens: int) -> GroupedBlocks:
         groups, num_tokens = compat_groups.find_hit(self._scheduler, hashes, max_tokens)

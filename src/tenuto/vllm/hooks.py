@@ -18,7 +18,7 @@ from tenuto.core.step_tokens import StepTokens, get_max_step_tokens
 from tenuto.estimators.step_size import make_step_chooser
 from tenuto.vllm import compat
 from tenuto.vllm.compat_checkpoints import FirstCheckpoints, get_checkpoint_blocks, get_full_blocks_per_token
-from tenuto.vllm.compat_groups import WindowSpares
+from tenuto.vllm.compat_ends import EndSpares
 from tenuto.vllm.engine import VllmEngine
 from tenuto.vllm.first_tokens import FirstTokens
 from tenuto.vllm.metrics import Metrics
@@ -78,7 +78,7 @@ class Hooks:
         self.first_tokens = FirstTokens(scheduler, self.driver) if settings.canary.is_on else None
         self._retains = asked.overrides("retain") or asked.overrides("preempt_key")
         self._keeps_blocks = asked.overrides("retain")
-        self._spares: WindowSpares | None = None
+        self._spares: EndSpares | None = None
         self._checkpoints: FirstCheckpoints | None = None
         self._pressure: Pressure | None = None
         self._next_keys_s = 0.0
@@ -123,7 +123,7 @@ class Hooks:
         if self._retains and not self._is_shadow:
             self._pressure = Pressure(scheduler)
         if self._keeps_blocks and not self._is_shadow:
-            self._spares = WindowSpares(scheduler)
+            self._spares = EndSpares(scheduler)
         if self.driver.pins.max_blocks and not self._is_shadow:
             self._checkpoints = FirstCheckpoints(scheduler)
 

@@ -29,8 +29,8 @@ def describe_interval(model: str, given: str | None, *, retains: bool) -> str | 
             "again; None avoids that while the cache is large"
         )
     return (
-        f"{FLAG} stays 0: {text}. Leases hold the windows' ends and answers, and what jobs share is pinned "
-        "(limits.max_pinned_share); other intervals would fill the cache with ends that nobody hits"
+        f"{FLAG} stays 0: {text}. Leases hold what the next turn hits, its answer too, and what jobs "
+        "share is pinned (limits.max_pinned_share); other intervals fill the cache with what nobody hits"
     )
 
 

@@ -32,9 +32,6 @@ class EngineConfig:
     """2 for asynchronous scheduling: a step is scheduled while the one before runs. Pipelines have more."""
     num_draft_tokens: int = 0
     """Tokens a drafter proposes per request and step (`num_speculative_tokens`)."""
-    vllm_release: Literal["0.32", "0.33"] = "0.32"
-    """Whose decisions: 0.33 caches drafts as soon as they are verified, and by priority it goes on scheduling
-    after a request preempted itself."""
     offload: Offload | None = None
     """Whether and when KV is copied below the GPU, where there are tiers."""
     offload_chunk_tokens: int = 256

@@ -91,7 +91,7 @@ class SimEngine:
         request = self._state.requests[turn_id]
         if self.can_truncate:
             return Row(self._kv.get_hit(request).rows[0].ranges)
-        self._kv.cache_window_ends(request)
+        self._kv.cache_ends(request)
         return grouped_row.find(self._kv, request, request.num_tokens - 1)
 
     def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[Any, int]:

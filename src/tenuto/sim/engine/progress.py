@@ -125,7 +125,7 @@ class Progress:
         `num_cut`: tokens of the output that are beyond the request's end.
         """
         is_async = self._config.max_steps_in_flight > 1
-        if self._config.vllm_release == "0.32":
+        if self._config.kv.vllm_release == "0.32":
             if is_async:
                 request.num_placeholders -= num_new_tokens
                 self._kv.cache(request, request.num_computed_tokens - request.num_placeholders)

@@ -25,7 +25,7 @@ class RunningPass:
         self._allocator = allocator
         self._preemption = preemption
         # What comes behind it in `running` may be more important, and has its blocks to take.
-        self._goes_on_after_self = config.order == "priority" and config.vllm_release != "0.32"
+        self._goes_on_after_self = config.order == "priority" and config.kv.vllm_release != "0.32"
 
     def schedule(self, step: Step) -> None:
         """Spend the step's budget on running requests, in their order."""

@@ -77,7 +77,7 @@ class Scheduler:
         self.kv = kv = KvCache(
             config.kv,
             config.max_steps_in_flight * config.max_num_batched_tokens,
-            keeps_window_ends=policy.overrides("retain"),
+            keeps_ends=policy.overrides("retain"),
         )
         self.offloader = make_offloader(config.offload, tiers, kv, config.offload_chunk_tokens)
         self.state = EngineState(WaitingQueue(None))

@@ -132,8 +132,16 @@ class AttentionGroup:
         del tail[end - first :]
         return tail
 
-    def leave(self, table: BlockTable, num_tokens: int) -> None:
+    def uncover(self, table: BlockTable, request: Request, num_tokens: int) -> None:
+        """Let look-ups find those blocks."""
+        del request
+        tail = self.get_tail(table, num_tokens)
+        if self.window is not None and tail is not None:
+            self._pool.uncover(tail, self._index)
+
+    def leave(self, table: BlockTable, request: Request, num_tokens: int) -> None:
         """Give back what the window has left after so many tokens."""
+        del request
         num_skipped = count_skipped_blocks(self.window, self.block_size, num_tokens) - self._num_spare
         num_skipped = min(num_skipped, table.num_blocks)
         if num_skipped > table.num_nulls:

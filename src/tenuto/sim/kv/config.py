@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.windows import STATE, Layers
@@ -13,6 +14,9 @@ from tenuto.core.windows import STATE, Layers
 class KvConfig:
     """Size and shape of the KV cache. Raises ConfigError for what makes no sense."""
 
+    vllm_release: Literal["0.32", "0.33"] = "0.32"
+    """Whose decisions, the scheduler's too: 0.33 caches drafts as soon as they are verified, by priority it
+    goes on scheduling after a request preempted itself, and it registers a prompt's last state only once."""
     num_blocks: int
     """With the null block, as in vLLM's `num_gpu_blocks` and in `KvBudget.num_blocks`."""
     block_size: int = 16

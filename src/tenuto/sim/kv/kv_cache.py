@@ -22,7 +22,6 @@ from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.hits import Hit, HitFinder, get_window
 from tenuto.sim.kv.pool import ExtentPool
 from tenuto.sim.kv.request import BlockTable, Request
-from tenuto.sim.kv.rows import Row
 from tenuto.sim.kv.segments import Path, Span
 from tenuto.sim.kv.states import StateGroup
 
@@ -30,13 +29,11 @@ from tenuto.sim.kv.states import StateGroup
 class KvCache:
     """Which request has which blocks."""
 
-    def __init__(
-        self, config: KvConfig, max_in_flight_tokens: int, *, keeps_window_ends: bool = False
-    ) -> None:
+    def __init__(self, config: KvConfig, max_in_flight_tokens: int, *, keeps_ends: bool = False) -> None:
         """An empty cache.
 
-        `max_in_flight_tokens`: the most that scheduled steps may hold unprocessed. `keeps_window_ends`: let
-        running requests keep the blocks that `cache_window_ends` needs, if there is room for that.
+        `max_in_flight_tokens`: the most that scheduled steps may hold unprocessed. `keeps_ends`: let
+        running requests keep the blocks that `cache_ends` needs, if there is room for that.
         """
         self.config = config
         self.pool = ExtentPool(config.num_blocks - 1, len(config.windows))
@@ -47,8 +44,8 @@ class KvCache:
         self._is_unitary = self.can_truncate
         self._groups = self._make_groups(max_in_flight_tokens)
         self._state_groups = [group for group in self._groups if isinstance(group, StateGroup)]
-        if keeps_window_ends:
-            self._keep_window_ends()
+        if keeps_ends:
+            self._keep_ends()
 
     @property
     def can_truncate(self) -> bool:
@@ -108,7 +105,7 @@ class KvCache:
             # Steps in flight still read what only the processed tokens' window has left.
             num_processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
             for table, group in zip(request.tables, self._groups, strict=True):
-                group.leave(table, num_processed)
+                group.leave(table, request, num_processed)
         if self.count_missing(request, num_new_tokens, hit, is_busy=is_busy) > 0:
             return False
         num_computed_tokens = request.num_computed_tokens
@@ -156,29 +153,20 @@ class KvCache:
         for table, group in zip(request.tables, self._groups, strict=True):
             group.cache(table, request, num_tokens)
 
-    def cache_window_ends(self, request: Request) -> None:
-        """Let look-ups find the end of a finishing request's windows, where its job's next turn hits.
+    def cache_ends(self, request: Request) -> None:
+        """Let look-ups find what a hit at a finishing request's end needs, where its job's next turn hits.
 
-        As `tenuto.vllm.compat_groups.cache_window_ends`: nothing happens if a window has lost such a block,
-        or if there are states.
+        As `tenuto.vllm.compat_ends.cache_ends`: nothing happens if a block of that is lost.
         """
-        groups = [group for group in self._groups if isinstance(group, AttentionGroup)]
-        if len(groups) < len(self._groups):
-            return
-        parts = list(zip(request.tables, groups, strict=True))
+        parts = list(zip(request.tables, self._groups, strict=True))
         num_tokens = min(
             request.num_tokens - 1, *(table.num_full * group.block_size for table, group in parts)
         )
         num_tokens -= num_tokens % self.config.hit_alignment
-        tails: list[Row] = []
+        if num_tokens <= 0 or any(group.get_tail(table, num_tokens) is None for table, group in parts):
+            return
         for table, group in parts:
-            tail = group.get_tail(table, num_tokens)
-            if tail is None:
-                return
-            tails.append(tail)
-        for index, (group, tail) in enumerate(zip(groups, tails, strict=True)):
-            if group.window is not None:
-                self.pool.uncover(tail, index)
+            group.uncover(table, request, num_tokens)
 
     def free(self, request: Request) -> None:
         """Give all blocks of a request back."""
@@ -238,8 +226,8 @@ class KvCache:
             for index, layers in enumerate(config.windows)
         ]
 
-    def _keep_window_ends(self) -> None:
-        """As `tenuto.vllm.compat_groups.WindowSpares`: not where the longest request would not fit."""
+    def _keep_ends(self) -> None:
+        """As `tenuto.vllm.compat_ends.EndSpares`: not where the longest request would not fit."""
         num_wanted = 0
         for group in self._groups:
             num_longest = group.count_blocks(self.config.max_model_len)

@@ -12,7 +12,7 @@ Source: vllm/v1/core/single_type_kv_cache_manager.py:MambaManager@0.32.
 
 from __future__ import annotations
 
-from tenuto.core.windows import STATE_WINDOW, get_next_checkpoint
+from tenuto.core.windows import MOST_STATES, STATE_WINDOW, count_behind_kept_state, get_next_checkpoint
 from tenuto.sim.kv.checkpoints import Checkpoints
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.hits import Hit, count_skipped_blocks
@@ -21,24 +21,24 @@ from tenuto.sim.kv.request import Request, StateTable
 from tenuto.sim.kv.rows import Row
 from tenuto.sim.kv.segments import Segment
 
-MOST_BLOCKS = 3
-"""Of a request that is alone: its state, the one that it is made from, and that of a step in flight."""
-
 
 class StateGroup:
     """Takes, caches and gives back blocks of one group's tables."""
 
-    max_blocks = None
     num_checkpoint_blocks = 1
-    num_spare_wanted = 0
+    num_spare_wanted = 1
 
     def __init__(self, config: KvConfig, pool: ExtentPool, index: int, checkpoint_tokens: int | None) -> None:
         """`checkpoint_tokens`: the shortest distance of first prompts' checkpoints; None: there are none."""
         self.block_size = config.group_block_sizes[index]
+        self._registers_again = config.vllm_release == "0.32"
         self._pool = pool
         self._index = index
         self._max_model_len = config.max_model_len
         self._checkpoint_tokens = checkpoint_tokens
+        self.max_blocks = MOST_STATES
+        """The most blocks that a request has at once, if it is alone."""
+        self._keeps_ends = False
         self._checkpoints = Checkpoints(STATE_WINDOW, self.block_size, config.retention_interval)
         self._cached_now: set[tuple[Segment, int]] = set()
         """What this step has cached: nobody can hit it before the step is computed."""
@@ -48,7 +48,9 @@ class StateGroup:
         self._cached_now.clear()
 
     def keep_spares(self) -> None:
-        """Nothing: the state at a request's end is overwritten while it runs."""
+        """Let requests keep the last state of their answers that ends where a block does, from now on."""
+        self._keeps_ends = True
+        self.max_blocks += self.num_spare_wanted
 
     def make_table(self) -> StateTable:
         """A request's blocks, before it has any."""
@@ -60,7 +62,7 @@ class StateGroup:
 
     def count_most_blocks(self, num_tokens: int) -> int:
         """Blocks that a request of so many tokens has at once, if it is alone."""
-        return min(MOST_BLOCKS, self.count_blocks(num_tokens))
+        return min(self.max_blocks, self.count_blocks(num_tokens))
 
     def count_new(self, table: StateTable, num_tokens: int) -> int:
         """Blocks that a running request lacks for so many tokens in all."""
@@ -109,12 +111,25 @@ class StateGroup:
                 if not row and any(start <= block < stop for start, stop in runs):
                     self._pool.cache(row, path, self._index, block, block + 1)
                     self._cached_now.add((path.get_segment(block), block))
-        if end == (request.num_prompt_tokens - 1) // self.block_size and table.states.get(end - 1):
-            # vLLM registers the prompt's last state again with each step that fills no other block.
+        is_prompt_end = end == (request.num_prompt_tokens - 1) // self.block_size
+        if self._registers_again and is_prompt_end and table.states.get(end - 1):
+            # vLLM 0.32 registers the prompt's last state again with each step that fills no other block.
             self._cached_now.add((path.get_segment(end - 1), end - 1))
 
-    def leave(self, table: StateTable, num_tokens: int) -> None:
+    def get_tail(self, table: StateTable, num_tokens: int) -> Row | None:
+        """The block that a hit of so many tokens needs; None if the request has lost it."""
+        return table.states.get(num_tokens // self.block_size - 1)
+
+    def uncover(self, table: StateTable, request: Request, num_tokens: int) -> None:
+        """Let look-ups find that block."""
+        block = num_tokens // self.block_size - 1
+        if not table.states[block]:
+            self._pool.cache(table.states[block], request.paths[self._index], self._index, block, block + 1)
+
+    def leave(self, table: StateTable, request: Request, num_tokens: int) -> None:
         """Give back the states before the one after so many tokens."""
+        if self._keeps_ends:
+            num_tokens = count_behind_kept_state(num_tokens, request.num_prompt_tokens, self.block_size)
         num_skipped = min(count_skipped_blocks(STATE_WINDOW, self.block_size, num_tokens), table.num_blocks)
         for block in [each for each in reversed(table.states) if each < num_skipped]:
             self._release(table.states.pop(block))
