@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tenuto.core.errors import ConfigError, IntegrityError
-from tenuto.core.policy import Policy
+from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import (
@@ -84,6 +84,14 @@ class LoadPart(Policy):
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> int:
         return self.num_tokens
+
+
+@dataclass
+class InOrder(Policy):
+    """Host memory gives up the last job of the alphabet first."""
+
+    def tier_key(self, turn: Turn, view: EngineView) -> Key:
+        return (-ord(turn.job.job_id),)
 
 
 def make_tiers(host_chunks: int = 100, rate: float = 2.0, *, disk: tuple[int, float] | None = None) -> Any:
@@ -371,6 +379,70 @@ def test_a_disk_behind_the_host_decides_how_long_a_load_takes() -> None:
     # The host holds the first 2 chunks; the others come from the disk in 4 s, passing the host's link.
     assert seen == [LoadOffer(32, 4.0)]
     assert scheduler.get_next_event_s() == 14.0
+
+
+# The policy's order.
+
+
+def run_turn(scheduler: Scheduler, turn: Request, now_s: float) -> None:
+    """A turn of one step, alone; its copies end before the next second."""
+    scheduler.add_request(turn, now_s)
+    run_step(scheduler, now_s)
+
+
+def get_offered(scheduler: Scheduler, job: str) -> int:
+    """The tokens that a turn of 33 tokens of this job could load."""
+    turn = make_turn(f"{job}9", [(job, 33)])
+    scheduler.kv.enter(turn)
+    assert scheduler.offloader is not None
+    offer = scheduler.offloader.get_offer(turn, 0, 99.0)
+    return 0 if offer is None else offer.num_tokens
+
+
+def test_a_job_behind_does_not_displace_one_before_it() -> None:
+    """Room for one job of 4 chunks."""
+    scheduler = make_engine(tiers=make_tiers(4, 1000.0), policy=InOrder())
+    run_turn(scheduler, make_turn("b1", [("b", 32)]), 0.0)
+    run_turn(scheduler, make_turn("c1", [("c", 32)]), 1.0)
+    assert (get_offered(scheduler, "b"), get_offered(scheduler, "c")) == (32, 0)
+    run_turn(scheduler, make_turn("a1", [("a", 16)]), 2.0)
+    # Its 2 chunks displace the last two of b.
+    assert (get_offered(scheduler, "a"), get_offered(scheduler, "b")) == (16, 16)
+
+
+def test_a_job_that_ends_leaves_nothing_if_the_policy_orders_the_tier() -> None:
+    for policy, left in ((InOrder(), 0), (load_policy("stock"), 32)):
+        scheduler = make_engine(policy=policy, tiers=make_tiers(100, 1000.0))
+        run_turn(scheduler, make_turn("a1", [("a", 32)]), 0.0)
+        assert get_offered(scheduler, "a") == 32
+        run_step(scheduler, 1.0)
+        scheduler.driver.release("a", 1.0)
+        assert get_offered(scheduler, "a") == left
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_a_last_turn_computes_is_not_stored(is_told: bool) -> None:
+    """Told with the request, nothing of it is; seen in its output, not the output."""
+    scheduler = make_engine(tiers=make_tiers(100, 1000.0))
+    run_turn(scheduler, make_turn("a1", [("a", 8)]), 0.0)
+    last = make_turn("a2", [("a", 24)], 9, is_last=True)
+    last.hints = Hints(job_id="a", is_last=is_told or None)
+    run_turn(scheduler, last, 1.0)
+    for number in range(8):
+        run_step(scheduler, 2.0 + number)
+    assert not scheduler.state.requests
+    assert scheduler.offloader is not None
+    assert scheduler.offloader.num_stored_tokens == (8 if is_told else 24)
+
+
+def test_a_copy_under_way_is_not_given_up() -> None:
+    """Room for 4 chunks, half a second each: the first job's are on their way until 2 s."""
+    scheduler = make_engine(tiers=make_tiers(4), num_blocks=40)
+    run_turn(scheduler, make_turn("a1", [("a", 32)]), 0.0)
+    run_turn(scheduler, make_turn("b1", [("b", 32)]), 1.0)
+    assert get_offered(scheduler, "b") == 0
+    run_turn(scheduler, make_turn("b2", [("b", 32)]), 2.0)
+    assert (get_offered(scheduler, "a"), get_offered(scheduler, "b")) == (0, 32)
 
 
 # Faults.

@@ -46,8 +46,8 @@ def test_a_link_is_never_faster_than_its_bandwidth_and_never_idles_with_work(
 
 def test_a_tier_finds_the_longest_prefix_it_holds() -> None:
     host = tier(10)
-    assert host.put(chain("abcd")) == 4
-    assert host.put(chain("abxy")) == 2  # a and ab are shared
+    assert host.put(chain("abcd")) == chain("abcd")
+    assert host.put(chain("abxy")) == chain("abxy")[2:]  # a and ab are shared
     assert len(host) == 6
     assert [host.hit_length(chain(path)) for path in ("abcd", "abxz", "abq", "q", "")] == [4, 3, 2, 0, 0]
 
@@ -64,7 +64,7 @@ def test_tails_are_evicted_before_the_prefixes_they_continue() -> None:
 
 def test_a_sequence_beyond_the_capacity_keeps_its_start() -> None:
     host = tier(3)
-    assert host.put(chain("abcdef")) == 3
+    assert host.put(chain("abcdef")) == chain("abc")
     assert host.hit_length(chain("abcdef")) == 3
 
 
@@ -76,7 +76,7 @@ def test_what_is_held_is_always_a_prefix_and_within_capacity(capacity: int, path
     host = tier(capacity)
     for path in paths:
         before = host.hit_length(chain(path))
-        assert host.put(chain(path)) == min(len(path), capacity) - min(before, capacity)
+        assert len(host.put(chain(path))) == min(len(path), capacity) - min(before, capacity)
         assert len(host) <= capacity
         assert host.hit_length(chain(path)) == min(len(path), capacity)
         for other in paths:
@@ -116,7 +116,7 @@ def test_a_load_from_afar_stays_near() -> None:
     host, disk = tier(4), tier(10, bytes_per_s=20.0, name="disk")
     tiers = OffloadTiers([host, disk])
     tiers.store(chain("abcd"), now_s=0.0)
-    tiers.store(chain("wxyz"), now_s=0.0)  # pushes the first sequence out of the host
+    tiers.store(chain("wxyz"), now_s=2.0)  # pushes the first sequence out of the host
     assert host.hit_length(chain("abcd")) == 0
     assert tiers.load(chain("abcd"), now_s=10.0).done_s == 12.0  # 40 bytes at 20 per second
     assert host.hit_length(chain("abcd")) == 4

@@ -1,15 +1,35 @@
-"""Which copies a tier below the GPU gives up first, inside vLLM; the simulated tier goes by recency."""
+"""Which copies a tier below the GPU takes and gives up first, simulated and inside vLLM."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tenuto.core.policy import Key
 
 MIN_HEAP = 64
 """The heap is rebuilt only when it is larger than this, and most of its entries are out of date."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One request's use of a tier: what ranks its chunks."""
+
+    key: Key = ()
+    """The policy's (`Policy.tier_key`)."""
+    owner: str | None = None
+    """The request's job; None for a request that belongs to none."""
+
+
+class Way(NamedTuple):
+    """What a store may add, and what went for it."""
+
+    new: list[Hashable]
+    gone: list[Hashable]
+    num_refused: int
+    """Chunks that could follow, but what would have to go for them goes behind them."""
 
 
 @dataclass(slots=True)
@@ -123,9 +143,33 @@ class TierOrder:
                 if found.before in self._chunks:
                     self._offer(found.before)
 
-    def pop_first(
-        self, up_to: Key | None = None, spared: Sequence[Hashable] | set[Hashable] = ()
-    ) -> Hashable | None:
+    def make_way(
+        self, chunks: Sequence[Hashable], befores: Sequence[Hashable | None], key: Key, num_free: int
+    ) -> Way:
+        """Make way for what a store may add of these chunks.
+
+        `befores`: the chunk without which each is worth nothing, or None. A chunk is added only behind the
+        one it needs. Beyond the `num_free` it takes the place of a chunk whose key is not greater than `key`.
+        So a tier never holds what cannot be hit.
+        """
+        present = set[Hashable]()
+        new: list[Hashable] = []
+        spared: set[Hashable | None] = set(chunks)
+        for chunk, before in zip(chunks, befores, strict=True):
+            if chunk not in self._chunks:
+                if not (before is None or before in present or before in self._chunks):
+                    continue
+                new.append(chunk)
+                spared.add(before)
+            present.add(chunk)
+        gone: list[Hashable] = []
+        num_short = len(new) - num_free
+        while len(gone) < num_short and (first := self.pop_first(key, spared)) is not None:
+            gone.append(first)
+        num_new = min(len(new), num_free + len(gone))
+        return Way(new[:num_new], gone, len(new) - num_new)
+
+    def pop_first(self, up_to: Key | None = None, spared: Container[Hashable] = ()) -> Hashable | None:
         """Remove and return the chunk that goes first, None if none may go.
 
         `up_to`: only a chunk whose key is not greater. `spared`: chunks that stay.

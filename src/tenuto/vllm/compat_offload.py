@@ -6,6 +6,7 @@ Checked on vLLM 0.32.0. `compat_specs` has the specs, `compat_connector` the con
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
-from tenuto.vllm.tiers.use import Use
+from tenuto.core.tier_order import Use
 
 __all__ = [
     "CachePolicy",
@@ -54,6 +55,10 @@ class Chains:
         self._before: dict[bytes, bytes | None] = {}
         self._ends: dict[bytes, int] = {}
         self._last: dict[int, tuple[bytes, int, int]] = {}
+
+    def __iter__(self) -> Iterator[bytes]:
+        """All chunks so far."""
+        return iter(self._ends)
 
     def get_before(self, key: bytes) -> bytes | None:
         """The chunk that this one continues; None for a first one."""
@@ -133,9 +138,12 @@ class HostManagerHooks:
         return spec
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Rank the request's chunks anew, by where its job stands now."""
+        """Rank all chunks of a request that used some, by where its job stands now: groups together."""
+        has_used = req_context.get_state(Chains) is not None
         self._begin(req_context)
         super().on_request_finished(req_context)  # type: ignore[misc]
+        if has_used:
+            self._policy.touch(get_chains(req_context), req_context)
         if self.asker is not None:
             self.asker.end_use(req_context.req_id)
 
@@ -192,32 +200,15 @@ class HostManagerHooks:
     def _get_wanted(self, keys: list[bytes]) -> list[bytes]:
         """The keys whose chunks are there or may be stored now."""
         policy = self._policy
-        new: list[bytes] = []
-        spared: set[bytes] = set(keys)
-        there: set[bytes] = set()
-        known: list[bytes] = []
-        for key in keys:
-            before = policy.needs(key)
-            if policy.get(key) is not None:
-                there.add(key)
-                known.append(key)
-            elif before is None or before in there or policy.get(before) is not None:
-                new.append(key)
-                there.add(key)
-                if before is not None:
-                    spared.add(before)
-        policy.touch(known, None)
-        num_short = len(new) - self._get_num_free_chunks()  # type: ignore[attr-defined]
-        if num_short > 0:
-            gone = policy.make_room(num_short, spared)
-            for key in gone:
-                self._free(key)
-            self._tell_removed(gone)
-            self.num_evicted += len(gone)
-            refused = set(new[len(new) - (num_short - len(gone)) :]) if len(gone) < num_short else set()
-            self.num_refused += len(refused)
-            there -= refused
-        return [key for key in keys if key in there]
+        policy.touch(keys, None)
+        way = policy.make_way(keys, self._get_num_free_chunks())  # type: ignore[attr-defined]
+        for key in way.gone:
+            self._free(key)
+        self._tell_removed(way.gone)
+        self.num_evicted += len(way.gone)
+        self.num_refused += way.num_refused
+        new = set(way.new)
+        return [key for key in keys if key in new or policy.get(key) is not None]
 
     def _free(self, key: bytes) -> None:
         """The chunk of this key has left the order: its place is free."""

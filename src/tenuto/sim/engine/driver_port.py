@@ -137,10 +137,12 @@ class SimEngine:
     def store(self, blocks: Any, turn: Turn) -> None:
         """Copy blocks to the tiers."""
         if self._offloader is not None and blocks:
-            self._offloader.store_asked(blocks, self._state.now_s)
+            self._offloader.store_asked(blocks, turn, self._state.now_s)
 
     def end_job(self, job_id: str) -> None:
-        """Nothing: the simulated tiers go by their last use."""
+        """A job is complete."""
+        if self._offloader is not None:
+            self._offloader.end_job(job_id, self._state.now_s)
 
     def get_num_cached_tokens(self, turn_id: str) -> int:
         """Prompt tokens of a waiting turn that are cached."""

@@ -95,11 +95,12 @@ class Progress:
 
     def finish(self, request: Request, finish: Finish) -> None:
         """End a request and free its blocks. Just before, a lease may take them over."""
-        now_s = self._state.now_s
+        now_s, offloader = self._state.now_s, self._offloader
+        if offloader is not None:
+            offloader.leave(request, self._driver.get_finished_turn(request.turn_id, finish), now_s)
         self._driver.finish(request.turn_id, now_s, finish)
-        if self._offloader is not None and request.status is Status.RUNNING:
-            row = self._kv.get_hit(request).rows[0]
-            self._offloader.store_finished(request, row, now_s, aborted=finish.aborted)
+        if offloader is not None and request.status is Status.RUNNING:
+            offloader.store_finished(request, self._kv.get_hit(request).rows[0], now_s)
         self._kv.free(request)
         request.status = Status.FINISHED
         del self._state.requests[request.turn_id]

@@ -124,6 +124,7 @@ class Scheduler:
         self._progress = Progress(config, state, kv, driver, self.offloader)
         self._loading = None
         if self.offloader is not None:
+            self.offloader.follow(driver)
             self._loading = Loading(state, kv, driver, allocator, self.offloader, self._load_numbers)
         running_pass = ForkRunningPass if config.scheduler == "continuum-fork" else RunningPass
         self._running_pass = running_pass(config, state, allocator, self._preemption)
@@ -146,6 +147,8 @@ class Scheduler:
         )
         self.driver.arrive(request.turn_id, now_s, arrival)
         request.has_checkpoints = self.driver.is_first_turn(request.turn_id)
+        if self.offloader is not None:
+            self.offloader.arrive(request)
         self._add_waiting(request)
 
     def schedule(self, now_s: float) -> Step:

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any, overload
 
 from tenuto.core.requests.hints import Hints
+from tenuto.core.tier_order import Use
 from tenuto.core.types import ToolCall
 from tenuto.core.windows import Layers
 from tenuto.sim.kv.rows import Row
@@ -145,6 +146,10 @@ class Request:
     """Chunks of its prompt that were stored below the GPU, or came from there."""
     stored_s: float = field(init=False, default=0.0)
     """When the last of these stores is complete."""
+    is_stored: bool = field(init=False, default=True)
+    """Whether tiers that take everything take what it computes; not if it is known to be its job's last."""
+    tier_use: Use | None = field(init=False, default=None)
+    """What ranks its chunks there; None until it is asked for."""
     chunks: list[BlockHash] = field(init=False, default_factory=list)
     """The chained hashes of its first chunks (see `tenuto.sim.tiers.offload`), made when they are needed."""
 

@@ -13,6 +13,10 @@
 - *async*: copies run beside the steps, and outputs are stored too. A turn waits, with its blocks, until its
   load has ended. The blocks of a finished turn stay taken until they are stored (vLLM's native offloading).
 - *asked*: as async, but only what the policy answers `Offload` for is stored.
+
+With async and asked, what a tier takes and gives up follows the policy's `tier_key`, as inside vLLM
+(`tenuto.vllm.tiers.host`); a turn that is known to be its job's last is not stored. LMCache (sync, serial)
+stores every prompt, and goes by recency.
 """
 
 from __future__ import annotations
@@ -22,14 +26,16 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal
 
+from tenuto.core.driver import Driver
 from tenuto.core.errors import ConfigError
-from tenuto.core.types import LoadOffer, TierView
+from tenuto.core.tier_order import Use
+from tenuto.core.types import LoadOffer, TierView, Turn
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.pool import ExtentPool
 from tenuto.sim.kv.request import Request
 from tenuto.sim.kv.rows import Row, skip_to
 from tenuto.sim.kv.segments import Segment
-from tenuto.sim.tiers.tier import OffloadTiers
+from tenuto.sim.tiers.tier import NOBODY, OffloadTiers
 
 Offload = Literal["sync", "serial", "async", "asked"]
 """When KV is copied to the tiers below the GPU."""
@@ -61,6 +67,32 @@ class Offloader:
         self._block_size = block_size
         self._numbers = itertools.count()
         self._stores: list[tuple[float, int, Row]] = []
+        self._driver: Driver | None = None
+
+    # Turns and jobs.
+
+    def follow(self, driver: Driver) -> None:
+        """This driver's policy decides from here on."""
+        self._driver = driver
+        self._tiers.forget_keys()
+
+    def arrive(self, request: Request) -> None:
+        """A request came in; if it is known to be its job's last, nothing of it is stored."""
+        if self._driver is not None and not self.is_sync:
+            turn = self._driver.get_turn(request.turn_id)
+            request.is_stored = turn is None or not _ends_job(turn)
+
+    def leave(self, request: Request, turn: Turn | None, now_s: float) -> None:
+        """A request ends, with this last view of its turn: from here on, its chunks are ranked by that."""
+        if turn is not None and not self.is_sync:
+            request.is_stored &= not (_ends_job(turn) or turn.is_aborted)
+            if request.tier_use is not None or (request.is_stored and self._stores_all):
+                request.tier_use = self._make_use(turn, now_s)
+
+    def end_job(self, job_id: str, now_s: float) -> None:
+        """A job is complete: drop what only it used, if the policy orders the tiers."""
+        if self._driver is not None and not self.is_sync and self._driver.policy.overrides("tier_key"):
+            self._tiers.drop(job_id, now_s)
 
     # Loads.
 
@@ -88,7 +120,11 @@ class Offloader:
         """Begin to copy an offer, or its first tokens, to the GPU; returns when that ends, in seconds."""
         num_chunks = (num_hit_tokens + num_tokens) // self._chunk_tokens
         skip = num_hit_tokens // self._chunk_tokens
-        copy = self._tiers.load(self._get_chunks(request, num_chunks), now_s, skip)
+        if self.is_sync:
+            copy = self._tiers.load(self._get_chunks(request, num_chunks), now_s, skip)
+        else:
+            use = self._get_use(request, now_s)
+            copy = self._tiers.load(self._get_chunks(request, num_chunks), now_s, skip, use, skip)
         self.num_loaded_tokens += num_tokens
         request.num_stored_chunks = num_chunks
         return copy.done_s
@@ -97,23 +133,32 @@ class Offloader:
 
     def store_computed(self, request: Request, now_s: float) -> float:
         """Store the computed part of a request's prompt; returns when the copy ends, in seconds."""
-        if not self._stores_all:
+        if not self._stores_all or not request.is_stored:
             return now_s
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         num_chunks = num_tokens // self._chunk_tokens
-        if num_chunks <= request.num_stored_chunks:
+        first = request.num_stored_chunks
+        if num_chunks <= first:
             return now_s
         request.num_stored_chunks = num_chunks
-        copy = self._tiers.store(self._get_chunks(request, num_chunks), now_s)
+        chunks = self._get_chunks(request, num_chunks)
+        if self.is_sync:
+            copy = self._tiers.store(chunks, now_s)
+        else:
+            copy = self._tiers.store(chunks, now_s, self._get_use(request, now_s), first)
         self.num_stored_tokens += copy.num_chunks * self._chunk_tokens
         request.stored_s = max(request.stored_s, copy.done_s)
         return copy.done_s
 
-    def store_finished(self, request: Request, row: Row, now_s: float, *, aborted: bool) -> None:
-        """A turn ends: store its output too, unless it was aborted. Its blocks stay taken until then."""
-        if not self._stores_all or self.is_sync:
+    def store_finished(self, request: Request, row: Row, now_s: float) -> None:
+        """A turn has ended: store its output too, if it is stored. Its blocks stay taken until then."""
+        if self.is_sync:
             return
-        done_s = now_s if aborted else self._store(row, now_s)
+        done_s, use, chunks = now_s, request.tier_use, list(self._get_row_chunks(row))
+        if use is not None:
+            if request.is_stored and self._stores_all:
+                done_s = self._store(chunks, now_s, use, request.num_stored_chunks)
+            self._tiers.use(chunks, use)
         self._hold_until(row, max(done_s, request.stored_s), now_s)
 
     def release_stored(self, now_s: float) -> None:
@@ -121,10 +166,11 @@ class Offloader:
         while self._stores and self._stores[0][0] <= now_s:
             self._pool.release(heapq.heappop(self._stores)[2])
 
-    def store_asked(self, row: Row, now_s: float) -> None:
-        """Store blocks that the policy wants stored; does nothing where all blocks are stored anyway."""
+    def store_asked(self, row: Row, turn: Turn, now_s: float) -> None:
+        """Store blocks of a turn that the policy wants stored; does nothing where all are stored anyway."""
         if not self._stores_all:
-            self._hold_until(row, self._store(row, now_s), now_s)
+            chunks = list(self._get_row_chunks(row))
+            self._hold_until(row, self._store(chunks, now_s, self._make_use(turn, now_s), 0), now_s)
 
     # Questions.
 
@@ -155,9 +201,19 @@ class Offloader:
 
     # Inside.
 
-    def _store(self, row: Row, now_s: float) -> float:
-        """Store cached blocks; returns when the copy is complete."""
-        copy = self._tiers.store(list(self._get_row_chunks(row)), now_s)
+    def _get_use(self, request: Request, now_s: float) -> Use:
+        if request.tier_use is None:
+            turn = self._driver.get_turn(request.turn_id) if self._driver is not None else None
+            request.tier_use = NOBODY if turn is None else self._make_use(turn, now_s)
+        return request.tier_use
+
+    def _make_use(self, turn: Turn, now_s: float) -> Use:
+        assert self._driver is not None, "whose turn is it?"
+        return Use(self._driver.get_tier_key(turn, now_s), turn.job.job_id)
+
+    def _store(self, chunks: list[Chunk], now_s: float, use: Use, first: int) -> float:
+        """Store cached chunks from number `first` on; returns when the copy is complete."""
+        copy = self._tiers.store(chunks, now_s, use, first)
         self.num_stored_tokens += copy.num_chunks * self._chunk_tokens
         return copy.done_s
 
@@ -181,6 +237,15 @@ class Offloader:
                 extent = skip_to(extent, max(first, last))
                 yield extent.segment, last
                 last += self._chunk_blocks
+
+
+def _ends_job(turn: Turn) -> bool:
+    """Whether nobody will come back for what a turn computes.
+
+    A job's only turn does not count: simulated clients call every plain request a last one, and others may
+    share its prompt.
+    """
+    return bool(turn.is_last) and turn.job.num_turns > 1
 
 
 def make_offloader(

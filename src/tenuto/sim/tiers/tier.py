@@ -6,11 +6,16 @@ common prefix share chunks. Time is virtual: calls are passed `now_s` and return
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from tenuto.core.errors import ConfigError
+from tenuto.core.tier_order import TierOrder, Use
+
+NOBODY = Use()
+"""A use that ranks by recency alone."""
 
 
 class Link:
@@ -53,11 +58,10 @@ class Link:
 
 
 class Tier:
-    """A store of chunks with a capacity in bytes, and the link to it. Evicts the least recently used chunk.
+    """A store of chunks with a capacity in bytes, and the link to it. Chunks go in the order of `TierOrder`.
 
-    A use touches a sequence's chunks from the last to the first, so a chunk is evicted only after the chunks
-    that continue it. The chunks of a sequence that are present are therefore its first ones, and their number
-    is found in O(log n).
+    A chunk goes only after the chunks that continue it. The chunks of a sequence that are present are
+    therefore its first ones, and their number is found in O(log n).
     """
 
     def __init__(self, name: str, capacity_bytes: int, chunk_bytes: int, link: Link) -> None:
@@ -74,32 +78,49 @@ class Tier:
         self.chunk_bytes = chunk_bytes
         self.capacity_chunks = capacity_bytes // chunk_bytes
         self.link = link
-        self._by_use: OrderedDict[Hashable, None] = OrderedDict()  # least recently used first
+        self.order = TierOrder()
+        self._numbers = itertools.count()
+        self._copies: list[tuple[float, int, Sequence[Hashable]]] = []
 
     def __len__(self) -> int:
-        return len(self._by_use)
+        return len(self.order)
 
     def hit_length(self, chunks: Sequence[Hashable]) -> int:
         """How many chunks of a sequence, from its start, are present. Changes nothing."""
         low, high = 0, len(chunks)
         while low < high:
             middle = (low + high + 1) // 2
-            if chunks[middle - 1] in self._by_use:
+            if chunks[middle - 1] in self.order:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def put(self, chunks: Sequence[Hashable]) -> int:
-        """Hold a sequence's first chunks, as many as fit; returns how many of them are new."""
-        fitting = chunks[: self.capacity_chunks]
-        num_new = len(fitting) - self.hit_length(fitting)
-        for chunk in reversed(fitting):
-            self._by_use[chunk] = None
-            self._by_use.move_to_end(chunk)
-        while len(self._by_use) > self.capacity_chunks:
-            self._by_use.popitem(last=False)
-        return num_new
+    def put(self, chunks: Sequence[Hashable], use: Use = NOBODY, first: int = 0) -> Sequence[Hashable]:
+        """Use a sequence's chunks from number `first` on, and take what may be taken; returns that."""
+        order = self.order
+        num_hit = self.hit_length(chunks)
+        if num_hit < first:
+            return ()
+        befores = [chunks[place - 1] if place else None for place in range(num_hit, len(chunks))]
+        way = order.make_way(chunks[num_hit:], befores, use.key, self.capacity_chunks - len(order))
+        number = order.begin_use()
+        for place in range(first, num_hit + len(way.new)):
+            before = chunks[place - 1] if place else None
+            order.put(chunks[place], before, use.key, (number, place), owner=use.owner)
+        return tuple(way.new)
+
+    def hold(self, chunks: Sequence[Hashable], until_s: float) -> None:
+        """Do not give these chunks up before a copy of them ends."""
+        for chunk in chunks:
+            self.order.pin(chunk)
+        heapq.heappush(self._copies, (until_s, next(self._numbers), chunks))
+
+    def end_copies(self, now_s: float) -> None:
+        """What was copied until now may go."""
+        while self._copies and self._copies[0][0] <= now_s:
+            for chunk in heapq.heappop(self._copies)[2]:
+                self.order.unpin(chunk)
 
 
 @dataclass(frozen=True)
@@ -146,8 +167,14 @@ class OffloadTiers:
             nearer_hit = max(nearer_hit, tier.hit_length(chunks))
         return done_s
 
-    def load(self, chunks: Sequence[Hashable], now_s: float, skip: int = 0) -> Copy:
-        """Copy the chunks that the tiers have of a sequence to the GPU, but for the first `skip` chunks."""
+    def load(
+        self, chunks: Sequence[Hashable], now_s: float, skip: int = 0, use: Use = NOBODY, first: int = 0
+    ) -> Copy:
+        """Copy the chunks that the tiers have of a sequence to the GPU, but for the first `skip` chunks.
+
+        Chunks from number `first` on count as used.
+        """
+        self._end_copies(now_s)
         num_hit = self.hit_length(chunks)
         if num_hit <= skip:
             return Copy(0, 0, now_s)
@@ -158,15 +185,39 @@ class OffloadTiers:
             done_s = max(done_s, tier.link.transfer((num_hit - nearer_hit) * chunk_bytes, now_s))
             nearer_hit = max(nearer_hit, tier.hit_length(chunks))
         for tier in self.tiers:
-            tier.put(chunks[:num_hit])
+            tier.put(chunks[:num_hit], use, first)
+            tier.hold(chunks[skip : tier.hit_length(chunks[:num_hit])], done_s)
         return Copy(num_hit - skip, (num_hit - skip) * chunk_bytes, done_s)
 
-    def store(self, chunks: Sequence[Hashable], now_s: float) -> Copy:
-        """Copy to each tier the chunks of a sequence that it lacks; ends when the last copy does."""
+    def store(self, chunks: Sequence[Hashable], now_s: float, use: Use = NOBODY, first: int = 0) -> Copy:
+        """Copy to each tier what it lacks of a sequence from chunk `first` on; ends with the last copy."""
+        self._end_copies(now_s)
         chunk_bytes = self.tiers[0].chunk_bytes
         num_stored, done_s = 0, now_s
         for tier in self.tiers:
-            num_new = tier.put(chunks)
-            num_stored = max(num_stored, num_new)
-            done_s = max(done_s, tier.link.transfer(num_new * chunk_bytes, now_s))
+            new = tier.put(chunks, use, first)
+            num_stored = max(num_stored, len(new))
+            stored_s = tier.link.transfer(len(new) * chunk_bytes, now_s)
+            tier.hold(new, stored_s)
+            done_s = max(done_s, stored_s)
         return Copy(num_stored, num_stored * chunk_bytes, done_s)
+
+    def use(self, chunks: Sequence[Hashable], use: Use) -> None:
+        """What tiers have of these chunks was used."""
+        for tier in self.tiers:
+            tier.put(chunks[: tier.hit_length(chunks)], use)
+
+    def drop(self, job_id: str, now_s: float) -> None:
+        """Give up what only this job used, but for what is being copied."""
+        self._end_copies(now_s)
+        for tier in self.tiers:
+            tier.order.drop(job_id)
+
+    def forget_keys(self) -> None:
+        """Another policy's keys will follow: until then, what is there goes by recency."""
+        for tier in self.tiers:
+            tier.order.forget_keys()
+
+    def _end_copies(self, now_s: float) -> None:
+        for tier in self.tiers:
+            tier.end_copies(now_s)

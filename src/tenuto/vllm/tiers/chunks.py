@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tenuto.core.tier_order import TierOrder
+from tenuto.core.tier_order import TierOrder, Use, Way
 from tenuto.vllm.compat_offload import CachePolicy, Chains, get_group
-from tenuto.vllm.tiers.use import Use
 
 
 class OrderedChunks(CachePolicy):  # type: ignore[misc]
@@ -28,12 +27,6 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         """What follows is done for the request with these chains of chunks."""
         self._chains, self._use = chains, use
         self._number = self.order.begin_use()
-
-    def needs(self, key: Any) -> Any | None:
-        """The chunk without which this one is worth nothing; None if there is none."""
-        if self._chains is None or get_group(key) in self.windowed_groups:
-            return None
-        return self._chains.get_before(key)
 
     # vLLM's host manager calls these.
 
@@ -67,12 +60,10 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         reused_keys: set[Any],
         req_context: Any,
     ) -> None:
-        """A request ended: all its chunks get their rank from it, groups together."""
-        for keys in key_groups:
-            self.touch(keys, req_context)
+        """Nothing: our manager ranks all chunks of a request, not only those that vLLM's took note of."""
 
     def evict(self, n: int, protected: set[Any]) -> list[tuple[Any, Any]] | None:
-        """None: our manager makes room before vLLM's would take chunks away (see `make_room`)."""
+        """None: our manager makes way before vLLM's would take chunks away (see `make_way`)."""
         return None if n else []
 
     def clear(self) -> None:
@@ -90,19 +81,19 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
 
     # Our own manager calls these.
 
-    def make_room(self, num_chunks: int, spared: set[Any]) -> list[Any]:
-        """Give up to so many chunks up that do not go behind the present request's; returns their keys."""
-        gone: list[Any] = []
-        while len(gone) < num_chunks:
-            key = self.order.pop_first(up_to=self._use.key, spared=spared)
-            if key is None:
-                break
-            gone.append(key)
-        return gone
+    def make_way(self, keys: Sequence[Any], num_free: int) -> Way:
+        """Give chunks up that do not go behind the present request's, for those of `keys` that are new."""
+        return self.order.make_way(keys, [self._get_needed(key) for key in keys], self._use.key, num_free)
 
     def take(self, key: Any) -> Any:
         """The chunk behind a key that left the order."""
         return self._chunks.pop(key)
+
+    def _get_needed(self, key: Any) -> Any | None:
+        """The chunk without which this one is worth nothing; None if there is none."""
+        if self._chains is None or get_group(key) in self.windowed_groups:
+            return None
+        return self._chains.get_before(key)
 
     def _put(self, key: Any, num_pins: int = 0) -> None:
         assert self._chains is not None, "no request has begun"

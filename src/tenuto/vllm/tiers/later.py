@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto.core.tier_order import Use
 from tenuto.vllm.compat_connector import ConnectorPort
-from tenuto.vllm.tiers.use import Use
 
 MAX_HELD_SHARE = 0.25
 """Largest share of the GPU's blocks that may wait to be stored."""

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto.core.tier_order import Use
 from tenuto.core.types import Turn
 from tenuto.estimators.samples import ToolSamples
 from tenuto.vllm.compat_connector import ConnectorPort
 from tenuto.vllm.compat_specs import PREFETCH
-from tenuto.vllm.tiers.use import Use
 
 MIN_TIMES = 3
 """A tool's times are used from so many calls on; before that, only what the client expects."""
