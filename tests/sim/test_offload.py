@@ -423,7 +423,7 @@ def test_a_job_that_ends_leaves_nothing_if_the_policy_orders_the_tier() -> None:
 @pytest.mark.parametrize("is_told", [True, False])
 def test_what_a_last_turn_computes_is_not_stored(is_told: bool) -> None:
     """Told with the request, nothing of it is; seen in its output, not the output."""
-    scheduler = make_engine(tiers=make_tiers(100, 1000.0))
+    scheduler = make_engine(tiers=make_tiers(100, 1000.0), policy=InOrder())
     run_turn(scheduler, make_turn("a1", [("a", 8)]), 0.0)
     last = make_turn("a2", [("a", 24)], 9, is_last=True)
     last.hints = Hints(job_id="a", is_last=is_told or None)

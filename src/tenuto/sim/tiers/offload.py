@@ -15,8 +15,9 @@
 - *asked*: as async, but only what the policy answers `Offload` for is stored.
 
 With async and asked, what a tier takes and gives up follows the policy's `tier_key`, as inside vLLM
-(`tenuto.vllm.tiers.host`); a turn that is known to be its job's last is not stored. LMCache (sync, serial)
-stores every prompt, and goes by recency.
+(`tenuto.vllm.tiers.host`). Under a policy with a `tier_key`, a turn that is known to be its job's last is not
+stored, and the end of a job drops what only it used; others store every turn, as vLLM does. LMCache (sync,
+serial) stores every prompt, and goes by recency.
 """
 
 from __future__ import annotations
@@ -68,30 +69,32 @@ class Offloader:
         self._numbers = itertools.count()
         self._stores: list[tuple[float, int, Row]] = []
         self._driver: Driver | None = None
+        self._is_ordered = False
 
     # Turns and jobs.
 
     def follow(self, driver: Driver) -> None:
         """This driver's policy decides from here on."""
         self._driver = driver
+        self._is_ordered = not self.is_sync and driver.policy.overrides("tier_key")
         self._tiers.forget_keys()
 
     def arrive(self, request: Request) -> None:
         """A request came in; if it is known to be its job's last, nothing of it is stored."""
-        if self._driver is not None and not self.is_sync:
+        if self._driver is not None and self._is_ordered:
             turn = self._driver.get_turn(request.turn_id)
             request.is_stored = turn is None or not _ends_job(turn)
 
     def leave(self, request: Request, turn: Turn | None, now_s: float) -> None:
         """A request ends, with this last view of its turn: from here on, its chunks are ranked by that."""
         if turn is not None and not self.is_sync:
-            request.is_stored &= not (_ends_job(turn) or turn.is_aborted)
+            request.is_stored &= not (turn.is_aborted or (self._is_ordered and _ends_job(turn)))
             if request.tier_use is not None or (request.is_stored and self._stores_all):
                 request.tier_use = self._make_use(turn, now_s)
 
     def end_job(self, job_id: str, now_s: float) -> None:
         """A job is complete: drop what only it used, if the policy orders the tiers."""
-        if self._driver is not None and not self.is_sync and self._driver.policy.overrides("tier_key"):
+        if self._is_ordered:
             self._tiers.drop(job_id, now_s)
 
     # Loads.
