@@ -46,6 +46,7 @@ def test_a_ratio_in_words(ratio: float, is_time: bool, words: str) -> None:
         (0.69, 0.80, "20 % to 31 % shorter"),
         (1.1, 1.3, "10 % to 30 % longer"),
         (0.96, 1.09, "4.0 % shorter to 9.0 % longer"),
+        (0.9998, 1.0003, "0.0 %"),
     ],
 )
 def test_an_interval_in_words(low: float, high: float, words: str) -> None:

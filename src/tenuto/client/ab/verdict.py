@@ -10,6 +10,9 @@ from typing import Any
 from tenuto.client.ab.estimate import MIN_PAIRS, PLANNED_CHANGE, Estimate, estimate_ratio
 from tenuto.client.ab.measures import MEASURES, Measure, Values
 
+SAME = 0.0005
+"""A ratio that is nearer to 1 prints as 0.0 %."""
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -94,13 +97,15 @@ def _compare(
 
 def describe_change(ratio: float, *, is_time: bool) -> str:
     """A ratio as text, for example `26 % shorter`."""
-    if abs(ratio - 1) < 0.0005:
+    if abs(ratio - 1) < SAME:
         return "the same"
     return f"{_format_percent(ratio)} {_get_word(ratio, is_time=is_time)}"
 
 
 def describe_span(low: float, high: float, *, is_time: bool) -> str:
     """An interval of ratios as text. If both changes have the same direction, the smaller one comes first."""
+    if max(abs(low - 1), abs(high - 1)) < SAME:
+        return "0.0 %"
     ends = sorted((low, high), key=lambda ratio: abs(ratio - 1)) if (low < 1) == (high < 1) else [low, high]
     words = [_get_word(ratio, is_time=is_time) for ratio in ends]
     first = _format_percent(ends[0]) + (f" {words[0]}" if words[0] != words[1] else "")

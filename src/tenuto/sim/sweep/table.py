@@ -79,7 +79,8 @@ def format_rows(rows: Sequence[Row]) -> str:
             f"{'  !' if row['policy_faults'] else ''}".rstrip()
         )
     lines.append(
-        "\nhits: share of the reusable tokens; done/s: jobs finished per second, + where more arrive"
+        "\n*: the lowest mean, and what is within 2 % of it; `tenuto report` says whether that is sure\n"
+        "hits: share of the reusable tokens; done/s: jobs finished per second, + where more arrive"
     )
     if has_goodput:
         lines.append("goodput: turns per second that keep the limits")
