@@ -388,6 +388,20 @@ def test_a_chooser_hears_steps_and_turns_beside_a_policy_that_does_not() -> None
     assert not ToyEngine(Policy(), 60).driver.bounds_steps
 
 
+def test_a_step_that_only_decodes_has_the_engine_s_size_unless_the_policy_bounds_steps() -> None:
+    log = []
+    driver = ToyEngine(Policy(), 60, step_chooser=Chooser(7), log=log.append).driver
+    assert driver.get_step_size(4, 2048, only_decodes=True) == (2048, 0)
+    assert not log
+
+    @dataclass
+    class Budget(Policy):
+        def step_budget(self, view):
+            return 5
+
+    assert ToyEngine(Budget(), 60).driver.get_step_size(4, 2048, only_decodes=True) == (5, 0)
+
+
 @dataclass
 class LongestFirst(Policy):
     """Preempts the turn with the longest prompt; has no opinion on those of 8 tokens."""

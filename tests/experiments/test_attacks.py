@@ -52,13 +52,15 @@ def test_a_seed_moves_arrivals_and_the_scene_scales_sizes() -> None:
     assert (len(streams), streams[0].turns[0].num_prompt_tokens) == (16, 150)
 
 
-@pytest.mark.parametrize("name", ["busy", "hoard"])
+@pytest.mark.parametrize("name", ["busy", "fresh", "hoard"])
 def test_nobody_waits_longer_than_in_stock(name: str) -> None:
-    """By more than a tenth and one turn of service."""
+    """By more than a tenth and one turn of service. Agents keep nine tenths of their hits."""
     attack = replace(ATTACKS[name], num_turns=24)
     stock, bounded = (measure(name, attack, policy, WARM) for policy in ("stock", "tenuto"))
     assert bounded.worst_s <= 1.1 * stock.worst_s + stock.turn_s
-    assert bounded.hits >= 0.85
+    # The ids of a hoard come back once, so it takes longer to tell them from agents.
+    assert bounded.hits >= (0.85 if name == "hoard" else 0.9)
+    assert bounded.job_s <= stock.job_s
     if name == "busy":
         # `tenuto` puts such probes first by itself; an order by jobs does not.
         assert measure(name, attack, "continuum", WARM, UNBOUNDED).worst_s > 2 * stock.worst_s

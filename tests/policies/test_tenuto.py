@@ -321,6 +321,46 @@ def test_a_flood_of_plain_requests_lets_jobs_go_first_until_each_has_half() -> N
     assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
 
 
+def test_a_flood_of_jobs_that_never_come_back_lets_those_go_first_that_did() -> None:
+    policy = Tenuto()
+    teach_steps(policy)
+    policy.on_tick(IDLE)
+    agent = make_turn("agent", 2, arrival_s=50.0, num_prompt_tokens=9000)
+    policy.on_turn_finished(dataclasses.replace(agent, num_prompt_tokens=1000), 1.0)
+    policy.on_tool_returned(agent, ToolCall("ls"), 1.0)
+    stranger = make_turn("stranger", num_prompt_tokens=100)
+    assert policy.queue_key(stranger, 100.0) < policy.queue_key(agent, 100.0)
+    for n in range(150):
+        policy.on_turn_finished(make_turn(f"gone{n}", num_prompt_tokens=2000), 1.0)
+    assert policy.queue_key(agent, 100.0) < policy.queue_key(stranger, 100.0)
+    lease = Lease(agent, 1.0, 200.0, -policy._get_lease_place(agent.job), 10, False)
+    assert not policy.may_reclaim(lease, stranger, IDLE)
+    plain = make_plain("plain", 10)
+    policy._kinds.observe(plain)
+    assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
+
+
+def test_one_id_for_unrelated_prompts_is_a_flood_of_new_jobs() -> None:
+    policy = Tenuto()
+    for number in range(1, 200):
+        turn = make_turn("constant", number, num_prompt_tokens=2000, is_parted=number > 1)
+        policy.on_tool_returned(turn, ToolCall("ls"), 1.0)
+        policy.on_turn_finished(turn, 1.0)
+    assert policy.get_figures()["share_back_tool"] < 0.3
+
+
+def test_hits_are_asked_for_first_turns_whose_place_depends_on_them() -> None:
+    policy = Tenuto()
+    policy.on_tick(IDLE)
+    policy.on_turn_finished(make_turn("old"), 1.0)  # its kind calls tools
+    assert policy.wants_hits(make_turn("new"))
+    assert not policy.wants_hits(make_turn("old", 2))
+    for _ in range(2):
+        policy.on_turn_finished(make_plain("seen", 2000), 1.0)
+    assert not policy.wants_hits(make_plain("short", 2000))
+    assert policy.wants_hits(make_plain("long", 9000))
+
+
 def make_plain(job_id: str, num_tokens: int, *, arrival_s: float = 0.0) -> Turn:
     job = Job(job_id, arrival_s, 1, kind="question")
     return Turn(job_id, job, arrival_s, num_tokens, num_output_tokens=10)

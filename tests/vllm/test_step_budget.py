@@ -62,11 +62,30 @@ def test_a_step_may_bound_each_prompt_and_what_the_operator_set_comes_first(
 ) -> None:
     engine = start(make_config(tenuto={"policy": "stock", "step_tokens": "adaptive"}))
     compat.set_tokens_per_prompt(engine.scheduler, given)
-    monkeypatch.setattr(engine.scheduler.driver, "get_step_size", lambda *_: StepSize(50, 20))
+    monkeypatch.setattr(engine.scheduler.driver, "get_step_size", lambda *_, **__: StepSize(50, 20))
     for name in ("a", "b"):
         engine.scheduler.add_request(make_request(name, [5] * 100, max_tokens=3))
     assert engine.step().num_scheduled_tokens == {"a": expected, "b": expected}
     assert compat.get_tokens_per_prompt(engine.scheduler) == given
+    engine.run()
+
+
+def test_only_steps_that_may_have_prefill_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(make_config(tenuto={"policy": "stock", "step_tokens": "adaptive"}))
+    only_decodes = []
+
+    def get_step_size(now_s: float, most: int, **facts: bool) -> StepSize:
+        only_decodes.append(facts["only_decodes"])
+        return StepSize(min(most, 40))
+
+    monkeypatch.setattr(engine.scheduler.driver, "get_step_size", get_step_size)
+    engine.scheduler.add_request(make_request("first", [5] * 100, max_tokens=9))
+    for step in range(7):
+        if step == 5:
+            engine.scheduler.add_request(make_request("second", [6] * 8, max_tokens=3))
+        engine.step()
+    # Its prompt takes 40, 40 and 20 tokens; the last of these steps is not full.
+    assert only_decodes == [False, False, False, True, True, False, True]
     engine.run()
 
 

@@ -33,6 +33,7 @@ def check_contract(policy: Policy) -> None:
     for turn, view in itertools.product(_get_turns(), _get_views()):
         lease = Lease(turn, view.now_s - 1, view.now_s, 0.0, 3, next_turn_waiting=False)
         asked: dict[str, tuple[Any, ...]] = {
+            "wants_hits": (turn,),
             "queue_key": (turn, view.now_s),
             "admit": (turn, view),
             "load": (turn, LoadOffer(64, 0.5), view),

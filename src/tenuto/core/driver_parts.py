@@ -238,12 +238,17 @@ class DriverParts:
         """Whether `get_step_size` must be asked before each step."""
         return self._step_chooser is not None or self.policy.overrides("step_budget")
 
-    def get_step_size(self, now_s: float, max_num_batched_tokens: int) -> StepSize:
+    def get_step_size(
+        self, now_s: float, max_num_batched_tokens: int, *, only_decodes: bool = False
+    ) -> StepSize:
         """Bounds of the next step: at least one token per running turn, at most the engine's budget.
 
         Within that, it is the smaller of what the chooser and the policy say. With a canary the policy is not
-        asked, because a step serves all jobs.
+        asked, because a step serves all jobs. `only_decodes`: no turn waits, and no prompt is computed in
+        part, so the chooser need not be asked: it leaves room for all turns that decode.
         """
+        if only_decodes and not self.policy.overrides("step_budget"):
+            return StepSize(max_num_batched_tokens)
         view = self.get_view(now_s)
         answers, per_prompt = [max_num_batched_tokens], 0
         if self._step_chooser is not None:

@@ -15,7 +15,7 @@ def get_sort_key(key: Key) -> SortKey:
 
     Keys of one hook differ in shape once the hook has failed and stock's answer has stood in for it.
     """
-    return tuple((isinstance(part, str), part) for part in key)
+    return tuple([(isinstance(part, str), part) for part in key])
 
 
 class IndexedHeap:

@@ -13,7 +13,6 @@ from tenuto.core.jobs import TurnState
 from tenuto.core.policy import Key
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.retention import Retention
-from tenuto.core.types import Turn
 
 
 class Order:
@@ -34,6 +33,7 @@ class Order:
         self._retention = retention
         self._canary = canary
         self._by_priority = by_priority
+        self._looks_up = self._policy.needs.max_waiting_with_hits > 0
 
     def get_queue_key(self, turn: TurnState, now_s: float) -> Key:
         """The key of a waiting turn; the smallest key goes first."""
@@ -43,7 +43,7 @@ class Order:
             first: Key = (-math.inf, turn.number)
             return (turn.arrival.priority, *first) if self._by_priority else first
         view = self._retention.get_turn_view(turn)
-        if self._wants_hits(view) and self._affords_look_up(now_s):
+        if self._looks_up and self._caller.ask("wants_hits", view) and self._affords_look_up(now_s):
             num_cached_tokens = self._engine.get_num_cached_tokens(turn.turn_id)
             view = dataclasses.replace(view, num_cached_tokens=num_cached_tokens)
         key: Key = self._caller.ask("queue_key", view, now_s)
@@ -78,10 +78,6 @@ class Order:
             return False
         views = (self._retention.get_turn_view(each) for each in (turn, victim))
         return bool(self._caller.ask("may_preempt", *views, self._retention.get_view(now_s)))
-
-    def _wants_hits(self, turn: Turn) -> bool:
-        needs = self._policy.needs
-        return needs.max_waiting_with_hits > 0 and (needs.hits_of == "all" or turn.job.num_turns == 1)
 
     def _affords_look_up(self, now_s: float) -> bool:
         return self._engine.get_view(now_s).num_waiting <= self._policy.needs.max_waiting_with_hits

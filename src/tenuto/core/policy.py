@@ -48,11 +48,8 @@ class Needs:
     max_waiting_with_hits: int = 0
     """Set `Turn.num_cached_tokens` for `queue_key` while at most this many turns wait.
 
-    Each turn costs one cache look-up.
+    Each turn costs one cache look-up; see `Policy.wants_hits`.
     """
-    hits_of: Literal["all", "first"] = "all"
-    """Whether that is for all turns, or for the first turns of jobs only: of later ones a policy knows itself
-    what they can hit."""
     commands: bool = False
     """Whether the policy reads `ToolCall.command`.
 
@@ -72,6 +69,10 @@ class Policy:
     needs: ClassVar[Needs] = Needs()
 
     # Asked.
+
+    def wants_hits(self, turn: Turn) -> bool:
+        """Whether the key of this waiting turn depends on its hits (`Needs.max_waiting_with_hits`)."""
+        return True
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """The key that orders a waiting turn: the smallest goes first, and the turn id breaks ties."""

@@ -94,7 +94,7 @@ class Quota:
         self._tenants: dict[str, _Tenant] = {}
         self._sum_of_weights = 0.0
         self._by_use = IndexedHeap()
-        """Tenants with leases; the one that uses most, for its weight, is first."""
+        """Tenants with leases, once blocks are counted; the one that uses most, for its weight, is first."""
         self.counts_blocks = False
 
     def __len__(self) -> int:
@@ -210,6 +210,8 @@ class Quota:
         self._sort(name)
 
     def _sort(self, name: str) -> None:
+        if not self.counts_blocks:
+            return
         own = self._tenants[name]
         if own.num_leases:
             self._by_use.push(name, (-self.get_use(name),))

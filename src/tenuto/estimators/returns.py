@@ -94,16 +94,24 @@ class Returns:
 
     def get_share(self, job: Job, tool: str | None) -> float:
         """The share of such jobs that come back after such a turn; 1 for one that is exempt."""
-        away = self._jobs.get(job.job_id)
-        came_back = away is not None and away.came_back
+        came_back = self.came_back(job.job_id)
         if came_back and tool is not None:
             return 1.0
         return self._get_share(_get_path(job, tool, came_back=came_back))
 
+    def came_back(self, job_id: str) -> bool:
+        """Whether a job ever came back."""
+        away = self._jobs.get(job_id)
+        return away is not None and away.came_back
+
+    def get_share_of_new(self) -> float:
+        """The share of new jobs that come back from a tool call, of all tenants."""
+        return self._get_share((_NEW_TOOL,))
+
     def get_figures(self) -> dict[str, float]:
         """The shares over all tenants: of new jobs with and without a tool call, of others without."""
         return {
-            "share_back_tool": self._get_share((_NEW_TOOL,)),
+            "share_back_tool": self.get_share_of_new(),
             "share_back_no_tool": self._get_share((_NEW_NO_TOOL,)),
             "share_back_again": self._get_share((_AGAIN_NO_TOOL,)),
         }

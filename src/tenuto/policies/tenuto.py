@@ -79,7 +79,6 @@ class Tenuto(Policy, Learns, Reports):
     needs: ClassVar[Needs] = Needs(
         rekey_s=2.0,
         max_waiting_with_hits=MAX_LOOK_UPS,
-        hits_of="first",
         engine=EngineSettings(offload="async", step_tokens=ADAPTIVE),
     )
 
@@ -102,6 +101,10 @@ class Tenuto(Policy, Learns, Reports):
     """The engine's budget of a step."""
 
     # The order.
+
+    def wants_hits(self, turn: Turn) -> bool:
+        """Of first turns only: the policy knows what later ones go on behind. Not if it goes first anyway."""
+        return turn.job.num_turns == 1 and not self._goes_first(turn.job, turn.num_prompt_tokens)
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """Sort by the job's place in the order; turns of one job by arrival."""
@@ -138,8 +141,11 @@ class Tenuto(Policy, Learns, Reports):
         """The place of a job with so much work, in prefill tokens."""
         place = job.arrival_s + self.stretch * self._steps.get_token_s() * work
         # A flood of plain requests must not keep jobs waiting: their KV would fill the memory meanwhile.
-        is_ahead = self._share.is_flood and not self._kinds.is_plain(job)
-        return place - 2 * AHEAD_S if is_ahead else place
+        if self._share.is_flood and not self._kinds.is_plain(job):
+            return place - 2 * AHEAD_S
+        # Nor may a flood of jobs that never come back take the memory of those that do.
+        is_flood = self._returns.get_share_of_new() < MIN_RETURNS
+        return place - AHEAD_S / 2 if is_flood and self._returns.came_back(job.job_id) else place
 
     def _get_lease_place(self, job: Job) -> float:
         """The place of a job in a tool call."""
@@ -227,7 +233,8 @@ class Tenuto(Policy, Learns, Reports):
 
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """Learn how long tools take."""
-        self._returns.come_back(turn.job.job_id)
+        if not turn.is_parted:
+            self._returns.come_back(turn.job.job_id)
         self._work.come_back(turn.job.job_id, tool_s)
         if tool is not None:
             self._tools.observe(tool.name, tool_s)
@@ -245,6 +252,9 @@ class Tenuto(Policy, Learns, Reports):
         work = num_computed + self._steps.get_tokens_per_decode() * turn.num_output_tokens
         self._share.observe(work, is_plain=self._kinds.is_plain(turn.job))
         job_id = turn.job.job_id
+        if turn.is_parted:
+            # It goes on behind nothing, so it is as good as a new job.
+            self._returns.end(job_id)
         if not turn.is_last:
             self._returns.leave(turn.job, _get_tool_name(turn), num_computed + turn.num_output_tokens)
         # Of a first turn, what other jobs had computed is not its work.

@@ -54,9 +54,12 @@ class _DrivenScheduler(compat.PrivateHooks):
     max_num_scheduled_tokens: int
     scheduler_config: Any
     hash_block_size: int
+    get_request_counts: Any
     kv_cache_manager: Any
 
     _hooks: Any = None
+    _was_cut = True
+    """Whether the last step may have left a part of a prompt to the next."""
     tier: Any = None
     """Host memory below the GPU, where it is ours (`tenuto.vllm.tiers.host.HostTier`); else None."""
 
@@ -135,13 +138,16 @@ class _DrivenScheduler(compat.PrivateHooks):
         full_budget = self.max_num_scheduled_tokens
         per_prompt = compat.get_tokens_per_prompt(self)
         if hooks.asks_budget:
-            size = self.driver.get_step_size(now_s, full_budget)
+            only_decodes = not self._was_cut and not self.get_request_counts()[1]
+            size = self.driver.get_step_size(now_s, full_budget, only_decodes=only_decodes)
             self.max_num_scheduled_tokens = size.num_tokens
             compat.set_tokens_per_prompt(self, per_prompt or size.per_prompt)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            is_full = output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens
+            self._was_cut = is_full or compat.get_tokens_per_prompt(self) > 0
             if hooks.steps is not None:
-                hooks.steps.schedule(output, now_s, self.max_num_scheduled_tokens)
+                hooks.steps.schedule(output, now_s, is_full=is_full)
         finally:
             self.max_num_scheduled_tokens = full_budget
             compat.set_tokens_per_prompt(self, per_prompt)

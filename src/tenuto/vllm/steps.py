@@ -20,10 +20,13 @@ class StepTeller:
         self._scheduled: deque[tuple[Any, float, bool]] = deque()
         """For each scheduled step: what was scheduled, when, and whether it uses the whole token budget."""
 
-    def schedule(self, output: Any, now_s: float, budget: int) -> None:
-        """A step was scheduled. A step without tokens is never computed, so it is not counted."""
+    def schedule(self, output: Any, now_s: float, *, is_full: bool) -> None:
+        """A step was scheduled. A step without tokens is never computed, so it is not counted.
+
+        `is_full`: whether it uses its whole token budget.
+        """
         if output.total_num_scheduled_tokens:
-            self._scheduled.append((output, now_s, output.total_num_scheduled_tokens >= budget))
+            self._scheduled.append((output, now_s, is_full))
 
     def finish(self, output: Any, now_s: float) -> None:
         """The results of a step have arrived."""
