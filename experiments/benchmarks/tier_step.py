@@ -33,8 +33,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 import tenuto.vllm
+from experiments.benchmarks.scheduler_step import TimedEngine
 from tenuto.vllm.compat_specs import PREFETCH
-from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
+from tests.vllm.workerless import make_config, make_request, make_scheduler
 
 NUM_RUNNING = 128
 STEP_TOKENS = 8192
@@ -54,7 +55,7 @@ ARMS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
-class TieredEngine(Engine):
+class TieredEngine(TimedEngine):
     """Counts the scheduler's processor time; copies end one step after they began."""
 
     def __init__(self, cls: type, spec: dict[str, Any]) -> None:
@@ -69,7 +70,6 @@ class TieredEngine(Engine):
             },
         )
         super().__init__(make_scheduler(cls, config, num_blocks=NUM_BLOCKS), depth=2)
-        self.scheduler_s = 0.0
         self.num_steps = self.num_loads = self.num_stores = 0
         self._copies: list[Any] = []
 
@@ -81,17 +81,7 @@ class TieredEngine(Engine):
     def step(self) -> Any:
         """One step of the scheduler, and the output of an earlier one."""
         self.num_steps += 1
-        before_s = time.process_time()
-        output = self.scheduler.schedule()
-        self.scheduler_s += time.process_time() - before_s
-        self._in_flight.append((output, self._run(output)))
-        keep = self._depth - 1 if output.total_num_scheduled_tokens else 0
-        while len(self._in_flight) > keep:
-            output, result = self._in_flight.popleft()
-            before_s = time.process_time()
-            self.scheduler.update_from_output(output, result)
-            self.scheduler_s += time.process_time() - before_s
-        return output
+        return super().step()
 
     def _run(self, output: Any) -> ModelRunnerOutput:
         result = super()._run(output)

@@ -164,11 +164,12 @@ class TieredEngine(Engine):
         metas = dict(
             zip(self._connectors, meta.metadata if len(self._connectors) > 1 else (meta,), strict=True)
         )
+        # First of all, as in vLLM's model runner: copies out of blocks that are others' from this step on.
+        if self._worker is not None:
+            self._worker.handle_preemptions(metas["ours"])
         # What the other loads before the step, and beside it.
         self._other_loads += metas["other"].loads if "other" in metas else []
         received = self._load_for_other(before_step=True)
-        if self._worker is not None:
-            self._worker.handle_preemptions(metas["ours"])
         self._compute(output)
         result = super()._run(output)
         received |= self._load_for_other(before_step=False)

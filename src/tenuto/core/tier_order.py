@@ -32,13 +32,17 @@ class Way(NamedTuple):
     """Chunks that could follow, but what would have to go for them goes behind them."""
 
 
+Rank = tuple[Key, int, int]
+"""What goes first: the policy's key, the number of the use, and the chunk's in the sequence, negative."""
+
+
 @dataclass(slots=True)
 class _Chunk:
     before: Hashable | None
     """The chunk that this one continues."""
     needs_before: bool
     """Whether this chunk is worth nothing without the one before it."""
-    rank: tuple[Key, int, int]
+    rank: Rank
     owner: Hashable | None
     num_pins: int = 0
 
@@ -62,7 +66,7 @@ class TierOrder:
         self._chunks: dict[Hashable, _Chunk] = {}
         self._num_behind: dict[Hashable, int] = {}
         self._tails: dict[Hashable, Hashable] = {}
-        self._heap: list[tuple[tuple[Key, int, int], int, Hashable]] = []
+        self._heap: list[tuple[Rank, int, Hashable]] = []
         self._num_uses = 0
         self._num_pushed = 0
 
@@ -80,12 +84,11 @@ class TierOrder:
         self._num_uses += 1
         return self._num_uses
 
-    def put(  # noqa: PLR0913 - all of one chunk
+    def put(
         self,
         chunk: Hashable,
         before: Hashable | None,
-        key: Key,
-        place: tuple[int, int],
+        rank: Rank,
         *,
         owner: Hashable | None = None,
         needs_before: bool = True,
@@ -93,10 +96,8 @@ class TierOrder:
     ) -> None:
         """Add a chunk, or give it a new rank.
 
-        `place`: the number of the use, and the chunk's in the sequence. `owner`: the job that used it last.
-        Keys of one tier are comparable.
+        `owner`: the job that used it last. Keys of one tier are comparable.
         """
-        rank = (key, place[0], -place[1])
         known = self._chunks.get(chunk)
         if known is None:
             self._chunks[chunk] = _Chunk(before, needs_before, rank, owner, num_pins)
@@ -109,13 +110,14 @@ class TierOrder:
             known.rank, known.owner = rank, owner
         if owner is not None:
             self._tails[owner] = chunk
-        self._offer(chunk)
+        if chunk not in self._num_behind:
+            self._offer(chunk)
 
     def use(self, chunks: Sequence[Hashable], key: Key, owner: Hashable | None = None) -> None:
         """A turn used these chunks, which follow each other from its start; those that are new are added."""
         use, before = self.begin_use(), None
         for number, chunk in enumerate(chunks):
-            self.put(chunk, before, key, (use, number), owner=owner)
+            self.put(chunk, before, (key, use, -number), owner=owner)
             before = chunk
 
     def pin(self, chunk: Hashable) -> None:
@@ -174,7 +176,7 @@ class TierOrder:
 
         `up_to`: only a chunk whose key is not greater. `spared`: chunks that stay.
         """
-        passed: list[tuple[tuple[Key, int, int], int, Hashable]] = []
+        passed: list[tuple[Rank, int, Hashable]] = []
         chosen: Hashable | None = None
         while self._heap:
             entry = self._heap[0]
@@ -248,7 +250,7 @@ class TierOrder:
         self._num_pushed += 1
         heapq.heappush(self._heap, (found.rank, self._num_pushed, chunk))
 
-    def _is_current(self, entry: tuple[tuple[Key, int, int], int, Hashable]) -> bool:
+    def _is_current(self, entry: tuple[Rank, int, Hashable]) -> bool:
         found = self._chunks.get(entry[2])
         return (
             found is not None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -43,41 +43,44 @@ MAX_PENDING_S = 30.0
 """A request waits for a chunk that is on its way at most this long; then it computes it."""
 
 
-def get_group(key: bytes) -> int:
-    """The layer group of a chunk's key."""
-    return int(get_offload_group_idx(key))
+class Place(NamedTuple):
+    """Where a chunk stands in its request."""
+
+    before: bytes | None
+    """The chunk that it continues; None for a first one, and for a part of a block."""
+    end: int
+    """Where it ends, in tokens."""
+    group: int
+    """Its layer group."""
 
 
 class Chains:
     """Which chunk of a request continues which, for all its layer groups."""
 
     def __init__(self) -> None:
-        self._before: dict[bytes, bytes | None] = {}
-        self._ends: dict[bytes, int] = {}
+        self._places: dict[bytes, Place] = {}
         self._last: dict[int, tuple[bytes, int, int]] = {}
 
     def __iter__(self) -> Iterator[bytes]:
         """All chunks so far."""
-        return iter(self._ends)
+        return iter(self._places)
 
-    def get_before(self, key: bytes) -> bytes | None:
-        """The chunk that this one continues; None for a first one."""
-        return self._before.get(key)
-
-    def get_number(self, key: bytes) -> int:
-        """Where this chunk ends, in tokens."""
-        return self._ends.get(key, 0)
+    def get(self, key: bytes) -> Place:
+        """A chunk's place; one that vLLM has not numbered stands alone."""
+        return self._places.get(key) or Place(None, 0, int(get_offload_group_idx(key)))
 
     def extend(self, positions: dict[bytes, int]) -> None:
         """Take up the keys that vLLM has numbered since; takes time for the new ones only."""
-        for key, end in islice(positions.items(), len(self._ends), None):
-            self._ends[key] = end
-            group = get_group(key)
+        places = self._places
+        for key, end in islice(positions.items(), len(places), None):
+            group = int(get_offload_group_idx(key))
             last, last_end, size = self._last.get(group, (None, 0, end))
             # A key elsewhere than one chunk behind the last belongs to a part of a block, and to no chain.
             if end - last_end == size:
-                self._before[key] = last
+                places[key] = Place(last, end, group)
                 self._last[group] = (key, end, size)
+            else:
+                places[key] = Place(None, end, group)
 
 
 def get_chains(req_context: Any) -> Chains:

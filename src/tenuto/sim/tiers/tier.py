@@ -107,7 +107,7 @@ class Tier:
         number = order.begin_use()
         for place in range(first, num_hit + len(way.new)):
             before = chunks[place - 1] if place else None
-            order.put(chunks[place], before, use.key, (number, place), owner=use.owner)
+            order.put(chunks[place], before, (use.key, number, -place), owner=use.owner)
         return tuple(way.new)
 
     def hold(self, chunks: Sequence[Hashable], until_s: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tenuto.core.tier_order import TierOrder, Use, Way
-from tenuto.vllm.compat_offload import CachePolicy, Chains, get_group
+from tenuto.vllm.compat_offload import CachePolicy, Chains
 
 
 class OrderedChunks(CachePolicy):  # type: ignore[misc]
@@ -19,7 +19,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         self.windowed_groups: frozenset[int] = frozenset()
         """Layer groups with windows or states: their chunks do not build on the ones before them."""
         self._chunks: dict[Any, Any] = {}
-        self._chains: Chains | None = None
+        self._chains = Chains()
         self._use = Use()
         self._number = 0
 
@@ -34,7 +34,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         """The chunk with this key, if it is there or on its way."""
         return self._chunks.get(key)
 
-    def insert(self, key: Any, chunk: Any) -> None:
+    def insert(self, key: Any, chunk: Any, req_context: Any = None) -> None:
         """A chunk is about to be written; it stays until that has ended."""
         self._chunks[key] = chunk
         self._put(key, num_pins=0 if chunk.ref_cnt == 0 else 1)
@@ -46,9 +46,10 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
         """These chunks were used, in this order."""
+        chunks, put = self._chunks, self._put
         for key in keys:
-            if key in self._chunks:
-                self._put(key)
+            if key in chunks:
+                put(key)
 
     def on_store_miss(self, keys: Iterable[Any], req_context: Any) -> None:
         """Nothing: a chunk gets its rank when it is inserted."""
@@ -91,19 +92,12 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
 
     def _get_needed(self, key: Any) -> Any | None:
         """The chunk without which this one is worth nothing; None if there is none."""
-        if self._chains is None or get_group(key) in self.windowed_groups:
-            return None
-        return self._chains.get_before(key)
+        place = self._chains.get(key)
+        return None if place.group in self.windowed_groups else place.before
 
     def _put(self, key: Any, num_pins: int = 0) -> None:
-        assert self._chains is not None, "no request has begun"
-        use, group = self._use, get_group(key)
-        self.order.put(
-            key,
-            self._chains.get_before(key),
-            use.key,
-            (self._number, self._chains.get_number(key)),
-            owner=None if use.owner is None else (use.owner, group),
-            needs_before=group not in self.windowed_groups,
-            num_pins=num_pins,
-        )
+        use, (before, end, group) = self._use, self._chains.get(key)
+        owner = None if use.owner is None else (use.owner, group)
+        needs_before = group not in self.windowed_groups
+        rank = (use.key, self._number, -end)
+        self.order.put(key, before, rank, owner=owner, needs_before=needs_before, num_pins=num_pins)
