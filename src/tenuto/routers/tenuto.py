@@ -114,17 +114,17 @@ class Tenuto(Router):
         found = self._prefixes.find(turn.parts)
         best, best_gain, is_copied = home, 0.0, False
         for engine in fleet.engines.values():
-            if engine is home or not self._has_room(engine, turn):
-                continue
             missing = self._count_new(turn, engine.name, found) - own
             cost, copies = missing / engine.info.speed, False
-            there = self._get_delay(engine, own + missing)
             copy = self._get_copy_work(missing, fleet)
             if copy is not None and copy < cost:
-                cost, copies, there = copy, True, self._get_delay(engine, own) + copy
-            gain = stay - there
-            if gain > max(best_gain, self.move_cost * cost):
-                best, best_gain, is_copied = engine, gain, copies
+                cost, copies = copy, True
+            wanted = max(best_gain, self.move_cost * cost)
+            if engine is home or stay - cost <= wanted:  # so most engines are left out at little cost
+                continue
+            there = self._get_delay(engine, own) + cost if copies else self._get_delay(engine, own + missing)
+            if stay - there > wanted and self._has_room(engine, turn):
+                best, best_gain, is_copied = engine, stay - there, copies
         return Send(best.name, home.name if is_copied else None)
 
     def _get_delay(self, engine: EngineSeen, num_new_tokens: float) -> float:
