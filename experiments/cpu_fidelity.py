@@ -169,7 +169,7 @@ def make_ab_options(urls: dict[str, str], parsed: argparse.Namespace) -> AbOptio
     )
     return AbOptions(
         arms=tuple(Arm(policy, "url", url) for policy, url in urls.items()),
-        bench=BenchOptions(url=next(iter(urls.values())), load=load),
+        bench=BenchOptions(urls=(next(iter(urls.values())),), load=load),
         out=parsed.out / "ab",
         repeats=parsed.repeats,
     )

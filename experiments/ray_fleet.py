@@ -115,7 +115,11 @@ def run(router: str, args: argparse.Namespace) -> dict[str, Any]:
         engines = serve_fleet(router, args, port)
         load = LoadOptions(jps=args.jps, max_jobs=args.jobs, scale_lengths=0.5, hints=args.hints, seed=1)
         options = BenchOptions(
-            url=f"http://127.0.0.1:{port}", engine_urls=tuple(engines), load=load, retries=3, answers="server"
+            urls=(f"http://127.0.0.1:{port}",),
+            engine_urls=tuple(engines),
+            load=load,
+            retries=3,
+            answers="server",
         )
         with RunFiles(None) as files:
             result = asyncio.run(measure(options, make_workload(load), files))

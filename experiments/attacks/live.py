@@ -35,6 +35,7 @@ from tenuto.client.http.prompts import TokenIds
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.load.records import Sending
 from tenuto.client.load.runner import Load
+from tenuto.client.load.servers import OneServer
 from tenuto.client.servers.local_server import ServerError, run_server
 from tenuto.records.schema import TurnRecord
 from tenuto.workload.turn_driver import TurnDriver
@@ -109,7 +110,7 @@ async def attack_server(url: str, attack: Attack, scene: Scene, limit_s: float) 
     writer = RequestWriter(MODEL_NAME, TokenIds(), run_id, make_say(attack), quotes_answers=False)
     async with Client(url, api_key=None, timeout_s=limit_s + 60) as client:
         sending = Sending(is_exact=True, block_size=BLOCK_SIZE)
-        load = Load(TurnDriver(workload), client, writer, records.append, sending=sending)
+        load = Load(TurnDriver(workload), OneServer(client), writer, records.append, sending=sending)
         asyncio.get_running_loop().call_later(limit_s, load.stop)
         await load.run()
     return records

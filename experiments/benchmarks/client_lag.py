@@ -25,7 +25,7 @@ from tenuto.workload.load_options import LoadOptions, make_workload
 
 def run(url: str, args: argparse.Namespace) -> dict[str, Any]:
     load = LoadOptions(workload=args.workload, users=args.users, max_jobs=args.jobs)
-    options = BenchOptions(url=url, load=load)
+    options = BenchOptions(urls=(url,), load=load)
     with RunFiles(None) as files:
         return asyncio.run(measure(options, make_workload(load), files))
 

@@ -108,7 +108,7 @@ def run_tenuto(server: Server, load: LoadOptions, workload: Workload, folder: Pa
     """The means that `tenuto bench` reports."""
     # Neither client reads the server's metrics meanwhile.
     options = BenchOptions(
-        url=server.url, load=load, model=server.model, answers="workload", metrics_interval_s=0
+        urls=(server.url,), load=load, model=server.model, answers="workload", metrics_interval_s=0
     )
     with RunFiles(folder) as files:
         result = asyncio.run(measure(options, workload, files))

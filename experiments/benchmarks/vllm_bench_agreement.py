@@ -98,7 +98,7 @@ def run_vllm(args: argparse.Namespace, url: str, model: str, trace: Path, folder
 def run_tenuto(args: argparse.Namespace, url: str, model: str, trace: Path, folder: Path) -> Figures:
     """The figures of `tenuto bench --workload TRACE --loop open`."""
     load = LoadOptions(workload=str(trace), loop="open", goodput=tuple(args.goodput))
-    options = BenchOptions(url=url, load=load, model=model, metrics_interval_s=0)
+    options = BenchOptions(urls=(url,), load=load, model=model, metrics_interval_s=0)
     with RunFiles(folder / "tenuto") as files:
         result = asyncio.run(measure(options, make_workload(load), files))
     if result["turns"]["ok"] != args.requests:

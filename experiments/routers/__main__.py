@@ -111,7 +111,7 @@ def run_row(row: Row, args: argparse.Namespace, seed: int, folder: Path) -> dict
             timer = threading.Timer(row.kill_after_s, kill, (engines[1],))
             stack.callback(timer.cancel)
             timer.start()
-        options = BenchOptions(url=router.url, load=load, retries=5)
+        options = BenchOptions(urls=(router.url,), load=load, retries=5)
         with RunFiles(None) as files:
             result = asyncio.run(measure(options, make_workload(load), files))
         turns = [] if row.kill_after_s is not None else [count_turns(url) for url in urls]

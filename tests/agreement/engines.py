@@ -293,7 +293,7 @@ def run_bench(
     async def measure() -> dict[str, Any]:
         with open_files(folder) as files:
             return await run_module.measure(
-                BenchOptions(url=live.url, load=load, run_id=SALT), make_workload(load), files
+                BenchOptions(urls=(live.url,), load=load, run_id=SALT), make_workload(load), files
             )
 
     return BenchRun(asyncio.run(measure()), folder)

@@ -94,7 +94,7 @@ def bench(trace: Path, tmp_path: Path) -> Callable[..., Ran]:
 
         async def run() -> dict[str, Any]:
             async with used:
-                bench_options = BenchOptions(url=used.url, load=load, **options)
+                bench_options = BenchOptions(urls=(used.url,), load=load, **options)
                 with RunFiles(folder) as files:
                     return await run_module.measure(bench_options, workload, files)
 

@@ -225,7 +225,7 @@ def test_control_c_ends_commands(bench: Callable[..., Ran], command_trace: Path,
 @pytest.mark.parametrize("limit_s", [0.0, -1.0, float("inf"), float("nan")])
 def test_the_limit_must_be_one(limit_s: float) -> None:
     with pytest.raises(ConfigError, match="--command-limit must be"):
-        BenchOptions(url="http://h", command_limit_s=limit_s)
+        BenchOptions(urls=("http://h",), command_limit_s=limit_s)
 
 
 def refuse_lengths(request: Request) -> Reply:

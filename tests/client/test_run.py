@@ -63,12 +63,14 @@ def test_options_as_parsed() -> None:
         hints="tool",
     )
     assert options == BenchOptions(
-        url="http://h:1", load=load, model="m", api_key="k", prompts="words", answers="workload",
+        urls=("http://h:1",), load=load, model="m", api_key="k", prompts="words", answers="workload",
         timeout_s=60.0, retries=1, run_id="r", policy="stock", gpu="H200", out=Path("d"), as_json=True,
     )  # fmt: skip
     plain = parse("--url", "http://h:1", "--users", "3", "--loop", "open")
     assert plain.load == LoadOptions(users=3, loop="open")
-    assert plain == BenchOptions(url="http://h:1", load=plain.load, api_key=os.environ.get("OPENAI_API_KEY"))
+    assert plain == BenchOptions(
+        urls=("http://h:1",), load=plain.load, api_key=os.environ.get("OPENAI_API_KEY")
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
 def run(
     server: LocalServer, out: Path, capsys: pytest.CaptureFixture[str], **options: Any
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    status = run_bench(BenchOptions(url=server.url, load=LOAD, out=out, as_json=True, **options))
+    status = run_bench(BenchOptions(urls=(server.url,), load=LOAD, out=out, as_json=True, **options))
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert status == 0, result["client"]
     return result, read_lines(out / "turns.jsonl")

@@ -50,7 +50,7 @@ def bench(live: Live, folder: Path, load: LoadOptions, **options: Any) -> tuple[
     async def run() -> dict[str, Any]:
         with RunFiles(folder) as files:
             return await run_module.measure(
-                BenchOptions(url=live.url, load=load, **options), make_workload(load), files
+                BenchOptions(urls=(live.url,), load=load, **options), make_workload(load), files
             )
 
     result = asyncio.run(run())

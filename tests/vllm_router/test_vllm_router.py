@@ -69,7 +69,7 @@ def test_no_job_is_lost_when_an_engine_dies_under_load(tmp_path: Path) -> None:
             router = run_router(tmp_path, [first.url, second.url], *HASH, *WATCH)
             with router as server:
                 load = LoadOptions(jps=10.0, max_jobs=12, scale_lengths=0.4, scale_turns=0.5)
-                options = BenchOptions(url=server.url, load=load, retries=8, metrics_interval_s=0.3)
+                options = BenchOptions(urls=(server.url,), load=load, retries=8, metrics_interval_s=0.3)
                 killer = threading.Thread(target=kill_once_it_served, args=(second,))
                 killer.start()
                 with RunFiles(tmp_path / "out") as files:

@@ -56,7 +56,9 @@ def read_ab_options(given: Given) -> AbOptions:
     """The comparison's options; its runs are those of `tenuto bench`."""
     arms = given.read(ArmOptions)
     url = next((arm.target for arm in arms.arms if not arm.is_local), "http://127.0.0.1")
-    bench = given.read(BenchOptions, url=url, model=None, out=None, csv=None, as_json=False, engine_urls=())
+    bench = given.read(
+        BenchOptions, urls=(url,), model=None, out=None, csv=None, as_json=False, engine_urls=()
+    )
     return given.read(AbOptions, bench=bench)
 
 

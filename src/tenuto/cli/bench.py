@@ -22,6 +22,8 @@ examples:
       three loads, one after the other; tenuto report runs/sweep draws them
   tenuto bench --url http://localhost:8000 --users 32 --max-jobs 200
       32 users; each begins a job when the user's last job has ended
+  tenuto bench --url http://a:8000 --url http://b:8000 --router tenuto --jps 2 --retries 5
+      two engines without a router in front: the bench says where each turn goes
   tenuto bench --url http://localhost:8000 --workload trace.jsonl --loop open --scale-rate 2
       a recorded trace at its own times, twice as fast
 """

@@ -43,7 +43,7 @@ def test_options_as_parsed() -> None:
         True,
     )
     bench = options.get_run_options(options.arms[1], "http://h:9", 3, "r")
-    assert (bench.url, bench.policy, bench.run_id, bench.load.seed) == ("http://h:9", "b", "r", 45)
+    assert (bench.urls, bench.policy, bench.run_id, bench.load.seed) == (("http://h:9",), "b", "r", 45)
     assert (bench.load.jps, bench.load.hints, bench.api_key, bench.gpu) == (2.0, "job", "k", "G")
     assert (bench.model, bench.out) == (None, None)
 

@@ -12,7 +12,7 @@ from typing import Literal
 from tenuto.client.http.address import check_url
 from tenuto.core.errors import ConfigError
 
-SYNTAX = "NAME=URL, NAME=vllm, NAME=policy:POLICY[,key=value…] or NAME=sim:POLICY[,key=value…]"
+SYNTAX = "NAME=URL[,URL…], NAME=vllm, NAME=policy:POLICY[,key=value…] or NAME=sim:POLICY[,key=value…]"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 _DETAILS = "--enable-prompt-tokens-details"
 """Makes vLLM report the number of cached tokens in each answer; the bench counts them."""
@@ -29,7 +29,7 @@ class Arm:
     """Label of the results, also used in file names."""
     kind: Kind
     target: str = ""
-    """The server's URL, or the policy's name."""
+    """The server's URL, several with commas, or the policy's name."""
     options: tuple[str, ...] = ()
     """The policy's options, as KEY=VALUE."""
 
@@ -50,7 +50,8 @@ def parse_arm(text: str) -> Arm:
     if not equals or not _NAME.fullmatch(name):
         raise ConfigError(f"--arm wants {SYNTAX}, the name of letters, digits, dots and dashes; got {text!r}")
     if what.startswith(("http://", "https://")):
-        check_url(what, f"--arm {name}")
+        for url in what.split(","):
+            check_url(url, f"--arm {name}")
         return Arm(name, "url", what)
     if what == "vllm":
         return Arm(name, "vllm")

@@ -164,5 +164,11 @@ class AbOptions(ArmOptions):
         model = self.model if is_named else None
         engines = self.engine_urls.get(arm.name, ())
         return replace(
-            self.bench, url=url, engine_urls=engines, load=load, model=model, run_id=run_id, policy=arm.name
+            self.bench,
+            urls=tuple(url.split(",")),
+            engine_urls=engines,
+            load=load,
+            model=model,
+            run_id=run_id,
+            policy=arm.name,
         )

@@ -104,7 +104,7 @@ def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, server: Ready) -
     )
     if server.is_fresh and options.warmup_jobs:
         _warm_up(run_options, options.warmup_jobs)
-    is_emptied = empty_cache(server.url, run_options.api_key, run_options.engine_urls)
+    is_emptied = empty_cache(run_options.urls, run_options.api_key, run_options.engine_urls)
     with RunFiles(folder.get_run(slot)) as files:
         result = _measure(run_options, files)
         server.check()

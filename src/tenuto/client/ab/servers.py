@@ -124,7 +124,8 @@ def check_arm(arm: Arm, api_key: str | None) -> None:
                 load_policy(arm.target, dict(parse_option(each) for each in arm.options))
             return
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        httpx.get(f"{get_base_url(arm.target)}/v1/models", headers=headers, timeout=ANSWER_S)
+        for url in arm.target.split(","):
+            httpx.get(f"{get_base_url(url)}/v1/models", headers=headers, timeout=ANSWER_S)
     except httpx.HTTPError as error:
         raise ServerError(
             f"--arm {arm.name}: {arm.target} does not answer ({error or type(error).__name__}); is the "

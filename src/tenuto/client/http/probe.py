@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tenuto.client.http.client import Client, RequestFailed
@@ -43,6 +43,13 @@ class Server:
     """The server's answers include their token ids."""
     sim_speed: float | None = None
     """Simulated seconds per real second of a simulated server; None for a real one."""
+
+    def also(self, other: Server) -> Server:
+        """This server and another one beside it: what both can do."""
+        lengths = [each for each in (self.max_model_len, other.max_model_len) if each is not None]
+        return replace(
+            self, max_model_len=min(lengths, default=None), sends_ids=self.sends_ids and other.sends_ids
+        )
 
 
 async def probe_server(

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tenuto.client.http.address import check_api_key, check_engine_urls, check_url
+from tenuto.client.http.address import check_api_key, check_engine_urls, check_url, get_base_url
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 from tenuto.workload.load_options import JPS_HELP, LoadOptions
@@ -70,7 +70,20 @@ class BenchOptions(RequestOptions):
 
     GROUP = "the run"
 
-    url: str = option(MISSING, "the server or router, e.g. http://localhost:8000", metavar="URL")
+    urls: tuple[str, ...] = option(
+        MISSING,
+        "the server or router, e.g. http://localhost:8000. May be repeated: several engines without a router "
+        "in front, among which --router chooses",
+        flag="--url",
+        metavar="URL",
+        is_repeatable=True,
+    )
+    router: str = option(
+        "tenuto",
+        "with several --url: which of them a turn goes to, a router's name (see docs/fleet.md) or "
+        "file.py:Class",
+        metavar="NAME",
+    )
     engine_urls: tuple[str, ...] = option(
         (),
         "an engine behind a router: metrics come from there, turns go to --url. May be repeated",
@@ -100,7 +113,10 @@ class BenchOptions(RequestOptions):
 
     def __post_init__(self) -> None:
         """Check the options. Raises ConfigError."""
-        check_url(self.url)
+        for url in self.urls:
+            check_url(url)
+        if len({get_base_url(url) for url in self.urls}) < len(self.urls):
+            raise ConfigError(f"--url names an engine twice: {', '.join(self.urls)}")
         check_engine_urls(self.engine_urls)
         super().__post_init__()
 

@@ -29,6 +29,7 @@ from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.records import Sending
 from tenuto.client.load.result import Labels, format_result, make_result
 from tenuto.client.load.runner import Load
+from tenuto.client.load.servers import OneServer, RoutedServers
 from tenuto.client.load.validity import read_simulated_server
 from tenuto.client.servers.engine_metrics import Engines, ask_engines
 from tenuto.client.servers.scrape import (
@@ -102,12 +103,13 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
         runs_commands=options.run_commands,
     )
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(_make_client(options, options.url))
-        urls = await ask_engines(client, options.engine_urls)
-        behind = [await stack.enter_async_context(_make_client(options, url)) for url in urls]
-        setup = await _prepare(client, Engines(behind or [client]), options, workload)
-        say(f"{len(workload.jobs)} jobs of {workload.name} on {setup.server.model} at {client.url}")
-        outcome = await _run_load(client, setup, turns, files)
+        clients = [await stack.enter_async_context(_make_client(options, url)) for url in options.urls]
+        urls = [url for client in clients for url in await ask_engines(client, options.engine_urls)]
+        behind = [await stack.enter_async_context(_make_client(options, url)) for url in dict.fromkeys(urls)]
+        setup = await _prepare(clients, Engines(behind or clients), options, workload)
+        where = ", ".join(client.url for client in clients)
+        say(f"{len(workload.jobs)} jobs of {workload.name} on {setup.server.model} at {where}")
+        outcome = await _run_load(setup, turns, files)
     labels = Labels(
         model=setup.server.model,
         policy=options.policy,
@@ -133,19 +135,26 @@ class _Setup:
     writer: RequestWriter
     engines: Engines
     """Whose metrics are read: the server's own, or those of the engines behind a router."""
+    servers: OneServer | RoutedServers
+    """Where turns go."""
 
 
 def _make_client(options: BenchOptions, url: str) -> Client:
     return Client(url, api_key=options.api_key, timeout_s=options.timeout_s)
 
 
-async def _prepare(client: Client, engines: Engines, options: BenchOptions, workload: Workload) -> _Setup:
+async def _prepare(
+    clients: Sequence[Client], engines: Engines, options: BenchOptions, workload: Workload
+) -> _Setup:
     form = FORMS[options.prompts]()
     run_id = options.run_id or f"run-{secrets.token_hex(4)}"
     forced_format = None if options.force_format is None else read_format(options.force_format)
     say_hints = HINTS[options.load.hints]
-    server = await probe_server(client, form, options.model, run_id, say_hints, forced_format)
-    if engines.urls != [client.url]:
+    first, *others = clients
+    server = await probe_server(first, form, options.model, run_id, say_hints, forced_format)
+    for each in others:
+        server = server.also(await probe_server(each, form, server.model, run_id, say_hints, forced_format))
+    if engines.urls != [first.url]:
         server = await _read_engines(server, engines)
     check_lengths(workload, server)
     quotes_answers = options.answers == "server" and forced_format is None
@@ -160,7 +169,8 @@ async def _prepare(client: Client, engines: Engines, options: BenchOptions, work
         quotes_answers=quotes_answers,
         forced_format=forced_format,
     )
-    return _Setup(options, workload, server, writer, engines)
+    servers = RoutedServers(clients, options.router, say_hints) if others else OneServer(first)
+    return _Setup(options, workload, server, writer, engines, servers)
 
 
 async def _read_engines(server: Server, engines: Engines) -> Server:
@@ -169,11 +179,11 @@ async def _read_engines(server: Server, engines: Engines) -> Server:
         pages = await engines.get_pages()
         totals = await engines.get_totals()
     except RequestFailed as error:
-        say(f"no engine behind the router shows metrics here ({error}): there are none in the result")
+        say(f"no engine shows its metrics here ({error}): there are none in the result")
         return replace(server, block_size=None, totals=None)
     if missing := [url for url in engines.urls if url not in pages]:
         say(f"no metrics of {', '.join(missing)}")
-    say(f"a router; turns go through it, metrics come from {', '.join(pages)}")
+    say(f"several engines; metrics come from {', '.join(pages)}")
     text = "\n".join(pages.values())
     return replace(
         server,
@@ -183,7 +193,7 @@ async def _read_engines(server: Server, engines: Engines) -> Server:
     )
 
 
-async def _run_load(client: Client, setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcome:
+async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcome:
     records: list[TurnRecord] = []
     commands: list[CommandRecord] = []
     progress = live.Progress(setup.workload)
@@ -203,7 +213,7 @@ async def _run_load(client: Client, setup: _Setup, turns: TurnDriver, files: Run
     with Interruption() as interruption, runner or nullcontext():
         load = Load(
             turns,
-            client,
+            setup.servers,
             setup.writer,
             on_record,
             sending=Sending(
@@ -237,8 +247,16 @@ async def _run_load(client: Client, setup: _Setup, turns: TurnDriver, files: Run
         loop_lags_s=lags_s,
         itl_s=load.gaps.summarise(),
         commands=commands,
-        fleet=setup.engines.summarise() if growth is not None else None,
+        fleet=_summarise(setup) if growth is not None else None,
     )
+
+
+def _summarise(setup: _Setup) -> dict[str, Any] | None:
+    """What the engines did, and the router if the bench itself was one."""
+    fleet = setup.engines.summarise()
+    if fleet is not None and isinstance(setup.servers, RoutedServers):
+        fleet |= setup.servers.summarise()
+    return fleet
 
 
 async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -282,8 +300,9 @@ async def _ask_totals(engines: Engines, settle_s: float) -> Totals:
 def _get_settings(setup: _Setup) -> dict[str, object]:
     options = setup.options
     return {
-        "url": options.url,
-        "engine_urls": setup.engines.urls if setup.engines.urls != [get_base_url(options.url)] else [],
+        "url": ",".join(options.urls),
+        "router": options.router if len(options.urls) > 1 else None,
+        "engine_urls": setup.engines.urls if setup.engines.urls != [get_base_url(options.urls[0])] else [],
         "run_id": setup.writer.run_id,
         "prompts": options.prompts,
         "answers": "server" if setup.writer.quotes_answers else "workload",

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from tenuto.client.http.client import Client, RequestFailed
+from tenuto.client.http.client import RequestFailed
 from tenuto.client.http.prompts import Conversation
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.http.stream import Answer
 from tenuto.client.load.commands import CommandRunner
 from tenuto.client.load.records import Flight, Sending, make_record
+from tenuto.client.load.servers import Sender, Servers
 from tenuto.records.gaps import Gaps
 from tenuto.records.schema import Failure, Status, TurnRecord
 from tenuto.workload.schema import Job
@@ -45,7 +46,7 @@ class Load:
     def __init__(
         self,
         turns: TurnDriver,
-        client: Client,
+        servers: Servers,
         writer: RequestWriter,
         on_record: Callable[[TurnRecord], None],
         *,
@@ -56,7 +57,7 @@ class Load:
         """Turns that were sent, or are about to be sent, and have not ended."""
         self.num_started_jobs = 0
         self._turns = turns
-        self._client = client
+        self._servers = servers
         self._writer = writer
         self._on_record = on_record
         self._sending = sending
@@ -144,10 +145,17 @@ class Load:
             flight.before = job.turns[self._last_finished[job.job_id]]
         flight.sent_s = self.get_now_s()
         self._schedule(self._turns.on_sent(job.job_id, index, flight.sent_s))
+        with self._servers.open_turn(flight.due) as sender:
+            await self._try_to_send(flight, sender, body, headers)
+
+    async def _try_to_send(
+        self, flight: Flight, sender: Sender, body: bytes, headers: Mapping[str, str]
+    ) -> None:
+        job, index, _ = flight.due
         for attempt in count():
             sent_s = self.get_now_s()
             try:
-                answer = await self._client.stream_answer(self._writer.form.path, body, headers)
+                answer = await sender.stream_answer(self._writer.form.path, body, headers)
             except RequestFailed as error:
                 flight.failures.append(Failure(error.kind, str(error), sent_s, self.get_now_s()))
                 if attempt == self._sending.retries or not error.can_retry:

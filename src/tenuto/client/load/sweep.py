@@ -43,7 +43,7 @@ def run_sweep(runs: Sequence[BenchOptions]) -> int:
             results.append(found)
             continue
         say(f"{number} of {len(runs)}: {name}")
-        is_emptied = empty_cache(options.url, options.api_key, options.engine_urls)
+        is_emptied = empty_cache(options.urls, options.api_key, options.engine_urls)
         run_id = f"{options.run_id}-{options.load.jps:g}" if options.run_id else None
         with RunFiles(folder, replaces=True) as files:
             result = asyncio.run(measure(replace(options, run_id=run_id), make_workload(options.load), files))
@@ -73,7 +73,7 @@ def _try_read(folder: Path | None, options: BenchOptions) -> Result | None:
     if not isinstance(client, dict) or client.get("interrupted"):
         return None
     now: Result = json.loads(json.dumps(get_config(options.load)))
-    if values.get("config") != now or client.get("url") != options.url:
+    if values.get("config") != now or client.get("url") != ",".join(options.urls):
         raise ConfigError(
             f"--out: {folder} holds a run of another load or server; name another folder, or repeat the same "
             "command to go on"

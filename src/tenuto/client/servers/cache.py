@@ -14,17 +14,17 @@ RESET_LIMIT_S = 30.0
 """If a server still holds blocks this many seconds after a run, its cache counts as not emptied."""
 
 
-def empty_cache(url: str, api_key: str | None, engine_urls: Sequence[str] = ()) -> bool:
-    """Empty a server's prefix cache, or those of the engines behind a router.
+def empty_cache(urls: Sequence[str], api_key: str | None, engine_urls: Sequence[str] = ()) -> bool:
+    """Empty the prefix caches of servers, or those of the engines behind routers.
 
     False if a server does not support this or keeps holding blocks.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=get_base_url(url), headers=headers, timeout=10) as client:
-        urls = find_engines(client, engine_urls) or (get_base_url(url),)
-        # A list: all are emptied, even if one of them cannot be.
-        emptied = [_empty_one(client, each) for each in urls]
-        return all(emptied)
+    emptied = []  # a list: all are emptied, even if one of them cannot be
+    for url in map(get_base_url, urls):
+        with httpx.Client(base_url=url, headers=headers, timeout=10) as client:
+            emptied += [_empty_one(client, each) for each in find_engines(client, engine_urls) or (url,)]
+    return all(emptied)
 
 
 def _empty_one(client: httpx.Client, url: str) -> bool:

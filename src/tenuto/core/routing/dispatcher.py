@@ -86,6 +86,10 @@ class Dispatcher:
         """Turns that are held back now."""
         return len(self._held)
 
+    def is_open(self, turn_id: str) -> bool:
+        """Whether a turn came and has not ended."""
+        return turn_id in self._turns
+
     # Engines.
 
     def join(self, info: EngineInfo, now_s: float) -> list[Sending]:

@@ -6,33 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from tenuto.core.requests.hints import Hints
 from tenuto.core.routing.router import RouterNeeds
-from tenuto.core.routing.types import NO_TOKENS, Arrival, EngineMetrics, Part
+from tenuto.core.routing.types import NO_TOKENS, Arrival, EngineMetrics
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.fleet.engine import FleetEngine
 from tenuto.sim.kv.segments import Path
+from tenuto.workload.arrival import make_arrival
 from tenuto.workload.schema import TurnSpec
 from tenuto.workload.turn_driver import Due
 
 
-def get_turn_id(due: Due) -> str:
-    """What the router calls a turn."""
-    return f"{due.job.job_id}/{due.turn}"
-
-
-def make_arrival(due: Due, hints: Hints, engines: Sequence[FleetEngine], needs: RouterNeeds) -> Arrival:
+def see_arrival(due: Due, hints: Hints, engines: Sequence[FleetEngine], needs: RouterNeeds) -> Arrival:
     """A turn as its client sends it. `engines`: those that take turns."""
-    job, index, _ = due
-    turn = job.turns[index]
-    wants_parts = needs.prompts or hints.job_id is None
-    return Arrival(
-        turn_id=get_turn_id(due),
-        job_id=hints.job_id,
-        num_prompt_tokens=turn.num_prompt_tokens,
-        parts=tuple(Part(*span) for span in turn.prompt) if wants_parts else (),
-        parent=job.parent if hints.job_id is not None else None,
-        tenant=hints.tenant,
-        cached_tokens=_find_cached(turn, engines) if needs.kv_events else NO_TOKENS,
-    )
+    cached = _find_cached(due.job.turns[due.turn], engines) if needs.kv_events else NO_TOKENS
+    return make_arrival(due, hints, needs_prompt=needs.prompts, cached_tokens=cached)
 
 
 def _find_cached(turn: TurnSpec, engines: Sequence[FleetEngine]) -> Mapping[str, int]:

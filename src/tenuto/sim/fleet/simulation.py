@@ -25,9 +25,10 @@ from tenuto.sim.fleet.engine import FleetEngine
 from tenuto.sim.fleet.events import Events
 from tenuto.sim.fleet.faults import Fault
 from tenuto.sim.fleet.members import MakeEngine, Members
-from tenuto.sim.fleet.seen import get_turn_id, make_arrival, read_metrics
+from tenuto.sim.fleet.seen import read_metrics, see_arrival
 from tenuto.sim.fleet.totals import EngineCounts, FleetTotals
 from tenuto.sim.step_loop import LiveTurn, get_request_id, make_request
+from tenuto.workload.arrival import get_turn_id
 from tenuto.workload.hints import SayHints, say_last
 from tenuto.workload.reuse import count_reusable
 from tenuto.workload.schema import Workload
@@ -210,7 +211,7 @@ class FleetSimulation:
         hints = self._say_hints(due.job, due.turn)
         there = self.members.there
         ready = [there[name] for name in self.members.ready] if self._needs.kv_events else ()
-        return self.dispatcher.arrive(make_arrival(due, hints, ready, self._needs), self.now_s)
+        return self.dispatcher.arrive(see_arrival(due, hints, ready, self._needs), self.now_s)
 
     def _empty_outbox(self) -> None:
         """Deliver what the router sends. Deliveries may end nothing, so the outbox does not grow."""
