@@ -73,7 +73,7 @@ demo: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 .PHONY: test-clients
 test-clients:
 	$(PYTHON) -m venv $(VENV)-clients
-	$(VENV)-clients/bin/python -m pip install --quiet --editable '.[sim,clients]' pytest pytest-timeout
+	$(VENV)-clients/bin/python -m pip install --quiet --editable '.[sim,clients,router]' pytest pytest-timeout
 	$(VENV)-clients/bin/python -m pytest tests/unchanged_clients -W ignore::ResourceWarning \
 	  -W ignore::pytest.PytestUnraisableExceptionWarning -o filterwarnings=default $(PYTEST_ARGS)
 

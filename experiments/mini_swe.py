@@ -6,8 +6,8 @@
 
 Each agent works on a copy of a tiny project: it sends its conversation, runs the command that the model
 answers, and sends the output back. The model is far too small to work on code, so its answers are forced
-into the agent's format and choose one of a few commands. Answers are greedy. The clients send no id, so the
-router goes by content (`cache_aware`), and Tenuto knows the jobs by content.
+into the agent's format and choose one of a few commands. Answers are greedy. The clients send no id: for both
+arms, `tenuto record --name-jobs` before the router finds the job's name, by which the router pins it.
 
 It prints, for both arms: mean and longest job time, how much of each prompt was cached, and whether every
 turn's answer is the same text. An agent's pass rate hangs on nothing else than these answers.
@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from experiments.routers.processes import get_free_port, run_router
+from experiments.routers.processes import get_free_port, run_naming, run_router
 from tenuto.client.servers.local_server import LocalServer, run_server
 
 NAME = "small"
@@ -116,11 +116,12 @@ def run_arm(arm: str, args: argparse.Namespace, folder: Path) -> list[dict[str, 
         starts = [run_vllm(args, folder, arm) for _ in range(2)]
         servers = list(pool.map(stack.enter_context, starts))
         urls = [server.url for server in servers]
-        router = stack.enter_context(run_router(folder, urls, "--policy", "cache_aware"))
+        router = stack.enter_context(run_router(folder, urls, "--policy", "consistent_hash"))
+        front = stack.enter_context(run_naming(folder, router.url))
 
         def begin(number: int) -> dict[str, Any]:
             time.sleep(0.5 * number)
-            return work(router.url, number, args, folder)
+            return work(front.url, number, args, folder)
 
         return list(pool.map(begin, range(args.agents)))
 

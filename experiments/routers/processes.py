@@ -77,6 +77,18 @@ def run_router(folder: Path, engines: Sequence[str], *arguments: str) -> Iterato
         yield server
 
 
+@contextmanager
+def run_naming(folder: Path, url: str) -> Iterator[LocalServer]:
+    """Run `tenuto record --name-jobs` before a router, for clients that send no id."""
+    port = get_free_port()
+    command = [
+        *(sys.executable, "-m", "tenuto.cli", "record", "--name-jobs", "--url", url, "--port", str(port)),
+        *("--tokens", "text", "--out", str(folder / f"recorded-{port}.jsonl")),
+    ]
+    with run_server(command, port, folder / f"naming-{port}.log") as server:
+        yield server
+
+
 def kill(server: LocalServer) -> None:
     """End a server and all its processes at once, as a power cut would."""
     with contextlib.suppress(ProcessLookupError):

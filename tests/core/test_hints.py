@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from tenuto.core.requests.conversation import get_conversation_id
 from tenuto.core.requests.hints import (
     MAX_EXPECTED_TOOL_S,
     MAX_ID_CHARS,
@@ -43,6 +44,17 @@ def test_the_session_id_names_the_job_when_no_job_id_does() -> None:
     assert parse_hints({"job_id": "job"}, "session").job_id == "job"
     assert parse_hints({"job_id": [1]}, "session").job_id == "session"
     assert parse_hints(None, None).job_id is None
+
+
+def test_a_conversation_s_name_that_a_router_pins_by_is_no_stronger_than_the_content() -> None:
+    name = get_conversation_id({"messages": [{"role": "user", "content": "Mend it."}]})
+    assert name is not None
+    hints = parse_hints({}, name)
+    assert (hints.job_id, hints.conversation, hints.name) == (None, name, name)
+    assert parse_hints({"tenant": "t"}, name).conversation == f"t\t{name}"
+    assert parse_hints({"job_id": "job"}, name).job_id == "job"
+    for other in (f"{name}0", name.upper(), "conv-task-17"):
+        assert parse_hints({}, other).job_id == other
 
 
 def test_a_job_id_is_private_to_its_tenant() -> None:

@@ -92,7 +92,12 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         recorder = Recorder(checked, file, said.append)
         try:
             async with (
-                Proxy(checked.upstream, recorder.submit, ask_usage=checked.ask_usage) as proxy,
+                Proxy(
+                    checked.upstream,
+                    recorder.submit,
+                    ask_usage=checked.ask_usage,
+                    name_jobs=checked.name_jobs,
+                ) as proxy,
                 serving(proxy.make_app()) as url,
             ):
                 yield Recording(url, checked.out, recorder, said)

@@ -316,3 +316,47 @@ def test_usage_is_asked_for_without_the_client_s_seeing_it(recording: Any, has_a
         assert "complaints" not in turn
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "session"),
+    [
+        ({"messages": [{"role": "user", "content": "Mend it."}]}, {}, "conv-"),
+        ({"messages": [{"role": "user", "content": "x"}], "prompt_cache_key": "task-1"}, {}, "task-1"),
+        ({"messages": [{"role": "user", "content": "x"}]}, {"X-Session-ID": "own"}, "own"),
+        ({"messages": [{"role": "user", "content": "x"}]}, {"x-litellm-session-id": "lite"}, "lite"),
+        ({"prompt": "no conversation"}, {}, None),
+        ({"messages": 3}, {}, None),
+        (["odd"], {}, None),
+    ],
+)
+def test_jobs_are_named_for_routers_that_pin_by_a_header(
+    recording: Any, body: Any, headers: dict[str, str], session: str | None
+) -> None:
+    """The name is the conversation's in every turn, and nothing else is changed."""
+
+    async def run() -> None:
+        seen: list[tuple[str | None, bytes]] = []
+
+        async def answer(request: web.Request) -> web.Response:
+            seen.append((request.headers.get("X-Session-ID"), await request.read()))
+            return web.json_response({})
+
+        bodies = [json.dumps(body).encode()]
+        if isinstance(body, dict) and isinstance(body.get("messages"), list):
+            more = {"role": "assistant", "content": "yes"}
+            bodies.append(json.dumps({**body, "messages": [*body["messages"], more]}).encode())
+        async with (
+            serving_with(answer) as server,
+            recording(server, tokens="text", name_jobs=True) as record,
+            make_client() as client,
+        ):
+            for each in bodies:
+                await client.post(f"{record.url}/v1/chat/completions", content=each, headers=headers)
+        assert [got for _, got in seen] == bodies
+        names = {name for name, _ in seen}
+        assert len(names) == 1
+        name = names.pop()
+        assert name == session or (session == "conv-" and name is not None and name.startswith(session))
+
+    asyncio.run(run())

@@ -18,6 +18,8 @@ examples:
   tenuto record --url https://api.example.com --out trace.jsonl --port 9000 --ask-usage
   tenuto record --url http://localhost:8000 --out trace.jsonl --salt "$SECRET"
       recordings with one salt have the same hashes, so that they can be compared or put together
+  tenuto record --url http://router:9000 --out trace.jsonl --name-jobs
+      agents that send no id, before a router that pins sessions by X-Session-ID
 """
 
 _NOTES = """\

@@ -38,7 +38,13 @@ class RecordOptions(Options):
     ask_usage: bool = option(
         False,
         "add stream_options.include_usage to streamed requests that lack it, and take the extra event out of "
-        "the answer: exact output lengths from servers without /tokenize. The only change ever made",
+        "the answer: exact output lengths from servers without /tokenize",
+    )
+    name_jobs: bool = option(
+        False,
+        "add X-Session-ID, with the name by which Tenuto knows the job, to requests that lack it: for "
+        "clients that send no id, before a router that pins sessions by header. Without this and "
+        "--ask-usage, nothing is changed",
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The proxy: passes every request to the server and every answer back, unchanged and piece by piece.
+"""The proxy: passes every request to the server and every answer back, piece by piece.
 
 If a client disconnects, its request to the server is cancelled. If the server breaks its connection, the
 client's connection is broken too. Recording never delays the traffic, and its errors never affect it.
@@ -21,6 +21,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from tenuto.client.http.client import KEEP_ALIVE_S
+from tenuto.core.requests.identity import read_hints
 from tenuto.proxy.exchange import Exchange, is_recorded
 from tenuto.proxy.usage import UsageFilter, ask_for_usage
 
@@ -36,6 +37,8 @@ _HOP_BY_HOP = frozenset(
 _NOT_SENT = _HOP_BY_HOP | {"host", "expect"}
 """`host` is not forwarded because the server expects its own name. `expect` concerns one connection only."""
 _AUTO_HEADERS = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
+SESSION_HEADER = "X-Session-ID"
+"""By which routers pin sessions."""
 _HEADERS: web.ResponseKey[CIMultiDict[str]] = web.ResponseKey("headers", CIMultiDict)
 
 
@@ -46,11 +49,18 @@ class Proxy:
     """
 
     def __init__(
-        self, upstream: str, on_exchange: Callable[[Exchange], None], *, ask_usage: bool = False
+        self,
+        upstream: str,
+        on_exchange: Callable[[Exchange], None],
+        *,
+        ask_usage: bool = False,
+        name_jobs: bool = False,
     ) -> None:
+        """`ask_usage` and `name_jobs`: see `RecordOptions`."""
         self._upstream = upstream
         self._on_exchange = on_exchange
         self._ask_usage = ask_usage
+        self._name_jobs = name_jobs
         self._start_s: float | None = None
 
     async def __aenter__(self) -> Self:
@@ -102,13 +112,15 @@ class Proxy:
         usage_filter: UsageFilter | None = None
         body = _read_pieces(request, exchange) if request.body_exists else None
         headers = _drop(request.headers, _NOT_SENT)
-        if self._ask_usage and exchange is not None and body is not None:
+        if (self._ask_usage or self._name_jobs) and exchange is not None and body is not None:
             async for _ in body:
                 pass
-            whole = b"" if exchange.is_too_large else bytes(exchange.body)
             if exchange.is_too_large:
-                return _refuse(413, "--ask-usage keeps a request's body, and this one is too large to keep")
-            changed = ask_for_usage(request.path, whole)
+                return _refuse(413, "tenuto record reads each request's body, and this one is too large")
+            whole = bytes(exchange.body)
+            if self._name_jobs and (name := find_job_name(exchange, whole)) is not None:
+                headers[SESSION_HEADER] = name
+            changed = ask_for_usage(request.path, whole) if self._ask_usage else None
             usage_filter = None if changed is None else UsageFilter()
             headers[hdrs.CONTENT_LENGTH] = str(len(changed or whole))
             body = _send_bytes(changed or whole)
@@ -167,6 +179,18 @@ async def _read_pieces(request: web.Request, exchange: Exchange | None) -> Async
 
 async def _send_bytes(body: bytes) -> AsyncIterator[bytes]:
     yield body
+
+
+def find_job_name(exchange: Exchange, body: bytes) -> str | None:
+    """The name of a request's job, as the server will find it. None if the client names a session already."""
+    if SESSION_HEADER.lower() in exchange.headers:
+        return None
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    name = read_hints(request, exchange.headers, exchange.path).name if isinstance(request, dict) else None
+    return name if name is not None and name.isascii() and name.isprintable() else None
 
 
 def _drop(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:

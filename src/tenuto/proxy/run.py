@@ -52,7 +52,9 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
             loop.remove_signal_handler(number)
         ended.set()
 
-    async with Proxy(options.upstream, recorder.submit, ask_usage=options.ask_usage) as proxy:
+    async with Proxy(
+        options.upstream, recorder.submit, ask_usage=options.ask_usage, name_jobs=options.name_jobs
+    ) as proxy:
         runner = web.AppRunner(
             proxy.make_app(),
             access_log=None,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ PREFIX = "conv-"
 MAX_HEAD_MESSAGES = 256
 """A conversation in which more messages come before the first answer is named by the first ones."""
 
+_NAME = re.compile(rf"{PREFIX}[0-9a-f]{{24}}")
 _ANSWER_ROLES = ("assistant", "model", "tool", "function")
 _HEAD_TYPES = (None, "message")
 """Of OpenAI's Responses API: other items (function calls, reasoning) are the model's, or answer it."""
@@ -49,6 +51,11 @@ def get_conversation_id(request: Mapping[str, Any]) -> str | None:
     except (ValueError, TypeError, RecursionError):
         return None
     return f"{PREFIX}{digest.hexdigest()}" if num_messages else None
+
+
+def is_conversation_id(name: str) -> bool:
+    """Whether a session's id is a conversation's name, which something before the server has found."""
+    return _NAME.fullmatch(name) is not None
 
 
 def is_head(message: Mapping[str, Any]) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto.core.requests.conversation import is_conversation_id
+
 MAX_ID_CHARS = 128
 """Longer ids are replaced by a digest, so that a 10 KB id costs no more than a short one."""
 MAX_TOOL_CHARS = 64
@@ -96,13 +98,18 @@ class Hints:
 def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None) -> Hints:
     """Read hints from request fields. Unusable values are ignored; nothing raises.
 
-    If there is no usable `job_id`, the engine's own `session_id` names the job. A job id is private to its
-    tenant: two tenants with the same id have two jobs.
+    If there is no usable `job_id`, the engine's own `session_id` names the job. If that is a conversation's
+    name, so that a router can pin the session, it says no more here than the content does. A job id is
+    private to its tenant: two tenants with the same id have two jobs.
     """
     said = get_usable_fields(fields if isinstance(fields, Mapping) else {})
     tenant = said.get("tenant")
-    job_id = said.get("job_id") or get_bounded_id(session_id)
+    job_id, session_id = said.get("job_id"), get_bounded_id(session_id)
     conversation = said.get(CONVERSATION_FIELD)
+    if job_id is None and session_id is not None and is_conversation_id(session_id):
+        conversation = session_id
+    else:
+        job_id = job_id or session_id
     if tenant is not None:
         # Both are printable, so neither contains a tab. Each pair of tenant and job gets a unique id.
         job_id = None if job_id is None else f"{tenant}\t{job_id}"
