@@ -29,9 +29,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from experiments.routers.processes import ENGINE, WATCH, kill, run_engine, run_router, run_vllm
+from experiments.routers.processes import (
+    ENGINE,
+    WATCH,
+    count_turns,
+    kill,
+    run_engine,
+    run_router,
+    run_vllm,
+)
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.records.writer import RunFiles
@@ -123,12 +129,6 @@ def run_row(row: Row, args: argparse.Namespace, seed: int, folder: Path) -> dict
         "kept": result["reused_tokens"] / result["reusable_tokens"],
         "fuller_engine": max(turns) / sum(turns) if turns else None,
     }
-
-
-def count_turns(url: str) -> float:
-    """Requests that an engine finished."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(float(each.split()[-1]) for each in lines if each.startswith("vllm:request_success_total"))
 
 
 def add_up(part: str, name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:

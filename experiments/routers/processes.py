@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
+
 from tenuto.client.servers.local_server import LocalServer, run_server
 
 ENGINE = (
@@ -93,6 +95,12 @@ def kill(server: LocalServer) -> None:
     """End a server and all its processes at once, as a power cut would."""
     with contextlib.suppress(ProcessLookupError):
         server.signal(9)
+
+
+def count_turns(url: str) -> float:
+    """Requests that an engine finished."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(each.split()[-1]) for each in lines if each.startswith("vllm:request_success_total"))
 
 
 def get_free_port() -> int:

@@ -272,7 +272,8 @@ URL = ["--url", "http://h"]
         (["--frob"], "there is no option --frob; see tenuto --help"),
         (
             ["bench"],
-            "--url is missing: the server or router, e.g. http://localhost:8000; see tenuto bench --help",
+            "--url is missing: the server or router, e.g. http://localhost:8000; several, for engines "
+            "without a router in front; see tenuto bench --help",
         ),
         (
             ["bench", *URL, "--wrkload", "x"],

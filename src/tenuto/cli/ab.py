@@ -62,7 +62,7 @@ def read_ab_options(given: Given) -> AbOptions:
     return given.read(AbOptions, bench=bench)
 
 
-_EACH_RUNS_OWN = ("url", "engine_urls", "run_id", "policy")
+_EACH_RUNS_OWN = ("urls", "engine_urls", "run_id", "policy")
 """Options of the bench that a comparison sets for each of its runs."""
 COMMAND = Command(
     _SUMMARY, _EXAMPLES, (Part(ArmOptions), Part(AbOptions, without=_EACH_RUNS_OWN)), run, notes=_NOTES

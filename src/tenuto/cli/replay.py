@@ -66,7 +66,7 @@ def run(given: Given) -> int:
     options = given.read(ReplayOptions)
     if options.decisions:
         return _replay_decisions(options)
-    if not given.has("url"):
+    if not given.has("urls"):
         raise ConfigError("name the server with --url, or say --decisions for a scheduler's trace")
     if options.options:
         raise ConfigError("--option is for --decisions; a server's policy is set where it is started")
@@ -89,7 +89,7 @@ def _replay_decisions(options: ReplayOptions) -> int:
 COMMAND = Command(
     _SUMMARY,
     _EXAMPLES,
-    (Part(ReplayOptions), Part(BenchOptions, without=("workload",), optional=("url",))),
+    (Part(ReplayOptions), Part(BenchOptions, without=("workload",), optional=("urls",))),
     run,
     notes=_NOTES,
 )

@@ -72,8 +72,7 @@ class BenchOptions(RequestOptions):
 
     urls: tuple[str, ...] = option(
         MISSING,
-        "the server or router, e.g. http://localhost:8000. May be repeated: several engines without a router "
-        "in front, among which --router chooses",
+        "the server or router, e.g. http://localhost:8000; several, for engines without a router in front",
         flag="--url",
         metavar="URL",
         is_repeatable=True,
