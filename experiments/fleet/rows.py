@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from tenuto.sim.fleet.options import Fleet, read_servers
 from tenuto.sim.setup import Setup
@@ -119,50 +120,33 @@ def _make_turns(
     return tuple(turns)
 
 
+def _ab8(title: str, servers: str, jps: float, window_s: float = 25.0, **row: Any) -> Row:
+    hints = row.pop("hints", "last")
+    return Row(title, servers, LoadOptions(jps=jps, window_s=window_s, hints=hints), **row)
+
+
+STOCK: dict[str, Any] = {"policy": "stock"}
+TIGHT: dict[str, Any] = {"policy": "stock", "kv_tokens": 100_000}
 ROWS = (
-    Row("ab8, 80 %", "4", LoadOptions(jps=7.2, window_s=25.0), rivals=(*RIVALS, *BLIND)),
-    Row("ab8, 50 %", "4", LoadOptions(jps=4.5, window_s=25.0)),
-    Row("ab8, 80 %", "16", LoadOptions(jps=28.8, window_s=12.0)),
+    _ab8("ab8, 80 %", "4", 7.2, rivals=(*RIVALS, *BLIND)),
+    _ab8("ab8, 50 %", "4", 4.5),
+    _ab8("ab8, 80 %", "16", 28.8, 12.0),
     Row("swe-bench, 80 %", "4", LoadOptions(workload="swe-bench", jps=4.0, window_s=40.0)),
     Row("bfcl, 80 %", "4", LoadOptions(workload="bfcl", jps=1.5, window_s=80.0)),
-    Row("ab8, 80 %, stock engines", "4", LoadOptions(jps=6.0, window_s=25.0), policy="stock"),
-    Row(
-        "ab8, stock engines with 100k tokens of KV",
-        "4",
-        LoadOptions(jps=6.0, window_s=25.0),
-        policy="stock",
-        kv_tokens=100_000,
-    ),
+    _ab8("ab8, 80 %, stock engines", "4", 6.0, **STOCK),
+    _ab8("ab8, stock engines with 100k tokens of KV", "4", 6.0, **TIGHT),
     Row(
         "swe-bench, unlike engines",
         "H100:2,L40S:2",
         LoadOptions(workload="swe-bench", jps=2.2, window_s=50.0),
     ),
-    Row("ab8, unlike engines", "H100:2,L40S:2", LoadOptions(jps=4.4, window_s=25.0)),
+    _ab8("ab8, unlike engines", "H100:2,L40S:2", 4.4),
     Row("sub-agents on a long text", "4", LoadOptions(), make=make_sub_agents),
     Row("a hot tenant, the other's jobs", "4", LoadOptions(), make=make_hot_tenant, counts="cold"),
-    Row(
-        "ab8, an engine of 8 dies, jobs after that",
-        "8",
-        LoadOptions(jps=12.0, window_s=30.0),
-        faults=("die:0@12",),
-        from_s=19.0,
-    ),
-    Row(
-        "the same without the death",
-        "8",
-        LoadOptions(jps=12.0, window_s=30.0),
-        faults=("join@1000",),
-        from_s=19.0,
-    ),
-    Row(
-        "ab8, clients without ids, stock engines with 100k tokens of KV",
-        "4",
-        LoadOptions(jps=5.0, window_s=25.0, hints="none"),
-        policy="stock",
-        kv_tokens=100_000,
-    ),
-    Row("ab8, 130 %, stock engines", "4", LoadOptions(jps=12.0, window_s=15.0), policy="stock"),
+    _ab8("ab8, an engine of 8 dies, jobs after that", "8", 12.0, 30.0, faults=("die:0@12",), from_s=19.0),
+    _ab8("the same without the death", "8", 12.0, 30.0, faults=("join@1000",), from_s=19.0),
+    _ab8("ab8, clients without ids, stock engines with 100k tokens of KV", "4", 5.0, hints="none", **TIGHT),
+    _ab8("ab8, 130 %, stock engines", "4", 12.0, 15.0, **STOCK),
 )
 """Of what four engines finish at most: 9 ab8 jobs a second, 5 of swe-bench, 1.9 of bfcl; a job of ab8 takes
 about 7 s, so `from_s` is the time that one job takes after the death."""

@@ -16,8 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
@@ -25,6 +24,7 @@ from tenuto.client.http.address import check_api_key, check_engine_urls, check_u
 from tenuto.client.promise import get_promise
 from tenuto.client.servers.engines import find_engines
 from tenuto.client.servers.server_metrics import CacheState, add_states, read_cache_state
+from tenuto.client.verdict import TurnCheck, Verdict, find_short_group, is_own_choice, join, judge_gap
 from tenuto.core.errors import DataError
 
 PROMPT_BLOCKS = (4, 8, 17, 25, 31)
@@ -37,67 +37,6 @@ PROBE_WORDS = 50
 POLL_S = 0.1
 RELEASE_S = 10.0
 """Longest wait for the release of the last turn's blocks; the metrics follow with the engine's next step."""
-
-
-Gap = Literal["held", "expired", "not granted", "not held", "end"]
-"""What became of a turn's blocks in its gap. expired: the lease lasted until the deadline that the policy
-gave it. not granted: the policy asked for no lease. end: after the last turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnCheck:
-    """The result of one turn."""
-
-    turn: int
-    tool: str
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    min_cached_tokens: int
-    """Full blocks of the previous prompt, in tokens. A smaller hit means that blocks were lost."""
-    expected_blocks: int
-    """Full blocks of the prompt and output, without the last token, which is never computed. 0 after the last
-    turn."""
-    held_blocks: int
-    """The lowest number seen in the gap; after the last turn, the number still held when polling ended."""
-    latency_s: float
-    ok: bool
-    gap: Gap = "not held"
-    rank: str | None = None
-    """The data-parallel rank. None if there is only one engine."""
-    short_group: str | None = None
-    """The layer group that ended the hit, while another one still had more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of the whole check."""
-
-    ok: bool
-    model: str
-    block_size: int
-    num_blocks: int
-    turns: list[TurnCheck]
-    policy: str | None = None
-    """The policy named by `tenuto:info`. None on stock vLLM."""
-    num_faults: int = 0
-    """Policy hooks that failed during the check."""
-    engine_urls: tuple[str, ...] = ()
-    """The engines behind a router. Empty if `url` is no router."""
-    groups: tuple[str, ...] = ()
-    """On a hybrid model: the kinds of layer groups that can end a hit, such as `window 1024`."""
-
-    @property
-    def num_answer_tokens(self) -> int:
-        """Tokens hit beyond the prompts of the turns before: answers.
-
-        With the default retention interval, stock vLLM computes them again on a hybrid model.
-        """
-        return sum(max(0, turn.cached_tokens - turn.min_cached_tokens) for turn in self.turns)
-
-    def to_json(self) -> dict[str, Any]:
-        """The verdict as JSON values."""
-        return asdict(self)
 
 
 def verify(
@@ -139,19 +78,8 @@ def verify(
         ranks = state.engines if len(state.engines) > 1 else (None,)
         verdicts = [_Check(client, engines or [client], gap_s, say, rank).run() for rank in ranks]
         return dataclasses.replace(
-            _join(verdicts), engine_urls=tuple(get_base_url(str(each.base_url)) for each in engines)
+            join(verdicts), engine_urls=tuple(get_base_url(str(each.base_url)) for each in engines)
         )
-
-
-def _join(verdicts: Sequence[Verdict]) -> Verdict:
-    """Combine the verdicts of all ranks into one."""
-    return dataclasses.replace(
-        verdicts[0],
-        ok=all(each.ok for each in verdicts),
-        num_blocks=sum(each.num_blocks for each in verdicts),
-        turns=[turn for each in verdicts for turn in each.turns],
-        num_faults=sum(each.num_faults for each in verdicts),
-    )
 
 
 class _Check:
@@ -197,7 +125,7 @@ class _Check:
             promise == "idle" and any(t.gap in ("held", "expired") for t in turns)
         )
         if forgives:
-            turns = [dataclasses.replace(t, ok=t.ok or _is_own_choice(t)) for t in turns]
+            turns = [dataclasses.replace(t, ok=t.ok or is_own_choice(t)) for t in turns]
         num_faults = int(self._read_state().num_faults - before.num_faults)
         ok = all(t.ok for t in turns) and not num_faults
         groups = tuple(before.num_short_tokens)
@@ -239,7 +167,7 @@ class _Check:
         if cached is None:
             cached = int(after.num_hit_tokens - before.num_hit_tokens)
         min_cached = turns[-1].prompt_tokens // block_size * block_size if turns else 0
-        gap = "end" if is_last else _judge_gap(before, after, held, expected)
+        gap = "end" if is_last else judge_gap(before, after, held, expected)
         content = answer["choices"][0]["message"].get("content") or ""
         self._messages.append({"role": "assistant", "content": content})
         is_fine = held <= 0 if is_last else gap in ("held", "expired")
@@ -256,7 +184,7 @@ class _Check:
             ok=cached >= min_cached and is_fine,
             gap=gap,
             rank=self._rank,
-            short_group=_find_short_group(before, after),
+            short_group=find_short_group(before, after),
         )
 
     def _read_state(self) -> CacheState:
@@ -338,26 +266,3 @@ def _read_model(client: httpx.Client) -> tuple[str, int | None]:
         raise DataError(
             f"{models.url} does not name a model; is this an OpenAI-compatible server?"
         ) from error
-
-
-def _judge_gap(before: CacheState, after: CacheState, held: int, expected: int) -> Gap:
-    """Decide what happened to a turn's blocks between two readings; `held` blocks were in use throughout."""
-    if held >= expected:
-        return "held"
-    if after.num_expired > before.num_expired:
-        return "expired"
-    return "not granted" if after.num_granted == before.num_granted else "not held"
-
-
-def _find_short_group(before: CacheState, after: CacheState) -> str | None:
-    """The layer group that made the turn between two readings hit less than another group had."""
-    new = {
-        group: number - before.num_short_tokens.get(group, 0.0)
-        for group, number in after.num_short_tokens.items()
-    }
-    group = max(new, key=lambda each: new[each], default=None)
-    return group if group is not None and new[group] > 0 else None
-
-
-def _is_own_choice(turn: TurnCheck) -> bool:
-    return turn.gap == "not granted" and turn.cached_tokens >= turn.min_cached_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from tenuto.client.promise import get_promise
-from tenuto.client.verify import Verdict
+from tenuto.client.verdict import Verdict
 
 
 def format_verdict(verdict: Verdict) -> str:
