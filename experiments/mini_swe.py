@@ -164,7 +164,7 @@ def main() -> int:
     if args.router:
         os.environ["VLLM_ROUTER"] = args.router
     os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "1")
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # litellm reads no other word
     with tempfile.TemporaryDirectory() as name:
         os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", name)
         figures = compare({arm: run_arm(arm, args, Path(name)) for arm in ARMS})

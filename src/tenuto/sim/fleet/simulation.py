@@ -228,12 +228,12 @@ class FleetSimulation:
         if sending.copy_from is None or self._copy_token_s is None:
             self._deliver(sending, sent)
             return
-        number, source = sent.number, self.members.there[sending.copy_from]
+        number, source = sent.number, self.members.there.get(sending.copy_from)
         copy_s = sending.num_copied_tokens * self._copy_token_s
 
         def deliver() -> None:
             if sent.number == number:
-                if self.members.there.get(source.name) is source:
+                if source is not None and self.members.there.get(source.name) is source:
                     self._copy_kv(sending, sent)
                 self._deliver(sending, sent)
 
