@@ -4,7 +4,8 @@
 
 Turns come, fork, are edited and aborted, the cache is reset, leases yield and run out. After every hundredth
 event the block pool, the leases and the driver's books are checked; at the end no block may be held. Each
-layout of `tests/vllm/layouts.py` gets its share, at the default retention interval and at others.
+layout of `tests/vllm/layouts.py` gets its share, at the default retention interval and at others, with one
+step in flight and with two, and with a draft model.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import logging
 import random
 import time
+from typing import Any
 
 import tenuto.vllm.scheduler
 from tests.vllm.conftest import Clock
@@ -21,13 +23,18 @@ from tests.vllm.layouts import LAYOUTS, Chaos, start
 from tests.vllm.test_hybrid_leases import check
 
 INTERVALS = (0, None, 128)
+MODES: dict[str, dict[str, Any]] = {
+    "one step in flight": {},
+    "two steps in flight": {"depth": 2},
+    "a draft model": {"num_drafts": 2, "has_draft_model": True},
+}
 
 
-def run(name: str, interval: int | None, depth: int, num_events: int, seed: int) -> str:
+def run(name: str, interval: int | None, mode: str, num_events: int, seed: int) -> str:
     """One engine's share; returns what became of its leases."""
     clock = Clock()
     setattr(tenuto.vllm.scheduler, "time", clock)  # noqa: B010  # the module imports the standard one
-    engine = start(name, interval=interval, depth=depth, num_blocks=60 * len(LAYOUTS[name]))
+    engine = start(name, interval=interval, num_blocks=60 * len(LAYOUTS[name]), **MODES[mode])
     chaos = Chaos(engine, random.Random(seed))
     while chaos.num_events < num_events:
         clock.now_s += 0.1
@@ -56,12 +63,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    cases = list(itertools.product(LAYOUTS, INTERVALS, (1, 2)))
+    cases = list(itertools.product(LAYOUTS, INTERVALS, MODES))
     num_each = -(-args.events // len(cases))
     start_s = time.monotonic()
-    for name, interval, depth in cases:
-        what = run(name, interval, depth, num_each, args.seed)
-        print(f"{name}, interval {interval}, depth {depth}: {what}", flush=True)
+    for name, interval, mode in cases:
+        what = run(name, interval, mode, num_each, args.seed)
+        print(f"{name}, interval {interval}, {mode}: {what}", flush=True)
     print(f"{num_each * len(cases)} events in {time.monotonic() - start_s:.0f} s; no block is left behind")
 
 

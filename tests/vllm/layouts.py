@@ -56,6 +56,7 @@ def start(
     depth: int = 1,
     num_blocks: int = 1200,
     num_drafts: int = 0,
+    has_draft_model: bool = False,
     policy: Any = None,
     **config: Any,
 ) -> Engine:
@@ -63,6 +64,9 @@ def start(
     tenuto_config = policy or {"policy": "tests.vllm.policies:KeepAll", "options": {"ttl_s": 1000.0}}
     config = {"max_num_seqs": 8, "max_num_batched_tokens": 128, **config}
     vllm_config = make_config(is_async=depth > 1, tenuto=tenuto_config, num_drafts=num_drafts, **config)
+    if has_draft_model:
+        # What the scheduler and the cache ask, without a draft model to load.
+        vllm_config.speculative_config.method = "eagle"
     if "states" in name:
         vllm_config.cache_config.mamba_cache_mode = "align"
     scheduler = make_scheduler_of_layers(

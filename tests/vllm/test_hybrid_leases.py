@@ -81,6 +81,16 @@ def test_with_drafts_too(name: str, clock: Clock) -> None:
     assert stats.num_hit_tokens >= 0.95 * stats.num_reusable_tokens > 0
 
 
+@pytest.mark.parametrize("interval", [0, None])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "states" not in name or name == "states"])
+def test_with_a_draft_model_too(name: str, interval: int | None, clock: Clock) -> None:
+    """Its look-ups match one block and drop it: that block is held, and hits end that much earlier."""
+    engine = start(name, interval=interval, depth=1 + (interval == 0), num_drafts=2, has_draft_model=True)
+    stats = run_jobs(engine, clock, random.Random(2))
+    num_dropped = stats.num_leases_ended[LeaseEnd.HIT] * engine.scheduler.block_size
+    assert stats.num_hit_tokens >= 0.95 * (stats.num_reusable_tokens - num_dropped) > 0
+
+
 def test_a_lease_yields_in_steps_and_what_is_left_is_hit(clock: Clock) -> None:
     """With a dense cache each block is a possible end: all groups give up their tails together."""
     engine = start("1:5", interval=None, num_blocks=150)

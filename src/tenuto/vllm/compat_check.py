@@ -54,6 +54,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     f"{_STATES}.remove_skipped_blocks": ("request_id",),
     f"{_BLOCK_MAP}.get_one_block": ("key",),
+    f"{_POOL}.get_cached_block": ("block_hash", "kv_cache_group_ids"),
     f"{_POOL}.touch": ("blocks",),
     f"{_POOL}.free_blocks": ("ordered_blocks",),
     f"{_POOL}.get_num_free_blocks": (),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from tenuto.core.types import ShortHit
@@ -17,14 +17,30 @@ from tenuto.core.types import ShortHit
 def find_hit(scheduler: Any, hashes: Sequence[Any], max_tokens: int) -> tuple[tuple[list[Any], ...], int]:
     """The longest cached prefix of at most `max_tokens`: its blocks in each layer group, and its tokens.
 
-    Blocks that a window or a state does not need are left out.
+    Blocks that a window or a state does not need are left out. With a draft model a look-up matches one block
+    more and drops it again, so that block belongs to it.
     """
     manager = scheduler.kv_cache_manager
     max_tokens = min(max_tokens, len(hashes) * scheduler.hash_block_size)
     if not manager.enable_caching or max_tokens <= 0:
         return (), 0
     groups, num_tokens = manager.coordinator.find_longest_cache_hit(hashes, max_tokens)[:2]
-    return tuple([block for block in group if not block.is_null] for group in groups), int(num_tokens)
+    found = tuple([block for block in group if not block.is_null] for group in groups)
+    if num_tokens:
+        for blocks, each in zip(found, manager.coordinator.single_type_managers, strict=True):
+            if each.use_eagle and not isinstance(each, MambaManager):
+                blocks += _get_dropped_block(scheduler, each, hashes, num_tokens)
+    return found, int(num_tokens)
+
+
+def _get_dropped_block(scheduler: Any, manager: Any, hashes: Sequence[Any], num_tokens: int) -> list[Any]:
+    """The block behind a hit in one group, if it is cached."""
+    # A hash covers all tokens before it, so a larger block has the hash at its end.
+    end = (num_tokens // manager.block_size + 1) * manager.block_size // scheduler.hash_block_size
+    pool = scheduler.kv_cache_manager.block_pool
+    if end > len(hashes):
+        return []
+    return list(pool.get_cached_block(hashes[end - 1], [manager.kv_cache_group_id]) or ())
 
 
 def get_hit_alignment(scheduler: Any) -> int:

@@ -89,7 +89,10 @@ class VllmEngine:
     def get_prefix(self, blocks: list[Any], max_tokens: int) -> list[Any]:
         """The longest part of a lease that can be hit, of at most so many tokens."""
         assert isinstance(blocks, GroupedBlocks)
-        return blocks if max_tokens >= blocks.num_tokens else self._find(blocks.hashes, max_tokens)
+        if max_tokens >= blocks.num_tokens:
+            return blocks
+        # No look-up of the other prompt goes on behind what both have in common.
+        return self._find(blocks.hashes[: max_tokens // self.hash_block_size], max_tokens)
 
     def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
         """What a lease keeps if it gives up about so many blocks."""
