@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterable
 from statistics import fmean
 from typing import Any
 
@@ -64,34 +65,37 @@ def read_kept() -> dict[Key, dict[str, Any]]:
     }
 
 
-def get_mean(kept: dict[Key, dict[str, Any]], number: int, router: str, name: str = "mean_s") -> float | None:
-    values = [each[name] for (row, who, _), each in kept.items() if (row, who) == (number, router)]
-    return fmean(values) if values else None
+def get_by_seed(
+    kept: dict[Key, dict[str, Any]], number: int, router: str, name: str = "mean_s"
+) -> dict[int, float]:
+    """A figure of a row's router, by seed."""
+    return {seed: each[name] for (row, who, seed), each in kept.items() if (row, who) == (number, router)}
 
 
 def format_table(kept: dict[Key, dict[str, Any]]) -> str:
     lines = [
-        "| engines | load | bound | tenuto | best other | tenuto / bound | tenuto / best other "
+        "| engines | load | seeds | bound | tenuto | best other | tenuto / bound | tenuto / best other "
         "| bound / best other |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     over_best = []
     for number, row in enumerate(ROWS):
-        ours = get_mean(kept, number, OURS)
-        if ours is None:
+        ours = get_by_seed(kept, number, OURS)
+        # Only runs of the same seeds are compared.
+        all_of = {who: get_by_seed(kept, number, who) for who in (IDEAL, *row.rivals)}
+        known = {
+            who: _pick(times_s, ours) for who, times_s in all_of.items() if ours.keys() <= times_s.keys()
+        }
+        bound = known.pop(IDEAL, None)
+        if not ours or not known:
             continue
-        bound = get_mean(kept, number, IDEAL)
-        others = {who: get_mean(kept, number, who) for who in row.rivals}
-        known = {who: mean_s for who, mean_s in others.items() if mean_s is not None}
-        if not known:
-            continue
-        best = min(known, key=lambda who: known[who])
-        over_best.append(ours / known[best])
-        lines.append(
-            f"| {row.servers} | {row.title} | {_format(bound)} | {ours:.2f} s | {known[best]:.2f} s ({best}) "
-            f"| {'' if bound is None else f'{ours / bound:.2f}'} | {over_best[-1]:.2f} "
-            f"| {'' if bound is None else f'{bound / known[best]:.2f}'} |"
-        )
+        best = min(known, key=lambda who: fmean(known[who].values()))
+        over_best.append(_divide(ours, known[best]))
+        cells = [row.servers, row.title, str(len(ours)), "" if bound is None else _format_s(bound)]
+        cells += [_format_s(ours), f"{_format_s(known[best])} ({best})"]
+        cells += ["" if bound is None else _format_ratio(ours, bound), _format_ratio(ours, known[best])]
+        cells.append("" if bound is None else _format_ratio(bound, known[best]))
+        lines.append(f"| {' | '.join(cells)} |")
     if not over_best:
         return "Nothing was measured yet."
     mean = math.exp(fmean(math.log(each) for each in over_best))
@@ -106,16 +110,36 @@ def format_all(kept: dict[Key, dict[str, Any]]) -> str:
     for number, row in enumerate(ROWS):
         cells = []
         for router in row.routers:
-            if (mean_s := get_mean(kept, number, router)) is not None:
-                p95_s, recomputed = (get_mean(kept, number, router, name) for name in ("p95_s", "recomputed"))
-                cells.append(f"{router} {mean_s:.2f} (P95 {p95_s:.1f}, recomputed {recomputed:.1%})")
+            if times_s := get_by_seed(kept, number, router):
+                p95_s, recomputed = (
+                    fmean(get_by_seed(kept, number, router, name).values())
+                    for name in ("p95_s", "recomputed")
+                )
+                seeds = f"{len(times_s)} seeds, " if len(times_s) > 1 else ""
+                mean_s = fmean(times_s.values())
+                cells.append(f"{router} {mean_s:.2f} ({seeds}P95 {p95_s:.1f}, recomputed {recomputed:.1%})")
         if cells:
             lines.append(f"{row.servers} {row.title}: {'; '.join(cells)}")
     return "\n".join(lines)
 
 
-def _format(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.2f} s"
+def _pick(times_s: dict[int, float], seeds: Iterable[int]) -> dict[int, float]:
+    return {seed: times_s[seed] for seed in seeds}
+
+
+def _divide(times_s: dict[int, float], others_s: dict[int, float]) -> float:
+    return fmean(times_s.values()) / fmean(others_s.values())
+
+
+def _format_s(times_s: dict[int, float]) -> str:
+    return f"{fmean(times_s.values()):.2f} s"
+
+
+def _format_ratio(times_s: dict[int, float], others_s: dict[int, float]) -> str:
+    """The ratio of the means, and the least and the greatest of one seed."""
+    ratios = [times_s[seed] / others_s[seed] for seed in times_s]
+    spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{_divide(times_s, others_s):.2f}{spread}"
 
 
 def main() -> None:
