@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -43,15 +43,9 @@ MAX_PENDING_S = 30.0
 """A request waits for a chunk that is on its way at most this long; then it computes it."""
 
 
-class Place(NamedTuple):
-    """Where a chunk stands in its request."""
-
-    before: bytes | None
-    """The chunk that it continues; None for a first one, and for a part of a block."""
-    end: int
-    """Where it ends, in tokens."""
-    group: int
-    """Its layer group."""
+Place = tuple[bytes | None, int, int]
+"""Where a chunk stands in its request: the chunk that it continues (None for a first one, and for a part of a
+block), where it ends, in tokens, and its layer group."""
 
 
 class Chains:
@@ -67,7 +61,7 @@ class Chains:
 
     def get(self, key: bytes) -> Place:
         """A chunk's place; one that vLLM has not numbered stands alone."""
-        return self._places.get(key) or Place(None, 0, int(get_offload_group_idx(key)))
+        return self._places.get(key) or (None, 0, int(get_offload_group_idx(key)))
 
     def extend(self, positions: dict[bytes, int]) -> None:
         """Take up the keys that vLLM has numbered since; takes time for the new ones only."""
@@ -77,10 +71,10 @@ class Chains:
             last, last_end, size = self._last.get(group, (None, 0, end))
             # A key elsewhere than one chunk behind the last belongs to a part of a block, and to no chain.
             if end - last_end == size:
-                places[key] = Place(last, end, group)
+                places[key] = (last, end, group)
                 self._last[group] = (key, end, size)
             else:
-                places[key] = Place(None, end, group)
+                places[key] = (None, end, group)
 
 
 def get_chains(req_context: Any) -> Chains:

@@ -92,8 +92,8 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
 
     def _get_needed(self, key: Any) -> Any | None:
         """The chunk without which this one is worth nothing; None if there is none."""
-        place = self._chains.get(key)
-        return None if place.group in self.windowed_groups else place.before
+        before, _, group = self._chains.get(key)
+        return None if group in self.windowed_groups else before
 
     def _put(self, key: Any, num_pins: int = 0) -> None:
         use, (before, end, group) = self._use, self._chains.get(key)
