@@ -59,7 +59,14 @@ class TieredEngine(TimedEngine):
     """Counts the scheduler's processor time; copies end one step after they began."""
 
     def __init__(self, cls: type, spec: dict[str, Any]) -> None:
-        config = make_config(is_async=True, tenuto={}, max_num_seqs=NUM_RUNNING, max_num_batched_tokens=8192)
+        # Adaptive steps follow the clock, and would differ between the arms.
+        settings = {"step_tokens": STEP_TOKENS}
+        config = make_config(
+            is_async=True,
+            tenuto=settings,
+            max_num_seqs=NUM_RUNNING,
+            max_num_batched_tokens=STEP_TOKENS,
+        )
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="OffloadingConnector",
             kv_role="kv_both",

@@ -129,6 +129,66 @@ def test_only_what_the_policy_offloads_is_stored() -> None:
     assert engine.hits["a2"] == (0, 160)
 
 
+class PacedEngine(TieredEngine):
+    """Steps that take 50 ms, under a published policy."""
+
+    def __init__(self, policy: str, clock: Clock) -> None:
+        super().__init__(num_blocks=61, num_chunks=200, tenuto={"policy": policy, "strict": True})
+        self._clock = clock
+
+    def count_stored(self, idle_s: float) -> int:
+        """Chunks of a turn that host memory has when its tool has run for so long."""
+        while self.scheduler.has_unfinished_requests():
+            self.step()
+        end_s = self._clock.now_s + idle_s
+        while self._clock.now_s < end_s:
+            self.step()
+        self.drain()
+        return len(self.host._policy.order)
+
+    def _run(self, output: Any) -> Any:
+        self._clock.now_s += 0.05
+        return super()._run(output)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tool", "idle_s", "is_stored"),
+    [
+        # It breaks even after less than 50 ms / (180 tokens / 976 in the cache) = 0.27 s.
+        ("break-even", "ls", 0.8, True),
+        # A slow tool: at once. A quick one is pinned for 3 s.
+        ("contextserve", "pytest", 0.0, True),
+        ("contextserve", "ls", 2.5, False),
+        ("contextserve", "ls", 3.5, True),
+        # Planned every 0.25 s; the link copies more in the time that was computed than the job has.
+        ("infercept", "ls", 0.0, False),
+        ("infercept", "ls", 0.8, True),
+        ("offload-async", "ls", 0.0, True),
+        ("stock", "ls", 0.0, True),
+    ],
+)
+def test_when_published_policies_store(
+    policy: str, tool: str, idle_s: float, is_stored: bool, clock: Clock
+) -> None:
+    """As in the simulator: break-even at its time, ContextServe's slow path, InferCept within its budget."""
+    engine = PacedEngine(policy, clock)
+    engine.add(make_request("a", [4] * 160, max_tokens=20, xargs={"job_id": "a", "tool": tool}))
+    assert engine.count_stored(idle_s) == (179 // BLOCK_SIZE if is_stored else 0)
+    engine.scheduler.driver.drop_all(clock.now_s)
+    engine.drain()
+    engine.assert_clean()
+
+
+def test_infercept_without_budget_stores_nothing(clock: Clock) -> None:
+    """The link would take longer for what it has to copy than was computed: the budget is 0."""
+    engine = PacedEngine("infercept", clock)
+    engine.tier.stores.observe(1, 100.0)
+    engine.tier.loads.observe(1, 100.0)
+    engine.tier._port.count_moving = lambda: (1, 0)
+    engine.add(make_request("a", [4] * 160, max_tokens=20, xargs={"job_id": "a", "tool": "ls"}))
+    assert engine.count_stored(0.8) == 0
+
+
 def test_blocks_that_wait_for_their_copy_stay_taken() -> None:
     copies = SlowCopies(random.Random(0), share_done=0.0)
     engine = TieredEngine(num_blocks=61, num_chunks=200, copies=copies, tenuto=use("StoresAtTheEnd"))
