@@ -105,10 +105,22 @@ def test_by_recency_the_later_job_displaces_the_earlier() -> None:
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_last_turn_is_not_stored(is_told: bool) -> None:
     engine = TieredEngine(num_blocks=31, num_chunks=60, tenuto={"policy": "stock"})
-    hints = {"job_id": "a", "is_last_step": True} if is_told else {"job_id": "a", "tool": "ls"}
-    engine.add(make_request("a", [4] * 160, max_tokens=20, xargs=hints))
+    engine.add(make_request("a", [4] * 160, max_tokens=20, xargs={"job_id": "a", "tool": "ls"}))
     engine.drain()
-    assert len(engine.host._policy.order) == (0 if is_told else 179 // BLOCK_SIZE)
+    assert len(engine.host._policy.order) == 179 // BLOCK_SIZE
+    hints = {"job_id": "a", "is_last_step": True} if is_told else {"job_id": "a", "tool": "ls"}
+    engine.add(make_request("a2", [4] * 160 + engine.outputs["a"] + [5] * 80, max_tokens=20, xargs=hints))
+    engine.drain()
+    assert len(engine.host._policy.order) == (179 if is_told else 279) // BLOCK_SIZE
+    engine.assert_clean()
+
+
+def test_a_plain_request_is_stored_and_stays() -> None:
+    """It is its job's first and last turn, but others may share its prompt, as they do a document."""
+    engine = TieredEngine(num_blocks=31, num_chunks=60, tenuto={"policy": "tenuto"})
+    engine.add(make_request("a", [4] * 160, max_tokens=20, xargs={"job_id": "a", "is_last_step": True}))
+    engine.drain()
+    assert len(engine.host._policy.order) == 179 // BLOCK_SIZE
     engine.assert_clean()
 
 

@@ -163,10 +163,10 @@ class Driver(DriverParts):
         job = self._jobs.get(job_id)
         if job is None:
             return False
+        job.is_released = True
         if not job.live_turn_ids:
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
         else:
-            job.is_released = True
             self._ledger.apply(self._retention.end(job_id, LeaseEnd.JOB_ENDED, now_s))
         self.settle()
         return True
@@ -313,7 +313,8 @@ class Driver(DriverParts):
         self._ledger.apply(self._retention.end(job.job_id, reason, now_s))
         if self._caller.hears("on_job_ended") and not job.runs_as_stock:
             self._caller.tell("on_job_ended", job.get_view(), now_s)
-        if reason is LeaseEnd.JOB_ENDED:
+        # Others may share the prompt of a plain request, whose one turn is all of its job.
+        if reason is LeaseEnd.JOB_ENDED and (job.is_released or job.num_turns > 1):
             self._engine.end_job(job.job_id)
         self._jobs.forget(job)
 

@@ -150,6 +150,15 @@ class Turn:
     is_aborted: bool = False
     """Whether the turn ended because its client left or because the request failed."""
 
+    @property
+    def ends_job(self) -> bool:
+        """Whether nobody will come back for what this turn computes.
+
+        A job's only turn does not count: clients may call every plain request a last one, and others may
+        share its prompt.
+        """
+        return bool(self.is_last) and self.job.num_turns > 1
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:

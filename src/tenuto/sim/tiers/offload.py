@@ -83,12 +83,12 @@ class Offloader:
         """A request came in; if it is known to be its job's last, nothing of it is stored."""
         if self._driver is not None and self._is_ordered:
             turn = self._driver.get_turn(request.turn_id)
-            request.is_stored = turn is None or not _ends_job(turn)
+            request.is_stored = turn is None or not turn.ends_job
 
     def leave(self, request: Request, turn: Turn | None, now_s: float) -> None:
         """A request ends, with this last view of its turn: from here on, its chunks are ranked by that."""
         if turn is not None and not self.is_sync:
-            request.is_stored &= not (turn.is_aborted or (self._is_ordered and _ends_job(turn)))
+            request.is_stored &= not (turn.is_aborted or (self._is_ordered and turn.ends_job))
             if request.tier_use is not None or (request.is_stored and self._stores_all):
                 request.tier_use = self._make_use(turn, now_s)
 
@@ -240,15 +240,6 @@ class Offloader:
                 extent = skip_to(extent, max(first, last))
                 yield extent.segment, last
                 last += self._chunk_blocks
-
-
-def _ends_job(turn: Turn) -> bool:
-    """Whether nobody will come back for what a turn computes.
-
-    A job's only turn does not count: simulated clients call every plain request a last one, and others may
-    share its prompt.
-    """
-    return bool(turn.is_last) and turn.job.num_turns > 1
 
 
 def make_offloader(

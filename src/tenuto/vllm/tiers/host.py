@@ -67,14 +67,14 @@ class HostTier:
         turn = self._get_turn(request_id)
         if self.prefetch is not None and turn is not None:
             self.prefetch.come_back(turn.job.job_id, self._clock.monotonic())
-        if not self._stores_all or (turn is not None and turn.is_last):
+        if not self._stores_all or (turn is not None and turn.ends_job):
             self._port.set_stores(request_id, stored=False)
 
     def finish(self, request: Any, turn: Turn | None) -> None:
         """A request ended, with this last view of its turn; its blocks are still there."""
         if turn is None or not self._is_followed:
             return
-        if turn.is_last or turn.is_aborted:
+        if turn.ends_job or turn.is_aborted:
             self._port.set_stores(request.request_id, stored=False)
         use = self._uses[request.request_id] = self._make_use(turn)
         if self.prefetch is not None and not (turn.is_last or turn.is_aborted):
