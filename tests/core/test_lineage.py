@@ -202,7 +202,7 @@ def test_forgetting_leaves_nothing_behind(turns: list[tuple[str, list[int], list
         assert len(memory) <= 2
         # Three marks a job at most: the output's last block, the prompt's last two.
         assert sum(len(jobs) for jobs in memory._jobs_by_key.values()) <= 3 * len(memory)
-        assert sum(spans.total() for spans in memory._spans_by_mark.values()) <= 3 * len(memory)
+        assert sum(sum(spans.values()) for spans in memory._spans_by_mark.values()) <= 3 * len(memory)
     for job_id in "abc":
         memory.forget(job_id)
     assert memory.is_empty()

@@ -8,13 +8,7 @@ from tenuto.core.types import StepView
 
 def test_a_step_lasts_from_its_scheduling_or_from_the_end_of_the_one_before() -> None:
     clock = StepClock()
-    assert clock.finish(2.0, 1.5, [30, 1], [], is_full=True) == StepView(2.0, 0.5, 31, 2, True)
+    assert clock.finish(2.0, 1.5, 31, 2, is_full=True) == StepView(2.0, 0.5, 31, 2, True)
     # Scheduled at 1.75 s, while the first one ran.
-    assert clock.finish(2.25, 1.75, [1, 1], [], is_full=False) == StepView(2.25, 0.25, 2, 2, False)
-    assert clock.finish(5.0, 4.0, [1], [], is_full=False).duration_s == 1.0
-
-
-def test_drafts_are_not_counted() -> None:
-    # One of 100 prompt tokens, and two that decode with three drafts and with one.
-    step = StepClock(0.0).finish(1.0, 0.5, [100, 4, 2], [3, 1], is_full=False)
-    assert (step.num_tokens, step.num_requests) == (102, 3)
+    assert clock.finish(2.25, 1.75, 2, 2, is_full=False) == StepView(2.25, 0.25, 2, 2, False)
+    assert clock.finish(5.0, 4.0, 1, 1, is_full=False).duration_s == 1.0

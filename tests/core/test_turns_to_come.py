@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.core.turns_to_come import MAX_KINDS, MAX_TURNS, PRIOR_TURNS, TurnsToCome
+from tenuto.core.kind_counts import MAX_KINDS
+from tenuto.core.turns_to_come import MAX_TURNS, PRIOR_TURNS, TurnsToCome
 
 
 def add_jobs(turns: TurnsToCome, kind: str, num_turns: int, count: int, tenant: str | None = None) -> None:

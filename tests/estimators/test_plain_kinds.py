@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tenuto.core import kind_counts
 from tenuto.core.types import Job, ToolCall, Turn
-from tenuto.estimators import plain_kinds
 from tenuto.estimators.plain_kinds import PlainKinds, PlainShare
 
 LS = ToolCall("ls")
@@ -49,7 +49,7 @@ def test_a_kind_that_changes_is_seen_to_change() -> None:
 
 
 def test_kinds_are_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(plain_kinds, "MAX_KINDS", 3)
+    monkeypatch.setattr(kind_counts, "MAX_KINDS", 3)
     kinds = PlainKinds()
     kinds.observe(make_turn("agent", LS))
     for n in range(3):

@@ -21,6 +21,7 @@ logger = logging.getLogger("tenuto")
 LogRecord = dict[str, Any]
 DecisionLog = Callable[[LogRecord], None]
 
+_KEY_PARTS = (int, float, str)
 MAX_FIGURES = 16
 """Of one policy on `/metrics`."""
 MAX_SHOWN_CHARS = 400
@@ -111,9 +112,7 @@ def check_answer(hook: str, answer: Any) -> None:
 
 def is_key(answer: Any) -> bool:
     """Whether an answer can be used as a sort key: a tuple of numbers and strings, without NaN."""
-    return isinstance(answer, tuple) and all(
-        isinstance(part, int | float | str) and part == part for part in answer
-    )
+    return isinstance(answer, tuple) and all(isinstance(part, _KEY_PARTS) and part == part for part in answer)
 
 
 def describe_fault(policy: Policy, hook: str, inputs: tuple[Any, ...], error: Exception) -> str:

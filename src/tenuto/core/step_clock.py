@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from tenuto.core.types import StepView
 
@@ -19,17 +18,16 @@ class StepClock:
         self,
         now_s: float,
         scheduled_s: float,
-        num_tokens: Iterable[int],
-        num_drafts: Iterable[int],
+        num_tokens: int,
+        num_requests: int,
         *,
         is_full: bool,
     ) -> StepView:
-        """The view of a step that just ended: tokens per request, and how many of them were drafts.
+        """The view of a step that just ended.
 
-        Drafts are left out: a request that decodes has one token however many are guessed behind it, and
-        the rest of a step's tokens is its prefill.
+        `num_tokens` is without drafts: a request that decodes has one token however many are guessed behind
+        it, and the rest of a step's tokens is its prefill.
         """
-        counts = list(num_tokens)
         duration_s = now_s - max(self._ended_s, scheduled_s)
         self._ended_s = now_s
-        return StepView(now_s, duration_s, sum(counts) - sum(num_drafts), len(counts), is_full)
+        return StepView(now_s, duration_s, num_tokens, num_requests, is_full)

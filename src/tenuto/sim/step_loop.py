@@ -210,7 +210,7 @@ class StepLoop(ABC):
 
     def _tell_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
         """Tell the policy about a step, just before the step's results."""
-        tokens, drafts = step.num_tokens.values(), step.num_drafts.values()
-        is_full = step.budget == 0
-        view = self._step_clock.finish(end_s, scheduled_s, tokens, drafts, is_full=is_full)
+        num_tokens = sum(step.num_tokens.values()) - sum(step.num_drafts.values())
+        num_requests, is_full = len(step.num_tokens), step.budget == 0
+        view = self._step_clock.finish(end_s, scheduled_s, num_tokens, num_requests, is_full=is_full)
         self.scheduler.driver.step(view)

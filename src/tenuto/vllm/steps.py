@@ -34,9 +34,10 @@ class StepTeller:
         if not self._scheduled or self._scheduled[0][0] is not output:
             return
         _, scheduled_s, is_full = self._scheduled.popleft()
-        drafts = map(len, output.scheduled_spec_decode_tokens.values())
-        tokens = output.num_scheduled_tokens.values()
-        self._driver.step(self._clock.finish(now_s, scheduled_s, tokens, drafts, is_full=is_full))
+        num_drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        num_tokens = output.total_num_scheduled_tokens - num_drafts
+        num_requests = len(output.num_scheduled_tokens)
+        self._driver.step(self._clock.finish(now_s, scheduled_s, num_tokens, num_requests, is_full=is_full))
 
 
 class StepTracer:

@@ -147,7 +147,7 @@ def make_fields(hints: Hints) -> dict[str, str | int | float]:
 
 def get_usable_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The usable hint fields among these fields, each bounded and converted to its type."""
-    usable = {name: _READERS[name](fields.get(name)) for name in HINT_FIELDS}
+    usable = {name: _READERS[name](fields[name]) for name in HINT_FIELDS if name in fields} if fields else {}
     return {name: value for name, value in usable.items() if value is not None}
 
 

@@ -7,7 +7,7 @@ templates that drop earlier reasoning: there, the next prompt shares only the pr
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ class Lineage:
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
         self._jobs_by_key: dict[_Key, dict[str, None]] = {}
         # Many jobs may share a mark (a system prompt), but a mark has at most 2 × block_size spans.
-        self._spans_by_mark: dict[Hashable, Counter[_Span]] = {}
+        self._spans_by_mark: dict[Hashable, dict[_Span, int]] = {}
 
     def __len__(self) -> int:
         return len(self._finished)
@@ -76,7 +76,8 @@ class Lineage:
         self._finished[job_id] = turn
         for key in turn.keys:
             self._jobs_by_key.setdefault(key, {})[job_id] = None
-            self._spans_by_mark.setdefault(key[0], Counter())[key[1]] += 1
+            spans = self._spans_by_mark.setdefault(key[0], {})
+            spans[key[1]] = spans.get(key[1], 0) + 1
         if len(self._finished) > self._max_jobs:
             self.forget(next(iter(self._finished)))
 
