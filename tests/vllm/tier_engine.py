@@ -1,0 +1,87 @@
+"""Runs jobs on a real engine with host memory and a disk, in a process that a test may kill.
+
+    python -m tests.vllm.tier_engine MODEL FOLDER NAME
+
+Writes a line to FOLDER/NAME.jsonl for each round of turns: greedy answers, and how many tokens of each prompt
+were hits. Then answers all prompts once more without what was stored, which a salt hides.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+BLOCK_SIZE = 32
+NUM_BLOCKS = 49
+NUM_JOBS, NUM_TURNS = 6, 3
+FIRST_TOKENS, NEW_TOKENS, OUTPUT_TOKENS = 320, 70, 8
+
+
+def make_engine(model: str, disk: Path) -> Any:
+    """A cache of 48 blocks, host memory for all jobs, and a disk behind it."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    from tenuto.vllm.tiers.config import Tiers
+
+    return LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=NUM_BLOCKS,
+        max_model_len=1024,
+        max_num_seqs=8,
+        enable_prefix_caching=True,
+        scheduler_cls="tenuto.vllm.Scheduler",
+        additional_config={"tenuto": {"policy": "stock"}},
+        kv_transfer_config=KVTransferConfig(**Tiers(0.25, str(disk)).get_transfer_config()),
+    )
+
+
+def ask(engine: Any, prompts: list[list[int]], hints: list[dict[str, Any]], salt: str) -> list[Any]:
+    """The greedy answers, all at once: tokens, and tokens of the prompt that were hits."""
+    from vllm import SamplingParams
+
+    found = engine.generate(
+        [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts],
+        [
+            SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, extra_args=each)
+            for each in hints
+        ],
+        use_tqdm=False,
+    )
+    return [(list(each.outputs[0].token_ids), each.num_cached_tokens or 0) for each in found]
+
+
+def main() -> None:
+    """Run the jobs."""
+    model, folder, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    engine = make_engine(model, folder / "disk")
+    rngs = [random.Random(job) for job in range(NUM_JOBS)]
+    prompts = [[rng.randrange(1000, 40_000) for _ in range(FIRST_TOKENS)] for rng in rngs]
+    asked: list[list[int]] = []
+    answered: list[list[int]] = []
+    with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
+        for turn in range(NUM_TURNS):
+            hints = [{"job_id": f"{name}-{job}", "tool": "ls"} for job in range(NUM_JOBS)]
+            found = ask(engine, prompts, hints, "")
+            answers, cached = [each for each, _ in found], [each for _, each in found]
+            file.write(json.dumps({"turn": turn, "answers": answers, "cached": cached}) + "\n")
+            file.flush()
+            asked += prompts
+            answered += answers
+            prompts = [
+                prompt + answer + [rng.randrange(1000, 40_000) for _ in range(NEW_TOKENS)]
+                for prompt, answer, rng in zip(prompts, answers, rngs, strict=True)
+            ]
+        computed = ask(engine, asked, [{}] * len(asked), "nothing is hit")
+        same = [answer for answer, _ in computed] == answered
+        file.write(json.dumps({"same": same, "cached": [each for _, each in computed]}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
