@@ -13,6 +13,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import vllm
+from packaging.version import Version
+
 from tenuto.core.types import LeaseEnd
 from tenuto.vllm import compat_groups
 from tests.support.checks import check_books, check_integrity
@@ -81,6 +84,10 @@ def test_with_drafts_too(name: str, clock: Clock) -> None:
     assert stats.num_hit_tokens >= 0.95 * stats.num_reusable_tokens > 0
 
 
+@pytest.mark.skipif(
+    Version(vllm.__version__).release < (0, 32),
+    reason="a look-up for as many tokens as a lease has cannot match the block that it drops",
+)
 @pytest.mark.parametrize("interval", [0, None])
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "states" not in name or name == "states"])
 def test_with_a_draft_model_too(name: str, interval: int | None, clock: Clock) -> None:
