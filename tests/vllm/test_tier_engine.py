@@ -19,6 +19,7 @@ from tests.vllm.tier_engine import BLOCK_SIZE, FIRST_TOKENS, NUM_JOBS, NUM_TURNS
 
 MODEL = os.environ.get("TENUTO_TEST_MODEL", "")
 LIMIT_S = 900.0
+ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 pytestmark = [
     pytest.mark.server,
@@ -35,7 +36,7 @@ def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
             [sys.executable, "-m", "tests.vllm.tier_engine", MODEL, str(folder), name],
             stdout=log,
             stderr=log,
-            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, **ENV},
             start_new_session=True,
         )
 
