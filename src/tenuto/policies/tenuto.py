@@ -144,8 +144,9 @@ class Tenuto(Policy, Learns, Reports):
         if self._share.is_flood and not self._kinds.is_plain(job):
             return place - 2 * AHEAD_S
         # Nor may a flood of jobs that never come back take the memory of those that do.
-        is_flood = self._returns.get_share_of_new() < MIN_RETURNS
-        return place - AHEAD_S / 2 if is_flood and self._returns.came_back(job.job_id) else place
+        if self._returns.came_back(job.job_id) and self._returns.get_share_of_new() < MIN_RETURNS:
+            return place - AHEAD_S / 2
+        return place
 
     def _get_lease_place(self, job: Job) -> float:
         """The place of a job in a tool call."""
