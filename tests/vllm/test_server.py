@@ -107,9 +107,20 @@ def wait_until_empty(server: LocalServer, limit_s: float = 20.0) -> None:
             time.sleep(0.2)
 
 
-def read_history(folder: Path, job: str) -> list[dict[str, Any]]:
-    lines = (folder / "trace.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r["kind"] == "job" and r["job"] == job]
+def read_history(folder: Path, job: str) -> list[str]:
+    """The job's events on file now, in order. Whole lines only: the engine may be writing the next one."""
+    text = (folder / "trace.jsonl").read_text()
+    records = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+    return [r["event"] for r in records if r["kind"] == "job" and r["job"] == job]
+
+
+def wait_for_event(folder: Path, job: str, event: str, limit_s: float = 60.0) -> list[str]:
+    """The job's events once ``event`` is among them. A client may have its answer before the step is on file."""
+    end_s = time.monotonic() + limit_s
+    while event not in (events := read_history(folder, job)):
+        assert time.monotonic() < end_s, f"{job}: {events}, no {event}"
+        time.sleep(0.05)
+    return events
 
 
 def test_verify_passes_and_leaves_nothing(server: LocalServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,8 +225,8 @@ def test_jobs_that_overflow_the_cache_all_finish(server: LocalServer, folder: Pa
 
     assert asyncio.run(run_all()) == list(range(10))
     wait_until_empty(server)
-    events = {event["event"] for event in read_history(folder, "over0")}
-    assert {"arrived", "started", "finished", "lease-granted", "lease-ended"} <= events
+    events = wait_for_event(folder, "over0", "lease-ended")
+    assert {"arrived", "started", "finished", "lease-granted", "lease-ended"} <= set(events)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +268,7 @@ def test_every_endpoint_knows_its_job(
         timeout=60,
     )
     assert response.status_code == 200, response.text
-    events = [event["event"] for event in read_history(folder, job)]
-    assert events[:3] == ["arrived", "started", "finished"]
+    assert wait_for_event(folder, job, "finished")[:3] == ["arrived", "started", "finished"]
 
 
 def test_features_keep_working(server: LocalServer) -> None:
@@ -457,11 +467,11 @@ def test_the_trace_is_complete_after_sigterm(server: LocalServer, folder: Path) 
     client = get_client(server)
     hints = {"job_id": "bye", "tool": "x"}
     client.completions.create(model="tiny", prompt="bye " * 40, max_tokens=3, extra_body=hints)
+    wait_for_event(folder, "bye", "lease-granted")
     server.process.send_signal(signal.SIGTERM)
     server.process.wait(60)
     # vLLM kills its engine at once: the lease has no end, and everything before it is on file.
-    events = [event["event"] for event in read_history(folder, "bye")]
-    assert events == ["arrived", "started", "finished", "lease-granted"]
+    assert read_history(folder, "bye") == ["arrived", "started", "finished", "lease-granted"]
 
 
 def test_a_bad_setting_stops_the_start(folder: Path) -> None:
