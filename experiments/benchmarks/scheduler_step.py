@@ -8,8 +8,9 @@ machine, the ratios much less.
 
 Step: 256 requests decode, and with Tenuto 1,000 further jobs are retained. Asynchronous scheduling, two steps
 in flight, as on a GPU. Request: plain traffic (no job ids, nothing retained) from arrival to finish. Finish:
-the end of an agent's turn of 6,000 tokens, whose KV is retained, in microseconds beyond stock's. Counted is
-the scheduler's own processor time, so that other processes and the harness do not count.
+the end of an agent's turn of 6,000 tokens, whose KV is retained, in microseconds beyond stock's; the agents
+come back, or the policy would stop holding their KV. Counted is the scheduler's own processor time, so that
+other processes and the harness do not count.
 """
 
 from __future__ import annotations
@@ -128,18 +129,25 @@ def measure_requests(
 def measure_finishes(
     engines: dict[str, TimedEngine], num_requests: int, round_number: int
 ) -> dict[str, float]:
-    """Seconds in which each arm ended turns of `FINISH_TOKENS` tokens, one at a time, after one token."""
+    """Seconds in which each arm ended turns of `FINISH_TOKENS` tokens, one at a time, after one token.
+
+    Each is the first turn of a job of two; the last one is not counted.
+    """
     total = dict.fromkeys(engines, 0.0)
     for n in range(num_requests):
         name_ = f"finish{round_number}-{n}"
         prompt = [(n * 37 + round_number * 11 + i * 3) % 1000 for i in range(FINISH_TOKENS)]
         for name in sorted(engines, reverse=n % 2 == 0):
             engine = engines[name]
-            hints = {"job_id": name_, "tool": "ls"}
+            hints: dict[str, Any] = {"job_id": name_, "tool": "ls"}
             engine.scheduler.add_request(make_request(name_, prompt, max_tokens=1, xargs=hints))
             before_s = engine.update_s
             engine.run()
             total[name] += engine.update_s - before_s
+            hints["is_last_step"] = True
+            last = [*prompt, *range(40)]
+            engine.scheduler.add_request(make_request(f"{name_}-last", last, max_tokens=1, xargs=hints))
+            engine.run()
     return total
 
 
@@ -193,7 +201,11 @@ def main() -> None:
     measure_requests(plain, 64, -1)
     requests = [measure_requests(plain, args.requests, n) for n in range(args.rounds)]
     figures.append(report("scheduler time per plain request", requests, args.requests))
-    finishes = [measure_finishes(plain, 64, n) for n in range(args.rounds)]
+    agents = {"stock": start(AsyncScheduler, None), "tenuto": start(tenuto.vllm.Scheduler, {})}
+    measure_finishes(agents, 16, -1)
+    finishes = [measure_finishes(agents, 64, n) for n in range(args.rounds)]
+    granted = agents["tenuto"].scheduler.driver.decided.num_leases_granted
+    assert granted == 16 + 64 * args.rounds, "every turn that was counted got its lease"
     figures.append(report_difference(f"a finish at {FINISH_TOKENS} tokens", finishes, 64))
     decisions = engines["tenuto"].scheduler.driver.stats.decision_s
     num_events = 4 * NUM_RETAINED + NUM_RUNNING

@@ -5,6 +5,7 @@ The chaos tests compare it with a count of all blocks after each step (`check_in
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import tenuto.vllm
+from tenuto.core.types import LeaseRefusal
+from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 
@@ -91,3 +94,57 @@ def test_no_usage_is_exactly_none(clock: Clock, num_blocks: int) -> None:
         engine.run()
         assert engine.scheduler.driver.get_num_leased_blocks() > 0
         assert engine.scheduler.get_kv_cache_usage() == 0.0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_lease_takes_over_the_references_of_its_turn(
+    clock: Clock, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither we nor vLLM touch a block that the lease goes on holding, shared or not."""
+    engine = start(depth)
+    send(engine, "a")
+    engine.run()
+    leased, pool = engine.scheduler.leased_blocks, engine.scheduler.kv_cache_manager.block_pool
+    freed: set[int] = set()
+    free = leased._free
+
+    def note(ordered_blocks: Iterable[Any]) -> None:
+        blocks = list(ordered_blocks)
+        freed.update(block.block_id for block in blocks)
+        free(blocks)
+
+    monkeypatch.setattr(leased, "_free", note)
+    monkeypatch.setattr(leased, "hold", lambda blocks: pytest.fail("a reference was taken"))
+    send(engine, "bb", num_tokens=44, max_tokens=5)
+    engine.run()
+    # 108 tokens and 4 that were computed: 7 full blocks, 4 of them the first job's too.
+    of_bb = next(each for each in engine.scheduler.driver.leases if each.job_id == "bb").blocks
+    assert [block.ref_cnt for block in of_bb] == [2] * 4 + [1] * 3
+    assert not {block.block_id for block in of_bb} & freed
+    assert engine.scheduler.driver.get_num_idle_leased_blocks() == 6 + 3
+    engine.scheduler.driver.drop_all(clock.now_s)
+    check_integrity(pool, engine.scheduler.driver.leases, idle=True)
+
+
+def test_a_lease_on_another_request_s_copy_takes_its_own_references(clock: Clock) -> None:
+    """Two jobs compute one prompt side by side: both leases hold the copy that is hit, the other is free."""
+    engine = start()
+    for name in ("a", "b"):
+        send(engine, name)
+    engine.run()
+    scheduler = engine.scheduler
+    first, second = scheduler.driver.leases
+    assert first.blocks == second.blocks
+    assert {block.ref_cnt for block in first.blocks} == {2}
+    check_integrity(scheduler.kv_cache_manager.block_pool, scheduler.driver.leases, idle=True)
+
+
+def test_a_refused_lease_gives_the_references_back(clock: Clock) -> None:
+    engine = start(max_leased_share=0.05)
+    send(engine, "a")
+    engine.run()
+    scheduler = engine.scheduler
+    assert len(scheduler.driver.leases) == 0
+    assert scheduler.driver.stats.num_lease_refusals[LeaseRefusal.OVER_SHARE] == 1
+    check_integrity(scheduler.kv_cache_manager.block_pool, scheduler.driver.leases, idle=True)
+    assert get_reported(engine) == (0, 0)

@@ -117,12 +117,13 @@ class Returns:
         }
 
     def _get_share(self, path: _Path) -> float:
-        counts = [self._classes.get(name) or _Counts() for name in path]
         share = 1.0
-        for own, inner in zip(counts, [*counts[1:], _Counts()], strict=True):
-            left, back = max(0.0, own.left - inner.left), max(0.0, own.back - inner.back)
-            share = min(1.0, (back + PRIOR_TOKENS * share) / (left + PRIOR_TOKENS))
-        return share
+        own = self._classes.get(path[0], _NOTHING)
+        for name in path[1:]:
+            inner = self._classes.get(name, _NOTHING)
+            share = _draw(share, own.left - inner.left, own.back - inner.back)
+            own = inner
+        return _draw(share, own.left, own.back)
 
     def _forget_one(self) -> None:
         oldest = list(islice(self._iter_bounded(), NUM_LOOKED_AT))
@@ -138,10 +139,16 @@ class Returns:
         return f"Returns({dict(self._classes)}, {self._jobs})"
 
 
+_NOTHING = _Counts()
 _NEW_TOOL: _Class = ("new job, tool",)
 _NEW_NO_TOOL: _Class = ("new job, no tool",)
 _AGAIN_NO_TOOL: _Class = ("job that came back, no tool",)
 _TOP = {_NEW_TOOL, _NEW_NO_TOOL, _AGAIN_NO_TOOL}
+
+
+def _draw(share: float, left: float, back: float) -> float:
+    """The share of a class, drawn towards that of the jobs around it."""
+    return min(1.0, (max(0.0, back) + PRIOR_TOKENS * share) / (max(0.0, left) + PRIOR_TOKENS))
 
 
 def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:

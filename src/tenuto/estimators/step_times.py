@@ -106,11 +106,14 @@ class StepTimes:
         self._decode = _Moments()
         self._prefill = _Moments()
         self._added = _Added()
+        self._lines: tuple[float, tuple[float, float]] | None = None
+        """Seconds per prefill token, and the line of decoding; None if a step was observed since."""
 
     def observe(self, num_tokens: int, num_requests: int, duration_s: float) -> None:
         """Count one step: its tokens, and its requests (each counts as one that decodes)."""
         if duration_s <= 0 or num_requests < 1:
             return
+        self._lines = None
         num_prefill_tokens = num_tokens - num_requests
         if num_prefill_tokens < MIN_PREFILL_TOKENS:
             self._decode.observe(num_requests, duration_s)
@@ -121,16 +124,16 @@ class StepTimes:
 
     def get_token_s(self) -> float:
         """Seconds that one more prefill token takes; 0 before any was seen."""
-        return self._prefill.get_line()[1]
+        return self._get_lines()[0]
 
     def get_decode_s(self, num_requests: int) -> float:
         """Seconds of a step that decodes for so many requests; 0 before any was seen."""
-        fixed, slope = self._get_decode_line()
+        fixed, slope = self._get_lines()[1]
         return fixed + slope * num_requests
 
     def get_pass_s(self) -> float:
         """Seconds of a step that do not depend on its requests: one pass over the weights, and host time."""
-        return self._get_decode_line()[0]
+        return self._get_lines()[1][0]
 
     def get_added(self) -> tuple[float, float]:
         """What prefill adds to a step that decodes, as a line: seconds at no token, and seconds a token.
@@ -144,8 +147,14 @@ class StepTimes:
 
     def get_tokens_per_decode(self) -> float:
         """Prefill tokens that take as long as one more decoding request adds to a step; 1 to 50."""
-        token_s, decode_s = self.get_token_s(), self._get_decode_line()[1]
+        token_s, (_, decode_s) = self._get_lines()
         return min(50.0, max(1.0, decode_s / token_s)) if token_s > 0 else 10.0
+
+    def _get_lines(self) -> tuple[float, tuple[float, float]]:
+        """Both fits, made once a step: many turns end with one."""
+        if self._lines is None:
+            self._lines = self._prefill.get_line()[1], self._get_decode_line()
+        return self._lines
 
     def _get_decode_line(self) -> tuple[float, float]:
         fit = self._decode

@@ -45,7 +45,12 @@ class Left(NamedTuple):
 
     def blend(self, other: Left, share: float) -> Left:
         """This guess with the weight 1 - share, the other one with the weight share."""
-        return Left(*((1 - share) * mine + share * theirs for mine, theirs in zip(self, other, strict=True)))
+        rest = 1 - share
+        return Left(
+            rest * self.work + share * other.work,
+            rest * self.this + share * other.this,
+            rest * self.stops + share * other.stops,
+        )
 
 
 @dataclass(slots=True)
@@ -213,7 +218,7 @@ class TurnTable:
             turns = _Turns(by_size={int(size): counts for size, *counts in each})
             turns.count, turns.work, turns.new, turns.num_ended, turns.num_followed, turns.num_stopped = row
             table._turns.append(turns)
-        table._spread.sums = get_numbers(state["spread"], 6)
+        table._spread.set_sums(get_numbers(state["spread"], 6))
         table._sum_up()
         return table
 
@@ -223,8 +228,9 @@ class TurnTable:
             self._sum_up()
 
     def _sum_up(self) -> None:
-        num_ended = sum(each.num_ended for each in self._turns)
-        num_decided = num_ended + sum(each.num_followed for each in self._turns)
+        # After nearly every turn while the table is small, so it is written for speed.
+        num_ended = sum([each.num_ended for each in self._turns])
+        num_decided = num_ended + sum([each.num_followed for each in self._turns])
         # How often any turn is the last: what a number seen once or never goes by.
         share = (num_ended + 0.5) / (num_decided + 1)
         work = (self._turns[-1].mean if self._turns else 1.0) / share
@@ -232,7 +238,8 @@ class TurnTable:
         for turns in reversed(self._turns):
             work = turns.mean + (1 - turns.get_share_ended(share)) * work
             work_after.append(work)
-        self._work_after, self._num_new, self._share = work_after[::-1], 0, share
+        work_after.reverse()
+        self._work_after, self._num_new, self._share = work_after, 0, share
 
     def __repr__(self) -> str:
         return f"TurnTable({self._turns!r}, {self._spread!r})"
@@ -242,18 +249,23 @@ class _Spread:
     """Variance of turns within a job and of means between jobs, on logarithms. All values decay."""
 
     def __init__(self) -> None:
-        self.sums = [0.0] * 6
+        self.set_sums([0.0] * 6)
+
+    def set_sums(self, sums: list[float]) -> None:
+        """Go on from these sums."""
+        self.sums = sums
+        self._summary = self._summarize()
 
     def observe(self, num_turns: int, sum_logs: float, sum_squares: float) -> None:
         """Count a job that ended: sums of its turns' logarithms and of their squares."""
         mean = sum_logs / num_turns
         within = max(0.0, sum_squares - num_turns * mean * mean)
         added = (1.0, mean, mean * mean, 1 / num_turns, within, num_turns - 1.0)
-        self.sums = [JOB_DECAY * total + more for total, more in zip(self.sums, added, strict=True)]
+        self.set_sums([JOB_DECAY * total + more for total, more in zip(self.sums, added, strict=True)])
 
     def get_factor(self, num_turns: int, sum_logs: float) -> float:
         """Expected work of a job's next turns / mean work, given its past turns."""
-        typical, credibility = self._summarize()
+        typical, credibility = self._summary
         return math.exp((sum_logs - num_turns * typical) / (credibility + num_turns))
 
     def _summarize(self) -> tuple[float, float]:

@@ -1,8 +1,9 @@
 """Private names of vLLM's scheduler, its requests and its block pool.
 
-Those of the engine process are in `compat_engine`, those of models with several layer groups in
-`compat_groups` and `compat_ends`; `compat_check` checks all of them at start. Nothing outside these files may
-use a vLLM name that starts with an underscore or is not part of its scheduler interface.
+Those of the engine process are in `compat_engine`, those of a finishing request's blocks in `compat_blocks`,
+those of models with several layer groups in `compat_groups` and `compat_ends`; `compat_check` checks all of
+them at start. Nothing outside these files may use a vLLM name that starts with an underscore or is not part
+of its scheduler interface.
 """
 
 from __future__ import annotations
@@ -104,28 +105,6 @@ def get_cached_blocks(scheduler: Any, request: Any) -> tuple[list[Any], int]:
     """What a prompt extending this request would hit: blocks of all layer groups, and how many tokens."""
     hit, num_tokens = scheduler.kv_cache_manager.get_computed_blocks(request)[:2]
     return [block for group in hit.blocks for block in group if not block.is_null], int(num_tokens)
-
-
-def get_own_cached_blocks(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
-    """Like `get_cached_blocks`, without a look-up per block; only for models with truncatable leases.
-
-    The request references its own cached blocks, so they cannot have been evicted.
-    """
-    manager, size = scheduler.kv_cache_manager, get_block_size(scheduler)
-    if not manager.enable_caching or request.skip_reading_prefix_cache:
-        return []
-    own, hashes = manager.get_blocks(request.request_id).blocks[0], request.block_hashes
-    # The last token was sampled, but never computed.
-    num_full = min((request.num_tokens - 1) // size, len(hashes), len(own))
-    while num_full and own[num_full - 1].block_hash is None:
-        num_full -= 1
-    blocks = list(own[:num_full])
-    # Two requests may have computed the same block at the same time. A prompt hits the copy that was cached
-    # first, so the lease holds that copy.
-    get_first = manager.block_pool.cached_block_hash_to_block.get_one_block
-    for index in range(min(num_hit_tokens // size, num_full), num_full):
-        blocks[index] = get_first(blocks[index].block_hash) or blocks[index]
-    return blocks
 
 
 def get_num_cached_tokens(scheduler: Any, request: Any) -> int:

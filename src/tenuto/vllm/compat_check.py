@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from operator import attrgetter
 from typing import Any
 
 from tenuto.core.errors import IncompatibleError
@@ -18,6 +19,7 @@ _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
 _STATES = "vllm.v1.core.single_type_kv_cache_manager:MambaManager"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
+_BLOCK = "vllm.v1.core.kv_cache_utils:KVCacheBlock"
 _BLOCK_MAP = "vllm.v1.core.block_pool:BlockHashToBlockMap"
 _WAITING = "vllm.v1.core.sched.request_queue:RequestQueue"
 
@@ -53,6 +55,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "apply_admission_cap",
     ),
     f"{_STATES}.remove_skipped_blocks": ("request_id",),
+    f"{_BLOCK}._block_hash": (),
     f"{_BLOCK_MAP}.get_one_block": ("key",),
     f"{_POOL}.get_cached_block": ("block_hash", "kv_cache_group_ids"),
     f"{_POOL}.touch": ("blocks",),
@@ -77,7 +80,8 @@ ATTRIBUTES = (
     "requests",
     "running",
     "waiting",
-    "kv_cache_manager",
+    "kv_cache_manager.block_pool.cached_block_hash_to_block._cache",
+    "kv_cache_manager.coordinator.single_type_managers",
     "max_num_scheduled_tokens",
     "max_model_len",
     "is_encoder_decoder",
@@ -108,6 +112,14 @@ def find_problems(version: str, *, allow_untested: bool = False) -> list[str]:
 
 def check_attributes(scheduler: Any) -> None:
     """Raise IncompatibleError if a started scheduler lacks an attribute we use."""
-    missing = [name for name in ATTRIBUTES if not hasattr(scheduler, name)]
+    missing = [name for name in ATTRIBUTES if not _has(scheduler, name)]
     if missing:
         raise IncompatibleError(f"vLLM's scheduler has no {', '.join(missing)}")
+
+
+def _has(scheduler: Any, path: str) -> bool:
+    try:
+        attrgetter(path)(scheduler)
+    except AttributeError:
+        return False
+    return True

@@ -7,7 +7,7 @@ from typing import Any
 
 from tenuto.core.take_back import get_max_tokens
 from tenuto.core.types import EngineView, Turn
-from tenuto.vllm import compat, compat_ends, compat_groups
+from tenuto.vllm import compat, compat_blocks, compat_ends, compat_groups
 from tenuto.vllm.usage import LeasedBlocks
 
 
@@ -32,6 +32,8 @@ class VllmEngine:
         self.can_truncate = compat.can_truncate_leases(scheduler)
         self.hit_alignment = compat_groups.get_hit_alignment(scheduler)
         self._tokens_per_block = compat_groups.get_tokens_per_block(scheduler)
+        self._finishing: tuple[str, list[Any]] = ("", [])
+        """The finishing request that was asked about last, and its cached blocks."""
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with so many leases."""
@@ -60,7 +62,9 @@ class VllmEngine:
         """Cached blocks of a finishing request."""
         request = self._scheduler.requests[turn_id]
         if self.can_truncate:
-            return compat.get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
+            found = compat_blocks.get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
+            self._finishing = turn_id, found
+            return found
         self._cache_ends(request)
         if request.skip_reading_prefix_cache:
             return []
@@ -129,8 +133,12 @@ class VllmEngine:
         return [block.block_id for block in blocks]
 
     def hold(self, blocks: list[Any]) -> None:
-        """Take one reference to each block."""
-        self._leased.hold(blocks)
+        """Take one reference to each block: that of the finishing request, if the blocks are its own."""
+        turn_id, found = self._finishing
+        if found is blocks and compat_blocks.try_take_blocks(self._scheduler, turn_id, blocks):
+            self._leased.take_over(blocks)
+        else:
+            self._leased.hold(blocks)
 
     def release(self, blocks: list[Any]) -> None:
         """Release one reference to each block; the last blocks will be evicted first."""

@@ -53,6 +53,13 @@ class LeasedBlocks:
         self._leased.add([block.block_id for block in blocks])
         self._changed += blocks
 
+    def take_over(self, blocks: Sequence[Any]) -> None:
+        """A request that ends leaves its references to these blocks to a lease."""
+        block_ids = [block.block_id for block in blocks]
+        self._leased.add(block_ids)
+        self._in_use.difference_update(block_ids)
+        self._changed += [block for block in blocks if block.ref_cnt > 1]
+
     def release(self, blocks: Sequence[Any]) -> None:
         """Release one reference of a lease to each block; the last blocks will be evicted first."""
         self._free(reversed(blocks))
@@ -78,12 +85,12 @@ class LeasedBlocks:
             self._changed += blocks
 
     def _free_for_request(self, ordered_blocks: Iterable[Any]) -> None:
-        if not len(self._leased):
+        if not self._in_use:
             self._free(ordered_blocks)
             return
         blocks = list(ordered_blocks)
         self._free(blocks)
-        self._changed += blocks
+        self._changed += [block for block in blocks if block.ref_cnt]
 
     def _look(self) -> None:
         changed, self._changed = self._changed, []
