@@ -115,7 +115,7 @@ def read_history(folder: Path, job: str) -> list[str]:
 
 
 def wait_for_event(folder: Path, job: str, event: str, limit_s: float = 60.0) -> list[str]:
-    """The job's events once ``event`` is among them. A client may have its answer before the step is on file."""
+    """The job's events once ``event`` is among them. A client may have its answer first."""
     end_s = time.monotonic() + limit_s
     while event not in (events := read_history(folder, job)):
         assert time.monotonic() < end_s, f"{job}: {events}, no {event}"
