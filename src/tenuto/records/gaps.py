@@ -22,6 +22,8 @@ class Gaps:
 
     def add(self, seconds: float, count: int = 1) -> None:
         """Add `count` gaps of the same length."""
+        if count == 0:
+            return
         if self._seconds and self._seconds[-1] == seconds:
             self._counts[-1] += count
         else:

@@ -144,16 +144,21 @@ class StepLoop(ABC):
         self.now_s = end_s
         if self._tells_steps:
             self._tell_step(step, scheduled_s, end_s)
+        turns, gap_s, num_gaps = self._turns, 0.0, 0
         for request, num_new_tokens in self.scheduler.finish_step(step, end_s):
-            turn = self._turns[request.turn_id]
-            if request.num_output_tokens == num_new_tokens:
+            turn = turns[request.turn_id]
+            if request.num_tokens - request.num_prompt_tokens == num_new_tokens:
                 turn.first_token_s = end_s
                 self._start_answer(turn)
+            elif end_s - turn.last_token_s == gap_s:
+                num_gaps += 1
             else:
-                self.gaps.add(end_s - turn.last_token_s)
+                self.gaps.add(gap_s, num_gaps)
+                gap_s, num_gaps = end_s - turn.last_token_s, 1
             turn.last_token_s = end_s
             if request.status is Status.FINISHED:
                 self._finish_turn(request.turn_id)
+        self.gaps.add(gap_s, num_gaps)
 
     def _count_quiet_steps(self) -> int:
         """How many of the next steps are alike; 0 if they are not worth a stretch."""

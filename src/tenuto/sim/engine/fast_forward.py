@@ -41,7 +41,7 @@ class FastForward:
             or state.loaded
         ):
             return 0
-        num_steps = min(self._count_steps_to_end(request) for request in running)
+        num_steps = self._count_steps_to_end(running)
         # All requests may fill their last blocks in the same step: free blocks must do for all of them.
         num_free_each = self._kv.pool.num_free_blocks // len(running)
         num_steps = min(num_steps, num_free_each * config.kv.block_size)
@@ -54,27 +54,30 @@ class FastForward:
         for request in self._state.running:
             # The last token of a sequence has no KV yet, so it completes no block.
             request.num_tokens += num_steps - 1
-            fits = self._kv.try_allocate(request, num_steps, None, is_busy=True)
-            assert fits, "uneventful steps ran out of blocks"
+            if request.num_computed_tokens + num_steps > request.slots_end:
+                fits = self._kv.try_allocate(request, num_steps, None, is_busy=True)
+                assert fits, "uneventful steps ran out of blocks"
             request.num_tokens += 1
             request.num_computed_tokens += num_steps
 
-    def _count_steps_to_end(self, request: Request) -> int:
-        """Steps before the one that may bring a request's last token; 0 if it does not decode steadily.
+    def _count_steps_to_end(self, running: list[Request]) -> int:
+        """Steps before the one that may bring a request's last token; 0 if one does not decode steadily.
 
         steadily, with two steps in flight:   [ computed …  | placeholder ]
                                               [ num_tokens … ]
         """
-        num_placeholders = self._config.max_steps_in_flight - 1
-        is_steady = (
-            request.num_placeholders == num_placeholders
-            and request.num_computed_tokens - num_placeholders == request.num_tokens - 1
-            and request.num_output_tokens > 0
-        )
-        if not is_steady:
-            return 0
-        num_left = request.max_tokens - request.num_output_tokens
-        return max(0, min(num_left, self._config.kv.max_model_len - request.num_tokens) - 1)
+        num_placeholders, max_model_len = self._config.max_steps_in_flight - 1, self._config.kv.max_model_len
+        num_left = max_model_len
+        for request in running:
+            num_tokens = request.num_tokens
+            if (
+                request.num_placeholders != num_placeholders
+                or request.num_computed_tokens - num_placeholders != num_tokens - 1
+                or num_tokens == request.num_prompt_tokens
+            ):
+                return 0
+            num_left = min(num_left, request.num_tokens_at_end - num_tokens, max_model_len - num_tokens)
+        return max(0, num_left - 1)
 
     def _may_start_one(self) -> bool:
         """Whether a waiting request could start in one of the next steps; True if in doubt."""

@@ -38,7 +38,7 @@ class Progress:
     def advance(self, step: Step) -> None:
         """Count a step's tokens as computed, so that the next step can be scheduled at once."""
         requests, offloader = self._state.requests, self._offloader
-        is_async = self._config.max_steps_in_flight > 1
+        is_async, has_drafts = self._config.max_steps_in_flight > 1, self._config.num_draft_tokens > 0
         chunk_tokens = chunk_context = num_decodes = decode_context = 0
         num_pairs = 0.0
         for turn_id, num_tokens in step.num_tokens.items():
@@ -52,7 +52,7 @@ class Progress:
                 chunk_context += context
                 num_pairs += num_tokens * (context + num_tokens / 2)
             request.num_computed_tokens = context + num_tokens
-            if offloader is not None:
+            if offloader is not None and offloader.lacks_prompt(request):
                 done_s = offloader.store_computed(request, self._state.now_s)
                 if offloader.is_sync:
                     step.copies_done_s = max(step.copies_done_s, done_s)
@@ -61,8 +61,10 @@ class Progress:
             if request.is_prefill_chunk:
                 step.chunks.add(turn_id)
             elif is_async:
-                request.num_placeholders += 1 + step.num_drafts.get(turn_id, 0)
-                request.num_drafts = self._config.num_draft_tokens
+                request.num_placeholders += 1
+                if has_drafts:
+                    request.num_placeholders += step.num_drafts.get(turn_id, 0)
+                    request.num_drafts = self._config.num_draft_tokens
         num_chunks = len(step.num_tokens) - num_decodes
         step.batch = StepBatch(
             num_chunks, chunk_tokens, chunk_context, num_pairs, num_decodes, decode_context
@@ -74,17 +76,30 @@ class Progress:
         `num_accepted` says how many drafts of a request were right. Requests that are done have finished.
         """
         outputs = []
+        requests, chunks = self._state.requests, step.chunks
+        is_async, has_drafts = self._config.max_steps_in_flight > 1, self._config.num_draft_tokens > 0
         for turn_id, num_tokens in step.num_tokens.items():
-            request = self._state.requests.get(turn_id)
+            request = requests.get(turn_id)
             if request is None:
                 continue  # aborted meanwhile
             request.num_in_flight_tokens -= num_tokens
+            if (
+                request.num_computed_tokens <= request.slots_end
+                and request.num_tokens + 1 < request.num_tokens_at_end
+                and not (request.num_stale_tokens or has_drafts or turn_id in chunks)
+            ):
+                # Most tokens: no block is full with it, and it is not the last one.
+                request.num_tokens += 1
+                if is_async:
+                    request.num_placeholders -= 1
+                outputs.append((request, 1))
+                continue
             is_stale = request.num_stale_tokens > 0
             if is_stale:
                 request.num_stale_tokens -= num_tokens
                 if request.drops_stale:
                     continue
-            if turn_id in step.chunks:
+            if turn_id in chunks:
                 continue
             num_right = num_accepted.get(turn_id, 0)
             if turn_id in step.num_drafts and not is_stale:

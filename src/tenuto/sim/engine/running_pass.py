@@ -26,6 +26,7 @@ class RunningPass:
         self._preemption = preemption
         # What comes behind it in `running` may be more important, and has its blocks to take.
         self._goes_on_after_self = config.order == "priority" and config.kv.vllm_release != "0.32"
+        self._has_drafts = config.num_draft_tokens > 0
 
     def schedule(self, step: Step) -> None:
         """Spend the step's budget on running requests, in their order."""
@@ -34,6 +35,17 @@ class RunningPass:
         index = 0
         while index < len(running) and step.budget > 0:
             request = running[index]
+            num_tokens = request.num_tokens
+            if (
+                request.num_computed_tokens + 1 == num_tokens + request.num_placeholders <= request.slots_end
+                and num_tokens + 1 < request.num_tokens_at_end
+                and not (request.is_prefill_chunk or self._has_drafts)
+            ):
+                # Most tokens: one more is decoded, in a block that it has.
+                step.num_tokens[request.turn_id] = 1
+                step.budget -= 1
+                index += 1
+                continue
             num_new_tokens = self._count_new_tokens(request, step)
             if num_new_tokens == 0:
                 index += 1

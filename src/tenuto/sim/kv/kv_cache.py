@@ -120,6 +120,7 @@ class KvCache:
         if hit is None or not hit.waits:
             # Drafts may be rejected: only what is certain is cached.
             self.cache(request, min(num_tokens, request.num_tokens))
+        self._note_slots(request)
         return True
 
     def count_missing(self, request: Request, num_new_tokens: int, hit: Hit | None, *, is_busy: bool) -> int:
@@ -152,6 +153,7 @@ class KvCache:
         num_tokens -= num_tokens % self.config.hit_alignment
         for table, group in zip(request.tables, self._groups, strict=True):
             group.cache(table, request, num_tokens)
+        self._note_slots(request)
 
     def cache_ends(self, request: Request) -> None:
         """Let look-ups find what a hit at a finishing request's end needs, where its job's next turn hits.
@@ -173,6 +175,7 @@ class KvCache:
         for table, group in zip(request.tables, self._groups, strict=True):
             group.free(table)
         request.tables = tuple(group.make_table() for group in self._groups)
+        request.slots_end = 0
 
     def count_most_blocks(self, num_tokens: int) -> int:
         """How many blocks a request of so many tokens, output included, will have at once if it is alone."""
@@ -201,6 +204,16 @@ class KvCache:
         )
 
     # Inside.
+
+    def _note_slots(self, request: Request) -> None:
+        if self._is_unitary:
+            table: BlockTable = request.tables[0]
+            size = self._block_size
+            request.slots_end = min(
+                table.num_blocks * size - self._num_lookahead_tokens,
+                (table.num_full + 1) * size - 1,
+                self.config.max_model_len - 2,
+            )
 
     def _make_groups(self, max_in_flight_tokens: int) -> list[AttentionGroup | StateGroup]:
         """The layer groups, with the checkpoints of first prompts.

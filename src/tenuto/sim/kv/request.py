@@ -117,6 +117,11 @@ class Request:
     status: Status = field(init=False, default=Status.WAITING)
     num_tokens: int = field(init=False)
     """Prompt and output so far."""
+    num_tokens_at_end: int = field(init=False)
+    """Prompt and output in the end, if the model's context is long enough."""
+    slots_end: int = field(init=False, default=0)
+    """Up to so many tokens, one more neither needs nor fills a block, nor comes near the model's longest
+    context. `KvCache` keeps it: it is for what is done for every token."""
     num_computed_tokens: int = field(init=False, default=0)
     """Tokens with KV, those of steps in flight included."""
     num_drafts: int = field(init=False, default=0)
@@ -156,6 +161,7 @@ class Request:
     def __post_init__(self) -> None:
         """Add the prompt up."""
         self.num_prompt_tokens = self.num_tokens = sum(num_tokens for _, num_tokens in self.prompt)
+        self.num_tokens_at_end = self.num_prompt_tokens + self.output[1]
         if self.num_prompt_tokens < 1 or self.output[1] < 1:
             raise ValueError(f"turn {self.turn_id}: its prompt or its output is empty")
 

@@ -134,6 +134,10 @@ class Offloader:
 
     # Stores.
 
+    def lacks_prompt(self, request: Request) -> bool:
+        """Whether a part of a request's prompt was not stored yet."""
+        return request.num_stored_chunks < request.num_prompt_tokens // self._chunk_tokens
+
     def store_computed(self, request: Request, now_s: float) -> float:
         """Store the computed part of a request's prompt; returns when the copy ends, in seconds."""
         if not self._stores_all or not request.is_stored:
