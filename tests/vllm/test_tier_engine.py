@@ -1,4 +1,10 @@
-"""A real model with host memory and a disk: the same tokens as without, after `kill -9` and damage too."""
+"""A real model with host memory and a disk: the same tokens as without, after `kill -9` and damage too.
+
+And beside others' connectors: TENUTO_TEST_CONNECTORS names which, with spaces between (see
+`tests.vllm.tier_engine`). LMCache is not among the packages of the tests; with its server running:
+
+    TENUTO_TEST_CONNECTORS="lmcache ours,lmcache" LMCACHE_PORT=5555 pytest tests/vllm/test_tier_engine.py
+"""
 
 from __future__ import annotations
 
@@ -18,6 +24,7 @@ pytest.importorskip("vllm")
 from tests.vllm.tier_engine import BLOCK_SIZE, FIRST_TOKENS, NUM_JOBS, NUM_TURNS
 
 MODEL = os.environ.get("TENUTO_TEST_MODEL", "")
+BESIDE = os.environ.get("TENUTO_TEST_CONNECTORS", "example ours,example").split()
 LIMIT_S = 900.0
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
@@ -29,11 +36,11 @@ pytestmark = [
 ]
 
 
-def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, name: str, connectors: str = "ours") -> subprocess.Popen[bytes]:
     """The jobs on an engine in a process group of its own."""
     with open(folder / f"{name}.log", "wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.vllm.tier_engine", MODEL, str(folder), name],
+            [sys.executable, "-m", "tests.vllm.tier_engine", MODEL, str(folder), name, connectors],
             stdout=log,
             stderr=log,
             env={**os.environ, **ENV},
@@ -78,3 +85,17 @@ def test_tokens_are_the_same_after_a_kill_and_with_damaged_files(tmp_path: Path)
     assert computed["cached"][:NUM_JOBS] == [0] * NUM_JOBS
     assert computed["same"]
     assert [each["answers"] for each in before] == [each["answers"] for each in rounds[: len(before)]]
+
+
+@pytest.mark.parametrize("connectors", BESIDE)
+def test_tokens_are_the_same_beside_others(connectors: str, tmp_path: Path) -> None:
+    """With leases and others' copies the answers are those of prompts that are computed."""
+    engine = start(tmp_path, "beside", connectors)
+    assert engine.wait(LIMIT_S) == 0, (tmp_path / "beside.log").read_text(errors="replace")[-3000:]
+    *rounds, again = read(tmp_path, "beside")
+    assert again["same"]
+    if connectors == "example":
+        # It finds a whole prompt only, and does not look at the salt.
+        assert all(again["cached"])
+    else:
+        assert sum(rounds[-1]["cached"]) >= NUM_JOBS * FIRST_TOKENS // BLOCK_SIZE * BLOCK_SIZE

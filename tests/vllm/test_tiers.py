@@ -261,6 +261,23 @@ def test_failed_loads_are_computed_again() -> None:
     engine.assert_clean()
 
 
+def test_a_failed_load_does_not_stand_in_the_way_of_the_next() -> None:
+    """Host memory fails, and another connector has the prompt, which takes more than half of the cache."""
+    copies = SlowCopies(random.Random(0))
+    engine = TieredEngine(
+        num_blocks=24, num_chunks=60, copies=copies, connectors=("ours", "other"), tenuto={"policy": "stock"}
+    )
+    prompt = [7] * 300
+    engine.add(make_request("a", prompt, max_tokens=2))
+    engine.drain()
+    evict_from_gpu(engine)
+    copies.share_failed = 1.0
+    engine.add(make_request("b", prompt, max_tokens=2))  # the other loads it beside the steps
+    engine.drain()
+    assert engine.num_other_blocks == 300 // BLOCK_SIZE
+    engine.assert_clean()
+
+
 def evict_from_gpu(engine: TieredEngine) -> None:
     for number in range(4):
         engine.add(make_request(f"evict{engine.num_checked}-{number}", [number + 700] * 200, max_tokens=2))

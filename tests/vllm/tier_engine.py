@@ -1,6 +1,9 @@
 """Runs jobs on a real engine with host memory and a disk, in a process that a test may kill.
 
-    python -m tests.vllm.tier_engine MODEL FOLDER NAME
+    python -m tests.vllm.tier_engine MODEL FOLDER NAME [CONNECTORS]
+
+CONNECTORS, with commas: ours, example (vLLM's ExampleConnector), lmcache (its server must run, at
+LMCACHE_PORT). More than one go under vLLM's MultiConnector, in this order.
 
 Writes a line to FOLDER/NAME.jsonl for each round of turns: greedy answers, and how many tokens of each prompt
 were hits. Then answers all prompts once more without what was stored, which a salt hides.
@@ -9,6 +12,7 @@ were hits. Then answers all prompts once more without what was stored, which a s
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -20,12 +24,38 @@ NUM_JOBS, NUM_TURNS = 6, 3
 FIRST_TOKENS, NEW_TOKENS, OUTPUT_TOKENS = 320, 70, 8
 
 
-def make_engine(model: str, disk: Path) -> Any:
-    """A cache of 48 blocks, host memory for all jobs, and a disk behind it."""
+def get_transfer_config(connectors: str, folder: Path) -> dict[str, Any]:
+    """The value of `--kv-transfer-config`: host memory for all jobs and a disk, and others beside them."""
+    from tenuto.vllm.tiers.config import Tiers
+
+    known: dict[str, dict[str, Any]] = {
+        "ours": Tiers(0.25, str(folder / "disk")).get_transfer_config(),
+        "example": {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder / "example")},
+        },
+        "lmcache": {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"lmcache.mp.port": int(os.environ.get("LMCACHE_PORT", "5555"))},
+        },
+    }
+    chosen = [known[each] for each in connectors.split(",")]
+    if len(chosen) == 1:
+        return chosen[0]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": chosen},
+    }
+
+
+def make_engine(model: str, transfer: dict[str, Any], policy: str) -> Any:
+    """A cache of 48 blocks with these tiers below."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
-
-    from tenuto.vllm.tiers.config import Tiers
 
     return LLM(
         model,
@@ -37,8 +67,8 @@ def make_engine(model: str, disk: Path) -> Any:
         max_num_seqs=8,
         enable_prefix_caching=True,
         scheduler_cls="tenuto.vllm.Scheduler",
-        additional_config={"tenuto": {"policy": "stock"}},
-        kv_transfer_config=KVTransferConfig(**Tiers(0.25, str(disk)).get_transfer_config()),
+        additional_config={"tenuto": {"policy": policy, "strict": True}},
+        kv_transfer_config=KVTransferConfig(**transfer),
     )
 
 
@@ -60,7 +90,10 @@ def ask(engine: Any, prompts: list[list[int]], hints: list[dict[str, Any]], salt
 def main() -> None:
     """Run the jobs."""
     model, folder, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    engine = make_engine(model, folder / "disk")
+    connectors = sys.argv[4] if len(sys.argv) > 4 else "ours"
+    # Alone, nothing but host memory brings a turn's KV back; beside others, leases are tried too.
+    policy = "stock" if connectors == "ours" else "tenuto"
+    engine = make_engine(model, get_transfer_config(connectors, folder), policy)
     rngs = [random.Random(job) for job in range(NUM_JOBS)]
     prompts = [[rng.randrange(1000, 40_000) for _ in range(FIRST_TOKENS)] for rng in rngs]
     asked: list[list[int]] = []

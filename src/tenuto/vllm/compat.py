@@ -48,6 +48,16 @@ class PrivateHooks:
         self.on_turn_preempting(request)
         return super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
+    def _update_waiting_for_remote_kv(self, request: Any) -> None:
+        """A connector's load ended. A request that it left without blocks has not begun.
+
+        vLLM (0.31 to 0.33) goes on reserving the blocks that such a request would still need. If these and
+        its next load's are more than the cache has, that load is refused in each step, and nothing runs.
+        """
+        super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
+        if not request.num_computed_tokens:
+            getattr(self, "_inflight_prefills", set()).discard(request)
+
 
 def can_truncate_leases(scheduler: Any) -> bool:
     """Whether block i of a request always holds tokens i·size to (i+1)·size.
