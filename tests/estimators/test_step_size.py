@@ -8,9 +8,12 @@ import pytest
 
 from tenuto.core.step_tokens import StepSize
 from tenuto.core.types import EngineView, Job, StepView, ToolCall, Turn
+from tenuto.estimators.full_shares import FullShares
 from tenuto.estimators.step_size import (
     FIRST_STEP_TOKENS,
+    FOLLOWERS,
     LOOK_EVERY,
+    SIZES,
     AdaptiveSteps,
     TurnSizes,
     choose_step_tokens,
@@ -42,9 +45,26 @@ def make_sizes(num_computed: int, num_generated: int) -> TurnSizes:
     return sizes
 
 
+def make_shares(share: float) -> FullShares:
+    """Every size fills this share of the steps."""
+    shares = FullShares(SIZES)
+    most = SIZES[-1]
+    while shares.get(most) < share:
+        shares.observe_arrival(most)
+        shares.observe_step(most, 0, is_full=True)
+    while shares.get(most) > share:
+        shares.observe_step(1, 1, is_full=False)
+    return shares
+
+
+FULL = make_shares(0.999)
+HALF = make_shares(0.5)
+EMPTY = FullShares(SIZES)
+
+
 def test_before_anything_is_known_steps_are_of_a_middle_size() -> None:
-    assert choose_step_tokens(StepTimes(), make_sizes(1000, 100), 10, 1, 1.0, MOST) == FIRST_STEP_TOKENS
-    assert choose_step_tokens(StepTimes(), TurnSizes(), 10, 1, 1.0, 700) == 700
+    assert choose_step_tokens(StepTimes(), make_sizes(1000, 100), 10, 1, FULL, MOST) == FIRST_STEP_TOKENS
+    assert choose_step_tokens(StepTimes(), TurnSizes(), 10, 1, FULL, 700) == 700
 
 
 def test_the_choice_has_the_least_loss() -> None:
@@ -57,25 +77,25 @@ def test_the_choice_has_the_least_loss() -> None:
 
     best = min((512, 1024, 2048, 4096, 8192), key=get_loss)
     assert best == 1024
-    assert choose_step_tokens(make_times(), make_sizes(1600, 20), 10, 200, 1.0, MOST) == best
+    assert choose_step_tokens(make_times(), make_sizes(1600, 20), 10, 200, FULL, MOST) == best
 
 
 def test_long_outputs_want_small_steps_and_long_queues_large_ones() -> None:
     times = make_times()
-    by_output = [choose_step_tokens(times, make_sizes(2000, n), 10, 50, 1.0, MOST) for n in (1, 20, 500)]
+    by_output = [choose_step_tokens(times, make_sizes(2000, n), 10, 50, FULL, MOST) for n in (1, 20, 500)]
     assert by_output == sorted(by_output, reverse=True) and by_output[0] > by_output[-1] == 512
-    by_queue = [choose_step_tokens(times, make_sizes(2000, 20), 10, n, 1.0, MOST) for n in (1, 50, 5000)]
+    by_queue = [choose_step_tokens(times, make_sizes(2000, 20), 10, n, FULL, MOST) for n in (1, 50, 5000)]
     assert by_queue == sorted(by_queue) and by_queue[0] < by_queue[-1]
 
 
 @pytest.mark.parametrize("most", [64, 300, 512, 700, 2048])
 def test_it_stays_within_the_engines_own_limit(most: int) -> None:
-    chosen = choose_step_tokens(make_times(), make_sizes(2000, 100), 10, 3, 0.5, most)
+    chosen = choose_step_tokens(make_times(), make_sizes(2000, 100), 10, 3, HALF, most)
     assert chosen is not None and min(512, most) <= chosen <= most
 
 
 def test_more_who_decode_than_the_smallest_step_has_tokens_for() -> None:
-    chosen = choose_step_tokens(make_times(), make_sizes(2000, 100), 600, 3, 0.5, MOST)
+    chosen = choose_step_tokens(make_times(), make_sizes(2000, 100), 600, 3, HALF, MOST)
     assert chosen is not None and chosen > 600
 
 
@@ -92,9 +112,9 @@ def test_who_waits_for_memory_is_not_helped_by_larger_steps() -> None:
     # Steps have room for more: whoever waits does not wait for prefill.
     assert count_prefilling(sizes, 50, 10**6, 0.0, 0.0) == 1.0
     # Half of the steps are full: half of those that wait.
-    assert count_prefilling(sizes, 50, 10**6, 0.5, 0.0) == 1 + 25
+    assert count_prefilling(sizes, 50, 10**6, 0.5, 0.0) == 1 + FOLLOWERS * 25
     # There is room for four of them.
-    assert count_prefilling(sizes, 50, 4000, 0.5, 0.0) == pytest.approx(1 + 2, rel=0.02)
+    assert count_prefilling(sizes, 50, 4000, 0.5, 0.0) == pytest.approx(1 + FOLLOWERS * 2, rel=0.02)
     # While the engine is busy for half of the time, (2 - 0.5) * 0.5 / (2 * 0.5^2) more are to come.
     assert count_prefilling(sizes, 0, 10**6, 0.5, 0.5) == pytest.approx(1 + 1.5)
     assert count_prefilling(sizes, 0, 10**6, 1.0, 1.0) == pytest.approx(1 + 12)
@@ -103,7 +123,7 @@ def test_who_waits_for_memory_is_not_helped_by_larger_steps() -> None:
 def test_steps_have_room_for_prefill_beside_many_who_decode() -> None:
     times, sizes = make_times(), make_sizes(150, 1500)
     for num_decoding in (200, 400, 900):
-        chosen = choose_step_tokens(times, sizes, num_decoding, 1, 0.5, MOST)
+        chosen = choose_step_tokens(times, sizes, num_decoding, 1, HALF, MOST)
         assert chosen is not None and chosen >= 2 * num_decoding
 
 
@@ -116,7 +136,7 @@ def test_who_comes_now_and_then_is_not_made_to_wait_for_a_long_step() -> None:
             sizes.observe_time(gap_s * n)
             sizes.observe(20_000, 1)
     assert often.get_rate() == pytest.approx(20, rel=0.1) and rare.get_rate() < 0.1
-    by_rate = [choose_step_tokens(times, sizes, 0, 1, 0.0, MOST) for sizes in (rare, often)]
+    by_rate = [choose_step_tokens(times, sizes, 0, 1, EMPTY, MOST) for sizes in (rare, often)]
     assert by_rate[0] is not None and by_rate[1] is not None and by_rate[0] > by_rate[1]
 
 
@@ -127,8 +147,27 @@ def test_few_who_decode_are_held_up_little_while_prefill_is_rare() -> None:
         # A step that mixes both has a cost of its own here.
         for size in (1000, 2000):
             times.observe(1 + size, 1, 0.0082 + 0.004 + 4e-5 * size)
-    rare, steady = (choose_step_tokens(times, sizes, 1, 30, share, MOST) for share in (0.0, 1.0))
+    rare, steady = (choose_step_tokens(times, sizes, 1, 30, shares, MOST) for shares in (EMPTY, FULL))
     assert rare is not None and steady is not None and rare > steady
+
+
+def test_prompts_that_fill_small_steps_only_do_not_call_for_small_steps() -> None:
+    """Prompts of 700 tokens fill every step of 512, and their turns decode for long. If a step that mixes
+    both has a cost of its own, each prompt should have one step."""
+    times = StepTimes()
+    for n in range(1, 41):
+        times.observe(n, n, 0.008 + 2e-4 * n)
+    for n in range(80):
+        size = 500 if n % 4 else 1000
+        times.observe(40 + size, 40, 0.016 + 0.004 + 3e-5 * size)
+    shares = FullShares(SIZES)
+    for _ in range(300):
+        shares.observe_arrival(700)
+        shares.observe_step(512, 40, is_full=True)
+        shares.observe_step(40 + 228, 40, is_full=False)
+    chosen = choose_step_tokens(times, make_sizes(700, 100), 40, 2, shares, MOST)
+    always = choose_step_tokens(times, make_sizes(700, 100), 40, 2, FULL, MOST)
+    assert chosen is not None and always is not None and chosen >= 1024 > always
 
 
 def test_the_chooser_learns_from_steps_and_turns() -> None:

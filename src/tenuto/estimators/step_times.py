@@ -87,11 +87,11 @@ class _Added:
         self.last = (num_tokens, added_s)
 
     def get_line(self, pass_s: float) -> tuple[float, float]:
-        """Intercept and slope. The intercept has either sign, and is at most half a pass over the weights."""
+        """Intercept and slope. The intercept has either sign, and is at most a pass over the weights."""
         mean_tokens, mean_s = self.tokens / self.weight, self.added_s / self.weight
         guess = (mean_s + self.decode_s / self.weight / 2) / mean_tokens
         slope = max(0.0, (self.xy + PRIOR_XX * guess) / (self.xx + PRIOR_XX))
-        fixed_s = min(mean_s - slope * mean_tokens, pass_s / 2)
+        fixed_s = min(mean_s - slope * mean_tokens, pass_s)
         return fixed_s, max(0.0, mean_s - fixed_s) / mean_tokens
 
     def __repr__(self) -> str:
