@@ -100,3 +100,44 @@ def test_the_heap_stays_small() -> None:
     for _ in range(1000):
         order.use(["a", "b"], ())
     assert len(order._heap) <= 70
+
+
+def test_dropping_a_job_is_removing_its_last_chunk_again_and_again() -> None:
+    """Also where jobs share beginnings, chunks are pinned, and some need no chunk before them."""
+
+    def drop_one_by_one(order: TierOrder, owner: Hashable) -> list[Hashable]:
+        dropped = []
+        while (chunk := order._tails.get(owner)) is not None:
+            if order._chunks[chunk].num_pins or chunk in order._num_behind:
+                break
+            dropped.append(chunk)
+            order.remove(chunk)
+        return dropped
+
+    num_dropped = 0
+    for seed in range(60):
+        rng, order, plain = random.Random(seed), TierOrder(), TierOrder()
+        for _ in range(40):
+            owner, branch, number = rng.choice("abcd"), rng.randrange(4), plain.begin_use()
+            for place in range(rng.randrange(1, 8)):
+                before = (min(place - 1, branch), place - 1) if place else None
+                chunk, rank = (min(place, branch), place), ((rng.randrange(3),), number, -place)
+                needs_before = branch != 3
+                for each in (order, plain):
+                    each.put(chunk, before, rank, owner=owner, needs_before=needs_before)
+            pinned = rng.choice([None, *plain])
+            if pinned is not None and not plain._chunks[pinned].num_pins:
+                order.pin(pinned)
+                plain.pin(pinned)
+            if rng.random() < 0.3:
+                owner = rng.choice("abcd")
+                gone = order.drop(owner)
+                assert gone == drop_one_by_one(plain, owner)
+                num_dropped += len(gone)
+            for chunk in [each for each in plain if plain._chunks[each].num_pins and rng.random() < 0.5]:
+                order.unpin(chunk)
+                plain.unpin(chunk)
+        assert order._tails == plain._tails
+        assert order._num_behind == plain._num_behind
+        assert pop_all(order) == pop_all(plain)
+    assert num_dropped > 50

@@ -311,10 +311,11 @@ class Driver(DriverParts):
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd) -> None:
         self._ledger.apply(self._retention.end(job.job_id, reason, now_s))
+        view = job.get_view()
         if self._caller.hears("on_job_ended") and not job.runs_as_stock:
-            self._caller.tell("on_job_ended", job.get_view(), now_s)
-        # Others may share the prompt of a plain request, whose one turn is all of its job.
-        if reason is LeaseEnd.JOB_ENDED and (job.is_released or job.num_turns > 1):
+            self._caller.tell("on_job_ended", view, now_s)
+        # As `Turn.ends_job`; and the client may say it itself, of any job.
+        if reason is LeaseEnd.JOB_ENDED and (job.is_released or view.came_back):
             self._engine.end_job(job.job_id)
         self._jobs.forget(job)
 

@@ -139,6 +139,8 @@ class TurnState:
     """The work that its tenant's virtual time counts for it, in prefill tokens."""
     _facts: tuple[object, ...] = ()
     _view: Turn | None = None
+    _finished: tuple[Finish, Turn] | None = None
+    """How it ended and what a policy sees then, made once: host memory needs it before the driver does."""
 
     def get_view(self, *, has_lease: bool) -> Turn:
         """What a policy sees of a turn that waits or runs; cached until something changes."""
@@ -150,8 +152,12 @@ class TurnState:
 
     def get_finished_view(self, finish: Finish) -> Turn:
         """What a policy sees of a finished turn; what the client said overrides what the output shows."""
-        is_last, tool = self._tell_last(finish), self._get_tool(finish)
-        return self._make_view(False, finish.num_output_tokens, is_last, tool, is_aborted=finish.aborted)
+        if self._finished is None or self._finished[0] is not finish:
+            is_last, tool = self._tell_last(finish), self._get_tool(finish)
+            num_output_tokens, is_aborted = finish.num_output_tokens, finish.aborted
+            view = self._make_view(False, num_output_tokens, is_last, tool, is_aborted=is_aborted)
+            self._finished = finish, view
+        return self._finished[1]
 
     def _make_view(
         self,

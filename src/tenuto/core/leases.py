@@ -39,7 +39,7 @@ class LeaseState:
     @property
     def is_bet(self) -> bool:
         """Whether the job has never come back so far."""
-        return self.turn.job.num_turns == 1
+        return not self.turn.job.came_back
 
     def get_view(self, terms: Keep | None = None) -> Lease:
         """The frozen view that a policy sees, with these terms or, by default, the lease's own."""

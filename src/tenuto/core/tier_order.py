@@ -98,16 +98,21 @@ class TierOrder:
 
         `owner`: the job that used it last. Keys of one tier are comparable.
         """
-        known = self._chunks.get(chunk)
-        if known is None:
+        if chunk not in self._chunks:
             self._chunks[chunk] = _Chunk(before, needs_before, rank, owner, num_pins)
             if before is not None and needs_before:
                 self._num_behind[before] = self._num_behind.get(before, 0) + 1
-        else:
-            if known.owner != owner and self._tails.get(known.owner) == chunk:
+        self.rank(chunk, rank, owner)
+
+    def rank(self, chunk: Hashable, rank: Rank, owner: Hashable | None) -> None:
+        """Give a chunk that is there a new rank and owner, as `put`."""
+        known = self._chunks[chunk]
+        known.rank = rank
+        if known.owner != owner:
+            if self._tails.get(known.owner) == chunk:
                 # Who used it before used nothing behind it, and all before it is the new owner's too.
                 del self._tails[known.owner]
-            known.rank, known.owner = rank, owner
+            known.owner = owner
         if owner is not None:
             self._tails[owner] = chunk
         if chunk not in self._num_behind:
@@ -136,14 +141,8 @@ class TierOrder:
         found = self._chunks.pop(chunk)
         if found.owner is not None and self._tails.get(found.owner) == chunk:
             self._move_tail(found.owner, found.before)
-        if found.before is not None and found.needs_before:
-            num_behind = self._num_behind[found.before] - 1
-            if num_behind:
-                self._num_behind[found.before] = num_behind
-            else:
-                del self._num_behind[found.before]
-                if found.before in self._chunks:
-                    self._offer(found.before)
+        if self._leave(found) and found.before in self._chunks:
+            self._offer(found.before)
 
     def make_way(
         self, chunks: Sequence[Hashable], befores: Sequence[Hashable | None], key: Key, num_free: int
@@ -204,11 +203,22 @@ class TierOrder:
         It ends at a chunk that another one continues, that another owner used later, or that is pinned.
         """
         dropped: list[Hashable] = []
-        while (chunk := self._tails.get(owner)) is not None:
-            if self._chunks[chunk].num_pins or chunk in self._num_behind:
+        chunk = self._tails.pop(owner, None)
+        while chunk is not None:
+            found = self._chunks[chunk]
+            if found.num_pins or chunk in self._num_behind:
+                self._tails[owner] = chunk
                 break
             dropped.append(chunk)
-            self.remove(chunk)
+            del self._chunks[chunk]
+            before = self._chunks.get(found.before) if found.before is not None else None
+            is_tail = self._leave(found)
+            if before is not None and before.owner == owner:
+                chunk = found.before
+                continue
+            chunk = None
+            if is_tail and before is not None:
+                self._offer(found.before)
         return dropped
 
     def has_chunks(self, owner: Hashable) -> bool:
@@ -230,6 +240,17 @@ class TierOrder:
         self._heap.clear()
 
     # Inside.
+
+    def _leave(self, found: _Chunk) -> bool:
+        """A chunk is gone; whether nothing continues the chunk before it any more."""
+        if found.before is None or not found.needs_before:
+            return False
+        num_behind = self._num_behind[found.before] - 1
+        if num_behind:
+            self._num_behind[found.before] = num_behind
+        else:
+            del self._num_behind[found.before]
+        return not num_behind
 
     def _move_tail(self, owner: Hashable, before: Hashable | None) -> None:
         """The owner's last chunk goes; the one before it is the last now, if it is the owner's too."""

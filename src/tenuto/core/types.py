@@ -110,6 +110,11 @@ class Job:
     kind: str | None = None
     """A name shared by all jobs that begin their first prompt with the same block; None if it is unknown."""
 
+    @property
+    def came_back(self) -> bool:
+        """Whether it has sent more than one turn."""
+        return self.num_turns > 1
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -157,7 +162,7 @@ class Turn:
         A job's only turn does not count: clients may call every plain request a last one, and others may
         share its prompt.
         """
-        return bool(self.is_last) and self.job.num_turns > 1
+        return bool(self.is_last) and self.job.came_back
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,15 @@ A lease takes over the references that the request has, so vLLM need not free th
 
 from __future__ import annotations
 
-from operator import attrgetter, is_, is_not
+from operator import attrgetter
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from tenuto.vllm.compat import get_block_size
 
-# A turn of 6,000 tokens has 375 blocks: loops over them run in C, so not by the property `block_hash`.
+# A turn of 6,000 tokens has 375 blocks. So loops over them run in C: not by the property `block_hash`, and
+# lists are compared as a whole, which looks at the blocks' identity first.
 _get_hash = attrgetter("_block_hash")
 
 
@@ -37,7 +38,7 @@ def get_own_cached_blocks(scheduler: Any, request: Any, num_hit_tokens: int) -> 
     # first, so the lease holds that copy. Only where there are copies the map has no block, but a dict.
     new = blocks[num_hit_tokens // size :]
     cached = manager.block_pool.cached_block_hash_to_block
-    if not all(map(is_, map(cached._cache.get, map(_get_hash, new)), new)):
+    if list(map(cached._cache.get, map(_get_hash, new))) != new:
         firsts = map(cached.get_one_block, map(_get_hash, new))
         blocks[num_hit_tokens // size :] = [first or own for first, own in zip(firsts, new, strict=True)]
     return blocks
@@ -52,8 +53,8 @@ def try_take_blocks(scheduler: Any, request_id: str, blocks: list[Any]) -> bool:
     if scheduler.connector is not None or type(managers[0]) is not FullAttentionManager:
         return False
     tables = managers[0].req_to_blocks
-    own = tables.get(request_id, ())
-    if len(own) < len(blocks) or any(map(is_not, own, blocks)):
+    own = tables.get(request_id, [])
+    if own[: len(blocks)] != blocks:
         return False
     tables[request_id] = own[len(blocks) :]
     return True

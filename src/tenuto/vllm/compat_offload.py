@@ -6,7 +6,7 @@ Checked on vLLM 0.32.0. `compat_specs` has the specs, `compat_connector` the con
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -51,7 +51,8 @@ block), where it ends, in tokens, and its layer group."""
 class Chains:
     """Which chunk of a request continues which, for all its layer groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = 1) -> None:
+        self._has_groups = num_groups > 1
         self._places: dict[bytes, Place] = {}
         self._last: dict[int, tuple[bytes, int, int]] = {}
 
@@ -59,15 +60,16 @@ class Chains:
         """All chunks so far."""
         return iter(self._places)
 
-    def get(self, key: bytes) -> Place:
-        """A chunk's place; one that vLLM has not numbered stands alone."""
-        return self._places.get(key) or (None, 0, int(get_offload_group_idx(key)))
+    def get_all(self, keys: Sequence[bytes]) -> list[Place]:
+        """The places of chunks; one that vLLM has not numbered stands alone."""
+        get = self._places.get
+        return [get(key) or (None, 0, int(get_offload_group_idx(key))) for key in keys]
 
     def extend(self, positions: dict[bytes, int]) -> None:
         """Take up the keys that vLLM has numbered since; takes time for the new ones only."""
-        places = self._places
+        places, has_groups = self._places, self._has_groups
         for key, end in islice(positions.items(), len(places), None):
-            group = int(get_offload_group_idx(key))
+            group = int(get_offload_group_idx(key)) if has_groups else 0
             last, last_end, size = self._last.get(group, (None, 0, end))
             # A key elsewhere than one chunk behind the last belongs to a part of a block, and to no chain.
             if end - last_end == size:
@@ -77,11 +79,11 @@ class Chains:
                 places[key] = (None, end, group)
 
 
-def get_chains(req_context: Any) -> Chains:
+def get_chains(req_context: Any, num_groups: int) -> Chains:
     """A request's chains of chunks, as far as it has come."""
     chains: Chains | None = req_context.get_state(Chains)
     if chains is None:
-        chains = Chains()
+        chains = Chains(num_groups)
         req_context.set_state(chains)
     chains.extend(req_context._offload_key_positions)
     return chains
@@ -137,10 +139,10 @@ class HostManagerHooks:
     def on_request_finished(self, req_context: Any) -> None:
         """Rank all chunks of a request that used some, by where its job stands now: groups together."""
         has_used = req_context.get_state(Chains) is not None
-        self._begin(req_context)
+        chains = self._begin(req_context)
         super().on_request_finished(req_context)  # type: ignore[misc]
         if has_used:
-            self._policy.touch(get_chains(req_context), req_context)
+            self._policy.touch(chains, req_context)
         if self.asker is not None:
             self.asker.end_use(req_context.req_id)
 
@@ -190,9 +192,11 @@ class HostManagerHooks:
 
     # Inside.
 
-    def _begin(self, req_context: Any) -> None:
+    def _begin(self, req_context: Any) -> Chains:
         use = self.asker.get_use(req_context.req_id) if self.asker is not None else Use()
-        self._policy.begin(get_chains(req_context), use)
+        chains = get_chains(req_context, self.num_groups)
+        self._policy.begin(chains, use)
+        return chains
 
     def _get_wanted(self, keys: list[bytes]) -> list[bytes]:
         """The keys whose chunks are there or may be stored now."""

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from tenuto.core.tier_order import TierOrder, Use, Way
 from tenuto.vllm.compat_offload import CachePolicy, Chains
+
+
+class _Owners(dict[int, Hashable]):
+    """The owner of a job's chunks in each layer group; None for a request that belongs to no job."""
+
+    def __init__(self, job_id: str | None) -> None:
+        super().__init__()
+        self._job_id = job_id
+
+    def __missing__(self, group: int) -> Hashable:
+        owner = self[group] = None if self._job_id is None else (self._job_id, group)
+        return owner
 
 
 class OrderedChunks(CachePolicy):  # type: ignore[misc]
@@ -21,12 +33,14 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         self._chunks: dict[Any, Any] = {}
         self._chains = Chains()
         self._use = Use()
+        self._owners = _Owners(None)
         self._number = 0
 
     def begin(self, chains: Chains, use: Use) -> None:
         """What follows is done for the request with these chains of chunks."""
         self._chains, self._use = chains, use
         self._number = self.order.begin_use()
+        self._owners = _Owners(use.owner)
 
     # vLLM's host manager calls these.
 
@@ -37,7 +51,15 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
     def insert(self, key: Any, chunk: Any, req_context: Any = None) -> None:
         """A chunk is about to be written; it stays until that has ended."""
         self._chunks[key] = chunk
-        self._put(key, num_pins=0 if chunk.ref_cnt == 0 else 1)
+        before, end, group = self._chains.get_all((key,))[0]
+        self.order.put(
+            key,
+            before,
+            (self._use.key, self._number, -end),
+            owner=self._owners[group],
+            needs_before=group not in self.windowed_groups,
+            num_pins=0 if chunk.ref_cnt == 0 else 1,
+        )
 
     def remove(self, key: Any) -> None:
         """A chunk could not be written, or is dropped."""
@@ -46,10 +68,10 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
         """These chunks were used, in this order."""
-        chunks, put = self._chunks, self._put
-        for key in keys:
-            if key in chunks:
-                put(key)
+        chunks, key, number, owners = self._chunks, self._use.key, self._number, self._owners
+        present = [each for each in keys if each in chunks]
+        for each, (_, end, group) in zip(present, self._chains.get_all(present), strict=True):
+            self.order.rank(each, (key, number, -end), owners[group])
 
     def on_store_miss(self, keys: Iterable[Any], req_context: Any) -> None:
         """Nothing: a chunk gets its rank when it is inserted."""
@@ -84,20 +106,10 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
 
     def make_way(self, keys: Sequence[Any], num_free: int) -> Way:
         """Give chunks up that do not go behind the present request's, for those of `keys` that are new."""
-        return self.order.make_way(keys, [self._get_needed(key) for key in keys], self._use.key, num_free)
+        windowed = self.windowed_groups
+        needed = [None if group in windowed else before for before, _, group in self._chains.get_all(keys)]
+        return self.order.make_way(keys, needed, self._use.key, num_free)
 
     def take(self, key: Any) -> Any:
         """The chunk behind a key that left the order."""
         return self._chunks.pop(key)
-
-    def _get_needed(self, key: Any) -> Any | None:
-        """The chunk without which this one is worth nothing; None if there is none."""
-        before, _, group = self._chains.get(key)
-        return None if group in self.windowed_groups else before
-
-    def _put(self, key: Any, num_pins: int = 0) -> None:
-        use, (before, end, group) = self._use, self._chains.get(key)
-        owner = None if use.owner is None else (use.owner, group)
-        needs_before = group not in self.windowed_groups
-        rank = (use.key, self._number, -end)
-        self.order.put(key, before, rank, owner=owner, needs_before=needs_before, num_pins=num_pins)
