@@ -11,7 +11,6 @@ from tenuto.core.types import EngineView, Job, StepView, ToolCall, Turn
 from tenuto.estimators.full_shares import FullShares
 from tenuto.estimators.step_size import (
     FIRST_STEP_TOKENS,
-    FOLLOWERS,
     LOOK_EVERY,
     SIZES,
     AdaptiveSteps,
@@ -112,9 +111,9 @@ def test_who_waits_for_memory_is_not_helped_by_larger_steps() -> None:
     # Steps have room for more: whoever waits does not wait for prefill.
     assert count_prefilling(sizes, 50, 10**6, 0.0, 0.0) == 1.0
     # Half of the steps are full: half of those that wait.
-    assert count_prefilling(sizes, 50, 10**6, 0.5, 0.0) == 1 + FOLLOWERS * 25
+    assert count_prefilling(sizes, 50, 10**6, 0.5, 0.0) == 1 + 25
     # There is room for four of them.
-    assert count_prefilling(sizes, 50, 4000, 0.5, 0.0) == pytest.approx(1 + FOLLOWERS * 2, rel=0.02)
+    assert count_prefilling(sizes, 50, 4000, 0.5, 0.0) == pytest.approx(1 + 2, rel=0.02)
     # While the engine is busy for half of the time, (2 - 0.5) * 0.5 / (2 * 0.5^2) more are to come.
     assert count_prefilling(sizes, 0, 10**6, 0.5, 0.5) == pytest.approx(1 + 1.5)
     assert count_prefilling(sizes, 0, 10**6, 1.0, 1.0) == pytest.approx(1 + 12)

@@ -26,10 +26,10 @@ vLLM would compute in one step, gets room of its own in the next step. No prompt
 longest of them or the chosen size, so that a long prompt leaves this room to them. A stream of short plain
 requests therefore has the steps of stock vLLM.
 
-m counts those who would start if only prefill were faster, not those who wait for memory, and for each of
-them another one who comes while they wait; or those to come while the engine is busy, if they are more:
-(2 − ρ) · ρ / (2 · (1 − ρ)²) turns, with ρ the share of the time in full steps (the derivative of the mean
-wait of Pollaczek and Khinchine, by the time of service).
+m counts those who would start if only prefill were faster, not those who wait for memory, and where mixing
+costs something, for each of them another one who comes meanwhile; or those to come while the engine is
+busy, if they are more: (2 − ρ) · ρ / (2 · (1 − ρ)²) turns, with ρ the share of the time in full steps (the
+derivative of the mean wait of Pollaczek and Khinchine, by the time of service).
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ MIN_STEP_TOKENS = 512
 SIZES = tuple(MIN_STEP_TOKENS << n for n in range(8))
 """The sizes to choose from: up to 65,536 tokens, beside the engine's own budget."""
 FOLLOWERS = 2
-"""Who waits counts so often, for those who come meanwhile and wait as well. Chosen on `ab8` at 3 jobs/s; on
-`bfcl` with another seed 1 is 4 % worse (H100, 1.2 jobs/s), and 1 % where mixed steps are dear (A100)."""
+"""Where mixed steps have a cost of their own, who waits counts so often, for those who come meanwhile and
+wait as well. Chosen on `ab8` at 3 jobs/s with the pessimistic step cost, 1 % worse without; if it held
+everywhere, it would cost up to 7 % (`ab8` on an H200, 6 jobs/s, default step cost)."""
 MAX_BUSY_SHARE = 0.8
 """Bound of the busy share; beyond it, the current queue says more than the expected queue."""
 FIRST_STEP_TOKENS = 2048
@@ -117,7 +118,7 @@ def count_prefilling(
     num_that_fit = num_free_tokens * sizes.weight / sizes.computed
     busy = min(busy_share, MAX_BUSY_SHARE)
     to_come = (2 - busy) * busy / (2 * (1 - busy) ** 2)
-    return 1 + max(FOLLOWERS * full_share * min(num_waiting, num_that_fit), to_come)
+    return 1 + max(full_share * min(num_waiting, num_that_fit), to_come)
 
 
 def choose_step_tokens(
@@ -207,7 +208,9 @@ class AdaptiveSteps:
         num_others = view.num_running - 1
         if num_others < 0:
             return None
-        num_waiting = view.num_waiting + view.num_parked
+        # Where mixed steps have a cost of their own, small ones let the queue grow.
+        followers = FOLLOWERS if self._times.get_added()[0] > 0 else 1
+        num_waiting = followers * (view.num_waiting + view.num_parked)
         num_free_tokens = view.num_free_blocks * view.block_size
         num_prefilling = count_prefilling(
             self._sizes, num_waiting, num_free_tokens, self._full_shares.full_share, self._busy_share
