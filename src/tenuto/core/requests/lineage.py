@@ -68,12 +68,13 @@ class Lineage:
             return
         num_prompt_blocks = min(len(prompt) // self._block_size, len(hashes))
         span = (max(0, num_prompt_blocks - 1) * self._block_size, len(prompt))
-        marks = [(hashes[n - 1], span) for n in (num_prompt_blocks, num_prompt_blocks - 1) if n > 0]
+        compared = _get_compared(span, prompt)
+        numbers = [n for n in (num_prompt_blocks, num_prompt_blocks - 1) if n > 0]
+        keys: list[_Key] = [(hashes[n - 1], span, compared, tenant) for n in numbers]
         if len(hashes) > num_prompt_blocks:
-            marks.append((hashes[-1], _OUTPUT))
+            keys.append((hashes[-1], _OUTPUT, (), tenant))
         self._num_remembered += 1
-        turn = _Finished(self._num_remembered, [_get_key(mark, span, prompt, tenant) for mark, span in marks])
-        self._finished[job_id] = turn
+        turn = self._finished[job_id] = _Finished(self._num_remembered, keys)
         for key in turn.keys:
             self._jobs_by_key.setdefault(key, {})[job_id] = None
             spans = self._spans_by_mark.setdefault(key[0], {})
@@ -118,7 +119,7 @@ class Lineage:
     ) -> str | None:
         """The tenant's job whose last finished turn had this very prompt, or None."""
         num_blocks = min(len(prompt) // self._block_size, len(hashes))
-        if not num_blocks:
+        if not num_blocks or hashes[num_blocks - 1] not in self._spans_by_mark:
             return None
         span = ((num_blocks - 1) * self._block_size, len(prompt))
         jobs = self._jobs_by_key.get(_get_key(hashes[num_blocks - 1], span, prompt, tenant))
@@ -126,6 +127,10 @@ class Lineage:
 
 
 def _get_key(mark: Hashable, span: _Span, prompt: Sequence[int], tenant: str | None) -> _Key:
+    return mark, span, _get_compared(span, prompt), tenant
+
+
+def _get_compared(span: _Span, prompt: Sequence[int]) -> tuple[int, ...]:
     boundary, num_prompt_tokens = span
     certain = max(boundary, num_prompt_tokens - GENERATION_PROMPT_SLACK)
-    return mark, span, tuple(prompt[boundary:certain]), tenant
+    return tuple(prompt[boundary:certain])
