@@ -6,9 +6,10 @@ import dataclasses
 
 from tenuto.sim.fleet.options import Fleet
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.plan import Target, make_plans
+from tenuto.sim.sweep.plan import make_plans
 from tenuto.sim.sweep.plan_text import format_plans
 from tenuto.sim.sweep.steady import Steady, simulate_until_steady
+from tenuto.sim.sweep.target import Target
 from tenuto.workload import LoadOptions
 
 ROUTED = Setup(gpu="H100", fleet=Fleet(servers=("",), router="random"))

@@ -19,10 +19,11 @@ from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import check_cells, make_cells
-from tenuto.sim.sweep.plan import Plan, Target, drop_too_small, get_best, make_plans
+from tenuto.sim.sweep.plan import Plan, drop_too_small, get_best, make_plans
 from tenuto.sim.sweep.plan_text import format_effects, format_plans, name_gpu, name_policy
 from tenuto.sim.sweep.seeds import SeedRunner
 from tenuto.sim.sweep.sensitivity import Effect, try_changes
+from tenuto.sim.sweep.target import Target
 from tenuto.workload.load_options import LoadOptions
 
 _SUMMARY = """\
@@ -44,7 +45,8 @@ Each machine is simulated until it is steady: its warm-up is cut off, and the nu
 no trend, with every seed. A queue that grows has no P95, because it depends on how long one waits: such a
 machine is overloaded, and the plan says how many jobs it finishes. So the answer does not depend on --window,
 which only sets the least time to simulate. The jobs of a trace come again and again, in random order, each
-time as new jobs.
+time as new jobs. While it searches, a run ends as "too slow" once its P95 is 1.5 times the target, even if
+the jobs that are not done had ended just then.
 
 With --servers, only these machines are judged, and no others are tried.
 
@@ -103,9 +105,7 @@ class PlanOptions(GridOptions):
     no_sensitivity: bool = option(
         False, "do not try what a little more load, longer jobs or slower steps change"
     )
-    workers: int | None = option(
-        None, "processes, one per seed at most", minimum=1, shown_default="one per core"
-    )
+    workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
     csv: Path | None = option(None, "write the table as CSV too")
 
@@ -121,15 +121,17 @@ def run(given: Given) -> int:
     workers = options.workers or len(os.sched_getaffinity(0))
     plans, effects = [], []
     with SeedRunner(
-        options.seeds, workers=workers, max_jobs=options.max_sim_jobs, say=progress.tell
+        options.seeds, workers=workers, max_jobs=options.max_sim_jobs, say=progress.tell, target=target
     ) as measure:
         found = make_plans(
             setups,
             load,
             target,
             measure,
+            probe=measure.probe,
             max_machines=None if given.has("servers") else options.max_machines,
             prices=options.prices,
+            num_at_once=workers,
         )
         for plan in found:
             count = "no number of GPUs" if plan.num_gpus is None else f"{plan.num_gpus} GPUs"
@@ -138,7 +140,7 @@ def run(given: Given) -> int:
             plans.append(plan)
         best = get_best(plans)
         if best is not None and not options.no_sensitivity:
-            for effect in try_changes(best, load, target, measure):
+            for effect in try_changes(best, load, target, measure.probe, num_at_once=workers):
                 progress.say(f"{effect.name}: {effect.point}")
                 effects.append(effect)
     progress.clear()

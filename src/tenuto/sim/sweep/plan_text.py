@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tenuto.sim.fleet.summary import name_gpus
-from tenuto.sim.sweep.plan import Plan, Target, format_s, get_best
+from tenuto.sim.sweep.plan import Plan, get_best
+from tenuto.sim.sweep.point import format_s
 from tenuto.sim.sweep.sensitivity import Effect
+from tenuto.sim.sweep.target import Target
 
 
 def format_plans(plans: Sequence[Plan], target: Target) -> str:

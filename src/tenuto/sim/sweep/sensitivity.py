@@ -8,7 +8,10 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.plan import Measure, Plan, Point, Target, measure_point
+from tenuto.sim.sweep.at_once import each_at_once
+from tenuto.sim.sweep.plan import Plan
+from tenuto.sim.sweep.point import Measure, Point, measure_jobs
+from tenuto.sim.sweep.target import Target
 from tenuto.workload.load_options import LoadOptions
 
 
@@ -45,13 +48,24 @@ def make_changes(setup: Setup, load: LoadOptions) -> Iterator[Change]:
         yield Change(name, replace(setup, step_cost_factor=factor * setup.step_cost_factor), load)
 
 
-def try_changes(plan: Plan, load: LoadOptions, target: Target, measure: Measure) -> Iterator[Effect]:
-    """Each change's effect on a plan that meets its target, for the changes that the load can have."""
-    assert plan.num_machines is not None
+def try_changes(
+    plan: Plan, load: LoadOptions, target: Target, measure: Measure, *, num_at_once: int = 1
+) -> Iterator[Effect]:
+    """Each change's effect on a plan that meets its target, for the changes that the load can have.
+
+    `num_at_once`: changes that are tried at the same time, in threads.
+    """
     plain = replace(target, margin=0.0)
-    for change in make_changes(plan.setup, load):
+
+    def measure_change(change: Change) -> Point | None:
+        assert plan.num_machines is not None
         try:
-            point = measure_point(change.setup, change.load, plan.num_machines, measure)
+            return measure_jobs(change.setup, change.load, plan.num_machines, measure)
         except ConfigError:
-            continue  # turns that wait for other jobs cannot be multiplied
-        yield Effect(change.name, point, plain.is_met(point))
+            return None  # turns that wait for other jobs cannot be multiplied
+
+    changes = list(make_changes(plan.setup, load))
+    points = each_at_once(measure_change, changes, num_at_once)
+    for change, point in zip(changes, points, strict=True):
+        if point is not None:
+            yield Effect(change.name, point, plain.is_met(point))

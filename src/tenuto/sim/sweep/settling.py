@@ -8,12 +8,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from tenuto.records.metrics import get_percentile
 from tenuto.sim.sweep.trend import Look, look
 
-Verdict = Literal["steady", "overloaded", "unsettled"]
+Verdict = Literal["overloaded", "late", "unsettled", "steady"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+"""From the worst to the best. Late: stopped because a target is surely missed."""
 
 STRETCH = 1.3
 """Each look is this much later than the one before."""

@@ -18,6 +18,8 @@ from tenuto.sim.run import Extras, Prepared, prepare
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation
 from tenuto.sim.sweep.settling import COHORT, STRETCH, Settling, Verdict, are_done
+from tenuto.sim.sweep.target import Target
+from tenuto.sim.sweep.trend import Look, look
 from tenuto.workload import LoadOptions, Workload, make_workload
 from tenuto.workload.arrivals import arrival_times, reassign_arrivals, within
 from tenuto.workload.load import GENERATORS
@@ -33,6 +35,14 @@ MOST_JOBS = 20_000
 """Jobs that are made for one run at most."""
 NUM_SAMPLED = 60
 """Jobs whose mean time alone is taken for that of all."""
+
+HOPELESS = 1.5
+"""A target is surely missed if the P95 of the jobs that came is so many times as long; those that are not
+done count with their age."""
+MIN_COHORT = 60
+"""Jobs or turns that this takes at least."""
+GLANCE = 1.15
+"""Each check of that is this much later than the one before."""
 
 Tell = Callable[[float, int, int], None]
 """Told the simulated seconds, the jobs that arrived and the jobs in the system."""
@@ -75,23 +85,35 @@ def get_p95(times_s: tuple[float, ...]) -> float:
 
 
 def simulate_until_steady(
-    setup: Setup, load: LoadOptions, *, min_jobs: int, max_jobs: int, tell: Tell | None = None
+    setup: Setup,
+    load: LoadOptions,
+    *,
+    min_jobs: int,
+    max_jobs: int,
+    target: Target | None = None,
+    tell: Tell | None = None,
 ) -> Steady:
     """Simulate `load.jps` jobs a second on one machine. `load.window_s` is the shortest time to watch it.
 
-    Gives up after `max_jobs`. Raises as `tenuto.sim.run.run`.
+    Gives up after `max_jobs`; with a target also once that is surely missed. Raises as `tenuto.sim.run.run`.
     """
     alone_s = _get_time_alone_s(setup, load)
     # Most machines settle early, and making jobs takes time: the run with all jobs is for those that do not.
     for most in dict.fromkeys((min(FEW * min_jobs, max_jobs), max_jobs)):
-        steady = _simulate(setup, load, alone_s, min_jobs, most, tell)
+        steady = _simulate(setup, load, alone_s, min_jobs, most, target, tell)
         if steady.verdict != "unsettled":
             break
     return steady
 
 
-def _simulate(
-    setup: Setup, load: LoadOptions, alone_s: float, min_jobs: int, max_jobs: int, tell: Tell | None
+def _simulate(  # noqa: PLR0913 - a run's own
+    setup: Setup,
+    load: LoadOptions,
+    alone_s: float,
+    min_jobs: int,
+    max_jobs: int,
+    target: Target | None,
+    tell: Tell | None,
 ) -> Steady:
     assert load.jps is not None
     settling = Settling(
@@ -103,7 +125,7 @@ def _simulate(
     )
     needed_s = max(max_jobs / load.jps, settling.shortest_s, settling.longest_s)
     horizon_s = max(min(needed_s * STRETCH, MOST_JOBS / load.jps), settling.first_look_s * STRETCH)
-    observer = _Observer(settling, horizon_s, tell)
+    observer = _Observer(settling, horizon_s, target, tell)
     prepared = prepare(
         setup, load, extras=Extras(workload=make_long_workload(load, horizon_s)), watch=observer
     )
@@ -135,11 +157,17 @@ def _get_time_alone_s(setup: Setup, load: LoadOptions) -> float:
 class _Observer:
     """Watches a simulation and stops it when there is a verdict."""
 
-    def __init__(self, settling: Settling, horizon_s: float, tell: Tell | None) -> None:
+    def __init__(
+        self, settling: Settling, horizon_s: float, target: Target | None, tell: Tell | None
+    ) -> None:
         self._settling = settling
         self._horizon_s = horizon_s
+        self._target = target
         self._tell = tell
+        # No job is older than the simulation.
+        self._next_glance_s = math.inf if target is None else HOPELESS * (target.p95_s or 0.0)
         self._verdict: Verdict = "unsettled"
+        self._seen: Look | None = None
         self._now_s = 0.0
         self._num_read = 0
 
@@ -162,16 +190,36 @@ class _Observer:
             self._read()
             num_jobs = bisect_right(self._arrivals_s, now_s)
             self._tell(now_s, num_jobs, num_jobs - len(self._ends_s))
+        if self._next_glance_s <= now_s < self._settling.next_look_s:
+            self._glance(now_s)
         if now_s < self._settling.next_look_s:
             return
         self._read()
         self._now_s = now_s
         verdict = self._settling.decide(self._arrivals_s, self._ends_s, now_s)
+        self._seen = self._settling.last
         is_over = self._settling.next_look_s > self._horizon_s
         if verdict == "steady" and not is_over and not are_done(self._arrivals_s, self._get_times_s(), now_s):
             return
         if verdict is not None or is_over:
             self._verdict = verdict or "unsettled"
+            self._simulation.stop()
+
+    def _glance(self, now_s: float) -> None:
+        """Stop the simulation if its target is surely missed."""
+        assert self._target is not None
+        self._next_glance_s = max(self._next_glance_s * GLANCE, now_s)
+        if bisect_right(self._arrivals_s, COHORT * now_s) < MIN_COHORT:
+            return
+        self._read()
+        self._now_s = now_s
+        self._seen = look(self._arrivals_s, self._ends_s, now_s)
+        so_far = self.make_result()
+        if (
+            min(len(so_far.job_times_s), len(so_far.ttfts_s)) >= MIN_COHORT
+            and self._target.get_use(so_far) >= HOPELESS
+        ):
+            self._verdict = "late"
             self._simulation.stop()
 
     def _read(self) -> None:
@@ -195,7 +243,7 @@ class _Observer:
 
     def make_result(self) -> Steady:
         """What was seen until the last look."""
-        seen = self._settling.last
+        seen = self._seen
         assert seen is not None, "a simulation is looked at before it ends"
         start_s, end_s = seen.warm_up_s, COHORT * self._now_s
         first, last = (bisect_right(self._arrivals_s, at_s) for at_s in (start_s, end_s))
