@@ -36,7 +36,7 @@ MOST_JOBS = 20_000
 NUM_SAMPLED = 60
 """Jobs whose mean time alone is taken for that of all."""
 
-HOPELESS = 1.5
+HOPELESS = 1.3
 """A target is surely missed if the P95 of the jobs that came is so many times as long; those that are not
 done count with their age."""
 MIN_COHORT = 60
