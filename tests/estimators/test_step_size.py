@@ -186,6 +186,27 @@ def test_the_chooser_learns_from_steps_and_turns() -> None:
     assert chooser.choose(few) < chooser.choose(many)
 
 
+@pytest.mark.parametrize(("mixing_s", "num_alike"), [(0.004, 2), (-0.004, 1)])
+def test_where_mixing_costs_something_who_waits_counts_twice(
+    mixing_s: float, num_alike: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chooser = AdaptiveSteps()
+    for n in range(1, 401):
+        chooser.observe_arrival(Turn(f"t{n}", Job("a", 0.0, 1, kind="agent"), 0.0, 1000), 1000)
+        size = 500 if n % 4 else 1000
+        seconds = 0.010 + mixing_s + 3e-5 * size
+        chooser.observe_step(StepView(0.05 * n, seconds, size + 10, 10, is_full=True))
+        if n < 41:
+            chooser.observe_step(StepView(0.05 * n, 0.008 + 2e-4 * n, n, n, is_full=True))
+        chooser.observe_turn(Turn(f"t{n}", Job("a", 0.0, 1), 0.0, 1000, num_output_tokens=50))
+    view = EngineView(20.0, 16, 100_000, 100_000, 11, 0, 8192)
+    chosen = [chooser.choose(dataclasses.replace(view, num_waiting=n)) for n in range(0, 200, num_alike)]
+    assert len(set(chosen)) > 1
+    monkeypatch.setattr("tenuto.estimators.step_size.FOLLOWERS", 1)
+    for n, size in zip(range(0, 200, num_alike), chosen, strict=True):
+        assert chooser.choose(dataclasses.replace(view, num_waiting=num_alike * n)) == size
+
+
 def test_a_step_in_many_is_larger_to_see_what_tokens_cost() -> None:
     chooser = AdaptiveSteps()
     view = EngineView(100.0, 16, 1000, 900, 10, 0, 8192)
