@@ -330,6 +330,32 @@ def test_a_wrong_guess_costs_the_copy_only(clock: Clock) -> None:
     engine.assert_clean()
 
 
+def test_a_fetch_takes_no_block_whose_store_is_under_way(clock: Clock) -> None:
+    """The store is waited for, or host memory would have what was fetched under another content's name."""
+    copies = SlowCopies(random.Random(0))
+    engine = TieredEngine(num_blocks=31, num_chunks=200, copies=copies, tenuto={"policy": "stock"})
+    hints = {"job_id": "a", "tool": "make", "expected_tool_seconds": 1.0}
+    engine.add(make_request("first", [4] * 256, max_tokens=2, xargs=hints))
+    engine.drain()
+    evict_from_gpu(engine)
+    copies.share_done = 0.0
+    stored = [9] * 256
+    engine.add(make_request("stored", stored, max_tokens=2))
+    while "stored" in engine.scheduler.requests:
+        engine.step()
+    engine.step()
+    clock.now_s += 1.0
+    engine.step()
+    assert engine.tier.prefetch.num_begun == 1
+    copies.share_done = 1.0
+    engine.drain()
+    evict_from_gpu(engine)
+    engine.add(make_request("again", stored, max_tokens=2))
+    engine.drain()  # it checks what each block holds
+    assert engine.hits["again"][1] > 0
+    engine.assert_clean()
+
+
 def test_nothing_is_fetched_while_a_turn_waits(clock: Clock) -> None:
     engine = TieredEngine(num_blocks=31, num_chunks=200, max_num_seqs=1, tenuto={"policy": "stock"})
     hints = {"job_id": "a", "tool": "make", "expected_tool_seconds": 1.0}

@@ -221,8 +221,11 @@ class ConnectorPort:
             req_id=load_id, pending_count=scheduler.config.num_workers, keys=set(keys), is_store=False,
             fenced_block_ids=ids,
         )  # fmt: skip
+        pending = scheduler._block_id_to_pending_jobs
         for block_id in ids:
-            scheduler._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)
+            # As for a request's blocks: a store that still reads what they hold comes first.
+            meta.jobs_to_flush |= pending.get(block_id, set())
+            pending.setdefault(block_id, set()).add(job_id)
         if scheduler._chunks_being_loaded is not None:
             # A request that wants the same waits for this load.
             scheduler._chunks_being_loaded.update(keys)
