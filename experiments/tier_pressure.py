@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import Outcome, run
 from tenuto.sim.setup import Setup
-from tenuto.sim.tiers.offload import Offload
+from tenuto.sim.tiers.offloader import Offload
 from tenuto.workload.load_options import LoadOptions
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import vllm
-from vllm.config import SpeculativeConfig
+from vllm.config import KVTransferConfig, SpeculativeConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -21,6 +21,18 @@ from tests.vllm.layouts import LAYOUTS
 from tests.vllm.workerless import MAX_MODEL_LEN, make_config
 
 BLOCK_SIZE = 16
+HOST = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "HostSpec",
+        "spec_module_path": "tenuto.vllm.tiers.spec",
+        # Room for any number of chunks: tests say how many there are.
+        "cpu_bytes_to_use": 2**33,
+        "blocks_per_chunk": 1,
+        "offload_prompt_only": False,
+    },
+}
 RELEASE: Literal["0.32", "0.33"] = "0.33" if vllm.__version__.startswith("0.33") else "0.32"
 """Whose decisions the simulator is to make: those of the vLLM that is installed."""
 
@@ -44,6 +56,8 @@ class Setup:
     depth: int = 1
     num_draft_tokens: int = 0
     has_draft_model: bool = False
+    num_host_chunks: int = 0
+    """Host memory below the cache, in blocks."""
 
     @property
     def total_blocks(self) -> int:
@@ -75,6 +89,8 @@ class Setup:
             order=self.order,
             max_steps_in_flight=self.depth,
             num_draft_tokens=self.num_draft_tokens,
+            offload="async" if self.num_host_chunks else None,
+            offload_chunk_tokens=min(block_sizes) if self.num_host_chunks else 256,
         )
 
     def make_vllm_scheduler(self, cls: type, tenuto: dict[str, Any] | None = None) -> Any:
@@ -89,6 +105,8 @@ class Setup:
             scheduler_reserve_full_isl=self.reserve_full_sequence,
             watermark=self.watermark,
         )
+        if self.num_host_chunks:
+            config.kv_transfer_config = KVTransferConfig(**HOST)
         if self.num_draft_tokens:
             config.speculative_config = SpeculativeConfig(
                 method="ngram",

@@ -135,12 +135,17 @@ class VllmSide:
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
+            kv_connector_output=self._copy(output),
         )
         self.scheduler.update_from_output(output, result)
         num_drafts = self.scheduler.num_spec_tokens
         if num_drafts and self._depth == 1:
             drafts = DraftTokenIds(turn_ids, [[7] * num_drafts for _ in turn_ids])
             self.scheduler.update_draft_token_ids(drafts)
+
+    def _copy(self, output: Any) -> Any:
+        """What a step's copies to and from tiers report; there are none."""
+        del output
 
     def _sample(self, output: Any, turn_id: str) -> list[int]:
         request = self.scheduler.requests.get(turn_id)
@@ -237,6 +242,10 @@ class Names:
 
     def pair(self, theirs: Any, ours: Request) -> None:
         self._pairs.append((theirs, BlockHashes(ours, self._block_size)))
+
+    def get_ours(self, theirs: Any) -> Any:
+        """Our hash for one of vLLM's."""
+        return self._ours[theirs]
 
     def translate(self, decision: Decision) -> Decision:
         """What vLLM decided, in our hashes."""

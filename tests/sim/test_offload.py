@@ -480,10 +480,55 @@ def test_a_cache_is_not_reset_under_a_load() -> None:
     assert scheduler.reset_prefix_cache(13.0)
 
 
-def test_models_with_windows_are_refused() -> None:
-    config = EngineConfig(kv=KvConfig(num_blocks=20, block_size=4, windows=(8, None)), offload="async")
-    with pytest.raises(ConfigError, match="models with full attention only"):
-        Scheduler(config, load_policy("stock"), tiers=make_tiers())
+def make_windowed_engine(offload: Any = "async", chunk_tokens: int = 4, tiers: Any = None) -> Scheduler:
+    """Blocks of 4 tokens; full attention, a window of 8 tokens (two blocks at a hit's end), and a state."""
+    kv = KvConfig(num_blocks=61, block_size=4, windows=(None, 8, "state"))
+    config = EngineConfig(kv=kv, offload=offload, offload_chunk_tokens=chunk_tokens)
+    return Scheduler(config, load_policy("stock"), tiers=tiers or make_tiers())
+
+
+@pytest.mark.parametrize("offload", ["sync", "serial"])
+def test_lmcache_has_no_models_with_windows(offload: str) -> None:
+    with pytest.raises(ConfigError, match="which has full attention only"):
+        make_windowed_engine(offload)
+
+
+def test_tiers_hold_single_blocks_where_layers_differ() -> None:
+    with pytest.raises(ConfigError, match="offload_chunk_tokens must be 4, not 8"):
+        make_windowed_engine(chunk_tokens=8)
+
+
+def test_of_windows_and_states_only_the_end_is_stored_and_loaded() -> None:
+    """Of 8 blocks in each of three groups: 8, the window's last 2, and the state behind the last."""
+    scheduler = make_windowed_engine()
+    scheduler.add_request(make_turn("a1", [("a", 33)]), 0.0)
+    run_step(scheduler, 0.0)
+    run_step(scheduler, 10.0)
+    assert scheduler.offloader is not None
+    assert scheduler.offloader.get_views(10.0)[0].num_used_blocks == 8 + 2 + 1
+    assert scheduler.reset_prefix_cache(10.0)
+    scheduler.add_request(make_turn("a2", [("a", 33), ("b", 20)]), 10.0)
+    run_step(scheduler, 10.0)
+    (load,) = scheduler.state.loading
+    # 11 blocks at half a second each.
+    assert (load.done_s, load.request.num_loaded_tokens) == (15.5, 32)
+    assert run_step(scheduler, 15.5).new == {"a2": 32}
+
+
+def test_who_wants_what_is_being_loaded_waits_for_that() -> None:
+    scheduler = make_windowed_engine()
+    scheduler.add_request(make_turn("a1", [("a", 33)]), 0.0)
+    run_step(scheduler, 0.0)
+    run_step(scheduler, 10.0)
+    assert scheduler.reset_prefix_cache(10.0)
+    scheduler.add_request(make_turn("a2", [("a", 33), ("b", 20)]), 10.0)
+    scheduler.add_request(make_turn("b1", [("a", 33), ("c", 20)]), 10.0)
+    run_step(scheduler, 10.0)
+    assert (scheduler.state.num_loading, len(scheduler.state.waiting)) == (1, 1)
+    assert run_step(scheduler, 15.5).new == {"a2": 32}
+    # Of a window the GPU caches the prompt's own end only, which is not what was loaded. So it loads too.
+    assert (scheduler.state.num_loading, len(scheduler.state.waiting)) == (1, 0)
+    assert run_step(scheduler, 30.0).new == {"b1": 32}
 
 
 def test_the_checker_sees_a_request_that_got_lost() -> None:

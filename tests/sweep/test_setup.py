@@ -81,10 +81,32 @@ def test_without_the_package_of_tables_it_says_how_to_get_it(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("model", ["gemma-3-12b", "gpt-oss-20b"])
-def test_a_policy_that_wants_tiers_runs_without_where_windows_slide_and_says_so(model: str) -> None:
-    machine = build(make(policy="offload-async", gpu="H100", model=model))
+def test_where_windows_slide_tiers_are_those_of_vllm(model: str) -> None:
+    machine = build(make(policy="offload-async", gpu="H100", model=model, host_gb=10))
+    assert machine.tiers is not None
+    assert machine.make_scheduler().offloader is not None
+    # A block of one layer group, and all groups have as many layers.
+    group = machine.model.kv_groups()[0]
+    block_bytes = 16 * group.num_layers * machine.model.kv_bytes_per_token_per_layer()
+    assert machine.tiers.tiers[0].chunk_bytes == block_bytes
+    asked = build(make(offload="asked", gpu="H100", model=model, host_gb=10))
+    assert asked.config.offload == "async"
+    assert any("every turn is stored" in note and model in note for note in asked.notes)
+
+
+@pytest.mark.parametrize("model", ["gemma-3-12b", "qwen3-next-80b-a3b"])
+def test_lmcache_has_no_tiers_where_layers_differ_and_that_is_said(model: str) -> None:
+    machine = build(make(policy="offload-sync", gpu="B200", model=model, host_gb=10))
     assert machine.make_scheduler().offloader is None
-    assert any("offload-async runs without tiers" in note and model in note for note in machine.notes)
+    assert any("offload-sync runs without tiers" in note and model in note for note in machine.notes)
+    with pytest.raises(ConfigError, match="LMCache's"):
+        build(make(offload="serial", gpu="B200", model=model, host_gb=10))
+
+
+def test_a_tier_holds_states_too() -> None:
+    machine = build(make(offload="async", gpu="B200", model="qwen3-next-80b-a3b", host_gb=10))
+    assert machine.config.offload_chunk_tokens == machine.config.kv.block_size > 256
+    assert machine.make_scheduler().offloader is not None
 
 
 def test_unknown_host_memory_is_said() -> None:
@@ -127,7 +149,7 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
         ),
         ({"gpu_memory_utilization": 1.5}, ConfigError, "--gpu-memory-utilization must be at most 1"),
         ({"gpu": "L40S", "model": "llama-3.1-70b"}, ConfigError, "leaves no KV cache"),
-        ({"offload": "async", "gpu": "H100", "model": "gpt-oss-20b"}, ConfigError, "full attention"),
+        ({"offload": "sync", "gpu": "H100", "model": "gpt-oss-20b"}, ConfigError, "full attention"),
         ({"max_num_seqs": 0}, ConfigError, "--max-num-seqs must be at least 1"),
         (
             {"max_num_batched_tokens": 0},

@@ -32,8 +32,9 @@ class Way(NamedTuple):
     """Chunks that could follow, but what would have to go for them goes behind them."""
 
 
-Rank = tuple[Key, int, int]
-"""What goes first: the policy's key, the number of the use, and the chunk's in the sequence, negative."""
+Rank = tuple[Key, int, int] | tuple[Key, int, int, int]
+"""What goes first: the policy's key, the number of the use, and the chunk's in the sequence, negative; then
+its layer group, where there are several."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""How many blocks of a sliding window a hit needs, and when a running request may still have them."""
+"""How many blocks of a sliding window or a state a hit needs, and which a running request may still have."""
 
 from __future__ import annotations
 
@@ -12,6 +12,22 @@ STATE_WINDOW = 2
 """A state is like a window that sees one token before the next: a hit needs the one block before its end."""
 MOST_STATES = 3
 """Of a request that is alone: its state, the one that it is made from, and that of a step in flight."""
+
+
+def get_window(layers: Layers) -> int | None:
+    """The window that a kind of layers behaves like; None for full attention."""
+    return STATE_WINDOW if layers == STATE else layers
+
+
+def count_skipped_blocks(window: int | None, block_size: int, num_tokens: int) -> int:
+    """Blocks that the next token's window has left behind."""
+    return 0 if window is None else max(0, num_tokens - window + 1) // block_size
+
+
+def count_loaded_blocks(window: int | None, block_size: int, first: int, end: int) -> int:
+    """Blocks that a load of the tokens from `first` to before `end` brings to a group: what it still sees."""
+    num_there = max(first // block_size, count_skipped_blocks(window, block_size, end))
+    return max(0, -(-end // block_size) - num_there)
 
 
 def count_tail_blocks(window: int, block_size: int) -> int:

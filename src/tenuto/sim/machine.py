@@ -38,7 +38,7 @@ from tenuto.sim.hardware.model import Model
 from tenuto.sim.hardware.models import CONFIGS, load_model
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.setup import Setup
-from tenuto.sim.tiers.offload import Offload
+from tenuto.sim.tiers.offloader import Offload
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 
 DEFAULT_UTILIZATION = 0.9
@@ -87,10 +87,11 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     notes: list[str] = []
     offload = _get_offload(setup, gpu, model, wanted, notes)
     profile = _get_profile(setup, gpu)
+    block_size = model.get_block_size(setup.block_size, setup.tp)
     config = EngineConfig(
         kv=KvConfig(
             num_blocks=_get_num_blocks(setup, gpu, model, wanted, profile),
-            block_size=model.get_block_size(setup.block_size, setup.tp),
+            block_size=block_size,
             windows=tuple(group.window for group in model.kv_groups()),
             retention_interval=setup.prefix_cache_retention_interval,
             max_model_len=setup.max_model_len or model.max_model_len,
@@ -109,7 +110,8 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         # The fork's vLLM schedules a step after the one before.
         max_steps_in_flight=2 if setup.async_scheduling and wanted.scheduler == "vllm" else 1,
         offload=offload,
-        offload_chunk_tokens=setup.offload_chunk_tokens,
+        # Where layers differ, tiers hold single blocks.
+        offload_chunk_tokens=block_size if any(model.windows) else setup.offload_chunk_tokens,
     )
     step_cost, step_cost_name = _load_step_cost(
         setup, gpu, model, notes, is_async=config.max_steps_in_flight > 1
@@ -185,14 +187,15 @@ def _get_offload(
     offload = setup.offload or wanted.offload or "none"
     if offload == "none":
         return None
-    if any(model.windows):
+    if any(model.windows) and offload in ("sync", "serial"):
+        why = f"{model.name} has layers with windows or states, and LMCache 0.3.7 has full attention only"
         if setup.offload is not None:
-            raise ConfigError("tiers below the GPU are simulated for models with full attention only")
-        notes.append(
-            f"policy {setup.policy} runs without tiers below the GPU: {model.name} has layers with windows "
-            "or states, and tiers are simulated for models with full attention only"
-        )
+            raise ConfigError(f"--offload {offload} is LMCache's; {why}: choose async")
+        notes.append(f"policy {setup.policy} runs without tiers below the GPU: {why}")
         return None
+    if any(model.windows) and offload == "asked":
+        notes.append(f"every turn is stored below the GPU: {model.name} has layers with windows or states")
+        offload = "async"
     if not _get_host_gb(setup, gpu) and setup.host_gb is None:
         notes.append(
             f"policy {setup.policy} runs without tiers below the GPU: how much host memory a machine with "

@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.windows import Layers, count_tail_blocks
+from tenuto.core.windows import Layers, count_tail_blocks, get_window
 from tenuto.sim.cost import StepBatch
 from tenuto.sim.hardware.gpus import GIB
 from tenuto.sim.hardware.kv_budget import KvBudget, ProfileRun, kv_budget
-from tenuto.sim.kv.hits import get_window
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import DEFAULT_UTILIZATION, Machine, build
 from tenuto.sim.setup import Setup

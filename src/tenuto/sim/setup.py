@@ -91,7 +91,8 @@ class Setup(Options):
     )
     offload_chunk_tokens: int = option(
         256,
-        "tokens that are copied as one piece, whole blocks: 256 in LMCache, a block in vLLM's own connector",
+        "tokens that are copied as one piece, whole blocks: 256 in LMCache, a block in vLLM's own connector "
+        "(and always, where layers have windows or states)",
         minimum=1,
     )
     link_gb_s: float | None = option(

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
+from tenuto.core.windows import STATE_WINDOW, count_loaded_blocks
 from tenuto.vllm.compat_offload import HostManagerHooks, get_host_manager
 
 
@@ -45,6 +46,15 @@ class _Storing:
     group_states: tuple[Any, ...] = ()
 
 
+def _get_window(group: Any) -> int | None:
+    """The window of one layer group, in tokens; None for full attention."""
+    if group.sliding_window_size_in_chunks is None:
+        return None
+    spec = group.kv_cache_spec
+    size = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    return STATE_WINDOW if size is None else int(size)
+
+
 class ConnectorPort:
     """What Tenuto asks of one OffloadingConnector, and where it is asked. Sizes are in chunks."""
 
@@ -64,17 +74,22 @@ class ConnectorPort:
         config = self._scheduler.config
         self.blocks_per_chunk = int(config.blocks_per_chunk)
         self.tokens_per_chunk = int(config.kv_group_configs[0].tokens_per_chunk)
-        self.num_groups = len(config.kv_group_configs)
         windowed = {
             each.group_idx
             for each in config.kv_group_configs
             if each.sliding_window_size_in_chunks is not None
         }
         host._policy.windowed_groups = frozenset(windowed)
-        self.is_plain = self.num_groups == 1 and not windowed
+        self._groups = [(_get_window(each), int(each.tokens_per_chunk)) for each in config.kv_group_configs]
+        self.is_plain = len(self._groups) == 1 and not windowed
         """Whether each block holds all layers' KV of its tokens, and nothing else."""
 
     # Requests.
+
+    def count_loaded(self, num_hit_tokens: int, num_tokens: int) -> int:
+        """Chunks that a load of so many tokens behind a hit copies, in all layer groups."""
+        end = num_hit_tokens + num_tokens
+        return sum(count_loaded_blocks(window, size, num_hit_tokens, end) for window, size in self._groups)
 
     def set_stores(self, request_id: str, *, stored: bool) -> None:
         """Whether vLLM stores what this request computes; until then nothing was stored if not."""

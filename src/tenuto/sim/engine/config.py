@@ -8,7 +8,7 @@ from typing import Literal
 from tenuto.core.errors import ConfigError
 from tenuto.core.step_tokens import StepTokens, check_step_tokens, get_max_step_tokens
 from tenuto.sim.kv.config import KvConfig
-from tenuto.sim.tiers.offload import Offload
+from tenuto.sim.tiers.offloader import Offload
 
 
 @dataclass(frozen=True, kw_only=True)

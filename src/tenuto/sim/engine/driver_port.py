@@ -13,7 +13,7 @@ from tenuto.sim.engine.state import EngineState
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import BlockHashes
 from tenuto.sim.kv.rows import Row
-from tenuto.sim.tiers.offload import Offloader
+from tenuto.sim.tiers.offloader import Offloader
 
 
 class SimEngine:

@@ -15,7 +15,7 @@ from tenuto.sim.engine.state import EngineState
 from tenuto.sim.engine.step import Step
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import Request, Status
-from tenuto.sim.tiers.offload import Offloader
+from tenuto.sim.tiers.offloader import Offloader
 
 
 class Progress:
@@ -41,6 +41,8 @@ class Progress:
         is_async, has_drafts = self._config.max_steps_in_flight > 1, self._config.num_draft_tokens > 0
         chunk_tokens = chunk_context = num_decodes = decode_context = 0
         num_pairs = 0.0
+        if offloader is not None:
+            offloader.begin_stores((requests[turn_id] for turn_id in step.num_tokens), self._state.now_s)
         for turn_id, num_tokens in step.num_tokens.items():
             request = requests[turn_id]
             context = request.num_computed_tokens
@@ -52,7 +54,7 @@ class Progress:
                 chunk_context += context
                 num_pairs += num_tokens * (context + num_tokens / 2)
             request.num_computed_tokens = context + num_tokens
-            if offloader is not None and offloader.lacks_prompt(request):
+            if offloader is not None and offloader.may_store(request):
                 done_s = offloader.store_computed(request, self._state.now_s)
                 if offloader.is_sync:
                     step.copies_done_s = max(step.copies_done_s, done_s)
@@ -65,6 +67,8 @@ class Progress:
                 if has_drafts:
                     request.num_placeholders += step.num_drafts.get(turn_id, 0)
                     request.num_drafts = self._config.num_draft_tokens
+        if offloader is not None:
+            offloader.end_stores(self._state.now_s)
         num_chunks = len(step.num_tokens) - num_decodes
         step.batch = StepBatch(
             num_chunks, chunk_tokens, chunk_context, num_pairs, num_decodes, decode_context
@@ -114,8 +118,10 @@ class Progress:
         if offloader is not None:
             offloader.leave(request, self._driver.get_finished_turn(request.turn_id, finish), now_s)
         self._driver.finish(request.turn_id, now_s, finish)
-        if offloader is not None and request.status is Status.RUNNING:
-            offloader.store_finished(request, self._kv.get_hit(request).rows[0], now_s)
+        if offloader is not None:
+            offloader.store_finished(request, now_s)
+            # As vLLM does before it asks its connector: so these blocks are free before the others.
+            self._kv.leave(request)
         self._kv.free(request)
         request.status = Status.FINISHED
         del self._state.requests[request.turn_id]

@@ -206,7 +206,7 @@ class Scheduler:
         self.state.now_s = now_s
         if request.status is Status.RUNNING:
             self.state.running.remove(request)
-        elif request.status is Status.LOADING:
+        elif request.status in (Status.LOADING, Status.LOADED):
             assert self._loading is not None
             self._loading.drop(request)
         else:

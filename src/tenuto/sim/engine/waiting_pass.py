@@ -38,8 +38,8 @@ class WaitingPass:
         """Spend what is left of the step's budget on requests that start."""
         waiting = self._state.waiting
         has_running = bool(step.num_tokens)
-        self._start_loaded(step)
-        while step.budget > 0:
+        goes_on = self._start_loaded(step)
+        while goes_on and step.budget > 0:
             request = waiting.get_first()
             if request is None or not self._has_seat(request, step):
                 break
@@ -49,13 +49,15 @@ class WaitingPass:
                 continue
             hit = self._allocator.get_hit(request)
             if self._loading is not None:
-                hit = self._loading.add_offer(request, hit)
+                offered = self._loading.add_offer(request, hit)
+                if offered is None:
+                    waiting.skip_first()
+                    continue
+                hit = offered
             if hit.waits:
                 goes_on = self._try_load(request, hit, step)
             else:
                 goes_on = self._try_start(request, hit, step, has_running=has_running)
-            if not goes_on:
-                break
         waiting.restore_skipped()
 
     def _has_seat(self, request: Request, step: Step) -> bool:
@@ -89,8 +91,7 @@ class WaitingPass:
         if hit.num_loaded_tokens and self._loading is not None:
             step.copies_done_s = max(step.copies_done_s, self._loading.load(request, hit))
         request.num_loaded_tokens = hit.num_loaded_tokens
-        self._start(request, hit.num_computed_tokens, step)
-        step.give(request, num_new_tokens)
+        self._start(request, hit.num_computed_tokens, num_new_tokens, step)
         if num_drafts:
             step.num_drafts[request.turn_id] = num_drafts
         return True
@@ -102,21 +103,32 @@ class WaitingPass:
         joins_decodes = not step.has_prefill and (has_running or hit.num_tokens > 0)
         return num_drafts if fits and joins_decodes else 0
 
-    def _start_loaded(self, step: Step) -> None:
-        """Start requests whose KV has come from a tier; their blocks are taken already."""
+    def _start_loaded(self, step: Step) -> bool:
+        """Start requests whose KV has come from a tier; False if the next one does not fit now.
+
+        With full attention their blocks are taken already.
+        """
         state = self._state
         while state.loaded and step.budget > 0 and len(state.running) < self._config.max_num_seqs:
-            request = state.loaded.popleft()
-            num_new_tokens = step.bound(request.num_tokens - request.num_computed_tokens)
-            fits = self._allocator.try_allocate(request, num_new_tokens, None)
-            assert fits, f"{request.turn_id} has loaded, but not its blocks"
-            self._start(request, request.num_computed_tokens, step)
-            step.give(request, num_new_tokens)
+            assert self._loading is not None
+            request = state.loaded[0]
+            self._loading.publish(request)
+            start = request.num_computed_tokens
+            num_new_tokens = step.bound(request.num_tokens - start)
+            if self._config.kv.has_states:
+                num_new_tokens = cut_chunk(request, start, num_new_tokens, step, self._config)
+            if num_new_tokens == 0 or not self._allocator.try_allocate(request, num_new_tokens, None):
+                return False
+            state.loaded.popleft()
+            self._start(request, start, num_new_tokens, step)
+        return True
 
-    def _start(self, request: Request, num_computed_tokens: int, step: Step) -> None:
+    def _start(self, request: Request, num_computed_tokens: int, num_new_tokens: int, step: Step) -> None:
         started = step.resumed if request.num_preemptions else step.new
         started[request.turn_id] = num_computed_tokens
         self._state.waiting.remove(request)
         self._state.running.append(request)
         request.status = Status.RUNNING
         request.num_computed_tokens = num_computed_tokens
+        request.is_prefill_chunk = num_computed_tokens + num_new_tokens < request.num_tokens
+        step.give(request, num_new_tokens)

@@ -5,10 +5,10 @@ Source: vllm/v1/core/single_type_kv_cache_manager.py, FullAttentionManager and S
 
 from __future__ import annotations
 
-from tenuto.core.windows import count_spare_blocks, count_tail_blocks
+from tenuto.core.windows import count_skipped_blocks, count_spare_blocks, count_tail_blocks
 from tenuto.sim.kv.checkpoints import Checkpoints
 from tenuto.sim.kv.config import KvConfig
-from tenuto.sim.kv.hits import Hit, count_skipped_blocks
+from tenuto.sim.kv.hits import Hit
 from tenuto.sim.kv.pool import ExtentPool
 from tenuto.sim.kv.request import BlockTable, Request
 from tenuto.sim.kv.rows import Row
@@ -78,6 +78,10 @@ class AttentionGroup:
     def count_new(self, table: BlockTable, num_tokens: int) -> int:
         """Blocks that a running request lacks for so many tokens in all."""
         return max(0, self.count_blocks(num_tokens) - table.num_blocks)
+
+    def count_rest(self, table: BlockTable, num_tokens: int) -> int:
+        """Blocks that a request which has begun lacks until it has so many tokens, if it is alone."""
+        return max(0, self.count_most_blocks(num_tokens) - table.num_blocks)
 
     def count_first(self, hit: Hit, num_tokens: int, *, at_once: bool) -> int:
         """Blocks that a request with this hit lacks for so many tokens in all.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tenuto.core.windows import STATE, STATE_WINDOW, Layers, count_tail_blocks
+from tenuto.core.windows import Layers, count_skipped_blocks, count_tail_blocks, get_window
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.pool import ExtentPool
 from tenuto.sim.kv.rows import Row
@@ -36,21 +36,13 @@ class Hit(NamedTuple):
     """Tokens behind it that come from a tier."""
     waits: bool = False
     """Whether the request waits for them; its blocks are cached when they are there."""
+    num_reserved_blocks: int = 0
+    """Then free blocks that it leaves to others."""
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens that need not be computed."""
         return self.num_tokens + self.num_loaded_tokens
-
-
-def get_window(layers: Layers) -> int | None:
-    """The window that a kind of layers behaves like; None for full attention."""
-    return STATE_WINDOW if layers == STATE else layers
-
-
-def count_skipped_blocks(window: int | None, block_size: int, num_tokens: int) -> int:
-    """Blocks that the next token's window has left behind."""
-    return 0 if window is None else max(0, num_tokens - window + 1) // block_size
 
 
 class HitFinder:

@@ -16,12 +16,18 @@ from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.windows import STATE, choose_checkpoint_tokens, count_tail_blocks, get_checkpoints
+from tenuto.core.windows import (
+    STATE,
+    choose_checkpoint_tokens,
+    count_tail_blocks,
+    get_checkpoints,
+    get_window,
+)
 from tenuto.sim.kv.attention import AttentionGroup
 from tenuto.sim.kv.config import KvConfig
-from tenuto.sim.kv.hits import Hit, HitFinder, get_window
+from tenuto.sim.kv.hits import Hit, HitFinder
 from tenuto.sim.kv.pool import ExtentPool
-from tenuto.sim.kv.request import BlockTable, Request
+from tenuto.sim.kv.request import BlockTable, Request, Status
 from tenuto.sim.kv.segments import Path, Span
 from tenuto.sim.kv.states import StateGroup
 
@@ -102,10 +108,7 @@ class KvCache:
         if hit is None and self.has_slots(request, num_new_tokens):
             return True
         if hit is None and not self._is_unitary:
-            # Steps in flight still read what only the processed tokens' window has left.
-            num_processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-            for table, group in zip(request.tables, self._groups, strict=True):
-                group.leave(table, request, num_processed)
+            self.leave(request)
         if self.count_missing(request, num_new_tokens, hit, is_busy=is_busy) > 0:
             return False
         num_computed_tokens = request.num_computed_tokens
@@ -115,8 +118,9 @@ class KvCache:
             for table, group in zip(request.tables, self._groups, strict=True):
                 group.start(table, hit)
         num_tokens = num_computed_tokens + num_new_tokens
+        num_slots = num_tokens + self._count_lookahead(hit)
         for table, group in zip(request.tables, self._groups, strict=True):
-            group.extend(table, num_tokens + self._num_lookahead_tokens)
+            group.extend(table, num_slots)
         if hit is None or not hit.waits:
             # Drafts may be rejected: only what is certain is cached.
             self.cache(request, min(num_tokens, request.num_tokens))
@@ -129,14 +133,19 @@ class KvCache:
         `is_busy` says that other requests run, so that a starting one must leave the watermark free.
         """
         num_computed_tokens = request.num_computed_tokens if hit is None else hit.num_computed_tokens
-        num_slots = num_computed_tokens + num_new_tokens + self._num_lookahead_tokens
+        num_slots = num_computed_tokens + num_new_tokens + self._count_lookahead(hit)
         groups = self._groups
         if hit is None:
             parts = zip(request.tables, groups, strict=True)
-            return (
-                sum(group.count_new(table, num_slots) for table, group in parts) - self.pool.num_free_blocks
-            )
+            num_wanted = sum(group.count_new(table, num_slots) for table, group in parts)
+            if request.status is Status.LOADED and not self._is_unitary:
+                # It took the loaded tokens' blocks only, and starts like any other.
+                if self.config.reserve_full_sequence:
+                    num_wanted = max(num_wanted, self.count_rest(request))
+                num_wanted += self.watermark_blocks if is_busy else 0
+            return num_wanted - self.pool.num_free_blocks
         num_wanted = sum(group.count_first(hit, num_slots, at_once=False) for group in groups)
+        num_wanted += hit.num_reserved_blocks
         if self.config.reserve_full_sequence:
             num_tokens = request.num_tokens
             num_full = sum(group.count_first(hit, num_tokens, at_once=True) for group in groups)
@@ -146,6 +155,11 @@ class KvCache:
         watermark_blocks = self.watermark_blocks if is_busy else 0
         return num_wanted + watermark_blocks - self.pool.num_free_blocks
 
+    def count_rest(self, request: Request) -> int:
+        """Blocks that a request which has begun still needs for all its tokens so far."""
+        parts = zip(request.tables, self._groups, strict=True)
+        return sum(group.count_rest(table, request.num_tokens) for table, group in parts)
+
     def cache(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks of a request's first tokens findable."""
         if self._is_unitary and num_tokens // self._block_size <= request.tables[0].num_full:
@@ -154,6 +168,13 @@ class KvCache:
         for table, group in zip(request.tables, self._groups, strict=True):
             group.cache(table, request, num_tokens)
         self._note_slots(request)
+
+    def leave(self, request: Request) -> None:
+        """Give back what the windows of a request that runs have left."""
+        # Steps in flight still read what only the processed tokens' window has left.
+        num_processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        for table, group in zip(request.tables, self._groups, strict=True):
+            group.leave(table, request, num_processed)
 
     def cache_ends(self, request: Request) -> None:
         """Let look-ups find what a hit at a finishing request's end needs, where its job's next turn hits.
@@ -214,6 +235,10 @@ class KvCache:
                 (table.num_full + 1) * size - 1,
                 self.config.max_model_len - 2,
             )
+
+    def _count_lookahead(self, hit: Hit | None) -> int:
+        """A drafter's slots; not while a request only loads. Full attention takes all its blocks at once."""
+        return 0 if hit is not None and hit.waits and not self._is_unitary else self._num_lookahead_tokens
 
     def _make_groups(self, max_in_flight_tokens: int) -> list[AttentionGroup | StateGroup]:
         """The layer groups, with the checkpoints of first prompts.

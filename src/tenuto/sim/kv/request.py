@@ -25,6 +25,8 @@ class Status(Enum):
     WAITING = auto()
     LOADING = auto()
     """Its blocks are taken, and being filled from a tier."""
+    LOADED = auto()
+    """What it waited for is there, and can be hit; it has not started."""
     RUNNING = auto()
     PREEMPTED = auto()
     FINISHED = auto()
@@ -67,6 +69,8 @@ class StateTable:
     """Blocks whose states are certain; some are cached."""
     states: dict[int, Row] = field(default_factory=dict)
     """The blocks that are not null, in rising order; the row is empty unless the block is cached."""
+    new_states: list[int] = field(default_factory=list)
+    """Those that were cached, and that no tier was told of yet."""
 
     @property
     def row(self) -> Row:
@@ -157,6 +161,8 @@ class Request:
     """What ranks its chunks there; None until it is asked for."""
     chunks: list[BlockHash] = field(init=False, default_factory=list)
     """The chained hashes of its first chunks (see `tenuto.sim.tiers.offload`), made when they are needed."""
+    group_chunks: tuple[Any, ...] = field(init=False, default=())
+    """The same for each layer group, where layers differ (see `tenuto.sim.tiers.grouped_offload`)."""
 
     def __post_init__(self) -> None:
         """Add the prompt up."""

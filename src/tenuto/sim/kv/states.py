@@ -12,10 +12,16 @@ Source: vllm/v1/core/single_type_kv_cache_manager.py:MambaManager@0.32.
 
 from __future__ import annotations
 
-from tenuto.core.windows import MOST_STATES, STATE_WINDOW, count_behind_kept_state, get_next_checkpoint
+from tenuto.core.windows import (
+    MOST_STATES,
+    STATE_WINDOW,
+    count_behind_kept_state,
+    count_skipped_blocks,
+    get_next_checkpoint,
+)
 from tenuto.sim.kv.checkpoints import Checkpoints
 from tenuto.sim.kv.config import KvConfig
-from tenuto.sim.kv.hits import Hit, count_skipped_blocks
+from tenuto.sim.kv.hits import Hit
 from tenuto.sim.kv.pool import ExtentPool
 from tenuto.sim.kv.request import Request, StateTable
 from tenuto.sim.kv.rows import Row
@@ -68,6 +74,10 @@ class StateGroup:
         """Blocks that a running request lacks for so many tokens in all."""
         return int(self.count_blocks(num_tokens) > table.num_blocks)
 
+    def count_rest(self, table: StateTable, num_tokens: int) -> int:
+        """Blocks that a request which has begun lacks until it has so many tokens, if it is alone."""
+        return self.count_new(table, num_tokens)
+
     def count_first(self, hit: Hit, num_tokens: int, *, at_once: bool) -> int:
         """Blocks that a request with this hit lacks for so many tokens in all; `at_once` makes no difference.
 
@@ -85,7 +95,10 @@ class StateGroup:
         return self._pool.count_blocks(hit.rows[self._index], ref_cnt=0)
 
     def start(self, table: StateTable, hit: Hit) -> None:
-        """Give a request the state of its hit."""
+        """Give a request the state of its hit; one that a tier brings makes it needless."""
+        if hit.num_loaded_tokens:
+            table.num_blocks = table.num_full = hit.num_computed_tokens // self.block_size - 1
+            return
         row = hit.rows[self._index]
         self._pool.hold(row)
         table.num_blocks = table.num_full = hit.num_tokens // self.block_size
@@ -111,6 +124,7 @@ class StateGroup:
                 if not row and any(start <= block < stop for start, stop in runs):
                     self._pool.cache(row, path, self._index, block, block + 1)
                     self._cached_now.add((path.get_segment(block), block))
+                    table.new_states.append(block)
         is_prompt_end = end == (request.num_prompt_tokens - 1) // self.block_size
         if self._registers_again and is_prompt_end and table.states.get(end - 1):
             # vLLM 0.32 registers the prompt's last state again with each step that fills no other block.

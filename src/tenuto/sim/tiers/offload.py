@@ -13,11 +13,6 @@
 - *async*: copies run beside the steps, and outputs are stored too. A turn waits, with its blocks, until its
   load has ended. The blocks of a finished turn stay taken until they are stored (vLLM's native offloading).
 - *asked*: as async, but only what the policy answers `Offload` for is stored.
-
-With async and asked, what a tier takes and gives up follows the policy's `tier_key`, as inside vLLM
-(`tenuto.vllm.tiers.host`). Under a policy with a `tier_key`, a turn that is known to be its job's last is not
-stored, and the end of a job drops what only it used; others store every turn, as vLLM does. LMCache (sync,
-serial) stores every prompt, and goes by recency.
 """
 
 from __future__ import annotations
@@ -25,77 +20,38 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator
-from typing import Literal
 
-from tenuto.core.driver import Driver
-from tenuto.core.errors import ConfigError
 from tenuto.core.tier_order import Use
-from tenuto.core.types import LoadOffer, TierView, Turn
+from tenuto.core.types import LoadOffer, Turn
 from tenuto.sim.kv.kv_cache import KvCache
-from tenuto.sim.kv.pool import ExtentPool
-from tenuto.sim.kv.request import Request
+from tenuto.sim.kv.request import Request, Status
 from tenuto.sim.kv.rows import Row, skip_to
 from tenuto.sim.kv.segments import Segment
-from tenuto.sim.tiers.tier import NOBODY, OffloadTiers
-
-Offload = Literal["sync", "serial", "async", "asked"]
-"""When KV is copied to the tiers below the GPU."""
+from tenuto.sim.tiers.grouped_offload import GroupedOffloader
+from tenuto.sim.tiers.offloader import Offload, Offloader
+from tenuto.sim.tiers.tier import OffloadTiers
 
 Chunk = tuple[Segment, int]
 """A chunk's chained hash: the segment and the number of its last block."""
 
 
-class Offloader:
-    """Copies between one engine's blocks and its tiers.
+class ChainOffloader(Offloader):
+    """Copies between one engine's blocks and its tiers, with full attention.
 
     blocks    │ 0 1 2 3 │ 4 5 6 7 │ 8 9 …      here 4 blocks a chunk
     chunks    │    0    │    1    │            only whole chunks are stored and loaded
     """
 
-    def __init__(
-        self, tiers: OffloadTiers, pool: ExtentPool, offload: Offload, *, block_size: int, chunk_blocks: int
-    ) -> None:
+    def __init__(self, tiers: OffloadTiers, kv: KvCache, offload: Offload, *, chunk_blocks: int) -> None:
         """`chunk_blocks`: blocks per chunk of the tiers."""
-        self.is_sync = offload in ("sync", "serial")
-        self.is_serial = offload == "serial"
-        self.num_loaded_tokens = 0
-        self.num_stored_tokens = 0
+        super().__init__(tiers.tiers, offload, chunk_blocks)
         self._tiers = tiers
-        self._pool = pool
-        self._stores_all = offload != "asked"
-        self._chunk_blocks = chunk_blocks
-        self._chunk_tokens = chunk_blocks * block_size
-        self._block_size = block_size
+        self._kv = kv
+        self._pool = kv.pool
+        self._block_size = kv.config.block_size
+        self._chunk_tokens = chunk_blocks * self._block_size
         self._numbers = itertools.count()
         self._stores: list[tuple[float, int, Row]] = []
-        self._driver: Driver | None = None
-        self._is_ordered = False
-
-    # Turns and jobs.
-
-    def follow(self, driver: Driver) -> None:
-        """This driver's policy decides from here on."""
-        self._driver = driver
-        self._is_ordered = not self.is_sync and driver.policy.overrides("tier_key")
-        self._tiers.forget_keys()
-
-    def arrive(self, request: Request) -> None:
-        """A request came in; if it is known to be its job's last, nothing of it is stored."""
-        if self._driver is not None and self._is_ordered:
-            turn = self._driver.get_turn(request.turn_id)
-            request.is_stored = turn is None or not turn.ends_job
-
-    def leave(self, request: Request, turn: Turn | None, now_s: float) -> None:
-        """A request ends, with this last view of its turn: from here on, its chunks are ranked by that."""
-        if turn is not None and not self.is_sync:
-            request.is_stored &= not (turn.is_aborted or (self._is_ordered and turn.ends_job))
-            if request.tier_use is not None or (request.is_stored and self._stores_all):
-                request.tier_use = self._make_use(turn, now_s)
-
-    def end_job(self, job_id: str, now_s: float) -> None:
-        """A job is complete: drop what only it used, if the policy orders the tiers."""
-        if self._is_ordered:
-            self._tiers.drop(job_id, now_s)
 
     # Loads.
 
@@ -115,8 +71,9 @@ class Offloader:
             return None
         return LoadOffer(num_tokens, self._tiers.get_loaded_s(chunks, now_s, skip) - now_s)
 
-    def round_down(self, num_hit_tokens: int, num_tokens: int) -> int:
-        """The tokens behind a hit that a load of so many can bring: it ends with a whole chunk."""
+    def choose_part(self, num_hit_tokens: int, num_tokens: int, num_offered: int) -> int:
+        """How many of the offered tokens are loaded: so many that the load ends with a whole chunk."""
+        del num_offered
         return (num_hit_tokens + num_tokens) // self._chunk_tokens * self._chunk_tokens - num_hit_tokens
 
     def load(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> float:
@@ -134,7 +91,7 @@ class Offloader:
 
     # Stores.
 
-    def lacks_prompt(self, request: Request) -> bool:
+    def may_store(self, request: Request) -> bool:
         """Whether a part of a request's prompt was not stored yet."""
         return request.num_stored_chunks < request.num_prompt_tokens // self._chunk_tokens
 
@@ -157,10 +114,11 @@ class Offloader:
         request.stored_s = max(request.stored_s, copy.done_s)
         return copy.done_s
 
-    def store_finished(self, request: Request, row: Row, now_s: float) -> None:
+    def store_finished(self, request: Request, now_s: float) -> None:
         """A turn has ended: store its output too, if it is stored. Its blocks stay taken until then."""
-        if self.is_sync:
+        if self.is_sync or request.status is not Status.RUNNING:
             return
+        row = self._kv.get_hit(request).rows[0]
         done_s, use, chunks = now_s, request.tier_use, list(self._get_row_chunks(row))
         if use is not None:
             if request.is_stored and self._stores_all:
@@ -181,10 +139,6 @@ class Offloader:
 
     # Questions.
 
-    def get_free_s(self, now_s: float) -> float:
-        """When all copies that were begun have ended; now, if they have."""
-        return max(now_s, *(tier.link.free_at_s for tier in self._tiers.tiers))
-
     def get_held_rows(self) -> list[Row]:
         """Blocks that are taken only because they are being stored."""
         return [row for _, _, row in self._stores]
@@ -193,30 +147,10 @@ class Offloader:
         """When the next store ends that blocks wait for; None if no block waits."""
         return self._stores[0][0] if self._stores else None
 
-    def get_views(self, now_s: float) -> tuple[TierView, ...]:
-        """The tiers as a policy sees them."""
-        return tuple(
-            TierView(
-                name=tier.name,
-                num_blocks=tier.capacity_chunks * self._chunk_blocks,
-                num_used_blocks=len(tier) * self._chunk_blocks,
-                s_per_block=tier.chunk_bytes / self._chunk_blocks / tier.link.bytes_per_s,
-                wait_s=max(0.0, tier.link.free_at_s - now_s),
-            )
-            for tier in self._tiers.tiers
-        )
-
     # Inside.
 
-    def _get_use(self, request: Request, now_s: float) -> Use:
-        if request.tier_use is None:
-            turn = self._driver.get_turn(request.turn_id) if self._driver is not None else None
-            request.tier_use = NOBODY if turn is None else self._make_use(turn, now_s)
-        return request.tier_use
-
-    def _make_use(self, turn: Turn, now_s: float) -> Use:
-        assert self._driver is not None, "whose turn is it?"
-        return Use(self._driver.get_tier_key(turn, now_s), turn.job.job_id)
+    def _drop(self, job_id: str, now_s: float) -> None:
+        self._tiers.drop(job_id, now_s)
 
     def _store(self, chunks: list[Chunk], now_s: float, use: Use, first: int) -> float:
         """Store cached chunks from number `first` on; returns when the copy is complete."""
@@ -251,11 +185,11 @@ def make_offloader(
 ) -> Offloader | None:
     """The offloader of an engine with tiers, in chunks of so many tokens; None without.
 
-    Raises ConfigError where the model's layers differ: a chunk's blocks are then not its tokens' alone.
+    Raises ConfigError where the model's layers differ and vLLM has no such tiers.
     """
     if tiers is None or offload is None:
         return None
-    if not kv.can_truncate:
-        raise ConfigError("tiers below the GPU are simulated for models with full attention only")
     block_size = kv.config.block_size
-    return Offloader(tiers, kv.pool, offload, block_size=block_size, chunk_blocks=chunk_tokens // block_size)
+    if kv.can_truncate:
+        return ChainOffloader(tiers, kv, offload, chunk_blocks=chunk_tokens // block_size)
+    return GroupedOffloader(tiers, kv, offload, chunk_tokens=chunk_tokens)

@@ -213,11 +213,6 @@ class OffloadTiers:
         for tier in self.tiers:
             tier.order.drop(job_id)
 
-    def forget_keys(self) -> None:
-        """Another policy's keys will follow: until then, what is there goes by recency."""
-        for tier in self.tiers:
-            tier.order.forget_keys()
-
     def _end_copies(self, now_s: float) -> None:
         for tier in self.tiers:
             tier.end_copies(now_s)

@@ -55,7 +55,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         self.order.put(
             key,
             before,
-            (self._use.key, self._number, -end),
+            (self._use.key, self._number, -end, group),
             owner=self._owners[group],
             needs_before=group not in self.windowed_groups,
             num_pins=0 if chunk.ref_cnt == 0 else 1,
@@ -71,7 +71,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         chunks, key, number, owners = self._chunks, self._use.key, self._number, self._owners
         present = [each for each in keys if each in chunks]
         for each, (_, end, group) in zip(present, self._chains.get_all(present), strict=True):
-            self.order.rank(each, (key, number, -end), owners[group])
+            self.order.rank(each, (key, number, -end, group), owners[group])
 
     def on_store_miss(self, keys: Iterable[Any], req_context: Any) -> None:
         """Nothing: a chunk gets its rank when it is inserted."""

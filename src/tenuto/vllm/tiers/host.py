@@ -151,7 +151,7 @@ class HostTier:
         port = self._port
         if not self._is_followed:
             return num_tokens
-        num_chunks = -(-num_tokens // port.tokens_per_chunk) * port.num_groups
+        num_chunks = port.count_loaded(num_hit_tokens, num_tokens)
         waiting, _ = port.count_moving()
         offer = LoadOffer(num_tokens, (waiting + num_chunks) * self.loads.s_per_chunk)
         wanted = self._scheduler.driver.get_load_tokens(request.request_id, offer, self._clock.monotonic())

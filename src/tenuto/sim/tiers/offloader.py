@@ -1,0 +1,166 @@
+"""What one engine asks of its tiers, whatever the layers of its model: turns, loads, stores, and views.
+
+`tenuto.sim.tiers.offload` has it for full attention, `tenuto.sim.tiers.grouped_offload` for models whose
+layers differ.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from tenuto.core.driver import Driver
+from tenuto.core.tier_order import Use
+from tenuto.core.types import LoadOffer, TierView, Turn
+from tenuto.sim.kv.request import Request
+from tenuto.sim.kv.rows import Row
+from tenuto.sim.tiers.tier import NOBODY, Tier
+
+Offload = Literal["sync", "serial", "async", "asked"]
+"""When KV is copied to the tiers below the GPU (see `tenuto.sim.tiers.offload`)."""
+
+
+class Offloader(ABC):
+    """Copies between one engine's blocks and its tiers.
+
+    With async and asked, what a tier takes and gives up follows the policy's `tier_key`, as inside vLLM
+    (`tenuto.vllm.tiers.host`). Under a policy with a `tier_key`, a turn that is known to be its job's last is
+    not stored, and the end of a job drops what only it used; others store every turn, as vLLM does. LMCache
+    (sync, serial) stores every prompt, and goes by recency.
+    """
+
+    takes_whole_prompts = True
+    """Whether a turn that waits for its load has the blocks of all its tokens meanwhile."""
+
+    def __init__(self, tiers: Sequence[Tier], offload: Offload, chunk_blocks: int) -> None:
+        """`tiers` are in front of each other, nearest first. `chunk_blocks`: blocks per chunk of them."""
+        self.is_sync = offload in ("sync", "serial")
+        self.is_serial = offload == "serial"
+        self.num_loaded_tokens = 0
+        self.num_stored_tokens = 0
+        self._all_tiers = tuple(tiers)
+        self._stores_all = offload != "asked"
+        self._chunk_blocks = chunk_blocks
+        self._driver: Driver | None = None
+        self._is_ordered = False
+
+    # Turns and jobs.
+
+    def follow(self, driver: Driver) -> None:
+        """This driver's policy decides from here on."""
+        self._driver = driver
+        self._is_ordered = not self.is_sync and driver.policy.overrides("tier_key")
+        for tier in self._all_tiers:
+            tier.order.forget_keys()
+
+    def arrive(self, request: Request) -> None:
+        """A request came in; if it is known to be its job's last, nothing of it is stored."""
+        if self._driver is not None and self._is_ordered:
+            turn = self._driver.get_turn(request.turn_id)
+            request.is_stored = turn is None or not turn.ends_job
+
+    def leave(self, request: Request, turn: Turn | None, now_s: float) -> None:
+        """A request ends, with this last view of its turn: from here on, its chunks are ranked by that."""
+        if turn is not None and not self.is_sync:
+            request.is_stored &= not (turn.is_aborted or (self._is_ordered and turn.ends_job))
+            if request.tier_use is not None or (request.is_stored and self._stores_all):
+                request.tier_use = self._make_use(turn, now_s)
+
+    def end_job(self, job_id: str, now_s: float) -> None:
+        """A job is complete: drop what only it used, if the policy orders the tiers."""
+        if self._is_ordered:
+            self._drop(job_id, now_s)
+
+    # Loads.
+
+    @abstractmethod
+    def get_offer(self, request: Request, num_hit_tokens: int, now_s: float) -> LoadOffer | None:
+        """What a request that is about to start could load behind its hit; None if nothing."""
+
+    @abstractmethod
+    def choose_part(self, num_hit_tokens: int, num_tokens: int, num_offered: int) -> int:
+        """How many of the offered tokens are loaded behind a hit, if the policy wants so many."""
+
+    def must_wait(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> bool:
+        """Whether some of what it would load is just being loaded for another request."""
+        del request, num_hit_tokens, num_tokens, now_s
+        return False
+
+    @abstractmethod
+    def load(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> float:
+        """Begin to copy an offer, or its first tokens, to the GPU; returns when that ends, in seconds."""
+
+    # Stores.
+
+    def begin_stores(self, requests: Iterable[Request], now_s: float) -> None:
+        """A step is about to be stored that these requests run in."""
+        del requests, now_s
+
+    def end_stores(self, now_s: float) -> None:
+        """All that these requests store was asked for."""
+        del now_s
+
+    def may_store(self, request: Request) -> bool:
+        """Whether `store_computed` may have something to store; it takes less time to ask."""
+        del request
+        return True
+
+    @abstractmethod
+    def store_computed(self, request: Request, now_s: float) -> float:
+        """Store what a request that runs has computed; returns when the copy ends, in seconds."""
+
+    @abstractmethod
+    def store_finished(self, request: Request, now_s: float) -> None:
+        """A request ends, and has its blocks still."""
+
+    def store_asked(self, row: Row, turn: Turn, now_s: float) -> None:
+        """Store blocks of a turn that the policy wants stored; nothing where all are stored anyway."""
+        del row, turn, now_s
+
+    def release_stored(self, now_s: float) -> None:
+        """Free the blocks whose stores are complete by now."""
+        del now_s
+
+    # Questions.
+
+    def get_free_s(self, now_s: float) -> float:
+        """When all copies that were begun have ended; now, if they have."""
+        return max(now_s, *(tier.link.free_at_s for tier in self._all_tiers))
+
+    def get_held_rows(self) -> list[Row]:
+        """Blocks that are taken only because they are being stored."""
+        return []
+
+    def get_next_stored_s(self) -> float | None:
+        """When the next store ends that blocks wait for; None if no block waits."""
+        return None
+
+    def get_views(self, now_s: float) -> tuple[TierView, ...]:
+        """The tiers as a policy sees them."""
+        return tuple(
+            TierView(
+                name=tier.name,
+                num_blocks=tier.capacity_chunks * self._chunk_blocks,
+                num_used_blocks=len(tier) * self._chunk_blocks,
+                s_per_block=tier.chunk_bytes / self._chunk_blocks / tier.link.bytes_per_s,
+                wait_s=max(0.0, tier.link.free_at_s - now_s),
+            )
+            for tier in self._all_tiers
+        )
+
+    # Inside.
+
+    @abstractmethod
+    def _drop(self, job_id: str, now_s: float) -> None:
+        """Give up what only this job used."""
+
+    def _get_use(self, request: Request, now_s: float) -> Use:
+        if request.tier_use is None:
+            turn = self._driver.get_turn(request.turn_id) if self._driver is not None else None
+            request.tier_use = NOBODY if turn is None else self._make_use(turn, now_s)
+        return request.tier_use
+
+    def _make_use(self, turn: Turn, now_s: float) -> Use:
+        assert self._driver is not None, "whose turn is it?"
+        return Use(self._driver.get_tier_key(turn, now_s), turn.job.job_id)
