@@ -356,6 +356,29 @@ def test_a_fetch_takes_no_block_whose_store_is_under_way(clock: Clock) -> None:
     engine.assert_clean()
 
 
+def test_another_s_load_takes_no_block_whose_store_is_under_way() -> None:
+    """vLLM does not tell our connector which blocks another one loads beside the steps."""
+    copies = SlowCopies(random.Random(0), share_done=0.0)
+    engine = TieredEngine(
+        num_blocks=16, num_chunks=200, copies=copies, connectors=("other", "ours"), tenuto={"policy": "stock"}
+    )
+    prompts = {"known": [4] * 200, "stored": [9] * 200, "b": [4] * 200}
+    for name, prompt in prompts.items():
+        engine.add(make_request(name, prompt, max_tokens=2))
+        while name in engine.scheduler.requests:
+            engine.step()
+        engine.step()
+    assert engine.num_other_blocks == 10  # for "b", into blocks that "stored" had
+    copies.share_done = 1.0
+    engine.drain()
+    engine.scheduler.connector._connectors[0]._known.clear()
+    evict_from_gpu(engine)
+    engine.add(make_request("again", prompts["stored"], max_tokens=2))
+    engine.drain()  # it checks what each block holds
+    assert engine.hits["again"][1] > 0
+    engine.assert_clean()
+
+
 def test_nothing_is_fetched_while_a_turn_waits(clock: Clock) -> None:
     engine = TieredEngine(num_blocks=31, num_chunks=200, max_num_seqs=1, tenuto={"policy": "stock"})
     hints = {"job_id": "a", "tool": "make", "expected_tool_seconds": 1.0}

@@ -115,6 +115,24 @@ class ConnectorPort:
 
         self._connector.get_num_new_matched_tokens = get_num_new_matched_tokens
 
+    def watch_loads_of_others(self, whole: Any) -> None:
+        """Let stores that read blocks come before another connector's load into them.
+
+        `whole`: the scheduler's connector. vLLM's MultiConnector tells only the connector that loads of the
+        blocks, and a request that waits for its load is in no step, where the others would see it.
+        """
+        if whole is self._connector:
+            return
+        tell = whole.update_state_after_alloc
+
+        def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
+            tell(request, blocks, num_external_tokens)
+            if num_external_tokens:
+                ids = {block.block_id for group in blocks.blocks for block in group if not block.is_null}
+                self._scheduler._current_batch_allocated_block_ids |= ids
+
+        whole.update_state_after_alloc = update_state_after_alloc
+
     # Steps.
 
     def on_idle(self, has_work: Callable[[], bool]) -> None:

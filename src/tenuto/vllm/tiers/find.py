@@ -28,4 +28,5 @@ def find_tier(scheduler: Any, settings: Settings, policy: Policy, clock: Any) ->
     if connector is None:
         return None
     port = ConnectorPort(connector, scheduler.kv_cache_manager.block_pool)
+    port.watch_loads_of_others(scheduler.connector)
     return HostTier(scheduler, port, settings, policy, clock)
