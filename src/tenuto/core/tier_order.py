@@ -11,6 +11,8 @@ from tenuto.core.policy import Key
 
 MIN_HEAP = 64
 """The heap is rebuilt only when it is larger than this, and most of its entries are out of date."""
+MAX_STORING_S = 0.1
+"""Further stores wait once those under way will take this long, so that no load waits long for them."""
 
 
 @dataclass(frozen=True)

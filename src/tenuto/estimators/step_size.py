@@ -15,8 +15,7 @@ mixes both has a cost of its own. Per prefill token
   step follows another. If steps that mix both have a cost of their own, this is asked of steps of T tokens
   (`full_shares`): short prompts fill small steps, and would else keep them small for ever;
 - turns begin and end with a step. One that arrives waits for half a step on average, and so does the one
-whose
-  last tokens share a step with others.
+  whose last tokens share a step with others.
 
 The best T has the least loss of all together. Long outputs want small steps, short ones and long queues large
 ones.

@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Hashable, Iterable, Sequence
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.tier_order import Use
+from tenuto.core.tier_order import MAX_STORING_S, Use
 from tenuto.core.types import LoadOffer
 from tenuto.sim.kv.checkpoints import Checkpoints
 from tenuto.sim.kv.config import KvConfig
@@ -31,9 +31,6 @@ from tenuto.sim.tiers.group_layout import GroupLayout
 from tenuto.sim.tiers.grouped_tiers import GroupedTiers, Place
 from tenuto.sim.tiers.offloader import Offload, Offloader
 from tenuto.sim.tiers.tier import OffloadTiers
-
-MAX_STORING_S = 0.1
-"""Stores wait once those under way will take this long, as in `tenuto.vllm.tiers.host`."""
 
 
 class GroupedOffloader(Offloader):

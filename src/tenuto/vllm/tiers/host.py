@@ -15,7 +15,7 @@ from typing import Any
 
 from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import get_engine_settings
-from tenuto.core.tier_order import Use
+from tenuto.core.tier_order import MAX_STORING_S, Use
 from tenuto.core.types import LoadOffer, TierView, Turn
 from tenuto.vllm.compat_connector import ConnectorPort
 from tenuto.vllm.compat_offload import HostManagerHooks
@@ -23,9 +23,6 @@ from tenuto.vllm.settings import Settings
 from tenuto.vllm.tiers.later import LaterStores
 from tenuto.vllm.tiers.link import LinkSpeed
 from tenuto.vllm.tiers.prefetch import Prefetch
-
-MAX_STORING_S = 0.1
-"""Stores wait once those under way will take this long: a later load must not wait longer for them."""
 
 
 class HostTier:
