@@ -8,21 +8,15 @@ Checked on vLLM 0.32.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingWorkerMetadata,
-    TransferJob,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.core.kv_cache_utils import get_block_hash
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
 from tenuto.core.windows import STATE_WINDOW, count_loaded_blocks
+from tenuto.vllm.compat_copies import CopyPort
 from tenuto.vllm.compat_offload import HostManagerHooks, get_host_manager
 
 
@@ -33,17 +27,6 @@ def find_connector(scheduler: Any) -> Any | None:
         if isinstance(each, OffloadingConnector) and get_host_manager(each.connector_scheduler.manager):
             return each
     return None
-
-
-@dataclass
-class _Storing:
-    """Stands in for a request whose blocks are stored after it has left (vLLM's `RequestOffloadState`)."""
-
-    req_context: Any
-    transfer_jobs: set[int]
-    req: Any = field(default_factory=lambda: SimpleNamespace(is_finished=lambda: True))
-    finished_signaled: bool = True
-    group_states: tuple[Any, ...] = ()
 
 
 def _get_window(group: Any) -> int | None:
@@ -63,16 +46,19 @@ class ConnectorPort:
         self._connector = connector
         self._pool = pool
         self._scheduler = connector.connector_scheduler
-        self.manager: Any = self._scheduler.manager
-        host = get_host_manager(self.manager)
+        host = get_host_manager(self._scheduler.manager)
         assert host is not None, "another's host manager"
         self.host: HostManagerHooks = host
         self.disks = [
-            each for each in getattr(self.manager, "secondary_tiers", ()) if hasattr(each, "get_view")
+            each
+            for each in getattr(self._scheduler.manager, "secondary_tiers", ())
+            if hasattr(each, "get_view")
         ]
         """Our own tiers behind host memory (`tenuto.vllm.tiers.disk`)."""
         config = self._scheduler.config
-        self.blocks_per_chunk = int(config.blocks_per_chunk)
+        self.copies = CopyPort(connector, pool, host)
+        """Copies that no request asked for."""
+        self.blocks_per_chunk = self.copies.blocks_per_chunk
         self.tokens_per_chunk = int(config.kv_group_configs[0].tokens_per_chunk)
         windowed = {
             each.group_idx
@@ -212,116 +198,7 @@ class ConnectorPort:
                 loads += len(job.keys)
         return loads, stores
 
-    def is_moving(self, job_id: int) -> bool:
-        """Whether this copy is under way."""
-        return job_id in self._scheduler._jobs
-
-    # Loads that no request waits for; they need `is_plain`.
-
-    def find_cached(self, block_hash: Any) -> Any | None:
-        """The GPU's block with this content; None if there is none."""
-        found = self._pool.get_cached_block(block_hash, [0])
-        return found[0] if found else None
-
-    def count_loadable(self, hashes: Sequence[Any], first: int, end: int) -> int:
-        """How many blocks from `first` on, up to `end`, host memory has without a gap."""
-        size, context = self.blocks_per_chunk, ReqContext(req_id="")
-        chunk = first // size
-        while (chunk + 1) * size <= end:
-            key = make_offload_key(hashes[(chunk + 1) * size - 1], 0)
-            if self.host.lookup(key, context) is not LookupResult.HIT:
-                break
-            chunk += 1
-        return max(0, chunk * size - first)
-
-    def begin_load(
-        self, load_id: str, hashes: Sequence[Any], blocks: Sequence[Any], first: int, meta: Any
-    ) -> int:
-        """Load `blocks` from number `first` on, which host memory has; returns the number of the copy."""
-        scheduler, size = self._scheduler, self.blocks_per_chunk
-        context = ReqContext(req_id=load_id)
-        keys = [make_offload_key(hashes[(n + 1) * size - 1], 0) for n in range(len(blocks) // size)]
-        for number, key in enumerate(keys):
-            context.set_offload_key_position(key, (number + 1) * self.tokens_per_chunk)
-        keys = keys[first // size :]
-        self.manager.on_new_request(context)
-        source = self.manager.prepare_load(keys, context)
-        ids = [block.block_id for block in blocks[first:]]
-        target = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[first])
-        job_id = int(scheduler._generate_job_id())
-        scheduler._req_status[load_id] = _Storing(context, {job_id})
-        scheduler._jobs[job_id] = TransferJobStatus(
-            req_id=load_id, pending_count=scheduler.config.num_workers, keys=set(keys), is_store=False,
-            fenced_block_ids=ids,
-        )  # fmt: skip
-        pending = scheduler._block_id_to_pending_jobs
-        for block_id in ids:
-            # As for a request's blocks: a store that still reads what they hold comes first.
-            meta.jobs_to_flush |= pending.get(block_id, set())
-            pending.setdefault(block_id, set()).add(job_id)
-        if scheduler._chunks_being_loaded is not None:
-            # A request that wants the same waits for this load.
-            scheduler._chunks_being_loaded.update(keys)
-        meta.load_jobs[job_id] = TransferJob(req_id=load_id, src_spec=source, dst_spec=target)
-        self.manager.on_request_finished(context)
-        return job_id
-
-    def has_failed(self, load_id: str) -> bool:
-        """Whether this load, which has ended, failed; asked once."""
-        failed: set[str] = self._connector.tenuto_failed
-        is_failed = load_id in failed
-        failed.discard(load_id)
-        return is_failed
-
-    def cache_blocks(self, hashes: Sequence[Any], blocks: list[Any], first: int) -> None:
-        """Put `blocks` from number `first` on into the prefix cache, with these contents."""
-        owner = SimpleNamespace(block_hashes=hashes)
-        size = self.tokens_per_chunk // self.blocks_per_chunk
-        self._pool.cache_full_blocks(owner, blocks, first, len(blocks), size, 0)
-
     @property
     def can_prefetch(self) -> bool:
         """Whether such loads work here: not where vLLM tells others of each cached block."""
         return self.is_plain and not self._pool.enable_kv_cache_events
-
-    # Stores of what requests have left.
-
-    def get_hashes(self, blocks: Sequence[Any]) -> list[Hashable]:
-        """The chained hash of each block's content."""
-        return [get_block_hash(block.block_hash) for block in blocks]
-
-    def begin_store(
-        self, store_id: str, blocks: Sequence[Any], hashes: Sequence[Any], meta: Any, *, first: int, end: int
-    ) -> int | None:
-        """Store chunks `first` to `end` of blocks that a request had from its start; needs `is_plain`.
-
-        Returns the number of the copy; None if host memory has them, or has no room for them.
-        """
-        scheduler, size = self._scheduler, self.blocks_per_chunk
-        context = ReqContext(req_id=store_id)
-        keys = [make_offload_key(hashes[(n + 1) * size - 1], 0) for n in range(end)]
-        for number, key in enumerate(keys):
-            context.set_offload_key_position(key, (number + 1) * self.tokens_per_chunk)
-        self.manager.on_new_request(context)
-        found = self.manager.prepare_store(keys[first:], context)
-        wanted = set(found.keys_to_store) if found is not None else set()
-        numbers = [number for number in range(first, end) if keys[number] in wanted]
-        job_id = None
-        if numbers:
-            ids = [block.block_id for n in numbers for block in blocks[n * size : (n + 1) * size]]
-            source = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[numbers[0] * size])
-            job_id = scheduler._generate_job_id()
-            scheduler._req_status[store_id] = _Storing(context, {job_id})
-            scheduler._jobs[job_id] = TransferJobStatus(
-                req_id=store_id,
-                pending_count=scheduler.config.num_workers,
-                keys=wanted,
-                is_store=True,
-                # If they are given back early, vLLM waits for the copy before it uses them for others.
-                fenced_block_ids=ids,
-            )
-            for block_id in ids:
-                scheduler._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)
-            meta.store_jobs[job_id] = TransferJob(req_id=store_id, src_spec=source, dst_spec=found.store_spec)
-        self.manager.on_request_finished(context)
-        return job_id

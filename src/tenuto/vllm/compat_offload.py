@@ -1,6 +1,7 @@
 """Private names of vLLM's offloading: its keys, its cache policies, and its manager of host memory.
 
-Checked on vLLM 0.32.0. `compat_specs` has the specs, `compat_connector` the connector's scheduler side.
+Checked on vLLM 0.32.0. `compat_specs` has the specs, `compat_connector` and `compat_copies` the
+connector's scheduler side.
 """
 
 from __future__ import annotations

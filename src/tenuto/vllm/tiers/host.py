@@ -41,8 +41,8 @@ class HostTier:
         self.stores = LinkSpeed(chunk_bytes, num_workers)
         self._uses: dict[str, Use] = {}
         pool = scheduler.kv_cache_manager.block_pool
-        self.later = LaterStores(port, pool, self._uses)
-        self.prefetch = Prefetch(port, pool, self._uses) if port.can_prefetch else None
+        self.later = LaterStores(port.copies, pool, self._uses)
+        self.prefetch = Prefetch(port.copies, pool, self._uses) if port.can_prefetch else None
         self._is_followed = self._stores_all = True
         self.follow_policy(settings, policy)
         self.num_declined_loads = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenuto.core.tier_order import Use
-from tenuto.vllm.compat_connector import ConnectorPort
+from tenuto.vllm.compat_copies import CopyPort
 
 MAX_HELD_SHARE = 0.25
 """Largest share of the GPU's blocks that may wait to be stored."""
@@ -34,9 +34,9 @@ class _Wanted:
 class LaterStores:
     """The queue of such stores. All blocks in it are referenced."""
 
-    def __init__(self, port: ConnectorPort, pool: Any, uses: dict[str, Use]) -> None:
+    def __init__(self, copies: CopyPort, pool: Any, uses: dict[str, Use]) -> None:
         """`uses`: where the host's manager finds whose a store is, by its id."""
-        self._port = port
+        self._copies = copies
         self._pool = pool
         self._uses = uses
         self._numbers = itertools.count()
@@ -55,7 +55,7 @@ class LaterStores:
 
     def add(self, blocks: Sequence[Any], use: Use) -> None:
         """Store these blocks, which follow each other from a prompt's start; they stay taken until then."""
-        size = self._port.blocks_per_chunk
+        size = self._copies.blocks_per_chunk
         blocks = blocks[: len(blocks) // size * size]
         if not blocks:
             return
@@ -64,17 +64,17 @@ class LaterStores:
             return
         self._pool.touch(blocks)
         self._num_held += len(blocks)
-        self._queue.append(_Wanted(list(blocks), self._port.get_hashes(blocks), use))
+        self._queue.append(_Wanted(list(blocks), self._copies.get_hashes(blocks), use))
 
     def begin(self, meta: Any, may_go_on: Callable[[], bool]) -> None:
         """Begin the copies of one step, as many as `may_go_on` allows."""
-        size = self._port.blocks_per_chunk
+        size = self._copies.blocks_per_chunk
         while self._queue and may_go_on():
             wanted = self._queue[0]
             end = min(wanted.next_chunk + MAX_AT_ONCE, len(wanted.blocks) // size)
             store_id = f"tenuto-store-{next(self._numbers)}"
             self._uses[store_id] = wanted.use
-            job_id = self._port.begin_store(
+            job_id = self._copies.begin_store(
                 store_id, wanted.blocks, wanted.hashes, meta, first=wanted.next_chunk, end=end
             )
             done = wanted.blocks[wanted.next_chunk * size : end * size]
@@ -89,7 +89,7 @@ class LaterStores:
     def collect(self) -> None:
         """Give back the blocks whose copies have ended."""
         if self._moving:
-            for job_id in [each for each in self._moving if not self._port.is_moving(each)]:
+            for job_id in [each for each in self._moving if not self._copies.is_moving(each)]:
                 self._give_back(self._moving.pop(job_id))
 
     def cancel(self) -> None:
@@ -98,7 +98,7 @@ class LaterStores:
             self._give_back(blocks)
         self._moving.clear()
         for wanted in self._queue:
-            self._give_back(wanted.blocks[wanted.next_chunk * self._port.blocks_per_chunk :])
+            self._give_back(wanted.blocks[wanted.next_chunk * self._copies.blocks_per_chunk :])
         self._queue.clear()
 
     def _give_back(self, blocks: Sequence[Any]) -> None:

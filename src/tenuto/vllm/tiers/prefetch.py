@@ -19,7 +19,7 @@ from typing import Any
 from tenuto.core.tier_order import Use
 from tenuto.core.types import Turn
 from tenuto.estimators.samples import ToolSamples
-from tenuto.vllm.compat_connector import ConnectorPort
+from tenuto.vllm.compat_copies import CopyPort
 from tenuto.vllm.compat_specs import PREFETCH
 
 MIN_TIMES = 3
@@ -61,9 +61,9 @@ class _Load:
 class Prefetch:
     """Which jobs are about to return, and the loads for them; one load at a time."""
 
-    def __init__(self, port: ConnectorPort, pool: Any, uses: dict[str, Use]) -> None:
+    def __init__(self, copies: CopyPort, pool: Any, uses: dict[str, Use]) -> None:
         """`uses`: where the host's manager finds whose a load is, by its id."""
-        self._port = port
+        self._copies = copies
         self._pool = pool
         self._uses = uses
         self._away: OrderedDict[str, _Away] = OrderedDict()
@@ -99,7 +99,7 @@ class Prefetch:
         if away.tool is not None:
             self._tools.observe(away.tool, max(0.0, now_s - away.since_s))
         if away.is_fetched:
-            last = self._port.find_cached(away.hashes[away.num_blocks - 1])
+            last = self._copies.find_cached(away.hashes[away.num_blocks - 1])
             self.num_used += last is not None
             self.num_wasted += last is None
 
@@ -131,11 +131,11 @@ class Prefetch:
     def collect(self) -> None:
         """A load that has ended: its blocks are cached, and free."""
         load = self._moving
-        if load is None or self._port.is_moving(load.job_number):
+        if load is None or self._copies.is_moving(load.job_number):
             return
         self._moving = None
-        if not self._port.has_failed(load.load_id):
-            self._port.cache_blocks(load.away.hashes, load.blocks, load.num_front)
+        if not self._copies.has_failed(load.load_id):
+            self._copies.cache_blocks(load.away.hashes, load.blocks, load.num_front)
         # The last block is evicted first.
         self._pool.free_blocks(list(reversed(load.blocks)))
 
@@ -152,9 +152,9 @@ class Prefetch:
         return away is not None and not away.is_fetched and away.since_s <= due_s
 
     def _load(self, away: _Away, meta: Any) -> None:
-        found = [self._port.find_cached(each) for each in away.hashes[: away.num_blocks]]
+        found = [self._copies.find_cached(each) for each in away.hashes[: away.num_blocks]]
         first = found.index(None) if None in found else len(found)
-        num_loadable = self._port.count_loadable(away.hashes, first, away.num_blocks)
+        num_loadable = self._copies.count_loadable(away.hashes, first, away.num_blocks)
         num_free = self._pool.get_num_free_blocks() - num_loadable - first
         if not num_loadable:
             return
@@ -167,7 +167,7 @@ class Prefetch:
         blocks = [*front, *self._pool.get_new_blocks(num_loadable)]
         load_id = f"{PREFETCH}{next(self._numbers)}"
         self._uses[load_id] = away.use
-        job_number = self._port.begin_load(load_id, away.hashes, blocks, first, meta)
+        job_number = self._copies.begin_load(load_id, away.hashes, blocks, first, meta)
         self._moving = _Load(job_number, load_id, away, blocks, first)
         away.is_fetched = True
         away.num_blocks = len(blocks)
