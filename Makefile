@@ -92,11 +92,22 @@ browser:
 	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1; }; } || \
 	  echo "No Chromium here: the tests that look at the report's pages will be skipped."
 
+# The alert rules are tested with Prometheus' own tool. Debian has it in the server's package, which is unpacked
+# here and not installed.
+.PHONY: promtool
+promtool:
+	@command -v promtool >/dev/null || [ -x build/prometheus/usr/bin/promtool ] || { \
+	  command -v apt-get >/dev/null && mkdir -p build/prometheus && cd build/prometheus && \
+	  { apt-get download -qq prometheus 2>/dev/null || \
+	    { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get download -qq prometheus; } } && \
+	  dpkg -x prometheus_*.deb .; } || \
+	  echo "No promtool here: the tests of the alert rules will be skipped."
+
 test-fast: $(DEV)
 	$(BIN)/python -m pytest $(WITHOUT_VLLM) -m "not slow and not server" $(PYTEST_ARGS)
 
 # Servers share two cores with nothing else, so that their tests do not wait for other tests.
-test: $(VENV)/.tenuto-$(VLLM) check browser $(MODEL)/config.json
+test: $(VENV)/.tenuto-$(VLLM) check browser promtool $(MODEL)/config.json
 	$(BIN)/python -m pytest $(WITHOUT_VLLM) -m "not server" $(PYTEST_ARGS)
 	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(VLLM_TESTS) tests/client/test_server.py $(PYTEST_ARGS)
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import promql_parser
 
-_VARIABLES = {"$__rate_interval": "5m", "$__range": "1h", "$model": "tiny", "$engine": "0"}
+_VARIABLES = {
+    "$__rate_interval": "5m",
+    "$__range": "1h",
+    "$model": "tiny",
+    "$instance": "host:8000",
+    "$engine": "0",
+}
 
 
 @dataclass

@@ -141,10 +141,19 @@ def test_panels_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_every_panel_follows_the_choice_of_model_and_engine(panel: dict[str, Any]) -> None:
+def test_every_panel_follows_the_choice_of_model_server_and_engine(panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
         for name, labels in find_uses(target["expr"]).matched.items():
-            assert {"model_name", "engine"} <= labels, name
+            assert {"model_name", "instance", "engine"} <= labels, name
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_engines_of_several_servers_are_told_apart(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        grouped = find_uses(target["expr"]).grouped
+        # Each server numbers its own engines from 0.
+        assert "engine" not in grouped or "instance" in grouped
+        assert "{{engine}}" not in target.get("legendFormat", "") or "{{instance}}" in target["legendFormat"]
 
 
 # The alerts.
@@ -165,13 +174,14 @@ def test_alerts_have_names_of_their_own() -> None:
     assert all(name.startswith("Tenuto") for name in names)
 
 
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed (Debian: apt install prometheus)"
-)
+UNPACKED = Path(__file__).parents[2] / "build" / "prometheus" / "usr" / "bin" / "promtool"
+PROMTOOL = shutil.which("promtool") or (str(UNPACKED) if UNPACKED.exists() else None)
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="there is no promtool (Debian: make promtool)")
 
 
 def run_promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert PROMTOOL is not None
+    return subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
 @needs_promtool
