@@ -188,12 +188,13 @@ class AdaptiveSteps:
 
     def observe_step(self, step: StepView) -> None:
         """Learn how long steps take, and whether they are full."""
-        self._times.observe(step.num_tokens, step.num_requests, step.duration_s)
-        self._sizes.observe_time(step.now_s)
-        self._full_shares.observe_step(step.num_tokens, step.num_requests, is_full=step.is_full)
-        elapsed_s = max(step.duration_s, step.now_s - self._now_s if self._now_s else 0.0)
-        self._now_s = step.now_s
-        share = step.is_full * step.duration_s / elapsed_s if elapsed_s > 0 else 0.0
+        now_s, duration_s, is_full = step.now_s, step.duration_s, step.is_full
+        self._times.observe(step.num_tokens, step.num_requests, duration_s)
+        self._sizes.observe_time(now_s)
+        self._full_shares.observe_step(step.num_tokens, step.num_requests, is_full=is_full)
+        elapsed_s = max(duration_s, now_s - self._now_s if self._now_s else 0.0)
+        self._now_s = now_s
+        share = duration_s / elapsed_s if is_full and elapsed_s > 0 else 0.0
         self._busy_share += (1 - math.exp(-elapsed_s / BUSY_S)) * (share - self._busy_share)
         self._num_steps += 1
 

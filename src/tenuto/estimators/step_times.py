@@ -108,12 +108,14 @@ class StepTimes:
         self._added = _Added()
         self._lines: tuple[float, tuple[float, float]] | None = None
         """Seconds per prefill token, and the line of decoding; None if a step was observed since."""
+        self._added_line: tuple[float, float] | None = None
+        """What prefill adds, likewise."""
 
     def observe(self, num_tokens: int, num_requests: int, duration_s: float) -> None:
         """Count one step: its tokens, and its requests (each counts as one that decodes)."""
         if duration_s <= 0 or num_requests < 1:
             return
-        self._lines = None
+        self._lines = self._added_line = None
         num_prefill_tokens = num_tokens - num_requests
         if num_prefill_tokens < MIN_PREFILL_TOKENS:
             self._decode.observe(num_requests, duration_s)
@@ -141,9 +143,10 @@ class StepTimes:
         The former is below zero where kernels gain from being fed together, and above it where a step that
         mixes both has a cost of its own. (0, 0) before any was seen.
         """
-        if self._added.weight <= MIN_STEPS:
-            return 0.0, self.get_token_s()
-        return self._added.get_line(self.get_pass_s())
+        if self._added_line is None:
+            known = self._added.weight > MIN_STEPS
+            self._added_line = self._added.get_line(self.get_pass_s()) if known else (0.0, self.get_token_s())
+        return self._added_line
 
     def get_tokens_per_decode(self) -> float:
         """Prefill tokens that take as long as one more decoding request adds to a step; 1 to 50."""

@@ -183,6 +183,7 @@ class StepLoop(ABC):
         # The steps are taken to be as full as the last one: a policy that bounds steps sees no new reason
         # here.
         quiet_step = Step(self._last_step.budget, 0, {request.turn_id: 1 for request in running})
+        size, is_full, finish = len(running), quiet_step.budget == 0, self._step_clock.finish
         in_flight = self._in_flight
         turns = [self._turns[request.turn_id] for request in running]
         last_end_s: float | None = None
@@ -194,8 +195,12 @@ class StepLoop(ABC):
                 step, scheduled_s, self.now_s = in_flight.popleft()
                 self._count_gaps(turns, last_end_s)
                 last_end_s = self.now_s
-                if self._tells_steps:
-                    self._tell_step(step, scheduled_s, self.now_s)
+                if self._tells_steps and step is quiet_step:
+                    # As `_tell_step`, without counting: most of all steps are told here.
+                    view = finish(last_end_s, scheduled_s, size, size, is_full=is_full)
+                    self.scheduler.driver.step(view)
+                elif self._tells_steps:
+                    self._tell_step(step, scheduled_s, last_end_s)
             num_steps += 1
         if num_steps == 0:
             return 0
