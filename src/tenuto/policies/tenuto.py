@@ -49,6 +49,8 @@ start."""
 MIN_RETURNS = 0.3
 """If a smaller share of similar jobs comes back, their KV is not held. Then it is evicted as in vLLM: the
 least recently used blocks first."""
+MOST = 0.5
+"""If fewer new jobs than this come back, most of them are strangers: then those that came back go first."""
 
 
 @dataclass
@@ -97,6 +99,8 @@ class Tenuto(Policy, Learns, Reports):
     _returns: Returns = field(init=False, default_factory=Returns)
     _kinds: PlainKinds = field(init=False, default_factory=PlainKinds)
     _share: PlainShare = field(init=False, default_factory=PlainShare)
+    _strangers: set[str] = field(init=False, default_factory=set)
+    """Turns that run whose job never came back; plain requests are left out."""
     _step_tokens: int = field(init=False, default=0)
     """The engine's budget of a step."""
 
@@ -144,9 +148,14 @@ class Tenuto(Policy, Learns, Reports):
         if self._share.is_flood and not self._kinds.is_plain(job):
             return place - 2 * AHEAD_S
         # Nor may a flood of jobs that never come back take the memory of those that do.
-        if self._returns.came_back(job.job_id) and self._returns.get_share_of_new() < MIN_RETURNS:
+        if self._is_crowded and self._returns.came_back(job.job_id):
             return place - AHEAD_S / 2
         return place
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether most new jobs do not come back."""
+        return self._returns.get_share_of_new() < MOST
 
     def _get_lease_place(self, job: Job) -> float:
         """The place of a job in a tool call."""
@@ -189,8 +198,18 @@ class Tenuto(Policy, Learns, Reports):
         return (-self._get_lease_place(turn.job),)
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """Allow turns before it in the order; allow any turn if the lease is not worth its memory."""
+        """Allow turns before it in the order; allow any turn if the lease is not worth its memory.
+
+        But while strangers crowd the engine, a turn waits for what their turns hold, which is of no more use
+        when they end, rather than take the cache of a job that came back.
+        """
+        if lease.value > FIRST and self._is_spared(lease.turn.job):
+            return False
         return -lease.value > self._get_place(turn)
+
+    def _is_spared(self, job: Job) -> bool:
+        """Whether the memory of strangers will be free instead of this job's."""
+        return bool(self._strangers) and self._is_crowded and self._returns.came_back(job.job_id)
 
     def _get_tool_left_s(self, turn: Turn, idle_s: float) -> float:
         """Estimate the seconds until the tool returns, from its earlier calls that took at least `idle_s`.
@@ -240,12 +259,23 @@ class Tenuto(Policy, Learns, Reports):
         if tool is not None:
             self._tools.observe(tool.name, tool_s)
 
+    def on_turn_started(self, turn: Turn, now_s: float) -> None:
+        """Remember which turns of strangers run."""
+        job = turn.job
+        if not self._returns.came_back(job.job_id) and not self._kinds.is_plain(job):
+            self._strangers.add(turn.turn_id)
+
+    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
+        """Its memory is free."""
+        self._strangers.discard(turn.turn_id)
+
     def on_tick(self, view: EngineView) -> None:
         """Learn what the engine computes in one step."""
         self._step_tokens = view.max_num_batched_tokens
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Learn the work per turn. A generated token counts as the number of prefill tokens that it costs."""
+        self._strangers.discard(turn.turn_id)
         if turn.is_aborted:
             return
         self._kinds.observe(turn)
