@@ -83,6 +83,12 @@ def test_a_missing_or_changed_name_stops_the_start(monkeypatch: pytest.MonkeyPat
     assert "Scheduler._preempt_request has no parameter timestamp" in str(caught.value)
 
 
+def test_without_what_follows_a_load_the_server_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(SyncScheduler, "_update_waiting_for_remote_kv")
+    with pytest.raises(IncompatibleError, match="_update_waiting_for_remote_kv is missing"):
+        start({})
+
+
 def test_when_told_to_a_vllm_that_does_not_fit_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat_check.NAMES, "vllm.v1.core.sched.scheduler:Scheduler.gone", ())
     engine = start({"on_mismatch": "stock"})

@@ -12,10 +12,12 @@ pytest.importorskip("vllm")
 
 from prometheus_client import generate_latest
 
+from tenuto.core.errors import IncompatibleError
 from tenuto.records.kinds import TRACE
 from tenuto.records.load import load_file
 from tenuto.report.diagnosis.causes import Cause, get_cause
 from tenuto.report.diagnosis.history import make_stories
+from tenuto.vllm.compat_check import check_connector
 from tests.vllm.conftest import Clock
 from tests.vllm.slow_copies import SlowCopies
 from tests.vllm.tiered import BLOCK_SIZE, TieredEngine
@@ -64,6 +66,15 @@ def test_what_the_gpu_evicted_comes_back_from_host_memory() -> None:
         assert hits[f"j{job}-2"] == 209 // BLOCK_SIZE * BLOCK_SIZE
     engine.assert_clean()
     assert engine.num_checked > 100
+
+
+@pytest.mark.parametrize("name", ["_current_batch_allocated_block_ids", "_block_id_to_pending_jobs"])
+def test_a_connector_that_lacks_what_orders_copies_is_refused(name: str) -> None:
+    connector = TieredEngine().connector
+    check_connector(connector)
+    delattr(connector, name)
+    with pytest.raises(IncompatibleError, match=f"OffloadingConnector has no {name}"):
+        check_connector(connector)
 
 
 def test_the_end_of_a_job_drops_what_only_it_used() -> None:

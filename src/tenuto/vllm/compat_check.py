@@ -33,6 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     f"{_SCHEDULER}.shutdown": (),
     f"{_SCHEDULER}._free_request": ("request",),
     f"{_SCHEDULER}._preempt_request": ("request", "timestamp"),
+    f"{_SCHEDULER}._update_waiting_for_remote_kv": ("request",),
     f"{_MANAGER}.get_computed_blocks": ("request",),
     f"{_MANAGER}.get_blocks": ("request_id",),
     f"{_MANAGER}.allocate_slots": (
@@ -88,6 +89,21 @@ ATTRIBUTES = (
     "need_mamba_block_aligned_split",
 )
 
+CONNECTOR_ATTRIBUTES = (
+    "config",
+    "manager",
+    "_req_status",
+    "_jobs",
+    "_generate_job_id",
+    "_build_store_jobs",
+    "_chunks_being_loaded",
+    "_block_id_to_pending_jobs",
+    "_current_batch_allocated_block_ids",
+    "_current_batch_jobs_to_flush",
+)
+"""Of the scheduler's side of an OffloadingConnector. Without the last four, copies could overwrite each
+other."""
+
 
 def find_problems(version: str, *, allow_untested: bool = False) -> list[str]:
     """Where this vLLM does not fit, as one line per problem; empty if it fits."""
@@ -112,14 +128,23 @@ def find_problems(version: str, *, allow_untested: bool = False) -> list[str]:
 
 def check_attributes(scheduler: Any) -> None:
     """Raise IncompatibleError if a started scheduler lacks an attribute we use."""
-    missing = [name for name in ATTRIBUTES if not _has(scheduler, name)]
+    _check("scheduler", scheduler, ATTRIBUTES)
+
+
+def check_connector(side: Any) -> None:
+    """Raise IncompatibleError if the scheduler's side of an OffloadingConnector lacks an attribute we use."""
+    _check("OffloadingConnector", side, CONNECTOR_ATTRIBUTES)
+
+
+def _check(owner: str, found: Any, names: tuple[str, ...]) -> None:
+    missing = [name for name in names if not _has(found, name)]
     if missing:
-        raise IncompatibleError(f"vLLM's scheduler has no {', '.join(missing)}")
+        raise IncompatibleError(f"vLLM's {owner} has no {', '.join(missing)}")
 
 
-def _has(scheduler: Any, path: str) -> bool:
+def _has(found: Any, path: str) -> bool:
     try:
-        attrgetter(path)(scheduler)
+        attrgetter(path)(found)
     except AttributeError:
         return False
     return True

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from tenuto.core.windows import STATE_WINDOW, count_loaded_blocks
+from tenuto.vllm.compat_check import check_connector
 from tenuto.vllm.compat_copies import CopyPort
 from tenuto.vllm.compat_offload import HostManagerHooks, get_host_manager
 
@@ -46,6 +47,7 @@ class ConnectorPort:
         self._connector = connector
         self._pool = pool
         self._scheduler = connector.connector_scheduler
+        check_connector(self._scheduler)
         host = get_host_manager(self._scheduler.manager)
         assert host is not None, "another's host manager"
         self.host: HostManagerHooks = host
