@@ -165,7 +165,24 @@ def test_a_rank_that_does_not_confirm_is_named() -> None:
     # The check before the change finds it, so nothing is changed half-way.
     answer = make_client(engine, "silent").post("/tenuto/control", headers=ADMIN, json={"mode": "off"})
     assert answer.status_code == 504
+    assert answer.json()["applied"] is False
     assert engine.scheduler.settings.mode == "on"
+
+
+def test_a_rank_that_falls_silent_after_the_check_may_still_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start({"policy": KEEP_ALL})
+    ask = control_http._ask
+
+    async def ask_late(scope: Any, request: dict[str, Any], ranks: Any = None) -> Any:
+        if request["do"] == "change":
+            monkeypatch.setattr(control_http, "LIMIT_S", 0.0)
+        return await ask(scope, request, ranks)
+
+    monkeypatch.setattr(control_http, "_ask", ask_late)
+    answer = make_client(engine).post("/tenuto/control", headers=ADMIN, json={"mode": "off"})
+    assert answer.status_code == 504
+    assert "may still apply the change" in answer.json()["error"]
+    assert "applied" not in answer.json()
 
 
 def test_two_operators_at_the_same_time_leave_all_ranks_alike() -> None:

@@ -134,6 +134,8 @@ class ControlAddresses:
             others = changes.keys() - {first}
             status, rest = await _ask(scope, request, others)
             answer = {**rest, "ranks": [*answer["ranks"], *rest["ranks"]]}
+        if status == 504:
+            answer["error"] += ", and may still apply the change: ask for the status before another try"
         logger.info("control: %s asked for %s: status %d", by, json.dumps(change), status)
         return status, answer
 
