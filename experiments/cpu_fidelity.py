@@ -217,6 +217,7 @@ def simulate(policy: str, seed: int, parsed: argparse.Namespace) -> dict[str, An
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=parsed.step_tokens,
         max_num_seqs=parsed.seats,
+        dtype="float32",
         offload="async" if has_host(policy) else "none",
         host_gb=parsed.host_gb,
         # vLLM's connector stores and loads single blocks.
@@ -226,7 +227,9 @@ def simulate(policy: str, seed: int, parsed: argparse.Namespace) -> dict[str, An
         # Every lease yields, as under the plugin: not as in the published engines.
         limits="plugin",
     )
-    load = LoadOptions(jps=parsed.jps, window_s=parsed.window, seed=seed, scale_lengths=parsed.scale)
+    load = LoadOptions(
+        jps=parsed.jps, window_s=parsed.window, seed=seed, scale_lengths=parsed.scale, hints="tool"
+    )
     return run(setup, load).record
 
 

@@ -1,4 +1,4 @@
-"""Host memory below models whose layers differ: our engine decides what vLLM's scheduler and connector do.
+"""Host memory: our engine decides what vLLM's scheduler and connector do, also where layers differ.
 
 Compared after every step: what `test_scheduler` compares, and which blocks of which layer groups host memory
 holds. Copies take less than a step on both sides.
@@ -41,6 +41,11 @@ STOCK = "stock"
 IN_ORDER = "tests.vllm.policies:InOrder"
 
 CASES: dict[str, tuple[Setup, str]] = {
+    "full": (Setup(num_blocks=60, num_host_chunks=LARGE), STOCK),
+    "full, little room": (Setup(num_host_chunks=LARGE), STOCK),
+    "full, small host": (Setup(num_blocks=60, num_host_chunks=SMALL), STOCK),
+    "full, parts": (Setup(num_blocks=60, num_host_chunks=LARGE), "tests.vllm.policies:LoadsHalf"),
+    "full, in order": (Setup(num_blocks=60, num_host_chunks=SMALL), IN_ORDER),
     "1:1": (Setup(windows=(None, 64), num_blocks=60, num_host_chunks=LARGE), STOCK),
     "1:1, little room": (Setup(windows=(None, 64), num_host_chunks=LARGE), STOCK),
     "1:1, small host": (Setup(windows=(None, 64), num_blocks=60, num_host_chunks=SMALL), STOCK),

@@ -138,8 +138,9 @@ class KvCache:
         if hit is None:
             parts = zip(request.tables, groups, strict=True)
             num_wanted = sum(group.count_new(table, num_slots) for table, group in parts)
-            if request.status is Status.LOADED and not self._is_unitary:
-                # It took the loaded tokens' blocks only, and starts like any other.
+            if request.status is Status.LOADED and (num_wanted or not self._is_unitary):
+                # It took the loaded tokens' blocks only, and starts like any other. (LMCache's modes take
+                # all blocks at once, and want none here.)
                 if self.config.reserve_full_sequence:
                     num_wanted = max(num_wanted, self.count_rest(request))
                 num_wanted += self.watermark_blocks if is_busy else 0

@@ -1,6 +1,7 @@
-"""Offloading on models whose layers differ, as vLLM's OffloadingConnector does it with Tenuto's host memory.
+"""Offloading block by block, as vLLM's OffloadingConnector does it with Tenuto's host memory.
 
-What a turn loads ends where all layer groups can go on. Each kind of layers accepts a length or shortens it:
+The layers may differ. What a turn loads ends where all layer groups can go on. Each kind of layers accepts a
+length or shortens it:
 
     full attention    ├── GPU hit ──┤ loaded ···············│   from its first chunk on
     window                                 ├─ loaded ───────│   its last chunks before the end
@@ -83,9 +84,13 @@ class GroupedOffloader(Offloader):
         return LoadOffer(num_tokens, self._tiers.get_loaded_s(chunks, now_s) - now_s)
 
     def choose_part(self, num_hit_tokens: int, num_tokens: int, num_offered: int) -> int:
-        """All or nothing: where a part ends, a window or a state may not be there."""
-        del num_hit_tokens
-        return num_tokens if num_tokens >= num_offered else 0
+        """Whole blocks; all or nothing where layers differ: at a part's end, a window may not be there."""
+        if num_tokens >= num_offered:
+            return num_offered
+        if self._layout.windows != [None]:
+            return 0
+        (size,) = self._layout.sizes
+        return max(0, (num_hit_tokens + num_tokens) // size * size - num_hit_tokens)
 
     def must_wait(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> bool:
         """Whether some of what it would load is just being loaded: soon the GPU has it."""
@@ -143,9 +148,10 @@ class GroupedOffloader(Offloader):
 
     def end_stores(self, now_s: float) -> None:
         """Store what ended requests have computed last, and rank all they used by where their jobs stand."""
-        for request, places, use in self._ended:
+        for _, places, use in self._ended:
             if places:
                 self._store(places, now_s, use)
+        for request, _, use in self._ended:
             used: list[Place] = []
             for chunks, size in zip(self._layout.get_chunks(request), self._layout.sizes, strict=True):
                 used += chunks.get_places(0, request.num_tokens // size)

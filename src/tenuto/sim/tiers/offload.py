@@ -185,11 +185,13 @@ def make_offloader(
 ) -> Offloader | None:
     """The offloader of an engine with tiers, in chunks of so many tokens; None without.
 
-    Raises ConfigError where the model's layers differ and vLLM has no such tiers.
+    Single blocks and "async" are vLLM's own connector, whatever the layers. Raises ConfigError where the
+    model's layers differ and vLLM has no such tiers.
     """
     if tiers is None or offload is None:
         return None
     block_size = kv.config.block_size
-    if kv.can_truncate:
+    is_connector = offload == "async" and chunk_tokens == block_size
+    if kv.can_truncate and not is_connector:
         return ChainOffloader(tiers, kv, offload, chunk_blocks=chunk_tokens // block_size)
     return GroupedOffloader(tiers, kv, offload, chunk_tokens=chunk_tokens)
