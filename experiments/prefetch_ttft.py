@@ -1,6 +1,7 @@
 """What prefetching is worth: first tokens of returning turns with it and without it, on a live server.
 
     python -m experiments.prefetch_ttft --model .demo/smollm2
+    python -m experiments.prefetch_ttft --model .demo/smollm2 --link-gb-s 0.1     copies as slow as that
 
 Starts `tenuto serve --host-gb` on vLLM's CPU build. A job takes a turn; others fill the cache, so that its KV
 is left in host memory only; then its tool returns. The clients of half of the jobs said how long it would
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
 import random
 import statistics
 import sys
@@ -22,9 +25,11 @@ from typing import Any
 
 import httpx
 
+from experiments import slow_link
 from tenuto.client.ab.arms import Arm, make_command
 from tenuto.client.servers.local_server import run_server
 from tenuto.client.servers.scrape import parse_totals
+from tenuto.vllm.tiers.config import Tiers
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
 BLOCK_SIZE = 32
@@ -32,6 +37,7 @@ NUM_BLOCKS = 77
 FILLER_TOKENS = 1200
 NUM_FILLERS = 3
 NEW_TOKENS = 40
+HOST_GB = 2.0
 
 
 class Server:
@@ -49,9 +55,10 @@ class Server:
 
     def ask(self, prompt: list[int], job: str | None = None, tool_s: float | None = None) -> float:
         """Seconds until the first token, which is the only one."""
-        hints: dict[str, Any] = {"job_id": job or f"other-{next(self._jobs)}", "tool": "ls"}
+        hints: dict[str, Any] = {"job_id": job or f"other-{next(self._jobs)}"}
         if tool_s is not None:
-            hints["expected_tool_seconds"] = tool_s
+            # Without a tool's name nothing is learned from the jobs before, either.
+            hints |= {"tool": "ls", "expected_tool_seconds": tool_s}
         body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "vllm_xargs": hints}
         started_s = time.monotonic()
         self._client.post("/v1/completions", json=body).raise_for_status()
@@ -94,6 +101,15 @@ def measure(server: Server, lengths: list[int], repeats: int) -> dict[tuple[int,
     return found
 
 
+def make_tier_arguments(link_gb_s: float | None) -> list[str]:
+    """The server's options for host memory."""
+    if link_gb_s is None:
+        return ["--host-gb", str(HOST_GB)]
+    config = Tiers(HOST_GB).get_transfer_config()
+    config["kv_connector_extra_config"]["spec_module_path"] = slow_link.__name__
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(
@@ -102,18 +118,26 @@ def main() -> None:
     parser.add_argument("--model", default=".demo/smollm2")
     parser.add_argument("--lengths", default="512,1024", metavar="N,N,…", help="contexts, tokens")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--link-gb-s", type=float, metavar="X", help="slow the copies down to X GB/s")
     parser.add_argument("--port", type=int, default=8390)
     parser.add_argument("--log", type=Path, default=Path("prefetch_ttft.log"))
     args = parser.parse_args()
     arguments = [
-        *("--host-gb", "2", "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)),
+        *make_tier_arguments(args.link_gb_s),
+        *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)),
         *("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", str(NUM_BLOCKS)),
     ]
+    # The server finds the slow link's module from the root of the project.
+    environment = ENVIRONMENT | {
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    }
+    if args.link_gb_s:
+        environment[slow_link.SPEED] = str(args.link_gb_s)
     # A policy without leases, so that fillers can take the cache.
     command = make_command(Arm("server", "policy", "stock"), args.model, args.port, arguments)
     print(" ".join(command), file=sys.stderr, flush=True)
     with (
-        run_server(command, args.port, args.log, env=ENVIRONMENT, limit_s=600) as running,
+        run_server(command, args.port, args.log, env=environment, limit_s=600) as running,
         httpx.Client(base_url=running.url, timeout=600) as client,
     ):
         server = Server(client, client.get("/v1/models").json()["data"][0]["id"])
