@@ -17,12 +17,25 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager, SlidingWindowManager
 
+from tenuto.core.errors import IncompatibleError
 from tenuto.core.windows import (
     MOST_STATES,
     count_behind_kept_state,
     count_spare_blocks,
     count_tail_blocks,
 )
+
+_CAP = "max_admission_blocks_per_request"
+"""Most blocks that one request needs at once in a layer group, or None."""
+
+
+def _get_cap_name(manager: Any) -> str:
+    """The name of that bound in this release. Raises IncompatibleError if there is none."""
+    # vLLM 0.30 has it with an underscore.
+    for name in (_CAP, f"_{_CAP}"):
+        if hasattr(manager, name):
+            return name
+    raise IncompatibleError(f"vLLM's {type(manager).__name__} has no {_CAP}")
 
 
 class EndSpares:
@@ -57,14 +70,15 @@ class EndSpares:
         most: int = num_longest
         if _is_state(manager):
             most = MOST_STATES + manager.num_speculative_blocks + 1 + _drops_blocks(scheduler)
-        elif manager.max_admission_blocks_per_request is not None:
-            most = manager.max_admission_blocks_per_request + self._windows.get(manager, 0)
+        elif (cap := getattr(manager, _get_cap_name(manager))) is not None:
+            most = cap + self._windows.get(manager, 0)
         return min(num_longest, most)
 
     def _add(self, sign: int) -> None:
         for manager, num_blocks in self._windows.items():
             manager.extra_retained_tokens += sign * num_blocks * manager.block_size
-            manager.max_admission_blocks_per_request += sign * num_blocks
+            name = _get_cap_name(manager)
+            setattr(manager, name, getattr(manager, name) + sign * num_blocks)
 
     def _wrap(self, scheduler: Any, manager: Any) -> None:
         remove = manager.remove_skipped_blocks
