@@ -25,7 +25,7 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.vllm.compat_connector import find_connector
-from tests.differential.setups import Conversations, Setup
+from tests.differential.setups import RELEASE, Conversations, Setup
 from tests.differential.sides import Names, SimSide, VllmSide
 from tests.support.sim_checks import check_integrity
 from tests.vllm.conftest import Clock
@@ -199,8 +199,13 @@ def run(theirs: HostedSide, ours: SimSide, clock: Clock, seed: int) -> int:
     return ours.scheduler.offloader.num_loaded_tokens
 
 
+UNLIKE = {("0.33", "1:1, in order"): "host memory gives up another chunk; the simulator has 0.32's rules"}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_same_decisions_as_the_connector(name: str, clock: Clock) -> None:
+def test_same_decisions_as_the_connector(name: str, clock: Clock, request: pytest.FixtureRequest) -> None:
+    if reason := UNLIKE.get((RELEASE, name)):
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     setup, policy = CASES[name]
     num_loaded = sum(run(*make_sides(setup, policy, clock), clock, seed) for seed in (1, 2))
     assert num_loaded > 0
