@@ -98,6 +98,21 @@ def test_more_who_decode_than_the_smallest_step_has_tokens_for() -> None:
     assert chosen is not None and chosen > 600
 
 
+@pytest.mark.parametrize(
+    ("decode_s", "num_decoding", "chosen"), [(0.05, 4, 256), (0.05, 200, 512), (2.0, 4, 1024)]
+)
+def test_small_steps_are_taken_where_they_are_as_fast(
+    decode_s: float, num_decoding: int, chosen: int
+) -> None:
+    """A prefill token takes 3 ms, as on a CPU: what decoding takes beside hardly counts, or it does."""
+    times = StepTimes()
+    for n in range(80):
+        size = 2000 if n % 4 else 1000
+        times.observe(num_decoding, num_decoding, decode_s)
+        times.observe(num_decoding + size, num_decoding, decode_s + 3e-3 * size)
+    assert choose_step_tokens(times, make_sizes(1000, 2), num_decoding, 20, FULL, 1024) == chosen
+
+
 def test_sizes_follow_the_latest_turns() -> None:
     sizes = make_sizes(1000, 10)
     for _ in range(2000):

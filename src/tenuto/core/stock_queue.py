@@ -112,9 +112,9 @@ class StockQueue:
         saved = 0.0 if turn.num_reusable_tokens else min(self._saved, num_leased_tokens)
         job = turn.job
         if job.num_turns > 1:
-            self._to_come.follow(job.tenant, job.kind)
+            self._to_come.follow(job)
         # In stock, every turn of a job waits. Here they may all wait at once, before the first of them.
-        num_waits = 1 + self._get_trust() * (self._to_come.get(job.tenant, job.kind) - 1)
+        num_waits = 1 + self._get_trust() * (self._to_come.get(job) - 1)
         wait = (1 + self._over) * num_waits * (self._backlog + saved)
         self._fix_due(turn, self._backlog, wait - self._backlog)
         self._backlog += work
@@ -129,7 +129,7 @@ class StockQueue:
         self._began += (work := self._get_work(turn, num_hit_tokens))
         self._work.observe(work)
         job = turn.job
-        self._work_of_jobs.observe(work if self._to_come.get(job.tenant, job.kind) >= LEAST_TURNS else 0.0)
+        self._work_of_jobs.observe(work if self._to_come.get(job) >= LEAST_TURNS else 0.0)
         if turn.num_reusable_tokens:
             self._save(turn, num_hit_tokens)
         self._forget(turn)
@@ -162,7 +162,7 @@ class StockQueue:
         self._output.observe(num_output_tokens)
         self._service.observe(self._began - turn.stock_start)
         self._service_s.observe(now_s - turn.start_s)
-        self._to_come.finish(turn.job.tenant, turn.job.kind)
+        self._to_come.finish(turn.job)
         # Stock vLLM would allocate blocks for the turns that wait before it allocates for later arrivals.
         num_allocated = self._num_allocated - self._tokens_per_work * self._backlog
         turn.job.stock_mark = num_allocated + self._num_cache_tokens - self._count_running_tokens()
