@@ -46,11 +46,11 @@ from tenuto.estimators.step_times import StepTimes
 MIN_STEP_TOKENS = 512
 """Smaller steps gain nothing on GPUs from the A100 to the B200: kernels lose what decoding gains."""
 SMALL_STEP_TOKENS = 256
-"""Where a step takes so long that its decoding hardly counts, as on CPUs, such steps compute prompts nearly as
-fast. Then they are better: a turn holds its memory for a few steps longer than its prompt takes to compute."""
+"""Where a step takes so long that its decoding hardly counts, as on CPUs, such steps compute prompts nearly
+as fast. Then they are better: a turn holds its memory for some steps longer than its prompt takes."""
 SAME_SPEED = 0.9
-"""Share of the speed that is as good as all of it. On GPUs from the A100 to the B200, steps of 256 tokens reach
-0.6 to 0.75 of the speed of steps of 512 beside 14 who decode at 10,000 tokens, on a CPU 0.96."""
+"""Share of the speed that is as good as all of it. On GPUs from the A100 to the B200, steps of 256 tokens
+reach 0.6 to 0.75 of the speed of steps of 512 beside 14 who decode at 10,000 tokens, on a CPU 0.96."""
 SIZES = tuple(MIN_STEP_TOKENS << n for n in range(8))
 """The sizes to choose from: up to 65,536 tokens, beside the engine's own budget."""
 FOLLOWERS = 2
