@@ -340,32 +340,33 @@ def test_a_flood_of_jobs_that_never_come_back_lets_those_go_first_that_did() -> 
     assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
 
 
-def test_jobs_wait_for_what_strangers_hold_rather_than_take_from_each_other() -> None:
+def test_while_strangers_crowd_the_engine_jobs_keep_what_they_have() -> None:
     policy = Tenuto()
+    teach_steps(policy)
     front = make_turn("a", 2, num_prompt_tokens=9000)
     back = make_turn("b", 2, arrival_s=5.0, num_prompt_tokens=9000)
     for turn in (front, back):
-        policy.on_tool_returned(turn, ToolCall("ls"), 1.0)
+        policy.on_tool_returned(turn, ToolCall("ls"), 500.0)
         policy.on_turn_finished(dataclasses.replace(turn, num_prompt_tokens=1000), 1.0)
     lease = make_lease(back, idle_s=1.0, value=-policy._get_lease_place(back.job))
     bet = make_lease(make_turn("new", arrival_s=9.0), idle_s=1.0, value=-9.0)
-    policy.on_turn_started(running := make_turn("stranger"), 1.0)
+    short = dataclasses.replace(IDLE, num_free_blocks=0, num_running=20, num_waiting=9)
     assert policy.may_reclaim(lease, front, IDLE)
+    # The tool takes too long for a memory that others wait for.
+    assert get_value(policy.retain(back, short)) == FIRST
     for n in range(100):
         policy.on_turn_finished(make_turn(f"gone{n}", num_prompt_tokens=2000), 1.0)
     lease = dataclasses.replace(lease, value=-policy._get_lease_place(back.job))
     assert not policy.may_reclaim(lease, front, IDLE)
+    assert get_value(policy.retain(back, short)) > FIRST
     # What is not worth its memory, and a lease on a job that never came back, yield as before.
     assert policy.may_reclaim(dataclasses.replace(lease, value=FIRST), front, IDLE)
     assert policy.may_reclaim(bet, front, IDLE)
-    policy.on_turn_preempted(running, 2.0)
-    assert policy.may_reclaim(lease, front, IDLE)
-    policy.on_turn_started(running, 3.0)
-    policy.on_turn_finished(dataclasses.replace(running, is_aborted=True), 4.0)
-    assert policy.may_reclaim(lease, front, IDLE)
-    # The turn of a job that came back is no stranger's.
-    policy.on_turn_started(front, 5.0)
-    assert not policy._strangers
+
+
+def get_value(decision: object) -> float:
+    assert isinstance(decision, Keep)
+    return decision.value
 
 
 def test_one_id_for_unrelated_prompts_is_a_flood_of_new_jobs() -> None:

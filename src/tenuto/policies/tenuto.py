@@ -99,8 +99,6 @@ class Tenuto(Policy, Learns, Reports):
     _returns: Returns = field(init=False, default_factory=Returns)
     _kinds: PlainKinds = field(init=False, default_factory=PlainKinds)
     _share: PlainShare = field(init=False, default_factory=PlainShare)
-    _strangers: set[str] = field(init=False, default_factory=set)
-    """Turns that run whose job never came back; plain requests are left out."""
     _step_tokens: int = field(init=False, default=0)
     """The engine's budget of a step."""
 
@@ -180,6 +178,9 @@ class Tenuto(Policy, Learns, Reports):
         if self._returns.get_share(turn.job, _get_tool_name(turn)) < MIN_RETURNS:
             return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
         left_s, worth_s = self._get_tool_left_s(turn, idle_s), self._get_worth_s(view)
+        if self._is_spared(turn.job):
+            # It is strangers that wait, and memory is not for sale to them.
+            worth_s = self.max_idle_s
         why = None if left_s <= worth_s else LeaseRefusal.PRICE
         value = -self._get_lease_place(turn.job) if why is None else FIRST
         # Reconsider later: the worth changes with the load. The expected rest of the tool's time changes as
@@ -208,8 +209,8 @@ class Tenuto(Policy, Learns, Reports):
         return -lease.value > self._get_place(turn)
 
     def _is_spared(self, job: Job) -> bool:
-        """Whether the memory of strangers will be free instead of this job's."""
-        return bool(self._strangers) and self._is_crowded and self._returns.came_back(job.job_id)
+        """Whether this job came back while most do not: then its memory is not for those that come."""
+        return self._is_crowded and self._returns.came_back(job.job_id)
 
     def _get_tool_left_s(self, turn: Turn, idle_s: float) -> float:
         """Estimate the seconds until the tool returns, from its earlier calls that took at least `idle_s`.
@@ -259,23 +260,12 @@ class Tenuto(Policy, Learns, Reports):
         if tool is not None:
             self._tools.observe(tool.name, tool_s)
 
-    def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """Remember which turns of strangers run."""
-        job = turn.job
-        if not self._returns.came_back(job.job_id) and not self._kinds.is_plain(job):
-            self._strangers.add(turn.turn_id)
-
-    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
-        """Its memory is free."""
-        self._strangers.discard(turn.turn_id)
-
     def on_tick(self, view: EngineView) -> None:
         """Learn what the engine computes in one step."""
         self._step_tokens = view.max_num_batched_tokens
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Learn the work per turn. A generated token counts as the number of prefill tokens that it costs."""
-        self._strangers.discard(turn.turn_id)
         if turn.is_aborted:
             return
         self._kinds.observe(turn)
