@@ -90,7 +90,7 @@ def test_long_outputs_want_small_steps_and_long_queues_large_ones() -> None:
 @pytest.mark.parametrize("most", [64, 300, 512, 700, 2048])
 def test_it_stays_within_the_engines_own_limit(most: int) -> None:
     chosen = choose_step_tokens(make_times(), make_sizes(2000, 100), 10, 3, HALF, most)
-    assert chosen is not None and min(512, most) <= chosen <= most
+    assert chosen is not None and min(256, most) <= chosen <= most
 
 
 def test_more_who_decode_than_the_smallest_step_has_tokens_for() -> None:
@@ -111,6 +111,21 @@ def test_small_steps_are_taken_where_they_are_as_fast(
         times.observe(num_decoding, num_decoding, decode_s)
         times.observe(num_decoding + size, num_decoding, decode_s + 3e-3 * size)
     assert choose_step_tokens(times, make_sizes(1000, 2), num_decoding, 20, FULL, 1024) == chosen
+
+
+@pytest.mark.parametrize(("small_token_s", "chosen"), [(4e-5, 512), (3.2e-5, 512), (2.8e-5, 256)])
+def test_small_steps_are_taken_where_prefill_is_cheap_in_them(small_token_s: float, chosen: int) -> None:
+    """Beside 14 who decode in 30 ms, a token takes 40 us in larger steps."""
+    times = StepTimes()
+    for n in range(80):
+        times.observe(14, 14, 0.03)
+        size = 1000 if n % 4 else 500
+        times.observe(14 + size, 14, 0.03 + 4e-5 * size)
+    turns = make_sizes(1000, 200)
+    assert choose_step_tokens(times, turns, 14, 1, HALF, MOST) == 512
+    for _ in range(10):
+        times.observe(14 + 200, 14, 0.03 + small_token_s * 200)
+    assert choose_step_tokens(times, turns, 14, 1, HALF, MOST) == chosen
 
 
 def test_sizes_follow_the_latest_turns() -> None:

@@ -46,11 +46,16 @@ from tenuto.estimators.step_times import StepTimes
 MIN_STEP_TOKENS = 512
 """Smaller steps gain nothing on GPUs from the A100 to the B200: kernels lose what decoding gains."""
 SMALL_STEP_TOKENS = 256
-"""Where a step takes so long that its decoding hardly counts, as on CPUs, such steps compute prompts nearly
-as fast. Then they are better: a turn holds its memory for some steps longer than its prompt takes."""
-SAME_SPEED = 0.9
-"""Share of the speed that is as good as all of it. On GPUs from the A100 to the B200, steps of 256 tokens
-reach 0.6 to 0.75 of the speed of steps of 512 beside 14 who decode at 10,000 tokens, on a CPU 0.96."""
+"""Such steps are better where they compute prompts nearly as fast (on CPUs decoding hardly counts), or where
+prefill is cheap in them: a turn holds its memory for some steps longer than its prompt takes."""
+SAME_SPEED = 0.8
+"""Share of the speed that is as good as all of it. Beside 14 who decode at 10,000 tokens, steps of 256 reach
+0.6 to 0.75 of the speed of steps of 512 tokens on GPUs from the A100 to the B200, 0.88 on an RTX 5090, and
+0.96 on a CPU."""
+CHEAP = 0.75
+"""A token is cheap in small steps if it takes at most this share of what it takes in steps of the least size:
+then prefill rides along with the pass over the weights. It takes half on an A100 of 40 GB, and 0.78 or more on
+the other GPUs."""
 SIZES = tuple(MIN_STEP_TOKENS << n for n in range(8))
 """The sizes to choose from: up to 65,536 tokens, beside the engine's own budget."""
 FOLLOWERS = 2
@@ -165,11 +170,14 @@ def choose_step_tokens(
     best = min([*sizes_to_try, most], key=get_loss)
     if not (decode_s > 0 and least <= SMALL_STEP_TOKENS < best):
         return best
-    # The line says nothing of small steps: a prefill token takes in them what it takes in the best, or more.
     num_tokens, num_small = best - num_decoding, SMALL_STEP_TOKENS - num_decoding
     token_s = max(0.0, fixed_s + num_tokens * token_s) / num_tokens
-    is_fast = SAME_SPEED * (decode_s / num_small + token_s) <= decode_s / num_tokens + token_s
-    return SMALL_STEP_TOKENS if is_fast else best
+    # The line says nothing of small steps. Before they were seen, a token takes what it takes in the best.
+    small_token_s = times.try_get_small_token_s()
+    small_token_s = token_s if small_token_s is None else small_token_s
+    is_fast = SAME_SPEED * (decode_s / num_small + small_token_s) <= decode_s / num_tokens + token_s
+    is_cheap = best == MIN_STEP_TOKENS and small_token_s <= CHEAP * token_s
+    return SMALL_STEP_TOKENS if is_fast or is_cheap else best
 
 
 @dataclass

@@ -19,6 +19,8 @@ DIFFERENCE_DECAY = 0.95
 """The same for differences between steps; only one step in some ten has one."""
 MIN_ADDED_TOKENS = 256
 """With fewer, prefill rides along in part: such steps lie above the line of longer ones."""
+SMALL_TOKENS = (128, 256)
+"""Steps with so many prefill tokens are small ones, which have a mean of their own."""
 MIN_DIFFERENCE = 128
 """Steps that differ by fewer tokens say little of the slope."""
 PRIOR_XX = 2.0 * 512**2
@@ -99,6 +101,21 @@ class _Added:
         return f"_Added({sums!r}, {self.last!r})"
 
 
+class _Mean:
+    """The time that a prefill token adds to small steps, of the latest hundred or so."""
+
+    def __init__(self) -> None:
+        self.weight = self.tokens = self.added_s = 0.0
+
+    def observe(self, num_tokens: float, added_s: float) -> None:
+        self.weight = ADDED_DECAY * self.weight + 1
+        self.tokens = ADDED_DECAY * self.tokens + num_tokens
+        self.added_s = ADDED_DECAY * self.added_s + added_s
+
+    def __repr__(self) -> str:
+        return f"({self.weight!r}, {self.tokens!r}, {self.added_s!r})"
+
+
 class StepTimes:
     """Fits over the latest steps; O(1) each."""
 
@@ -106,6 +123,7 @@ class StepTimes:
         self._decode = _Moments()
         self._prefill = _Moments()
         self._added = _Added()
+        self._small = _Mean()
         self._lines: tuple[float, tuple[float, float]] | None = None
         """Seconds per prefill token, and the line of decoding; None if a step was observed since."""
         self._added_line: tuple[float, float] | None = None
@@ -123,6 +141,8 @@ class StepTimes:
             self._prefill.observe(num_tokens, duration_s)
             decode_s = self.get_decode_s(num_requests)
             self._added.observe(num_prefill_tokens, duration_s - decode_s, decode_s)
+            if SMALL_TOKENS[0] <= num_prefill_tokens <= SMALL_TOKENS[1]:
+                self._small.observe(num_prefill_tokens, duration_s - decode_s)
 
     def get_token_s(self) -> float:
         """Seconds that one more prefill token takes; 0 before any was seen."""
@@ -148,6 +168,11 @@ class StepTimes:
             self._added_line = self._added.get_line(self.get_pass_s()) if known else (0.0, self.get_token_s())
         return self._added_line
 
+    def try_get_small_token_s(self) -> float | None:
+        """Seconds that a prefill token adds to small steps; None before enough were seen."""
+        small = self._small
+        return max(0.0, small.added_s) / small.tokens if small.weight > MIN_STEPS else None
+
     def get_tokens_per_decode(self) -> float:
         """Prefill tokens that take as long as one more decoding request adds to a step; 1 to 50."""
         token_s, (_, decode_s) = self._get_lines()
@@ -167,4 +192,4 @@ class StepTimes:
         return (fit.y / fit.weight, 0.0) if fit.weight else (0.0, 0.0)
 
     def __repr__(self) -> str:
-        return f"StepTimes({self._decode!r}, {self._prefill!r}, {self._added!r})"
+        return f"StepTimes({self._decode!r}, {self._prefill!r}, {self._added!r}, {self._small!r})"
