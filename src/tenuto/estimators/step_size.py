@@ -54,8 +54,8 @@ SAME_SPEED = 0.8
 0.96 on a CPU."""
 CHEAP = 0.75
 """A token is cheap in small steps if it takes at most this share of what it takes in steps of the least size:
-then prefill rides along with the pass over the weights. It takes half on an A100 of 40 GB, and 0.78 or more on
-the other GPUs."""
+then prefill rides along with the pass over the weights. It takes half on an A100 of 40 GB, and 0.78 or more
+on the other GPUs."""
 SIZES = tuple(MIN_STEP_TOKENS << n for n in range(8))
 """The sizes to choose from: up to 65,536 tokens, beside the engine's own budget."""
 FOLLOWERS = 2
