@@ -168,11 +168,11 @@ def describe_losses(verdict: Verdict) -> str:
 
 
 def describe_harm(verdict: Verdict, settings: Mapping[Setting, Seeds]) -> str:
-    """A harmed row in one line, with the waits themselves."""
+    """A harmed row in one line, with the waits themselves, and how long all jobs take in all."""
     assert verdict.harm is not None and verdict.harm_by is not None
     both = _share(settings[OURS], settings[verdict.harm_by])
     waits = [get_mean(seeds, PLAIN_P95) for seeds in both]
     return (
         f"{verdict.row}: {verdict.harm} of {verdict.harm_by.label} "
-        f"({_show(waits[0])} s against {_show(waits[1])} s)"
+        f"({_show(waits[0])} s against {_show(waits[1])} s; mean job time {compare(*both)})"
     )

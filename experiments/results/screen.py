@@ -131,7 +131,7 @@ def _list_harms(by_table: dict[str, dict[str, Verdict]], all_runs: dict[str, Run
     ]
     head = (
         "**Harmed**: P95 TTFT of jobs that call no tool, over stock's at the size of steps that is best for "
-        "it:"
+        "it; in brackets both, and the mean job time over that stock's:"
     )
     return [head + "\n\n" + "\n".join(lines)] if lines else []
 
