@@ -111,7 +111,9 @@ def test_plain_requests_are_harmed_against_stock_at_any_size() -> None:
     verdict = judge_these(ours, make("stock", None, 20.0, plain=0.2), stock)
     assert verdict.is_harmed and verdict.harm_by == Setting("stock", 512)
     found = {setting: seeds for (_, setting), seeds in group([ours, stock]).items()}
-    assert describe_harm(verdict, found) == "R: 1.12 of stock @512 (0.112 s against 0.1 s)"
+    assert (
+        describe_harm(verdict, found) == "R: 1.12 of stock @512 (0.112 s against 0.1 s; mean job time 0.50)"
+    )
     assert not judge_these(make("tenuto", None, 10.0, plain=0.109), stock).is_harmed
     agents = {**make("tenuto", None, 10.0, plain=9.0), "workload": "bfcl"}
     assert judge_these(agents, stock).harm is None
