@@ -182,4 +182,4 @@ def test_steps_are_chosen_beside_any_policy(policy: str) -> None:
     assert len(means) == 3
     assert {512, 1024} <= set(chosen)
     # Room for plain requests makes sizes between.
-    assert all(size is None or 512 <= size <= 2048 for size in chosen)
+    assert all(size is None or 256 <= size <= 2048 for size in chosen)
