@@ -86,6 +86,14 @@ class AnyoneTakes(Tenuto):
 
 
 @dataclass
+class TakesFreely(Tenuto):
+    """A turn takes from jobs behind it, whatever these then have to compute again."""
+
+    def _get_loss_s(self, lease: Lease, turn: Turn, view: EngineView) -> float:
+        return 0.0
+
+
+@dataclass
 class NoTier(Tenuto):
     """Host memory is not used."""
 

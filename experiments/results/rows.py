@@ -43,7 +43,7 @@ OPTIONS = (
 )
 PARTS = (
     *("FirstJobFirst", "NoKinds", "NoPauses", "NoPlainFirst", "NoLookUps", "FullSteps"),
-    *("NoRetention", "NoPrice", "AnyoneTakes", "NoTier", "AlwaysLoads"),
+    *("NoRetention", "NoPrice", "AnyoneTakes", "TakesFreely", "NoTier", "AlwaysLoads"),
 )
 
 TABLES = {
@@ -128,8 +128,9 @@ TABLES = {
         "`NoPlainFirst` orders plain requests as jobs, `NoLookUps` ignores what first turns hit, "
         "`FullSteps` leaves the step budget alone, `NoRetention` frees a finished turn, "
         "`NoPrice` never gives up a lease for its "
-        "tool's time, `AnyoneTakes` lets any turn take any lease, `NoTier` has no host memory, `AlwaysLoads` "
-        "waits for every load. The figures beside a part say what the job takes without it.",
+        "tool's time, `AnyoneTakes` lets any turn take any lease, `TakesFreely` lets it take from jobs "
+        "behind it, whatever they lose, `NoTier` has no host memory, `AlwaysLoads` waits for every load. The "
+        "figures beside a part say what the job takes without it.",
         ("tenuto", *(f"experiments.ablation:{part}" for part in PARTS)),
         make_ablation,
     ),

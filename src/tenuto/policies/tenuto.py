@@ -64,8 +64,9 @@ class Tenuto(Policy, Learns, Reports):
       jobs that call no tools go first of all, if stock vLLM would compute their prompt in one step.
     - *Which KV stays*: the KV of every job stays through every tool call, as long as no turn needs the
       memory. A turn that needs memory reclaims it from jobs behind it in the order, starting with the last
-      job. It waits rather than reclaim from a job before it. So jobs at the front are never recomputed, and
-      no turn waits because of idle memory that belongs to a job behind it.
+      job. It waits rather than reclaim from a job before it. So jobs at the front are never recomputed. A job
+      counts as behind if it still is when what it loses is added to the turn's work, because somebody must
+      compute that again.
     - *At what price*: memory has a price when turns wait for memory while steps have room for more tokens.
       The price is the throughput that one more decoding turn would add. If a tool is expected to take
       longer than the KV is worth, the job gives its KV up. With a host copy this happens sooner, because
@@ -201,12 +202,23 @@ class Tenuto(Policy, Learns, Reports):
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
         """Allow turns before it in the order; allow any turn if the lease is not worth its memory.
 
-        But while strangers crowd the engine, a turn waits for what their turns hold, which is of no more use
-        when they end, rather than take the cache of a job that came back.
+        What the lease loses counts as the turn's work: if the turn is not before it even so, both jobs are
+        done sooner, in sum, if the turn waits. Without this, jobs whose places are close take the memory from
+        each other in turns.
+
+        While strangers crowd the engine, a turn waits for what their turns hold, which is of no more use when
+        they end, rather than take the cache of a job that came back.
         """
         if lease.value > FIRST and self._is_spared(lease.turn.job):
             return False
-        return -lease.value > self._get_place(turn)
+        return -lease.value > self._get_place(turn) + self.stretch * self._get_loss_s(lease, turn, view)
+
+    def _get_loss_s(self, lease: Lease, turn: Turn, view: EngineView) -> float:
+        """Seconds in which the lease gets back what the turn may take: no more than its prompt needs."""
+        known = self._get_context(turn) if turn.has_lease else turn.num_cached_tokens or 0
+        num_missing = max(0, turn.num_prompt_tokens - known)
+        num_lost = min(lease.num_blocks, -(-num_missing // view.block_size))
+        return self._get_restore_s(view) * num_lost
 
     def _is_spared(self, job: Job) -> bool:
         """Whether this job came back while most do not: then its memory is not for those that come."""
@@ -234,9 +246,12 @@ class Tenuto(Policy, Learns, Reports):
         # One more decoding turn shares the pass over the weights, and so saves a part of it. When steps are
         # full of prefill, it saves nothing.
         gain = (1 - self._full_share) * self._steps.get_pass_s() / step_s / num_running_blocks
-        token_s = self._steps.get_token_s() * view.block_size
-        reload_s = min([token_s, *(tier.s_per_block for tier in view.tiers)])
-        return min(self.max_idle_s, reload_s / gain) if gain > 0 else self.max_idle_s
+        return min(self.max_idle_s, self._get_restore_s(view) / gain) if gain > 0 else self.max_idle_s
+
+    def _get_restore_s(self, view: EngineView) -> float:
+        """Seconds in which a block that was given up is computed or loaded again, whichever is faster."""
+        compute_s = self._steps.get_token_s() * view.block_size
+        return min([compute_s, *(tier.s_per_block for tier in view.tiers)])
 
     # Loads.
 
