@@ -37,10 +37,16 @@ def make_times() -> StepTimes:
     return times
 
 
-def make_sizes(num_computed: int, num_generated: int) -> TurnSizes:
+def make_finished(num_computed: int, num_generated: int, *, num_hit: int = 0) -> Turn:
+    """A turn that computed so many of its prompt's tokens, hit the others, and generated so many."""
+    prompt = {"num_prompt_tokens": num_hit + num_computed, "num_hit_tokens": num_hit}
+    return Turn("a/1", Job("a", 0.0, 1), 0.0, **prompt, num_output_tokens=num_generated)
+
+
+def make_sizes(num_computed: int, num_generated: int, *, num_hit: int = 0) -> TurnSizes:
     sizes = TurnSizes()
     for _ in range(500):
-        sizes.observe(num_computed, num_generated)
+        sizes.observe(make_finished(num_computed, num_generated, num_hit=num_hit))
     return sizes
 
 
@@ -131,18 +137,19 @@ def test_small_steps_are_taken_where_prefill_is_cheap_in_them(small_token_s: flo
 def test_sizes_follow_the_latest_turns() -> None:
     sizes = make_sizes(1000, 10)
     for _ in range(2000):
-        sizes.observe(100, 50)
+        sizes.observe(make_finished(100, 50, num_hit=850))
     assert sizes.computed / sizes.weight == pytest.approx(100, rel=0.01)
     assert sizes.generated / sizes.weight == pytest.approx(50, rel=0.01)
+    assert sizes.held / sizes.weight == pytest.approx(1000, rel=0.01)
 
 
 def test_who_waits_for_memory_is_not_helped_by_larger_steps() -> None:
-    sizes = make_sizes(1000, 20)
+    sizes = make_sizes(100, 20, num_hit=880)
     # Steps have room for more: whoever waits does not wait for prefill.
     assert count_prefilling(sizes, 50, 10**6, 0.0, 0.0) == 1.0
     # Half of the steps are full: half of those that wait.
     assert count_prefilling(sizes, 50, 10**6, 0.5, 0.0) == 1 + 25
-    # There is room for four of them.
+    # There is room for the whole contexts of four of them.
     assert count_prefilling(sizes, 50, 4000, 0.5, 0.0) == pytest.approx(1 + 2, rel=0.02)
     # While the engine is busy for half of the time, (2 - 0.5) * 0.5 / (2 * 0.5^2) more are to come.
     assert count_prefilling(sizes, 0, 10**6, 0.5, 0.5) == pytest.approx(1 + 1.5)
@@ -163,7 +170,7 @@ def test_who_comes_now_and_then_is_not_made_to_wait_for_a_long_step() -> None:
     for sizes, gap_s in ((rare, 100.0), (often, 0.05)):
         for n in range(200):
             sizes.observe_time(gap_s * n)
-            sizes.observe(20_000, 1)
+            sizes.observe(make_finished(20_000, 1))
     assert often.get_rate() == pytest.approx(20, rel=0.1) and rare.get_rate() < 0.1
     by_rate = [choose_step_tokens(times, sizes, 0, 1, EMPTY, MOST) for sizes in (rare, often)]
     assert by_rate[0] is not None and by_rate[1] is not None and by_rate[0] > by_rate[1]

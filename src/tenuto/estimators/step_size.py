@@ -25,10 +25,11 @@ vLLM would compute in one step, gets room of its own in the next step. No prompt
 longest of them or the chosen size, so that a long prompt leaves this room to them. A stream of short plain
 requests therefore has the steps of stock vLLM.
 
-m counts those who would start if only prefill were faster, not those who wait for memory, and where mixing
-costs something, for each of them another one who comes meanwhile; or those to come while the engine is
-busy, if they are more: (2 − ρ) · ρ / (2 · (1 − ρ)²) turns, with ρ the share of the time in full steps (the
-derivative of the mean wait of Pollaczek and Khinchine, by the time of service).
+m counts those who would start if only prefill were faster, not those who wait for memory (whose whole
+contexts do not fit), and where mixing costs something, for each of them another one who comes meanwhile; or
+those to come while the engine is busy, if they are more: (2 − ρ) · ρ / (2 · (1 − ρ)²) turns, with ρ the share
+of the time in full steps (the derivative of the mean wait of Pollaczek and Khinchine, by the time of
+service).
 """
 
 from __future__ import annotations
@@ -88,11 +89,13 @@ def make_step_chooser(step_tokens: StepTokens | None) -> StepChooser | None:
 
 @dataclass
 class TurnSizes:
-    """Mean tokens that turns compute and generate, of the latest hundred or so."""
+    """Mean tokens that turns compute, generate and hold, of the latest hundred or so."""
 
     weight: float = 1.0
     computed: float = TYPICAL_TURN[0]
     generated: float = TYPICAL_TURN[1]
+    held: float = sum(TYPICAL_TURN)
+    """Of the whole context: what was hit in the cache takes its room too."""
     _num_recent: float = 0.0
     _since_s: float | None = None
     _now_s: float = 0.0
@@ -109,12 +112,13 @@ class TurnSizes:
         elapsed_s = self._now_s - (self._now_s if self._since_s is None else self._since_s)
         return self._num_recent / (RATE_S * (1 - math.exp(-elapsed_s / RATE_S))) if elapsed_s > 0 else 0.0
 
-    def observe(self, num_computed_tokens: int, num_output_tokens: int) -> None:
+    def observe(self, turn: Turn) -> None:
         """Count one turn that finished."""
         self._num_recent += 1
         self.weight = DECAY * self.weight + 1
-        self.computed = DECAY * self.computed + max(1, num_computed_tokens)
-        self.generated = DECAY * self.generated + num_output_tokens
+        self.computed = DECAY * self.computed + max(1, turn.num_prompt_tokens - turn.num_hit_tokens)
+        self.generated = DECAY * self.generated + turn.num_output_tokens
+        self.held = DECAY * self.held + turn.num_prompt_tokens + turn.num_output_tokens
 
 
 def count_prefilling(
@@ -122,10 +126,11 @@ def count_prefilling(
 ) -> float:
     """Number of turns that slow prefill delays: waiting turns, and turns expected to come.
 
-    `num_free_tokens`: free room in the KV cache. `full_share`: share of the steps without room for more
+    `num_free_tokens`: free room in the KV cache; a turn takes as much of it as turns hold in the end, for the
+    next ones of its job will. `full_share`: share of the steps without room for more
     prefill. `busy_share`: share of the time that such steps take.
     """
-    num_that_fit = num_free_tokens * sizes.weight / sizes.computed
+    num_that_fit = num_free_tokens * sizes.weight / sizes.held
     busy = min(busy_share, MAX_BUSY_SHARE)
     to_come = (2 - busy) * busy / (2 * (1 - busy) ** 2)
     return 1 + max(full_share * min(num_waiting, num_that_fit), to_come)
@@ -222,7 +227,7 @@ class AdaptiveSteps:
     def observe_turn(self, turn: Turn) -> None:
         """Learn how many tokens turns compute and generate, and whether they call tools."""
         self._kinds.observe(turn)
-        self._sizes.observe(turn.num_prompt_tokens - turn.num_hit_tokens, turn.num_output_tokens)
+        self._sizes.observe(turn)
 
     def choose(self, view: EngineView) -> StepSize | None:
         """The bounds of the next step; None while nothing is known, or if no turn would be delayed."""
