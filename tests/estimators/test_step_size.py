@@ -144,12 +144,12 @@ def test_sizes_follow_the_latest_turns() -> None:
 
 
 def test_who_waits_for_memory_is_not_helped_by_larger_steps() -> None:
-    sizes = make_sizes(100, 20, num_hit=880)
+    sizes = make_sizes(700, 20, num_hit=1180)
     # Steps have room for more: whoever waits does not wait for prefill.
     assert count_prefilling(sizes, 50, 10**6, 0.0, 0.0) == 1.0
     # Half of the steps are full: half of those that wait.
     assert count_prefilling(sizes, 50, 10**6, 0.5, 0.0) == 1 + 25
-    # There is room for the whole contexts of four of them.
+    # There is room for what four of them compute, and a quarter of what they hit and generate.
     assert count_prefilling(sizes, 50, 4000, 0.5, 0.0) == pytest.approx(1 + 2, rel=0.02)
     # While the engine is busy for half of the time, (2 - 0.5) * 0.5 / (2 * 0.5^2) more are to come.
     assert count_prefilling(sizes, 0, 10**6, 0.5, 0.5) == pytest.approx(1 + 1.5)
