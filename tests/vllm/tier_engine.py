@@ -22,6 +22,8 @@ BLOCK_SIZE = 32
 NUM_BLOCKS = 49
 NUM_JOBS, NUM_TURNS = 6, 3
 FIRST_TOKENS, NEW_TOKENS, OUTPUT_TOKENS = 320, 70, 8
+STEP_TOKENS = 2048
+"""More than the cache holds."""
 
 
 def get_transfer_config(connectors: str, folder: Path) -> dict[str, Any]:
@@ -52,8 +54,8 @@ def get_transfer_config(connectors: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def make_engine(model: str, transfer: dict[str, Any], policy: str) -> Any:
-    """A cache of 48 blocks with these tiers below."""
+def make_engine(model: str, transfer: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """A cache of 48 blocks with these tiers below. `settings`: Tenuto's."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -67,7 +69,8 @@ def make_engine(model: str, transfer: dict[str, Any], policy: str) -> Any:
         max_num_seqs=8,
         enable_prefix_caching=True,
         scheduler_cls="tenuto.vllm.Scheduler",
-        additional_config={"tenuto": {"policy": policy, "strict": True}},
+        max_num_batched_tokens=STEP_TOKENS,
+        additional_config={"tenuto": {"strict": True, **settings}},
         kv_transfer_config=KVTransferConfig(**transfer),
     )
 
@@ -92,8 +95,11 @@ def main() -> None:
     model, folder, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     connectors = sys.argv[4] if len(sys.argv) > 4 else "ours"
     # Alone, nothing but host memory brings a turn's KV back; beside others, leases are tried too.
-    policy = "stock" if connectors == "ours" else "tenuto"
-    engine = make_engine(model, get_transfer_config(connectors, folder), policy)
+    settings: dict[str, Any] = {"policy": "stock" if connectors == "ours" else "tenuto"}
+    if "example" in connectors:
+        # Of a prompt that is computed in parts it stores the first part, under the name of the whole.
+        settings["step_tokens"] = STEP_TOKENS
+    engine = make_engine(model, get_transfer_config(connectors, folder), settings)
     rngs = [random.Random(job) for job in range(NUM_JOBS)]
     prompts = [[rng.randrange(1000, 40_000) for _ in range(FIRST_TOKENS)] for rng in rngs]
     asked: list[list[int]] = []
