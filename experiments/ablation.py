@@ -33,8 +33,16 @@ class NoKinds(Tenuto):
 class NoPauses(Tenuto):
     """Only the work of all turns to come counts, however short this turn is."""
 
-    def _get_rank(self, job: Job, new_tokens: float) -> float:
+    def _get_rank(self, job: Job, new_tokens: float, share_back: float) -> float:
         return self._work.get_work_left(job, new_tokens)
+
+
+@dataclass
+class WholeJobs(Tenuto):
+    """The work of all turns to come counts, however short the queue is."""
+
+    def _get_rank(self, job: Job, new_tokens: float, share_back: float) -> float:
+        return super()._get_rank(job, new_tokens, 1.0)
 
 
 @dataclass

@@ -42,7 +42,7 @@ OPTIONS = (
     *(f"tenuto?{key}={value * factor:g}" for key, value in DEFAULTS.items() for factor in FACTORS),
 )
 PARTS = (
-    *("FirstJobFirst", "NoKinds", "NoPauses", "NoPlainFirst", "NoLookUps", "FullSteps"),
+    *("FirstJobFirst", "NoKinds", "NoPauses", "WholeJobs", "NoPlainFirst", "NoLookUps", "FullSteps"),
     *("NoRetention", "NoPrice", "AnyoneTakes", "TakesFreely", "NoTier", "AlwaysLoads"),
 )
 
@@ -125,6 +125,7 @@ TABLES = {
         "What each part of `tenuto` is worth",
         "`experiments/ablation.py` has the parts: `FirstJobFirst` orders by arrival, `NoKinds` "
         "takes all jobs for alike, `NoPauses` ignores that a turn is short and its job pauses, "
+        "`WholeJobs` counts all turns to come in a short queue, too, "
         "`NoPlainFirst` orders plain requests as jobs, `NoLookUps` ignores what first turns hit, "
         "`FullSteps` leaves the step budget alone, `NoRetention` frees a finished turn, "
         "`NoPrice` never gives up a lease for its "

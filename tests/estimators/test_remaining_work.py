@@ -258,3 +258,13 @@ def test_a_damaged_state_changes_nothing(damage: dict[str, object]) -> None:
     with pytest.raises((ValueError, TypeError)):
         work.set_state({**work.get_state(), **damage})
     assert repr(work) == before
+
+
+def test_later_turns_count_as_far_as_they_compete() -> None:
+    work = make_work()
+    job = make_job("new", "k")
+    # 90 new tokens and 10 to generate, and three turns of 100 after it.
+    whole = work.get_rank(job, 90.0)
+    assert whole == pytest.approx(work.get_work_left(job, 90.0))
+    assert work.get_rank(job, 90.0, 0.0) == pytest.approx(100, rel=0.01)
+    assert work.get_rank(job, 90.0, 0.5) == pytest.approx((100 + whole) / 2, rel=0.01)

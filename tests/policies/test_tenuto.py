@@ -83,9 +83,31 @@ def test_less_remaining_work_goes_first_where_it_can_be_foreseen() -> None:
         )
     old = make_turn("a", 5, arrival_s=30.0, num_prompt_tokens=5000)
     new = make_turn("b", 1, arrival_s=0.0)
+    policy.on_turn_arrived(new, 1.0)
     assert policy.queue_key(old, 50.0) < policy.queue_key(new, 50.0)
     # A little more: a generated token is work too, and the turns of the old job were small.
     assert policy.queue_key(new, 50.0)[0] - policy.queue_key(old, 50.0)[0] == pytest.approx(40 - 30, abs=10)
+
+
+def test_in_a_short_queue_the_shorter_turn_goes_first_whatever_its_job_needs() -> None:
+    policy = Tenuto(stretch=100.0)
+    teach_steps(policy)
+    teach_jobs(policy, 5, count=500)
+    # The job at its end waits for a long turn, the new one, with five turns to come, for a short one.
+    for number in range(1, 5):
+        policy.on_turn_finished(make_turn("old", number, num_prompt_tokens=1000 * number), 0.0)
+    long = make_turn("old", 5, num_prompt_tokens=6000)
+    short = make_turn("new", 1, num_prompt_tokens=500)
+    policy.on_turn_arrived(long, 10.0)
+    policy.on_turn_arrived(short, 10.0)
+    assert policy.queue_key(short, 10.1) < policy.queue_key(long, 10.1)
+    # Tools took one second. After a minute, the new job's other turns would wait with the old one's last.
+    assert policy.queue_key(short, 70.0) > policy.queue_key(long, 70.0)
+    # As soon as the queue was empty, turns compete again.
+    policy.on_turn_started(short, 71.0)
+    policy.on_turn_started(long, 71.0)
+    policy.on_turn_arrived(long, 72.0)
+    assert policy.queue_key(short, 72.1) < policy.queue_key(long, 72.1)
 
 
 def test_no_wait_is_without_bound() -> None:

@@ -112,14 +112,18 @@ class RemainingWork:
         """
         return self._trust(self._look(job, num_new_tokens).work)
 
-    def get_rank(self, job: Job, num_new_tokens: float) -> float:
+    def get_rank(self, job: Job, num_new_tokens: float, share_back: float = 1.0) -> float:
         """The least work per job that is expected to be complete, either by the next turn or by all to come.
 
         This is Gittins' index with two places to stop. A turn that is known to be small, and likely to be its
         job's last, goes early whatever else is known of its job.
+
+        `share_back`: so much of the job's later work counts, because it comes back that likely while those
+        still wait that it is compared with.
         """
         left = self._look(job, num_new_tokens)
-        return min(_round_down(left.this / left.stops), self._trust(left.work))
+        work = share_back * self._trust(left.work) + (1 - share_back) * left.this
+        return min(_round_down(left.this / left.stops), work)
 
     def get_trust(self) -> float:
         """Correlation between predicted and actual remaining work, from 0 (none, or unknown) to 1."""

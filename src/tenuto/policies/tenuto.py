@@ -24,6 +24,7 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
+from tenuto.estimators.backlog import Backlog
 from tenuto.estimators.plain_kinds import PlainKinds, PlainShare
 from tenuto.estimators.remaining_work import RemainingWork, get_mean_left_s
 from tenuto.estimators.returns import Returns
@@ -60,8 +61,9 @@ class Tenuto(Policy, Learns, Reports):
     - *Which turn runs next*: jobs are ordered by arrival time. A job moves back by `stretch` seconds for each
       second of work that it is expected to still need. Such guesses are drawn towards the mean by how wrong
       they have been; without any trust in them, the order is first come, first served. What is known needs
-      no trust: a turn with little to compute, after which its job is likely to pause, goes early. Requests of
-      jobs that call no tools go first of all, if stock vLLM would compute their prompt in one step.
+      no trust: a turn with little to compute, after which its job is likely to pause, goes early. So do short
+      turns while the queue is empty before their jobs come back: then jobs do not compete, turns do. Requests
+      of jobs that call no tools go first of all, if stock vLLM would compute their prompt in one step.
     - *Which KV stays*: the KV of every job stays through every tool call, as long as no turn needs the
       memory. A turn that needs memory reclaims it from jobs behind it in the order, starting with the last
       job. It waits rather than reclaim from a job before it. So jobs at the front are never recomputed. A job
@@ -93,6 +95,7 @@ class Tenuto(Policy, Learns, Reports):
         4.0, "wait for a load this many times as long as computing would take", minimum=0
     )
     _steps: StepTimes = field(init=False, default_factory=StepTimes)
+    _backlog: Backlog = field(init=False, default_factory=Backlog)
     _work: RemainingWork = field(init=False, default_factory=RemainingWork)
     _tools: ToolSamples = field(init=False, default_factory=ToolSamples)
     _contexts: dict[str, int] = field(init=False, default_factory=dict)
@@ -111,27 +114,31 @@ class Tenuto(Policy, Learns, Reports):
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """Sort by the job's place in the order; turns of one job by arrival."""
-        return (self._get_place(turn), turn.job.job_id, turn.arrival_s)
+        place = self._get_place(turn, self._backlog.get_share_back(now_s))
+        return (place, turn.job.job_id, turn.arrival_s)
 
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
         """Preempt the turn that is last in the order."""
         return (-self._get_place(turn),)
 
-    def _get_place(self, turn: Turn) -> float:
-        """The place of a turn that waits or runs: its new prompt tokens are known."""
+    def _get_place(self, turn: Turn, share_back: float = 1.0) -> float:
+        """The place of a turn that waits or runs: its new prompt tokens are known.
+
+        `share_back`: of its job's later turns, so much competes with the turns that wait now.
+        """
         known = max(self._get_context(turn), turn.num_cached_tokens or 0)
         new_tokens = max(1, turn.num_prompt_tokens - known)
         if self._goes_first(turn.job, new_tokens):
             return turn.arrival_s - AHEAD_S
-        return self._get_place_of(turn.job, self._get_rank(turn.job, float(new_tokens)))
+        return self._get_place_of(turn.job, self._get_rank(turn.job, float(new_tokens), share_back))
 
     def _goes_first(self, job: Job, new_tokens: int) -> bool:
         """Whether this is a plain request that stock vLLM would compute in one step."""
         return new_tokens <= self._step_tokens and self._kinds.is_plain(job)
 
-    def _get_rank(self, job: Job, new_tokens: float) -> float:
+    def _get_rank(self, job: Job, new_tokens: float, share_back: float) -> float:
         """The work that a waiting turn is ordered by, in prefill tokens."""
-        return self._work.get_rank(job, new_tokens)
+        return self._work.get_rank(job, new_tokens, share_back)
 
     def _get_context(self, turn: Turn) -> int:
         """Tokens that its job had before this turn and that the turn goes on behind.
@@ -272,8 +279,21 @@ class Tenuto(Policy, Learns, Reports):
         if not turn.is_parted:
             self._returns.come_back(turn.job.job_id)
         self._work.come_back(turn.job.job_id, tool_s)
+        self._backlog.come_back(tool_s)
         if tool is not None:
             self._tools.observe(tool.name, tool_s)
+
+    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
+        """Learn how long the queue lasts."""
+        self._backlog.wait(turn.turn_id, now_s)
+
+    def on_turn_started(self, turn: Turn, now_s: float) -> None:
+        """Learn how long the queue lasts."""
+        self._backlog.leave(turn.turn_id)
+
+    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
+        """Learn how long the queue lasts."""
+        self._backlog.wait(turn.turn_id, now_s)
 
     def on_tick(self, view: EngineView) -> None:
         """Learn what the engine computes in one step."""
@@ -281,6 +301,7 @@ class Tenuto(Policy, Learns, Reports):
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Learn the work per turn. A generated token counts as the number of prefill tokens that it costs."""
+        self._backlog.leave(turn.turn_id)
         if turn.is_aborted:
             return
         self._kinds.observe(turn)
