@@ -94,3 +94,16 @@ def test_while_equally_many_decode_their_time_is_taken_for_a_pass() -> None:
     for _ in range(20):
         times.observe(1, 1, 0.008)
     assert times.get_decode_s(40) == pytest.approx(0.008)
+
+
+def test_where_a_prompt_ends_the_next_step_does_not_tell_what_prefill_adds() -> None:
+    times = StepTimes()
+    for _ in range(100):
+        times.observe(1, 1, 0.001)
+    for _ in range(100):
+        # Two parts of a long prompt take 0.1 ms a token, the first of the next prompt, behind nothing, half.
+        times.observe(2001, 1, 0.2)
+        times.observe(1001, 1, 0.1)
+        times.observe(4002, 2, 0.2)
+    # The mean step has 2,333 tokens and takes 0.167 s, 0.067 s less than as many tokens of one prompt.
+    assert times.get_added()[0] == pytest.approx(-0.067, rel=0.1)

@@ -63,17 +63,18 @@ class _Moments:
 class _Added:
     """The time that prefill adds to a step: a line through its tokens, of the latest hundred or so steps.
 
-    The slope comes from the *differences* between one step and the next. Two steps in a row have nearly the
-    same contexts, so these do not disturb it. The line goes through the mean of the steps. While no two
-    steps differed, half of the time of decoding is taken to be saved by computing both together.
+    The slope comes from the *differences* between one step and the next with as many requests. These have
+    nearly the same contexts, so contexts do not disturb it; where a prompt ends and another begins they
+    would. The line goes through the mean of the steps. While no two steps differed, half of the time of
+    decoding is taken to be saved by computing both together.
     """
 
     def __init__(self) -> None:
         self.weight = self.tokens = self.added_s = self.decode_s = 0.0
         self.xx = self.xy = 0.0
-        self.last: tuple[float, float] | None = None
+        self.last: tuple[float, float, int] | None = None
 
-    def observe(self, num_tokens: float, added_s: float, decode_s: float) -> None:
+    def observe(self, num_tokens: float, added_s: float, decode_s: float, num_requests: int) -> None:
         if num_tokens < MIN_ADDED_TOKENS:
             self.last = None
             return
@@ -81,12 +82,12 @@ class _Added:
         self.tokens = ADDED_DECAY * self.tokens + num_tokens
         self.added_s = ADDED_DECAY * self.added_s + added_s
         self.decode_s = ADDED_DECAY * self.decode_s + decode_s
-        if self.last is not None:
+        if self.last is not None and self.last[2] == num_requests:
             x, y = num_tokens - self.last[0], added_s - self.last[1]
             if abs(x) >= MIN_DIFFERENCE:
                 self.xx = DIFFERENCE_DECAY * self.xx + x * x
                 self.xy = DIFFERENCE_DECAY * self.xy + x * y
-        self.last = (num_tokens, added_s)
+        self.last = (num_tokens, added_s, num_requests)
 
     def get_line(self, pass_s: float) -> tuple[float, float]:
         """Intercept and slope. The intercept has either sign, and is at most a pass over the weights."""
@@ -140,7 +141,7 @@ class StepTimes:
         else:
             self._prefill.observe(num_tokens, duration_s)
             decode_s = self.get_decode_s(num_requests)
-            self._added.observe(num_prefill_tokens, duration_s - decode_s, decode_s)
+            self._added.observe(num_prefill_tokens, duration_s - decode_s, decode_s, num_requests)
             if SMALL_TOKENS[0] <= num_prefill_tokens <= SMALL_TOKENS[1]:
                 self._small.observe(num_prefill_tokens, duration_s - decode_s)
 
