@@ -25,10 +25,10 @@ vLLM would compute in one step, gets room of its own in the next step. No prompt
 longest of them or the chosen size, so that a long prompt leaves this room to them. A stream of short plain
 requests therefore has the steps of stock vLLM.
 
-m counts those who would start if only prefill were faster, not those who wait for memory, and for each of
-them another half who comes meanwhile, or another one where mixing costs something; or those to come while the
-engine is busy, if they are more: (2 − ρ) · ρ / (2 · (1 − ρ)²) turns, with ρ the share of the time in full
-steps (the derivative of the mean wait of Pollaczek and Khinchine, by the time of service).
+m counts those who would start if only prefill were faster, not those who wait for memory, and where mixing
+costs something, for each of them another one who comes meanwhile; or those to come while the engine is
+busy, if they are more: (2 − ρ) · ρ / (2 · (1 − ρ)²) turns, with ρ the share of the time in full steps (the
+derivative of the mean wait of Pollaczek and Khinchine, by the time of service).
 """
 
 from __future__ import annotations
@@ -58,12 +58,10 @@ then prefill rides along with the pass over the weights. It takes half on an A10
 on the other GPUs."""
 SIZES = tuple(MIN_STEP_TOKENS << n for n in range(8))
 """The sizes to choose from: up to 65,536 tokens, beside the engine's own budget."""
-FOLLOWERS = 1.5
-"""Who waits counts so often, for those who come meanwhile and wait as well. Chosen on a 70B model at 2
-jobs/s, 2 % worse with 1; with 2, `ab8` on an H200 at 6 jobs/s loses up to 7 %."""
-FOLLOWERS_IF_DEAR = 2.0
-"""The same where mixed steps have a cost of their own: small ones let the queue grow. Chosen on `ab8` at 3
-jobs/s with the pessimistic step cost, 1 % worse with 1."""
+FOLLOWERS = 2
+"""Where mixed steps have a cost of their own, who waits counts so often, for those who come meanwhile and
+wait as well. Chosen on `ab8` at 3 jobs/s with the pessimistic step cost, 1 % worse without; if it held
+everywhere, it would cost up to 7 % (`ab8` on an H200, 6 jobs/s, default step cost)."""
 HELD_SHARE = 0.25
 """A turn that waits takes the room of what it computes, and of this share of what it hits: that is there, or
 was lost, and its job grows. With 0, steps grow to 4,096 tokens for turns that memory cannot hold, 3 % on
@@ -127,7 +125,7 @@ class TurnSizes:
 
 
 def count_prefilling(
-    sizes: TurnSizes, num_waiting: float, num_free_tokens: int, full_share: float, busy_share: float
+    sizes: TurnSizes, num_waiting: int, num_free_tokens: int, full_share: float, busy_share: float
 ) -> float:
     """Number of turns that slow prefill delays: waiting turns, and turns expected to come.
 
@@ -239,7 +237,8 @@ class AdaptiveSteps:
         num_others = view.num_running - 1
         if num_others < 0:
             return None
-        followers = FOLLOWERS_IF_DEAR if self._times.get_added()[0] > 0 else FOLLOWERS
+        # Where mixed steps have a cost of their own, small ones let the queue grow.
+        followers = FOLLOWERS if self._times.get_added()[0] > 0 else 1
         num_waiting = followers * (view.num_waiting + view.num_parked)
         num_free_tokens = view.num_free_blocks * view.block_size
         num_prefilling = count_prefilling(
