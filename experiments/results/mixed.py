@@ -36,6 +36,7 @@ KINDS = (
     Kind("four kinds of agents", "agent-mix", 0.8, 1.6),
     Kind("change in the middle", "shift", 0.8, 1.6),
     Kind("bursts", "swe-bench", 1, 2, 60.0, {"arrival": "gamma:4"}),
+    Kind("tools ten times as long", "bfcl", 0.8, 1.2, 120.0, {"scale_tools": 10.0}),
 )
 """`busy`: without a host tier. `overload`: with one of 200 GiB."""
 

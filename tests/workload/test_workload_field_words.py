@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -120,6 +121,19 @@ def test_fewer_turns_are_the_first_ones() -> None:
     assert (job.turns[-1].tool, job.turns[-1].tool_s) == (None, 0.0)
     [job] = make_workload(LoadOptions(jps=1.0, max_jobs=1, scale_turns=0.01)).jobs
     assert len(job.turns) == 1
+
+
+def test_longer_tool_calls_change_nothing_else() -> None:
+    [job] = make_workload(LoadOptions(jps=1.0, max_jobs=1, scale_tools=10.0)).jobs
+    [plain] = make_workload(LoadOptions(jps=1.0, max_jobs=1)).jobs
+    assert [turn.tool_s for turn in job.turns] == [5.0] * 7 + [0.0]
+    turns = [replace(turn, tool_s=before.tool_s) for turn, before in zip(job.turns, plain.turns, strict=True)]
+    assert replace(job, turns=tuple(turns)) == plain
+
+
+def test_recorded_times_and_longer_tool_calls_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="leave --scale-tools out"):
+        make_workload(LoadOptions(jps=1.0, max_jobs=1, loop="open", scale_tools=10.0))
 
 
 def test_turns_that_wait_for_others_cannot_be_scaled(weka_file: Path) -> None:

@@ -11,7 +11,13 @@ from tenuto.records.goodput import parse_limits
 from tenuto.workload.generators.random_lengths import VLLM_LENGTHS, RandomLengths
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load import GENERATORS, load_workload
-from tenuto.workload.scaling import scale_lengths, scale_rate, scale_turns, take_first_turns
+from tenuto.workload.scaling import (
+    scale_lengths,
+    scale_rate,
+    scale_tools,
+    scale_turns,
+    take_first_turns,
+)
 from tenuto.workload.schema import Loop, Workload, find_roots
 
 DEFAULT_ARRIVAL = "poisson"
@@ -65,6 +71,9 @@ class LoadOptions(Options):
         1.0,
         "give every job X times as many turns: further ones are like its own, fewer are its first ones",
         above=0,
+    )
+    scale_tools: float = option(
+        1.0, "let tool calls, and people between their turns, take X times as long", above=0
     )
     max_jobs: int | None = option(
         None,
@@ -129,7 +138,7 @@ class LoadOptions(Options):
 
 
 def make_workload(options: LoadOptions) -> Workload:
-    """Generate or read the jobs, keep the first jobs, and scale their rate and their lengths.
+    """Generate or read the jobs, keep the first jobs, and scale turns, rate, tool times and lengths.
 
     Raises ConfigError if options exclude each other or no job is left, and DataError for files that cannot be
     read.
@@ -146,6 +155,8 @@ def make_workload(options: LoadOptions) -> Workload:
         workload = take_first_turns(workload, options.max_turns)
     if options.scale_rate != 1.0:
         workload = scale_rate(workload, options.scale_rate)
+    if options.scale_tools != 1.0:
+        workload = scale_tools(workload, options.scale_tools)
     return workload if options.scale_lengths == 1.0 else scale_lengths(workload, options.scale_lengths)
 
 
@@ -155,6 +166,10 @@ def _check(options: LoadOptions) -> None:
         raise ConfigError(f"--random-input-len and the like are for --workload random, not for {name}")
     if options.jps is None and options.arrival != DEFAULT_ARRIVAL:
         raise ConfigError(f"--arrival {options.arrival} says how --jps arrives; give --jps")
+    if options.loop == "open" and options.scale_tools != 1.0:
+        raise ConfigError(
+            "--loop open sends at recorded times, however long tools take: leave --scale-tools out"
+        )
     if options.users is None:
         if options.jps is None and name in GENERATORS:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The same workload with longer or shorter texts, more or fewer turns, or faster or slower arrivals."""
+"""The same workload with longer or shorter texts, turns, tool calls or times between arrivals."""
 
 from __future__ import annotations
 
@@ -94,6 +94,20 @@ def scale_rate(workload: Workload, factor: float) -> Workload:
         return replace(job, arrival_s=job.arrival_s / factor, turns=tuple(map(scale_turn, job.turns)))
 
     return replace(workload, jobs=tuple(map(scale_job, workload.jobs)))
+
+
+def scale_tools(workload: Workload, factor: float) -> Workload:
+    """Multiply the time between each turn's answer and the job's next turn: tool calls, and people's waits.
+
+    It matters in a closed loop only. Raises ConfigError if the factor is not positive.
+    """
+    _check_factor(factor)
+
+    def scale_turn(turn: TurnSpec) -> TurnSpec:
+        return replace(turn, tool_s=turn.tool_s * factor)
+
+    jobs = tuple(replace(job, turns=tuple(map(scale_turn, job.turns))) for job in workload.jobs)
+    return replace(workload, jobs=jobs)
 
 
 def _check_factor(factor: float) -> None:
