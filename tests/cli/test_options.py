@@ -43,6 +43,7 @@ class Outer(Base):
     inner: Inner = field(default_factory=Inner)
     loop: Literal["closed", "open"] = option("closed", "which loop")
     seeds: tuple[int, ...] = option((42,), "seeds", alias="--seed")
+    table: Path | None = option(None, "what is written", is_written=True)
     words: tuple[str, ...] = option((), "words", flag="--word", is_repeatable=True)
     pairs: dict[str, str] = option(
         dict, "pairs", metavar="K=V", is_repeatable=True, read=lambda texts: dict(t.split("=") for t in texts)
@@ -93,6 +94,12 @@ def test_known_fields_are_taken_as_they_are() -> None:
         (["in", "--url", "u", "--seeds", "1,x"], "--seeds must be a whole number, got 'x'"),
         (["in", "--url", "u", "--window", "0"], "--window must be above 0, got 0.0"),
         (["in", "--url", "u", "--window", "nan"], "--window must be finite"),
+        (["in", "--url", "u", "--seeds", " , "], "--seeds is empty: seeds"),
+        (
+            ["in", "--url", "u", "--table", "no-such-folder/a.csv"],
+            "--table: cannot write no-such-folder/a.csv",
+        ),
+        (["in", "--url", "u", "--table", "."], "--table: cannot write .: it is a folder"),
         (["in", "--url", "u", "--loop", "half"], "--loop must be one of closed, open; got 'half'"),
     ],
 )

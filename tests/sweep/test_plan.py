@@ -220,6 +220,7 @@ def test_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--jps", "1"], "--p95 or --p95-ttft"),
         (["--jps", "1", "--p95", "5", "--price", "H3000=1"], "unknown GPU"),
+        (["--jps", "1", "--p95", "5", "--price", "H200=1"], "--price of H200: no plan has that GPU"),
         (["--jps", "1", "--p95", "5", "--price", "H100=cheap"], "--price wants GPU=DOLLARS"),
         (["--jps", "1", "--p95", "5", "--margin", "1"], "--margin must be below 1"),
         (["--p95", "5"], "--jps is missing"),

@@ -49,7 +49,7 @@ class CompareOptions(GridOptions):
     workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
     ray: str | None = option(None, "run on a Ray cluster instead (auto: the one around)", metavar="ADDRESS")
     as_json: bool = option(False, "print the table as JSON instead of text", flag="--json")
-    csv: Path | None = option(None, "write the table as CSV too")
+    csv: Path | None = option(None, "write the table as CSV too", is_written=True)
     strict: bool = option(False, "stop with an error when a policy raises or gives a wrong answer")
 
 

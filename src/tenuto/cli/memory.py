@@ -47,7 +47,7 @@ class MemoryOptions(Options):
         (8_000, 30_000, 100_000), "tokens of a job's context: prompt, answers and tools' outputs", minimum=1
     )
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
-    csv: Path | None = option(None, "write a row for each context as CSV too")
+    csv: Path | None = option(None, "write a row for each context as CSV too", is_written=True)
 
 
 def run(given: Given) -> int:

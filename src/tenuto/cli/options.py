@@ -186,12 +186,15 @@ class Given:
         if read := flag.field.metadata.get("read"):
             return read(given)
         if not flag.is_tuple:
-            return _convert(flag, given)
+            value = _convert(flag, given)
+            if flag.field.metadata.get("is_written"):
+                _check_writable(flag.name, value)
+            return value
         if flag.field.metadata.get("takes_several"):
             given = ",".join(given)
         parts = given if isinstance(given, list) else [each.strip() for each in given.split(",")]
         values = tuple(_convert(flag, each) for each in parts if each)
-        if not values and flag.is_required:
+        if not values and (flag.is_required or flag.field.default):
             raise ConfigError(f"{flag.name} is empty: {flag.field.metadata['help']}")
         return values
 
@@ -207,3 +210,16 @@ def _convert(flag: Flag, given: Any) -> Any:
         if "," in given:
             wanted = f"{wanted}, only one here"
         raise ConfigError(f"{flag.name} must be {wanted}, got {given!r}") from None
+
+
+def _check_writable(name: str, path: Path) -> None:
+    """Find out before a long run whether its result can be written. Raises ConfigError."""
+    if not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif path.is_dir():
+        problem = "it is a folder"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "permission denied"
+    else:
+        return
+    raise ConfigError(f"{name}: cannot write {path}: {problem}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
@@ -107,21 +107,24 @@ class PlanOptions(GridOptions):
     )
     workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
-    csv: Path | None = option(None, "write the table as CSV too")
+    csv: Path | None = option(None, "write the table as CSV too", is_written=True)
 
 
 def run(given: Given) -> int:
     """Search, and print the plans."""
     options = given.read(PlanOptions)
+    seeds = tuple(dict.fromkeys(options.seeds))
     target = Target(p95_s=options.p95_s, p95_ttft_s=options.p95_ttft_s, margin=options.margin)
-    setups, left_out = drop_too_small(_read_setups(options, given))
-    load = given.read(LoadOptions, jps=options.jps, seed=options.seeds[0])
+    wanted = _read_setups(options, given)
+    _check_prices(options.prices, wanted)
+    setups, left_out = drop_too_small(wanted)
+    load = given.read(LoadOptions, jps=options.jps, seed=seeds[0])
     say_notes([*left_out, *check_cells(make_cells(setups, [load]))])
     progress = Progress()
     workers = options.workers or len(os.sched_getaffinity(0))
     plans, effects = [], []
     with SeedRunner(
-        options.seeds, workers=workers, max_jobs=options.max_sim_jobs, say=progress.tell, target=target
+        seeds, workers=workers, max_jobs=options.max_sim_jobs, say=progress.tell, target=target
     ) as measure:
         found = make_plans(
             setups,
@@ -154,6 +157,17 @@ def _read_setups(options: PlanOptions, given: Given) -> list[Setup]:
         fleets = given.read(FleetOptions, servers=("",)).make_fleets()
         return [replace(setup, fleet=fleet) for setup in options.make_setups(given) for fleet in fleets]
     return options.read_setups(given)
+
+
+def _check_prices(prices: Mapping[str, float], setups: Iterable[Setup]) -> None:
+    """A price of a GPU that no plan has is a slip. Raises ConfigError."""
+    planned = set()
+    for setup in setups:
+        servers = setup.fleet.servers if setup.fleet is not None else ("",)
+        planned |= {server or setup.gpu for server in servers}
+    for gpu in prices:
+        if gpu not in planned:
+            raise ConfigError(f"--price of {gpu}: no plan has that GPU, only {', '.join(sorted(planned))}")
 
 
 def _print(options: PlanOptions, plans: list[Plan], effects: list[Effect], target: Target) -> None:

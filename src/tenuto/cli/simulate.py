@@ -44,7 +44,7 @@ class SimulateOptions(Options):
     out: Path | None = option(None, "write result, turns and occupancy here", metavar="DIR")
     trace: Path | None = option(None, "write every step, job and decision, as a server's trace (JSONL)")
     as_json: bool = option(False, "print the record as JSON instead of text", flag="--json")
-    csv: Path | None = option(None, "write the result as a row of CSV too")
+    csv: Path | None = option(None, "write the result as a row of CSV too", is_written=True)
     strict: bool = option(False, "stop with an error when the policy raises or gives a wrong answer")
 
 

@@ -56,6 +56,8 @@ class Form(TypedDict, total=False):
     """For a tuple: the flag may be given again. Without: one list with commas."""
     takes_several: bool
     """For a tuple: several values, with spaces or commas between them, may follow the flag."""
+    is_written: bool
+    """Whether the option is a file that the command writes at its end."""
     read: Callable[[Any], Any]
     """Makes the field's value from the text, or from the list of texts where the flag is repeatable."""
     environment: str

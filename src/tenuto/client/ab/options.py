@@ -148,7 +148,7 @@ class AbOptions(ArmOptions):
         minimum=0,
         below=100,
     )
-    csv: Path | None = option(None, "write the table of the verdict as CSV too")
+    csv: Path | None = option(None, "write the table of the verdict as CSV too", is_written=True)
     as_json: bool = option(False, "print the verdict as JSON instead of text", flag="--json")
 
     @property

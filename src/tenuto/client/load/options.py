@@ -107,7 +107,7 @@ class BenchOptions(RequestOptions):
         "write result.json, turns.jsonl (a line per turn, as it ends) and the server's metrics.jsonl",
         metavar="DIR",
     )
-    csv: Path | None = option(None, "write the result as a row of CSV too")
+    csv: Path | None = option(None, "write the result as a row of CSV too", is_written=True)
     as_json: bool = option(False, "print the result as JSON instead of text", flag="--json")
 
     def __post_init__(self) -> None:
