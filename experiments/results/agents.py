@@ -61,6 +61,7 @@ def make_ablation() -> Iterable[Row]:
         *("H100, 1.2/s, no host tier", "H100, 1.2/s, 200 GiB host"),
         *("40 shared documents, 3/s", "agents and chat, 4/s, 200 GiB host"),
         *("change in the middle, 1.6/s, 200 GiB host", "tools ten times as long, 0.8/s"),
+        "swe-bench, tools ten times as long, 2/s",
     }
     agents = (make_ab8(), make_agents("swe-bench", SWE_LOADS), make_agents("bfcl", BFCL_LOADS))
     for rows in (*agents, make_mixed()):

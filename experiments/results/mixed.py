@@ -37,6 +37,7 @@ KINDS = (
     Kind("change in the middle", "shift", 0.8, 1.6),
     Kind("bursts", "swe-bench", 1, 2, 60.0, {"arrival": "gamma:4"}),
     Kind("tools ten times as long", "bfcl", 0.8, 1.2, 120.0, {"scale_tools": 10.0}),
+    Kind("swe-bench, tools ten times as long", "swe-bench", 2, 3, 180.0, {"scale_tools": 10.0}),
 )
 """`busy`: without a host tier. `overload`: with one of 200 GiB."""
 
