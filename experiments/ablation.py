@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tenuto.core.policy import Needs
+from tenuto.core.policy import Needs, Policy
 from tenuto.core.presets import EngineSettings
 from tenuto.core.step_tokens import ADAPTIVE
 from tenuto.core.types import Decision, EngineView, Job, Keep, Lease, LoadOffer, Release, Turn
@@ -99,6 +99,13 @@ class TakesFreely(Tenuto):
 
     def _get_loss_s(self, lease: Lease, turn: Turn, view: EngineView) -> float:
         return 0.0
+
+
+@dataclass
+class RecentTier(Tenuto):
+    """Host memory gives up first what was not used for longest, as under policies without an order of it."""
+
+    tier_key = Policy.tier_key
 
 
 @dataclass

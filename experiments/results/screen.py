@@ -68,6 +68,7 @@ def _make_line(title: str, verdicts: Sequence[Verdict]) -> list[str]:
     counts = Counter(verdict.outcome for verdict in verdicts)
     worst = max(verdicts, key=lambda verdict: verdict.ratio.mean)
     plain = [verdict for verdict in verdicts if verdict.harm is not None]
+    bound = _get_geomean(verdict.bound for verdict in verdicts)
     harmed = f"{sum(verdict.is_harmed for verdict in plain)} of {len(plain)}" if plain else "–"
     return [
         title,
@@ -76,7 +77,7 @@ def _make_line(title: str, verdicts: Sequence[Verdict]) -> list[str]:
         harmed,
         f"{_get_geomean(verdict.ratio for verdict in verdicts):.2f}",
         f"{worst.ratio.mean:.2f} ({worst.row}; {worst.rival.label})",
-        f"{_get_geomean(verdict.bound for verdict in verdicts):.2f}",
+        "–" if math.isnan(bound) else f"{bound:.2f}",
     ]
 
 
