@@ -43,8 +43,7 @@ OPTIONS = (
 )
 PARTS = (
     *("FirstJobFirst", "NoKinds", "NoPauses", "WholeJobs", "NoPlainFirst", "NoLookUps", "FullSteps"),
-    *("NoRetention", "NoPrice", "AnyoneTakes", "TakesFreely"),
-    *("RecentTier", "NoTier", "AlwaysLoads"),
+    *("NoRetention", "NoPrice", "AnyoneTakes", "TakesFreely", "RecentTier", "NoTier", "AlwaysLoads"),
 )
 
 TABLES = {
@@ -131,8 +130,8 @@ TABLES = {
         "`FullSteps` leaves the step budget alone, `NoRetention` frees a finished turn, "
         "`NoPrice` never gives up a lease for its "
         "tool's time, `AnyoneTakes` lets any turn take any lease, `TakesFreely` lets it take from jobs "
-        "behind it, whatever they lose, `RecentTier` gives up in host memory what was not used for longest, `NoTier` "
-        "has no host memory, `AlwaysLoads` waits for every load. The "
+        "behind it, whatever they lose, `RecentTier` gives up in host memory what was not used for "
+        "longest, `NoTier` has no host memory, `AlwaysLoads` waits for every load. The "
         "figures beside a part say what the job takes without it.",
         ("tenuto", *(f"experiments.ablation:{part}" for part in PARTS)),
         make_ablation,
