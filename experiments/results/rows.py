@@ -92,7 +92,7 @@ TABLES = {
     "weka": Table(
         "Real Claude Code sessions (Weka), 300 s of arrivals",
         "150 sessions in their order; turns longer than the model's context are left out.",
-        FEW,
+        (*FEW[:-1], "contextserve/async", "infercept/asked", FEW[-1]),
         make_weka,
         STEPS,
     ),
