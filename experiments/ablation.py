@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tenuto.core.policy import Needs, Policy
+from tenuto.core.policy import Key, Needs
 from tenuto.core.presets import EngineSettings
 from tenuto.core.step_tokens import ADAPTIVE
 from tenuto.core.types import Decision, EngineView, Job, Keep, Lease, LoadOffer, Release, Turn
@@ -102,10 +102,19 @@ class TakesFreely(Tenuto):
 
 
 @dataclass
-class RecentTier(Tenuto):
-    """Host memory gives up first what was not used for longest, as under policies without an order of it."""
+class KeepsOrder(Tenuto):
+    """Also where KV can be loaded again, a turn takes from jobs behind it only."""
 
-    tier_key = Policy.tier_key
+    def _loads_faster(self, view: EngineView) -> bool:
+        return False
+
+
+@dataclass
+class OrderedTier(Tenuto):
+    """Host memory gives up the last job in the order first."""
+
+    def tier_key(self, turn: Turn, view: EngineView) -> Key:
+        return (-self._get_lease_place(turn.job),)
 
 
 @dataclass

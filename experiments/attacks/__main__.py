@@ -26,8 +26,15 @@ from tenuto.sim.simulation import Simulation
 UNBOUNDED = Limits(max_wait_over_stock=None, max_parallel_turns=8)
 
 
-def measure(name: str, attack: Attack, policy: str, scene: Scene, limits: Limits | None = None) -> Outcome:
-    """One run within the plugin's limits, or within these."""
+def measure(
+    name: str,
+    attack: Attack,
+    policy: str,
+    scene: Scene,
+    limits: Limits | None = None,
+    host_gb: float = 0.0,
+) -> Outcome:
+    """One run within the plugin's limits, or within these. `host_gb`: host memory, in GiB."""
     setup = Setup(
         policy=policy,
         limits="plugin",
@@ -35,7 +42,8 @@ def measure(name: str, attack: Attack, policy: str, scene: Scene, limits: Limits
         max_num_seqs=scene.num_seqs,
         max_num_batched_tokens=2048,
         step_cost="roofline",
-        offload="none",
+        host_gb=host_gb,
+        offload="async" if host_gb else "none",
         async_scheduling=False,  # one step after the other: every wait is one of the queue
     )
     machine = build(setup)
@@ -52,7 +60,7 @@ def run(parsed: argparse.Namespace) -> Iterator[Outcome]:
     for name, attack in get_attacks(parsed).items():
         for policy in ("stock", *parsed.policies.split(",")):
             limits = UNBOUNDED if parsed.unbounded else None
-            yield measure(name, attack, policy, get_scene(parsed), limits)
+            yield measure(name, attack, policy, get_scene(parsed), limits, parsed.host_gb)
 
 
 def main() -> int:
@@ -61,6 +69,9 @@ def main() -> int:
     )
     parser.add_argument("--policies", default="tenuto,continuum", help="policies beside stock")
     parser.add_argument("--unbounded", action="store_true", help="without the bound on waits")
+    parser.add_argument(
+        "--host-gb", type=float, default=0.0, help="host memory in GiB, for stock and all (default 0: none)"
+    )
     add_options(parser, Scene())
     parsed = parser.parse_args()
     for line in show(run(parsed), as_json=parsed.json):

@@ -11,6 +11,7 @@ from experiments.results.agents import (
     make_ablation,
     make_agents,
     make_contexts,
+    make_parts,
     make_weka,
 )
 from experiments.results.hybrid import make_hybrid
@@ -43,7 +44,8 @@ OPTIONS = (
 )
 PARTS = (
     *("FirstJobFirst", "NoKinds", "NoPauses", "WholeJobs", "NoPlainFirst", "NoLookUps", "FullSteps"),
-    *("NoRetention", "NoPrice", "AnyoneTakes", "TakesFreely", "RecentTier", "NoTier", "AlwaysLoads"),
+    *("NoRetention", "NoPrice", "AnyoneTakes", "KeepsOrder", "TakesFreely", "OrderedTier", "NoTier"),
+    "AlwaysLoads",
 )
 
 TABLES = {
@@ -129,12 +131,13 @@ TABLES = {
         "`NoPlainFirst` orders plain requests as jobs, `NoLookUps` ignores what first turns hit, "
         "`FullSteps` leaves the step budget alone, `NoRetention` frees a finished turn, "
         "`NoPrice` never gives up a lease for its "
-        "tool's time, `AnyoneTakes` lets any turn take any lease, `TakesFreely` lets it take from jobs "
-        "behind it, whatever they lose, `RecentTier` gives up in host memory what was not used for "
-        "longest, `NoTier` has no host memory, `AlwaysLoads` waits for every load. The "
+        "tool's time, `AnyoneTakes` lets any turn take any lease, `KeepsOrder` lets it take from jobs behind "
+        "it only, also where KV can be loaded again, `TakesFreely` lets it take from these whatever they "
+        "lose, `OrderedTier` gives up the last job in host memory first, `NoTier` has no host memory, "
+        "`AlwaysLoads` waits for every load. The "
         "figures beside a part say what the job takes without it.",
         ("tenuto", *(f"experiments.ablation:{part}" for part in PARTS)),
-        make_ablation,
+        make_parts,
     ),
 }
 

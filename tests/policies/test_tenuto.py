@@ -209,10 +209,23 @@ def test_what_a_lease_would_have_to_compute_again_counts_as_the_turns_work() -> 
     few = make_turn("a", 2, arrival_s=10.0, num_prompt_tokens=1020, has_lease=True)
     assert may_take_from(-7.0, few)
     assert not may_take_from(-7.0, dataclasses.replace(few, has_lease=False))
-    # From host memory they are back in a tenth of the time.
-    tiered = dataclasses.replace(IDLE, tiers=(TierView("host", 5000, 0, 1.6e-4, 0.0),))
-    assert not may_take_from(-7.0, turn)
-    assert may_take_from(-7.0, turn, tiered)
+
+
+def test_what_can_be_loaded_again_is_anyones_to_take() -> None:
+    policy = Tenuto()
+    before, turn = make_turn("before", arrival_s=5.0), make_turn("a", arrival_s=1000.0)
+    lease = make_lease(before, idle_s=1.0, value=policy.retain(before, IDLE).value)
+    fast, slow = (
+        dataclasses.replace(IDLE, tiers=(TierView("host", 5000, 0, s_per_block, 0.0),))
+        for s_per_block in (1.5e-3, 1.7e-3)
+    )
+    # What computing takes is not known yet.
+    assert not policy.may_reclaim(lease, turn, fast)
+    teach_steps(policy)
+    # A block takes 1.6 ms to compute.
+    assert policy.may_reclaim(lease, turn, fast)
+    assert not policy.may_reclaim(lease, turn, slow)
+    assert not policy.may_reclaim(lease, turn, IDLE)
 
 
 def test_jobs_that_never_come_back_hold_nothing() -> None:

@@ -68,7 +68,9 @@ class Tenuto(Policy, Learns, Reports):
       memory. A turn that needs memory reclaims it from jobs behind it in the order, starting with the last
       job. It waits rather than reclaim from a job before it. So jobs at the front are never recomputed. A job
       counts as behind if it still is when what it loses is added to the turn's work, because somebody must
-      compute that again.
+      compute that again. Where host memory gives KV back faster than it is computed, nobody waits for memory
+      that is idle: then a turn reclaims from any job. Host memory itself gives up what was not used for
+      longest.
     - *At what price*: memory has a price when turns wait for memory while steps have room for more tokens.
       The price is the throughput that one more decoding turn would add. If a tool is expected to take
       longer than the KV is worth, the job gives its KV up. With a host copy this happens sooner, because
@@ -203,11 +205,16 @@ class Tenuto(Policy, Learns, Reports):
         return (lease.value, lease.granted_s)
 
     def tier_key(self, turn: Turn, view: EngineView) -> Key:
-        """Host memory gives up the last in the order first."""
-        return (-self._get_lease_place(turn.job),)
+        """Host memory gives up what was not used for longest, and what ended jobs used at once.
+
+        Tool calls that have taken long take longer yet, and the order of jobs says nothing about that.
+        """
+        return ()
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """Allow turns before it in the order; allow any turn if the lease is not worth its memory.
+        """Allow any turn if the KV can be loaded again, or if the lease is not worth its memory.
+
+        Otherwise allow turns before it in the order.
 
         What the lease loses counts as the turn's work: if the turn is not before it even so, both jobs are
         done sooner, in sum, if the turn waits. Without this, jobs whose places are close take the memory from
@@ -216,6 +223,8 @@ class Tenuto(Policy, Learns, Reports):
         While strangers crowd the engine, a turn waits for what their turns hold, which is of no more use when
         they end, rather than take the cache of a job that came back.
         """
+        if self._loads_faster(view):
+            return True
         if lease.value > FIRST and self._is_spared(lease.turn.job):
             return False
         return -lease.value > self._get_place(turn) + self.stretch * self._get_loss_s(lease, turn, view)
@@ -259,6 +268,10 @@ class Tenuto(Policy, Learns, Reports):
         """Seconds in which a block that was given up is computed or loaded again, whichever is faster."""
         compute_s = self._steps.get_token_s() * view.block_size
         return min([compute_s, *(tier.s_per_block for tier in view.tiers)])
+
+    def _loads_faster(self, view: EngineView) -> bool:
+        """Whether a tier gives KV back faster than it is computed; not before steps were seen."""
+        return self._get_restore_s(view) < self._steps.get_token_s() * view.block_size
 
     # Loads.
 
