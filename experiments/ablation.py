@@ -103,9 +103,9 @@ class TakesFreely(Tenuto):
 
 @dataclass
 class KeepsOrder(Tenuto):
-    """Also where KV can be loaded again, a turn takes from jobs behind it only."""
+    """A turn takes from jobs behind it only, however long others are away and wherever their KV is."""
 
-    def _loads_faster(self, view: EngineView) -> bool:
+    def _is_away_for_long(self, lease: Lease, view: EngineView) -> bool:
         return False
 
 

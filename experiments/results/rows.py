@@ -132,7 +132,7 @@ TABLES = {
         "`FullSteps` leaves the step budget alone, `NoRetention` frees a finished turn, "
         "`NoPrice` never gives up a lease for its "
         "tool's time, `AnyoneTakes` lets any turn take any lease, `KeepsOrder` lets it take from jobs behind "
-        "it only, also where KV can be loaded again, `TakesFreely` lets it take from these whatever they "
+        "it only, however long others are away, `TakesFreely` lets it take from these whatever they "
         "lose, `OrderedTier` gives up the last job in host memory first, `NoTier` has no host memory, "
         "`AlwaysLoads` waits for every load. The "
         "figures beside a part say what the job takes without it.",

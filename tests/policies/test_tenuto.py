@@ -211,7 +211,7 @@ def test_what_a_lease_would_have_to_compute_again_counts_as_the_turns_work() -> 
     assert not may_take_from(-7.0, dataclasses.replace(few, has_lease=False))
 
 
-def test_what_can_be_loaded_again_is_anyones_to_take() -> None:
+def test_a_turn_takes_what_can_be_loaded_again_before_the_tool_returns() -> None:
     policy = Tenuto()
     before, turn = make_turn("before", arrival_s=5.0), make_turn("a", arrival_s=1000.0)
     lease = make_lease(before, idle_s=1.0, value=policy.retain(before, IDLE).value)
@@ -219,13 +219,21 @@ def test_what_can_be_loaded_again_is_anyones_to_take() -> None:
         dataclasses.replace(IDLE, tiers=(TierView("host", 5000, 0, s_per_block, 0.0),))
         for s_per_block in (1.5e-3, 1.7e-3)
     )
-    # What computing takes is not known yet.
-    assert not policy.may_reclaim(lease, turn, fast)
+    # How long turns take is not known yet.
     teach_steps(policy)
+    assert not policy.may_reclaim(lease, turn, fast)
+    # A turn of 20 s; tools take 25 s, at first.
+    policy.on_turn_started(turn, 0.0)
+    policy.on_turn_finished(turn, 20.0)
+    for _ in range(100):
+        policy.on_tool_returned(make_turn(), ToolCall("ls"), 25.0)
     # A block takes 1.6 ms to compute.
     assert policy.may_reclaim(lease, turn, fast)
     assert not policy.may_reclaim(lease, turn, slow)
     assert not policy.may_reclaim(lease, turn, IDLE)
+    assert not policy.may_reclaim(dataclasses.replace(lease, next_turn_waiting=True), turn, fast)
+    # It has run for 6 s already, so 19 s are left.
+    assert not policy.may_reclaim(dataclasses.replace(lease, granted_s=lease.granted_s - 5.0), turn, fast)
 
 
 def test_jobs_that_never_come_back_hold_nothing() -> None:

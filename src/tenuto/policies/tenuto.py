@@ -30,6 +30,7 @@ from tenuto.estimators.remaining_work import RemainingWork, get_mean_left_s
 from tenuto.estimators.returns import Returns
 from tenuto.estimators.samples import ToolSamples
 from tenuto.estimators.step_times import StepTimes
+from tenuto.estimators.turn_times import TurnTimes
 
 MIN_LOOK_S = 1.0
 """The shortest time until a lease is reconsidered. A thousand leases then cost a few per cent of a CPU
@@ -68,9 +69,9 @@ class Tenuto(Policy, Learns, Reports):
       memory. A turn that needs memory reclaims it from jobs behind it in the order, starting with the last
       job. It waits rather than reclaim from a job before it. So jobs at the front are never recomputed. A job
       counts as behind if it still is when what it loses is added to the turn's work, because somebody must
-      compute that again. Where host memory gives KV back faster than it is computed, nobody waits for memory
-      that is idle: then a turn reclaims from any job. Host memory itself gives up what was not used for
-      longest.
+      compute that again. Where host memory gives KV back faster than it is computed, a turn also reclaims
+      from a job whose tool is expected to take longer than the turn. Host memory itself gives up what was not
+      used for longest.
     - *At what price*: memory has a price when turns wait for memory while steps have room for more tokens.
       The price is the throughput that one more decoding turn would add. If a tool is expected to take
       longer than the KV is worth, the job gives its KV up. With a host copy this happens sooner, because
@@ -105,6 +106,7 @@ class Tenuto(Policy, Learns, Reports):
     _returns: Returns = field(init=False, default_factory=Returns)
     _kinds: PlainKinds = field(init=False, default_factory=PlainKinds)
     _share: PlainShare = field(init=False, default_factory=PlainShare)
+    _turn_times: TurnTimes = field(init=False, default_factory=TurnTimes)
     _step_tokens: int = field(init=False, default=0)
     """The engine's budget of a step."""
 
@@ -212,9 +214,9 @@ class Tenuto(Policy, Learns, Reports):
         return ()
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """Allow any turn if the KV can be loaded again, or if the lease is not worth its memory.
+        """Allow turns before it in the order; allow any turn if the lease is not worth its memory.
 
-        Otherwise allow turns before it in the order.
+        Also allow any turn that is expected to be done before the tool, if the KV can be loaded again then.
 
         What the lease loses counts as the turn's work: if the turn is not before it even so, both jobs are
         done sooner, in sum, if the turn waits. Without this, jobs whose places are close take the memory from
@@ -223,7 +225,7 @@ class Tenuto(Policy, Learns, Reports):
         While strangers crowd the engine, a turn waits for what their turns hold, which is of no more use when
         they end, rather than take the cache of a job that came back.
         """
-        if self._loads_faster(view):
+        if self._loads_faster(view) and self._is_away_for_long(lease, view):
             return True
         if lease.value > FIRST and self._is_spared(lease.turn.job):
             return False
@@ -273,6 +275,12 @@ class Tenuto(Policy, Learns, Reports):
         """Whether a tier gives KV back faster than it is computed; not before steps were seen."""
         return self._get_restore_s(view) < self._steps.get_token_s() * view.block_size
 
+    def _is_away_for_long(self, lease: Lease, view: EngineView) -> bool:
+        """Whether the tool is expected to run for longer than a turn."""
+        if lease.next_turn_waiting:
+            return False
+        return self._get_tool_left_s(lease.turn, view.now_s - lease.granted_s) >= self._turn_times.mean_s
+
     # Loads.
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
@@ -301,8 +309,9 @@ class Tenuto(Policy, Learns, Reports):
         self._backlog.wait(turn.turn_id, now_s)
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """Learn how long the queue lasts."""
+        """Learn how long the queue lasts, and how long turns run."""
         self._backlog.leave(turn.turn_id)
+        self._turn_times.start(turn.turn_id, now_s)
 
     def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
         """Learn how long the queue lasts."""
@@ -315,6 +324,7 @@ class Tenuto(Policy, Learns, Reports):
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Learn the work per turn. A generated token counts as the number of prefill tokens that it costs."""
         self._backlog.leave(turn.turn_id)
+        self._turn_times.end(turn.turn_id, now_s)
         if turn.is_aborted:
             return
         self._kinds.observe(turn)
