@@ -67,7 +67,7 @@ def test_nobody_waits_longer_than_in_stock(name: str) -> None:
         assert measure(name, attack, "continuum", WARM).worst_s <= 1.1 * stock.worst_s + stock.turn_s
 
 
-def test_with_host_memory_that_anyone_takes_from_agents_are_not_crowded_out() -> None:
+def test_with_host_memory_agents_are_not_crowded_out() -> None:
     attack = replace(ATTACKS["hoard"], num_turns=24)
     stock, tenuto = (measure("hoard", attack, policy, WARM, host_gb=5) for policy in ("stock", "tenuto"))
     assert tenuto.worst_s <= 1.1 * stock.worst_s + stock.turn_s
