@@ -73,7 +73,7 @@ def make_ablation() -> Iterable[Row]:
 
 
 def make_parts() -> Iterable[Row]:
-    """The rows of `make_ablation`, and real sessions, where there are some: they do not fit into host memory."""
+    """The rows of `make_ablation`, and real sessions, if they are there: host memory cannot hold them all."""
     yield from make_ablation()
     for row in make_weka():
         if row.title == PARTS_WEKA and WEKA.exists():
