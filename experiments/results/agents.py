@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 
 from experiments.results.mixed import make_mixed
@@ -54,9 +53,6 @@ def make_70b() -> Iterable[Row]:
         yield Row(f"4 x H100, {jps:g}/s", setup, LoadOptions(jps=jps))
 
 
-PARTS_WEKA = "H200, 0.2/s"
-
-
 def make_ablation() -> Iterable[Row]:
     """Rows of the published benchmarks, and four that they lack: documents, people, kinds, long tools."""
     wanted = {
@@ -70,11 +66,3 @@ def make_ablation() -> Iterable[Row]:
     agents = (make_ab8(), make_agents("swe-bench", SWE_LOADS), make_agents("bfcl", BFCL_LOADS))
     for rows in (*agents, make_mixed()):
         yield from (row for row in rows if row.title in wanted)
-
-
-def make_parts() -> Iterable[Row]:
-    """The rows of `make_ablation`, and real sessions, if they are there: host memory cannot hold them all."""
-    yield from make_ablation()
-    for row in make_weka():
-        if row.title == PARTS_WEKA and WEKA.exists():
-            yield dataclasses.replace(row, title=f"weka, {row.title}")

@@ -11,7 +11,6 @@ from experiments.results.agents import (
     make_ablation,
     make_agents,
     make_contexts,
-    make_parts,
     make_weka,
 )
 from experiments.results.hybrid import make_hybrid
@@ -137,7 +136,7 @@ TABLES = {
         "`AlwaysLoads` waits for every load. The "
         "figures beside a part say what the job takes without it.",
         ("tenuto", *(f"experiments.ablation:{part}" for part in PARTS)),
-        make_parts,
+        make_ablation,
     ),
 }
 
