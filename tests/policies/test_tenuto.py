@@ -209,6 +209,10 @@ def test_what_a_lease_would_have_to_compute_again_counts_as_the_turns_work() -> 
     few = make_turn("a", 2, arrival_s=10.0, num_prompt_tokens=1020, has_lease=True)
     assert may_take_from(-7.0, few)
     assert not may_take_from(-7.0, dataclasses.replace(few, has_lease=False))
+    # From host memory they are back in a tenth of the time.
+    tiered = dataclasses.replace(IDLE, tiers=(TierView("host", 5000, 0, 1.6e-4, 0.0),))
+    assert not may_take_from(-7.0, turn)
+    assert may_take_from(-7.0, turn, tiered)
 
 
 def test_a_turn_takes_what_can_be_loaded_again_before_the_tool_returns() -> None:
