@@ -2,6 +2,7 @@
 
     python -m experiments.fleet                        runs what is missing, prints the table
     python -m experiments.fleet --only 1,2 --seeds 42,43     some rows
+    python -m experiments.fleet --again                all kept runs anew, because the code changed
     python -m experiments.fleet --print                the table of experiments/records/fleet.jsonl
 
 "bound / best other" is what is left to win: the yardstick over the best of the other routers. Runs are the
@@ -13,8 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean
 from typing import Any
 
@@ -53,6 +56,23 @@ def measure(number: int, router: str, seed: int) -> dict[str, Any]:
         "imbalance": round(fleet["imbalance"], 3),
         "resent": fleet["resent"],
     }
+
+
+def measure_again(kept: dict[Key, dict[str, Any]]) -> dict[Key, dict[str, Any]]:
+    """The kept runs with the present code, in place of the old ones once all are done."""
+    found = {}
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        runs = zip(kept, pool.map(measure, *zip(*kept, strict=True)), strict=True)
+        for number, (key, record) in enumerate(runs, start=1):
+            found[key] = record
+            said = f"{number} of {len(kept)}: {record['title']}, {record['router']}, seed {record['seed']}"
+            print(
+                f"{said}: {record['mean_s']:.2f} s, was {kept[key]['mean_s']:.2f}",
+                file=sys.stderr,
+                flush=True,
+            )
+    KEPT.write_text("".join(json.dumps(each) + "\n" for each in found.values()), encoding="utf-8")
+    return found
 
 
 def read_kept() -> dict[Key, dict[str, Any]]:
@@ -146,9 +166,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="numbers of rows, from 0")
     parser.add_argument("--seeds", default="42")
+    parser.add_argument("--again", action="store_true", help="run all kept runs anew, two at a time")
     parser.add_argument("--print", action="store_true")
     given = parser.parse_args()
     kept = read_kept()
+    if given.again:
+        kept = measure_again(kept)
     numbers = range(len(ROWS)) if given.only is None else map(int, given.only.split(","))
     wanted = [
         (number, router, seed)

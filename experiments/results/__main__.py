@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from experiments.results.figure import draw_options
@@ -47,6 +48,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, help="processes; all cores unless told")
     parser.add_argument("--no-runs", action="store_true", help="only what has run already")
     parser.add_argument("--write", action="store_true", help="into docs/results.md and experiments/records")
+    parser.add_argument(
+        "--drop", action="store_true", help="write although kept records would go (say why in the commit)"
+    )
     parsed = parser.parse_args()
     if parsed.table == "screen":
         write_screen(PAGE)
@@ -84,7 +88,11 @@ def main() -> int:
             draw_options(rows, to_plain(runs), ROOT / "docs" / "figures" / "options.svg")
             section += "\n\n![Ratios to the defaults](figures/options.svg)"
         section += f"\n\nMade by `{command}`; the records are in `experiments/records/{parsed.table}.jsonl`."
-        write(parsed.table, rows, runs, section)
+        records = get_records(rows, runs)
+        lost = find_lost(RECORDS / path.name, records)
+        if lost and not parsed.drop:
+            parser.error(f"{len(lost)} kept records would go, such as {lost[0]}. Run them too, or say --drop")
+        write(parsed.table, records, section)
     return 0
 
 
@@ -110,19 +118,35 @@ def to_plain(runs: Runs) -> dict[tuple[str, str], list[dict[str, Any]]]:
     }
 
 
-def write(name: str, rows: Sequence[Row], runs: Runs, section: str) -> None:
+def get_records(rows: Sequence[Row], runs: Runs) -> list[dict[str, Any]]:
+    """The records of these rows in the order in which they are kept."""
+    titles = [row.title for row in rows]
+    return [
+        {key: value for key, value in by_seed[seed].items() if key != "cpu_s"}
+        for (title, _), by_seed in sorted(
+            ((key, by_seed) for key, by_seed in runs.items() if key[0] in titles),
+            key=lambda each: (titles.index(each[0][0]), each[0][1].policy, str(each[0][1].step)),
+        )
+        for seed in sorted(by_seed)
+    ]
+
+
+def find_lost(kept: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The kept runs that these records would not replace."""
+    there = {_name_run(record) for record in records}
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
+    return [name for name in (_name_run(json.loads(line)) for line in lines) if name not in there]
+
+
+def _name_run(record: Mapping[str, Any]) -> str:
+    return f"'{record['row']}', {record['policy']} @{record['step']}, seed {record['seed']}"
+
+
+def write(name: str, records: Sequence[Mapping[str, Any]], section: str) -> None:
+    """Put a table into the page, and its records beside it."""
     page = put_section(PAGE.read_text(encoding="utf-8"), name, section)
     PAGE.write_text(page, encoding="utf-8")
-    titles = [row.title for row in rows]
-    lines = []
-    for (title, setting), by_seed in sorted(
-        ((key, by_seed) for key, by_seed in runs.items() if key[0] in titles),
-        key=lambda each: (titles.index(each[0][0]), each[0][1].policy, str(each[0][1].step)),
-    ):
-        for seed in sorted(by_seed):
-            record = {key: value for key, value in by_seed[seed].items() if key != "cpu_s"}
-            assert (record["row"], record["policy"]) == (title, setting.policy)
-            lines.append(json.dumps(record) + "\n")
+    lines = [json.dumps(record) + "\n" for record in records]
     (RECORDS / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     write_screen(PAGE)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from experiments.results.__main__ import find_lost
 from experiments.results.rows import DEFAULTS, OPTIONS, TABLES, Row
 from experiments.results.tables import format_means, format_ratios, format_winners, put_section
 from tenuto.core.policy_loader import get_policy_names, load_policy
@@ -86,3 +89,12 @@ def test_a_section_takes_its_own_place() -> None:
     page = put_section(page, "b", "other")
     again = put_section(page, "a", r"second \1")
     assert again == page.replace("first", r"second \1")
+
+
+def test_writing_a_table_again_names_the_kept_runs_that_would_go(tmp_path: Path) -> None:
+    kept = [{"row": "a row", "policy": "stock", "step": None, "seed": seed} for seed in (42, 1)]
+    path = tmp_path / "table.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
+    assert find_lost(path, kept) == []
+    assert find_lost(path, [*kept[:1], {**kept[1], "step": 512}]) == ["'a row', stock @None, seed 1"]
+    assert find_lost(tmp_path / "new.jsonl", kept) == []
