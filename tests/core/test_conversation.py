@@ -43,6 +43,18 @@ def test_other_beginnings_have_other_names(messages: list[Any]) -> None:
     assert get_conversation_id({"messages": messages}) not in (NAME, None)
 
 
+def test_a_key_tells_conversations_apart_that_begin_alike_and_names_none_alone() -> None:
+    keys: list[dict[str, Any]] = [{"prompt_cache_key": "a"}, {"user": "a"}, {"safety_identifier": "a"}]
+    keys += [{"prompt_cache_key": "b"}, {"metadata": {"user_id": "a"}}]
+    names = [get_conversation_id({**key, "messages": [SYSTEM, TASK]}) for key in keys]
+    assert len({NAME, *names}) == 6
+    assert names == [get_conversation_id({**key, "messages": [SYSTEM, TASK, ANSWER]}) for key in keys]
+    other = {**TASK, "content": "Fix that."}
+    assert get_conversation_id({**keys[0], "messages": [SYSTEM, other]}) not in names
+    unusable: dict[str, Any] = {"prompt_cache_key": 3, "user": ["a"], "metadata": "a"}
+    assert get_conversation_id({**unusable, "messages": [SYSTEM, TASK]}) == NAME
+
+
 def test_the_other_protocols() -> None:
     calls = [{"type": "reasoning"}, {"type": "function_call", "name": "ls"}, {"type": "function_call_output"}]
     first = get_conversation_id({"instructions": "Be brief.", "input": "Fix it."})
@@ -84,6 +96,22 @@ def test_a_name_is_used_once_and_content_comes_first() -> None:
     table.lineage.remember(second.job_id, [*hashes, "c"], prompt, "t")
     assert table.find("3", later, 1.0) is second
     assert JobTable(10, 4, infers=False).find("1", Arrival(hints, 8), 0.0).job_id == "\tturn:1"
+
+
+def test_of_jobs_with_the_same_text_the_one_with_the_prompt_s_name_goes_on() -> None:
+    """Two attempts at one task, each with a key of its own, whose answers fill no block."""
+    table = JobTable(10, 4, infers=True)
+    prompt, hashes = list(range(10)), ["a", "b"]
+    arrivals = [Arrival(parse_hints({"tenuto_conversation": f"conv-{n}"}), 10, prompt, hashes) for n in "12"]
+    jobs = [table.find(str(number), arrival, 0.0) for number, arrival in enumerate(arrivals)]
+    for job, arrival in zip(jobs, arrivals, strict=True):
+        table.remember(job, arrival)
+    for _ in range(2):
+        for job, arrival in zip(jobs, arrivals, strict=True):
+            later = Arrival(arrival.hints, 16, [*prompt, *range(20, 26)], [*hashes, "c", "d"])
+            assert table.find("next", later, 1.0) is job
+    jobs[0].live_turn_ids["next"] = None
+    assert table.find("parallel", later, 1.0) is jobs[1]
 
 
 def test_a_retry_is_the_same_job_and_a_second_job_that_begins_alike_is_not() -> None:

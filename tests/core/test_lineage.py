@@ -165,6 +165,16 @@ def test_a_prompt_shorter_than_a_block_is_found_by_its_output() -> None:
     assert memory.recognise(TASK[:10] + RESULT) is None
 
 
+def test_jobs_with_the_same_text_take_turns() -> None:
+    """Attempts at one task: their answers fill no block, so the prompts that follow may be of any of them."""
+    memory = Memory()
+    for job_id in "abc":
+        memory.finish(job_id, SYSTEM + TASK, ANSWER[:3])
+    assert [memory.recognise(SYSTEM + TASK + ANSWER[:3] + RESULT) for _ in range(4)] == ["c", "b", "a", "c"]
+    memory.finish("c", SYSTEM + TASK + ANSWER[:3] + RESULT, ANSWER)
+    assert {memory.recognise(SYSTEM + TASK + ANSWER[:3] + RESULT) for _ in range(2)} == {"a", "b"}
+
+
 def test_a_turn_without_a_full_block_is_not_remembered() -> None:
     memory = Memory()
     memory.finish("job", [1, 2], [3])

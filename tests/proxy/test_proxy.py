@@ -322,7 +322,7 @@ def test_usage_is_asked_for_without_the_client_s_seeing_it(recording: Any, has_a
     ("body", "headers", "session"),
     [
         ({"messages": [{"role": "user", "content": "Mend it."}]}, {}, "conv-"),
-        ({"messages": [{"role": "user", "content": "x"}], "prompt_cache_key": "task-1"}, {}, "task-1"),
+        ({"messages": [{"role": "user", "content": "x"}], "prompt_cache_key": "app"}, {}, "conv-"),
         ({"messages": [{"role": "user", "content": "x"}]}, {"X-Session-ID": "own"}, "own"),
         ({"messages": [{"role": "user", "content": "x"}]}, {"x-litellm-session-id": "lite"}, "lite"),
         ({"prompt": "no conversation"}, {}, None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -83,6 +84,32 @@ def test_a_tool_call_in_the_answer_is_seen() -> None:
         }
         # An answer that ends by itself and calls no tool ends its job.
         assert hold(live, {"max_tokens": None}, {"x-session-id": "b"}) == {"a"}
+
+
+def test_agents_that_share_a_routing_key_keep_their_own_leases() -> None:
+    """Four agents of one application: one key, one system prompt, no id. Every turn hits its own lease."""
+    tools = [{"type": "function", "function": {"name": "bash"}}]
+    with serve("continuum-fixed", options={"ttl_s": 300}, speed=20) as live:
+
+        def run_agent(number: int) -> set[str]:
+            messages = [{"role": "system", "content": "You are an agent. " * 20}]
+            messages.append({"role": "user", "content": f"Task {number}."})
+            names = set()
+            for turn in range(6):
+                xargs = {"sim_tool": "bash", "sim_arguments": json.dumps({"command": f"ls {number}"})}
+                body = {"messages": messages, "tools": tools, "vllm_xargs": xargs, "max_tokens": 40}
+                response = live.post(PATH, {**body, "prompt_cache_key": "application", "user": "everybody"})
+                names.add(response.headers["X-Tenuto-Job"])
+                messages.append(response.json()["choices"][0]["message"])
+                messages.append({"role": "tool", "tool_call_id": "1", "content": f"{number} {turn} " * 10})
+            return names
+
+        with ThreadPoolExecutor(4) as threads:
+            names = list(threads.map(run_agent, range(4)))
+        live.wait_until(lambda: not live.engine.num_turns)
+        ended = live.engine.scheduler.driver.stats.num_leases_ended
+    assert {why.value: number for why, number in ended.items() if number}["hit"] == 20
+    assert [len(each) for each in names] == [1] * 4 and len(set.union(*names)) == 4
 
 
 def test_without_an_id_the_content_names_the_job() -> None:

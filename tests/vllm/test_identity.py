@@ -51,15 +51,26 @@ def test_the_first_source_names_the_job():
         ("body", {"job_id": "1"}),
         ("headers", {"x-dynamo-session-id": "2"}),
         ("headers", {"x-claude-code-session-id": "3"}),
-        ("body", {"prompt_cache_key": "4"}),
-        ("body", {"metadata": {"session_id": "5", "user_id": "user_x_session_6"}}),
-        ("body", {"metadata": {"user_id": "user_x_account__session_6"}}),
+        ("body", {"metadata": {"session_id": "4", "user_id": "user_x_session_5"}}),
+        ("body", {"metadata": {"user_id": "user_x_account__session_5"}}),
     ]
     for number in range(len(sources)):
         body, headers = dict(REQUEST), {}
         for place, fields in reversed(sources[number:]):
             (body if place == "body" else headers).update(fields)
         assert get_xargs(body, headers) == {"job_id": str(number + 1)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers"),
+    [
+        ({"prompt_cache_key": "k"}, {}),
+        ({"user": "k", "safety_identifier": "k", "metadata": {"user_id": "k"}}, {}),
+        ({}, {"x-session-affinity": "k", "x-smg-routing-key": "k"}),
+    ],
+)
+def test_a_key_that_many_jobs_share_names_none(fields, headers):
+    assert only_names_the_conversation({**REQUEST, **fields}, headers)
 
 
 @pytest.mark.parametrize("name", JOB_HEADERS[1:])

@@ -245,7 +245,7 @@ def test_jobs_that_overflow_the_cache_all_finish(server: LocalServer, folder: Pa
         ({"X-Session-ID": "J"}, {}),
         ({}, {"job_id": "J", "is_last_step": True}),
         ({}, {"vllm_xargs": {"job_id": "J"}}),
-        ({}, {"prompt_cache_key": "J"}),
+        ({}, {"metadata": {"session_id": "J"}}),
     ],
 )
 def test_every_endpoint_knows_its_job(
@@ -269,6 +269,42 @@ def test_every_endpoint_knows_its_job(
     )
     assert response.status_code == 200, response.text
     assert wait_for_event(folder, job, "finished")[:3] == ["arrived", "started", "finished"]
+
+
+def test_agents_that_share_a_routing_key_keep_their_own_leases(server: LocalServer) -> None:
+    """Four agents of one application: one key, one system prompt, no id. Every turn hits its own lease."""
+    system = {"role": "system", "content": "You are one of four agents. " * 12}
+
+    def count_hits() -> float:
+        page = parse_page(httpx.get(f"{server.url}/metrics").text, at_s=0.0)
+        return page.total("tenuto:leases_ended_total", reason="hit") or 0.0
+
+    async def run_agent(client: AsyncOpenAI, number: int) -> None:
+        messages: list[Any] = [system, {"role": "user", "content": make_text(f"task{number}", 12)}]
+        for turn in range(6):
+            answer = await client.chat.completions.create(
+                model="tiny",
+                messages=messages,
+                max_tokens=6,
+                user="everybody",
+                prompt_cache_key="application",
+                extra_headers={"x-session-affinity": "application"},
+                extra_body={"tool": "ls"},
+            )
+            messages += [
+                {"role": "assistant", "content": answer.choices[0].message.content or ""},
+                {"role": "user", "content": make_text(f"result{number}-{turn}", 4)},
+            ]
+
+    async def run_all() -> None:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            await asyncio.gather(*(run_agent(client, number) for number in range(4)))
+
+    wait_until_empty(server)
+    before = count_hits()
+    asyncio.run(run_all())
+    wait_until_empty(server)
+    assert count_hits() - before == 20
 
 
 def test_features_keep_working(server: LocalServer) -> None:

@@ -29,13 +29,15 @@ class JobTable:
 
     def find(self, turn_id: str, arrival: Arrival, now_s: float) -> JobState:
         """The job of a turn that arrived; a new job if neither an id nor the content names a job."""
-        job_id = arrival.hints.job_id
+        job_id, name = arrival.hints.job_id, arrival.hints.conversation
         if job_id is None and self._infers and arrival.hashes:
-            job_id = self.lineage.find(arrival.hashes, arrival.prompt, arrival.hints.tenant)
+            named = None if name is None else self.jobs.get(name)
+            preferred = name if named is not None and not named.live_turn_ids else None
+            job_id = self.lineage.find(arrival.hashes, arrival.prompt, arrival.hints.tenant, preferred)
             job_id = job_id or self._find_repeated(arrival)
-        if job_id is None and self._infers and arrival.hints.conversation not in self.jobs:
+        if job_id is None and self._infers and name not in self.jobs:
             # Another job may have begun with the same words; then this one has no name that is its own.
-            job_id = arrival.hints.conversation
+            job_id = name
         # Client ids are printable. An id with a tab is therefore never equal to a client's id.
         job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
         job = self.jobs.get(job_id)

@@ -3,7 +3,9 @@
 Most agent frameworks send the whole conversation with every request and name it nowhere. What comes before
 the model's first answer (instructions, the task) is the same in every request of a conversation. Its digest
 is the conversation's name. Finding it needs no memory, so every server process and every router finds the
-same name. Conversations that begin alike, such as several attempts at one task, share it.
+same name. Conversations that begin alike, such as several attempts at one task, share it, unless the client
+sends a key with each, such as `prompt_cache_key`. A key alone is no name: many applications send one for all
+their jobs.
 
 The name is weaker than what the engine knows: see `tenuto.core.job_table`. Requests are untrusted input, so
 nothing here raises.
@@ -40,6 +42,8 @@ def get_conversation_id(request: Mapping[str, Any]) -> str | None:
         # The Anthropic API has `system`, OpenAI's Responses API `instructions`, beside the messages.
         for part in (*_get_parts(request.get("system")), *_get_parts(request.get("instructions"))):
             digest.update(part)
+        for name, key in _get_keys(request):
+            digest.update(f"\0{name}\0{key}".encode(errors="replace"))
         num_messages = 0
         for message in messages[:MAX_HEAD_MESSAGES]:
             if not isinstance(message, dict) or not is_head(message):
@@ -61,6 +65,15 @@ def is_conversation_id(name: str) -> bool:
 def is_head(message: Mapping[str, Any]) -> bool:
     """Whether a message comes from the client, as all do before the model's first answer."""
     return message.get("role") not in _ANSWER_ROLES and message.get("type") in _HEAD_TYPES
+
+
+def _get_keys(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys for routing and billing: the same in all of a conversation, and maybe in many conversations."""
+    metadata = request.get("metadata")
+    named = {name: request.get(name) for name in ("prompt_cache_key", "safety_identifier", "user")}
+    if isinstance(metadata, dict):
+        named["user_id"] = metadata.get("user_id")
+    return ((name, key) for name, key in named.items() if isinstance(key, str) and key)
 
 
 def _get_parts(content: Any) -> Iterator[bytes]:

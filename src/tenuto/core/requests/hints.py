@@ -24,18 +24,18 @@ JOB_HEADERS = (
     "x-dynamo-session-id",  # NVIDIA Dynamo, https://docs.nvidia.com/dynamo/dev/agents/session-i-ds
     "x-claude-code-session-id",  # https://code.claude.com/docs/en/llm-gateway-protocol
     "x-opencode-session",  # sst/opencode, packages/opencode/src/session/llm/request.ts
-    "x-session-affinity",  # OpenCode, and Fireworks' routers
     "thread-id",  # openai/codex, codex-rs/codex-api/src/requests/headers.rs: one conversation
     "session-id",  # also Codex: the conversation and the conversations that it spawned
     "session_id",  # Codex before it renamed its headers
     "x-litellm-session-id",  # LiteLLM and agents built on it, such as OpenHands
     "x-openwebui-chat-id",  # Open WebUI, with ENABLE_FORWARD_USER_INFO_HEADERS
-    "x-smg-routing-key",  # SGLang's model gateway, for its sticky policies
     "x-conversation-id",
 )
 """Request headers that name a job; the first one found is used.
 
 `x-correlation-id` and `x-request-id` are not used, because most clients make a new one for each request.
+Keys for routers (`x-session-affinity`, `x-smg-routing-key`) are not used either: an application may send one
+for all its jobs.
 """
 
 SUBAGENT_HEADERS = {"x-claude-code-session-id": "x-claude-code-agent-id"}

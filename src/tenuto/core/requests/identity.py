@@ -6,13 +6,14 @@ The first of these that is found names the job:
    program of vllm-router's `agentic_context`
 2. vLLM's own session id: body `session_id`, header `X-Session-ID`, `session_id` in `vllm_xargs`
 3. the headers of `tenuto.core.requests.hints.JOB_HEADERS`
-4. `prompt_cache_key`: a field of OpenAI's API, which agents such as Codex send to any server
-5. `metadata`: `session_id`, or the session inside Claude Code's `user_id`
+4. `metadata`: `session_id`, or the session inside Claude Code's `user_id`
 
 A request that names no job gets the name of its conversation (`tenuto.core.requests.conversation`).
 
-`user` does not name a job, because one user runs many jobs. The other hints are read from `vllm_xargs`, then
-from the top level. Requests are untrusted input, so nothing here raises.
+Keys for routing and billing name no job, because many jobs share one: `prompt_cache_key` is often one for an
+application; `user`, `safety_identifier` and `metadata.user_id` are one for a person. They only tell
+conversations apart that begin alike. The other hints are read from `vllm_xargs`, then from the top level.
+Requests are untrusted input, so nothing here raises.
 """
 
 from __future__ import annotations
@@ -106,7 +107,6 @@ def _get_other_job_id(request: Mapping[str, Any]) -> str | None:
     metadata = metadata if isinstance(metadata, dict) else {}
     candidates = (
         request.get("session_id"),  # reached only if vLLM does not pass it on itself
-        request.get("prompt_cache_key"),
         metadata.get("session_id"),
         _get_claude_session(metadata.get("user_id")),
     )

@@ -43,7 +43,7 @@ class Lineage:
         self._max_jobs = max_jobs
         self._num_remembered = 0
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
-        self._jobs_by_key: dict[_Key, dict[str, None]] = {}
+        self._jobs_by_key: dict[_Key, OrderedDict[str, None]] = {}
         # Many jobs may share a mark (a system prompt), but a mark has at most 2 × block_size spans.
         self._spans_by_mark: dict[Hashable, dict[_Span, int]] = {}
 
@@ -76,7 +76,7 @@ class Lineage:
         self._num_remembered += 1
         turn = self._finished[job_id] = _Finished(self._num_remembered, keys)
         for key in turn.keys:
-            self._jobs_by_key.setdefault(key, {})[job_id] = None
+            self._jobs_by_key.setdefault(key, OrderedDict())[job_id] = None
             spans = self._spans_by_mark.setdefault(key[0], {})
             spans[key[1]] = spans.get(key[1], 0) + 1
         if len(self._finished) > self._max_jobs:
@@ -98,20 +98,34 @@ class Lineage:
                 del self._spans_by_mark[mark]
 
     def find(
-        self, hashes: Sequence[Hashable], prompt: Sequence[int], tenant: str | None = None
+        self,
+        hashes: Sequence[Hashable],
+        prompt: Sequence[int],
+        tenant: str | None = None,
+        preferred: str | None = None,
     ) -> str | None:
-        """The tenant's job that this prompt continues, or None. Of several jobs, the most recent one.
+        """The tenant's job that this prompt continues, or None.
 
-        A prompt continues a job if it extends the job's last finished turn. The cost is one dict look-up per
-        block of the prompt, from its end, in C; this is far cheaper than computing the block hashes.
+        A prompt continues a job if it extends the job's last finished turn. Of several such jobs it is the
+        preferred one, else the most recent one. Jobs whose turns had the same prompt and no full block of an
+        answer take turns, so that prompts which continue one of them each continue another one.
+
+        The cost is one dict look-up per block of the prompt, from its end, in C; this is far cheaper than
+        computing the block hashes.
         """
         spans_by_mark = self._spans_by_mark
         for mark in filter(spans_by_mark.__contains__, reversed(hashes)):
             spans = (each for each in spans_by_mark[mark] if each == _OUTPUT or len(prompt) > each[1])
             keys = [_get_key(mark, span, prompt, tenant) for span in spans]
-            found = [next(reversed(self._jobs_by_key[key])) for key in keys if key in self._jobs_by_key]
-            if found:
-                return max(found, key=lambda job_id: self._finished[job_id].number)
+            sets = [self._jobs_by_key[key] for key in keys if key in self._jobs_by_key]
+            if sets:
+                found = [
+                    preferred if preferred is not None and preferred in jobs else next(reversed(jobs))
+                    for jobs in sets
+                ]
+                job_id = max(found, key=lambda each: (each == preferred, self._finished[each].number))
+                sets[found.index(job_id)].move_to_end(job_id, last=False)
+                return job_id
         return None
 
     def find_repeated(
