@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,51 @@ def test_each_reason_is_counted_and_logged(
     assert refusals == {reason: 1}
     [record] = [each for each in records if each.get("event") == "lease-refused"]
     assert (record["job"], record["turn"], record["now_s"], record["reason"]) == ("j", "t", 5.0, reason)
+
+
+@pytest.mark.parametrize(
+    ("hints", "is_last", "is_supported", "reason"),
+    [
+        (Hints(job_id="j", is_last=True), None, True, "last-turn"),
+        (Hints(job_id="j", is_last=True), True, False, "unsupported"),
+        (Hints(), True, True, "no-tool-call"),
+        (Hints(job_id="j"), True, True, "no-tool-call"),
+        (Hints(job_id="j", is_last=False), True, True, None),
+        (Hints(job_id="j", tool="ls"), True, True, None),
+        (Hints(), None, True, None),
+    ],
+)
+def test_a_turn_that_counts_as_the_last_says_why(
+    hints: Hints, is_last: bool | None, is_supported: bool, reason: str | None
+) -> None:
+    engine = ToyEngine(Answering(Keep(9.0)), 20)
+    engine.arrive("t", 5.0, make_tokens(0, 18), [99], hints)
+    turn = engine.driver._turns["t"]
+    turn.arrival = dataclasses.replace(turn.arrival, is_supported=is_supported)
+    assert engine.start_first(5.0) == "t"
+    engine.finish("t", 5.0, is_last=is_last)
+    stats = engine.driver.stats
+    assert {why.value: n for why, n in stats.num_lease_refusals.items() if n} == (
+        {reason: 1} if reason else {}
+    )
+    assert stats.num_leases_granted == (reason is None)
+
+
+def test_a_job_that_its_client_ends_while_a_turn_runs_says_why() -> None:
+    engine = ToyEngine(Answering(Keep(9.0)), 20)
+    engine.arrive("t", 5.0, make_tokens(0, 18), [99], Hints(job_id="j", tool="ls"))
+    engine.start_first(5.0)
+    engine.driver.release("j", 5.0)
+    engine.finish("t", 5.0)
+    assert engine.driver.stats.num_lease_refusals[LeaseRefusal.LAST_TURN] == 1
+
+
+def test_a_policy_that_keeps_nothing_refuses_nothing() -> None:
+    engine = ToyEngine(Policy(), 20)
+    engine.arrive("t", 5.0, make_tokens(0, 18), [99], Hints(job_id="j", is_last=True))
+    engine.start_first(5.0)
+    engine.finish("t", 5.0)
+    assert not any(engine.driver.stats.num_lease_refusals.values())
 
 
 def test_a_lease_that_is_granted_is_no_refusal() -> None:

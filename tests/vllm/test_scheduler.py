@@ -216,8 +216,10 @@ def test_multimodal_and_streamed_in_requests_run_as_stock(clock: Clock) -> None:
     assert describe(request, trusts_clients=False).hints is OUTSIDE
     request.mm_features = []
     assert describe(request, trusts_clients=False).hints is not OUTSIDE
+    assert describe(request, trusts_clients=False).is_supported
     request.resumable = True
     assert describe(request, trusts_clients=False).hints is OUTSIDE
+    assert not describe(request, trusts_clients=False).is_supported
 
 
 # Metrics and trace.

@@ -145,7 +145,7 @@ class Driver(DriverParts):
         else:
             view = turn.get_finished_view(finish)
             self._tell("on_turn_finished", turn, now_s, view=view)
-            if self._asks_to_retain(turn, view):
+            if not view.is_last and self._can_retain(job):
                 self._ledger.apply(LeaseRefused(view, LeaseRefusal.ABORTED, now_s))
         if job.job_id not in self._jobs:
             return
@@ -287,18 +287,20 @@ class Driver(DriverParts):
         if self._step_chooser is not None:
             self._step_chooser.observe_turn(view)
         self._tell("on_turn_finished", turn, now_s, view=view)
+        if (view.is_last or job.is_released) and self._can_retain(job):
+            self._ledger.apply(LeaseRefused(view, turn.get_last_reason(), now_s))
         if job.is_released:
             return
         if view.is_last and not job.live_turn_ids:
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
             return
         self._jobs.remember(job, turn.arrival)
-        if self._asks_to_retain(turn, view):
+        if not view.is_last and self._can_retain(job):
             for event in self._retention.retain(turn, view, now_s):
                 self._ledger.apply(event)
 
-    def _asks_to_retain(self, turn: TurnState, view: Turn) -> bool:
-        return not view.is_last and not turn.job.runs_as_stock and self.policy.overrides("retain")
+    def _can_retain(self, job: JobState) -> bool:
+        return not job.runs_as_stock and self.policy.overrides("retain")
 
     def _leave(self, job: JobState, now_s: float) -> None:
         """A turn left. If its job has no other turns, the job is now idle.

@@ -9,7 +9,7 @@ from typing import Any
 
 from tenuto.core.requests.hints import Hints
 from tenuto.core.reuse import PrefixMarks
-from tenuto.core.types import Job, ToolCall, Turn
+from tenuto.core.types import Job, LeaseRefusal, ToolCall, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Arrival:
     """Chained hashes of the turn's full blocks. This is the engine's own list, so it grows with the output.
     Without hashes, the driver cannot tell what the prompt shares with its job's lease, and the lease ends."""
     priority: int = 0
+    is_supported: bool = True
+    """Whether the engine can keep the turn's KV."""
 
     def describe(self, last_marks: PrefixMarks | None) -> dict[str, Any]:
         """What a trace says of it beside its length, as far as there is something to say.
@@ -158,6 +160,13 @@ class TurnState:
             view = self._make_view(False, num_output_tokens, is_last, tool, is_aborted=is_aborted)
             self._finished = finish, view
         return self._finished[1]
+
+    def get_last_reason(self) -> LeaseRefusal:
+        """Why this turn counts as its job's last, if it does."""
+        if not self.arrival.is_supported:
+            return LeaseRefusal.UNSUPPORTED
+        is_said = self.arrival.hints.is_last or self.job.is_released
+        return LeaseRefusal.LAST_TURN if is_said else LeaseRefusal.NO_TOOL_CALL
 
     def _make_view(
         self,

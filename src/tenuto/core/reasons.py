@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from tenuto.core.types import LeaseEnd, LeaseRefusal, TakenBy
 
 REFUSALS: Mapping[LeaseRefusal, str] = {
+    LeaseRefusal.LAST_TURN: "its client said that the job ends with it",
+    LeaseRefusal.NO_TOOL_CALL: "its answer called no tool, and no hint said that the job goes on",
+    LeaseRefusal.UNSUPPORTED: "nothing is kept of requests with images, audio or a streamed prompt",
     LeaseRefusal.POLICY: "the policy wanted no lease",
     LeaseRefusal.NOT_EXPECTED_BACK: "such jobs rarely come back",
     LeaseRefusal.IDLE: "the job was silent for too long",

@@ -52,8 +52,14 @@ class LeaseEnd(Enum):
 
 
 class LeaseRefusal(Enum):
-    """Why a finished turn that is not its job's last got no lease."""
+    """Why a finished turn got no lease."""
 
+    LAST_TURN = "last-turn"
+    """The client said that the job ends with it."""
+    NO_TOOL_CALL = "no-tool-call"
+    """Its answer ended by itself without a tool call, and the client did not say that the job goes on."""
+    UNSUPPORTED = "unsupported"
+    """The engine keeps no KV of such requests: with images or audio, or whose prompt is streamed in."""
     POLICY = "policy-released"
     """The policy answered `Release` or `Offload` and gave no other reason."""
     NOT_EXPECTED_BACK = "not-expected-back"

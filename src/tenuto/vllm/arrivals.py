@@ -19,7 +19,7 @@ def describe(request: Any, *, trusts_clients: bool) -> Arrival:
     num_prompt_tokens = request.num_prompt_tokens
     plain = request.sampling_params is not None and request.prompt_token_ids is not None
     if not plain or request.has_encoder_inputs or request.resumable:
-        return Arrival(OUTSIDE, num_prompt_tokens, priority=request.priority)
+        return Arrival(OUTSIDE, num_prompt_tokens, priority=request.priority, is_supported=False)
     fields = request.sampling_params.extra_args
     fields = fields if trusts_clients else take_tenant(fields)
     hints = parse_hints(fields, getattr(request, "session_id", None))

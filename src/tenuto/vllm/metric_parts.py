@@ -102,7 +102,7 @@ class LeaseMetrics:
         )
         self._refused = make.counters(
             f"{prefix}lease_refusals",
-            f"Finished turns, not their job's last, that got no lease{note}, by reason.",
+            f"Finished turns that got no lease{note}, by reason.",
             "reason",
             [reason.value for reason in LeaseRefusal],
         )
