@@ -13,7 +13,8 @@ from tenuto.cli import main
 from tenuto.core.errors import ConfigError
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.plan import Plan, get_best, make_plans
-from tenuto.sim.sweep.plan_text import format_effects, format_plans
+from tenuto.sim.sweep.plan_text import format_effects, format_meaning, format_plans
+from tenuto.sim.sweep.point import Point
 from tenuto.sim.sweep.seeds import SeedRunner
 from tenuto.sim.sweep.sensitivity import try_changes
 from tenuto.sim.sweep.settling import COHORT, Settling
@@ -213,6 +214,7 @@ def test_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr()
     assert "Cheapest: 1 × L40S with policy stock, 0.90 $/hour" in output.out
     assert "a roofline model" in output.out
+    assert output.out.splitlines()[-1] == "In short: 1 × L40S is enough with stock."
 
 
 @pytest.mark.parametrize(
@@ -261,3 +263,30 @@ def test_a_simulated_answer_does_not_depend_on_the_window() -> None:
     assert len(set(found)) == 1
     assert found[0][0] is not None
     assert found[0][0] > 1
+
+
+def make_plan(gpu: str, policy: str, num: int | None, p95_s: float) -> Plan:
+    times = (p95_s,) * 20
+    run = Steady("steady", 1.0, 1.0, times, times, 100.0, 10.0, 900, 0, "tables")
+    return Plan(Setup(gpu=gpu, policy=policy), num, Point(num or 64, 4.0, (run,) * 3), None)
+
+
+@pytest.mark.parametrize(
+    ("stock", "words"),
+    [
+        ((3, 14.7), "2 × H100 with tenuto, 3 with stock; P95 job time 17.0 s against 14.7 s."),
+        (
+            (2, 34.0),
+            "The same number of GPUs, 2 × H100, with tenuto and stock; with tenuto the P95 job time halves "
+            "(17.0 s against 34.0 s).",
+        ),
+        ((2, 20.0), "with tenuto the P95 job time is 15 % shorter (17.0 s against 20.0 s)."),
+        ((None, 99.0), "2 × H100 with tenuto; with stock no number that was tried is enough."),
+    ],
+)
+def test_the_last_sentence_says_what_the_plans_mean(stock: tuple[int | None, float], words: str) -> None:
+    plans = [make_plan("H100", "stock", *stock), make_plan("H100", "tenuto", 2, 17.0)]
+    assert format_meaning(plans).endswith(words)
+    both = format_meaning([make_plan("L40S", "stock", 8, 30.0), *plans])
+    assert both.endswith(f"{words} 8 × L40S are enough with stock.")
+    assert format_meaning([make_plan("H100", "stock", None, 1.0)]) == ""

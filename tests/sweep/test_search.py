@@ -119,3 +119,77 @@ def test_several_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert plan(1) == plan(2)
     assert any("runs done; now " in text for text in said)
     assert all(math.isfinite(each.point.p95_s) for each in plan(1))
+
+
+def test_one_seed_is_enough_where_the_target_is_clearly_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    time_s = 6.0
+
+    def simulate(setup: Setup, load: LoadOptions, **others: object) -> Steady:
+        asked.append(load.seed)
+        return make_run(time_s)
+
+    monkeypatch.setattr("tenuto.sim.sweep.seeds.simulate_until_steady", simulate)
+    target = Target(p95_s=10.0)  # 60 % of it are 6 s
+    with SeedRunner((1, 2, 3), workers=1, max_jobs=900, say=lambda words: None, target=target) as measure:
+        assert len(measure.probe(L40S, LoadOptions(jps=1.0), 300)) == 1
+        assert len(measure.judge(L40S, LoadOptions(jps=1.0), 300)) == 3
+        assert asked == [1, 2, 3]
+        time_s = 6.1
+        assert len(measure.probe(L40S, LoadOptions(jps=2.0), 300)) == 3
+
+
+def test_an_answer_of_one_seed_is_judged_with_all() -> None:
+    """The probe finds two machines enough; with every seed it takes three."""
+
+    def probe(setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+        return [make_run(1.0 if load.jps == 2.0 else 4.0 / 3)] if load.jps != 4.0 else [make_run(99, "late")]
+
+    def measure(setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+        assert load.jps is not None
+        return [make_run(12.0 if load.jps > 1.5 else 2.0)] * 3
+
+    found = find_fewest(L40S, LoadOptions(jps=4.0), Target(p95_s=10.0), measure, 64, probe=probe)
+    assert (found.num_machines, found.point.p95_s) == (3, 2.0)
+    assert found.fewer is not None and found.fewer.p95_s == 12.0
+
+
+@pytest.mark.parametrize(
+    ("finished_jps", "time_s", "num_jobs"),
+    [
+        (2.6, 5.0, {300}),  # 2 of 2.6 jobs a second, and half of the target
+        (2.4, 5.0, {300, 600}),  # more than 0.8 of what one finishes
+        (2.6, 7.0, {300, 600}),  # not clearly kept
+    ],
+)
+def test_machines_near_their_capacity_get_more_jobs(
+    finished_jps: float, time_s: float, num_jobs: set[int]
+) -> None:
+    asked = set()
+
+    def measure(setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+        assert load.jps is not None
+        if load.jps > 2:
+            times = (60.0,) * 20
+            return [Steady("overloaded", load.jps, finished_jps, times, times, 9.0, 1.0, 400, 0, "roofline")]
+        asked.add(min_jobs)
+        return [make_run(time_s)] * 3
+
+    found = find_fewest(L40S, LoadOptions(jps=4.0), Target(p95_s=10.0), measure, 64)
+    assert found.num_machines == 2
+    assert asked == num_jobs
+
+
+def test_the_time_left_is_that_of_the_points_that_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("tenuto.sim.sweep.seeds.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("tenuto.sim.sweep.seeds.simulate_until_steady", lambda *args, **words: make_run(1.0))
+    with SeedRunner((1,), workers=1, max_jobs=900, say=lambda words: None) as measure:
+        measure.expect(0, 3)
+        measure.expect(1, 4)
+        assert measure.get_left_s() is None
+        measure(L40S, LoadOptions(jps=1.0), 300)
+        measure(L40S, LoadOptions(jps=2.0), 300)
+        now_s = 110.0  # 5 s for each of two points
+        measure.expect(0, 0)
+        assert measure.get_left_s() == pytest.approx(20.0)

@@ -20,9 +20,9 @@ from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import check_cells, make_cells
 from tenuto.sim.sweep.plan import Plan, drop_too_small, get_best, make_plans
-from tenuto.sim.sweep.plan_text import format_effects, format_plans, name_gpu, name_policy
+from tenuto.sim.sweep.plan_text import format_effects, format_meaning, format_plans, name_gpu, name_policy
 from tenuto.sim.sweep.seeds import SeedRunner
-from tenuto.sim.sweep.sensitivity import Effect, try_changes
+from tenuto.sim.sweep.sensitivity import NUM_CHANGES, Effect, try_changes
 from tenuto.sim.sweep.target import Target
 from tenuto.workload.load_options import LoadOptions
 
@@ -52,6 +52,10 @@ With --servers, only these machines are judged, and no others are tried.
 
 Exit status: 0 if some number of GPUs suffices, 1 if none does.
 """
+
+
+_CHANGES = -1
+"""Who measures what the plan depends on; the setups are numbered from 0."""
 
 
 def _read_prices(texts: Iterable[str]) -> dict[str, float]:
@@ -122,16 +126,22 @@ def run(given: Given) -> int:
     say_notes([*left_out, *check_cells(make_cells(setups, [load]))])
     progress = Progress()
     workers = options.workers or len(os.sched_getaffinity(0))
-    plans, effects = [], []
-    with SeedRunner(
+    plans: list[Plan] = []
+    effects: list[Effect] = []
+    runner = SeedRunner(
         seeds, workers=workers, max_jobs=options.max_sim_jobs, say=progress.tell, target=target
-    ) as measure:
+    )
+    with progress.cleared(), runner as measure:
+        num_changes = 0 if options.no_sensitivity else NUM_CHANGES
+        measure.expect(_CHANGES, num_changes)
         found = make_plans(
             setups,
             load,
             target,
             measure,
+            judge=measure.judge,
             probe=measure.probe,
+            expect=measure.expect,
             max_machines=None if given.has("servers") else options.max_machines,
             prices=options.prices,
             num_at_once=workers,
@@ -143,10 +153,12 @@ def run(given: Given) -> int:
             plans.append(plan)
         best = get_best(plans)
         if best is not None and not options.no_sensitivity:
-            for effect in try_changes(best, load, target, measure.probe, num_at_once=workers):
+            for effect in try_changes(
+                best, load, target, measure.judge, probe=measure.probe, num_at_once=workers
+            ):
                 progress.say(f"{effect.name}: {effect.point}")
                 effects.append(effect)
-    progress.clear()
+                measure.expect(_CHANGES, num_changes - len(effects))
     _print(options, plans, effects, target)
     return 0 if best else 1
 
@@ -180,12 +192,15 @@ def _print(options: PlanOptions, plans: list[Plan], effects: list[Effect], targe
             "plans": [plan.to_json() for plan in plans],
             "best": None if best is None else best.to_json(),
             "sensitivity": [effect.to_json() for effect in effects],
+            "in_short": format_meaning(plans),
         }
         print(json.dumps(whole))
         return
     print(format_plans(plans, target))
     if best is not None and effects:
         print("\n" + format_effects(effects, best))
+    if best is not None:
+        print("\n" + format_meaning(plans))
 
 
 COMMAND = Command(

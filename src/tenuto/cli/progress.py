@@ -55,6 +55,14 @@ class Progress:
             thread.join()
             self.clear()
 
+    @contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Remove the line when the context ends, also after an error or Ctrl-C."""
+        try:
+            yield
+        finally:
+            self.clear()
+
     def say(self, text: str) -> None:
         """Print a line that stays."""
         self.clear()

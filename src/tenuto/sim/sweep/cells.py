@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tenuto.sim.fleet.summary import name_gpus
 from tenuto.sim.machine import build
 from tenuto.sim.run import NO_EXTRAS, Extras, run
 from tenuto.sim.setup import Setup
+from tenuto.sim.sweep.at_once import open_processes
 from tenuto.workload.load_options import LoadOptions, make_workload
 
 RESULTS = "results.jsonl"
@@ -150,13 +150,10 @@ def run_here(cells: list[Cell], workers: int | None) -> Iterator[tuple[Cell, Rec
         return
     # The longest runs first, so that no core waits for one at the end.
     cells = sorted(cells, key=lambda cell: -(cell.load.jps or 0))
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    try:
+    with open_processes(workers) as pool:
         futures = {pool.submit(run_cell, cell): cell for cell in cells}
         for future in as_completed(futures):
             yield futures[future], future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _run_on_ray(cells: list[Cell], address: str) -> Iterator[tuple[Cell, Record]]:

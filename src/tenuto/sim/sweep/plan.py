@@ -8,8 +8,9 @@ steady. A machine that is overloaded has no P95: the longer it runs, the longer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tenuto.core.errors import ConfigError
@@ -18,7 +19,7 @@ from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.at_once import each_at_once
 from tenuto.sim.sweep.point import QUICK, Measure, Point, measure_jobs
-from tenuto.sim.sweep.search import find_fewest
+from tenuto.sim.sweep.search import FIRST_GUESS, find_fewest
 from tenuto.sim.sweep.target import Target
 from tenuto.workload.load_options import LoadOptions
 
@@ -64,14 +65,17 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
     target: Target,
     measure: Measure,
     *,
+    judge: Measure | None = None,
     probe: Measure | None = None,
+    expect: Callable[[int, int], None] = lambda who, num_points: None,
     max_machines: int | None = 64,
     prices: Mapping[str, float] | None = None,
     num_at_once: int = 1,
 ) -> Iterator[Plan]:
     """The fewest machines for each setup. `prices`: US dollars per GPU and hour. Raises ConfigError.
 
-    `probe`: measures while searching, and may stop once a target is surely missed; `measure` unless given.
+    `judge`: measures while searching, and may stop once a target is surely missed; `measure` unless given.
+    `probe`: as in `find_fewest`. `expect`: told of each setup, by its place, how many points it still takes.
     `max_machines`: None to judge only the servers of each setup's fleet, and try no other number.
     `num_at_once`: setups that are searched for at the same time, in threads.
     """
@@ -80,18 +84,30 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
     if max_machines is not None and max_machines < 1:
         raise ConfigError("--max-machines must be positive")
 
-    def make(setup: Setup) -> Plan:
+    def make(place: int) -> Plan:
+        setup = setups[place]
         if max_machines is None:
             plan = _judge_servers(setup, load, target, measure)
+            expect(place, 0)
         else:
-            found = find_fewest(setup, load, target, probe or measure, max_machines)
+            found = find_fewest(
+                setup,
+                load,
+                target,
+                judge or measure,
+                max_machines,
+                probe=probe,
+                expect=partial(expect, place),
+            )
             plan = Plan(setup, found.num_machines, found.point, found.fewer)
-            if found.num_machines is None and probe is not None:
+            if found.num_machines is None and judge is not None:
                 # It is said how many jobs they finish in the end.
                 plan = replace(plan, point=measure_jobs(setup, load, max_machines, measure, QUICK))
         return replace(plan, usd_per_hour=_get_price(plan, prices or {}))
 
-    yield from each_at_once(make, setups, num_at_once)
+    for place in range(len(setups)):
+        expect(place, 1 if max_machines is None else FIRST_GUESS)
+    yield from each_at_once(make, range(len(setups)), num_at_once)
 
 
 def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:

@@ -55,6 +55,52 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
     return "\n".join(lines)
 
 
+def format_meaning(plans: Sequence[Plan]) -> str:
+    """What the plans mean, in a sentence for each kind of machine; the best plan's kind first."""
+    best = get_best(plans)
+    if best is None:
+        return ""
+    kinds: dict[tuple[str, str | None], list[Plan]] = {_get_kind(best): []}
+    for plan in plans:
+        kinds.setdefault(_get_kind(plan), []).append(plan)
+    sentences = [_describe_kind(each) for each in kinds.values()]
+    return f"In short: {' '.join(sentence for sentence in sentences if sentence)}"
+
+
+def _get_kind(plan: Plan) -> tuple[str, str | None]:
+    return name_gpu(plan), plan.setup.fleet.router if plan.setup.fleet is not None else None
+
+
+def _describe_kind(plans: Sequence[Plan]) -> str:
+    """The best policy on one kind of machine against stock; against the next best if it is stock."""
+    best = get_best(plans)
+    if best is None:
+        return f"No number of {name_gpu(plans[0])} that was tried is enough."
+    others = [plan for plan in plans if plan is not best]
+    other = next((plan for plan in others if plan.setup.policy == "stock"), get_best(others))
+    policy, gpus = name_policy(best), _name_gpus(best)
+    if other is None:
+        return f"{gpus} {'is' if best.num_gpus == 1 else 'are'} enough with {policy}."
+    if other.num_gpus is None:
+        return f"{gpus} with {policy}; with {name_policy(other)} no number that was tried is enough."
+    p95s = f"{format_s(best.point.p95_s)} against {format_s(other.point.p95_s)}"
+    if best.num_gpus != other.num_gpus:
+        return f"{gpus} with {policy}, {other.num_gpus} with {name_policy(other)}; P95 job time {p95s}."
+    return (
+        f"The same number of GPUs, {gpus}, with {policy} and {name_policy(other)}; with {policy} the P95 job "
+        f"time {_describe_ratio(best.point.p95_s / other.point.p95_s)} ({p95s})."
+    )
+
+
+def _describe_ratio(ratio: float) -> str:
+    if 0.45 <= ratio <= 0.55:
+        return "halves"
+    percent = abs(round(100 * (ratio - 1)))
+    if percent < 5:
+        return "hardly changes"
+    return f"is {percent} % {'shorter' if ratio < 1 else 'longer'}"
+
+
 def name_gpu(plan: Plan) -> str:
     """The kind of GPU, or the kinds if several were given."""
     kinds = set(plan.setup.fleet.servers) if plan.setup.fleet is not None else {""}

@@ -22,6 +22,9 @@ NEAR, TOLERANCE, NUM_ERRORS = 0.15, 0.05, 3
 of the seeds' mean (Student's t for three seeds: one chance in twenty), and that error is above the
 tolerance."""
 
+CLEAR = 0.6
+"""A target is clearly kept if the P95 takes up so much of it at most."""
+
 Measure = Callable[[Setup, LoadOptions, int], Sequence[Steady]]
 """Simulates one machine with each seed, with so many jobs at least. One that is not steady ends the rest."""
 
@@ -66,7 +69,8 @@ class Point:
             return f"too slow: {rates}"
         if self.verdict == "unsettled":
             return f"not steady after {max(run.num_jobs for run in self.runs)} jobs: {rates}"
-        return f"P95 {format_s(self.p95_s)}, TTFT P95 {format_s(self.p95_ttft_s)}"
+        one_seed = " (one seed)" if len(self.runs) == 1 else ""
+        return f"P95 {format_s(self.p95_s)}, TTFT P95 {format_s(self.p95_ttft_s)}{one_seed}"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values. Times are null unless the machines are steady."""
@@ -113,6 +117,11 @@ def measure_jobs(
         return Point(num_machines, load.jps, tuple(measure(replace(setup, fleet=fleet), load, min_jobs)))
     share = replace(load, jps=load.jps / num_machines)
     return Point(num_machines, load.jps, tuple(measure(setup, share, min_jobs)))
+
+
+def is_clear(run: Steady | Point, target: Target) -> bool:
+    """Whether steady machines keep a target so well that more jobs or seeds would hardly change it."""
+    return run.verdict == "steady" and target.get_use(run) <= CLEAR * (1 - target.margin)
 
 
 def _is_doubtful(point: Point, target: Target) -> bool:

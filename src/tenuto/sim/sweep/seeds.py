@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 from tenuto.sim.setup import Setup
+from tenuto.sim.sweep.at_once import open_processes
+from tenuto.sim.sweep.point import is_clear
 from tenuto.sim.sweep.steady import Steady, Tell, simulate_until_steady
 from tenuto.sim.sweep.target import Target
 from tenuto.workload.load_options import LoadOptions
@@ -43,29 +46,58 @@ class SeedRunner:
         self._num_done = 0
         self._known: dict[tuple[str, str], Steady] = {}
         """Steady runs of each setup and load."""
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(workers, mp_context=context) if workers > 1 else None
+        self._started_s = time.monotonic()
+        self._num_begun, self._num_measured = 0, 0
+        self._num_left: dict[int, int] = {}
+        """Points that are still to be measured, by who said so."""
+        self._workers = workers
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        """Nothing to open: processes start with the first run."""
+        """Start the processes."""
+        self._pool = self._stack.enter_context(open_processes(self._workers)) if self._workers > 1 else None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the processes."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        """End the processes; at once after an error."""
+        self._stack.__exit__(kind, error, trace)
+
+    def expect(self, who: int, num_points: int) -> None:
+        """So many points are still to be measured for somebody."""
+        self._num_left[who] = num_points
+
+    def get_left_s(self) -> float | None:
+        """About how many seconds the points take that are expected; None before the first is measured."""
+        if not self._num_measured:
+            return None
+        # Those that are being measured are half done in the mean.
+        spent_s = (time.monotonic() - self._started_s) / ((self._num_begun + self._num_measured) / 2)
+        return spent_s * sum(self._num_left.values())
 
     def __call__(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
         """A run for each seed; only the first that is not steady, if one is not."""
-        return self._measure(setup, load, min_jobs, None)
+        return self._measure(setup, load, min_jobs, None, lambda run: False)
+
+    def judge(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+        """The same, but a run ends once the target is surely missed: it is "late"."""
+        return self._measure(setup, load, min_jobs, self._target, lambda run: False)
 
     def probe(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
-        """The same, but a run ends once the target is surely missed: it is "late"."""
-        return self._measure(setup, load, min_jobs, self._target)
+        """The same, but only the first seed's run if that keeps the target clearly."""
+        target = self._target
+        assert target is not None
+        return self._measure(setup, load, min_jobs, target, lambda run: is_clear(run, target))
 
-    def _measure(self, setup: Setup, load: LoadOptions, min_jobs: int, target: Target | None) -> list[Steady]:
+    def _measure(
+        self,
+        setup: Setup,
+        load: LoadOptions,
+        min_jobs: int,
+        target: Target | None,
+        is_enough: Callable[[Steady], bool],
+    ) -> list[Steady]:
         min_jobs = min(min_jobs, self._max_jobs)
         simulate = partial(
             simulate_until_steady, setup, min_jobs=min_jobs, max_jobs=self._max_jobs, target=target
@@ -77,13 +109,17 @@ class SeedRunner:
         new = [load for load, run in zip(loads, known, strict=True) if run is None]
         names = [f"{setup.gpu} {setup.policy} at {load.jps:.3g} jobs/s, seed {load.seed}" for load in new]
         simulated = (self._run_here if self._pool is None else self._run_apart)(simulate, new, names)
-        runs = []
+        runs: list[Steady] = []
+        self._num_begun += 1
         for load, old in zip(loads, known, strict=True):
             run = next(simulated) if old is None else old
+            runs = [*runs, run] if run.verdict == "steady" else [run]
             if run.verdict != "steady":
-                return [run]
+                break
             self._known[repr(setup), repr(load)] = run
-            runs.append(run)
+            if len(runs) == 1 and is_enough(run):
+                break
+        self._num_measured += 1
         return runs
 
     def _run_here(
@@ -94,7 +130,8 @@ class SeedRunner:
 
     def _make_tell(self, name: str) -> Tell:
         def tell(now_s: float, num_jobs: int, backlog: int) -> None:
-            self._say(lambda: f"{name}: {now_s:.0f} s simulated, {num_jobs} jobs came, {backlog} are there")
+            jobs = f"{num_jobs} jobs came, {backlog} are there"
+            self._say(lambda: f"{self._describe_left()}{name}: {now_s:.0f} s simulated, {jobs}")
 
         return tell
 
@@ -120,7 +157,11 @@ class SeedRunner:
 
     def _describe(self) -> str:
         running = [name for future, name in list(self._names.items()) if future.running()]
-        return f"{self._num_done} runs done; now {'; '.join(running)}"
+        return f"{self._describe_left()}{self._num_done} runs done; now {'; '.join(running)}"
+
+    def _describe_left(self) -> str:
+        left_s = self.get_left_s()
+        return "" if left_s is None else f"about {int(left_s) // 60}:{int(left_s) % 60:02} left; "
 
 
 def _try_get(future: Future[Steady]) -> Steady | None:

@@ -10,9 +10,11 @@ from tenuto.core.errors import ConfigError
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.at_once import each_at_once
 from tenuto.sim.sweep.plan import Plan
-from tenuto.sim.sweep.point import Measure, Point, measure_jobs
+from tenuto.sim.sweep.point import QUICK, Measure, Point, measure_jobs
 from tenuto.sim.sweep.target import Target
 from tenuto.workload.load_options import LoadOptions
+
+NUM_CHANGES = 5
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Change:
     name: str
     setup: Setup
     load: LoadOptions
+    is_lighter: bool = False
+    """The machines have less to do than in the plan, which they are known to do."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,22 @@ def make_changes(setup: Setup, load: LoadOptions) -> Iterator[Change]:
     yield Change("turns of a job +20 %", setup, replace(load, scale_turns=1.2 * load.scale_turns))
     yield Change("lengths of texts +20 %", setup, replace(load, scale_lengths=1.2 * load.scale_lengths))
     for name, factor in (("steps 10 % slower", 1.1), ("steps 10 % faster", 0.9)):
-        yield Change(name, replace(setup, step_cost_factor=factor * setup.step_cost_factor), load)
+        changed = replace(setup, step_cost_factor=factor * setup.step_cost_factor)
+        yield Change(name, changed, load, is_lighter=factor < 1)
 
 
 def try_changes(
-    plan: Plan, load: LoadOptions, target: Target, measure: Measure, *, num_at_once: int = 1
+    plan: Plan,
+    load: LoadOptions,
+    target: Target,
+    measure: Measure,
+    *,
+    probe: Measure | None = None,
+    num_at_once: int = 1,
 ) -> Iterator[Effect]:
     """Each change's effect on a plan that meets its target, for the changes that the load can have.
 
+    `probe`: measures what is lighter than the plan; it may take one seed where that is clear.
     `num_at_once`: changes that are tried at the same time, in threads.
     """
     plain = replace(target, margin=0.0)
@@ -60,6 +72,9 @@ def try_changes(
     def measure_change(change: Change) -> Point | None:
         assert plan.num_machines is not None
         try:
+            if change.is_lighter:
+                return measure_jobs(change.setup, change.load, plan.num_machines, probe or measure, QUICK)
+            # Near its capacity a machine looks steady for a while.
             return measure_jobs(change.setup, change.load, plan.num_machines, measure)
         except ConfigError:
             return None  # turns that wait for other jobs cannot be multiplied

@@ -99,7 +99,8 @@ def simulate_until_steady(
     """
     alone_s = _get_time_alone_s(setup, load)
     # Most machines settle early, and making jobs takes time: the run with all jobs is for those that do not.
-    for most in dict.fromkeys((min(FEW * min_jobs, max_jobs), max_jobs)):
+    few = FEW * min_jobs if FEW * min_jobs * STRETCH < max_jobs else max_jobs
+    for most in dict.fromkeys((few, max_jobs)):
         steady = _simulate(setup, load, alone_s, min_jobs, most, target, tell)
         if steady.verdict != "unsettled":
             break

@@ -1,0 +1,51 @@
+"""Ctrl-C: a terminal sends it to every process of the command. Nothing is said of it, and nothing stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tenuto.sim.sweep.cells import RESULTS, read_results
+
+LOAD = ("--gpu", "L40S", "--step-cost", "roofline", "--workload", "ab8")
+LONG = {
+    "plan": (*LOAD, "--jps", "8", "--p95", "60", "--workers", "2"),
+    "compare": (*LOAD, "--policies", "stock,tenuto", "--jps", "0.1,4", "--window", "300", "--workers", "2"),
+    "simulate": (*LOAD, "--jps", "4", "--window", "600"),
+}
+
+
+@pytest.mark.parametrize("command", LONG)
+def test_an_interrupted_command_ends_at_once_and_says_nothing(command: str, tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "tenuto.cli", command, *LONG[command]]
+    if command == "compare":
+        line += ["--out", str(tmp_path)]
+    running = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert running.stderr is not None
+    # Its first sign of life; of compare, the first run that is done.
+    said = next(each for each in running.stderr if command != "compare" or " left: " in each)
+    os.killpg(running.pid, signal.SIGINT)
+    output, rest = running.communicate()
+    assert running.returncode == 130, said + rest
+    assert output == ""
+    assert all(each.startswith("[") or "left" in each for each in rest.splitlines()), rest
+    assert _find_processes(running.pid) == []
+    if command == "compare":
+        assert len(read_results(tmp_path)) >= 1
+        assert (tmp_path / RESULTS).read_text().endswith("\n")
+
+
+def _find_processes(group: int) -> list[str]:
+    """The command lines of a group's processes that have not ended."""
+    listed = subprocess.run(
+        ["ps", "-e", "-o", "pgid=,stat=,args="], capture_output=True, text=True, check=True
+    )
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
+    return [row[2] for row in rows if int(row[0]) == group and not row[1].startswith("Z")]
