@@ -145,7 +145,7 @@ def read_workload(data: bytes) -> None:
     _read_all(path, (load_workload,))
 
 
-CHUNK_KEY = bytes(range(20))
+CHUNK_KEY, CHUNK_ORIGIN = bytes(range(20)), bytes(range(16))
 
 
 def read_tier_file(data: bytes) -> None:
@@ -153,11 +153,11 @@ def read_tier_file(data: bytes) -> None:
     try_read_name(data[:60].decode(errors="replace"))
     chunk = bytearray(max(0, len(data) - HEADER.size))
     try:
-        read_chunk(_write(data, "chunk.kv"), CHUNK_KEY, memoryview(chunk))
+        read_chunk(_write(data, "chunk.kv"), CHUNK_KEY, memoryview(chunk), CHUNK_ORIGIN)
     except DamagedError as error:
         str(error).encode()
         return
     again = _get_folder() / "again.kv"
-    write_chunk(again, CHUNK_KEY, memoryview(chunk))
+    write_chunk(again, CHUNK_KEY, memoryview(chunk), CHUNK_ORIGIN)
     if again.read_bytes() != data:
         raise Wrong("a file was taken for whole that nobody wrote so")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,9 +15,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.kv_offload.base import ReqContext
+
 import tenuto.vllm.tiers.disk as disk
-from tenuto.vllm.compat_offload import LookupResult
+from tenuto.core.errors import ConfigError
+from tenuto.vllm.compat_offload import Adapter, LookupResult
 from tenuto.vllm.tiers.chunk_file import HEADER, DamagedError, read_chunk, write_chunk
+from tenuto.vllm.tiers.config import Tiers
 from tenuto.vllm.tiers.copies import Copies, Job, Part, get_rows, make_part, read_rows
 from tenuto.vllm.tiers.disk import DiskTier
 
@@ -132,13 +138,43 @@ def view() -> memoryview:
     return memoryview(np.arange(4 * SIZE, dtype=np.int8).reshape(4, SIZE))
 
 
-def make_tier(folder: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch, **more: Any) -> DiskTier:
-    monkeypatch.setattr(disk, "get_layout_name", lambda spec, size: f"layout_{size}")
-    return DiskTier(None, view, "disk", str(folder), **more)
+ORIGIN, OTHER_ORIGIN = "1" * 32, "2" * 32
 
 
-def make_transfer(keys: list[bytes], chunks: list[int], *, is_promotion: bool) -> Any:
-    return SimpleNamespace(job_id=len(keys), keys=keys, chunk_ids=np.array(chunks), is_promotion=is_promotion)
+def make_tier(folder: Path, view: memoryview, *, origin: str | None = ORIGIN, **more: Any) -> DiskTier:
+    """An open disk of the model "m"."""
+    tier = DiskTier(None, view, "disk", str(folder), **more)
+    tier.open("m", 0, origin)
+    return tier
+
+
+def make_transfer(keys: list[bytes], chunks: list[int], *, is_promotion: bool, adapter: Any = None) -> Any:
+    context = ReqContext("r")
+    if adapter is not None:
+        context.set_state(adapter)
+    return SimpleNamespace(
+        job_id=len(keys),
+        keys=keys,
+        chunk_ids=np.array(chunks),
+        is_promotion=is_promotion,
+        req_context=context,
+    )
+
+
+def store(tier: DiskTier, *keys: bytes, adapter: Any = None) -> list[bool]:
+    """Whether each job that is done was whole."""
+    tier.submit_store(make_transfer(list(keys), [1] * len(keys), is_promotion=False, adapter=adapter))
+    return [each.success for each in finish(tier)]
+
+
+def finish_removals(tier: DiskTier) -> None:
+    """Shut down when all is removed that is to be removed; by itself it leaves the rest to the next start."""
+    tier._pool.shutdown()
+    tier.shutdown()
+
+
+def has(tier: DiskTier, key: bytes) -> bool:
+    return tier.lookup(key, None) is LookupResult.HIT
 
 
 def finish(tier: DiskTier) -> list[Any]:
@@ -146,15 +182,15 @@ def finish(tier: DiskTier) -> list[Any]:
     return list(tier.get_finished_jobs())
 
 
-def test_chunks_survive_a_restart(tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = make_tier(tmp_path, view, monkeypatch)
+def test_chunks_survive_a_restart(tmp_path: Path, view: memoryview) -> None:
+    tier = make_tier(tmp_path, view)
     tier.submit_store(make_transfer([b"a", b"b"], [1, 2], is_promotion=False))
     assert [each.success for each in finish(tier)] == [True]
-    (tier.get_path(b"a").parent / "x.kv.1.part").write_bytes(b"unfinished")
+    (tier.get_path(b"a").parent / "ab.kv.1.part").write_bytes(b"unfinished")
     (tier.get_path(b"a").parent / "notes.kv").write_bytes(b"somebody else's")
     tier.shutdown()
     other = memoryview(np.zeros((4, SIZE), np.int8))
-    tier = make_tier(tmp_path, other, monkeypatch)
+    tier = make_tier(tmp_path, other)
     assert tier.lookup(b"a", None) is LookupResult.HIT
     assert tier.lookup(b"c", None) is LookupResult.MISS
     tier.submit_load(make_transfer([b"a", b"b"], [3, 0], is_promotion=True))
@@ -165,10 +201,8 @@ def test_chunks_survive_a_restart(tmp_path: Path, view: memoryview, monkeypatch:
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "empty", "swap", "gone"])
-def test_a_damaged_file_is_found(
-    harm: str, tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = make_tier(tmp_path, view, monkeypatch)
+def test_a_damaged_file_is_found(harm: str, tmp_path: Path, view: memoryview) -> None:
+    tier = make_tier(tmp_path, view)
     tier.submit_store(make_transfer([b"a", b"b"], [1, 2], is_promotion=False))
     finish(tier)
     path = tier.get_path(b"b")
@@ -188,11 +222,9 @@ def test_a_damaged_file_is_found(
     tier.shutdown()
 
 
-def test_the_folder_does_not_grow_beyond_its_limit(
-    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_does_not_grow_beyond_its_limit(tmp_path: Path, view: memoryview) -> None:
     limit = 2 * (HEADER.size + SIZE)
-    tier = make_tier(tmp_path, view, monkeypatch, max_bytes=limit)
+    tier = make_tier(tmp_path, view, max_bytes=limit)
     for key in (b"a", b"b"):
         tier.submit_store(make_transfer([key], [1], is_promotion=False))
         finish(tier)
@@ -204,10 +236,8 @@ def test_the_folder_does_not_grow_beyond_its_limit(
     tier.shutdown()
 
 
-def test_a_folder_that_nothing_can_be_removed_from_ends_no_engine(
-    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = make_tier(tmp_path, view, monkeypatch, max_bytes=HEADER.size + SIZE)
+def test_a_folder_that_nothing_can_be_removed_from_ends_no_engine(tmp_path: Path, view: memoryview) -> None:
+    tier = make_tier(tmp_path, view, max_bytes=HEADER.size + SIZE)
     # What stands under a chunk's name cannot be removed as a file is.
     for key in (b"a", b"b"):
         tier.submit_store(make_transfer([key], [1], is_promotion=False))
@@ -218,7 +248,7 @@ def test_a_folder_that_nothing_can_be_removed_from_ends_no_engine(
             (tier.get_path(key) / "inside").mkdir(parents=True)
     assert [each.success for each in tier.get_finished_jobs()] == [True]
     tier.shutdown()
-    tier = make_tier(tmp_path, view, monkeypatch, max_bytes=HEADER.size + SIZE)
+    tier = make_tier(tmp_path, view, max_bytes=HEADER.size + SIZE)
     assert tier.lookup(b"a", None) is LookupResult.MISS
     assert tier.lookup(b"b", None) is LookupResult.HIT
     tier.shutdown()
@@ -226,7 +256,7 @@ def test_a_folder_that_nothing_can_be_removed_from_ends_no_engine(
 
 def test_only_the_server_s_user_reads_files(tmp_path: Path) -> None:
     path = tmp_path / "x.kv"
-    write_chunk(path, b"k", memoryview(b"12345678"))
+    write_chunk(path, b"k", memoryview(b"12345678"), bytes(16))
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -236,7 +266,7 @@ def test_a_full_disk_costs_the_copy_only(
     def write(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    tier = make_tier(tmp_path, view, monkeypatch)
+    tier = make_tier(tmp_path, view)
     monkeypatch.setattr(disk, "write_chunk", write)
     tier.submit_store(make_transfer([b"a"], [1], is_promotion=False))
     assert [each.success for each in finish(tier)] == [False]
@@ -248,7 +278,7 @@ def test_a_full_disk_costs_the_copy_only(
 def test_while_a_read_hangs_the_disk_counts_as_empty(
     tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = make_tier(tmp_path, view, monkeypatch)
+    tier = make_tier(tmp_path, view)
     tier.submit_store(make_transfer([b"a"], [1], is_promotion=False))
     finish(tier)
     begun, go_on = threading.Event(), threading.Event()
@@ -270,8 +300,221 @@ def test_while_a_read_hangs_the_disk_counts_as_empty(
 
 def test_a_file_of_another_size_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.kv"
-    write_chunk(path, b"k", memoryview(b"12345678"))
+    write_chunk(path, b"k", memoryview(b"12345678"), bytes(16))
     with pytest.raises(DamagedError):
-        read_chunk(path, b"k", memoryview(bytearray(4)))
+        read_chunk(path, b"k", memoryview(bytearray(4)), bytes(16))
     with pytest.raises(DamagedError):
-        read_chunk(path, b"other", memoryview(bytearray(8)))
+        read_chunk(path, b"other", memoryview(bytearray(8)), bytes(16))
+
+
+def test_a_file_of_other_weights_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.kv"
+    write_chunk(path, b"k", memoryview(b"12345678"), bytes(16))
+    with pytest.raises(DamagedError, match="other weights"):
+        read_chunk(path, b"k", memoryview(bytearray(8)), bytes([1] * 16))
+
+
+@pytest.mark.parametrize("origin", [OTHER_ORIGIN, None])
+def test_kv_of_other_weights_is_not_found(origin: str | None, tmp_path: Path, view: memoryview) -> None:
+    """An unknown origin (None) finds nothing of earlier starts either, nor is anything of it found."""
+    for each, found in ((ORIGIN, False), (ORIGIN, True), (origin, False), (origin, origin is not None)):
+        tier = make_tier(tmp_path, view, origin=each, max_bytes=10**6)
+        assert has(tier, b"a") is found
+        assert store(tier, b"a") == [True]
+        tier.shutdown()
+    tier = make_tier(tmp_path, view, max_bytes=10**6)
+    assert has(tier, b"a")
+    tier.shutdown()
+
+
+def test_nothing_of_before_a_reset_is_found_after_it_or_after_a_restart(
+    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even a chunk that was being written when the reset came."""
+    tier = make_tier(tmp_path, view)
+    store(tier, b"a")
+    begun, write = threading.Event(), disk.write_chunk
+
+    def write_late(*arguments: Any) -> None:
+        begun.set()
+        write(*arguments)
+
+    monkeypatch.setattr(disk, "write_chunk", write_late)
+    tier.submit_store(make_transfer([b"b"], [1], is_promotion=False))
+    assert begun.wait(30)
+    tier.renew()
+    assert [each.success for each in tier.get_finished_jobs()] == [True]
+    assert not has(tier, b"a")
+    assert not has(tier, b"b")
+    assert store(tier, b"c") == [True]
+    tier.shutdown()
+    tier = make_tier(tmp_path, view)
+    assert [has(tier, each) for each in (b"a", b"b", b"c")] == [False, False, True]
+    # The weights in memory are not those of the files any more.
+    tier.forget_origin()
+    tier.renew()
+    store(tier, b"d")
+    assert has(tier, b"d")
+    tier.shutdown()
+    tier = make_tier(tmp_path, view)
+    assert not any(has(tier, each) for each in (b"a", b"b", b"c", b"d"))
+    finish_removals(tier)
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_a_reset_that_cannot_give_up_the_files_says_so(
+    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(*arguments: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    tier = make_tier(tmp_path, view)
+    store(tier, b"a")
+    monkeypatch.setattr(disk.os, "rename", rename)
+    with pytest.raises(OSError, match="Read-only"):
+        tier.renew()
+    assert not has(tier, b"a")
+    assert store(tier, b"b") == [False]
+    tier.shutdown()
+
+
+def test_what_other_weights_left_counts_and_goes_first(tmp_path: Path, view: memoryview) -> None:
+    size = HEADER.size + SIZE
+    for number, origin in enumerate((ORIGIN, OTHER_ORIGIN)):
+        tier = make_tier(tmp_path, view, origin=origin, max_bytes=10 * size)
+        store(tier, b"a", b"b")
+        for path in (tmp_path / disk.get_engine_name("m", 0, 0) / origin).rglob("*.kv"):
+            os.utime(path, (number, number))
+        tier.shutdown()
+    (tmp_path / disk.get_engine_name("m", 0, 0) / ORIGIN / "61" / "notes.txt").write_text("another's")
+    tier = make_tier(tmp_path, view, origin="3" * 32, max_bytes=4 * size)
+    store(tier, b"c")
+    finish_removals(tier)
+    left = sorted(path.parts[-3][0] + path.name for path in tmp_path.rglob("*.kv"))
+    assert left == ["261.kv", "262.kv", "363.kv"]
+    assert list(tmp_path.rglob("notes.txt"))
+    # Without a limit nothing else would ever remove them.
+    finish_removals(make_tier(tmp_path, view, origin="3" * 32))
+    assert len(list(tmp_path.rglob("*.kv"))) == 1
+
+
+def test_two_engines_and_two_ranks_share_no_files(tmp_path: Path, view: memoryview) -> None:
+    tiers = [make_tier(tmp_path, view) for _ in range(2)]
+    rank = DiskTier(None, view, "disk", str(tmp_path))
+    rank.open("m", 1, ORIGIN)
+    for number, tier in enumerate([*tiers, rank]):
+        store(tier, bytes([number]))
+        assert [has(tier, bytes([each])) for each in range(3)] == [each == number for each in range(3)]
+    for tier in [*tiers, rank]:
+        tier.shutdown()
+    # The first that starts finds what was there.
+    tier = make_tier(tmp_path, view)
+    assert has(tier, bytes([0]))
+    tier.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link", "unreadable", "folder unreadable"])
+def test_what_stands_under_a_chunk_s_name_blocks_nothing_and_stays(
+    kind: str, tmp_path: Path, view: memoryview
+) -> None:
+    tier = make_tier(tmp_path / "kv", view)
+    store(tier, b"a", b"b")
+    path, target = tier.get_path(b"a"), tmp_path / "target"
+    target.write_bytes(path.read_bytes())
+    if "unreadable" not in kind:
+        path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(target)
+    else:
+        (path.parent if kind == "folder unreadable" else path).chmod(0)
+    tier.submit_load(make_transfer([b"a", b"b"], [0, 3], is_promotion=True))
+    (result,) = finish(tier)
+    is_root = os.geteuid() == 0 and "unreadable" in kind
+    assert result.success is is_root
+    if not is_root:
+        assert not has(tier, b"a")
+        assert result.successful_keys == (b"b",)
+    if "unreadable" not in kind:
+        assert store(tier, b"a") == [False]
+        assert os.path.lexists(path)
+    tier.shutdown()
+    tier = make_tier(tmp_path / "kv", view)
+    assert has(tier, b"b")
+    assert has(tier, b"a") is is_root
+    tier.shutdown()
+    path.parent.chmod(0o700)
+    assert target.exists()
+
+
+def test_the_folder_is_its_owner_s_alone(tmp_path: Path, view: memoryview) -> None:
+    make_tier(tmp_path / "kv", view).shutdown()
+    for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
+        assert path.stat().st_mode & 0o077 == 0, path
+    (tmp_path / "kv").chmod(0o755)
+    make_tier(tmp_path / "kv", view).shutdown()
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_with_others_files_or_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / "notes").write_text("another's")
+    with pytest.raises(ConfigError, match="'notes' in it is not Tenuto's"):
+        Tiers(1, str(folder)).check()
+    assert folder.stat().st_mode & 0o777 == 0o755
+    folder.chmod(0o700)
+    Tiers(1, str(folder)).check()
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        Tiers(1, str(folder)).check()
+
+
+def test_a_full_disk_is_logged_at_a_bounded_rate(
+    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "write_chunk", write)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    now_s = [0.0]
+    monkeypatch.setattr(disk.time, "monotonic", lambda: now_s[0])
+    tier = make_tier(tmp_path, view)
+    for number in range(50):
+        store(tier, bytes([number]))
+    now_s[0] += disk.COMPLAIN_EVERY_S
+    store(tier, b"x")
+    tier.shutdown()
+    lines = [each.getMessage() for each in caplog.records if "No space" in each.getMessage()]
+    assert len(lines) == 2
+    assert "50 such failures" in lines[1]
+
+
+def test_a_closed_disk_is_empty_and_takes_nothing(tmp_path: Path, view: memoryview) -> None:
+    tier = DiskTier(None, view, "disk", str(tmp_path))
+    assert store(tier, b"a") == [False]
+    assert not has(tier, b"a")
+    assert not list(tmp_path.iterdir())
+    tier.renew()
+    tier.shutdown()
+
+
+def test_kv_of_an_adapter_is_found_with_its_weights_only(tmp_path: Path, view: memoryview) -> None:
+    tier = make_tier(tmp_path, view)
+    assert store(tier, b"a", adapter=Adapter("one")) == [True]
+    assert store(tier, b"a", adapter=Adapter(None)) == [False]
+    found = {}
+    for digest in ("one", "two", None):
+        context = ReqContext("r")
+        context.set_state(Adapter(digest))
+        found[digest] = tier.lookup(b"a", context) is LookupResult.HIT
+    assert found == {"one": True, "two": False, None: False}
+    assert not has(tier, b"a")
+    tier.shutdown()

@@ -29,7 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     f"{_SCHEDULER}.add_request": ("request",),
     f"{_SCHEDULER}.update_from_output": ("scheduler_output",),
     f"{_SCHEDULER}.has_requests": (),
-    f"{_SCHEDULER}.reset_prefix_cache": (),
+    f"{_SCHEDULER}.reset_prefix_cache": ("reset_running_requests", "reset_connector"),
     f"{_SCHEDULER}.shutdown": (),
     f"{_SCHEDULER}._free_request": ("request",),
     f"{_SCHEDULER}._preempt_request": ("request", "timestamp"),

@@ -8,7 +8,8 @@ Checked on vLLM 0.32.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from tenuto.core.windows import STATE_WINDOW, count_loaded_blocks
 from tenuto.vllm.compat_check import check_connector
 from tenuto.vllm.compat_copies import CopyPort
-from tenuto.vllm.compat_offload import HostManagerHooks, get_host_manager
+from tenuto.vllm.compat_offload import Adapter, HostManagerHooks, get_host_manager
 
 
 def find_connector(scheduler: Any) -> Any | None:
@@ -57,6 +58,7 @@ class ConnectorPort:
             if hasattr(each, "get_view")
         ]
         """Our own tiers behind host memory (`tenuto.vllm.tiers.disk`)."""
+        self._renews_disks = True
         config = self._scheduler.config
         self.copies = CopyPort(connector, pool, host)
         """Copies that no request asked for."""
@@ -121,6 +123,21 @@ class ConnectorPort:
 
         whole.update_state_after_alloc = update_state_after_alloc
 
+    def set_adapter(self, request_id: str, digest: str | None) -> None:
+        """The LoRA adapter of a request: a digest of its files, None if unknown."""
+        status = self._scheduler._req_status.get(request_id)
+        if status is not None:
+            status.req_context.set_state(Adapter(digest))
+
+    @contextlib.contextmanager
+    def keep_disks(self) -> Iterator[None]:
+        """Meanwhile a reset of the cache leaves our disks as they are."""
+        self._renews_disks = False
+        try:
+            yield
+        finally:
+            self._renews_disks = True
+
     # Steps.
 
     def on_idle(self, has_work: Callable[[], bool]) -> None:
@@ -166,6 +183,8 @@ class ConnectorPort:
             scheduler._current_batch_jobs_to_flush.clear()
             reset()
             scheduler._current_batch_jobs_to_flush |= waited_for
+            for disk in self.disks if self._renews_disks else ():
+                disk.renew()
 
         scheduler.reset_cache = reset_cache
         scheduler.build_connector_meta = build_connector_meta

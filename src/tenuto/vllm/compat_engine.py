@@ -6,11 +6,34 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
+
+HARMLESS_CALLS = frozenset(
+    [
+        "check_health",
+        "checkpoint_prepare",
+        "checkpoint_restore",
+        "compute_weight_checksums",
+        "execute_dummy_batch",
+        "get_model_inspection",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "profile",
+        "release_late_interaction_query_cache",
+        "report_memory_stats",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "shutdown_weight_transfer_engine",
+        "synchronize_device",
+        "update_max_model_len",
+    ]
+)
+"""Calls into the workers that change no weights. Any other may: operators can call whatever a worker has."""
 
 
 def find_engine_core() -> Any | None:
@@ -37,6 +60,42 @@ def offer_call(engine_core: Any, name: str, call: Callable[[str], str]) -> None:
     EngineCore. It runs them between two steps, in the thread that schedules.
     """
     setattr(engine_core, name, call)
+
+
+def watch_weights(
+    engine_core: Any,
+    changed: Callable[[str], None],
+    load_adapter: Callable[[str, str, Callable[[], bool]], bool],
+) -> None:
+    """Call `changed(what)` after each call from outside that may have changed the model's weights.
+
+    vLLM's weight updates, and whatever else an operator calls in the workers, go through `collective_rpc`. A
+    LoRA adapter is loaded by `load_adapter(name, path, vLLM's own loading)`.
+    """
+    call, add, sleep = engine_core.collective_rpc, engine_core.add_lora, engine_core.sleep
+
+    # vLLM decodes the arguments by the annotations, so each has the signature of what it stands for.
+    @functools.wraps(call)
+    def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(method, *args, **kwargs)
+        finally:
+            if method not in HARMLESS_CALLS:
+                changed(method if isinstance(method, str) else "a function")
+
+    @functools.wraps(add)
+    def add_lora(lora_request: Any) -> bool:
+        return load_adapter(lora_request.lora_name, lora_request.lora_path, lambda: bool(add(lora_request)))
+
+    @functools.wraps(sleep)
+    def sleep_and_tell(level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        done = sleep(level, *args, **kwargs)
+        if level > 1:
+            changed("sleep")
+        return done
+
+    engine_core.collective_rpc, engine_core.add_lora = collective_rpc, add_lora
+    engine_core.sleep = sleep_and_tell
 
 
 def get_ranks(client: Any) -> list[int]:

@@ -6,6 +6,7 @@ connector's scheduler side.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
-from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
@@ -239,10 +239,24 @@ class PrimaryManager(HostManagerHooks, CPUPrimaryTierOffloadingManager):  # type
         return found if found is not None and found.keys_to_store else None
 
 
-def get_layout_name(spec: Any, chunk_bytes: int) -> str:
-    """A folder's name; it differs where a chunk's bytes mean something else: model, type, layers, GPUs."""
-    mapper = FileMapper.from_offloading_spec("x", spec, spec.blocks_per_chunk, parallel_agnostic=True)
-    return f"{mapper.base_path.rpartition('/')[2]}_{chunk_bytes}"
+@dataclass(frozen=True)
+class Adapter:
+    """The LoRA adapter of a request: a digest of its files; None if it is not known what was loaded."""
+
+    digest: str | None
+
+
+def try_get_name(key: bytes, req_context: Any) -> bytes | None:
+    """What names a chunk's KV beyond this start, for a request; None if that is not known.
+
+    vLLM's key has an adapter's name and path, and not its weights.
+    """
+    adapter = req_context.get_state(Adapter) if req_context is not None else None
+    if adapter is None:
+        return key
+    if adapter.digest is None:
+        return None
+    return hashlib.blake2b(adapter.digest.encode() + key, digest_size=32).digest()
 
 
 def get_host_manager(manager: Any) -> HostManagerHooks | None:

@@ -104,6 +104,8 @@ class _DrivenScheduler(compat.PrivateHooks):
         self.control = make_control(self, engine_index)
         if engine_core is not None:
             compat_engine.offer_call(engine_core, CALL, self.control.answer)
+            if self.tier is not None:
+                compat_engine.watch_weights(engine_core, self.tier.change_weights, self.tier.load_adapter)
         logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, vllm.__version__)
         if text := self._hooks.describe_pins():
             logger.info("%s", text)
@@ -204,12 +206,18 @@ class _DrivenScheduler(compat.PrivateHooks):
             self._state.save_if_due(now_s, idle=True)
         return False
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """A reset drops the whole prefix cache, so it ends all leases."""
         self.driver.drop_all(time.monotonic())
         if self.tier is not None:
             self.tier.reset()
-        return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        is_clean = False
+        try:
+            is_clean = bool(super().reset_prefix_cache(reset_running_requests, reset_connector))  # type: ignore[misc]
+        finally:
+            if self.tier is not None:
+                self.tier.end_reset(is_whole=reset_connector, is_clean=is_clean)
+        return is_clean
 
     def shutdown(self) -> None:
         """End all leases, save what the policy learned, and complete the trace."""

@@ -2,53 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import stat
 import struct
 import threading
 import zlib
+from io import FileIO
 from pathlib import Path
 
-HEADER = struct.Struct("<8sQI")
-"""Magic, number of bytes that follow, CRC-32 of the key and these bytes."""
-MAGIC = b"TenutoK1"
-UNFINISHED = ".part"
-"""How the name of a file ends that is not whole yet."""
+HEADER = struct.Struct("<8s16sQI")
+"""Magic, digest of what the KV depends on, number of bytes that follow, CRC-32 of the key and these bytes."""
+MAGIC = b"TenutoK2"
+_NAME = re.compile(r"((?:[0-9a-f]{2})+)\.kv(\.[0-9]+\.part)?")
+"""Our files: the key of the chunk, and what follows while the file is not whole yet."""
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""A link is not followed, and a pipe or a device that somebody put there blocks nothing."""
 
 
 class DamagedError(Exception):
     """A file does not hold what it should."""
 
 
-def write_chunk(path: Path, key: bytes, data: memoryview) -> None:
-    """Write a chunk's file; it appears under its name only when it is whole. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{threading.get_ident()}{UNFINISHED}")
+def write_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None:
+    """Write a chunk's file; it appears under its name only when it is whole. Raises OSError.
+
+    `origin`: 16 bytes that say what the KV depends on. The folder above the file's own must be there.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise FileExistsError(f"{path} is no plain file")
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(mode=0o700)
+    unfinished = path.with_name(f"{path.name}.{threading.get_ident()}.part")
     try:
-        with open(unfinished, "wb", buffering=0, opener=_open_private) as file:
-            file.write(HEADER.pack(MAGIC, data.nbytes, zlib.crc32(data, zlib.crc32(key))))
+        with _open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            file.write(HEADER.pack(MAGIC, origin, data.nbytes, zlib.crc32(data, zlib.crc32(key))))
             rest = data
             while rest.nbytes:
                 rest = rest[file.write(rest) or 0 :]
         os.replace(unfinished, path)
     except OSError:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise
 
 
-def _open_private(path: str, flags: int) -> int:
-    """KV tells what was in the prompt, so only the server's user may read it."""
-    return os.open(path, flags, 0o600)
+def _open(path: Path, flags: int) -> FileIO:
+    """Open a plain file. KV tells what was in the prompt, so only the server's user may read it."""
+    descriptor = os.open(path, flags | _FLAGS, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no plain file")
+    return FileIO(descriptor, "wb" if flags & os.O_WRONLY else "rb")
 
 
-def read_chunk(path: Path, key: bytes, data: memoryview) -> None:
+def read_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None:
     """Read a chunk's file into `data`. Raises DamagedError, or OSError."""
-    with open(path, "rb", buffering=0) as file:
+    with _open(path, os.O_RDONLY) as file:
         header = file.read(HEADER.size) or b""
         if len(header) < HEADER.size:
             raise DamagedError("the header is cut")
-        magic, num_bytes, checksum = HEADER.unpack(header)
+        magic, found, num_bytes, checksum = HEADER.unpack(header)
         if magic != MAGIC or num_bytes != data.nbytes:
             raise DamagedError("the header is another's")
+        if found != origin:
+            raise DamagedError("its KV is of other weights or another configuration")
         rest = data
         while rest.nbytes:
             num_read = file.readinto(rest) or 0
@@ -59,10 +78,47 @@ def read_chunk(path: Path, key: bytes, data: memoryview) -> None:
         raise DamagedError("the checksum differs")
 
 
-def try_read_name(name: str) -> bytes | None:
-    """The key of the chunk in a file of this name; None for a file of somebody else's."""
-    stem, dot, end = name.partition(".")
+def is_chunk(path: Path, num_bytes: int) -> bool:
+    """Whether a plain file of this size, header and all, has this name."""
     try:
-        return bytes.fromhex(stem) if dot and end == "kv" else None
-    except ValueError:
-        return None
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of this name is one of ours, whole or not."""
+    return _NAME.fullmatch(name) is not None
+
+
+def try_read_name(name: str) -> bytes | None:
+    """The key of the chunk in a file of this name; None for one that is not whole, or somebody else's."""
+    found = _NAME.fullmatch(name)
+    return bytes.fromhex(found[1]) if found and found[2] is None else None
+
+
+def remove_chunks(folder: Path) -> None:
+    """Remove our files below a folder of folders, and the folders that are empty then; nothing else.
+
+    What cannot be looked at or removed stays.
+    """
+    for below in list_folders(folder):
+        with contextlib.suppress(OSError), os.scandir(below) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if is_ours(entry.name) and entry.is_file(follow_symlinks=False):
+                        os.unlink(entry.path)
+        with contextlib.suppress(OSError):
+            below.rmdir()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def list_folders(folder: Path) -> list[Path]:
+    """The folders in a folder that are no links; none if it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return [Path(each.path) for each in entries if each.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,42 @@ from tenuto.core.errors import ConfigError
 MODULE = "tenuto.vllm.tiers.spec"
 DISK_MODULE = "tenuto.vllm.tiers.disk"
 GIB = 2**30
+_OURS = re.compile(r"[\w.-]*-[0-9a-f]{8}-dp[0-9]+-[0-9]+|lost\+found")
+"""What may be in a folder whose rights Tenuto changes: engines' folders, and what file systems put there."""
+
+
+def get_engine_name(model: str, rank: int, number: int) -> str:
+    """The name of an engine's folder: `number` tells apart those of one model and data-parallel rank."""
+    digest = hashlib.blake2b(model.encode(errors="replace"), digest_size=4).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', model)[-80:]}-{digest}-dp{rank}-{number}"
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make a folder that nobody else can open, or make an existing one so. Raises ConfigError.
+
+    KV tells what was in the prompts, and whoever can write here can plant KV. A folder of another user is
+    refused, and so is one that others can open and that has files of others, which may be there for them.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.geteuid():
+            raise ConfigError(
+                f"--disk: {str(folder)!r} belongs to another user; name a folder of your own, "
+                "such as a new one in it"
+            )
+        if found.st_mode & 0o077:
+            others = sorted(each.name for each in folder.iterdir() if not _OURS.fullmatch(each.name))
+            if others:
+                raise ConfigError(
+                    f"--disk: other users can open {str(folder)!r}, and {others[0]!r} in it is not Tenuto's; "
+                    "name a folder for KV only, or run chmod 700 on this one"
+                )
+            folder.chmod(0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--disk: cannot write into {str(folder)!r}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -50,11 +89,5 @@ class Tiers:
 
     def check(self) -> None:
         """Make the folder, and check that files can be written there. Raises ConfigError."""
-        if self.disk is None:
-            return
-        try:
-            Path(self.disk).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.disk):
-                pass
-        except OSError as error:
-            raise ConfigError(f"--disk: cannot write into {self.disk!r}: {error}") from error
+        if self.disk is not None:
+            prepare_folder(Path(self.disk))

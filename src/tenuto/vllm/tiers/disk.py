@@ -1,22 +1,30 @@
 """A disk behind host memory, as a tier of vLLM's TieringOffloadingSpec.
 
-    FOLDER / model and layout / ab / abcdef….kv      one file per chunk: a header, then the chunk's bytes
+    FOLDER / engine / what KV depends on / ab / abcdef….kv     one file per chunk: a header, then its bytes
 
-The header has a checksum, so a damaged file is found, removed, and its tokens are computed again. A file
-appears under its name only when it is whole. What a killed server left unfinished is removed at the next
-start, and everything else is used again. The files used least recently go first once `max_bytes` are reached.
+An engine locks its folder: a second one of the same name takes the next. A folder in it is named by a digest
+of all that its KV depends on (`compat_origin`), and each file's header has the digest too, so KV of other
+weights is never found. A cache reset renames that folder, so nobody finds it again. The header has a checksum
+too: a damaged file is found, removed, and its tokens are computed. A file appears under its name only when it
+is whole. What a killed server left unfinished is removed at the next start, and the rest is used again.
+Once `max_bytes` are reached, KV of other weights goes first, then the files used least recently.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
+import re
+import stat
 import threading
 import time
+import uuid
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +35,20 @@ from tenuto.vllm.compat_offload import (
     Medium,
     RequestOffloadingContext,
     SecondaryTierManager,
-    get_layout_name,
+    try_get_name,
 )
 from tenuto.vllm.tiers.chunk_file import (
     HEADER,
-    UNFINISHED,
     DamagedError,
+    is_chunk,
+    is_ours,
+    list_folders,
     read_chunk,
+    remove_chunks,
     try_read_name,
     write_chunk,
 )
+from tenuto.vllm.tiers.config import get_engine_name, prepare_folder
 from tenuto.vllm.tiers.link import LinkSpeed
 
 logger = logging.getLogger("vllm.tenuto")
@@ -46,6 +58,59 @@ MAX_WAITING_STORES = 64
 """Stores that may wait for the disk; those beyond are not written. A slow disk must not pin host memory."""
 MAX_READ_S = 5.0
 """While a read takes longer than this, the disk counts as empty: turns compute, and do not wait for it."""
+
+
+MAX_ENGINES = 64
+"""Engines of one name and rank that may share a folder."""
+COMPLAIN_EVERY_S = 60.0
+"""A full disk fails at every chunk; it is logged this often."""
+_ORIGIN = re.compile(r"[0-9a-f]{32}")
+_ONCE = re.compile(r"once-[0-9a-f]{32}")
+"""A folder whose KV nobody may load any more: of before a reset, or it is not known what it depends on."""
+
+
+@dataclass(frozen=True)
+class _Space:
+    """Where the files are whose KV depends on the same."""
+
+    folder: Path
+    origin: bytes
+
+    def get_path(self, name: bytes) -> Path:
+        text = name.hex()
+        return self.folder / text[:2] / f"{text}.kv"
+
+
+@dataclass
+class _Job:
+    """One job of vLLM's manager: `names` are those of its keys' files."""
+
+    job: Any
+    space: _Space
+    names: dict[bytes, bytes]
+    good: set[bytes] = field(default_factory=set)
+    seconds: float = 0.0
+
+
+class Complaints:
+    """Logs failures at a bounded rate, with their number."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._next_s = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, text: str) -> None:
+        """One more failure."""
+        with self._lock:
+            self._num += 1
+            now_s = time.monotonic()
+            if now_s < self._next_s:
+                return
+            num, self._num, self._next_s = self._num, 0, now_s + COMPLAIN_EVERY_S
+        logger.warning(
+            "disk tier: %s%s", text, f" ({num} such failures since the last line)" if num > 1 else ""
+        )
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]
@@ -62,23 +127,80 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         max_bytes: int | None = None,
         backpressure_detector: Any = None,
     ) -> None:
-        """`folder`: for the files of any models and layouts. `max_bytes`: of this layout's files."""
+        """`folder`: of the operator, for any engines. `max_bytes`: of this engine's files.
+
+        The disk counts as empty, and takes nothing, until `open` says what the KV depends on.
+        """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self._folder = Path(folder) / get_layout_name(offloading_spec, self.block_size_bytes)
+        self._root = Path(folder)
+        self._engine: Path | None = None
+        self._lock_file: int | None = None
+        self._space: _Space | None = None
+        self._is_known = False
         self._view = primary_kv_view.cast("B")
         self._max_bytes = max_bytes
         self._file_bytes = HEADER.size + int(self.block_size_bytes)
-        self._files: OrderedDict[bytes, None] = OrderedDict()  # the least recently used first
+        self._files: OrderedDict[bytes, None] = OrderedDict()  # by name; the least recently used first
+        self._older: list[tuple[float, Path, int]] = []  # of other weights: since when, where, bytes
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tenuto-disk")
         self._lock = threading.Condition()
         self._num_running = 0
         self._num_stores = 0
-        self._done: list[tuple[Any, set[bytes], set[bytes], float]] = []
+        self._done: list[_Job] = []
         self._reads: dict[int, float] = {}  # by job, since when a thread reads its files
         self._speed = LinkSpeed(self.block_size_bytes, 1)
+        self._write_complaints, self._read_complaints = Complaints(), Complaints()
         self.num_damaged = 0
         self.num_not_written = 0
+
+    @property
+    def offloading_config(self) -> Any:
+        """What a chunk's bytes are: vLLM's OffloadingConfig."""
+        return self._offloading_spec.config
+
+    def open(self, model: str, rank: int, origin: str | None) -> None:
+        """Take up the files whose KV depends on the same, and no others.
+
+        `model`: the name under which it is served. `rank`: data-parallel. `origin`: the digest of what KV
+        depends on, 32 hex digits; None if that is not known, and then nothing of earlier starts is used.
+        Raises ConfigError if the folder may not be used.
+        """
+        prepare_folder(self._root)
+        try:
+            self._engine, self._lock_file = self._lock_engine(model, rank, origin)
+            self._is_known = origin is not None
+            self._space = space = self._make_space(self._engine, origin)
+        except OSError as error:
+            logger.error("disk tier: not used: %s", error)
+            return
         self._find_files()
+        self._find_older()
+        self._trim()
+        logger.info("disk tier: %d chunks of earlier runs in %s", len(self._files), space.folder)
+
+    def forget_origin(self) -> None:
+        """From the next `renew` on, it is not known any more what KV depends on."""
+        self._is_known = False
+
+    def renew(self) -> None:
+        """What was stored until now is never loaded again, nor after a restart.
+
+        Raises OSError if that cannot be made sure; then the disk is not used any more.
+        """
+        self.drain_jobs()
+        space, self._space = self._space, None
+        self._files.clear()
+        if space is None or self._engine is None:
+            return
+        gone = self._engine / f"once-{uuid.uuid4().hex}"
+        os.rename(space.folder, gone)
+        self._space = self._make_space(self._engine, space.origin.hex() if self._is_known else None)
+        descriptor = os.open(self._engine, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._pool.submit(remove_chunks, gone)
 
     # vLLM's tiering manager calls these.
 
@@ -88,44 +210,50 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Whether a file has this chunk, on a disk that answers."""
-        if key not in self._files or self._hangs():
+        name = try_get_name(key, req_context)
+        if name not in self._files or name is None or self._hangs():
             return LookupResult.MISS
-        self._files.move_to_end(key)
+        self._files.move_to_end(name)
         return LookupResult.HIT
 
     def submit_store(self, job_metadata: Any) -> None:
         """Write chunks that no file has yet, beside what follows."""
+        job = self._make_job(job_metadata)
         with self._lock:
-            is_full = self._num_stores >= MAX_WAITING_STORES
-            self._num_stores += 0 if is_full else 1
-        if is_full:
+            is_taken = job is not None and self._num_stores < MAX_WAITING_STORES
+            self._num_stores += int(is_taken)
+        if job is None or not is_taken:
             self.num_not_written += len(job_metadata.keys)
-            self._end(job_metadata, set(), set(), 0.0, is_store=False)
+            self._refuse(job_metadata)
             return
-        self._start(self._store, job_metadata, is_store=True)
+        self._start(job)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Read chunks, beside what follows."""
-        self._start(self._load, job_metadata, is_store=False)
+        job = self._make_job(job_metadata)
+        if job is None:
+            self._refuse(job_metadata)
+        else:
+            self._start(job)
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """What has ended since the last call; the index of files follows."""
         with self._lock:
             done, self._done = self._done, []
         results = []
-        for job, good, bad, seconds in done:
-            for key in bad:
-                self._files.pop(key, None)
-            if not job.is_promotion:
-                for key in good:
-                    self._files[key] = None
-                self._trim()
-            is_whole = not bad
-            size = len(good) * self.block_size_bytes
+        for each in done:
+            job, bad = each.job, set(each.job.keys) - each.good
+            if each.space is self._space:
+                for key in bad:
+                    self._files.pop(each.names[key], None)
+                if not job.is_promotion:
+                    self._files.update((each.names[key], None) for key in each.good)
+                    self._trim()
+            size = len(each.good) * self.block_size_bytes
             if job.is_promotion:
-                self._speed.observe(size, seconds)
-            partly = tuple(good) if job.is_promotion and bad and good else None
-            results.append(JobResult(job.job_id, is_whole, partly, seconds, size))
+                self._speed.observe(size, each.seconds)
+            partly = tuple(each.good) if job.is_promotion and bad and each.good else None
+            results.append(JobResult(job.job_id, not bad, partly, each.seconds, size))
         return results
 
     def has_pending_work(self) -> bool:
@@ -142,13 +270,16 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         """Wait for the files that are being written; what waits is dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._view.release()
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
 
     # The files.
 
     def get_path(self, key: bytes) -> Path:
-        """The file of a chunk."""
-        name = key.hex()
-        return self._folder / name[:2] / f"{name}.kv"
+        """The file of a chunk; on an open disk only."""
+        assert self._space is not None, "the disk is closed"
+        return self._space.get_path(key)
 
     @property
     def num_bytes(self) -> int:
@@ -166,26 +297,71 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
             "disk", num_chunks * blocks_per_chunk, num_used * blocks_per_chunk, s_per_block, wait_s
         )
 
+    def _lock_engine(self, model: str, rank: int, origin: str | None) -> tuple[Path, int]:
+        """An engine's folder that no living engine has, with the lock on it; first one with files for us."""
+        folders = [self._root / get_engine_name(model, rank, each) for each in range(MAX_ENGINES)]
+        for folder in sorted(folders, key=lambda each: origin is None or not (each / origin).is_dir()):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            # A link there is another's.
+            if folder.is_symlink():
+                continue
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+            except OSError:
+                os.close(lock)
+                raise
+            else:
+                return folder, lock
+        raise OSError(f"{self._root} has {MAX_ENGINES} engines named {model!r} already")
+
+    def _make_space(self, engine: Path, origin: str | None) -> _Space:
+        number = uuid.uuid4().hex
+        space = _Space(engine / (origin or f"once-{number}"), bytes.fromhex(origin or number))
+        space.folder.mkdir(mode=0o700, exist_ok=True)
+        return space
+
     def _find_files(self) -> None:
         """Take up what an earlier server left: whole files, the least recently written first."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        assert self._space is not None
         found: list[tuple[float, bytes]] = []
-        for folder in self._folder.iterdir():
-            for entry in os.scandir(folder) if folder.is_dir() else ():
-                key = try_read_name(entry.name)
-                # What cannot be removed or looked at, such as what stands under a chunk's name and is no
-                # file, is left alone.
-                with contextlib.suppress(OSError):
-                    if entry.name.endswith(UNFINISHED):
-                        Path(entry.path).unlink(missing_ok=True)
-                    elif key is not None and entry.is_file():
-                        found.append((entry.stat().st_mtime, key))
+        for entry, facts in _scan(self._space.folder):
+            key = try_read_name(entry.name)
+            # What cannot be removed is left alone, and so is a file of another size.
+            with contextlib.suppress(OSError):
+                if key is None:
+                    os.unlink(entry.path)
+                elif facts.st_size == self._file_bytes:
+                    found.append((facts.st_mtime, key))
         self._files.update((key, None) for _, key in sorted(found))
-        self._trim()
-        logger.info("disk tier: %d chunks of earlier runs in %s", len(self._files), self._folder)
+
+    def _find_older(self) -> None:
+        """Remove what nobody may load any more; count what was stored with other weights, or remove it too.
+
+        Without a limit of bytes nothing would ever remove it.
+        """
+        assert self._engine is not None
+        assert self._space is not None
+        for folder in list_folders(self._engine):
+            if folder == self._space.folder:
+                continue
+            if _ONCE.fullmatch(folder.name) or (_ORIGIN.fullmatch(folder.name) and self._max_bytes is None):
+                self._pool.submit(remove_chunks, folder)
+            elif _ORIGIN.fullmatch(folder.name):
+                files = [facts for _, facts in _scan(folder)]
+                used_s = max((each.st_mtime for each in files), default=0.0)
+                self._older.append((used_s, folder, sum(each.st_size for each in files)))
+        self._older.sort()
 
     def _trim(self) -> None:
-        while self._max_bytes is not None and self._files and self.num_bytes > self._max_bytes:
+        """Keep to the limit: folders of other weights go first, the oldest before the others."""
+        if self._max_bytes is None:
+            return
+        while self._older and self.num_bytes + sum(size for _, _, size in self._older) > self._max_bytes:
+            self._pool.submit(remove_chunks, self._older.pop(0)[1])
+        while self._files and self.num_bytes > self._max_bytes:
             key, _ = self._files.popitem(last=False)
             # The engine calls this between two steps: a disk that became read-only must not end it.
             with contextlib.suppress(OSError):
@@ -197,70 +373,81 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
 
     # In threads.
 
-    def _start(self, work: Any, job: Any, *, is_store: bool) -> None:
+    def _make_job(self, job: Any) -> _Job | None:
+        """None if the disk is closed, or if it is not known what the KV of this request depends on."""
+        names = {key: try_get_name(key, job.req_context) for key in job.keys}
+        known = {key: name for key, name in names.items() if name is not None}
+        return _Job(job, self._space, known) if self._space is not None and len(known) == len(names) else None
+
+    def _refuse(self, job: Any) -> None:
+        with self._lock:
+            self._done.append(_Job(job, _Space(self._root, b""), {}))
+            self._lock.notify_all()
+
+    def _start(self, job: _Job) -> None:
         with self._lock:
             self._num_running += 1
-        self._pool.submit(self._run, work, job, is_store)
+        self._pool.submit(self._run, job)
 
-    def _run(self, work: Any, job: Any, is_store: bool) -> None:
+    def _run(self, each: _Job) -> None:
+        job = each.job
         started_s = time.perf_counter()
-        good: set[bytes] = set()
-        if not is_store:
+        if job.is_promotion:
             with self._lock:
                 self._reads[job.job_id] = started_s
         try:
-            good = work(job)
-        except Exception:
-            logger.exception("disk tier: job %d failed", job.job_id)
-        bad = set(job.keys) - good
-        self._end(job, good, bad, time.perf_counter() - started_s, is_store=is_store, was_running=True)
-
-    def _end(
-        self,
-        job: Any,
-        good: Collection[bytes],
-        bad: Collection[bytes],
-        seconds: float,
-        *,
-        is_store: bool,
-        was_running: bool = False,
-    ) -> None:
+            (self._load if job.is_promotion else self._store)(each)
+        except Exception as error:
+            complaints = self._read_complaints if job.is_promotion else self._write_complaints
+            complaints.add(f"job {job.job_id} failed: {error!r}")
+        each.seconds = time.perf_counter() - started_s
         with self._lock:
-            self._done.append((job, set(good), set(bad), seconds))
+            self._done.append(each)
             self._reads.pop(job.job_id, None)
-            self._num_running -= int(was_running)
-            self._num_stores -= int(is_store)
+            self._num_running -= 1
+            self._num_stores -= int(not job.is_promotion)
             self._lock.notify_all()
 
-    def _store(self, job: Any) -> set[bytes]:
-        """Write the chunks of a job; returns those that are on the disk now."""
-        good: set[bytes] = set()
-        for key, chunk in zip(job.keys, job.chunk_ids, strict=True):
-            path = self.get_path(key)
+    def _store(self, each: _Job) -> None:
+        """Write the chunks of a job; `good` has those that are on the disk then."""
+        for key, chunk in zip(each.job.keys, each.job.chunk_ids, strict=True):
+            name = each.names[key]
+            path = each.space.get_path(name)
             try:
-                if not path.exists():
-                    write_chunk(path, key, self._get_chunk(chunk))
-                good.add(key)
+                if not is_chunk(path, self._file_bytes):
+                    write_chunk(path, name, self._get_chunk(chunk), each.space.origin)
+                each.good.add(key)
             except OSError as error:
                 # A full disk: the chunk is in host memory all the same.
-                logger.warning("disk tier: cannot write %s: %s", path, error)
+                self._write_complaints.add(f"cannot write {path}: {error}")
                 break
-        return good
 
-    def _load(self, job: Any) -> set[bytes]:
-        """Read the chunks of a job; returns those that are whole."""
-        good: set[bytes] = set()
-        for key, chunk in zip(job.keys, job.chunk_ids, strict=True):
-            path = self.get_path(key)
+    def _load(self, each: _Job) -> None:
+        """Read the chunks of a job; `good` has those that are whole."""
+        for key, chunk in zip(each.job.keys, each.job.chunk_ids, strict=True):
+            name = each.names[key]
+            path = each.space.get_path(name)
             try:
-                read_chunk(path, key, self._get_chunk(chunk))
-                good.add(key)
+                read_chunk(path, name, self._get_chunk(chunk), each.space.origin)
+                each.good.add(key)
             except (DamagedError, OSError) as error:
                 self.num_damaged += 1
-                logger.warning("disk tier: %s is not used: %s", path, error)
-                path.unlink(missing_ok=True)
-        return good
+                self._read_complaints.add(f"{path} is not used: {error}")
+                # What stands there and is no file is another's.
+                with contextlib.suppress(OSError):
+                    if stat.S_ISREG(path.lstat().st_mode):
+                        path.unlink()
 
     def _get_chunk(self, chunk: int) -> memoryview:
         first = int(chunk) * self.block_size_bytes
         return self._view[first : first + self.block_size_bytes]
+
+
+def _scan(folder: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """Our files in the folders of a folder; what cannot be read, and what is no plain file, is left out."""
+    for below in list_folders(folder):
+        with contextlib.suppress(OSError), os.scandir(below) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if is_ours(entry.name) and entry.is_file(follow_symlinks=False):
+                        yield entry, entry.stat(follow_symlinks=False)

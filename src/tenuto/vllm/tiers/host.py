@@ -6,11 +6,14 @@ turn runs      what it computes is stored ("async"), unless a load or too many s
 turn ends      its chunks get their place in the order: `Policy.tier_key`
 lease ends     stored if the policy answers `Offload`
 job ends       what only this job used is dropped, if the policy orders the tier
+cache reset    what host memory and disk hold is given up for good
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tenuto.core.policy import Policy
@@ -19,10 +22,13 @@ from tenuto.core.tier_order import MAX_STORING_S, Use
 from tenuto.core.types import LoadOffer, TierView, Turn
 from tenuto.vllm.compat_connector import ConnectorPort
 from tenuto.vllm.compat_offload import HostManagerHooks
+from tenuto.vllm.compat_origin import UnknownOriginError, get_files_digest, get_name, get_origin, get_rank
 from tenuto.vllm.settings import Settings
 from tenuto.vllm.tiers.later import LaterStores
 from tenuto.vllm.tiers.link import LinkSpeed
 from tenuto.vllm.tiers.prefetch import Prefetch
+
+logger = logging.getLogger("vllm.tenuto")
 
 
 class HostTier:
@@ -46,6 +52,9 @@ class HostTier:
         self._is_followed = self._stores_all = True
         self.follow_policy(settings, policy)
         self.num_declined_loads = 0
+        self._adapters: dict[tuple[str, str], str | None] = {}  # by name and path, a digest of the files
+        self._is_mixed = False  # the GPU may have KV of before a reset
+        self._open_disks()
         port.host.asker = self
         port.on_load_question(self._answer_load)
         port.on_copied(self._observe)
@@ -64,7 +73,12 @@ class HostTier:
         turn = self._get_turn(request_id)
         if self.prefetch is not None and turn is not None:
             self.prefetch.come_back(turn.job.job_id, self._clock.monotonic())
-        if not self._stores_all or (turn is not None and turn.ends_job):
+        adapter = self._scheduler.requests[request_id].lora_request
+        if adapter is not None and self._port.disks:
+            self._port.set_adapter(request_id, self._get_adapter(adapter.lora_name, adapter.lora_path))
+        if self._is_mixed:
+            self._try_clean()
+        if self._is_mixed or not self._stores_all or (turn is not None and turn.ends_job):
             self._port.set_stores(request_id, stored=False)
 
     def finish(self, request: Any, turn: Turn | None) -> None:
@@ -100,13 +114,53 @@ class HostTier:
         if self.prefetch is not None:
             self.prefetch.cancel()
 
+    def end_reset(self, *, is_whole: bool, is_clean: bool) -> None:
+        """The prefix cache was reset; `is_whole`: host memory and disk too; `is_clean`: the GPU could be.
+
+        No KV of before may come below the GPU again, where it would outlive the reset: not that of running
+        requests, and if the GPU still has some that others hit, nothing at all until it is gone.
+        """
+        if is_clean:
+            self._is_mixed = False
+        elif is_whole:
+            self._is_mixed = True
+            logger.warning(
+                "blocks are in use during a reset: nothing is stored below the GPU until they are free"
+            )
+        if is_whole:
+            for request_id in self._scheduler.requests:
+                self._port.set_stores(request_id, stored=False)
+
+    def change_weights(self, what: str) -> None:
+        """The weights in memory may be others now, and not those of the files."""
+        logger.info("after %s, KV of before is not used any more; nor is the disk's after a restart", what)
+        for disk in self._port.disks:
+            disk.forget_origin()
+        self._scheduler.reset_prefix_cache(reset_connector=True)
+
+    def load_adapter(self, name: str, path: str, load: Callable[[], bool]) -> bool:
+        """Let vLLM load an adapter. Loaded anew with other weights, KV of its name and path is dropped.
+
+        vLLM's own keys have the name and the path only. Those of the disk have the weights.
+        """
+        before = _try_get_digest(path)
+        done = load()
+        digest = before if before == _try_get_digest(path) else None
+        is_known = (name, path) in self._adapters
+        known, self._adapters[name, path] = self._adapters.get((name, path)), digest
+        if is_known and (digest is None or digest != known):
+            logger.info("adapter %s was loaded anew: KV of before is not used any more", name)
+            with self._port.keep_disks():
+                self._scheduler.reset_prefix_cache(reset_connector=True)
+        return done
+
     def get_next_due_s(self) -> float | None:
         """When the engine must run a step though it is idle: for a prefetch; None if it need not."""
         return None if self.prefetch is None else self.prefetch.get_next_s()
 
     def store(self, blocks: Sequence[Any], turn: Turn) -> None:
         """Store the blocks of a turn or a lease, which the policy gives up; they stay taken until then."""
-        if not self._stores_all:
+        if not self._stores_all and not self._is_mixed:
             self.later.add(blocks, self._make_use(turn))
 
     def get_views(self) -> tuple[TierView, ...]:
@@ -136,6 +190,28 @@ class HostTier:
         self._uses.pop(request_id, None)
 
     # Inside.
+
+    def _open_disks(self) -> None:
+        scheduler, origin = self._scheduler, None
+        for disk in self._port.disks:
+            config = scheduler.vllm_config
+            try:
+                origin = get_origin(config, scheduler.kv_cache_config, disk.offloading_config)
+            except UnknownOriginError as error:
+                logger.warning("disk tier: begins anew, and the next start will: %s", error)
+            disk.open(get_name(config), get_rank(config), origin)
+
+    def _get_adapter(self, name: str, path: str) -> str | None:
+        """The digest of the files that an adapter was loaded from, if they are still the same."""
+        known = self._adapters.get((name, path))
+        return known if known is not None and known == _try_get_digest(path) else None
+
+    def _try_clean(self) -> None:
+        """Reset the GPU's cache if nothing but leases is in the way."""
+        scheduler = self._scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        if pool.get_num_free_blocks() + scheduler.leased_blocks.count_idle() == pool.num_gpu_blocks - 1:
+            scheduler.reset_prefix_cache()
 
     def _get_turn(self, request_id: str) -> Turn | None:
         return self._scheduler.driver.get_turn(request_id) if self._is_followed else None
@@ -186,3 +262,10 @@ class HostTier:
     def _has_work(self) -> bool:
         """Whether an idle engine must go on stepping."""
         return len(self.later) > 0 or (self.prefetch is not None and len(self.prefetch) > 0)
+
+
+def _try_get_digest(path: str) -> str | None:
+    try:
+        return get_files_digest(Path(path))
+    except (OSError, UnknownOriginError):
+        return None

@@ -1,0 +1,237 @@
+"""What an engine's KV depends on, as one digest: weights, configuration, layout, versions, the device.
+
+KV that is kept in files may only be loaded by an engine with the same digest. What is left out here does not
+change KV: tokenizer, sampling, scheduling, compilation. What is new in a release of vLLM is in, because its
+version is.
+
+Private names of vLLM: the parts of its VllmConfig, and their `compute_hash`, which vLLM keeps for its
+compiled graphs. Checked on vLLM 0.32.0. If anything here is missing or cannot be read, nothing of earlier
+starts is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+NUM_DIGEST_BYTES = 16
+MAX_FILES = 10_000
+"""A folder with more files is not looked through."""
+LOCAL_FORMATS = frozenset(
+    [
+        "auto",
+        "hf",
+        "safetensors",
+        "fastsafetensors",
+        "instanttensor",
+        "pt",
+        "npcache",
+        "bitsandbytes",
+        "gguf",
+        "mistral",
+        "sharded_state",
+        "runai_streamer",
+        "runai_streamer_sharded",
+    ]
+)
+"""`--load-format` values that read the model's files, and nothing else."""
+PACKAGES = ("vllm", "torch", "transformers", "triton", "flashinfer-python", "flash-attn", "xformers")
+"""What computes KV, and how it lies in a block."""
+IRRELEVANT = frozenset(
+    [
+        "scheduler_config",
+        "structured_outputs_config",
+        "observability_config",
+        "logging_config",
+        "compilation_config",
+        "profiler_config",
+        "kv_transfer_config",
+        "kv_events_config",
+        "ec_transfer_config",
+        "ec_manager_config",
+        "reasoning_config",
+        "additional_config",
+        "instance_id",
+        "optimization_level",
+        "performance_mode",
+        "weight_transfer_config",
+        "shutdown_timeout",
+        "aux_output_config",
+        "watermark_config",
+        "quant_config",
+    ]
+)
+"""Parts of VllmConfig that change no KV; `quant_config` follows from the model's own config."""
+RANDOM_HASHES = ("xxhash", "xxhash_cbor")
+"""Prefix hashes whose seed vLLM draws at each start, unless PYTHONHASHSEED is set."""
+
+
+class UnknownOriginError(Exception):
+    """It cannot be said what this engine's KV depends on; the message says why."""
+
+
+def get_origin(vllm_config: Any, kv_cache_config: Any, offloading_config: Any) -> str:
+    """The digest, in hex. Raises UnknownOriginError.
+
+    `offloading_config`: vLLM's OffloadingConfig, which has the layout of a chunk.
+    """
+    try:
+        facts = _get_facts(vllm_config, kv_cache_config, offloading_config)
+        text = json.dumps(facts, sort_keys=True)
+    except UnknownOriginError:
+        raise
+    except Exception as error:
+        raise UnknownOriginError(f"{type(error).__name__}: {error}") from error
+    return hashlib.blake2b(text.encode(), digest_size=NUM_DIGEST_BYTES).hexdigest()
+
+
+def get_files_digest(path: Path) -> str:
+    """Names, sizes and times of a file, or of all files below a folder, as a digest. Raises OSError.
+
+    The time of the last change of the inode (ctime) is in: a program can set the other time back, but not
+    this one. Links are followed, as they are when weights are read.
+    """
+    return _get_files(path)[0]
+
+
+def get_name(vllm_config: Any) -> str:
+    """The name under which the model is served."""
+    config = vllm_config.model_config
+    name = config.served_model_name or config.model
+    return str(name if isinstance(name, str) else name[0])
+
+
+def get_rank(vllm_config: Any) -> int:
+    """The data-parallel rank of this engine."""
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def _get_facts(vllm_config: Any, kv_cache_config: Any, offloading_config: Any) -> dict[str, Any]:
+    from vllm import envs
+
+    model_config = vllm_config.model_config
+    drafts = vllm_config.speculative_config
+    draft_model = getattr(drafts, "draft_model_config", None)
+    models = [each for each in (model_config, draft_model) if each is not None]
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    seed = os.environ.get("PYTHONHASHSEED")
+    if algorithm in RANDOM_HASHES and seed is None:
+        raise UnknownOriginError(f"the seed of {algorithm} is new at each start; set PYTHONHASHSEED")
+    layout = dataclasses.asdict(offloading_config)
+    for name in ("engine_id", "extra_config", "enable_kv_cache_events", "model"):
+        layout.pop(name)
+    layout["parallel"].pop("data_parallel_rank_local")
+    return {
+        "weights": [_get_weights(each, vllm_config.load_config) for each in models],
+        "models": [each.hf_config.to_json_string() for each in models],
+        "drafts": None if drafts is None else [drafts.method, drafts.num_speculative_tokens],
+        "config": {
+            each.name: _get_config(getattr(vllm_config, each.name))
+            for each in dataclasses.fields(vllm_config)
+            if each.name not in IRRELEVANT
+        },
+        "layout": repr(layout),
+        "groups": [repr(each.kv_cache_spec) for each in kv_cache_config.kv_cache_groups],
+        "hashes": [algorithm, seed],
+        "versions": [sys.version_info[:2], *map(_try_get_version, PACKAGES)],
+        "device": _get_device(),
+        "environment": envs.compile_factors(),
+    }
+
+
+def _get_config(config: Any) -> Any:
+    """What vLLM itself says of a part of its configuration; a TypeError if it has nothing stable to say."""
+    from vllm.config.utils import normalize_value
+
+    if hasattr(config, "compute_hash"):
+        return config.compute_hash()
+    return normalize_value(config)
+
+
+def _get_weights(model_config: Any, load_config: Any) -> list[str]:
+    load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
+    if load_format not in LOCAL_FORMATS:
+        raise UnknownOriginError(f"--load-format {load_format} may read its weights from anywhere")
+    folder = _find_model(model_config, load_config)
+    digest, changed_s = _get_files(folder)
+    if changed_s >= _get_start_s():
+        # The weights in memory may be those of before, or those of after.
+        raise UnknownOriginError(f"files of {folder} changed since the engine began to start")
+    return [load_format, str(load_config.model_loader_extra_config), digest]
+
+
+def _find_model(model_config: Any, load_config: Any) -> Path:
+    """Where the model's files are; for a model of the hub, the snapshot of its commit."""
+    name = str(getattr(model_config, "model_weights", "") or model_config.model)
+    if os.path.exists(name):
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    folder = Path(
+        snapshot_download(
+            name, revision=model_config.revision, cache_dir=load_config.download_dir, local_files_only=True
+        )
+    )
+    commit = getattr(model_config.hf_config, "_commit_hash", None)
+    if commit is None or commit != folder.name:
+        raise UnknownOriginError(f"{name} is not of one commit: config {commit}, files {folder.name}")
+    return folder
+
+
+def _get_files(path: Path) -> tuple[str, float]:
+    """The digest of `get_files_digest`, and when a file changed last."""
+    if path.is_dir():
+        files = []
+        for folder, folders, names in os.walk(path, followlinks=True, onerror=_raise):
+            folders[:] = [each for each in folders if each[0] != "." and each != "__pycache__"]
+            files += [os.path.join(folder, each) for each in names]
+            if len(files) > MAX_FILES:
+                raise UnknownOriginError(f"{path} has more than {MAX_FILES} files")
+    else:
+        files = [str(path)]
+    if not files:
+        raise UnknownOriginError(f"{path} has no files")
+    digest, changed_s = hashlib.blake2b(digest_size=NUM_DIGEST_BYTES), 0.0
+    for file in sorted(files):
+        found = os.stat(file)
+        facts = (os.path.relpath(file, path), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        digest.update(repr(facts).encode(errors="surrogateescape"))
+        changed_s = max(changed_s, found.st_ctime)
+    return digest.hexdigest(), changed_s
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _get_start_s() -> float:
+    """When this process began, on the clock of `time.time`."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def _get_device() -> list[str]:
+    """What the choice of kernels depends on: the device, and on a CPU build what its CPU can do."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return [str(current_platform.get_device_name()), str(current_platform.get_device_capability())]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((each for each in lines if each.lower().startswith(("flags", "features"))), "")
+    return [platform.machine(), flags]
+
+
+def _try_get_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
