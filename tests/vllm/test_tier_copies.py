@@ -413,6 +413,26 @@ def test_two_engines_and_two_ranks_share_no_files(tmp_path: Path, view: memoryvi
     tier.shutdown()
 
 
+def test_nothing_is_written_or_removed_through_a_link(tmp_path: Path, view: memoryview) -> None:
+    limit = HEADER.size + SIZE
+    tier = make_tier(tmp_path / "kv", view, max_bytes=limit)
+    store(tier, b"a")
+    below, outside = tier.get_path(b"a").parent, tmp_path / "outside"
+    tier.shutdown()
+    below.rename(outside)
+    below.symlink_to(outside)
+    tier = make_tier(tmp_path / "kv", view, max_bytes=limit)
+    assert not has(tier, b"a")
+    (outside / "61.kv").rename(outside / "62.kv")
+    assert store(tier, b"a") == [False]
+    assert store(tier, b"b") == [True]
+    tier.shutdown()
+    engine = below.parent.parent
+    below.parent.rename(engine / OTHER_ORIGIN)
+    finish_removals(make_tier(tmp_path / "kv", view))
+    assert [each.name for each in outside.iterdir()] == ["62.kv"]
+
+
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link", "unreadable", "folder unreadable"])
 def test_what_stands_under_a_chunk_s_name_blocks_nothing_and_stays(
     kind: str, tmp_path: Path, view: memoryview

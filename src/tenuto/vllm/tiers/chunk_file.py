@@ -34,6 +34,8 @@ def write_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None
         raise FileExistsError(f"{path} is no plain file")
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(mode=0o700)
+    if path.parent.is_symlink():
+        raise FileExistsError(f"{path.parent} is a link")
     unfinished = path.with_name(f"{path.name}.{threading.get_ident()}.part")
     try:
         with _open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:

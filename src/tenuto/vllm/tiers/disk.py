@@ -222,6 +222,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         with self._lock:
             is_taken = job is not None and self._num_stores < MAX_WAITING_STORES
             self._num_stores += int(is_taken)
+        if self._space is None:
+            self._write_complaints.add("not open, so nothing is written")
         if job is None or not is_taken:
             self.num_not_written += len(job_metadata.keys)
             self._refuse(job_metadata)
@@ -321,6 +323,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         number = uuid.uuid4().hex
         space = _Space(engine / (origin or f"once-{number}"), bytes.fromhex(origin or number))
         space.folder.mkdir(mode=0o700, exist_ok=True)
+        if space.folder.is_symlink():
+            raise FileExistsError(f"{space.folder} is a link")
         return space
 
     def _find_files(self) -> None:

@@ -73,8 +73,8 @@ class HostTier:
         turn = self._get_turn(request_id)
         if self.prefetch is not None and turn is not None:
             self.prefetch.come_back(turn.job.job_id, self._clock.monotonic())
-        adapter = self._scheduler.requests[request_id].lora_request
-        if adapter is not None and self._port.disks:
+        adapter = self._scheduler.requests[request_id].lora_request if self._port.disks else None
+        if adapter is not None:
             self._port.set_adapter(request_id, self._get_adapter(adapter.lora_name, adapter.lora_path))
         if self._is_mixed:
             self._try_clean()

@@ -4,7 +4,8 @@
         "kv_connector_extra_config": {"spec_name": "HostSpec", "spec_module_path": "tenuto.vllm.tiers.spec",
         "cpu_bytes_to_use": …}}'
 
-`tenuto serve --host-gb` writes this line. On a GPU vLLM's own worker copies, into vLLM's own memory; on a CPU
+`tenuto serve --host-gb` writes this line. The disk is used under Tenuto's scheduler only, which says what KV
+depends on. On a GPU vLLM's own worker copies, into vLLM's own memory; on a CPU
 build, `tenuto.vllm.tiers.worker`.
 """
 
