@@ -31,7 +31,7 @@ from tenuto.core.errors import DataError
 from tenuto.records.fields import Fields
 from tenuto.workload.formats.hash_ids import BlockIds, HashedPrompt, make_prompts
 from tenuto.workload.formats.mooncake import read_hashed_prompt
-from tenuto.workload.formats.rows import get_sent_times, to_ms
+from tenuto.workload.formats.rows import get_model, get_sent_times, read_model, to_ms
 from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
 
 SCHEMA = "dynamo.agentic_mooncake"
@@ -220,6 +220,7 @@ def _make_turn(
             for edge in row.dependencies
             if edge is not in_job
         ),
+        extra=read_model(row.record),
     )
 
 
@@ -248,7 +249,7 @@ def make_agentic_mooncake(jobs: Sequence[Job], block_size: int) -> Iterator[dict
                     "request_id": _name_request(job.job_id, index),
                     "play_id": play_id,
                     "session_id": sessions[job.job_id],
-                    "model": str(turn.extra.get("model") or "unknown"),
+                    "model": get_model(turn),
                     "input_length": turn.num_prompt_tokens,
                     "output_length": turn.num_output_tokens,
                     "hash_ids": ids.make(turn.prompt, with_last=True),

@@ -6,8 +6,23 @@ import json
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
-from tenuto.records.fields import MAX_SECONDS
-from tenuto.workload.schema import Job
+from tenuto.records.fields import MAX_SECONDS, Fields
+from tenuto.workload.schema import Job, TurnSpec
+
+_UNKNOWN = "unknown"
+"""The model of a request of which nothing is known, in formats that must name one."""
+
+
+def read_model(row: Fields) -> dict[str, object]:
+    """A row's model as a turn's other key; none if it is not known."""
+    model = row.values.get("model")
+    return {"model": model} if isinstance(model, str) and model not in ("", _UNKNOWN) else {}
+
+
+def get_model(turn: TurnSpec) -> str:
+    """The model that a turn asked for, to be written."""
+    model = turn.extra.get("model")
+    return model if isinstance(model, str) and model else _UNKNOWN
 
 
 def get_sent_times(jobs: Sequence[Job]) -> dict[str, list[float]]:

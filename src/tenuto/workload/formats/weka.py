@@ -1,11 +1,11 @@
 """Weka sessions: recorded Claude Code conversations, one JSON object each (callanjfox/kv-cache-tester).
 
-    {"id": "trace_0010", "block_size": 64, "hash_id_scope": "local", "requests": [
-      {"type": "n", "t": 0.0, "in": 17209, "out": 275, "hash_ids": [1, 2, …], "stop": "tool_use",
-       "api_time": 8.81, "think_time": 0.0},
-      {"type": "subagent", "t": 100.65, "agent_id": "agent_001", "status": "completed",
-       "duration_ms": 91243, "requests": [{"type": "n", "t": 0.0, …}, …]},
-      {"type": "n", "t": 107.0, "think_time": 98.0, …}]}
+    {"id": "trace_0010", "models": ["m"], "block_size": 64, "hash_id_scope": "local", "requests": [
+      {"type": "n", "t": 0.0, "model": "m", "in": 17209, "out": 275, "hash_ids": [1, 2, …],
+       "stop": "tool_use", "api_time": 8.81, "think_time": 0.0},
+      {"type": "subagent", "t": 100.65, "agent_id": "agent_001", "subagent_type": "Explore", "models": ["m"],
+       "status": "completed", "duration_ms": 91243, "requests": [{"type": "n", "t": 0.0, …}, …]},
+      {"type": "s", "t": 107.0, "think_time": 98.0, "ttft": 1.9, …}]}
 
 The meaning of the fields was derived from 710 published sessions (49,334 requests, 63 sub-agents):
 
@@ -24,23 +24,34 @@ job's requests go one after the other; the 4 of 49,334 that overlapped do so aga
 An output of 0 tokens (27 of 49,334) counts as 1, the least an engine produces.
 
 When jobs are written, each that no other started is one object, with its sub-agents within. `t` is then on
-the workload's own clock, to the last digit; recorded sessions begin at 0 and have whole seconds.
+the workload's own clock, to the last digit; recorded sessions begin at 0 and have whole seconds. What is
+written has the fields that other readers need, and no others: AIPerf 0.13 (`weka_trace_models.py`) refuses a
+session without `models`, a request without `model`, a sub-agent without `subagent_type`, parts of a
+millisecond in `duration_ms`, and `ttft` where the type is not "s". A session is read from a file of its own.
+
+The turns keep what jobs have no place for among their other keys: `model`, `latency_ms` (api_time) and
+`ttft_ms` as `tenuto record` names them, the rest under its own name, a session's fields at its first turn.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from itertools import accumulate, pairwise
 
-from tenuto.records.fields import Fields
+from tenuto.records.fields import MAX_SECONDS, Fields
 from tenuto.workload.formats.hash_ids import BlockIds, HashedPrompt, make_prompts, read_hash_ids
-from tenuto.workload.formats.rows import get_sent_times
+from tenuto.workload.formats.rows import get_model, get_sent_times, read_model, to_ms
 from tenuto.workload.schema import After, Job, Prompt, Span, TurnSpec
 
 TOOL = "tool_use"
 """The tool of every turn that calls one, named after the value of `stop`."""
+_END = "end_turn"
+_TOLERANCE_S = 1e-6
+_REQUEST_KEYS = ("input_types", "output_types")
+_SESSION_KEYS = ("tool_tokens", "system_tokens", "totals")
+_SUB_AGENT_KEYS = ("subagent_type", "total_tokens", "tool_use_count", "tool_tokens", "system_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ class _Request:
     """Prompt tokens after the last block that has an id."""
     num_output_tokens: int
     calls_tool: bool
+    extra: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,7 @@ def _read_session(record: Fields, trace_id: str) -> list[Job]:
             raise entry.error("type", "a sub-agent stands before the session's first request")
     if not own:
         raise record.error("requests", "the session has no request of its own")
+    own[0].extra.update(_pick(record, _SESSION_KEYS))
     return _make_jobs(trace_id, own, [agent for agent in sub_agents.values() if agent.requests], block_size)
 
 
@@ -116,6 +129,8 @@ def _read_sub_agent(entry: Fields, block_size: int, trace_id: str, spawner: int)
     requests: list[_Request] = []
     for inner in entry.records("requests"):
         requests.append(_read_request(inner, block_size, requests, start_s))
+    if requests:
+        requests[0].extra.update(_pick(entry, ("duration_ms", *_SUB_AGENT_KEYS)))
     return _SubAgent(job_id, spawner, blocking, start_s, requests)
 
 
@@ -135,7 +150,25 @@ def _read_request(entry: Fields, block_size: int, before: list[_Request], start_
         num_tail_tokens=num_tail_tokens,
         num_output_tokens=max(1, entry.integer("out", low=0)),
         calls_tool=entry.values.get("stop") == TOOL,
+        extra=_read_extra(entry),
     )
+
+
+def _read_extra(entry: Fields) -> dict[str, object]:
+    extra = read_model(entry) | _pick(entry, _REQUEST_KEYS)
+    if entry.values["type"] == "s":
+        extra["streamed"] = True
+    if entry.values.get("stop") not in (TOOL, _END):
+        extra |= _pick(entry, ("stop",))
+    for field, key in (("api_time", "latency_ms"), ("ttft", "ttft_ms")):
+        seconds = entry.optional(entry.number, field)
+        if seconds:
+            extra[key] = float(to_ms(seconds))
+    return extra
+
+
+def _pick(entry: Fields, keys: Iterable[str]) -> dict[str, object]:
+    return {key: entry.values[key] for key in keys if entry.values.get(key) is not None}
 
 
 def _make_jobs(trace_id: str, own: list[_Request], sub_agents: list[_SubAgent], block_size: int) -> list[Job]:
@@ -167,6 +200,7 @@ def _make_turns(job_id: str, requests: list[_Request], prompts: Iterator[Prompt]
             tool=TOOL if request.calls_tool else None,
             tool_s=_gap_s(request, requests[index + 1]) if index + 1 < len(requests) else 0.0,
             at_s=request.sent_s if index else None,
+            extra=request.extra,
         )
         # Requests first: zip would otherwise take a prompt of the next stream.
         for index, (request, prompt) in enumerate(zip(requests, prompts, strict=False))
@@ -196,6 +230,7 @@ def _end_s(request: _Request) -> float:
 
 
 _Times = dict[str, list[float]]
+_Ends = dict[str, list[float | None]]
 
 
 def make_weka(jobs: Sequence[Job], block_size: int) -> Iterator[dict[str, object]]:
@@ -211,9 +246,7 @@ def make_weka(jobs: Sequence[Job], block_size: int) -> Iterator[dict[str, object
     for job in jobs:
         if job.job_id in sub_agents:
             continue
-        writer = _Session(job, block_size, times, ends)
-        entries = list(writer.make_entries(children.get(job.job_id, [])))
-        yield {"id": job.job_id, "block_size": block_size, "hash_id_scope": "local", "requests": entries}
+        yield _Session(job, block_size, times, ends).make(children.get(job.job_id, []))
 
 
 def _find_sub_agents(jobs: Sequence[Job]) -> dict[str, Job]:
@@ -231,27 +264,46 @@ def _find_sub_agents(jobs: Sequence[Job]) -> dict[str, Job]:
     return found
 
 
-def _find_ends(jobs: Sequence[Job], times: _Times, sub_agents: Mapping[str, Job]) -> _Times:
-    """When each turn was answered, derived from the turns after it, because jobs do not store it.
+def _find_ends(jobs: Sequence[Job], times: _Times, sub_agents: Mapping[str, Job]) -> _Ends:
+    """When each turn was answered; None where nothing tells it.
 
     A sub-agent starts its delay after the answer that called it. A turn that waits for a sub-agent starts a
-    delay after the sub-agent's last answer. Any other turn ends its tool time before the next turn is sent.
+    delay after the sub-agent's last answer. Any other turn's latency may be recorded; else the turn ended its
+    tool time before the next turn is sent.
     """
     by_id = {job.job_id: job for job in jobs}
-    ends: _Times = {}
+    ends: _Ends = {}
     for job in jobs:
         sent = times[job.job_id]
         followed = zip(job.turns, pairwise(sent), strict=False)
-        ends[job.job_id] = [max(at_s, next_s - turn.tool_s) for turn, (at_s, next_s) in followed]
-        ends[job.job_id].append(sent[-1] + _get_latency_s(job.turns[-1]))
+        derived = [_derive_end(at_s, next_s - turn.tool_s) for turn, (at_s, next_s) in followed]
+        latencies = [_try_get_seconds(turn, "latency_ms") for turn in job.turns]
+        ends[job.job_id] = [
+            end_s if latency_s is None else at_s + latency_s
+            for at_s, end_s, latency_s in zip(sent, [*derived, None], latencies, strict=True)
+        ]
+    awaited: dict[tuple[str, int], dict[str, float]] = {}
     for job_id, session in sub_agents.items():
         job = by_id[job_id]
         [spawned] = job.turns[0].after
         place = ends[session.job_id]
         place[spawned.turn] = max(times[session.job_id][spawned.turn], times[job_id][0] - spawned.delay_s)
         for event in _get_joins(session, spawned.turn, job_id):
-            ends[job_id][-1] = max(times[job_id][-1], times[session.job_id][spawned.turn + 1] - event.delay_s)
+            end_s = max(times[job_id][-1], times[session.job_id][spawned.turn + 1] - event.delay_s)
+            awaited.setdefault((session.job_id, spawned.turn), {})[job_id] = end_s
+    for latest in awaited.values():
+        for job_id, end_s in latest.items():
+            known_s = ends[job_id][-1]
+            ends[job_id][-1] = end_s if known_s is None else min(known_s, end_s)
+        # The session goes on a delay after the last of them.
+        last = max(latest, key=lambda job_id: ends[job_id][-1] or 0.0)
+        ends[last][-1] = latest[last]
     return ends
+
+
+def _derive_end(sent_s: float, end_s: float) -> float | None:
+    """None for an answer that took no time: then no end was recorded, or the times are made up."""
+    return None if abs(end_s - sent_s) < _TOLERANCE_S else max(sent_s, end_s)
 
 
 def _get_joins(session: Job, spawner: int, job_id: str) -> list[After]:
@@ -260,22 +312,64 @@ def _get_joins(session: Job, spawner: int, job_id: str) -> list[After]:
     return [event for turn in following for event in turn.after if event.job_id == job_id]
 
 
-def _get_latency_s(turn: TurnSpec) -> float:
-    value = turn.extra.get("latency_ms")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value / 1000 if is_number and 0 < value < math.inf else 0.0  # type: ignore[operator]
+def _try_get_seconds(turn: TurnSpec, key: str) -> float | None:
+    """A recorded time, which a key holds in milliseconds."""
+    value = turn.extra.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS * 1000:
+        return None
+    return float(Decimal(repr(float(value))).scaleb(-3))
+
+
+def _get_kept(turn: TurnSpec, keys: Iterable[str]) -> dict[str, object]:
+    """A turn's keys that are of the type which readers of the format want; anyone may have written others."""
+    return {key: turn.extra[key] for key in keys if key in turn.extra and _KEPT_TYPES[key](turn.extra[key])}
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_words(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+_KEPT_TYPES: Mapping[str, Callable[[object], bool]] = {
+    "input_types": _are_words,
+    "output_types": _are_words,
+    "stop": lambda value: isinstance(value, str) and value != TOOL,
+    "subagent_type": lambda value: isinstance(value, str),
+    "total_tokens": _is_count,
+    "tool_use_count": _is_count,
+    "tool_tokens": _is_count,
+    "system_tokens": _is_count,
+    "totals": lambda value: isinstance(value, dict),
+}
 
 
 class _Session:
     """Writes one session and its sub-agents, whose block ids mean the same in all of it."""
 
-    def __init__(self, job: Job, block_size: int, times: _Times, ends: _Times) -> None:
+    def __init__(self, job: Job, block_size: int, times: _Times, ends: _Ends) -> None:
         self._job = job
+        self._block_size = block_size
         self._ids = BlockIds(block_size)
         self._times = times
         self._ends = ends
 
-    def make_entries(self, children: Sequence[Job]) -> Iterator[dict[str, object]]:
+    def make(self, children: Sequence[Job]) -> dict[str, object]:
+        """The session, with these sub-agents."""
+        return {
+            "id": self._job.job_id,
+            "models": _find_models(self._job),
+            "block_size": self._block_size,
+            "hash_id_scope": "local",
+            "tool_tokens": 0,
+            "system_tokens": 0,
+            **_get_kept(self._job.turns[0], _SESSION_KEYS),
+            "requests": list(self._make_entries(children)),
+        }
+
+    def _make_entries(self, children: Sequence[Job]) -> Iterator[dict[str, object]]:
         """The session's requests, each sub-agent after the one that started it."""
         spawned: dict[int, list[Job]] = {}
         for child in children:
@@ -288,26 +382,54 @@ class _Session:
     def _make_requests(self, job: Job, start_s: float) -> Iterator[dict[str, object]]:
         sent, ends = self._times[job.job_id], self._ends[job.job_id]
         for index, turn in enumerate(job.turns):
-            yield {
+            before = job.turns[index - 1] if index else None
+            ttft_s, end_s = _try_get_seconds(turn, "ttft_ms"), ends[index]
+            is_streamed = ttft_s is not None or turn.extra.get("streamed") is True
+            entry: dict[str, object] = {
                 "t": sent[index] - start_s,
-                "type": "n",
+                "type": "s" if is_streamed else "n",
+                "model": get_model(turn),
                 "in": turn.num_prompt_tokens,
                 "out": turn.num_output_tokens,
                 "hash_ids": self._ids.make(turn.prompt, with_last=False),
-                "stop": TOOL if turn.tool else "end_turn",
-                "api_time": ends[index] - sent[index],
-                "think_time": job.turns[index - 1].tool_s if index else 0.0,
+                "input_types": ["tool_result" if before and before.tool else "text"],
+                "output_types": [TOOL if turn.tool else "text"],
+                "stop": TOOL if turn.tool else _END,
+                **_get_kept(turn, _REQUEST_KEYS if turn.tool else (*_REQUEST_KEYS, "stop")),
+                "think_time": before.tool_s if before else 0.0,
             }
+            if end_s is not None:
+                latency_s = _try_get_seconds(turn, "latency_ms")
+                is_recorded = latency_s is not None and sent[index] + latency_s == end_s
+                # The difference would be rounded.
+                entry["api_time"] = latency_s if is_recorded else end_s - sent[index]
+            if ttft_s is not None:
+                entry["ttft"] = ttft_s
+            yield entry
 
     def _make_sub_agent(self, job: Job, spawner: int) -> dict[str, object]:
         start_s = self._times[job.job_id][0]
-        duration_s = max(0.0, self._ends[job.job_id][-1] - start_s)
+        end_s = self._ends[job.job_id][-1]
+        duration_s = _try_get_seconds(job.turns[0], "duration_ms")
+        if duration_s is None and end_s is not None:
+            duration_s = max(0.0, end_s - start_s)
+        duration_ms = None if duration_s is None else round(duration_s * 1000)
         is_awaited = bool(_get_joins(self._job, spawner, job.job_id))
         return {
-            "t": start_s + duration_s if is_awaited else start_s,
+            "t": start_s + (duration_ms or 0) / 1000 if is_awaited else start_s,
             "type": "subagent",
             "agent_id": job.job_id.removeprefix(f"{self._job.job_id}/"),
+            "subagent_type": "unknown",
+            "duration_ms": duration_ms,
             "status": "completed" if is_awaited else "async_launched",
-            "duration_ms": duration_s * 1000,
+            "models": _find_models(job),
+            "tool_tokens": 0,
+            "system_tokens": 0,
+            **_get_kept(job.turns[0], _SUB_AGENT_KEYS),
             "requests": list(self._make_requests(job, start_s)),
         }
+
+
+def _find_models(job: Job) -> list[str]:
+    """The job's models, in the order of their first request. A sub-agent names its own."""
+    return list(dict.fromkeys(map(get_model, job.turns)))
