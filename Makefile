@@ -29,7 +29,7 @@ help:
 	@echo "make check           formatting, lint, types and import rules, without vLLM"
 	@echo "make test            all checks and tests, on vLLM $(VLLM) (CPU build)"
 	@echo "make test-vllm       the scheduler tests on one release, for example VLLM=0.33.0"
-	@echo "make test-clients    LiteLLM, LangChain, openai-agents, mini-swe-agent as they are, in an environment of their own"
+	@echo "make test-clients    LiteLLM, LangChain, openai-agents, mini-swe-agent, AIPerf as they are, in an environment of their own"
 	@echo "make test-all-vllm   the vLLM tests on every supported release, each in its own environment"
 	@echo "make docs            the docs site, in build/site; broken links are errors"
 	@echo "make bench           what the scheduler hook costs, as ratios against stock vLLM"
@@ -74,7 +74,7 @@ demo: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 test-clients:
 	$(PYTHON) -m venv $(VENV)-clients
 	$(VENV)-clients/bin/python -m pip install --quiet --editable '.[sim,clients,router]' pytest pytest-timeout
-	$(VENV)-clients/bin/python -m pytest tests/unchanged_clients -W ignore::ResourceWarning \
+	$(VENV)-clients/bin/python -m pytest tests/unchanged_clients tests/workload/test_exports.py -W ignore::ResourceWarning \
 	  -W ignore::pytest.PytestUnraisableExceptionWarning -o filterwarnings=default $(PYTEST_ARGS)
 
 check: $(DEV)

@@ -10,7 +10,7 @@ import pytest
 from tenuto.core.errors import ConfigError
 from tenuto.records.csv_file import write_csv
 from tenuto.records.goodput import measure_goodput, parse_limits
-from tenuto.records.metrics import get_job_rates, get_rate
+from tenuto.records.metrics import Rates, get_job_rates, get_rate
 from tenuto.records.schema import Goodput, TurnRecord
 from tenuto.records.text import is_overloaded
 
@@ -74,6 +74,18 @@ def test_jobs_that_finish_more_slowly_than_they_arrive() -> None:
     # Each job took about as long as it would have alone: later ones were longer, and waited for nothing.
     assert not is_overloaded({**record, "slowdown": {"mean": 1.1}})
     assert is_overloaded({**record, "slowdown": {"mean": 1.5}})
+
+
+def test_jobs_that_come_at_once_have_no_rate() -> None:
+    """Four clients of a recording began within a millisecond: nobody offered 4,920 jobs per second."""
+
+    def get_rates(gap_s: float) -> Rates:
+        turns = [TurnRecord(job=str(n), turn=1, due_s=n * gap_s, last_token_s=11.0 + n) for n in range(4)]
+        return get_job_rates(turns, {turn.job: 11.0 + n - n * gap_s for n, turn in enumerate(turns)})
+
+    assert get_rates(0.0002) == (None, pytest.approx(1.0))
+    assert get_rates(0.5) == (pytest.approx(2.0), pytest.approx(1.0))
+    assert get_job_rates([], {}) == (None, None)
 
 
 def test_a_csv_has_a_row_each_and_a_column_for_every_value(tmp_path: Path) -> None:

@@ -41,10 +41,16 @@ def test_the_size_that_a_server_reported_is_said_to_be_one() -> None:
     memory = measure_memory(Setup(gpu="H100", step_cost="roofline"), (1000,))
     assert memory.kv_tokens == 434_000
     assert "reported it" in memory.source
+    # One size in the text: parts that add up to another one are not its parts.
+    text = format_memory(memory)
+    assert "= KV cache" not in text
+    assert "52.98 GiB of each GPU" in text
+    assert "(--gpu-memory-utilization 0.9 would compute 51.51 GiB instead)" in text
     memory = measure_memory(Setup(gpu="H100", gpu_memory_utilization=0.8, step_cost="roofline"), (1000,))
     assert "computed" in memory.source
     assert memory.budget is not None
     assert memory.num_blocks == memory.budget.num_blocks(16)
+    assert f"{'= KV cache':<18}{memory.kv_bytes / GIB:8.2f} GiB" in format_memory(memory)
 
 
 def test_fp8_caches_hold_twice_as_much_and_gpus_share_heads() -> None:
@@ -112,7 +118,7 @@ def test_the_memory_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert memory["budget"]["kv_bytes"] > 0
     with (tmp_path / "m.csv").open() as file:
         assert [row["num_tokens"] for row in csv.DictReader(file)] == ["4000", "8000"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--gpu-memory-utilization", "0.9"]) == 0
     assert "= KV cache" in capsys.readouterr().out
     assert main([*arguments, "--model", "qwen3-32b", "--gpu", "RTX5090"]) == 2
     assert "leaves no KV cache on RTX5090" in capsys.readouterr().err

@@ -13,7 +13,8 @@ It says on stderr what the new format cannot hold.
 
 _EXAMPLES = """\
 examples:
-  tenuto convert recorded.jsonl recorded.weka.jsonl --to weka
+  tenuto convert recorded.jsonl sessions --to weka
+      a folder with a file per session, as AIPerf reads it
   tenuto convert recorded.jsonl mooncake.jsonl --to mooncake
   tenuto convert runs/trajectories swe.jsonl
       mini-swe-agent's own logs as a workload; then: tenuto bench --workload swe.jsonl --url …

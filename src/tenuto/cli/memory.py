@@ -27,7 +27,8 @@ examples:
 _NOTES = """\
 The size of the KV cache follows vLLM's start-up: the memory that --gpu-memory-utilization allows, less the
 weights, the activations and what lies outside PyTorch. For some GPUs with llama-3.1-8b, it is the size that a
-server reported. Give --kv-tokens to use the size that your own server's log names.
+server reported, of which the parts are not known; --gpu-memory-utilization 0.9 computes it there too. Give
+--kv-tokens to use the size that your own server's log names.
 """
 
 _USED = (

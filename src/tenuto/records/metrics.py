@@ -15,9 +15,12 @@ from typing import NamedTuple
 from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_reusable_tokens
 from tenuto.records.schema import Stats, TurnMeans, TurnRecord
 
+_AT_ONCE = 0.01
+"""Jobs that arrive within this share of a run came at once: no rate of theirs could have gone on."""
+
 
 class Rates(NamedTuple):
-    """Jobs per second. None if there are too few of them."""
+    """Jobs per second. None if there are too few of them, or if they came at once."""
 
     offered_jps: float | None
     finished_jps: float | None
@@ -93,8 +96,10 @@ def get_job_rates(turns: Sequence[TurnRecord], times_s: Mapping[str, float]) -> 
     for turn in turns:
         if turn.job in times_s:
             arrivals_s[turn.job] = min(arrivals_s.get(turn.job, math.inf), turn.due_s)
-    ends_s = (arrivals_s[job] + times_s[job] for job in arrivals_s)
-    return Rates(get_rate(arrivals_s.values()), get_rate(ends_s))
+    ends_s = [arrivals_s[job] + times_s[job] for job in arrivals_s]
+    begin_s, last_s = min(arrivals_s.values(), default=0.0), max(arrivals_s.values(), default=0.0)
+    came_at_once = last_s - begin_s < _AT_ONCE * (max(ends_s, default=0.0) - begin_s)
+    return Rates(None if came_at_once else get_rate(arrivals_s.values()), get_rate(ends_s))
 
 
 def count_reused_tokens(turns: Iterable[TurnRecord]) -> int | None:

@@ -14,6 +14,7 @@ _GROWTH = 1.25
 _SLOWED = 1.25
 """Mean of a job's time over its time alone, from which on jobs can be said to wait for each other."""
 _MIN_JOBS = 12
+"""Fewer jobs tell no rate, and no trend."""
 _STATS = ("mean", "min", "p50", "p90", "p95", "p99", "max")
 
 
@@ -84,9 +85,10 @@ def _format_rates(record: Mapping[str, Any]) -> list[str]:
     offered, finished, makespan_s = (
         record.get(name) for name in ("offered_jps", "finished_jps", "makespan_s")
     )
-    if offered and finished:
+    if finished and record["jobs"] >= _MIN_JOBS:
         verdict = "; overloaded: the longer it runs, the longer jobs take" if is_overloaded(record) else ""
-        lines.append(f"load         offered {offered:.3g} jobs/s, finished {finished:.3g} jobs/s{verdict}")
+        arrived = f"offered {offered:.3g} jobs/s" if offered else "all jobs at once"
+        lines.append(f"load         {arrived}, finished {finished:.3g} jobs/s{verdict}")
     if makespan_s and record["output_tokens"] is not None:
         turns, output = record["turns"]["ok"], record["output_tokens"]
         total = record["prompt_tokens"] + output

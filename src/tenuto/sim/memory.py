@@ -46,7 +46,7 @@ class Context:
     compute_s: float
     """To compute the context again, with nothing else running."""
     load_s: float | None
-    """To load it from host memory, over an idle link; None where tiers are not simulated."""
+    """To load it from host memory, over an idle link; None where layers differ."""
     jobs_in_host: int | None
     """How many such contexts the host memory holds; None without host memory."""
 
@@ -74,10 +74,15 @@ class Memory:
     """Host memory for KV, of all GPUs together; 0 if none is known."""
     step_cost: str
     budget: KvBudget | None
-    """The computed parts; None where the size was given."""
+    """The parts as computed; None where the size was given. A server that reported its size had others."""
     groups: tuple[Group, ...]
     contexts: tuple[Context, ...]
     notes: tuple[str, ...]
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the size of the KV cache is what the computed parts leave."""
+        return self.budget is not None and self.budget.num_blocks(self.block_size) == self.num_blocks
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -154,8 +159,9 @@ def _measure_context(memory: Memory, machine: Machine, kv: KvCache, num_tokens: 
     )
     leased_bytes = leased * memory.block_size * memory.groups[0].bytes_per_token
     usable = memory.num_blocks - 1  # the null block
-    has_tiers = all(group.window is None for group in memory.groups)
-    host_bytes = memory.host_bytes // memory.tp if has_tiers else 0
+    # What a tier keeps of a window depends on where hits may end, so only a simulation tells it.
+    is_uniform = all(group.window is None for group in memory.groups)
+    host_bytes = memory.host_bytes // memory.tp if is_uniform else 0
     link = (machine.setup.link_gb_s or 0.0) * 1e9 or machine.gpu.host_link_bytes_per_s
     return Context(
         num_tokens=num_tokens,
@@ -166,7 +172,7 @@ def _measure_context(memory: Memory, machine: Machine, kv: KvCache, num_tokens: 
         jobs_leased=usable // leased if leased else 0,
         jobs_running=min(usable // running, memory.max_num_seqs),
         compute_s=_get_compute_s(machine, num_tokens),
-        load_s=leased_bytes / link if has_tiers else None,
+        load_s=leased_bytes / link if is_uniform else None,
         jobs_in_host=host_bytes // leased_bytes if host_bytes and leased_bytes else None,
     )
 

@@ -13,11 +13,12 @@ def format_memory(memory: Memory) -> str:
     """The budget, the layer groups, and a row for each context."""
     gpus = f"{memory.tp} × {memory.gpu}" if memory.tp > 1 else memory.gpu
     lines = [f"{memory.model} on {gpus}: weights {memory.dtype}, KV cache {memory.kv_cache_dtype}", ""]
-    if memory.budget is not None:
+    if memory.is_computed and memory.budget is not None:
         lines += [f"{memory.budget.explain()}{'  (of each GPU)' if memory.tp > 1 else ''}", ""]
     lines += [
         f"KV cache {memory.source}: {memory.kv_bytes / GIB:.2f} GiB of each GPU,",
         f"{memory.num_blocks:,} blocks of {memory.block_size} tokens, {memory.kv_tokens:,} tokens",
+        *_format_computed(memory),
         *(_format_groups(memory)),
         "",
         f"{'context':>9} {'running':>9} {'leased':>9} {'GiB':>7} {'share':>7} {'leases':>8} {'run at':>8} "
@@ -34,9 +35,17 @@ def format_memory(memory: Memory) -> str:
     if memory.groups[1:]:
         lines.append(
             "Layers differ: blocks of all groups come from one pool. Of a sliding window, a lease holds the "
-            "blocks that the next token sees. Host memory is not simulated for such models."
+            "blocks that the next token sees. What host memory is worth to them, only a simulation tells."
         )
     return "\n".join(lines)
+
+
+def _format_computed(memory: Memory) -> list[str]:
+    """Where a server reported another size than is computed, the computed one, and how to get it."""
+    if memory.budget is None or memory.is_computed:
+        return []
+    option = f"--gpu-memory-utilization {memory.budget.utilization:g}"
+    return [f"({option} would compute {memory.budget.kv_bytes / GIB:.2f} GiB instead)"]
 
 
 def _format_groups(memory: Memory) -> list[str]:
