@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,26 @@ def test_what_is_not_known_is_said(folder: Path, kv_config: Any, monkeypatch: py
     monkeypatch.setattr(compat_origin, "_get_start_s", lambda: float("inf"))
     with pytest.raises(UnknownOriginError, match="ZeroDivisionError"):
         find(folder, kv_config)
+
+
+@pytest.mark.parametrize("changed", ["model", "link", "link/model"])
+def test_a_model_that_another_took_the_place_of_during_the_start_is_not_known(
+    changed: str, folder: Path, kv_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there now may not be what was loaded, though its files are old."""
+    link = folder.parent / "link"
+    link.symlink_to(folder if changed == "link" else folder.parent)
+    find(folder.parent / changed, kv_config)
+    now_s = max(each.lstat().st_ctime for each in (folder, *folder.iterdir(), folder.parent / "blob", link))
+    monkeypatch.setattr(compat_origin, "_get_start_s", lambda: now_s + 1e-6)
+    find(folder.parent / changed, kv_config)
+    while time.time() < now_s + 0.05:
+        pass
+    place = folder if changed == "model" else link
+    place.rename(folder.parent / "away")
+    (folder.parent / "away").rename(place)
+    with pytest.raises(UnknownOriginError, match="changed since the engine began"):
+        find(folder.parent / changed, kv_config)
 
 
 def test_the_start_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

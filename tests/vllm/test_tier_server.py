@@ -27,7 +27,7 @@ from tests.vllm.test_server import BLOCK_SIZE, ENV, MODEL, get_command, get_free
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(not MODEL, reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it"),
 ]
 NUM_WORDS = 120

@@ -187,7 +187,7 @@ def _find_model(model_config: Any, load_config: Any) -> Path:
 
 
 def _get_files(path: Path) -> tuple[str, float]:
-    """The digest of `get_files_digest`, and when a file changed last."""
+    """The digest of `get_files_digest`, and when a file, the folder or a link to them changed last."""
     if path.is_dir():
         files = []
         for folder, folders, names in os.walk(path, followlinks=True, onerror=_raise):
@@ -199,7 +199,9 @@ def _get_files(path: Path) -> tuple[str, float]:
         files = [str(path)]
     if not files:
         raise UnknownOriginError(f"{path} has no files")
-    digest, changed_s = hashlib.blake2b(digest_size=NUM_DIGEST_BYTES), 0.0
+    digest = hashlib.blake2b(digest_size=NUM_DIGEST_BYTES)
+    links = [each for each in path.absolute().parents if each.is_symlink()]
+    changed_s = max(os.lstat(each).st_ctime for each in [path, *links, *map(Path, files)])
     for file in sorted(files):
         found = os.stat(file)
         facts = (os.path.relpath(file, path), found.st_size, found.st_mtime_ns, found.st_ctime_ns)

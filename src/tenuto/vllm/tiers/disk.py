@@ -194,12 +194,12 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
             return
         gone = self._engine / f"once-{uuid.uuid4().hex}"
         os.rename(space.folder, gone)
-        self._space = self._make_space(self._engine, space.origin.hex() if self._is_known else None)
         descriptor = os.open(self._engine, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        self._space = self._make_space(self._engine, space.origin.hex() if self._is_known else None)
         self._pool.submit(remove_chunks, gone)
 
     # vLLM's tiering manager calls these.

@@ -192,11 +192,11 @@ class HostTier:
     # Inside.
 
     def _open_disks(self) -> None:
-        scheduler, origin = self._scheduler, None
+        config = self._scheduler.vllm_config
         for disk in self._port.disks:
-            config = scheduler.vllm_config
+            origin = None
             try:
-                origin = get_origin(config, scheduler.kv_cache_config, disk.offloading_config)
+                origin = get_origin(config, self._scheduler.kv_cache_config, disk.offloading_config)
             except UnknownOriginError as error:
                 logger.warning("disk tier: begins anew, and the next start will: %s", error)
             disk.open(get_name(config), get_rank(config), origin)
