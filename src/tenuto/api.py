@@ -23,6 +23,7 @@ from tenuto.sim.run import NO_EXTRAS, Extras, Outcome, run
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Watch
 from tenuto.sim.sweep.cells import Cell, check_cells, run_cells, run_here
+from tenuto.sim.sweep.split import make_arms
 from tenuto.sim.sweep.table import format_rows, make_rows
 from tenuto.workload import LoadOptions, Workload
 
@@ -58,11 +59,13 @@ class Comparison:
 
     records: Sequence[dict[str, Any]]
     """One per run, as `SimulationResult.record`."""
+    arms: Sequence[dict[str, Any]] = ()
+    """Those of the runs beside them that tell where a gain over stock comes from."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The table: one row per GPU, load and policy, over all seeds."""
-        return make_rows(self.records)
+        return make_rows(self.records, self.arms)
 
     @property
     def winners(self) -> dict[tuple[str, float | None], tuple[str, ...]]:
@@ -132,9 +135,13 @@ def compare(  # noqa: PLR0913 - as above
     strict: bool = False,
     workers: int | None = 1,
     out: str | Path | None = None,
+    split: bool = True,
     **settings: Any,
 ) -> Comparison:
     """Run every policy on every GPU, under every load, with every seed.
+
+    `split`: where stock is among the policies, also run it with smaller steps, and each other policy without
+    the KV that it keeps, to say how much of the gain comes from steps, order and cache.
 
     `workers`: processes; None takes one per core. With more than one, a script must call this below
     `if __name__ == "__main__":`, as processes import it. `out`: a folder for results.jsonl; runs that it has
@@ -157,29 +164,43 @@ def compare(  # noqa: PLR0913 - as above
     check_cells(cells)
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
-    return compare_cells(cells, Path(out) if out is not None else None, workers=workers)
+    return compare_cells(
+        cells,
+        Path(out) if out is not None else None,
+        arms=make_arms(cells) if split else (),
+        workers=workers,
+    )
 
 
 def compare_cells(
     cells: Iterable[Cell],
     out: Path | None = None,
     *,
+    arms: Iterable[Cell] = (),
     workers: int | None = None,
     ray: str | None = None,
     tell: Callable[[Cell, dict[str, Any]], None] = lambda cell, record: None,
 ) -> Comparison:
-    """`compare`, for cells that are made already; `tell` is called with each record as it comes."""
-    cells = list(cells)
+    """`compare`, for cells that are made already; `tell` is called with each record as it comes.
+
+    `arms`: the runs beside them, made by `make_arms`.
+    """
+    asked = list(cells)
+    every = [*asked, *arms]
     if out is None:
-        done: Iterable[tuple[Cell, dict[str, Any]]] = run_here(cells, workers)
+        done: Iterable[tuple[Cell, dict[str, Any]]] = run_here(every, workers)
     else:
-        done = run_cells(cells, out, workers=workers, ray=ray)
-    places = {cell.key: place for place, cell in enumerate(cells)}
+        done = run_cells(every, out, workers=workers, ray=ray)
+    places = {cell.key: place for place, cell in enumerate(every)}
     records = {}
     for cell, record in done:
         records[places[cell.key]] = record
         tell(cell, record)
-    return Comparison([records[place] for place in sorted(records)])
+    ordered = [(place < len(asked), records[place]) for place in sorted(records)]
+    return Comparison(
+        [record for is_asked, record in ordered if is_asked],
+        [record for is_asked, record in ordered if not is_asked],
+    )
 
 
 def check_policy(policy: str | Policy, options: Mapping[str, Any] | None = None) -> None:

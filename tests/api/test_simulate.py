@@ -91,13 +91,19 @@ def test_a_comparison(tmp_path: Path) -> None:
     places = [(label, jps, seed) for label in labels for jps in (0.5, 1.0) for seed in (1, 2)]
     assert [(each["policy"], each["jps"], each["seed"]) for each in result.records] == places
     assert result.winners.keys() == {("A100-40", 0.5), ("A100-40", 1.0)}
-    assert all(set(winners) <= set(labels) for winners in result.winners.values())
+    stocks = [f"stock @{size}" for size in (256, 512, 1024)]
+    assert all(set(winners) <= {*labels, *stocks} for winners in result.winners.values())
+    # Beside each run of stock, three sizes of steps; beside each of the three others, one that keeps no KV.
+    assert len(result.arms) == 2 * 2 * (3 + 3)
+    assert all(row["cache_ratio"] for row in result.rows if row["policy"] in labels[1:])
     for row in result.rows:
         assert row["wins"] == (row["policy"] in result.winners["A100-40", row["jps"]])
     assert all(label in repr(result) for label in labels)
     lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
     again = tenuto.compare(policies, gpu="A100-40", jps=[0.5, 1.0], seeds=[1, 2], out=tmp_path, **settings)
-    assert [json.loads(line)["wall_s"] for line in lines] == [each["wall_s"] for each in again.records]
+    assert [json.loads(line)["wall_s"] for line in lines[: len(places)]] == [
+        each["wall_s"] for each in again.records
+    ]
 
 
 def test_frames() -> None:

@@ -17,7 +17,8 @@ from tenuto.sim.sweep.table import format_rows, make_rows
 
 COMPARE = [
     *("compare", "--gpu", "L40S", "--policies", "stock,continuum-fixed", "--jps", "0.5,1", "--window", "6"),
-    *("--step-cost", "roofline", "--kv-tokens", "50000", "--workers", "1"),
+    *("--step-cost", "roofline", "--kv-tokens", "50000", "--no-split"),
+    *("--workers", "1"),
 ]
 
 

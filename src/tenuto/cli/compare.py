@@ -22,10 +22,11 @@ from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import Cell, check_cells, make_cells, read_results
+from tenuto.sim.sweep.split import make_arms
 from tenuto.workload.load_options import JPS_HELP, LoadOptions
 
 _SUMMARY = """\
-Simulate every GPU with every policy, load and seed, on all cores, and mark the winner of each cell.
+Simulate every GPU with every policy, load and seed, on all cores, and mark the lowest mean of each cell.
 Runs that DIR/results.jsonl has already are not run again: a sweep that was stopped goes on where it was.
 """
 
@@ -50,6 +51,12 @@ class CompareOptions(GridOptions):
     ray: str | None = option(None, "run on a Ray cluster instead (auto: the one around)", metavar="ADDRESS")
     as_json: bool = option(False, "print the table as JSON instead of text", flag="--json")
     csv: Path | None = option(None, "write the table as CSV too", is_written=True)
+    split: bool = option(
+        True,
+        "also run stock with smaller steps, and each policy without the KV that it keeps: the table then has "
+        "stock at its best size of steps, and says where a gain comes from; 6 more runs at most for each run "
+        "of stock with one policy, 2 for each further policy",
+    )
     strict: bool = option(False, "stop with an error when a policy raises or gives a wrong answer")
 
 
@@ -66,10 +73,25 @@ def run(given: Given) -> int:
         dataclasses.replace(cell, extras=extras) for cell in make_cells(options.read_setups(given), loads)
     ]
     say_notes(check_cells(cells))
+    arms = make_arms(cells) if options.split else []
     make_folder(options.out)
-    runs = Runs(cells, len({cell.key for cell in cells} & set(read_results(options.out))))
-    with runs.show_waiting():
-        result = compare_cells(cells, options.out, workers=options.workers, ray=options.ray, tell=runs.say)
+    if arms:
+        say_notes(
+            [
+                f"{len(arms)} runs beside the {len(cells)} tell where a gain comes from; --no-split leaves "
+                "them out"
+            ]
+        )
+    every = [*cells, *arms]
+    runs = Runs(every, len({cell.key for cell in every} & set(read_results(options.out))))
+    try:
+        with runs.show_waiting():
+            result = compare_cells(
+                cells, options.out, arms=arms, workers=options.workers, ray=options.ray, tell=runs.say
+            )
+    except KeyboardInterrupt:
+        runs.say_kept(options.out)
+        raise
     if options.csv:
         write_csv(options.csv, result.rows)
     print(json.dumps(result.rows) if options.as_json else result)
@@ -90,6 +112,12 @@ class Runs:
     def show_waiting(self) -> AbstractContextManager[None]:
         """Say now and then that runs go on, until the end of the context."""
         return self._progress.keep_telling(lambda: f"{self._num_done} of {self._num_cells} runs done")
+
+    def say_kept(self, folder: Path) -> None:
+        """The sweep was interrupted: say what is left of it."""
+        self._progress.say(
+            f"{self._num_done} of {self._num_cells} runs are in {folder}; the same command goes on from there"
+        )
 
     def say(self, cell: Cell, record: dict[str, Any]) -> None:
         """One more is there."""

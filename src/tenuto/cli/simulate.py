@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tenuto.cli.command import Command, Part
@@ -30,9 +30,18 @@ examples:
 """
 
 _NOTES = """\
-It prints the result. With --out DIR it also writes every turn (turns.jsonl) and the KV cache over time
-(occupancy.jsonl), for `tenuto report` and `tenuto analyze`.
+It prints the result, and beside it what stock as shipped does with the same load (--no-beside-stock: not).
+Where stock's steps are too large, a smaller size of steps may gain as much: `tenuto compare` shows it.
+With --out DIR it also writes every turn (turns.jsonl) and the KV cache over time (occupancy.jsonl), for
+`tenuto report` and `tenuto analyze`.
 """
+
+
+_OF_STOCK = (
+    *("job_s", "slowdown", "ttft_s", "reused_tokens", "reusable_tokens", "recomputed_tokens"),
+    *("offered_jps", "finished_jps", "step_cost"),
+)
+"""What JSON and CSV have of stock's run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +54,9 @@ class SimulateOptions(Options):
     trace: Path | None = option(None, "write every step, job and decision, as a server's trace (JSONL)")
     as_json: bool = option(False, "print the record as JSON instead of text", flag="--json")
     csv: Path | None = option(None, "write the result as a row of CSV too", is_written=True)
+    beside_stock: bool = option(
+        True, "also run stock as shipped on the same load, and say what it would do; one more run"
+    )
     strict: bool = option(False, "stop with an error when the policy raises or gives a wrong answer")
 
 
@@ -52,7 +64,7 @@ def run(given: Given) -> int:
     """Simulate one run."""
     from tenuto.api import run_simulation
     from tenuto.records.csv_file import write_csv
-    from tenuto.records.text import format_run
+    from tenuto.records.text import format_beside, format_run
     from tenuto.records.trace import TraceOptions, TraceWriter
     from tenuto.sim.occupancy import Occupancy, write_run
     from tenuto.sim.run import Extras
@@ -71,7 +83,7 @@ def run(given: Given) -> int:
     progress = Progress()
     try:
         log = trace.write if trace else None
-        extras = Extras(strict=options.strict, tell=_make_tell(progress), trace=trace)
+        extras = Extras(strict=options.strict, tell=_make_tell(progress, ""), trace=trace)
         result = run_simulation(setup, load, extras=extras, watch=watch, log=log)
     finally:
         progress.clear()
@@ -80,15 +92,27 @@ def run(given: Given) -> int:
     say_notes(result.record["notes"])
     if options.out and occupancy:
         write_run(options.out, result.outcome, occupancy)
+    if not options.as_json:
+        print(format_run(result.record), flush=True)
+    record = result.record
+    shipped = replace(setup, policy="stock", options={}, step_tokens=None, keep_kv=True)
+    if options.beside_stock and setup != shipped:
+        with progress.cleared():
+            extras = Extras(tell=_make_tell(progress, "stock, to compare with: "))
+            stock = run_simulation(shipped, load, extras=extras).record
+        record = {**record, "stock": {name: stock[name] for name in _OF_STOCK}}
+        if not options.as_json:
+            print(format_beside(record, stock))
     if options.csv:
-        write_csv(options.csv, [result.record])
-    print(json.dumps(result.record) if options.as_json else format_run(result.record))
+        write_csv(options.csv, [record])
+    if options.as_json:
+        print(json.dumps(record))
     return 0
 
 
-def _make_tell(progress: Progress) -> Callable[[float, int, int], None]:
+def _make_tell(progress: Progress, what: str) -> Callable[[float, int, int], None]:
     def tell(now_s: float, num_done: int, num_turns: int) -> None:
-        progress.tell(lambda: f"{now_s:.0f} s simulated, {num_done} of {num_turns} turns finished")
+        progress.tell(lambda: f"{what}{now_s:.0f} s simulated, {num_done} of {num_turns} turns finished")
 
     return tell
 

@@ -83,6 +83,7 @@ def read_run(fields: Fields) -> RunRecord:
         block_size=fields.optional(count, "block_size"),
         config=fields.optional_part("config").values,
         step_cost=fields.optional(text, "step_cost"),
+        step_tokens=fields.optional(text, "step_tokens"),
         versions={
             name: version if isinstance(version, str) else str(version)
             for name, version in fields.optional_part("versions").values.items()

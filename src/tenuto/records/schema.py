@@ -266,6 +266,8 @@ class RunRecord:
     """The options that define the run. Options with default values are left out."""
     step_cost: str | None = None
     """Source of a simulation's step times."""
+    step_tokens: str | None = None
+    """The most tokens of a simulation's steps: a number, or adaptive. None is the engine's own budget."""
     versions: Mapping[str, str | None] = field(default_factory=dict)
     wall_s: float
     """Real seconds that the run took. It differs when the run is repeated."""

@@ -62,6 +62,23 @@ def format_run(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def format_beside(record: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
+    """What stock did with the same load, as a line below a run's; both are given as JSON values."""
+    own, other = record["job_s"], stock["job_s"]
+    marks = ["one seed"]
+    if any(map(is_overloaded, (record, stock))):
+        marks.insert(0, "overloaded")
+    if (stock["step_cost"] or "").startswith("roofline"):
+        marks.insert(0, "roofline")
+    hits = ""
+    if stock["reused_tokens"] is not None and stock["reusable_tokens"]:
+        hits = f", hits {stock['reused_tokens'] / stock['reusable_tokens']:.1%}"
+    return (
+        f"stock        job time {format_stats({name: other[name] for name in ('mean', 'p95')})}{hits}; "
+        f"this run's mean is {own['mean'] / other['mean']:.2f} of it ({', '.join(marks)})"
+    )
+
+
 def is_overloaded(record: Mapping[str, Any]) -> bool:
     """Whether jobs arrived clearly faster than they finished, and later jobs took clearly longer.
 

@@ -5,8 +5,9 @@ It is shared by `tenuto simulate`, `compare`, `plan` and `serve`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -84,6 +85,9 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     model = load_model(setup.model, dtype=setup.dtype, kv_cache_dtype=setup.kv_cache_dtype)
     policy = load_policy(setup.policy, setup.options) if policy is None else policy
     wanted = get_engine_settings(setup.policy, policy)
+    if not setup.keep_kv:
+        policy = _keep_nothing(policy)
+        wanted = replace(wanted, offload=None, unbounded_kv=False)
     notes: list[str] = []
     offload = _get_offload(setup, gpu, model, wanted, notes)
     profile = _get_profile(setup, gpu)
@@ -132,6 +136,14 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         limits=LIMITS[setup.limits],
         notes=tuple(notes),
     )
+
+
+def _keep_nothing(policy: Policy) -> Policy:
+    """The same policy, but no turn's KV is retained: its `retain` is that of stock."""
+    cls = type(policy)
+    made = copy.copy(policy)
+    made.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, "retain": Policy.retain})
+    return made
 
 
 def _load_step_cost(
@@ -219,6 +231,11 @@ def _get_profile(setup: Setup, gpu: Gpu) -> ProfileRun:
         max_num_batched_tokens=setup.max_num_batched_tokens or default.max_num_batched_tokens,
         max_num_seqs=setup.max_num_seqs or default.max_num_seqs,
     )
+
+
+def get_max_num_batched_tokens(setup: Setup) -> int:
+    """The most tokens of a step, in vLLM with this GPU and what the setup says. Raises ConfigError."""
+    return _get_profile(setup, get_gpu(setup.gpu)).max_num_batched_tokens
 
 
 def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings, profile: ProfileRun) -> int:

@@ -30,6 +30,7 @@ class RunInfo:
     policy_faults: int = 0
     turns_refused: int = 0
     step_cost: str | None = None
+    step_tokens: str | None = None
     itl_s: Stats | None = None
     goodput_limits_ms: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -91,6 +92,7 @@ def make_record(
         notes=run.notes,
         config=run.config,
         step_cost=run.step_cost,
+        step_tokens=run.step_tokens,
         versions=run.versions,
         wall_s=run.wall_s,
         fleet=run.fleet,

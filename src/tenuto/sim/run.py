@@ -109,6 +109,7 @@ def run(
         policy_faults=sum(each.driver.num_policy_faults for each in schedulers),
         turns_refused=prepared.num_cut,
         step_cost=machine.step_cost_name,
+        step_tokens=None if machine.config.step_tokens is None else str(machine.config.step_tokens),
         itl_s=simulation.gaps.summarise(),
         goodput_limits_ms=parse_limits(load.goodput),
         notes=tuple(machine.notes),

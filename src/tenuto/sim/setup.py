@@ -113,6 +113,9 @@ class Setup(Options):
         read=read_step_tokens,
         shown_default="what the policy wants: adaptive for tenuto, the whole budget for others",
     )
+    keep_kv: bool = option(
+        True, "let the policy keep KV: by leases, and in the tiers and the size of the cache that it wants"
+    )
     max_num_seqs: int | None = option(
         None, "most requests that run at a time, as in vLLM", minimum=1, shown_default="vLLM's for this GPU"
     )

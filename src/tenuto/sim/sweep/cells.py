@@ -50,7 +50,11 @@ class Cell:
         load = "" if self.load.jps is None else f" {self.load.jps:g}/s"
         setup = self.setup
         router = "" if setup.fleet is None else f"@{setup.fleet.router}"
-        return f"{name_gpus(setup, setup.gpu)} {setup.policy}{router}{load} seed {self.load.seed}"
+        steps = "" if setup.step_tokens is None else f" @{setup.step_tokens}"
+        kept = "" if setup.keep_kv else " keeping no KV"
+        return (
+            f"{name_gpus(setup, setup.gpu)} {setup.policy}{steps}{kept}{router}{load} seed {self.load.seed}"
+        )
 
 
 def check_cells(cells: Sequence[Cell]) -> list[str]:

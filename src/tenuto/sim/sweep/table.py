@@ -4,19 +4,56 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tenuto.records.text import is_overloaded
+from tenuto.sim.sweep.split import STOCK, Split, Timed, find_best_stock, get_arm, split_gains
 
 TIE = 1.02
 """Policies within 2 % of the best share the cell."""
 
+MARKS = {
+    "overloaded": ("o", "more jobs arrive than finish: times depend on how long is simulated"),
+    "roofline": ("r", "step times of a roofline, a rougher guess than measured tables"),
+    "one seed": ("1", "another seed may change times by some per cent, and one proves nothing"),
+}
+"""What a reader must know of a row's numbers: the letter in the table, and what it means."""
+
 Row = dict[str, Any]
 
 
-def make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
-    """One row per GPU, load and policy: geometric means over seeds, and who wins."""
+def make_rows(records: Sequence[dict[str, Any]], arms: Sequence[dict[str, Any]] = ()) -> list[Row]:
+    """One row per GPU, load and policy: geometric means over seeds, and who has the lowest.
+
+    `arms`: records of the runs that `make_arms` asks for. With them each cell has a row of stock with its
+    best size of steps, and rows say where a policy's gain comes from.
+    """
+    best: list[dict[str, Any]] = []
+    splits: dict[tuple[Any, ...], Split] = {}
+    for cell in dict.fromkeys(map(_get_cell, records)):
+        asked, beside = ([each for each in some if _get_cell(each) == cell] for some in (records, arms))
+        runs, runs_beside = list(map(_get_timed, asked)), list(map(_get_timed, beside))
+        found = find_best_stock(runs, runs_beside) if beside else None
+        best += [{**each, "policy": found.name} for each in beside if found and get_arm(each) == found]
+        for arm, split in split_gains(runs, runs_beside).items():
+            splits[*cell, arm.policy] = split
+    rows = _make_rows([*records, *best])
+    for row in rows:
+        known = splits.get((*_get_cell(row), row["policy"]))
+        row["best_stock"] = known and known.best.name
+        row["over_best_stock"] = known and known.over_best
+        row["steps_ratio"] = known and known.steps
+        row["order_ratio"] = known and known.order
+        row["cache_ratio"] = known and known.cache
+    return rows
+
+
+def _get_timed(record: dict[str, Any]) -> Timed:
+    return Timed(get_arm(record), record["seed"], record["job_s"]["mean"])
+
+
+def _make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         key = (record["gpu"], record["model"], record["workload"], record["jps"], record["policy"])
@@ -40,6 +77,7 @@ def make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
             "best_hits_share": _get_best_share(group),
             "recomputed_share": sum(each["recomputed_tokens"] for each in group)
             / sum(each["prompt_tokens"] for each in group),
+            "marks": ", ".join(_find_marks(group)),
             "policy_faults": sum(each.get("policy_faults") or 0 for each in group),
         }
         for key, group in groups.items()
@@ -50,14 +88,31 @@ def make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
         stock = [each["mean_job_s"] for each in rivals if each["policy"] == "stock"]
         row["wins"] = row["mean_job_s"] <= TIE * best_s
         row["over_stock"] = row["mean_job_s"] / stock[0] if stock else None
-    return sorted(rows, key=lambda row: (row["gpu"], row["workload"], row["jps"] or 0.0))
+    places = {policy: place for place, policy in enumerate(dict.fromkeys(row["policy"] for row in rows))}
+
+    def rank(row: Row) -> tuple[Any, ...]:
+        # Stock with other steps stands below stock.
+        name = STOCK if row["policy"].startswith(f"{STOCK} @") else row["policy"]
+        return (row["gpu"], row["workload"], row["jps"] or 0.0, places.get(name, places[row["policy"]]))
+
+    return sorted(rows, key=rank)
+
+
+def _find_marks(group: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What a reader must know of these runs' numbers, of `MARKS`."""
+    if any(is_overloaded(each) for each in group):
+        yield "overloaded"
+    if any((each.get("step_cost") or "").startswith("roofline") for each in group):
+        yield "roofline"
+    if len({each["seed"] for each in group}) == 1:
+        yield "one seed"
 
 
 def format_rows(rows: Sequence[Row]) -> str:
     """The table as text. A star marks the best policy of a cell and all policies within 2 % of it."""
     has_goodput = any(row["goodput_turns_per_s"] is not None for row in rows)
     lines = [
-        f"{'gpu':11} {'jobs/s':>6}  {'policy':18} {'mean':>9}  {'spread':>15} {'P95':>9} "
+        f"{'gpu':11} {'jobs/s':>6}  {'policy':18} {'mean':>9} {'':3} {'spread':>15} {'P95':>9} "
         f"{'/stock':>7} {'recomp.':>7} {'hits':>6} {'done/s':>7}{'   goodput' if has_goodput else ''}"
     ]
     cell = None
@@ -72,7 +127,8 @@ def format_rows(rows: Sequence[Row]) -> str:
         place = ("", "") if same else (row["gpu"], load)
         lines.append(
             f"{place[0]:11} {place[1]:>6}  {row['policy']:18} {row['mean_job_s']:8.2f}s"
-            f"{'*' if row['wins'] else ' '} {spread:>15} {row['p95_job_s']:8.1f}s {over:>7} "
+            f"{'*' if row['wins'] else ' '} {_get_letters(row):3} {spread:>15} "
+            f"{row['p95_job_s']:8.1f}s {over:>7} "
             f"{row['recomputed_share']:6.1%} {_format(row['best_hits_share'], '.1%'):>6} "
             f"{_format(row['finished_jps'], '.3g'):>7}{'+' if row['overloaded'] else ' '}"
             f"{_format_goodput(row) if has_goodput else ''}"
@@ -84,12 +140,46 @@ def format_rows(rows: Sequence[Row]) -> str:
     )
     if has_goodput:
         lines.append("goodput: turns per second that keep the limits")
+    lines += [f"{sign}: {words}" for mark, (sign, words) in MARKS.items() if _has_mark(rows, mark)]
+    lines += _format_splits(rows)
     num_faults = sum(row["policy_faults"] for row in rows)
     if num_faults:
         lines.append(
             f"\n! hooks of the policy failed ({num_faults} times in all); stock's answer was used there"
         )
     return "\n".join(lines)
+
+
+def _format_splits(rows: Sequence[Row]) -> list[str]:
+    """Where each policy's gain over stock comes from."""
+    split = [row for row in rows if row["steps_ratio"] is not None]
+    if not split:
+        return []
+    lines = [
+        "\nmean job time over stock's, and where the difference comes from",
+        f"{'gpu':11} {'jobs/s':>6}  {'policy':18} {'/stock':>7} {'':3} = {'steps':>6} × {'order':>5} × "
+        f"{'cache':>5}    over stock at its best size of steps",
+    ]
+    for row in split:
+        load = "" if row["jps"] is None else f"{row['jps']:g}"
+        lines.append(
+            f"{row['gpu']:11} {load:>6}  {row['policy']:18} {row['over_stock']:7.2f} {_get_letters(row):3} = "
+            f"{row['steps_ratio']:6.2f} × {row['order_ratio']:5.2f} × {row['cache_ratio']:5.2f}    "
+            f"{row['over_best_stock']:.2f} of {row['best_stock']}"
+        )
+    lines.append(
+        "steps: stock with the policy's size of steps, over stock; order: the policy without the KV that it "
+        "keeps, over that;\ncache: the policy, over that"
+    )
+    return lines
+
+
+def _get_letters(row: Row) -> str:
+    return "".join(sign for mark, (sign, _) in MARKS.items() if _has_mark([row], mark))
+
+
+def _has_mark(rows: Sequence[Row], mark: str) -> bool:
+    return any(mark in row["marks"].split(", ") for row in rows)
 
 
 def _get_cell(row: Row) -> tuple[Any, ...]:
@@ -119,5 +209,6 @@ def _format(value: float | None, form: str) -> str:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The geometric mean, because policies are compared by ratios."""
-    return math.exp(statistics.fmean(math.log(value) for value in values))
+    """The geometric mean, because policies are compared by ratios; never beyond the values."""
+    mean = math.exp(statistics.fmean(math.log(value) for value in values))
+    return min(max(mean, min(values)), max(values))
