@@ -1,14 +1,19 @@
-"""`tenuto verify` on a server that is made up: two ranks, each with a policy that does as the test says."""
+"""`tenuto verify` on a server that is made up: two ranks, each with a policy that does as the test says.
+
+The server has other jobs, whose blocks, hits and leases come and go at every request.
+"""
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import dataclass, field
+from random import Random
+from typing import Any
 
 import httpx
 import pytest
 
+from tenuto import cli
 from tenuto.client import promise
 from tenuto.client import verify as module
 from tenuto.client.promise import get_promise
@@ -17,15 +22,23 @@ from tenuto.client.verify_text import format_verdict
 from tenuto.core.errors import DataError
 
 BLOCK_SIZE = 16
+CLIENT = httpx.Client
 
 
 @dataclass
 class Server:
-    """Holds a turn's blocks on the ranks in `holding`, and counts leases on those in `granting`."""
+    """Holds a turn's blocks on the ranks in `holding`; on the others it says what happened to the lease."""
 
     policy: str
     holding: str = "01"
-    granting: str = "01"
+    news: tuple[str, str] = ("not granted", "policy-released")
+    first_news: tuple[str, str] | None = None
+    """For the first turn, if it is another."""
+    has_jobs: bool = True
+    """Whether it has the middleware's addresses."""
+    says_cached: bool = True
+    """Whether its answers have vLLM's details of prompts."""
+    keeps_released: bool = False
     faults: int = 0
     mode: str = "on"
     short: bool = False
@@ -33,9 +46,13 @@ class Server:
     group: str | None = None
     num_short: int = 0
     held: dict[str, int] = field(default_factory=dict)
-    granted: dict[str, int] = field(default_factory=dict)
-    cached: dict[str, int] = field(default_factory=dict)
+    """Blocks by job, as are the next three."""
+    ranks: dict[str, str] = field(default_factory=dict)
+    told: dict[str, tuple[str, str] | None] = field(default_factory=dict)
+    reused: dict[str, int] = field(default_factory=dict)
+    num_answers: int = 0
     seen: set[str | None] = field(default_factory=set)
+    noise: Random = field(default_factory=lambda: Random(1))
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
@@ -44,11 +61,32 @@ class Server:
             return httpx.Response(404)
         if request.url.path == "/metrics":
             return httpx.Response(200, text="".join(map(self.show, "01")))
+        if request.url.path.startswith("/tenuto/jobs/"):
+            return self.tell(request.method, request.url.path.split("/")[3])
         return self.complete(json.loads(request.content), request.headers.get("x-data-parallel-rank"))
+
+    def tell(self, method: str, job: str) -> httpx.Response:
+        if not self.has_jobs:
+            return httpx.Response(404)
+        if method == "POST":
+            known = self.ranks.pop(job, None) is not None and not self.keeps_released
+            self.held.pop(job, None) if known else None
+            return httpx.Response(200, json={"job": job, "released": known})
+        news = self.told.get(job) or (None, None)
+        rank = {
+            "rank": 0,
+            "turns": 1,
+            "leased_blocks": self.held.get(job, 0),
+            "lease_news": news[0],
+            "reason": news[1],
+            "reusable_tokens": 10**6,
+            "reused_tokens": self.reused.get(job, 0),
+        }
+        return httpx.Response(200, json={"job": job, "ranks": [rank]})
 
     def show(self, rank: str) -> str:
         at = f'engine="{rank}"'
-        used = self.held.get(rank, 0) / 1000
+        used = self.noise.random()
         groups = (
             ""
             if self.group is None
@@ -57,33 +95,44 @@ class Server:
         return groups + (
             f'vllm:cache_config_info{{{at},block_size="16",num_gpu_blocks="1001"}} 1\n'
             f"vllm:kv_cache_usage_perc{{{at}}} {used}\n"
-            f'tenuto:info{{{at},policy="{self.policy}"}} 1\n'
-            f'tenuto:info{{{at},policy="earlier"}} 0\n'
+            + (f'tenuto:info{{{at},policy="{self.policy}"}} 1\n' if self.policy else "")
+            + f'tenuto:info{{{at},policy="earlier"}} 0\n'
             f'tenuto:mode{{{at},mode="{self.mode}"}} 1\n'
-            f"tenuto:leases_granted_total{{{at}}} {self.granted.get(rank, 0)}\n"
-            f"tenuto:policy_faults_total{{{at}}} {self.faults * sum(self.granted.values())}\n"
+            f"tenuto:retained_blocks{{{at}}} {self.noise.randrange(1000)}\n"
+            f"vllm:prefix_cache_hits_total{{{at}}} {self.noise.randrange(10**6)}\n"
+            f"tenuto:policy_faults_total{{{at}}} {self.faults * self.num_answers}\n"
         )
+
+    def connect(self, **options: Any) -> httpx.Client:
+        return CLIENT(**options, transport=httpx.MockTransport(self.answer))
 
     def complete(self, body: dict, rank: str | None) -> httpx.Response:
         self.seen.add(rank)
-        rank = rank or "0"
+        job = body["vllm_xargs"]["job_id"]
+        first = job not in self.ranks
+        self.num_answers += 1
+        rank = self.ranks[job] = rank or "0"
         num_prompt = sum(len(message["content"].split()) + 1 for message in body["messages"])
         num_output = body["max_tokens"]
         is_last = body["vllm_xargs"]["is_last_step"]
         num_blocks = (num_prompt + num_output - 1) // BLOCK_SIZE
-        self.held[rank] = 0 if is_last or rank not in self.holding else num_blocks
-        self.granted[rank] = self.granted.get(rank, 0) + (not is_last and rank in self.granting)
+        holds = rank in self.holding
+        self.held[job] = 0 if is_last or not holds else num_blocks
+        self.told[job] = None if holds else self.first_news if first and self.first_news else self.news
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_output}
         num_cached = BLOCK_SIZE if self.short else num_prompt // BLOCK_SIZE * BLOCK_SIZE
         self.num_short += 32 if self.short else 0
-        usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        self.reused[job] = self.reused.get(job, 0) + num_cached
+        if self.says_cached:
+            usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        if is_last:
+            del self.ranks[job]
         message = {"message": {"content": " ".join("w" * num_output)}}
         return httpx.Response(200, json={"choices": [message], "usage": usage})
 
 
 def check(server: Server, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, str]:
-    client = functools.partial(httpx.Client, transport=httpx.MockTransport(server.answer))
-    monkeypatch.setattr(module.httpx, "Client", client)
+    monkeypatch.setattr(module.httpx, "Client", server.connect)
     monkeypatch.setattr(module, "POLL_S", 0.001)
     verdict = verify("http://server", gap_s=0.005)
     assert [turn.rank for turn in verdict.turns] == ["0"] * 5 + ["1"] * 5
@@ -110,8 +159,54 @@ def test_each_rank_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_grants_no_lease(
     policy: str, is_ok: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, said = check(Server(policy, holding="0", granting="0"), monkeypatch)
+    found, said = check(Server(policy, holding="0"), monkeypatch)
     assert (found, words in said) == (is_ok, True), said
+    assert "not granted: the policy wanted no lease" in said
+
+
+def test_a_server_that_does_not_count_cached_tokens_is_asked_for_the_job_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_ok, said = check(Server("tenuto", says_cached=False), monkeypatch)
+    assert is_ok, said
+    is_ok, said = check(Server("tenuto", says_cached=False, short=True), monkeypatch)
+    assert not is_ok and "NOT held" in said
+
+
+def test_a_server_that_keeps_what_was_released_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_ok, said = check(Server("tenuto", keeps_released=True), monkeypatch)
+    assert not is_ok and "NOT held" in said
+
+
+@pytest.mark.parametrize(
+    ("news", "is_disturbed"),
+    [
+        (("taken back", "waiting-turn"), True),
+        (("not granted", "over-share"), True),
+        (("not granted", "price"), True),
+        (("not granted", "policy-released"), False),
+        (("not granted", "not-cached"), False),
+        (("ended", "switched"), False),
+    ],
+)
+def test_memory_that_others_take_neither_fails_the_check_nor_passes_it(
+    news: tuple[str, str], is_disturbed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server("tenuto", holding="0", news=news)
+    is_ok, said = check(server, monkeypatch)
+    assert not is_ok
+    assert ("Not shown" in said, "NOT held" in said) == (is_disturbed, not is_disturbed)
+    monkeypatch.setattr(module.httpx, "Client", server.connect)
+    assert cli.main(["verify", "--url", "http://server", "--gap", "0.005"]) == (2 if is_disturbed else 1)
+
+
+def test_stock_holds_nothing_and_tenuto_without_its_middleware_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_ok, said = check(Server("", has_jobs=False), monkeypatch)
+    assert not is_ok and "stock vLLM" in said and "NOT held" in said
+    with pytest.raises(DataError, match="Middleware"):
+        check(Server("tenuto", has_jobs=False), monkeypatch)
 
 
 @pytest.mark.parametrize("mode", ["off", "shadow"])
@@ -121,7 +216,8 @@ def test_a_server_that_its_operator_switched_off_is_named(mode: str, monkeypatch
 
 
 def test_a_lease_that_was_granted_and_does_not_hold_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not check(Server("continuum", holding="0"), monkeypatch)[0]
+    server = Server("continuum", holding="0", news=("ended", "reset"))
+    assert not check(server, monkeypatch)[0]
 
 
 def test_faults_of_the_policy_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:

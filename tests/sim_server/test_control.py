@@ -51,6 +51,9 @@ def test_off_drops_leases_and_on_grants_them_again(tenuto: Live) -> None:
     (rank,) = change(tenuto, limits={"max_lease_s": 500}).json()["ranks"]
     assert rank["leases"] == 1, "leases go on where only limits change"
     assert read(tenuto)["tenuto:control_changes_total"] == 4
+    (job,) = httpx.get(tenuto.url + "/tenuto/jobs/a").json()["ranks"]
+    assert (job["turns"], job["leased_blocks"], job["lease_news"]) == (3, 12, None)
+    assert job["reused_tokens"] == job["reusable_tokens"] == 2 * 192
     released = tenuto.post("/tenuto/jobs/a/release")
     assert released.json() == {"job": "a", "released": True}
     assert read(tenuto)["tenuto:retained_jobs"] == 0

@@ -11,6 +11,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,6 +92,29 @@ def test_verify_tells_a_policy_that_holds_from_stock(capsys: pytest.CaptureFixtu
             # On an idle server nothing is evicted, held or not.
             assert all(turn["cached_tokens"] >= turn["min_cached_tokens"] for turn in verdict["turns"])
             live.wait_until_idle()
+
+
+@pytest.mark.parametrize(("policy", "status"), [("tenuto", 0), ("stock", 1)])
+def test_verify_looks_at_its_own_job_only(policy: str, status: int) -> None:
+    """Others have leases, which come and go meanwhile, and hit the cache."""
+    is_over = threading.Event()
+    with serve(policy, speed=5, kv_tokens=400 * 16) as live:
+
+        def work(last: int) -> None:
+            for number in range(last):
+                if not is_over.is_set():
+                    prompt = [number % 20 + 7] * (40 + number % 40)
+                    live.complete(prompt, max_tokens=4, job_id=f"other-{number % 20}", tool="ls")
+
+        work(20)
+        assert live.call(lambda: len(live.engine.scheduler.driver.leases)) == (20 if status == 0 else 0)
+        others = threading.Thread(target=work, args=(10_000,))
+        others.start()
+        try:
+            assert cli.main(["verify", "--url", live.url, "--gap", "0.3"]) == status
+        finally:
+            is_over.set()
+            others.join()
 
 
 @pytest.mark.parametrize(

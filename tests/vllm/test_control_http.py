@@ -237,6 +237,7 @@ def test_what_does_not_exist_and_what_is_too_large() -> None:
     client = make_client(start({"policy": KEEP_ALL}))
     assert client.get("/tenuto/nothing").status_code == 404
     assert client.get("/tenuto/jobs/x/release").status_code == 405
+    assert client.post("/tenuto/jobs/x").status_code == 405
     assert client.put("/tenuto/control", headers=ADMIN).status_code == 405
     large = b" " * (control_http.MAX_BODY_BYTES + 1)
     assert client.post("/tenuto/control", headers=ADMIN, content=large).status_code == 413
@@ -272,6 +273,22 @@ def test_a_client_releases_its_own_job_with_its_own_key() -> None:
     assert client.post(url, headers=ann).json() == {"job": "task/7 a", "released": True}
     assert client.post(url, headers=ann).json() == {"job": "task/7 a", "released": False}
     assert [lease.turn.job.tenant for lease in engines[1].scheduler.driver.leases] == [get_tenant("bob")]
+
+
+def test_a_client_sees_what_is_held_for_its_own_job_and_why_nothing_is() -> None:
+    engines = [start({"policy": KEEP_ALL}) for _ in range(2)]
+    hold(engines[1], "task/7 a", get_tenant("ann"))
+    client = make_client(*engines, keys=["ann", "eve"])
+    url, ann = "/tenuto/jobs/task%2F7%20a", {"Authorization": "Bearer ann"}
+    assert client.get(url).status_code == 401
+    assert client.get(url, headers={"Authorization": "Bearer eve"}).json() == {"job": "task/7 a", "ranks": []}
+    (rank,) = client.get(url, headers=ann).json()["ranks"]
+    (lease,) = engines[1].scheduler.driver.leases
+    assert (rank["rank"], rank["turns"], rank["leased_blocks"]) == (1, 1, len(lease.blocks))
+    assert (rank["lease_news"], rank["reused_tokens"]) == (None, 0)
+    assert engines[1].scheduler.reset_prefix_cache()
+    (rank,) = client.get(url, headers=ann).json()["ranks"]
+    assert (rank["leased_blocks"], rank["lease_news"], rank["reason"]) == (0, "ended", "reset")
 
 
 def test_without_keys_and_tenants_anybody_releases_as_anybody_sends() -> None:

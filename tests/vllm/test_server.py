@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,31 @@ def test_verify_passes_and_leaves_nothing(server: LocalServer, capsys: pytest.Ca
     assert verdict["ok"]
     assert [turn["tool"] for turn in verdict["turns"]] == ["ls", "cat", "grep", "git", "pytest"]
     assert all(turn["held_blocks"] == turn["expected_blocks"] for turn in verdict["turns"])
+    wait_until_empty(server)
+
+
+def test_verify_looks_at_its_own_job_only(
+    server: LocalServer, stock_server: LocalServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Others have leases, get new ones meanwhile and hit the cache: on Tenuto and on stock vLLM."""
+    for where, status in ((server, 0), (stock_server, 1)):
+        is_over = threading.Event()
+
+        def work(url: str = where.url, is_over: threading.Event = is_over) -> None:
+            number = 0
+            while not is_over.is_set():
+                number += 1
+                body = {"model": "tiny", "prompt": [number % 3 + 100] * 70, "max_tokens": 2}
+                hints = {"job_id": f"other-{number}", "tool": "ls"}
+                httpx.post(f"{url}/v1/completions", json={**body, **hints}, timeout=60)
+
+        others = threading.Thread(target=work)
+        others.start()
+        try:
+            assert cli.main(["verify", "--url", where.url]) == status, capsys.readouterr().out
+        finally:
+            is_over.set()
+            others.join()
     wait_until_empty(server)
 
 

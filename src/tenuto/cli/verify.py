@@ -13,7 +13,7 @@ from tenuto.core.settings import Options, option
 
 _SUMMARY = """\
 Check that a live server really holds a job's KV cache while the job's tools run.
-It runs one job of five turns; the server should be idle.
+It runs one job of five turns, and looks at what is held for this job only.
 """
 
 _EXAMPLES = """\
@@ -25,8 +25,9 @@ examples:
 
 _NOTES = """\
 Exit status: 0 if the server is healthy: the job's KV cache was held in every tool gap as its policy promises,
-hit on return and released at the end; 1 if not; 2 if that could not be checked. Some policies hold only under
-load: then the status is 0, and the text says that holding is not shown on an idle server.
+hit on return and released at the end; 1 if not; 2 if that could not be checked, or if other work kept the
+memory from the job. Some policies hold only under load: then the status is 0, and the text says that holding
+is not shown on an idle server.
 Under data parallelism each rank is checked. Through a router one job is checked, which must stay with one
 engine; check each engine with its own --url too.
 """
@@ -72,7 +73,7 @@ def run(given: Given) -> int:
     except httpx.HTTPError as error:
         raise TenutoError(f"{options.url}: {error or type(error).__name__}") from error
     print(json.dumps(verdict.to_json(), indent=2) if options.as_json else format_verdict(verdict))
-    return 0 if verdict.ok else 1
+    return 0 if verdict.ok else 2 if verdict.is_disturbed else 1
 
 
 COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(VerifyOptions),), run, notes=_NOTES)

@@ -7,11 +7,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tenuto.client.servers.server_metrics import CacheState
+from tenuto.client.servers.server_metrics import CacheState, OwnJob
+from tenuto.core.reasons import WORDS
 
-Gap = Literal["held", "expired", "not granted", "not held", "end"]
+Gap = Literal["held", "expired", "not granted", "yielded", "not held", "end"]
 """What became of a turn's blocks in its gap. expired: the lease lasted until the deadline that the policy
-gave it. not granted: the policy asked for no lease. end: after the last turn."""
+gave it. not granted: the policy asked for no lease. yielded: other turns, or a limit, took the memory. end:
+after the last turn."""
+
+_EXPIRED = ("expired", "time-limit", "idle", "price", "not-expected-back")
+"""The policy, or the longest lease, ended it at its deadline (`tenuto.core.types.LeaseEnd`)."""
+_NOT_GRANTED = ("policy-released", "too-late", "idle", "price", "not-expected-back")
+"""The policy wanted none (`tenuto.core.types.LeaseRefusal`)."""
+_YIELDED = ("over-share", "tenant-share", "tenant-leases")
+"""There was no room beside the leases of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,8 @@ class TurnCheck:
     latency_s: float
     ok: bool
     gap: Gap = "not held"
+    reason: str | None = None
+    """Why it has no lease, or has lost blocks of it, in words."""
     rank: str | None = None
     """The data-parallel rank. None if there is only one engine."""
     short_group: str | None = None
@@ -54,6 +65,8 @@ class Verdict:
     """Policy hooks that failed during the check."""
     engine_urls: tuple[str, ...] = ()
     """The engines behind a router. Empty if `url` is no router."""
+    is_disturbed: bool = False
+    """It is not ok only because the server's other work kept the memory from the job, as it may."""
     groups: tuple[str, ...] = ()
     """On a hybrid model: the kinds of layer groups that can end a hit, such as `window 1024`."""
 
@@ -75,19 +88,41 @@ def join(verdicts: Sequence[Verdict]) -> Verdict:
     return dataclasses.replace(
         verdicts[0],
         ok=all(each.ok for each in verdicts),
+        is_disturbed=any(each.is_disturbed for each in verdicts)
+        and all(each.ok or each.is_disturbed for each in verdicts),
         num_blocks=sum(each.num_blocks for each in verdicts),
         turns=[turn for each in verdicts for turn in each.turns],
         num_faults=sum(each.num_faults for each in verdicts),
     )
 
 
-def judge_gap(before: CacheState, after: CacheState, held: int, expected: int) -> Gap:
-    """Decide what happened to a turn's blocks between two readings; `held` blocks were in use throughout."""
+def judge_gap(job: OwnJob, held: int, expected: int) -> Gap:
+    """Decide what happened to a turn's blocks in its gap; `held` of them were leased throughout."""
     if held >= expected:
         return "held"
-    if after.num_expired > before.num_expired:
-        return "expired"
-    return "not granted" if after.num_granted == before.num_granted else "not held"
+    match job.news:
+        case "ended" if job.reason in _EXPIRED:
+            return "expired"
+        case "not granted" if job.reason in _NOT_GRANTED:
+            return "not granted"
+        case "not granted" if job.reason in _YIELDED:
+            return "yielded"
+        case "taken back":
+            return "yielded"
+    return "not held"
+
+
+def is_disturbed(turns: Sequence[TurnCheck]) -> bool:
+    """Whether the server's other work explains each turn that is not ok: in its gap, or in the one before.
+
+    Other turns take the memory, or the policy decides by what it saw of them.
+    """
+    learned = [WORDS["not granted"][why] for why in ("price", "not-expected-back")]
+    lost = [turn.gap == "yielded" or (turn.gap == "not granted" and turn.reason in learned) for turn in turns]
+    return all(
+        turn.ok or own or (before and (turn.gap in ("held", "expired") or not turn.held_blocks))
+        for turn, own, before in zip(turns, lost, [False, *lost], strict=False)
+    )
 
 
 def find_short_group(before: CacheState, after: CacheState) -> str | None:

@@ -1,9 +1,10 @@
 """`tenuto verify`: does this server hold a job's KV cache through its tool calls?
 
 One job of five turns runs against the server. After each turn except the last, the job is in a tool call. Its
-blocks must stay held for the whole gap, by a lease or in use, and the next turn must hit them. After the last
-turn, no blocks may stay held. Turn lengths follow the published functional check of the Continuum prototype,
-scaled to the server's block size.
+blocks must stay leased for the whole gap, and the next turn must hit them. After the last turn, the client
+says that the job is complete, and nothing may stay held for it. The server is asked about this job only, so
+what else it does counts neither for nor against it. Turn lengths follow the published functional check of the
+Continuum prototype, scaled to the server's block size.
 
 The server reports which policy runs. A policy may choose to ask for no lease, or a short one, when nothing
 competes for the cache. The check separates this from a server that should hold blocks but does not.
@@ -23,9 +24,26 @@ import httpx
 from tenuto.client.http.address import check_api_key, check_engine_urls, check_url, get_base_url
 from tenuto.client.promise import get_promise
 from tenuto.client.servers.engines import find_engines
-from tenuto.client.servers.server_metrics import CacheState, add_states, read_cache_state
-from tenuto.client.verdict import TurnCheck, Verdict, find_short_group, is_own_choice, join, judge_gap
+from tenuto.client.servers.server_metrics import (
+    CacheState,
+    OwnJob,
+    add_jobs,
+    add_states,
+    read_cache_state,
+    read_job,
+)
+from tenuto.client.verdict import (
+    Gap,
+    TurnCheck,
+    Verdict,
+    find_short_group,
+    is_disturbed,
+    is_own_choice,
+    join,
+    judge_gap,
+)
 from tenuto.core.errors import DataError
+from tenuto.core.reasons import WORDS
 
 PROMPT_BLOCKS = (4, 8, 17, 25, 31)
 """66, 131, 279, 397 and 503 tokens, in blocks of 16."""
@@ -35,8 +53,6 @@ SPARE_BLOCKS = 4
 """Room for outputs, markers and words that tokenize longer than most."""
 PROBE_WORDS = 50
 POLL_S = 0.1
-RELEASE_S = 10.0
-"""Longest wait for the release of the last turn's blocks; the metrics follow with the engine's next step."""
 
 
 def verify(
@@ -47,7 +63,7 @@ def verify(
     engine_urls: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Run the check against an otherwise idle server, on each of its data-parallel ranks.
+    """Run the check against a server, on each of its data-parallel ranks.
 
     If `url` is a router, turns go through it, and the state of the cache is that of the engines behind it:
     those in `engine_urls`, or those that the router names. The job must stay with one engine.
@@ -137,6 +153,7 @@ class _Check:
             turns,
             before.policy,
             num_faults,
+            is_disturbed=not ok and not num_faults and is_disturbed(turns),
             groups=groups,
         )
 
@@ -154,20 +171,21 @@ class _Check:
         block_size = self._before.block_size
         is_last = number == len(TOOLS) - 1
         self._extend(PROMPT_BLOCKS[number] * block_size - self._count_so_far(turns))
-        before = self._read_state()
+        before, job_before = self._read_state(), self._read_job()
         started_s = time.monotonic()
-        answer = self._send(number, is_last)
+        answer = self._send(number)
         latency_s = time.monotonic() - started_s
         usage = answer["usage"]
         prompt_tokens, output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         expected = 0 if is_last else (prompt_tokens + output_tokens - 1) // block_size
-        held = self._watch_release() if is_last else self._watch_gap(expected)
-        after = self._read_state()
+        least = 0 if is_last else self._watch_gap()
+        job, after = self._read_job(), self._read_state()
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if cached is None:
-            cached = int(after.num_hit_tokens - before.num_hit_tokens)
+            cached = job.num_reused_tokens - job_before.num_reused_tokens
         min_cached = turns[-1].prompt_tokens // block_size * block_size if turns else 0
-        gap = "end" if is_last else judge_gap(before, after, held, expected)
+        held = self._release() if is_last else least
+        gap: Gap = "end" if is_last else judge_gap(job, held, expected)
         content = answer["choices"][0]["message"].get("content") or ""
         self._messages.append({"role": "assistant", "content": content})
         is_fine = held <= 0 if is_last else gap in ("held", "expired")
@@ -183,12 +201,22 @@ class _Check:
             latency_s=latency_s,
             ok=cached >= min_cached and is_fine,
             gap=gap,
+            reason=None if gap in ("held", "end") else WORDS.get(job.news or "", {}).get(job.reason or ""),
             rank=self._rank,
             short_group=find_short_group(before, after),
         )
 
     def _read_state(self) -> CacheState:
         return add_states([read_cache_state(engine, self._rank) for engine in self._engines])
+
+    def _read_job(self) -> OwnJob:
+        jobs = [read_job(engine, self._job_id) for engine in self._engines]
+        if None in jobs and self._before.policy is not None:
+            raise DataError(
+                "the server has Tenuto's scheduler, but does not say what it holds for a job; start it with "
+                "--middleware tenuto.vllm.Middleware, as `tenuto serve` does"
+            )
+        return add_jobs([job for job in jobs if job is not None])
 
     def _measure_tokens_per_word(self) -> float:
         # Tokenizers differ. The message's own markers make the result a little too large, which is safe.
@@ -208,7 +236,7 @@ class _Check:
         words = [f"{uuid.uuid4().int % 900 + 100}" for _ in range(num_words)]
         self._messages.append({"role": "user", "content": " ".join(words)})
 
-    def _send(self, number: int, is_last: bool) -> dict[str, Any]:
+    def _send(self, number: int, *, is_last: bool = False) -> dict[str, Any]:
         body = {
             "model": self._model,
             "messages": self._messages,
@@ -231,27 +259,20 @@ class _Check:
             raise DataError(f"not what an OpenAI server answers: {response.text[:500]!r}") from None
         return answer
 
-    def _watch_gap(self, expected: int) -> int:
-        """The lowest number of blocks held in the gap. The first poll may come before the metrics change."""
+    def _watch_gap(self) -> int:
+        """The lowest number of blocks that were leased in the gap."""
         end_s = time.monotonic() + self._gap_s
-        time.sleep(POLL_S)
-        least = self._get_held(self._read_state())
+        least = self._read_job().num_leased_blocks
         while time.monotonic() < end_s:
-            least = min(least, self._get_held(self._read_state()))
             time.sleep(POLL_S)
+            least = min(least, self._read_job().num_leased_blocks)
         return least
 
-    def _watch_release(self) -> int:
-        """Poll until no blocks are held or the time is up; return the number of blocks still held."""
-        end_s = time.monotonic() + RELEASE_S
-        while (held := self._get_held(self._read_state())) > 0 and time.monotonic() < end_s:
-            time.sleep(POLL_S)
-        return held
-
-    def _get_held(self, state: CacheState) -> int:
-        used = state.num_used_blocks - self._before.num_used_blocks
-        retained = (state.num_retained_blocks or 0) - (self._before.num_retained_blocks or 0)
-        return max(used, retained)
+    def _release(self) -> int:
+        """Say that the job is complete; return the number of blocks that are still leased for it."""
+        for engine in self._engines:
+            engine.post(f"/tenuto/jobs/{self._job_id}/release")
+        return self._read_job().num_leased_blocks
 
 
 def _read_model(client: httpx.Client) -> tuple[str, int | None]:

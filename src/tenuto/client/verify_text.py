@@ -23,7 +23,8 @@ def format_verdict(verdict: Verdict) -> str:
         lines.append(
             f"{t.turn:>4}  {t.tool:<6}  {t.prompt_tokens:>6}  {t.output_tokens:>6}  {t.cached_tokens:>6} "
             f"({t.min_cached_tokens:>8})  {t.held_blocks:>15} ({t.expected_blocks:>8})  {t.latency_s:>6.2f} s"
-            f"  {'ok' if t.ok else 'FAILED'}{f', {t.gap}' if t.gap in ('expired', 'not granted') else ''}"
+            f"  {'ok' if t.ok else 'FAILED'}{'' if t.gap in ('held', 'end') else f', {t.gap}'}"
+            f"{'' if t.reason is None else f': {t.reason}'}"
         )
     return "\n".join([*lines, *_conclude(verdict), *_describe_groups(verdict)])
 
@@ -54,7 +55,12 @@ def _conclude(verdict: Verdict) -> list[str]:
     if verdict.num_faults:
         lines.append(f"{verdict.num_faults} hooks of the policy FAILED; the server's log has the reason.")
     gaps = Counter(turn.gap for turn in verdict.turns)
-    if not verdict.ok:
+    if verdict.is_disturbed:
+        lines.append(
+            "Not shown: the server's other work kept the memory from this job, as it may; the reasons are "
+            "above. Run it again when the server has less to do."
+        )
+    elif not verdict.ok:
         if get_promise(verdict.policy) == "never" and verdict.policy is not None:
             lines.append(f"Policy {verdict.policy} holds nothing, by design.")
         lines.append(

@@ -85,7 +85,7 @@ class Controlled(Protocol):
 
 
 class Control:
-    """One engine's answers to its operator, and to clients that end their jobs."""
+    """One engine's answers to its operator, and to clients that ask about their jobs or end them."""
 
     def __init__(
         self,
@@ -170,7 +170,12 @@ class Control:
                 self._check_unchanged(request.get("after", {}))
                 return {"ok": True, **self.change(request["change"], request["by"])}
             case "release":
-                return {"ok": True, "known": self._release(request["fields"])}
+                return {"ok": True, "known": bool(self._scheduler.release(self._read_job(request["fields"])))}
+            case "job":
+                return {
+                    "ok": True,
+                    "job": self._scheduler.driver.describe_job(self._read_job(request["fields"])),
+                }
         raise ConfigError(f"there is no request {request['do']!r}")
 
     def _check_unchanged(self, after: Mapping[str, int]) -> None:
@@ -240,12 +245,12 @@ class Control:
         if name not in get_policy_names():
             load_policy(name)  # raises with the names that there are
 
-    def _release(self, fields: Any) -> bool:
-        """End a client's job. `fields` are those of a request's `vllm_xargs`, with the signed tenant."""
+    def _read_job(self, fields: Any) -> str:
+        """The id of a client's job. `fields`: those of a request's `vllm_xargs`, with the signed tenant."""
         job_id = parse_hints(self._read_fields(fields)).job_id
         if job_id is None:
             raise ConfigError("the job's id is unusable")
-        return bool(self._scheduler.release(job_id))
+        return job_id
 
 
 def _tell(name: str, before: Any, after: Any) -> str:

@@ -86,6 +86,8 @@ class Driver(DriverParts):
         turn.num_hit_tokens = num_hit_tokens
         self.stats.num_hit_tokens += num_hit_tokens
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
+        turn.job.num_reusable_tokens += turn.num_reusable_tokens
+        turn.job.num_reused_tokens += min(num_hit_tokens, turn.num_reusable_tokens)
         self.stats.num_recomputed_tokens += count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
         cut: dict[str, object] = {}
         if short_hit is not None:

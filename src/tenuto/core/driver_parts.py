@@ -20,6 +20,7 @@ from tenuto.core.order import Order
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
 from tenuto.core.policy_caller import DecisionLog, PolicyCaller
 from tenuto.core.quota import NOBODY
+from tenuto.core.reasons import name_reason
 from tenuto.core.retention import Retention
 from tenuto.core.stats import DriverStats
 from tenuto.core.step_tokens import StepChooser, StepSize
@@ -82,7 +83,7 @@ class DriverParts:
         self._admission = Admission(self._caller, self._retention, self.limits, self.decided, stock_queue)
         self.leases, self.quota = self._retention.leases, self._retention.quota
         self.pins = self._retention.pins
-        self._ledger = LeaseLedger(self.decided, self._history)
+        self._ledger = LeaseLedger(self.decided, self._history, self._jobs)
         self._ticked_s = -math.inf
 
     def get_next_deadline_s(self) -> float | None:
@@ -110,6 +111,24 @@ class DriverParts:
     def get_num_idle_leased_blocks(self) -> int:
         """Number of leased blocks that no turn uses and that always yield: memory that is free in effect."""
         return self._engine.get_num_idle_leased_blocks() if self.limits.always_yield else 0
+
+    def describe_job(self, job_id: str) -> dict[str, Any] | None:
+        """What there is to say of a job, in JSON types; None if it is not known.
+
+        It says nothing of other jobs: only hits of what the job itself computed are counted.
+        """
+        job, lease = self._jobs.get(job_id), self.leases.get(job_id)
+        if job is None:
+            return None
+        what, why = name_reason(job.lease_news)
+        return {
+            "turns": job.num_turns,
+            "leased_blocks": 0 if lease is None or self.is_shadow else len(lease.blocks),
+            "lease_news": what,
+            "reason": why,
+            "reusable_tokens": job.num_reusable_tokens,
+            "reused_tokens": job.num_reused_tokens,
+        }
 
     def get_claimed_blocks(self, turn_id: str) -> list[Any]:
         """The leased blocks that wait for a turn; empty if there are none."""

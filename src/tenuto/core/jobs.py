@@ -9,7 +9,7 @@ from typing import Any
 
 from tenuto.core.requests.hints import Hints
 from tenuto.core.reuse import PrefixMarks
-from tenuto.core.types import Job, LeaseRefusal, ToolCall, Turn
+from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,11 @@ class JobState:
     """The group that its first turn named for a canary."""
     is_released: bool = False
     """The client said that the job is complete, while a turn of it still ran."""
+    num_reusable_tokens: int = 0
+    """Of its turns that started: what they could reuse of the turn before, and what of that they hit."""
+    num_reused_tokens: int = 0
+    lease_news: LeaseEnd | LeaseRefusal | TakenBy | None = None
+    """Why its last finished turn has no lease, or has lost blocks of it; None if the lease is whole."""
     stock_mark: float | None = None
     """Total tokens that stock vLLM will have allocated when it evicts the last finished turn's blocks."""
     stock_saved: float = 0.0

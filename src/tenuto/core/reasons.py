@@ -52,3 +52,9 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     "taken back": {by.value: words for by, words in TAKERS.items()},
 }
 """By what happened to a lease: each reason as records and metrics name it, and what it means."""
+_KINDS: Mapping[type, str] = {LeaseRefusal: "not granted", LeaseEnd: "ended", TakenBy: "taken back"}
+
+
+def name_reason(reason: LeaseEnd | LeaseRefusal | TakenBy | None) -> tuple[str, str] | tuple[None, None]:
+    """What happened to a lease and why, as `WORDS` has them; None for both if nothing did."""
+    return (None, None) if reason is None else (_KINDS[type(reason)], reason.value)

@@ -2,11 +2,12 @@
 
     GET  /tenuto/control              what runs, on every data-parallel rank     (operator)
     POST /tenuto/control              change it: {"mode": "off"}, …               (operator)
+    GET  /tenuto/jobs/ID              what is held for the job, or why not       (client)
     POST /tenuto/jobs/ID/release      the job is complete: give its cache back   (client)
 
 The operator's key is not one of vLLM's API keys, because those belong to clients. Without the environment
 variable TENUTO_ADMIN_KEY every operator's call is refused. A client's call is checked as vLLM checks its
-own: by the API key, if the server has keys; and a client ends jobs of its own tenant only.
+own: by the API key, if the server has keys; and a client sees and ends jobs of its own tenant only.
 """
 
 from __future__ import annotations
@@ -82,16 +83,16 @@ class ControlAddresses:
     async def _answer(self, address: str, scope: Scope, headers: dict[str, str], receive: Receive) -> Answer:
         method = scope["method"]
         # The address is decoded already, and a job's id may have slashes.
-        job_id = address.removeprefix("jobs/").removesuffix("/release")
-        is_job = address == f"jobs/{job_id}/release"
+        is_job, is_release = address.startswith("jobs/"), address.endswith("/release")
         if not is_job and address != "control":
-            return 404, {"error": "there are /tenuto/control and /tenuto/jobs/ID/release"}
-        if method != "POST" and (is_job or method != "GET"):
+            return 404, {"error": "there are /tenuto/control, /tenuto/jobs/ID and /tenuto/jobs/ID/release"}
+        if method not in ("GET", "POST") or (is_job and (method == "POST") != is_release):
             return 405, {"error": f"{method} is not possible here"}
         if is_job:
             if not self._is_client(scope):
                 return 401, {"error": "Unauthorized"}
-            return await self._release(scope, headers, job_id)
+            job_id = address.removeprefix("jobs/").removesuffix("/release")
+            return await self._ask_job(scope, headers, job_id, "release" if is_release else "job")
         refusal = self._check_operator(headers, scope)
         if refusal is not None:
             return refusal
@@ -147,7 +148,7 @@ class ControlAddresses:
 
         return bool(self._key_check.verify_token(Headers(scope=scope)))
 
-    async def _release(self, scope: Scope, headers: dict[str, str], job_id: str) -> Answer:
+    async def _ask_job(self, scope: Scope, headers: dict[str, str], job_id: str, do: str) -> Answer:
         tenant = self._tenants.get(headers)
         fields = {"job_id": job_id, **(sign(tenant) if tenant is not None else {})}
         query = dict(
@@ -155,9 +156,14 @@ class ControlAddresses:
         )
         if "tenant" in query:  # used only where the settings let clients say whose a request is
             fields["tenant"] = unquote(query["tenant"])
-        status, answer = await _ask(scope, {"do": "release", "fields": fields})
+        status, answer = await _ask(scope, {"do": do, "fields": fields})
         if status != 200:
             return status, answer
+        if do == "job":
+            told = [
+                {"rank": rank["rank"], **rank["job"]} for rank in answer["ranks"] if rank["job"] is not None
+            ]
+            return 200, {"job": job_id, "ranks": told}
         return 200, {"job": job_id, "released": any(rank["known"] for rank in answer["ranks"])}
 
 

@@ -1,17 +1,16 @@
-"""Reads the state of the KV cache from a server's `/metrics`."""
+"""Reads the state of a server's KV cache: of all jobs from `/metrics`, of one from `/tenuto/jobs/ID`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import quote
 
 import httpx
 
 from tenuto.client.servers.metrics_page import parse_page
 from tenuto.core.errors import DataError
-
-OWN_ENDS = ("expired", "time-limit", "idle", "price", "not-expected-back")
-"""Reasons of `tenuto.core.types.LeaseEnd`: the policy, or the longest lease, ended it at its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +24,6 @@ class CacheState:
     """Blocks in use as the server reports it. With Tenuto, blocks that only leases hold are not in use."""
     num_retained_blocks: int | None
     """None if the server has no such metric (stock vLLM)."""
-    num_hit_tokens: float
-    """Prefix-cache hits since the server started, in tokens."""
-    num_granted: float = 0.0
-    """Leases granted since the server started."""
-    num_expired: float = 0.0
-    """Leases that lasted until their deadline; see `OWN_ENDS`."""
     num_faults: float = 0.0
     """Policy hooks that failed."""
     policy: str | None = None
@@ -72,7 +65,6 @@ def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheSt
     sizes = {label: size for label, size in sizes.items() if engine in (None, label)}
     num_used = sum(usage.get(engine, 0.0) * (blocks - 1) for engine, (_, blocks) in sizes.items())
     retained = page.total("tenuto:retained_blocks", **which)
-    ended = [page.total("tenuto:leases_ended_total", reason=reason, **which) for reason in OWN_ENDS]
     policies = page.active("tenuto:info", "policy")
     modes = page.active("tenuto:mode", "mode")
     return CacheState(
@@ -80,9 +72,6 @@ def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheSt
         num_blocks=sum(blocks - 1 for _, blocks in sizes.values()),
         num_used_blocks=round(num_used),
         num_retained_blocks=None if retained is None else round(retained),
-        num_hit_tokens=page.total("vllm:prefix_cache_hits_total", **which) or 0.0,
-        num_granted=page.total("tenuto:leases_granted_total", **which) or 0.0,
-        num_expired=sum(each or 0.0 for each in ended),
         num_faults=page.total("tenuto:policy_faults_total", **which) or 0.0,
         policy=policies[0] if policies else None,
         mode=modes[0] if modes else "on",
@@ -102,14 +91,7 @@ def add_states(states: Sequence[CacheState]) -> CacheState:
     retained = [state.num_retained_blocks for state in states if state.num_retained_blocks is not None]
     sums = {
         name: sum(getattr(state, name) for state in states)
-        for name in (
-            "num_blocks",
-            "num_used_blocks",
-            "num_hit_tokens",
-            "num_granted",
-            "num_expired",
-            "num_faults",
-        )
+        for name in ("num_blocks", "num_used_blocks", "num_faults")
     }
     # Policies of one fleet are the same. If they differ, one that promises nothing decides what is expected.
     policies = [state.policy for state in states]
@@ -125,6 +107,54 @@ def add_states(states: Sequence[CacheState]) -> CacheState:
             for group in state.num_short_tokens
         },
         engines=(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnJob:
+    """What a server holds for one job of the client that asks: on one engine, or the sum over all."""
+
+    num_leased_blocks: int = 0
+    news: str | None = None
+    """What happened to its lease (`tenuto.core.reasons.WORDS`); None if it is whole, or there was none."""
+    reason: str | None = None
+    num_reused_tokens: int = 0
+    """What its turns hit of what the turn before had computed."""
+
+
+def read_job(client: httpx.Client, job_id: str) -> OwnJob | None:
+    """What a server holds for a job; None if the server has no such address (stock vLLM).
+
+    Raises httpx.HTTPError if there is no answer or a refusal, DataError for an answer that makes no sense.
+    """
+    response = client.get(f"/tenuto/jobs/{quote(job_id, safe='')}")
+    if response.status_code in (404, 405):
+        return None
+    response.raise_for_status()
+    try:
+        ranks: list[dict[str, Any]] = response.json()["ranks"]
+        return add_jobs(
+            [
+                OwnJob(
+                    int(rank["leased_blocks"]), rank["lease_news"], rank["reason"], int(rank["reused_tokens"])
+                )
+                for rank in ranks
+            ]
+        )
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise DataError(
+            f"{client.base_url}: not what Tenuto says of a job: {response.text[:200]!r}"
+        ) from None
+
+
+def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
+    """A job that several engines know."""
+    told = [job for job in jobs if job.news is not None]
+    return OwnJob(
+        sum(job.num_leased_blocks for job in jobs),
+        told[-1].news if told else None,
+        told[-1].reason if told else None,
+        sum(job.num_reused_tokens for job in jobs),
     )
 
 

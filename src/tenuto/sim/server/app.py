@@ -65,6 +65,7 @@ def make_app(
             web.get("/tenuto/control", control.get_status),
             web.post("/tenuto/control", control.change),
             web.post("/tenuto/jobs/{job_id:.+}/release", control.release),
+            web.get("/tenuto/jobs/{job_id:.+}", control.get_job),
         ]
     )
     app.cleanup_ctx.append(run_engine)

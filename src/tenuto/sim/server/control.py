@@ -2,6 +2,7 @@
 
     GET  /tenuto/control              what runs                                       (operator)
     POST /tenuto/control              change it: {"mode": "off"}, …                   (operator)
+    GET  /tenuto/jobs/ID              what is held for the job, or why not            (client)
     POST /tenuto/jobs/ID/release      the job is complete: give its cache back        (client)
 
 There is one engine, so one rank answers. Shadow mode and canaries are refused: the simulated engine has none.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,17 +117,28 @@ class ControlPages:
         name = get_bounded_id(request.headers.get(OPERATOR_HEADER)) or "operator"
         return self._ask({"do": "change", "change": change, "by": f"{name} at {request.remote}"})
 
+    async def get_job(self, request: web.Request) -> web.Response:
+        """What is held for a client's job, or why not."""
+        return self._ask_job(
+            request, "job", lambda answer: {"ranks": [{"rank": 0, **answer["job"]}] if answer["job"] else []}
+        )
+
     async def release(self, request: web.Request) -> web.Response:
         """End a client's job."""
+        return self._ask_job(request, "release", lambda answer: {"released": answer["known"]})
+
+    def _ask_job(
+        self, request: web.Request, do: str, tell: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> web.Response:
         job_id = request.match_info["job_id"]
         fields = {
             "job_id": job_id,
             **{key: request.query[key] for key in ("tenant",) if key in request.query},
         }
-        answer = json.loads(self._control.answer(json.dumps({"do": "release", "fields": fields})))
+        answer = json.loads(self._control.answer(json.dumps({"do": do, "fields": fields})))
         if not answer["ok"]:
             return _make_answer(answer)
-        return web.json_response({"job": job_id, "released": answer["known"]})
+        return web.json_response({"job": job_id, **tell(answer)})
 
     def _refuse(self, request: web.Request) -> web.Response | None:
         refusal = check_operator(request.headers.get("Authorization", ""))
