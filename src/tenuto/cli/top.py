@@ -26,7 +26,8 @@ free, leases with the countdown to the next deadline and how leases end, the hit
 tiers below the GPU and the policy's faults. Rates and percentiles are over the window. Stock vLLM has no
 leases, so there those parts are left out.
 
-Where the output is no terminal, it prints one line per look. A server that is down is tried again.
+Where the output is no terminal, it prints one line per look. While a server is busy or down, the
+last picture stays, with its age, and the server is tried again.
 """
 
 

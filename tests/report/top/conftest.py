@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -96,6 +97,7 @@ class FakeServer:
     def __init__(self, metrics: FakeMetrics) -> None:
         self.metrics = metrics
         self.body: str | None = None
+        self.delay_s = 0.0
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -111,6 +113,7 @@ class FakeServer:
         self._thread.start()
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        time.sleep(self.delay_s)
         if handler.path == "/version":
             status = 200 if self.metrics.version else 404
             body = f'{{"version": "{self.metrics.version}"}}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -205,8 +206,28 @@ def test_the_live_picture_and_its_trouble(server: FakeServer, monkeypatch: pytes
     stop_after(monkeypatch, 2, change)
     out = _Terminal()
     watch(TopOptions(urls=(server.url,)), out)
-    assert "KV cache" in out.getvalue()
-    assert "trying again" in out.getvalue()
+    first, _, rest = out.getvalue().partition("status 500")
+    assert "KV cache" in first and "trying again" not in first
+    # The last picture stays, marked with its age.
+    assert re.search(r"This is .*s old; trying again", rest)
+    assert "KV cache" in rest
+
+
+def test_while_a_busy_server_lets_a_look_wait_the_last_picture_stays(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(number: int) -> None:
+        server.delay_s = 1.0 if number == 1 else 0.0
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stop_after(monkeypatch, 3, change)
+    out = _Terminal()
+    watch(TopOptions(urls=(server.url,), interval_s=0.3), out)
+    first, _, rest = out.getvalue().partition(f"no answer from {server.url} for")
+    assert "KV cache" in first
+    assert re.search(r"This is .*s old; trying again", rest)
+    assert rest.count("KV cache") >= 2, "the picture while it waits, and the next one"
+    assert "old" not in rest[rest.rindex("requests") :], "it answered in the end"
 
 
 def test_several_servers_are_one_picture(server: FakeServer) -> None:

@@ -85,11 +85,14 @@ def make_line(state: Mapping[str, Any]) -> str:
 
 
 def make_trouble(problem: str, url: str, since_s: float | None) -> Text:
-    """Make the text that is shown while the server does not answer."""
-    seen = "not seen yet" if since_s is None else f"last seen {_s(since_s)} ago"
-    return Text.assemble(
-        ("tenuto top ", "bold"), f"{url}\n\n", (f"{problem}\n", "red"), f"{seen}; trying again"
-    )
+    """Make the text that is shown while the server does not answer.
+
+    `since_s`: the age of the picture that is shown below it, in seconds; None if there is none.
+    """
+    if since_s is None:
+        seen = "not seen yet; trying again"
+        return Text.assemble(("tenuto top ", "bold"), f"{url}\n\n", (f"{problem}\n", "red"), seen)
+    return Text.assemble((problem, "red"), f"\nThis is {_s(since_s)} old; trying again.")
 
 
 def make_spark(values: Sequence[float | None], highest: float | None = None) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from queue import Empty, SimpleQueue
 from typing import Any, TextIO
 
 import httpx
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -24,7 +26,8 @@ from tenuto.report.top.screen import WIDTH, make_line, make_screen, make_trouble
 from tenuto.report.top.state import make_state
 from tenuto.report.top.window import Window
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 10.0
+"""A server that computes a large step answers late."""
 _NUM_HISTORY = 120
 
 
@@ -39,7 +42,8 @@ class Watch:
         self._clients: tuple[httpx.Client, ...] = ()
         self._window = Window(window_s)
         self._server: dict[str, str | None] | None = None
-        self.last_seen_s: float | None = None
+        self.last: dict[str, Any] | None = None
+        """The last state; None before the first."""
 
     def look(self) -> dict[str, Any]:
         """The state now. Raises httpx.HTTPError if there is no answer, DataError if it is not a server's.
@@ -67,8 +71,7 @@ class Watch:
             for client in self._clients
         )
         self._window.add(page)
-        self.last_seen_s = page.at_s
-        state = make_state(self._window, self._server)
+        state = self.last = make_state(self._window, self._server)
         self.history["running"].append(state["requests"]["running"])
         self.history["leased"].append(state["leases"]["blocks"])
         self.history["hit_ratio"].append(state["hits"]["ratio"])
@@ -140,13 +143,15 @@ def _show_live(watched: Watch, options: TopOptions, out: TextIO) -> None:
 
         def show(state: dict[str, Any] | None, problem: str) -> None:
             picture: RenderableType
+            last = watched.last
             if state is not None:
                 picture = make_screen(state, watched.history)
+            elif last is None:
+                picture = make_trouble(problem, options.where, None)
             else:
-                seen_s = watched.last_seen_s
-                picture = make_trouble(
-                    problem, options.where, None if seen_s is None else time.time() - seen_s
-                )
+                # A server that is busy answers late. What it said last is better than nothing.
+                trouble = make_trouble(problem, options.where, time.time() - last["at_s"])
+                picture = Group(trouble, Text(), make_screen(last, watched.history))
             live.update(picture, refresh=True)
 
         _look_forever(watched, options, show)
@@ -155,7 +160,9 @@ def _show_live(watched: Watch, options: TopOptions, out: TextIO) -> None:
 def _show_lines(watched: Watch, options: TopOptions, out: TextIO) -> None:
     def show(state: dict[str, Any] | None, problem: str) -> None:
         if options.as_json:
-            line = json.dumps(state or {"at_s": time.time(), "problem": problem}, allow_nan=False)
+            seen_s = None if watched.last is None else watched.last["at_s"]
+            trouble = {"at_s": time.time(), "problem": problem, "seen_at_s": seen_s}
+            line = json.dumps(state or trouble, allow_nan=False)
         else:
             line = make_line(state) if state else f"{time.strftime('%H:%M:%S')} | {problem}; trying again"
         print(line, file=out, flush=True)
@@ -166,13 +173,31 @@ def _show_lines(watched: Watch, options: TopOptions, out: TextIO) -> None:
 def _look_forever(
     watched: Watch, options: TopOptions, show: Callable[[dict[str, Any] | None, str], None]
 ) -> None:
+    """Look and show; while the server lets a look wait, say so at each interval."""
+    looked: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
+
+    def look() -> None:
+        try:
+            looked.put(watched.look())
+        except Exception as error:  # for the other thread
+            looked.put(error)
+
     while True:
         began_s = time.monotonic()
-        try:
-            show(watched.look(), "")
-        except (httpx.HTTPError, DataError) as error:
+        threading.Thread(target=look, name="top", daemon=True).start()
+        while True:
+            try:
+                found = looked.get(timeout=options.interval_s)
+                break
+            except Empty:
+                show(None, f"no answer from {options.where} for {time.monotonic() - began_s:.0f} s")
+        if isinstance(found, httpx.HTTPError | DataError):
             watched.forget_server()
-            show(None, explain(error, options.where))
+            show(None, explain(found, options.where))
+        elif isinstance(found, Exception):
+            raise found
+        else:
+            show(found, "")
         time.sleep(max(0.0, options.interval_s - (time.monotonic() - began_s)))
 
 
