@@ -11,14 +11,13 @@ vLLM's CPU build. Needs vLLM.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Mapping
 
 import tenuto.vllm.scheduler
 from tenuto.core.step_tokens import StepTokens, read_step_tokens
-from tenuto.records.metrics import get_job_times_s
+from tenuto.records.metrics import get_geometric_mean, get_job_times_s
 from tenuto.workload import LoadOptions, Workload, make_workload
 from tests.agreement.engines import Sizes, build_machine, make_simulation, run_vllm
 from tests.vllm.conftest import Clock
@@ -83,7 +82,7 @@ def format_table(found: Mapping[str, list[tuple[float, float]]]) -> str:
     for size, pairs in found.items():
         real, simulated = (statistics.fmean(each) for each in zip(*pairs, strict=True))
         ratios = [pair[0] / base[0] for pair, base in zip(pairs, first, strict=True)]
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        mean = get_geometric_mean(ratios)
         lines.append(
             f"| {size} | {real:.2f} | {mean:.3f} ({min(ratios):.3f}-{max(ratios):.3f}) | {simulated:.2f} "
             f"| {simulated / real - 1:+.1%} |"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import sys
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ from typing import Any
 
 from experiments.fleet.rows import IDEAL, OURS, ROWS
 from experiments.results.row import ROOT
-from tenuto.records.metrics import get_percentile
+from tenuto.records.metrics import get_geometric_mean, get_percentile
 from tenuto.sim.run import Extras, run
 
 KEPT = ROOT / "experiments" / "records" / "fleet.jsonl"
@@ -118,7 +117,7 @@ def format_table(kept: dict[Key, dict[str, Any]]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     if not over_best:
         return "Nothing was measured yet."
-    mean = math.exp(fmean(math.log(each) for each in over_best))
+    mean = get_geometric_mean(over_best)
     lines.append(
         f"\nAgainst the best other router of each row: geometric mean {mean:.2f}, worst {max(over_best):.2f}."
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.results.rows import DEFAULTS, FACTORS, Row
 from experiments.results.tables import OURS, Records, get_mean
+from tenuto.records.metrics import get_geometric_mean
 
 
 def get_ratios(rows: Sequence[Row], records: Records, policy: str) -> list[float]:
@@ -29,7 +28,7 @@ def draw_options(rows: Sequence[Row], records: Records, path: Path) -> None:
         means, lows, highs = [1.0], [1.0], [1.0]
         for factor, at in zip(FACTORS, (0, 2), strict=True):
             ratios = get_ratios(rows, records, f"tenuto?{key}={default * factor:g}")
-            means.insert(at, math.exp(statistics.fmean(map(math.log, ratios))))
+            means.insert(at, get_geometric_mean(ratios))
             lows.insert(at, min(ratios))
             highs.insert(at, max(ratios))
         xs = [at + 0.08 * (place - 1) for at in range(3)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from collections.abc import Iterable, Iterator
 
 from experiments.results.rows import TABLES, Row
@@ -18,6 +17,7 @@ from experiments.results.runs import Place, run_place
 from experiments.results.screen import read_records
 from experiments.results.settings import OURS, Record, Runs, Setting, get_settings
 from experiments.results.verdicts import TIE, Seeds, Verdict, compare, judge
+from tenuto.records.metrics import get_geometric_mean
 
 MOST = 3
 
@@ -73,7 +73,7 @@ def main() -> int:
             verdicts.append(verdict)
             cells = (f"{table}, {verdict.row}", verdict.rival.label, str(verdict.ratio), verdict.outcome)
             print("| " + " | ".join(cells) + " |", flush=True)
-    mean = math.exp(statistics.fmean(math.log(verdict.ratio.mean) for verdict in verdicts))
+    mean = get_geometric_mean(verdict.ratio.mean for verdict in verdicts)
     print(f"\n{len(verdicts)} rows, geometric mean {mean:.3f}")
     return 0
 

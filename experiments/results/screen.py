@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from experiments.results.rows import TABLES
 from experiments.results.settings import OURS, Runs, Setting, get_settings, group
 from experiments.results.tables import format_markdown
 from experiments.results.verdicts import Ratio, Seeds, Verdict, get_one_setting
+from tenuto.records.metrics import get_geometric_mean
 
 RECORDS = ROOT / "experiments" / "records"
 
@@ -82,8 +82,8 @@ def _make_line(title: str, verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _get_geomean(ratios: Iterable[Ratio | None]) -> float:
-    means = [math.log(ratio.mean) for ratio in ratios if ratio is not None]
-    return math.exp(statistics.fmean(means)) if means else math.nan
+    means = [ratio.mean for ratio in ratios if ratio is not None]
+    return get_geometric_mean(means) if means else math.nan
 
 
 def _say_in_short(verdicts: Sequence[Verdict], num_rows: int) -> str:

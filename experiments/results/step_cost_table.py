@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +11,7 @@ from experiments.results.settings import OURS, Runs, Setting, get_settings
 from experiments.results.step_costs import COSTS, RIVALS, Races, choose, get_title
 from experiments.results.tables import format_markdown
 from experiments.results.verdicts import Seeds, compare, judge
+from tenuto.records.metrics import get_geometric_mean
 
 SEED = 42
 DEFAULT = "(default)"
@@ -80,4 +79,4 @@ def format_line(name: str, cost: str, by_row: Mapping[str, Settings]) -> list[st
 
 def _format_ratios(ratios: Sequence[float]) -> str:
     """The geometric mean, and the worst in brackets."""
-    return f"{math.exp(statistics.fmean(map(math.log, ratios))):.2f} ({max(ratios):.2f})"
+    return f"{get_geometric_mean(ratios):.2f} ({max(ratios):.2f})"

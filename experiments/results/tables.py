@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.results.row import Row, Table
+from tenuto.records.metrics import get_geometric_mean
 
 YARDSTICKS = ("unbounded", "clairvoyant")
 TIE = 1.02
@@ -34,7 +34,7 @@ def format_section(table: Table, rows: Sequence[Row], records: Records) -> str:
 
 def get_mean(records: Sequence[Mapping[str, Any]], statistic: str = "mean") -> float:
     """Geometric mean over the seeds of a statistic of the job times."""
-    return math.exp(statistics.fmean(math.log(record["job_s"][statistic]) for record in records))
+    return get_geometric_mean(record["job_s"][statistic] for record in records)
 
 
 def get_best(row: Row, policies: Iterable[str], records: Records) -> str:
@@ -84,7 +84,7 @@ def format_ratios(rows: Sequence[Row], policies: Sequence[str], records: Records
     lines = []
     for policy, values in [("the best other of each row", best), *ratios.items()]:
         worst = max(range(len(values)), key=values.__getitem__)
-        mean = math.exp(statistics.fmean(map(math.log, values)))
+        mean = get_geometric_mean(values)
         lines.append(
             [
                 get_label(policy),

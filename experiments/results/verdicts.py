@@ -6,13 +6,13 @@ All figures of several seeds are geometric means of ratios, seed by seed; their 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from experiments.results.settings import BOUND, OURS, STEPS, STOCK, YARDSTICKS, Record, Setting
+from tenuto.records.metrics import get_geometric_mean
 
 TIE = 1.02
 """Means within 2 % are a tie."""
@@ -56,9 +56,8 @@ TTFT_P95, PLAIN_P95 = stat("ttft_s", "p95"), stat("plain_ttft_s", "p95")
 def get_mean(seeds: Seeds, get: Get = MEAN) -> float:
     """The geometric mean over the seeds; NaN if a record does not have the figure."""
     values = [get(record) for record in seeds.values()]
-    if not all(values):
-        return 0.0 if all(value is not None for value in values) else math.nan
-    return math.exp(statistics.fmean(math.log(value) for value in values if value))
+    known = [value for value in values if value is not None]
+    return get_geometric_mean(known) if len(known) == len(values) else math.nan
 
 
 def compare(ours: Seeds, theirs: Seeds, get: Get = MEAN) -> Ratio | None:
@@ -70,7 +69,7 @@ def compare(ours: Seeds, theirs: Seeds, get: Get = MEAN) -> Ratio | None:
             ratios.append(mine / other)
     if not ratios:
         return None
-    return Ratio(math.exp(statistics.fmean(map(math.log, ratios))), min(ratios), max(ratios))
+    return Ratio(get_geometric_mean(ratios), min(ratios), max(ratios))
 
 
 @dataclass(frozen=True)
@@ -221,5 +220,5 @@ def get_one_setting(
     for setting, each in ratios.items():
         if len(each) == len(titles):
             worst = max(each, key=each.__getitem__)
-            found[setting] = (math.exp(statistics.fmean(map(math.log, each.values()))), each[worst], worst)
+            found[setting] = (get_geometric_mean(each.values()), each[worst], worst)
     return dict(sorted(found.items(), key=lambda each: (each[1][0], str(each[0]))))

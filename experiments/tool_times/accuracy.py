@@ -27,6 +27,7 @@ from tenuto.core.types import Job, ToolCall, Turn
 from tenuto.estimators.command_times import MIN_TIME_S, SHIPPED
 from tenuto.estimators.commands import read_command
 from tenuto.policies.published.contextserve import ContextServe, Speed
+from tenuto.records.metrics import get_geometric_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "experiments" / "tool_times" / "data" / "commands.csv.gz"
@@ -190,7 +191,7 @@ def score(name: str, predictor: Any, calls: list[Call], *, learns: bool) -> Scor
 
 def score_all(calls: list[Call], train: list[Call]) -> dict[str, list[Score]]:
     """All predictors: as trained, and learning as they go from nothing (means) or from the model (policy)."""
-    geometric: Mean = statistics.geometric_mean
+    geometric: Mean = get_geometric_mean
     return {
         "As trained": [
             score(

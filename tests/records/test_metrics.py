@@ -6,6 +6,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tenuto.core import reuse
 from tenuto.records import metrics
@@ -107,3 +109,22 @@ def test_reusable_tokens_of_a_record_that_does_not_say() -> None:
     assert metrics.estimate_reusable_tokens(make_turn(), turn, 16) is None
     said = make_turn(turn=2, prompt_tokens=150, hit_tokens=0, reusable_tokens=32)
     assert metrics.estimate_missed_tokens(before, said, 16) == 32
+
+
+@given(st.lists(st.floats(0, 1.7976931348623157e308), min_size=1))
+def test_a_mean_lies_within_its_values(values: list[float]) -> None:
+    for mean in (
+        metrics.get_geometric_mean(values),
+        metrics.get_mean([value / len(values) for value in values]),
+    ):
+        assert 0 <= mean <= max(values)
+    assert min(values) <= metrics.get_geometric_mean(values)
+    assert metrics.get_geometric_mean(values[:1] * 3) == values[0] == metrics.get_mean(values[:1])
+
+
+def test_the_geometric_mean() -> None:
+    assert metrics.get_geometric_mean([2.0, 8.0]) == pytest.approx(4)
+    assert metrics.get_geometric_mean([2.0, 0.0]) == 0
+    for wrong in ([], [-1.0, 2.0]):
+        with pytest.raises(ValueError):
+            metrics.get_geometric_mean(wrong)

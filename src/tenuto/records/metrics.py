@@ -38,6 +38,25 @@ def get_percentile(values: Iterable[float], percent: float) -> float:
     return _interpolate(ordered, percent)
 
 
+def get_mean(values: Sequence[float]) -> float:
+    """Return the arithmetic mean. Rounding never takes it out of the range of the values."""
+    return min(max(fmean(values), min(values)), max(values))
+
+
+def get_geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean: what ratios are averaged by. 0 if a value is 0.
+
+    Rounding never takes it out of the range of the values: that of one value is the value. Raises ValueError
+    if there are no values, or if one is negative.
+    """
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("no values")
+    if ordered[0] == 0:
+        return 0.0
+    return min(max(math.exp(fmean(map(math.log, ordered))), ordered[0]), ordered[-1])
+
+
 def summarise(values: Iterable[float | None]) -> Stats | None:
     """Compute mean, percentiles, maximum and minimum of the known values; None if there are none."""
     known = sorted(value for value in values if value is not None)

@@ -10,6 +10,8 @@ from statistics import fmean, stdev
 import numpy as np
 from scipy import stats
 
+from tenuto.records.metrics import get_geometric_mean
+
 CONFIDENCE = 0.95
 MIN_PAIRS = 6
 """With fewer pairs, all pairs agree on the better arm by chance in more than 1 of 20 cases (2/2⁵)."""
@@ -55,7 +57,7 @@ def estimate_ratio(ratios: Sequence[float]) -> Estimate:
     its values. Raises ValueError if there are no ratios.
     """
     logs = [math.log(ratio) for ratio in ratios]
-    ratio = math.exp(fmean(logs))
+    ratio = get_geometric_mean(ratios)
     if len(logs) < 2:
         return Estimate(ratio, None, None, len(logs), None)
     low, high = _bootstrap(logs) if len(logs) >= MIN_PAIRS else _get_students_interval(logs)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tenuto.records.metrics import get_geometric_mean, get_mean
 from tenuto.report.html.pairs import Contrast, Pair, contrast, make_pairs
 from tenuto.report.html.records import Run, Setting
 
@@ -36,7 +37,7 @@ class PolicyCell:
     def get(self, field: str) -> Spread | None:
         """Mean and range over the runs of a number of theirs."""
         values = [value for run in self.runs if (value := getattr(run, field)) is not None]
-        return Spread(statistics.fmean(values), min(values), max(values)) if values else None
+        return Spread(get_mean(values), min(values), max(values)) if values else None
 
     @property
     def mean_s_by_seed(self) -> dict[int | None, float]:
@@ -134,7 +135,7 @@ class Group:
         # Without a seed that all ran, each policy's own seeds have to do.
         common = [pair for pair in pairs.values() if pair.keys() == runs.keys()] or list(pairs.values())
         typical_s = {
-            policy: statistics.geometric_mean(pair[policy].mean_s for pair in common if policy in pair)
+            policy: get_geometric_mean(pair[policy].mean_s for pair in common if policy in pair)
             for policy in runs
         }
         best, *others = sorted(runs, key=lambda policy: (typical_s[policy], policy))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from tenuto.records.metrics import get_geometric_mean
 from tenuto.records.text import is_overloaded
 from tenuto.sim.sweep.split import STOCK, Split, Timed, find_best_stock, get_arm, split_gains
 
@@ -62,10 +61,10 @@ def _make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
         {
             **dict(zip(("gpu", "model", "workload", "jps", "policy"), key, strict=True)),
             "seeds": len(group),
-            "mean_job_s": _mean([each["job_s"]["mean"] for each in group]),
+            "mean_job_s": get_geometric_mean([each["job_s"]["mean"] for each in group]),
             "lowest_mean_job_s": min(each["job_s"]["mean"] for each in group),
             "highest_mean_job_s": max(each["job_s"]["mean"] for each in group),
-            "p95_job_s": _mean([each["job_s"]["p95"] for each in group]),
+            "p95_job_s": get_geometric_mean([each["job_s"]["p95"] for each in group]),
             "p99_job_s": _mean_known(each["job_s"].get("p99") for each in group),
             "p95_ttft_s": _mean_known((each.get("ttft_s") or {}).get("p95") for each in group),
             "offered_jps": _mean_known(each.get("offered_jps") for each in group),
@@ -197,7 +196,7 @@ def _get_best_share(group: Sequence[dict[str, Any]]) -> float | None:
 
 def _mean_known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value]
-    return _mean(known) if known else None
+    return get_geometric_mean(known) if known else None
 
 
 def _format_goodput(row: Row) -> str:
@@ -206,9 +205,3 @@ def _format_goodput(row: Row) -> str:
 
 def _format(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def _mean(values: Sequence[float]) -> float:
-    """The geometric mean, because policies are compared by ratios; never beyond the values."""
-    mean = math.exp(statistics.fmean(math.log(value) for value in values))
-    return min(max(mean, min(values)), max(values))
