@@ -150,11 +150,11 @@ class Group:
         )
 
     def _get_pairs(self, load: Load) -> tuple[dict[str, tuple[Run, ...]], dict[int | None, Pair]]:
-        """The runs at a load by policy, of those that have a JCT above 0, and their pairs."""
+        """The runs at a load by policy, of those that have job times, and their pairs."""
         if load not in self._pairs:
             runs = {cell.policy: cell.runs for cell in self.cells if cell.load == load}
             pairs = make_pairs(runs)
-            known = {policy for pair in pairs.values() for policy, times in pair.items() if times.mean_s > 0}
+            known = {policy for pair in pairs.values() for policy in pair}
             self._pairs[load] = {policy: each for policy, each in runs.items() if policy in known}, pairs
         return self._pairs[load]
 

@@ -8,6 +8,8 @@ from typing import Any, TypeGuard
 
 from matplotlib.figure import Figure
 
+from tenuto.core.printable import clean
+from tenuto.records.fields import MAX_COUNT
 from tenuto.report.html.chart import Chart, Table
 from tenuto.report.html.colors import LIGHT
 from tenuto.report.html.records import Run, shorten
@@ -39,7 +41,7 @@ def _make_chart(run: Run, name: str) -> Chart:
     )
     values = [float(engine[measure]) if measure else 0.0 for engine in engines]
     mean = sum(values) / len(values) or 1.0
-    labels = [shorten(str(engine.get("name")), 24) for engine in engines]
+    labels = [_get_name(engine, 24) for engine in engines]
 
     def draw(is_narrow: bool) -> Figure:
         return _draw(labels[:MAX_ENGINES], [value / mean for value in values[:MAX_ENGINES]], is_narrow)
@@ -63,7 +65,9 @@ def _describe_router(fleet: Mapping[str, Any]) -> str:
     """What the router did, as far as the record says it."""
     said = []
     if _is_number(moves := fleet.get("moves")):
-        tokens, copied = fleet.get("moved_tokens") or 0, fleet.get("copied_tokens") or 0
+        tokens, copied = (
+            number if _is_number(number := fleet.get(key)) else 0 for key in ("moved_tokens", "copied_tokens")
+        )
         said.append(
             f"{count(int(moves), 'move')} of jobs, with {int(tokens):,} tokens of context, "
             f"{int(copied):,} of them copied and the others computed again"
@@ -77,7 +81,7 @@ def _describe_router(fleet: Mapping[str, Any]) -> str:
 def _make_row(engine: Mapping[str, Any]) -> tuple[str, ...]:
     numbers = (engine.get(key) for key in ("jobs", "turns", "computed_tokens", "output_tokens", "busy_s"))
     shown = (f"{number:,.0f}" if _is_number(number) else "–" for number in numbers)
-    return (shorten(str(engine.get("name")), 48), *shown, "yes" if engine.get("died") else "")
+    return (_get_name(engine, 48), *shown, "yes" if engine.get("died") else "")
 
 
 def _draw(labels: Sequence[str], values: Sequence[float], is_narrow: bool) -> Figure:
@@ -93,5 +97,10 @@ def _draw(labels: Sequence[str], values: Sequence[float], is_narrow: bool) -> Fi
     return figure
 
 
+def _get_name(engine: Mapping[str, Any], most: int) -> str:
+    return shorten(clean(str(engine.get("name"))), most)
+
+
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a count or a time. What a server of others says of itself may be anything."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT

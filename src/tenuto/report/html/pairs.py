@@ -20,6 +20,10 @@ ONE_SEED_TIE = 0.02
 """One seed has no interval. Then policies tie if their mean JCTs differ by no more than this share."""
 
 
+MIN_TIME_S = 1e-9
+"""Shorter times are none: no job takes them, and their ratios have no meaning."""
+
+
 class JobTimes(NamedTuple):
     """What one policy's jobs took with one seed."""
 
@@ -75,7 +79,9 @@ class Contrast:
 
 
 def make_pairs(runs: Mapping[str, Sequence[Run]]) -> dict[int | None, Pair]:
-    """By seed, the job times of the policies that ran with it. `runs`: by policy, at one load of one setting.
+    """By seed, the job times of the policies that ran with it and took any time.
+
+    `runs`: by policy, at one load of one setting.
 
     A job that failed with one policy is left out with all, as in `tenuto ab`, because failed jobs are mostly
     long. Runs of one policy with the same seed count as one.
@@ -93,10 +99,8 @@ def make_pairs(runs: Mapping[str, Sequence[Run]]) -> dict[int | None, Pair]:
 
 def _get_times(runs: Sequence[Run], jobs: frozenset[str]) -> JobTimes | None:
     times = [each for run in runs if (each := _get_run_times(run, jobs)) is not None]
-    if not times:
-        return None
-    p95s = [each.p95_s for each in times if each.p95_s is not None]
-    return JobTimes(fmean(each.mean_s for each in times), fmean(p95s) if p95s else None)
+    times = [each for each in times if each.mean_s >= MIN_TIME_S]
+    return _average(times)
 
 
 def _get_run_times(run: Run, jobs: frozenset[str]) -> JobTimes | None:
@@ -110,22 +114,25 @@ def _get_run_times(run: Run, jobs: frozenset[str]) -> JobTimes | None:
 def contrast(
     runs: Mapping[str, Sequence[Run]], pairs: Mapping[int | None, Pair], policy: str, other: str
 ) -> Contrast | None:
-    """Compare two policies; None if one has no JCT above 0. `pairs`: of `make_pairs`."""
-    known = [pair for pair in pairs.values() if _has(pair, policy) and _has(pair, other)]
+    """Compare two policies; None if one has no job times. `pairs`: of `make_pairs`."""
+    known = [pair for pair in pairs.values() if policy in pair and other in pair]
     both = [*runs[policy], *runs[other]]
     if any(run.ab is not None for run in both):
         # `tenuto ab` counts the repeats that all its arms have run.
-        known = [pair for pair in known if all(_has(pair, each) for each in runs)]
-    values, other_values = _average(known, policy), _average(known, other)
+        known = [pair for pair in known if runs.keys() <= pair.keys()]
     is_paired = bool(known)
-    if not is_paired:
-        every = list(pairs.values())
-        values, other_values = _average(every, policy), _average(every, other)
+    values, other_values = (
+        _average([pair[each] for pair in known or pairs.values() if each in pair]) for each in (policy, other)
+    )
     if not (values and other_values):
         return None
     means = [(pair[policy].mean_s, pair[other].mean_s) for pair in known]
     ratios = tuple(one / two for one, two in means or [(values.mean_s, other_values.mean_s)])
-    p95s = [(one, two) for pair in known if (one := pair[policy].p95_s) and (two := pair[other].p95_s)]
+    p95s = [
+        (one, two)
+        for pair in known
+        if (one := pair[policy].p95_s or 0) >= MIN_TIME_S and (two := pair[other].p95_s or 0) >= MIN_TIME_S
+    ]
     return Contrast(
         policy,
         other,
@@ -141,16 +148,11 @@ def contrast(
     )
 
 
-def _has(pair: Pair, policy: str) -> bool:
-    return policy in pair and pair[policy].mean_s > 0
-
-
-def _average(pairs: Sequence[Pair], policy: str) -> JobTimes | None:
-    found = [pair[policy] for pair in pairs if _has(pair, policy)]
-    if not found:
+def _average(times: Sequence[JobTimes]) -> JobTimes | None:
+    if not times:
         return None
-    p95s = [each.p95_s for each in found if each.p95_s is not None]
-    return JobTimes(fmean(each.mean_s for each in found), fmean(p95s) if p95s else None)
+    p95s = [each.p95_s for each in times if each.p95_s is not None]
+    return JobTimes(fmean(each.mean_s for each in times), fmean(p95s) if p95s else None)
 
 
 @lru_cache(4096)
