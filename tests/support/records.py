@@ -43,7 +43,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         str: TEXT,
         int: st.sampled_from([0, 1, 2, 16, 2**24]) | st.integers(0, 2**24),
-        float: st.sampled_from(NUMBERS) | st.floats(0, 1e9),
+        float: st.sampled_from(NUMBERS) | st.floats(0.1, 100) | st.floats(0, 1e9),
     }
     return simple[kind]
 
