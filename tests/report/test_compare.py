@@ -212,6 +212,6 @@ def test_a_cell_of_the_map_says_as_much_as_fits(
 def test_the_middle_of_one_seed_is_its_value() -> None:
     # The exponential of a logarithm is another number in one case of six; whiskers were then negative.
     for number in range(1, 200):
-        pair = make_record("stock", mean_s=number / 7), make_record("keep", mean_s=number / 11 + 1)
+        pair = make_record("stock", mean_s=7.3), make_record("keep", mean_s=number / 700)
         found = group(*pair).try_speed_up("keep", 1.0)
         assert found is not None and found.low == found.middle == found.high

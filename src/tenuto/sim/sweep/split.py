@@ -11,13 +11,12 @@ best of them stands beside stock as shipped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from tenuto.core.policy_loader import get_engine_settings, load_policy
+from tenuto.records.metrics import get_geometric_mean
 from tenuto.sim.machine import get_max_num_batched_tokens
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import Cell
@@ -168,4 +167,4 @@ def _average(runs: Iterable[Timed]) -> dict[Arm, dict[int | None, float]]:
 
 def _get_mean(by_seed: Mapping[int | None, float]) -> float:
     """The geometric mean, as in the table."""
-    return math.exp(fmean(map(math.log, by_seed.values())))
+    return get_geometric_mean(by_seed.values())
