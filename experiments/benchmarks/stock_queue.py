@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from tenuto.core.fair_order import FairOrder, Service
+from tenuto.core.fairness import FairOrder, Shares
 from tenuto.core.jobs import Arrival, JobState, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.requests.hints import Hints
@@ -60,20 +60,20 @@ class Fair:
 
     def __init__(self) -> None:
         self._turns: dict[str, TurnState] = {}
-        self._service = Service()
-        self._order = FairOrder(self._turns, self._service)
+        self._shares = Shares()
+        self._order = FairOrder(self._turns, self._shares)
 
     def arrive(self, turn: TurnState) -> None:
         self._turns[turn.turn_id] = turn
-        self._service.arrive(turn)
+        self._shares.arrive(turn)
         self._order.push(turn.turn_id, (turn.arrival_s, turn.turn_id))
 
     def serve(self, turn: TurnState) -> None:
         turn = self._turns.pop(self._order.get_first() or "")
         self._order.discard(turn.turn_id)
-        self._service.start(turn, 0)
+        self._shares.start(turn, 0)
         turn.started = True
-        self._service.leave(turn, 8)
+        self._shares.leave(turn, 8)
 
 
 def measure_queue(queue: Virtual | Fair, num_waiting: int, num_tenants: int, first: int) -> float:

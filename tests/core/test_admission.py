@@ -120,7 +120,7 @@ def test_who_went_away_is_not_waited_for() -> None:
     assert door.open(11) == ["t"]
     door.arrive("last", 12)
     door.engine.abort("last", 13)
-    assert not door.driver._admission._waiting
+    assert not door.driver._order._held
 
 
 def test_a_job_that_was_admitted_and_went_away_unstarted_is_asked_about_again() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.job_table import JobTable
-from tenuto.core.jobs import Arrival
+from tenuto.core.jobs import Arrival, JobTable
 from tenuto.core.requests.conversation import get_conversation_id
 from tenuto.core.requests.hints import parse_hints
 

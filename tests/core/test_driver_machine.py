@@ -248,7 +248,7 @@ class DriverMachine(RuleBasedStateMachine):
 
     @invariant()
     def tenants_are_counted(self) -> None:
-        quota, leases = self.driver._retention.quota, list(self.driver.leases)
+        quota, leases = self.driver.quota, list(self.driver.leases)
         active = {turn.job.tenant or "" for turn in self.driver._turns.values()}
         assert quota._tenants.keys() == active | {lease.tenant or "" for lease in leases}
         for name, own in quota._tenants.items():
@@ -257,7 +257,7 @@ class DriverMachine(RuleBasedStateMachine):
             if quota.counts_blocks:
                 assert len(own.leased) == len({block.block_id for lease in ours for block in lease.blocks})
             running = [
-                turn.num_counted_blocks
+                quota._running_blocks.get(turn.turn_id, 0)
                 for turn in self.driver._turns.values()
                 if (turn.job.tenant or "") == name and turn.turn_id in self.engine.running
             ]
@@ -283,7 +283,7 @@ class DriverMachine(RuleBasedStateMachine):
         assert self.driver.get_next_deadline_s() is None
         check_integrity(self.engine.pool, self.driver.leases, idle=True)
         assert self.engine.pool.num_free_blocks == NUM_BLOCKS
-        assert len(self.driver._retention.quota) == 0
+        assert len(self.driver.quota) == 0
 
 
 TestDriverMachine = DriverMachine.TestCase

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.fair_order import FairOrder, Service
+from tenuto.core.fairness import FairOrder, Shares
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import Arrival, JobState, TurnState
 from tenuto.core.limits import Limits
@@ -23,8 +23,8 @@ class Queue:
 
     def __init__(self, weights: dict[str, float] | None = None, *, by_priority: bool = False) -> None:
         self.turns: dict[str, TurnState] = {}
-        self.service = Service(weights)
-        self.order = FairOrder(self.turns, self.service, by_priority=by_priority)
+        self.shares = Shares(weights)
+        self.order = FairOrder(self.turns, self.shares, by_priority=by_priority)
         self.began: dict[str | None, float] = {}
 
     def arrive(
@@ -32,20 +32,20 @@ class Queue:
     ) -> None:
         arrival = Arrival(Hints(), num_tokens, priority=priority)
         turn = self.turns[turn_id] = TurnState(turn_id, JobState(turn_id, 0.0, tenant), 0.0, arrival)
-        self.service.arrive(turn)
+        self.shares.arrive(turn)
         self.order.push(turn_id, (key,))
 
     def start(self) -> str:
         turn = self.turns[self.order.pop()]
         if not turn.started:  # otherwise it was preempted
-            self.service.start(turn, 0)
+            self.shares.start(turn, 0)
         turn.started = True
         tenant = turn.job.tenant
         self.began[tenant] = self.began.get(tenant, 0.0) + turn.arrival.num_prompt_tokens
         return turn.turn_id
 
     def end(self, turn_id: str, num_output_tokens: int = 0) -> None:
-        self.service.leave(self.turns.pop(turn_id), num_output_tokens)
+        self.shares.leave(self.turns.pop(turn_id), num_output_tokens)
 
     def serve(self) -> str:
         turn_id = self.start()
@@ -170,7 +170,7 @@ def test_priorities_come_before_tenants_where_the_engine_uses_them() -> None:
         queue.serve()
         queue.arrive("urgent", "busy", priority=0)
         queue.arrive("other", "other", priority=5)
-        queue.service._tenants["busy"].time += 1
+        queue.shares._tenants["busy"].time += 1
         assert queue.order.get_first() == expected
 
 
@@ -179,8 +179,8 @@ def test_tenants_that_left_are_forgotten() -> None:
     for number in range(1000):
         queue.arrive(f"t{number}", f"tenant{number}")
         queue.serve()
-    assert len(queue.service._tenants) < 5
-    assert queue.service.num_live_tenants == 0
+    assert len(queue.shares._tenants) < 5
+    assert queue.shares.num_live_tenants == 0
 
 
 @pytest.mark.parametrize("fair", [True, False])

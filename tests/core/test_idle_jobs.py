@@ -7,7 +7,7 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given
 
-from tenuto.core.idle_jobs import IdleJobs
+from tenuto.core.jobs import IdleJobs
 from tenuto.core.limits import Limits
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import LeaseEnd, ToolCall

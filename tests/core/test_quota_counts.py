@@ -7,7 +7,7 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given
 
-from tenuto.core.quota import BlockRefCounts
+from tenuto.core.fairness import BlockRefCounts
 
 ids = st.sets(st.integers(0, 12), min_size=1)
 

@@ -117,7 +117,7 @@ def test_a_preempted_turn_runs_again_after_one_turn_of_service(limits, expected)
 def test_a_preempted_turn_that_leaves_is_forgotten() -> None:
     flood = Flood(LastFirst())
     flood.warm_up()
-    queue = flood.engine.driver._admission._stock_queue
+    queue = flood.engine.driver._fairness.waits
     for end in ("abort", "finish"):
         flood.arrive("plain")
         flood.engine.start_first(flood.now_s)
@@ -229,8 +229,8 @@ def measure_second_turn(num_between: int) -> float:
         flood.arrive()
         flood.serve()
     flood.engine.arrive("b", 99, [*prompt, *OUTPUT, *make_tokens(900, 12)], OUTPUT, Hints(job_id="job"))
-    work = flood.engine.driver._turns["b"].stock_work
-    return work - 8.0 * flood.engine.driver._admission._stock_queue._output.value
+    work = flood.engine.driver._fairness.waits._live["b"].work
+    return work - 8.0 * flood.engine.driver._fairness.waits._output.value
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,9 @@ def test_a_short_prompt_may_be_made_to_wait_less(num_tokens: int, wait: float, s
     backlog = 400 * 1000.0
     turn = make_turn("asks", num_tokens)
     queue.arrive(turn)
-    alone = turn.stock_work
-    assert turn.stock_due == pytest.approx(wait * backlog + service * alone, rel=0.01)
+    wait_of = queue._live["asks"]
+    alone = wait_of.work
+    assert wait_of.due == pytest.approx(wait * backlog + service * alone, rel=0.01)
 
 
 def make_turn(name: str, num_tokens: int, job: JobState | None = None) -> TurnState:
@@ -295,7 +296,7 @@ def get_wait_of_known_kind(share_of_strangers: float) -> float:
     turn = make_turn("asks", 1000, JobState("asks", 0.0, None, "agents", num_turns=1))
     began, backlog = queue._began, queue._backlog
     queue.arrive(turn)
-    return (turn.stock_due - began - queue._service.value) / backlog
+    return (queue._live["asks"].due - began - queue._service.value) / backlog
 
 
 def serve_alone(queue: StockQueue, turn: TurnState) -> None:

@@ -169,7 +169,7 @@ def test_without_tenants_no_block_is_counted() -> None:
     engine = ToyEngine(KeepFor(), 100)
     for number in range(5):
         run(engine, f"j{number}", None)
-    quota = engine.driver._retention.quota
+    quota = engine.driver.quota
     assert not quota.counts_blocks
     assert quota.get_most_over() is None
     run(engine, "named", "a")

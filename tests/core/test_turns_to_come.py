@@ -6,7 +6,7 @@ import pytest
 
 from tenuto.core.jobs import JobState
 from tenuto.core.kind_counts import MAX_KINDS
-from tenuto.core.turns_to_come import MAX_TURNS, PRIOR_TURNS, TurnsToCome
+from tenuto.core.stock_queue import MAX_TURNS, PRIOR_TURNS, TurnsToCome
 
 
 def add_jobs(

@@ -89,8 +89,15 @@ def _check_tenants(driver: Any) -> None:
         if (own.num_turns, own.num_leases, counted) != (num_turns, len(ours), num_blocks):
             raise IntegrityError(f"{name!r}: {num_turns} turns, {len(ours)} leases, counted {own}")
     waiting = {turn.turn_id for turn in turns if not turn.started}
-    if waiting != driver.service._waiting.keys():
+    if waiting != driver.shares._waiting.keys():
         raise IntegrityError("the turns that wait are not those that the tenants' service counts")
+    live = {turn.turn_id for turn in turns}
+    waits, notes = driver._fairness.waits, {"charged": driver.shares._charges}
+    notes |= {"counted as running": quota._running_blocks, "sharing prefixes": driver.pins._shared}
+    notes |= {} if waits is None else {"compared with stock": waits._live}
+    for name, kept in notes.items():
+        if stray := kept.keys() - live:
+            raise IntegrityError(f"{sorted(stray)[:5]} left, and still {name}")
 
 
 def check_books(scheduler: Any) -> None:
@@ -122,7 +129,7 @@ def check_books(scheduler: Any) -> None:
     stats = driver.stats
     if stats.num_leases_granted != sum(stats.num_leases_ended.values()) + len(driver.leases):
         raise IntegrityError(f"{stats.num_leases_granted} leases granted, not as many ended or held")
-    if stray := driver._admission._waiting.keys() - turns.keys():
+    if stray := driver._order._held.keys() - turns.keys():
         raise IntegrityError(f"admission waits for a turn that is gone: {sorted(stray)[0]}")
 
 
@@ -135,7 +142,7 @@ def check_nothing_is_left(scheduler: Any) -> None:
     left = {
         "requests": len(scheduler.requests),
         "turns in the driver": len(driver._turns),
-        "turns in admission": len(driver._admission._waiting),
+        "turns in admission": len(driver._order._held),
         "parked turns": scheduler.get_num_parked(),
         "leases": len(driver.leases),
         "leased blocks": driver.get_num_leased_blocks(),

@@ -12,12 +12,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.core.driver import Driver
-from tenuto.core.fair_order import FairOrder
+from tenuto.core.fairness import BlockRefCounts, FairOrder
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
-from tenuto.core.quota import BlockRefCounts
 from tenuto.core.requests.hints import Hints
 from tenuto.core.step_tokens import StepChooser
 from tenuto.core.types import EngineView, ToolCall

@@ -1,25 +1,120 @@
-"""The driver: the only caller of policies. It owns the jobs and their leases.
+"""The driver: a turn's life from its arrival to its lease, and the only caller of policies.
 
 The engine reports what happens to its turns, and asks the driver what to do. The driver asks the policy,
 bounds the answer and carries it out. A lease is a request, not a right: when an allocation would fail,
 `reclaim` frees leased blocks first. Every call takes O(log n) time in the number of jobs and leases.
 
     arrive → (start → preempt)* → start → finish → [lease] → arrive (the job's next turn) → …
+
+Each event is told once to each of the driver's parts, and each fact of a turn has one owner:
+
+    `JobTable`    which job a turn belongs to, and which idle jobs are remembered
+    `Fairness`    how long it may wait, and its tenant's share of the order and of memory
+    `Order`       whether it may start, which turn starts first, and which is preempted
+    `Retention`   leases: who gets one, until when, and which yields
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
-from tenuto.core.driver_parts import DriverParts
-from tenuto.core.jobs import Arrival, Finish, JobState, TurnState
-from tenuto.core.leases import LeaseRefused
+from tenuto.core.canary import Canary
+from tenuto.core.engine import Engine
+from tenuto.core.fairness import Fairness, FairOrder, Quota, Shares
+from tenuto.core.history import History
+from tenuto.core.indexed_heap import IndexedHeap
+from tenuto.core.jobs import NOBODY, Arrival, Finish, JobState, JobTable, TurnState
+from tenuto.core.leases import LeaseEnded, LeaseEvent, LeaseGranted, LeaseRefused, LeaseTruncated
+from tenuto.core.limits import Limits
+from tenuto.core.order import Order
+from tenuto.core.policy import TOLD_HOOKS, Key, Policy
+from tenuto.core.policy_caller import DecisionLog, PolicyCaller
+from tenuto.core.reasons import name_reason
+from tenuto.core.retention import Retention
 from tenuto.core.reuse import PrefixMarks, count_computed_tokens, count_lost_tokens, count_missed_tokens
-from tenuto.core.types import LeaseEnd, LeaseRefusal, ShortHit, StepView, Turn
+from tenuto.core.stats import DriverStats
+from tenuto.core.step_tokens import StepChooser, StepSize
+from tenuto.core.types import (
+    EngineView,
+    LeaseEnd,
+    LeaseRefusal,
+    LoadOffer,
+    ShortHit,
+    StepView,
+    TakenBy,
+    Turn,
+)
 
 
-class Driver(DriverParts):
+class Driver:
     """One policy at work on one engine."""
+
+    def __init__(  # noqa: PLR0913 - what an engine chooses, once
+        self,
+        policy: Policy,
+        engine: Engine,
+        limits: Limits | None = None,
+        *,
+        by_priority: bool = False,
+        log: DecisionLog | None = None,
+        stats: DriverStats | None = None,
+        decided: DriverStats | None = None,
+        canary: Canary | None = None,
+        strict: bool = False,
+        step_chooser: StepChooser | None = None,
+    ) -> None:
+        """Connect a policy to an engine.
+
+        `by_priority`: the engine serves requests by their own priority, and the policy only decides the
+        order among requests of equal priority.
+        `stats`: the statistics to update; by default the driver makes an empty one.
+        `decided`: where to count what was decided, such as leases, if not in `stats`: a driver in shadow
+        mode decides, and the engine does not follow.
+        `canary`: the jobs that the policy applies to; all by default.
+        `strict`: if a hook of the policy fails, raise PolicyError instead of counting the fault.
+        `step_chooser`: chooses the size of each step; by default, steps are as large as the engine allows.
+        """
+        self.policy = policy
+        self.limits = limits or Limits()
+        self.stats = stats or DriverStats()
+        self.decided = decided or self.stats
+        self._canary = canary or Canary()
+        self._num_earlier_faults = 0
+        self._engine = engine
+        self._step_chooser = step_chooser
+        self._caller = PolicyCaller(policy, log, strict=strict)
+        self._history = History(log, is_shadow=self.is_shadow)
+        # A policy that treats all jobs alike does not need to know which turns belong to one job.
+        infers = self.limits.infer_jobs and any(
+            policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
+        )
+        view = engine.get_view(0.0)
+        self._hit_alignment = engine.hit_alignment
+        self._hash_block_size = engine.hash_block_size
+        self._jobs = JobTable(self.limits.max_remembered_jobs, engine.hash_block_size, infers=infers)
+        self._turns: dict[str, TurnState] = {}
+        self._by_priority = by_priority
+        self._fairness = Fairness(policy, self.limits, view.num_blocks, view.block_size)
+        self._retention = Retention(
+            engine, self._caller, self.limits, self._fairness, self.decided, by_priority=by_priority
+        )
+        self._order = Order(
+            self._caller,
+            engine,
+            self._retention,
+            self._fairness,
+            self.limits,
+            self.decided,
+            self._canary,
+            by_priority=by_priority,
+        )
+        self.leases, self.pins = self._retention.leases, self._retention.pins
+        self._to_reorder: deque[str] = deque()
+        """Waiting turns that lost their lease; see `settle`."""
+        self._ticked_s = -math.inf
 
     # What happens to turns.
 
@@ -43,10 +138,10 @@ class Driver(DriverParts):
             turn.job_arrival_s = now_s
         job.live_turn_ids[turn_id] = None
         self._turns[turn_id] = turn
-        self.service.arrive(turn)
-        self._admission.enter(turn)
-        self._retention.enter(turn)
-        self._ledger.apply(self._retention.claim(turn, now_s))
+        if self._fairness.arrive(turn, self._retention.get_num_leased_tokens()):
+            self.leases.begin_counting()
+        self._order.enter(turn)
+        self._apply(self._retention.claim(turn, now_s))
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
             self._tell("on_tool_returned", turn, job.last_tool, tool_s)
@@ -69,20 +164,19 @@ class Driver(DriverParts):
         self.stats.num_events += 1
         turn.num_held_tokens = num_hit_tokens
         if turn.started:
-            self._admission.resume(turn, now_s)
+            self._fairness.resume(turn, now_s)
             num_lost_tokens = count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
             self.stats.num_recomputed_tokens += num_lost_tokens
-            self.quota.start(turn)
             self._tell("on_turn_started", turn, now_s)
             self._history.record(
                 "resumed", turn, now_s, num_hit_tokens=num_hit_tokens, num_lost_tokens=num_lost_tokens
             )
             return
-        self.service.start(turn, num_hit_tokens)
+        self._fairness.start(turn, num_hit_tokens, now_s)
         if self._step_chooser is not None:
             self._step_chooser.observe_start(turn_id)
-        turn.started = turn.job.is_admitted = True
-        self._admission.start(turn, num_hit_tokens, now_s)
+        turn.started = True
+        self._order.start(turn)
         turn.num_hit_tokens = num_hit_tokens
         self.stats.num_hit_tokens += num_hit_tokens
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
@@ -99,7 +193,7 @@ class Driver(DriverParts):
                 turn, num_hit_tokens, now_s
             )
         self.pins.start(turn, num_hit_tokens, short_hit)
-        self._ledger.apply(self._retention.hit(turn, now_s))
+        self._apply(self._retention.hit(turn, now_s))
         self._tell("on_turn_started", turn, now_s)
         self._history.record(
             "started",
@@ -119,8 +213,7 @@ class Driver(DriverParts):
         self.stats.num_events += 1
         turn.num_preemptions += 1
         turn.num_computed_tokens = num_computed_tokens
-        self.quota.stop(turn)
-        self._admission.preempt(turn, now_s)
+        self._fairness.preempt(turn, now_s)
         self._tell("on_turn_preempted", turn, now_s)
         self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
 
@@ -134,11 +227,10 @@ class Driver(DriverParts):
         del job.live_turn_ids[turn_id]
         if self._step_chooser is not None and not turn.started:
             self._step_chooser.observe_start(turn_id)
-        if not job.runs_as_stock:
-            self.pins.finish(turn)
+        self.pins.finish(turn)
         self._retention.leave(turn)
-        self.service.leave(turn, finish.num_output_tokens)
-        self._admission.finish(turn, finish.num_output_tokens, now_s)
+        self._fairness.leave(turn, finish.num_output_tokens, now_s)
+        self._order.leave(turn)
         self._history.record(
             "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
         )
@@ -148,7 +240,7 @@ class Driver(DriverParts):
             view = turn.get_finished_view(finish)
             self._tell("on_turn_finished", turn, now_s, view=view)
             if not view.is_last and self._can_retain(job):
-                self._ledger.apply(LeaseRefused(view, LeaseRefusal.ABORTED, now_s))
+                self._apply(LeaseRefused(view, LeaseRefusal.ABORTED, now_s))
         if job.job_id not in self._jobs:
             return
         if job.is_released and not job.live_turn_ids:
@@ -169,7 +261,7 @@ class Driver(DriverParts):
         if not job.live_turn_ids:
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
         else:
-            self._ledger.apply(self._retention.end(job_id, LeaseEnd.JOB_ENDED, now_s))
+            self._apply(self._retention.end(job_id, LeaseEnd.JOB_ENDED, now_s))
         self.settle()
         return True
 
@@ -185,11 +277,12 @@ class Driver(DriverParts):
         self._num_earlier_faults = other.num_policy_faults
         self._jobs.take_over(other._jobs)
         # The engine's queue of waiting turns (`make_order`) looks at both of these.
-        self._turns, self.service = other._turns, other.service
-        self.service.set_weights(self.limits.tenant_weights)
+        self._turns = other._turns
+        self._fairness.take_over(other._fairness, self.limits.tenant_weights)
         for event in self._retention.take_over(other._retention, self._is_retained, now_s):
-            self._ledger.apply(event)
-        self._ledger.forget_to_reorder()
+            self._apply(event)
+        # The engine asks for the keys of all waiting turns anyway.
+        self._to_reorder.clear()
         for job in self._jobs.jobs.values():
             job.runs_as_stock, job.is_admitted = None, False
         for turn in self._turns.values():
@@ -205,7 +298,7 @@ class Driver(DriverParts):
         """
         num_ended = 0
         for ended in self._retention.expire(now_s, max_renewals):
-            self._ledger.apply(ended)
+            self._apply(ended)
             self.settle()
             num_ended += 1
         return num_ended
@@ -223,7 +316,7 @@ class Driver(DriverParts):
         turn = self._turns.get(for_turn_id) if for_turn_id is not None else None
         num_free_before = self._engine.get_num_free_blocks()
         for event in self._retention.reclaim(num_blocks, turn, now_s, stalled=stalled):
-            self._ledger.apply(event)
+            self._apply(event)
         return self._engine.get_num_free_blocks() - num_free_before
 
     def settle(self) -> None:
@@ -231,13 +324,13 @@ class Driver(DriverParts):
 
         Call after each allocation that reclaimed blocks, before the waiting queue is read again.
         """
-        for turn_id in self._ledger.pop_to_reorder():
-            self._engine.reorder(turn_id)
+        while self._to_reorder:
+            self._engine.reorder(self._to_reorder.popleft())
 
     def drop_all(self, now_s: float, reason: LeaseEnd = LeaseEnd.RESET) -> None:
         """End every lease (a cache reset, a shutdown)."""
         for ended in self._retention.drop_all(reason, now_s):
-            self._ledger.apply(ended)
+            self._apply(ended)
             self.settle()
 
     # Asked before and during a step.
@@ -265,17 +358,263 @@ class Driver(DriverParts):
     def admit(self, first_id: str | None, now_s: float, *, idle: bool) -> list[str]:
         """Turns that may start now; `first_id` is the first parked turn. Call until the list is empty."""
         first = self._turns.get(first_id) if first_id is not None else None
-        return self._admission.admit(first, now_s, idle=idle)
+        return self._order.admit(first, now_s, idle=idle)
 
     def may_start(self, turn_id: str, now_s: float, *, idle: bool) -> bool:
         """Whether a waiting turn may start; when the engine is idle, every turn may start."""
-        return turn_id not in self._turns or self._admission.may_start(self._turns[turn_id], now_s, idle=idle)
+        return turn_id not in self._turns or self._order.may_start(self._turns[turn_id], now_s, idle=idle)
+
+    # What the engine asks.
+
+    def get_next_deadline_s(self) -> float | None:
+        """The next time at which `expire` has work to do; None if there are no leases."""
+        return self.leases.get_next_deadline_s()
+
+    @property
+    def shares(self) -> Shares:
+        """What each tenant received of the engine's work."""
+        return self._fairness.shares
+
+    @property
+    def quota(self) -> Quota:
+        """What each tenant uses of the KV cache."""
+        return self._fairness.quota
+
+    @property
+    def is_shadow(self) -> bool:
+        """Whether the engine does not follow what this driver decides."""
+        return self.decided is not self.stats
+
+    @property
+    def num_policy_faults(self) -> int:
+        """How many calls of policy hooks have failed so far, those of earlier drivers included."""
+        return self._num_earlier_faults + self._caller.num_faults
+
+    def get_policy_figures(self) -> dict[str, float]:
+        """The figures that the policy reports about what it learned; empty for most policies."""
+        return self._caller.get_figures()
+
+    def get_num_leased_blocks(self) -> int:
+        """Number of distinct blocks that leases cover."""
+        return self._engine.get_num_leased_blocks()
+
+    def get_num_idle_leased_blocks(self) -> int:
+        """Number of leased blocks that no turn uses and that always yield: memory that is free in effect."""
+        return self._engine.get_num_idle_leased_blocks() if self.limits.always_yield else 0
+
+    def describe_job(self, job_id: str) -> dict[str, Any] | None:
+        """What there is to say of a job, in JSON types; None if it is not known.
+
+        It says nothing of other jobs: only hits of what the job itself computed are counted.
+        """
+        job, lease = self._jobs.get(job_id), self.leases.get(job_id)
+        if job is None:
+            return None
+        what, why = name_reason(job.lease_news)
+        return {
+            "turns": job.num_turns,
+            "leased_blocks": 0 if lease is None or self.is_shadow else len(lease.blocks),
+            "lease_news": what,
+            "reason": why,
+            "reusable_tokens": job.num_reusable_tokens,
+            "reused_tokens": job.num_reused_tokens,
+        }
+
+    def get_claimed_blocks(self, turn_id: str) -> list[Any]:
+        """The leased blocks that wait for a turn; empty if there are none."""
+        lease = self._retention.get_claimed(self._turns.get(turn_id))
+        return [] if lease is None else lease.blocks
+
+    def get_tenant_blocks(self) -> dict[str, int]:
+        """Number of distinct leased blocks by tenant with leases; "" is no tenant."""
+        if self.quota.counts_blocks:
+            return self.quota.get_leased_blocks()
+        return {NOBODY: self.get_num_leased_blocks()} if len(self.leases) else {}
+
+    def get_num_reclaimable_blocks(self, for_turn_id: str) -> int:
+        """Upper bound on the leased blocks that `reclaim` could free for this turn while other turns run."""
+        return self._retention.get_num_reclaimable_blocks(self._turns.get(for_turn_id))
+
+    def get_view(self, now_s: float) -> EngineView:
+        """The engine's state, including the number of leases."""
+        return self._retention.get_view(now_s)
+
+    def make_order(self) -> IndexedHeap | FairOrder:
+        """An empty queue of turns, for the engine to fill; the keys are those of `get_queue_key`."""
+        if not self.limits.fair_tenants:
+            return IndexedHeap()
+        return FairOrder(self._turns, self.shares, by_priority=self._by_priority)
+
+    def get_queue_key(self, turn_id: str, now_s: float) -> Key:
+        """The key that orders a waiting turn in the queue; the smallest key goes first."""
+        return self._order.get_queue_key(self._turns[turn_id], now_s)
+
+    def get_stock_key(self, turn_id: str) -> Key:
+        """The key that puts a waiting turn where stock vLLM would; the smallest key goes first."""
+        return self._order.get_stock_key(self._turns[turn_id])
+
+    def runs_as_stock(self, turn_id: str) -> bool:
+        """Whether the policy leaves this turn alone, because its job is not in the canary."""
+        return self._turns[turn_id].job.runs_as_stock is True
+
+    def get_victim(self, turn_ids: Sequence[str], now_s: float) -> str | None:
+        """The running turn to preempt, out of these; None leaves the choice to the engine."""
+        return next(iter(self.get_victims(turn_ids, now_s)), None)
+
+    def get_victims(self, turn_ids: Sequence[str], now_s: float) -> list[str]:
+        """These running turns in the order in which to preempt them.
+
+        An empty list leaves the choice to the engine.
+        """
+        known = (self._turns[turn_id] for turn_id in turn_ids if turn_id in self._turns)
+        return self._order.get_victims(known, now_s)
+
+    def get_preempted_for(self, turn_id: str, running_ids: Sequence[str], now_s: float) -> str | None:
+        """The running turn to preempt so that a waiting turn fits; None if no turn may be preempted."""
+        victim_id = self.get_victim(running_ids, now_s)
+        if victim_id is None or turn_id not in self._turns:
+            return None
+        turn, victim = self._turns[turn_id], self._turns[victim_id]
+        return victim_id if self._order.may_preempt(turn, victim, now_s) else None
+
+    def get_load_tokens(self, turn_id: str, offer: LoadOffer, now_s: float) -> int:
+        """How many tokens of the offer, from its start, a turn that is about to start loads."""
+        if turn_id not in self._turns or not self.policy.overrides("load"):
+            return offer.num_tokens
+        turn = self._view(self._turns[turn_id])
+        answer: bool | int = self._caller.ask("load", turn, offer, self.get_view(now_s))
+        if isinstance(answer, bool):
+            return offer.num_tokens if answer else 0
+        return min(max(0, answer), offer.num_tokens)
+
+    def get_tier_key(self, turn: Turn, now_s: float) -> Key:
+        """The key of what this turn has in the tiers below the GPU; the smallest is given up first."""
+        if not self.policy.overrides("tier_key"):
+            return ()
+        key: Key = self._caller.ask("tier_key", turn, self.get_view(now_s))
+        return key
+
+    def get_turn(self, turn_id: str) -> Turn | None:
+        """What the policy sees of a turn that waits or runs; None if it is unknown, or runs as in stock."""
+        turn = self._turns.get(turn_id)
+        return None if turn is None or turn.job.runs_as_stock else self._view(turn)
+
+    def get_finished_turn(self, turn_id: str, finish: Finish) -> Turn | None:
+        """What the policy will see of a turn that is about to finish; as `get_turn`."""
+        turn = self._turns.get(turn_id)
+        return None if turn is None or turn.job.runs_as_stock else turn.get_finished_view(finish)
+
+    def get_next_tick_s(self) -> float:
+        """The next time at which `tick` has work to do; infinity if nothing depends on time."""
+        waits = self._fairness.waits
+        return min(math.inf if waits is None else waits.get_next_s(), self._get_next_rekey_s())
+
+    @property
+    def hears_steps(self) -> bool:
+        """Whether `step` must be called for each step."""
+        return self._step_chooser is not None or self._caller.hears("on_step")
+
+    def needs_output(self, turn_id: str) -> bool:
+        """Whether the turn's output must be read to learn what follows it.
+
+        It need not be read if the client said that this turn is the job's last.
+        """
+        turn = self._turns.get(turn_id)
+        return turn is not None and turn.arrival.hints.is_last is not True
+
+    def is_first_turn(self, turn_id: str) -> bool:
+        """Whether a turn is its job's first, and its beginning may be pinned if other jobs share it."""
+        turn = self._turns.get(turn_id)
+        if turn is None or not self.pins.max_blocks:
+            return False
+        return turn.job.num_turns == 1 and not turn.job.runs_as_stock
+
+    def get_arrival_s(self, turn_id: str) -> float | None:
+        """When a turn arrived; None if the driver does not know the turn."""
+        turn = self._turns.get(turn_id)
+        return None if turn is None else turn.arrival_s
+
+    def has_started(self, turn_id: str) -> bool:
+        """Whether a turn has had its first step; a turn that the driver does not know has."""
+        turn = self._turns.get(turn_id)
+        return turn is None or turn.started
+
+    def needs_admission(self, turn_id: str) -> bool:
+        """Whether the policy must be asked before this turn starts."""
+        return self._order.needs_admission(self._turns.get(turn_id))
+
+    @property
+    def bounds_steps(self) -> bool:
+        """Whether `get_step_size` must be asked before each step."""
+        return self._step_chooser is not None or self.policy.overrides("step_budget")
+
+    def get_step_size(
+        self, now_s: float, max_num_batched_tokens: int, *, only_decodes: bool = False
+    ) -> StepSize:
+        """Bounds of the next step: at least one token per running turn, at most the engine's budget.
+
+        Within that, it is the smaller of what the chooser and the policy say. With a canary the policy is not
+        asked, because a step serves all jobs. `only_decodes`: no turn waits, and no prompt is computed in
+        part, so the chooser need not be asked: it leaves room for all turns that decode.
+        """
+        if only_decodes and not self.policy.overrides("step_budget"):
+            return StepSize(max_num_batched_tokens)
+        view = self.get_view(now_s)
+        answers, per_prompt = [max_num_batched_tokens], 0
+        if self._step_chooser is not None:
+            chosen = self._step_chooser.choose(view)
+            self._caller.write(
+                {"kind": "chosen", "what": "step_tokens", "answer": chosen and chosen.num_tokens}
+            )
+            if chosen is not None:
+                answers.append(chosen.num_tokens)
+                per_prompt = chosen.per_prompt
+        if self.policy.overrides("step_budget") and not self._canary.is_on:
+            bound: int | None = self._caller.ask("step_budget", view)
+            answers += [] if bound is None else [bound]
+        num_tokens = max(1, min(max(min(answers), view.num_running), max_num_batched_tokens))
+        return StepSize(num_tokens, per_prompt)
 
     # Inside.
 
+    def _apply(self, event: LeaseEvent | None) -> None:
+        """Count, log and note what happened to a lease, and the waiting turn that may have to be reordered."""
+        stats = self.decided
+        match event:
+            case LeaseGranted():
+                stats.num_leases_granted += 1
+                self._note(event.lease.job_id, None)
+                self._history.record_lease(event)
+            case LeaseRefused():
+                stats.num_lease_refusals[event.reason] += 1
+                self._note(event.turn.job.job_id, event.reason)
+                self._history.record_refusal(event)
+            case LeaseTruncated():
+                stats.num_revoked_blocks += event.num_blocks
+                stats.num_takes[event.taken_by] += 1
+                self._note(event.lease.job_id, event.taken_by)
+                self._history.record_lease(event)
+            case LeaseEnded():
+                stats.num_leases_ended[event.reason] += 1
+                self._note(event.lease.job_id, event.taken_by or event.reason)
+                if event.reason is LeaseEnd.REVOKED:
+                    stats.num_revoked_blocks += event.num_blocks
+                if event.taken_by is not None:
+                    stats.num_takes[event.taken_by] += 1
+                self._note(event.lease.job_id, event.taken_by)
+                self._history.record_lease(event)
+                waiting_id = event.lease.next_turn_id
+                if waiting_id is not None and event.reason is not LeaseEnd.HIT:
+                    self._to_reorder.append(waiting_id)
+
+    def _note(self, job_id: str, news: LeaseEnd | LeaseRefusal | TakenBy | None) -> None:
+        job = self._jobs.get(job_id)
+        if job is not None:
+            job.lease_news = news
+
     def _hurry(self, now_s: float) -> None:
         """Move the overdue turns to the front of the queue."""
-        for turn_id in self._admission.pop_overdue(now_s):
+        for turn_id in self._order.pop_overdue(now_s):
             self.decided.num_overdue_turns += 1
             self._engine.reorder(turn_id)
 
@@ -290,7 +629,7 @@ class Driver(DriverParts):
             self._step_chooser.observe_turn(view)
         self._tell("on_turn_finished", turn, now_s, view=view)
         if (view.is_last or job.is_released) and self._can_retain(job):
-            self._ledger.apply(LeaseRefused(view, turn.get_last_reason(), now_s))
+            self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
         if job.is_released:
             return
         if view.is_last and not job.live_turn_ids:
@@ -299,7 +638,7 @@ class Driver(DriverParts):
         self._jobs.remember(job, turn.arrival)
         if not view.is_last and self._can_retain(job):
             for event in self._retention.retain(turn, view, now_s):
-                self._ledger.apply(event)
+                self._apply(event)
 
     def _can_retain(self, job: JobState) -> bool:
         return not job.runs_as_stock and self.policy.overrides("retain")
@@ -314,7 +653,7 @@ class Driver(DriverParts):
             self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd) -> None:
-        self._ledger.apply(self._retention.end(job.job_id, reason, now_s))
+        self._apply(self._retention.end(job.job_id, reason, now_s))
         view = job.get_view()
         if self._caller.hears("on_job_ended") and not job.runs_as_stock:
             self._caller.tell("on_job_ended", view, now_s)
@@ -322,14 +661,16 @@ class Driver(DriverParts):
         if reason is LeaseEnd.JOB_ENDED and (job.is_released or view.came_back):
             self._engine.end_job(job.job_id)
         self._jobs.forget(job)
+        self._fairness.forget_job(job.job_id)
 
     def _adopt(self, turn: TurnState, now_s: float) -> None:
         """Take over a turn that another driver knew."""
         job = turn.job
         self._place(job, turn.arrival)
-        turn.is_admitted = turn.is_overdue = False
-        self._admission.enter(turn)
-        self._retention.enter(turn)
+        turn.is_admitted = False
+        if self._fairness.adopt(turn, self._retention.get_num_leased_tokens(), now_s):
+            self.leases.begin_counting()
+        self._order.enter(turn)
         self._tell("on_turn_arrived", turn, now_s)
         if not turn.started:
             self._tell_chooser(turn)
@@ -341,8 +682,7 @@ class Driver(DriverParts):
         else:
             if not job.is_admitted or self.policy.needs.admit == "turns":
                 self._tell("on_turn_admitted", turn, now_s)
-            job.is_admitted = True
-            self._admission.start(turn, turn.num_hit_tokens, now_s)
+            self._order.start(turn)
             self._tell("on_turn_started", turn, now_s)
 
     def _is_retained(self, job_id: str) -> bool:
@@ -367,3 +707,10 @@ class Driver(DriverParts):
         """Tell the policy what happened to a turn, unless the turn runs as in stock."""
         if self._caller.hears(hook) and not turn.job.runs_as_stock:
             self._caller.tell(hook, self._view(turn) if view is None else view, *inputs)
+
+    def _get_next_rekey_s(self) -> float:
+        rekey_s = self.policy.needs.rekey_s
+        return math.inf if rekey_s is None else self._ticked_s + rekey_s
+
+    def _view(self, turn: TurnState) -> Turn:
+        return self._retention.get_turn_view(turn)

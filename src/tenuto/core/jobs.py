@@ -1,15 +1,22 @@
-"""Jobs and their turns: what an engine reports about them, and what the driver remembers."""
+"""Jobs and their turns: what an engine reports about them, and what the driver remembers of them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.requests.hints import Hints
+from tenuto.core.requests.lineage import Lineage
 from tenuto.core.reuse import PrefixMarks
 from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Turn
+
+NOBODY = ""
+"""The tenant of turns without a tenant: they count as one tenant."""
+KIND_CHARS = 32
+"""Characters of a block hash that name a kind of job; enough to tell the kinds apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +93,6 @@ class JobState:
     num_reused_tokens: int = 0
     lease_news: LeaseEnd | LeaseRefusal | TakenBy | None = None
     """Why its last finished turn has no lease, or has lost blocks of it; None if the lease is whole."""
-    stock_mark: float | None = None
-    """Total tokens that stock vLLM will have allocated when it evicts the last finished turn's blocks."""
-    stock_saved: float = 0.0
-    """Work that the job's latest turn saved by hits that stock vLLM would not have."""
-    stock_period: int = -1
-    """When that was; see `StockQueue`."""
 
     def get_view(self, arrival_s: float | None = None) -> Job:
         """What a policy sees of the job; `arrival_s` replaces the job's own arrival."""
@@ -120,30 +121,6 @@ class TurnState:
     is_admitted: bool = False
     job_arrival_s: float | None = None
     """The job arrival that a policy sees for this turn; None means the job's real arrival."""
-    number: int = 0
-    """Its place in the order of arrival, from 1."""
-    stock_work: float = 0.0
-    """The work that stock vLLM would do for this turn, in prefill tokens."""
-    stock_start: float = 0.0
-    """Work that the engine had begun before this turn started."""
-    stock_due: float = math.inf
-    """Work that the engine will have begun when this turn has waited too long."""
-    start_s: float = 0.0
-    """When it got its first step."""
-    waits_since_s: float = 0.0
-    """When it arrived, or when it was last preempted."""
-    is_overdue: bool = False
-    """Whether it has waited too long compared with stock vLLM; if so, it goes before turns not overdue."""
-    num_expected_tokens: float = 0.0
-    """Its prompt and an output of mean length, since it started."""
-    num_counted_blocks: int = 0
-    """The blocks that count as used by its tenant while it runs."""
-    was_overdue: bool = False
-    """Whether it started because it was overdue; if so, it is preempted after turns that were not."""
-    num_shared_tokens: int = 0
-    """How much of its prompt other jobs have too, if it is its job's first turn and this is not pinned."""
-    charged_work: float = 0.0
-    """The work that its tenant's virtual time counts for it, in prefill tokens."""
     _facts: tuple[object, ...] = ()
     _view: Turn | None = None
     _finished: tuple[Finish, Turn] | None = None
@@ -211,3 +188,143 @@ class TurnState:
             return hints.is_last
         # A client that names a tool thereby says that the job continues.
         return False if hints.tool is not None else finish.is_last
+
+
+class JobTable:
+    """All jobs with a turn in the engine, and the most recently active idle jobs."""
+
+    def __init__(self, max_idle: int, hash_block_size: int, *, infers: bool) -> None:
+        """`infers`: whether the job of a turn without a job id is recognised by the prompt's content."""
+        self.jobs: dict[str, JobState] = {}
+        self.idle = IdleJobs()
+        # Jobs are forgotten there when they are forgotten here. Its own bound is for jobs with live turns.
+        self.lineage = Lineage(hash_block_size, 2 * max_idle)
+        self._max_idle = max_idle
+        self._infers = infers
+
+    def __contains__(self, job_id: object) -> bool:
+        return job_id in self.jobs
+
+    def find(self, turn_id: str, arrival: Arrival, now_s: float) -> JobState:
+        """The job of a turn that arrived; a new job if neither an id nor the content names a job."""
+        job_id, name = arrival.hints.job_id, arrival.hints.conversation
+        if job_id is None and self._infers and arrival.hashes:
+            named = None if name is None else self.jobs.get(name)
+            preferred = name if named is not None and not named.live_turn_ids else None
+            job_id = self.lineage.find(arrival.hashes, arrival.prompt, arrival.hints.tenant, preferred)
+            job_id = job_id or self._find_repeated(arrival)
+        if job_id is None and self._infers and name not in self.jobs:
+            # Another job may have begun with the same words; then this one has no name that is its own.
+            job_id = name
+        # Client ids are printable. An id with a tab is therefore never equal to a client's id.
+        job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
+        job = self.jobs.get(job_id)
+        if job is None:
+            job = self.jobs[job_id] = JobState(job_id, now_s, arrival.hints.tenant, _get_kind(arrival.hashes))
+        self.idle.discard(job_id)
+        return job
+
+    def _find_repeated(self, arrival: Arrival) -> str | None:
+        """The idle job whose last turn the client asks for again, so that its answer is not needed.
+
+        Not after a job's first turn: two jobs may begin with the same prompt. Later prompts have an answer in
+        them.
+        """
+        job_id = self.lineage.find_repeated(arrival.hashes, arrival.prompt, arrival.hints.tenant)
+        job = None if job_id is None else self.jobs.get(job_id)
+        is_retry = job is not None and job.num_turns > 1 and not job.live_turn_ids
+        return job_id if is_retry else None
+
+    def remember(self, job: JobState, arrival: Arrival) -> None:
+        """Remember a finished turn, so that a prompt that extends it is assigned to the same job."""
+        if arrival.hashes and self._infers:
+            self.lineage.remember(job.job_id, arrival.hashes, arrival.prompt, job.tenant)
+
+    def get(self, job_id: str) -> JobState | None:
+        """A known job, or None."""
+        return self.jobs.get(job_id)
+
+    def take_over(self, other: JobTable) -> None:
+        """Go on with the jobs that another table knows; forget some if it has more."""
+        self.jobs, self.idle, self.lineage = other.jobs, other.idle, other.lineage
+        self.lineage.set_max_jobs(2 * self._max_idle)
+        while (job := self._get_first_to_forget()) is not None:
+            self.forget(job)
+
+    def mark_idle(self, job: JobState) -> JobState | None:
+        """A job has no turn in the engine any more. Return a job that should now be forgotten, or None."""
+        if job.last_finish_s is None:
+            # None of its turns finished, so no later turn can extend one.
+            return job
+        self.idle.add(job.job_id, job.tenant)
+        return self._get_first_to_forget()
+
+    def forget(self, job: JobState) -> None:
+        """Forget a job."""
+        del self.jobs[job.job_id]
+        self.idle.discard(job.job_id)
+        self.lineage.forget(job.job_id)
+
+    def _get_first_to_forget(self) -> JobState | None:
+        """The job to forget now; None if the idle jobs are not too many."""
+        first = self.idle.get_first_to_forget() if len(self.idle) > self._max_idle else None
+        return None if first is None else self.jobs[first]
+
+
+def _get_kind(hashes: Sequence[Hashable]) -> str | None:
+    """A name for the first block of a prompt; None if the prompt has no full block."""
+    if not hashes:
+        return None
+    first = hashes[0]
+    return first.hex()[:KIND_CHARS] if isinstance(first, bytes) else str(first)[:KIND_CHARS]
+
+
+class IdleJobs:
+    """Idle jobs by tenant. The first to forget is the one idle longest, of the tenant with most idle jobs.
+
+    So a tenant that sends many ids makes the driver forget its own jobs, not those of others. Every change
+    takes O(log n) time in the number of tenants.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, str] = {}
+        """The tenant of each idle job."""
+        self._jobs: dict[str, OrderedDict[str, None]] = {}
+        """Each tenant's idle jobs; the one that has been idle longest is first."""
+        self._by_number = IndexedHeap()
+        """Tenants; the one with most idle jobs is first."""
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def __contains__(self, job_id: object) -> bool:
+        return job_id in self._tenants
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tenants)
+
+    def add(self, job_id: str, tenant: str | None) -> None:
+        """A job became idle now."""
+        self.discard(job_id)
+        name = tenant or ""
+        self._tenants[job_id] = name
+        self._jobs.setdefault(name, OrderedDict())[job_id] = None
+        self._by_number.push(name, (-len(self._jobs[name]),))
+
+    def discard(self, job_id: str) -> None:
+        """A job is not idle any more, if it was."""
+        name = self._tenants.pop(job_id, None)
+        if name is None:
+            return
+        own = self._jobs[name]
+        del own[job_id]
+        if own:
+            self._by_number.push(name, (-len(own),))
+        else:
+            del self._jobs[name]
+            self._by_number.discard(name)
+
+    def get_first_to_forget(self) -> str | None:
+        """The job to forget first; None if no job is idle."""
+        name = self._by_number.get_first()
+        return None if name is None else next(iter(self._jobs[name]))

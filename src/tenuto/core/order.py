@@ -1,46 +1,128 @@
-"""The order of turns: which waiting turn starts first, and which running turn is preempted."""
+"""Who goes next: which waiting turn may start, which starts first, and which running turn is preempted.
+
+The policy's answers, within what the operator, fairness and the requests' own priorities allow. No turn is
+held back on an idle engine, or beyond the limits.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tenuto.core.canary import Canary
 from tenuto.core.engine import Engine
+from tenuto.core.fairness import Fairness
 from tenuto.core.indexed_heap import SortKey, get_sort_key
 from tenuto.core.jobs import TurnState
+from tenuto.core.limits import Limits
 from tenuto.core.policy import Key
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.retention import Retention
+from tenuto.core.stats import DriverStats
 
 
 class Order:
-    """The policy's order, within what the operator and the requests' own priorities allow."""
+    """The order of turns, and admission. It owns `is_admitted` of turns and jobs."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what an order depends on
         self,
         caller: PolicyCaller,
         engine: Engine,
         retention: Retention,
+        fairness: Fairness,
+        limits: Limits,
+        stats: DriverStats,
         canary: Canary,
         *,
         by_priority: bool = False,
     ) -> None:
+        """`by_priority`: the requests' own priority comes before the policy's order."""
         self._caller = caller
         self._policy = caller.policy
         self._engine = engine
         self._retention = retention
+        self._fairness = fairness
+        self._limits = limits
+        self._stats = stats
         self._canary = canary
         self._by_priority = by_priority
         self._looks_up = self._policy.needs.max_waiting_with_hits > 0
+        self._asks = self._policy.overrides("admit")
+        self._asks_every_turn = self._policy.needs.admit == "turns"
+        self._held: dict[str, TurnState] = {}
+        """Turns that are not admitted yet, in order of arrival."""
+        self._overdue: dict[str, TurnState] = {}
+        """Those of them that are overdue, in the order in which they became overdue."""
+
+    # What happens to turns.
+
+    def enter(self, turn: TurnState) -> None:
+        """A turn arrived."""
+        if self._asks and self.needs_admission(turn):
+            self._held[turn.turn_id] = turn
+
+    def start(self, turn: TurnState) -> None:
+        """A turn got its first step."""
+        turn.job.is_admitted = True
+        self.leave(turn)
+
+    def leave(self, turn: TurnState) -> None:
+        """Hold a turn back no longer: it was admitted, it started, or it left."""
+        self._held.pop(turn.turn_id, None)
+        self._overdue.pop(turn.turn_id, None)
+
+    # Which turns may start.
+
+    def needs_admission(self, turn: TurnState | None) -> bool:
+        """Whether the policy must be asked before this turn starts."""
+        if turn is None or turn.started or turn.is_admitted or turn.job.runs_as_stock:
+            return False
+        return self._asks_every_turn or not turn.job.is_admitted
+
+    def may_start(self, turn: TurnState, now_s: float, *, idle: bool) -> bool:
+        """Whether a waiting turn may start; every turn may on an idle engine or after the longest wait."""
+        if self.needs_admission(turn):
+            free = idle or self._is_late(turn, now_s)
+            view = self._retention.get_turn_view(turn)
+            if not free and not self._caller.ask("admit", view, self._retention.get_view(now_s)):
+                self._stats.num_admission_waits += 1
+                return False
+            turn.is_admitted = turn.job.is_admitted = True
+            if self._caller.hears("on_turn_admitted"):
+                self._caller.tell("on_turn_admitted", view, now_s)
+        self.leave(turn)
+        return True
+
+    def admit(self, first: TurnState | None, now_s: float, *, idle: bool) -> list[str]:
+        """Turns that may start now: an overdue turn or the first parked one, and other turns of its job."""
+        longest = next(iter(self._overdue.values()), None) or next(iter(self._held.values()), None)
+        turn = longest if longest is not None and self._is_late(longest, now_s) else first
+        if turn is None or not self.may_start(turn, now_s, idle=idle):
+            return []
+        if self._asks_every_turn:
+            return [turn.turn_id]
+        for turn_id in turn.job.live_turn_ids:
+            self._held.pop(turn_id, None)
+            self._overdue.pop(turn_id, None)
+        return list(turn.job.live_turn_ids)
+
+    def pop_overdue(self, now_s: float) -> Iterator[str]:
+        """Turns that have become overdue since the last call; they are admitted next, and go first."""
+        waits = self._fairness.waits
+        for turn in waits.pop_overdue(now_s) if waits is not None else ():
+            if turn.turn_id in self._held:
+                self._overdue[turn.turn_id] = turn
+            yield turn.turn_id
+
+    # Which turn starts first.
 
     def get_queue_key(self, turn: TurnState, now_s: float) -> Key:
         """The key of a waiting turn; the smallest key goes first."""
         if turn.job.runs_as_stock:
             return self.get_stock_key(turn)
-        if turn.is_overdue:
-            first: Key = (-math.inf, turn.number)
+        if self._fairness.is_overdue(turn.turn_id):
+            first: Key = (-math.inf, self._fairness.get_number(turn.turn_id))
             return (turn.arrival.priority, *first) if self._by_priority else first
         view = self._retention.get_turn_view(turn)
         if self._looks_up and self._caller.ask("wants_hits", view) and self._affords_look_up(now_s):
@@ -51,8 +133,11 @@ class Order:
 
     def get_stock_key(self, turn: TurnState) -> Key:
         """The key that puts a waiting turn where stock vLLM would; the smallest key goes first."""
-        key: Key = (0 if turn.num_preemptions else 1, turn.arrival_s, turn.number)
+        number = self._fairness.get_number(turn.turn_id)
+        key: Key = (0 if turn.num_preemptions else 1, turn.arrival_s, number)
         return (turn.arrival.priority, *key) if self._by_priority else key
+
+    # Which running turn is preempted.
 
     def get_victims(self, turns: Iterable[TurnState], now_s: float) -> list[str]:
         """Running turns in the order in which to preempt them; empty if the engine chooses.
@@ -69,7 +154,8 @@ class Order:
             priority = -turn.priority if self._by_priority else 0
             # Otherwise a turn that the policy puts last would start when it is overdue, and lose its place at
             # once.
-            keys[turn.turn_id] = (priority, state.was_overdue, get_sort_key(key))
+            started_overdue = self._fairness.started_overdue(turn.turn_id)
+            keys[turn.turn_id] = (priority, started_overdue, get_sort_key(key))
         return sorted(keys, key=lambda turn_id: (keys[turn_id], turn_id))
 
     def may_preempt(self, turn: TurnState, victim: TurnState, now_s: float) -> bool:
@@ -78,6 +164,12 @@ class Order:
             return False
         views = (self._retention.get_turn_view(each) for each in (turn, victim))
         return bool(self._caller.ask("may_preempt", *views, self._retention.get_view(now_s)))
+
+    # Inside.
+
+    def _is_late(self, turn: TurnState, now_s: float) -> bool:
+        is_overdue = self._fairness.is_overdue(turn.turn_id)
+        return is_overdue or now_s - turn.arrival_s >= self._limits.max_held_back_s
 
     def _affords_look_up(self, now_s: float) -> bool:
         return self._engine.get_view(now_s).num_waiting <= self._policy.needs.max_waiting_with_hits

@@ -36,6 +36,8 @@ class PinnedPrefixes:
         self._stats = stats
         self._pins: OrderedDict[Hashable, list[Any]] = OrderedDict()
         """By the chained hash of the prefix's last block, the one used longest ago first."""
+        self._shared: dict[str, int] = {}
+        """Of running first turns whose prefix is not pinned: how many tokens of it other jobs share."""
         self.num_blocks = 0
         """Blocks of all pins together; a block that several pins share counts for each."""
 
@@ -57,13 +59,14 @@ class PinnedPrefixes:
         if short_hit is not None and not is_pinned:
             self._use(self._get_key(turn, num_hit_tokens))
         if not is_pinned:
-            turn.num_shared_tokens = num_tokens
+            self._shared[turn.turn_id] = num_tokens
 
     def finish(self, turn: TurnState) -> None:
         """A turn ends, and still has its blocks. Pin the prefix that it shares, if it is still cached."""
-        if not turn.num_shared_tokens:
+        num_shared_tokens = self._shared.pop(turn.turn_id, 0)
+        if not num_shared_tokens or turn.job.runs_as_stock:
             return
-        blocks, num_tokens = self._engine.get_shared_blocks(turn.turn_id, turn.num_shared_tokens)
+        blocks, num_tokens = self._engine.get_shared_blocks(turn.turn_id, num_shared_tokens)
         key = self._get_key(turn, num_tokens)
         if key is None or self._use(key) or not 0 < len(blocks) <= self.max_blocks:
             return

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator
 
 from tenuto.core.engine import Engine
+from tenuto.core.fairness import Fairness
 from tenuto.core.jobs import TurnState
 from tenuto.core.leases import (
     LeaseEnded,
@@ -21,12 +22,12 @@ from tenuto.core.leases import (
     LeaseState,
     LeaseTable,
     LeaseTruncated,
+    Yielding,
 )
 from tenuto.core.limits import Limits
 from tenuto.core.pinned_prefixes import PinnedPrefixes
 from tenuto.core.policy import Key
 from tenuto.core.policy_caller import PolicyCaller
-from tenuto.core.quota import Quota
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import (
     Decision,
@@ -39,7 +40,6 @@ from tenuto.core.types import (
     TakenBy,
     Turn,
 )
-from tenuto.core.yielding import Yielding
 
 MAX_YIELDING = 8
 """Most leases that make room for one new lease. It bounds the cost of a grant."""
@@ -60,14 +60,15 @@ class Retention:
         engine: Engine,
         caller: PolicyCaller,
         limits: Limits,
+        fairness: Fairness,
         stats: DriverStats,
         *,
         by_priority: bool = False,
     ) -> None:
         """`stats`: where pinned prefixes are counted."""
         view = engine.get_view(0.0)
-        self.quota = Quota(limits, view.num_blocks, view.block_size)
-        self.leases = LeaseTable(engine, self.quota)
+        self._quota = fairness.quota
+        self.leases = LeaseTable(engine, fairness.quota)
         can_pin = not engine.can_truncate and caller.policy.overrides("retain")
         max_pinned_blocks = int(limits.max_pinned_share * view.num_blocks) if can_pin else 0
         self.pins = PinnedPrefixes(engine, max_pinned_blocks, stats)
@@ -76,7 +77,7 @@ class Retention:
         self._caller = caller
         self._limits = limits
         self._by_priority = by_priority
-        self._yielding = Yielding(self.leases, self.quota, limits, self._is_before)
+        self._yielding = Yielding(self.leases, fairness, limits, self._is_before)
 
     def get_view(self, now_s: float) -> EngineView:
         """The engine's state, including the number of leases."""
@@ -91,13 +92,6 @@ class Retention:
         return turn.get_view(has_lease=self.get_claimed(turn) is not None)
 
     # What happens to turns.
-
-    def enter(self, turn: TurnState) -> None:
-        """A turn arrived, or was taken over from another driver."""
-        if self.quota.arrive(turn):
-            self.leases.begin_counting()
-        if turn.started:
-            self.quota.start(turn)
 
     def claim(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
         """A turn arrived. Its job's lease now waits for it, unless the lease already waits for another turn.
@@ -124,13 +118,11 @@ class Retention:
 
     def hit(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
         """A turn started and now holds the blocks that its lease kept, so the lease ends."""
-        self.quota.start(turn)
         lease = self.get_claimed(turn)
         return None if lease is None else self.leases.end(lease, LeaseEnd.HIT, now_s)
 
     def leave(self, turn: TurnState) -> None:
         """A turn left the system. If a lease still waits for it, the lease stays: the client may retry."""
-        self.quota.leave(turn)
         lease = self.get_claimed(turn)
         if lease is not None:
             lease.next_turn_id = None
@@ -179,7 +171,6 @@ class Retention:
         its age stays.
         """
         other.pins.drop_all()
-        self.quota.counts_blocks = other.quota.counts_blocks
         for old in other.leases:
             terms = self._bound(old.terms, old.granted_s, old.most_s)
             lease = dataclasses.replace(old, blocks=copy.copy(old.blocks), terms=terms)
@@ -287,12 +278,12 @@ class Retention:
 
     def _get_excess(self, tenant: str) -> tuple[LeaseRefusal, int] | None:
         """The limit that the leases of a tenant, or of all, exceed, and by how much."""
-        return self.quota.get_excess(tenant, self._engine.get_num_leased_blocks())
+        return self._quota.get_excess(tenant, self._engine.get_num_leased_blocks())
 
     def _choose_over(self, tenant: str, reason: LeaseRefusal, number: int) -> tuple[LeaseState, int]:
         """The lease that makes room where a limit is exceeded, and how many of its blocks."""
         of_all = reason is LeaseRefusal.OVER_SHARE
-        first = self.leases.get_oldest(self.quota.get_most_over() if of_all else tenant)
+        first = self.leases.get_oldest(self._quota.get_most_over() if of_all else tenant)
         return first, len(first.blocks) if reason is LeaseRefusal.TENANT_LEASES else number
 
     def _demote_pins(self, num_blocks: int) -> bool:

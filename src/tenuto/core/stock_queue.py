@@ -11,7 +11,7 @@ no step times, and it moves exactly as fast as the engine:
 
 In stock every turn of a job waits. A policy that completes jobs one after the other lets them wait once,
 before their first turn. So a turn may wait as long as all turns that jobs of its kind still send
-(`turns_to_come`). A single request, and every turn of an unknown kind, may wait as long as in stock. So may
+(`TurnsToCome`). A single request, and every turn of an unknown kind, may wait as long as in stock. So may
 all turns while such strangers get most of the engine: nobody may take by them what jobs give each other.
 
 A turn with a short prompt costs others little if it is on time. The shorter it is, the less of what is beyond
@@ -29,17 +29,25 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from tenuto.core.jobs import TurnState
+from tenuto.core.jobs import JobState, TurnState
+from tenuto.core.kind_counts import KindCounts
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.turn_work import MIN_WEIGHT, MovingMean, get_work
-from tenuto.core.turns_to_come import TurnsToCome
 
 SHORT = 0.25
 """A turn whose prompt is shorter than this share of the mean may be made to wait less."""
 LEAST_TURNS = 1.5
 """Kinds that are expected to send fewer turns count as single requests."""
+
+PRIOR_TURNS = 2.0
+"""A kind starts with so many turns after which no job came back."""
+MAX_TURNS = 32.0
+"""The most turns that a job is expected to send: it bounds what an error can cost."""
+NO_KIND = ""
+"""The name for jobs without a kind that came back."""
 
 
 def make_stock_queue(policy: Policy, limits: Limits, num_cache_tokens: int) -> StockQueue | None:
@@ -47,6 +55,38 @@ def make_stock_queue(policy: Policy, limits: Limits, num_cache_tokens: int) -> S
     delays = any(policy.overrides(hook) for hook in ("queue_key", "admit", "may_reclaim"))
     is_bounded = limits.max_wait_over_stock is not None or limits.max_held_back_s < math.inf
     return StockQueue(limits, num_cache_tokens) if delays and is_bounded else None
+
+
+@dataclass(slots=True)
+class _Wait:
+    """What the queue knows of one turn in the engine."""
+
+    turn: TurnState
+    number: int
+    """Its place in the order of arrival, from 1."""
+    since_s: float
+    """When it arrived, or when it was last preempted."""
+    work: float = 0.0
+    """The work that stock vLLM would do for this turn, in prefill tokens."""
+    due: float = math.inf
+    """Work that the engine will have begun when this turn has waited too long."""
+    began: float = 0.0
+    """Work that the engine had begun before this turn started."""
+    start_s: float = 0.0
+    """When it got its first step."""
+    started_overdue: bool = False
+
+
+@dataclass(slots=True)
+class _JobMark:
+    """What the queue remembers of one job."""
+
+    evicted_at: float | None = None
+    """Total tokens that stock vLLM will have allocated when it evicts the last finished turn's blocks."""
+    saved: float = 0.0
+    """Work that the job's latest turn saved by hits that stock vLLM would not have."""
+    period: int = -1
+    """When that was; see `StockQueue`."""
 
 
 class StockQueue:
@@ -82,12 +122,15 @@ class StockQueue:
         self._service_s = MovingMean()
         """Time from a turn's start to its end, in seconds."""
         self._last_start_s = 0.0
-        self._due: list[tuple[float, int, TurnState]] = []
+        self._live: dict[str, _Wait] = {}
+        """The turns in the engine."""
+        self._jobs: dict[str, _JobMark] = {}
+        self._due: list[tuple[float, int, _Wait]] = []
         """A heap of turns by `due`, then by when it was fixed. Turns that no longer wait are skipped."""
         self._num_fixed = 0
-        self._waiting: dict[str, TurnState] = {}
+        self._waiting: dict[str, _Wait] = {}
         """Turns that wait and are not overdue, in the order in which they began to wait."""
-        self._overdue: dict[str, TurnState] = {}
+        self._overdue: dict[str, _Wait] = {}
         self._to_come = TurnsToCome()
         self._work = MovingMean()
         """Work of the turns that started."""
@@ -101,13 +144,12 @@ class StockQueue:
         num_prompt_tokens = turn.arrival.num_prompt_tokens
         self._prompt.observe(num_prompt_tokens)
         self._num_live_tokens += num_prompt_tokens
-        turn.number = self._num_arrived
-        turn.waits_since_s = turn.arrival_s
-        self._waiting[turn.turn_id] = turn
+        wait = _Wait(turn, self._num_arrived, turn.arrival_s)
+        self._live[turn.turn_id] = self._waiting[turn.turn_id] = wait
         if self._over is None:
             return
         num_hit_tokens = self._count_hits(turn)
-        turn.stock_work = work = self._get_work(turn, num_hit_tokens)
+        wait.work = work = self._get_work(turn, num_hit_tokens)
         # A turn whose cache is kept gets no extra time: the longer it waits, the longer memory is idle.
         saved = 0.0 if turn.num_reusable_tokens else min(self._saved, num_leased_tokens)
         job = turn.job
@@ -115,8 +157,8 @@ class StockQueue:
             self._to_come.follow(job)
         # In stock, every turn of a job waits. Here they may all wait at once, before the first of them.
         num_waits = 1 + self._get_trust() * (self._to_come.get(job) - 1)
-        wait = (1 + self._over) * num_waits * (self._backlog + saved)
-        self._fix_due(turn, self._backlog, wait - self._backlog)
+        most = (1 + self._over) * num_waits * (self._backlog + saved)
+        self._fix_due(wait, self._backlog, most - self._backlog)
         self._backlog += work
         num_tokens = num_prompt_tokens - num_hit_tokens + self._output.value
         self._num_allocated += num_tokens
@@ -125,83 +167,100 @@ class StockQueue:
     def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
         """A turn got its first step."""
         self._count_running(now_s)
-        turn.stock_start, turn.start_s = self._began, now_s
+        wait = self._live[turn.turn_id]
+        wait.began, wait.start_s = self._began, now_s
         self._began += (work := self._get_work(turn, num_hit_tokens))
         self._work.observe(work)
         job = turn.job
         self._work_of_jobs.observe(work if self._to_come.get(job) >= LEAST_TURNS else 0.0)
         if turn.num_reusable_tokens:
-            self._save(turn, num_hit_tokens)
-        self._forget(turn)
+            self._save(wait, num_hit_tokens)
+        self._stop_waiting(wait)
 
     def preempt(self, turn: TurnState, now_s: float) -> None:
         """A running turn lost its blocks and waits again. In stock it would now be first in the queue."""
         self._num_running -= 1
-        turn.stock_work = 0.0
-        turn.waits_since_s = now_s
-        self._waiting[turn.turn_id] = turn
+        wait = self._waiting[turn.turn_id] = self._live[turn.turn_id]
+        wait.work, wait.since_s = 0.0, now_s
         if self._over is not None:
-            self._fix_due(turn, 0.0, 0.0)
+            self._fix_due(wait, 0.0, 0.0)
 
     def resume(self, turn: TurnState, now_s: float) -> None:
         """A preempted turn runs again."""
-        if self._forget(turn):
+        if self._stop_waiting(self._live[turn.turn_id]):
             self._count_running(now_s)
 
     def leave(self, turn: TurnState, num_output_tokens: int, now_s: float) -> None:
         """A turn ended, or left before it started."""
+        wait = self._live.pop(turn.turn_id)
         self._num_live -= 1
         self._num_live_tokens -= turn.arrival.num_prompt_tokens
         if not turn.started:
             # In stock vLLM, the turns behind this one would now start sooner by this turn's work.
-            self._began += (1 + (self._over or 0.0)) * turn.stock_work
-            self._forget(turn)
+            self._began += (1 + (self._over or 0.0)) * wait.work
+            self._stop_waiting(wait)
             return
-        if not self._forget(turn):
+        if not self._stop_waiting(wait):
             self._num_running -= 1
         self._output.observe(num_output_tokens)
-        self._service.observe(self._began - turn.stock_start)
-        self._service_s.observe(now_s - turn.start_s)
+        self._service.observe(self._began - wait.began)
+        self._service_s.observe(now_s - wait.start_s)
         self._to_come.finish(turn.job)
         # Stock vLLM would allocate blocks for the turns that wait before it allocates for later arrivals.
         num_allocated = self._num_allocated - self._tokens_per_work * self._backlog
-        turn.job.stock_mark = num_allocated + self._num_cache_tokens - self._count_running_tokens()
+        mark = self._jobs.setdefault(turn.job.job_id, _JobMark())
+        mark.evicted_at = num_allocated + self._num_cache_tokens - self._count_running_tokens()
+
+    def forget_job(self, job_id: str) -> None:
+        """A job is not remembered any more."""
+        self._jobs.pop(job_id, None)
 
     def pop_overdue(self, now_s: float) -> Iterator[TurnState]:
         """Turns that became overdue since the last call, by begun work or by the longest allowed wait."""
         while self._waiting:
-            turn = self._find_due()
-            if turn is None:
-                turn = next(iter(self._waiting.values()))
-                if now_s < self._get_latest_s(turn):
+            wait = self._find_due()
+            if wait is None:
+                wait = next(iter(self._waiting.values()))
+                if now_s < self._get_latest_s(wait):
                     return
-            self._overdue[turn.turn_id] = self._waiting.pop(turn.turn_id)
-            turn.is_overdue = True
-            yield turn
+            self._overdue[wait.turn.turn_id] = self._waiting.pop(wait.turn.turn_id)
+            yield wait.turn
+
+    def is_overdue(self, turn_id: str) -> bool:
+        """Whether a turn waits for too long; if so, it goes before turns that are not overdue."""
+        return turn_id in self._overdue
+
+    def started_overdue(self, turn_id: str) -> bool:
+        """Whether a running turn started because it was overdue."""
+        return self._live[turn_id].started_overdue
+
+    def get_number(self, turn_id: str) -> int:
+        """A turn's place in the order of arrival, from 1."""
+        return self._live[turn_id].number
 
     def get_next_s(self) -> float:
         """When the next turn is overdue if nothing starts until then; infinity if no turn waits."""
-        turn = next(iter(self._waiting.values()), None)
-        return math.inf if turn is None else self._get_latest_s(turn)
+        wait = next(iter(self._waiting.values()), None)
+        return math.inf if wait is None else self._get_latest_s(wait)
 
-    def _get_latest_s(self, turn: TurnState) -> float:
+    def _get_latest_s(self, wait: _Wait) -> float:
         """When the longest waiting turn has waited for too long, in seconds.
 
         If nothing has started for the time of one turn of service, the queue stands still: the policy keeps
         all turns waiting.
         """
-        latest_s = turn.waits_since_s + self._max_wait_s
+        latest_s = wait.since_s + self._max_wait_s
         if self._over is None or self._overdue or not self._service_s.value > 0:
             return latest_s
-        return min(latest_s, max(turn.waits_since_s, self._last_start_s) + self._service_s.value)
+        return min(latest_s, max(wait.since_s, self._last_start_s) + self._service_s.value)
 
-    def _fix_due(self, turn: TurnState, wait: float, more: float) -> None:
-        """`wait`: its wait in stock; `more`: how much longer a turn that is not short may wait."""
+    def _fix_due(self, wait: _Wait, least: float, more: float) -> None:
+        """`least`: its wait in stock; `more`: how much longer a turn that is not short may wait."""
         # Until a turn has ended, the turn itself is the best guess of what one turn of service is.
-        service = self._service.value if self._service.num_values else turn.stock_work
-        turn.stock_due = self._began + wait + self._get_share(turn) * (more + service)
+        service = self._service.value if self._service.num_values else wait.work
+        wait.due = self._began + least + self._get_share(wait.turn) * (more + service)
         self._num_fixed += 1
-        heapq.heappush(self._due, (turn.stock_due, self._num_fixed, turn))
+        heapq.heappush(self._due, (wait.due, self._num_fixed, wait))
 
     def _get_share(self, turn: TurnState) -> float:
         """The share of the extra time that a turn may be made to wait: less if its prompt is short.
@@ -216,19 +275,20 @@ class StockQueue:
         work = self._work.value
         return max(0.0, 2 * self._work_of_jobs.value / work - 1) if work > 0 else 0.0
 
-    def _find_due(self) -> TurnState | None:
+    def _find_due(self) -> _Wait | None:
         """The waiting turn whose `due` has been reached first, if any has."""
         heap = self._due
         while heap and heap[0][0] <= self._began:
-            due, _, turn = heapq.heappop(heap)
-            if turn.stock_due == due and turn.turn_id in self._waiting:
-                return turn
+            due, _, wait = heapq.heappop(heap)
+            if wait.due == due and self._waiting.get(wait.turn.turn_id) is wait:
+                return wait
         return None
 
     def _count_hits(self, turn: TurnState) -> int:
         """Tokens that stock vLLM would hit: all reusable ones until it evicts the earlier turn's blocks."""
-        mark = turn.job.stock_mark
-        return turn.num_reusable_tokens if mark is not None and self._num_allocated < mark else 0
+        mark = self._jobs.get(turn.job.job_id)
+        end = None if mark is None else mark.evicted_at
+        return turn.num_reusable_tokens if end is not None and self._num_allocated < end else 0
 
     def _count_running(self, now_s: float) -> None:
         self._last_start_s = now_s
@@ -243,26 +303,65 @@ class StockQueue:
     def _get_work(self, turn: TurnState, num_hit_tokens: int) -> float:
         return get_work(turn.arrival.num_prompt_tokens, num_hit_tokens, self._output.value)
 
-    def _save(self, turn: TurnState, num_hit_tokens: int) -> None:
+    def _save(self, wait: _Wait, num_hit_tokens: int) -> None:
         """A turn hit what stock would not. In stock, its job could not have sent its next turn already."""
-        job = turn.job
-        if job.stock_period == self._period:
-            self._saved -= job.stock_saved
+        turn, mark = wait.turn, self._jobs.setdefault(wait.turn.job.job_id, _JobMark())
+        if mark.period == self._period:
+            self._saved -= mark.saved
         num_hit_tokens = min(num_hit_tokens, turn.num_reusable_tokens)
-        job.stock_saved = max(0.0, turn.stock_work - self._get_work(turn, num_hit_tokens))
-        job.stock_period = self._period
-        self._saved += job.stock_saved
+        mark.saved = max(0.0, wait.work - self._get_work(turn, num_hit_tokens))
+        mark.period = self._period
+        self._saved += mark.saved
 
-    def _forget(self, turn: TurnState) -> bool:
+    def _stop_waiting(self, wait: _Wait) -> bool:
         """A turn no longer waits; return whether it did. Without waiting turns, stock has no backlog."""
-        turn_id = turn.turn_id
-        if self._waiting.pop(turn_id, None) is None and self._overdue.pop(turn_id, None) is None:
+        turn_id = wait.turn.turn_id
+        was_overdue = self._overdue.pop(turn_id, None) is not None
+        if self._waiting.pop(turn_id, None) is None and not was_overdue:
             return False
-        turn.was_overdue = turn.is_overdue
-        turn.is_overdue = False
-        self._backlog -= turn.stock_work
+        wait.started_overdue = was_overdue
+        self._backlog -= wait.work
         if not self._waiting and not self._overdue:
             self._backlog = self._saved = 0.0
             self._period += 1
             self._due.clear()
         return True
+
+
+class TurnsToCome:
+    """How many turns a job of a kind still sends; by tenant and kind, O(1) a turn.
+
+    Jobs of one tenant whose prompts begin alike are of one kind. Of each kind, it counts the turns that
+    finished and those after which the job came back. If a share p comes back, a job still sends 1 / (1 - p)
+    turns, this one included. A kind that was not seen before counts as single requests, so nobody can make a
+    stranger wait longer.
+    """
+
+    def __init__(self) -> None:
+        self._kinds = KindCounts()
+        """Finished turns; those after which the job came back are marked."""
+
+    def finish(self, job: JobState) -> None:
+        """A turn of this job finished."""
+        name = _get_name(job.kind, job.num_turns)
+        if name is not None:
+            self._kinds.observe(job.tenant, name)
+
+    def follow(self, job: JobState) -> None:
+        """The job sent another turn after one that finished."""
+        counts = self._kinds.get(job.tenant, _get_name(job.kind, job.num_turns - 1))
+        if counts is not None:
+            counts.marked += 1
+
+    def get(self, job: JobState) -> float:
+        """Turns that the job still sends, the one that arrives now included; 1 for an unknown kind."""
+        counts = self._kinds.get(job.tenant, _get_name(job.kind, job.num_turns))
+        if counts is None:
+            return 1.0
+        num_ended = max(0.0, counts.turns - counts.marked)
+        return min(MAX_TURNS, (counts.turns + PRIOR_TURNS) / (num_ended + PRIOR_TURNS))
+
+
+def _get_name(kind: str | None, num_turns: int) -> str | None:
+    """What the turns of a job are counted under; None if they are not."""
+    return kind if kind is not None or num_turns < 2 else NO_KIND

@@ -164,7 +164,7 @@ class TenantMetrics:
 
     def refresh(self, driver: Driver, now_s: float) -> None:
         """Update the values."""
-        arrived_s = driver.service.get_oldest_arrival_s()
+        arrived_s = driver.shares.get_oldest_arrival_s()
         # A point in time, not a duration: it tells the wait even if the engine stops updating it.
         self._oldest.set(0.0 if arrived_s is None else time.time() + arrived_s - now_s)
         self._active.set(len(driver.quota))

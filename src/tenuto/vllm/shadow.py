@@ -19,8 +19,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tenuto.core.driver import Driver
+from tenuto.core.fairness import BlockRefCounts
 from tenuto.core.policy_caller import DecisionLog
-from tenuto.core.quota import BlockRefCounts
 from tenuto.core.stats import ShadowStats
 from tenuto.core.types import EngineView
 from tenuto.vllm.engine import GroupedBlocks, VllmEngine

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from tenuto.core.quota import BlockRefCounts
+from tenuto.core.fairness import BlockRefCounts
 
 
 class LeasedBlocks:

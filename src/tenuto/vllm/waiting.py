@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tenuto.core.fair_order import FairOrder
+from tenuto.core.fairness import FairOrder
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
 from tenuto.vllm.compat import RequestQueue

@@ -7,7 +7,7 @@ same name. Conversations that begin alike, such as several attempts at one task,
 sends a key with each, such as `prompt_cache_key`. A key alone is no name: many applications send one for all
 their jobs.
 
-The name is weaker than what the engine knows: see `tenuto.core.job_table`. Requests are untrusted input, so
+The name is weaker than what the engine knows: see `tenuto.core.jobs`. Requests are untrusted input, so
 nothing here raises.
 """
 

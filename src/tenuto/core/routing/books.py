@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tenuto.core.idle_jobs import IdleJobs
 from tenuto.core.indexed_heap import IndexedHeap
+from tenuto.core.jobs import IdleJobs
 from tenuto.core.policy import Key
 from tenuto.core.routing.types import EngineInfo, EngineMetrics, EngineSeen, Part, RoutedTurn
 from tenuto.core.settings import setting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tenuto.core.fair_order import FairOrder
+from tenuto.core.fairness import FairOrder
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
 from tenuto.sim.kv.request import Request

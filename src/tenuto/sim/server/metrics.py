@@ -184,7 +184,7 @@ class EngineMetrics(Collector):
         yield self._gauge(
             "tenuto:oldest_waiting_timestamp_seconds",
             "Unix time at which the turn arrived that waits longest; 0 if none waits.",
-            self._get_time_of_day_s(driver.service.get_oldest_arrival_s()),
+            self._get_time_of_day_s(driver.shares.get_oldest_arrival_s()),
         )
         yield self._gauge(
             "tenuto:active_tenants", "Tenants with a turn in the engine or a lease.", len(driver.quota)

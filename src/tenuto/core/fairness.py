@@ -1,0 +1,578 @@
+"""What protects clients from each other, whatever the policy: one account, told once of each event.
+
+    waits     how long a turn may wait, compared with stock vLLM (`StockQueue`, in a file of its own)
+    order     between tenants, the one that has received the least work goes first (`Shares`, `FairOrder`)
+    memory    each tenant's part of the KV cache (`Quota`), which `tenuto.core.leases` asks who yields next
+
+*Order.* Each tenant has a virtual time: the work that the engine began for it, divided by its weight. A
+tenant that waited for nothing gets no credit for it: when it comes back, it starts at the virtual time of the
+tenant served last. Within a tenant, the policy's order holds. With one tenant this is exactly the policy's
+order. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996) with work counted in tokens, as in the
+virtual token counter (Sheng et al., OSDI 2024).
+
+*Memory.* A tenant is *active* while it has a turn in the engine or a lease. Its fair share of the cache is
+its weight, divided by the weights of all active tenants. A tenant that uses more than `SLACK` times its fair
+share is *over* it: its leases yield first to tenants that use less, and its waiting turns take no blocks from
+the leases of such tenants. One active tenant may use everything.
+
+Every event takes O(log n) time in the turns and tenants that wait. Facts of one turn that an account needs
+are the account's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from tenuto.core.indexed_heap import IndexedHeap
+from tenuto.core.jobs import NOBODY, TurnState
+from tenuto.core.limits import Limits
+from tenuto.core.policy import Key, Policy
+from tenuto.core.stock_queue import StockQueue, make_stock_queue
+from tenuto.core.turn_work import MovingMean, get_work
+from tenuto.core.types import LeaseRefusal
+
+SLACK = 1.25
+"""How many fair shares a tenant may use before its leases yield first. It leaves the order of leases to the
+policy while tenants use about the same."""
+
+
+class Fairness:
+    """The accounts of one engine; the driver tells it each event of a turn once."""
+
+    def __init__(self, policy: Policy, limits: Limits, num_blocks: int, block_size: int) -> None:
+        """`num_blocks`: size of the KV cache, in blocks of `block_size` tokens."""
+        self.shares = Shares(limits.tenant_weights)
+        self.quota = Quota(limits, num_blocks, block_size)
+        self.waits: StockQueue | None = make_stock_queue(policy, limits, num_blocks * block_size)
+        """None if no limit bounds how long turns wait."""
+
+    def arrive(self, turn: TurnState, num_leased_tokens: int) -> bool:
+        """A turn arrived, while leases keep so many tokens.
+
+        Return True if the blocks of all leases must be counted by tenant from now on.
+        """
+        self.shares.arrive(turn)
+        return self._enter(turn, num_leased_tokens)
+
+    def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
+        """A turn is about to get its first step."""
+        self.shares.start(turn, num_hit_tokens)
+        if self.waits is not None:
+            self.waits.start(turn, num_hit_tokens, now_s)
+        self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
+
+    def preempt(self, turn: TurnState, now_s: float) -> None:
+        """A running turn lost its blocks and waits again."""
+        self.quota.stop(turn)
+        if self.waits is not None:
+            self.waits.preempt(turn, now_s)
+
+    def resume(self, turn: TurnState, now_s: float) -> None:
+        """A preempted turn runs again."""
+        if self.waits is not None:
+            self.waits.resume(turn, now_s)
+        self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
+
+    def leave(self, turn: TurnState, num_output_tokens: int, now_s: float) -> None:
+        """A turn ended, or left before it started."""
+        self.quota.leave(turn)
+        self.shares.leave(turn, num_output_tokens)
+        if self.waits is not None:
+            self.waits.leave(turn, num_output_tokens, now_s)
+
+    def forget_job(self, job_id: str) -> None:
+        """A job is not remembered any more."""
+        if self.waits is not None:
+            self.waits.forget_job(job_id)
+
+    def take_over(self, other: Fairness, weights: Mapping[str, float] | None) -> None:
+        """Go on with the shares of an engine's earlier driver, by other weights; then `adopt` its turns."""
+        self.shares = other.shares
+        self.shares.set_weights(weights)
+        self.quota.counts_blocks = other.quota.counts_blocks
+
+    def adopt(self, turn: TurnState, num_leased_tokens: int, now_s: float) -> bool:
+        """Take over a turn that waits or runs; as `arrive`, and `start` if it runs."""
+        begins = self._enter(turn, num_leased_tokens)
+        if turn.started:
+            self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
+            if self.waits is not None:
+                self.waits.start(turn, turn.num_hit_tokens, now_s)
+        return begins
+
+    def is_overdue(self, turn_id: str) -> bool:
+        """Whether a waiting turn has waited too long compared with stock vLLM; then it goes first."""
+        return self.waits is not None and self.waits.is_overdue(turn_id)
+
+    def started_overdue(self, turn_id: str) -> bool:
+        """Whether a running turn started because it was overdue; then it is preempted last."""
+        return self.waits is not None and self.waits.started_overdue(turn_id)
+
+    def get_number(self, turn_id: str) -> int:
+        """A waiting turn's place in the order of arrival, from 1; 0 if nobody counts."""
+        return 0 if self.waits is None else self.waits.get_number(turn_id)
+
+    def _enter(self, turn: TurnState, num_leased_tokens: int) -> bool:
+        if self.waits is not None:
+            self.waits.arrive(turn, num_leased_tokens)
+        return self.quota.arrive(turn)
+
+
+# Order.
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one tenant has received, and how many of its turns are in the engine."""
+
+    weight: float
+    time: float = 0.0
+    credit: float = 0.0
+    """Work that was charged but not done, because outputs were shorter than expected."""
+    num_waiting: int = 0
+    num_live: int = 0
+
+
+@dataclass(slots=True)
+class _Charge:
+    """What one turn is charged."""
+
+    work: float = 0.0
+    """What its tenant's virtual time counts for it, in prefill tokens."""
+    num_expected_tokens: float = 0.0
+    """Its prompt and an output of mean length, since it started."""
+
+
+class Shares:
+    """The virtual times of the tenants, and which tenants have turns in the engine."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        """`weights`: the shares of some tenants; a tenant that is not named has weight 1."""
+        self._tenants: dict[str, _Share] = {}
+        self.set_weights(weights)
+        self._idle = IndexedHeap()
+        """Tenants without a turn that are still ahead of `_now`, by virtual time."""
+        self._now = 0.0
+        """The virtual time of the tenant served last, when its turn started."""
+        self._output = MovingMean()
+        """Output tokens of a turn."""
+        self._waiting: OrderedDict[str, TurnState] = OrderedDict()
+        """Turns that wait for their first step, in order of arrival."""
+        self._charges: dict[str, _Charge] = {}
+        """Of each turn in the engine."""
+        self.num_live_tenants = 0
+        """Tenants with a turn in the engine."""
+
+    def get_time(self, tenant: str) -> float:
+        """The tenant's virtual time. It never decreases while the tenant has a turn in the engine."""
+        own = self._tenants.get(tenant)
+        return own.time if own is not None else self._now
+
+    def set_weights(self, weights: Mapping[str, float] | None) -> None:
+        """Share by other weights from now on; a tenant that is not named has weight 1."""
+        self._weights = weights or {}
+        for name, own in self._tenants.items():
+            own.weight = self._weights.get(name, 1.0)
+
+    def get_oldest_arrival_s(self) -> float | None:
+        """When the turn arrived that waits longest for its first step; None if none waits."""
+        turn = next(iter(self._waiting.values()), None)
+        return None if turn is None else turn.arrival_s
+
+    def arrive(self, turn: TurnState) -> None:
+        """A turn arrived."""
+        name = get_tenant(turn)
+        own = self._tenants.get(name)
+        if own is None:
+            own = self._tenants[name] = _Share(self._weights.get(name, 1.0), self._now)
+        if not own.num_live:
+            self._idle.discard(name)
+            self.num_live_tenants += 1
+        if not own.num_waiting:
+            own.time = max(own.time, self._now)
+        self._waiting[turn.turn_id] = turn
+        self._charges[turn.turn_id] = _Charge()
+        own.num_waiting += 1
+        own.num_live += 1
+
+    def take(self, turn: TurnState) -> None:
+        """A turn was taken off the queue. Its work counts at once, because one step takes many turns."""
+        if turn.started:
+            return
+        own = self._tenants[get_tenant(turn)]
+        if own.time > self._now:
+            self._now = own.time
+            self._forget_idle()
+        self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens))
+
+    def put_back(self, turn: TurnState) -> None:
+        """A turn that was taken returns to the queue, or leaves, without having started."""
+        if self._charges[turn.turn_id].work and not turn.started:
+            self._charge(turn, self._tenants[get_tenant(turn)], 0.0)
+
+    def start(self, turn: TurnState, num_hit_tokens: int) -> None:
+        """A turn got its first step."""
+        charge = self._charges[turn.turn_id]
+        if not charge.work:
+            self.take(turn)
+        own = self._tenants[get_tenant(turn)]
+        own.num_waiting -= 1
+        del self._waiting[turn.turn_id]
+        charge.num_expected_tokens = turn.arrival.num_prompt_tokens + self._output.value
+        self._charge(turn, own, self._get_work(turn, num_hit_tokens))
+
+    def leave(self, turn: TurnState, num_output_tokens: int) -> None:
+        """A turn ended, or left before it started."""
+        name = get_tenant(turn)
+        own = self._tenants[name]
+        own.num_live -= 1
+        if turn.started:
+            num_prompt_tokens = turn.arrival.num_prompt_tokens
+            self._charge(turn, own, get_work(num_prompt_tokens, turn.num_hit_tokens, num_output_tokens))
+            self._output.observe(num_output_tokens)
+        else:
+            own.num_waiting -= 1
+            del self._waiting[turn.turn_id]
+            self._charge(turn, own, 0.0)
+        del self._charges[turn.turn_id]
+        if not own.num_live:
+            self.num_live_tenants -= 1
+            self._idle.push(name, (own.time,))
+            self._forget_idle()
+        if not self.num_live_tenants:
+            # Nobody waits for anybody, so nobody is ahead.
+            self._tenants.clear()
+            self._idle = IndexedHeap()
+
+    def get_expected_tokens(self, turn_id: str) -> float:
+        """The tokens that a running turn is expected to have in the end."""
+        return self._charges[turn_id].num_expected_tokens
+
+    def _get_work(self, turn: TurnState, num_hit_tokens: int) -> float:
+        """The work of a turn whose output is not known yet."""
+        return get_work(turn.arrival.num_prompt_tokens, num_hit_tokens, self._output.value)
+
+    def _charge(self, turn: TurnState, own: _Share, work: float) -> None:
+        """Charge a turn's work to its tenant; a part of it may be charged already."""
+        # A virtual time never decreases, or the order of the tenants would have to be corrected at once.
+        charge = self._charges[turn.turn_id]
+        due = work - charge.work - own.credit
+        charge.work = work
+        if due > 0.0:
+            own.credit = 0.0
+            own.time += due / own.weight
+        else:
+            own.credit = -due
+
+    def _forget_idle(self) -> None:
+        """Forget tenants that would start at `_now` anyway, so that only busy tenants use memory."""
+        while (key := self._idle.get_first_key()) is not None and float(key[0]) <= self._now:
+            del self._tenants[self._idle.pop()]
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The waiting turns of one tenant with one priority, in the policy's order."""
+
+    priority: int
+    tenant: str
+    turns: IndexedHeap = field(default_factory=IndexedHeap)
+
+
+class FairOrder:
+    """A priority queue of turns: by the request's priority, then by tenant, then by the policy's key.
+
+    It has the methods of `IndexedHeap`. `get_first` may correct the order of the tenants.
+    """
+
+    def __init__(self, turns: Mapping[str, TurnState], shares: Shares, *, by_priority: bool = False) -> None:
+        """`turns`: all turns in the engine, by id."""
+        self._turns = turns
+        self._shares = shares
+        self._by_priority = by_priority
+        self._lanes: dict[str, _Lane] = {}
+        self._lane_of: dict[str, str] = {}
+        self._order = IndexedHeap()
+        """Lanes by priority and virtual time. The time of a lane may have increased since."""
+
+    def __len__(self) -> int:
+        return len(self._lane_of)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._lane_of
+
+    def __iter__(self) -> Iterator[str]:
+        """All ids: the first lane's in order, then the next lane's; a copy."""
+        lanes = sorted((self._get_key(lane), name) for name, lane in self._lanes.items())
+        return iter([item for _, name in lanes for item in self._lanes[name].turns])
+
+    def push(self, item: str, key: Key) -> None:
+        """Add an id, or change the key of one that is there."""
+        name = self._lane_of.get(item)
+        if name is None:
+            turn = self._turns[item]
+            self._shares.put_back(turn)
+            priority = turn.arrival.priority if self._by_priority else 0
+            tenant = get_tenant(turn)
+            name = self._lane_of[item] = f"{priority}\t{tenant}"
+            if name not in self._lanes:
+                lane = self._lanes[name] = _Lane(priority, tenant)
+                self._order.push(name, self._get_key(lane))
+        self._lanes[name].turns.push(item, key)
+
+    def get_key(self, item: str) -> Key:
+        """The policy's key of an id; raises KeyError if it is not in the queue."""
+        return self._lanes[self._lane_of[item]].turns.get_key(item)
+
+    def get_first(self) -> str | None:
+        """The id that goes first, or None if the queue is empty."""
+        lane = self._get_first_lane()
+        return None if lane is None else lane.turns.get_first()
+
+    def get_first_key(self) -> Key | None:
+        """The policy's key of the first id, or None if the queue is empty."""
+        lane = self._get_first_lane()
+        return None if lane is None else lane.turns.get_first_key()
+
+    def pop(self) -> str:
+        """Remove and return the first id; raises IndexError if the queue is empty."""
+        item = self.get_first()
+        if item is None:
+            raise IndexError("pop from an empty queue")
+        self.discard(item)
+        return item
+
+    def discard(self, item: str) -> None:
+        """Remove an id if it is there. Most that leave the queue start, so its work is charged."""
+        name = self._lane_of.pop(item, None)
+        if name is None:
+            return
+        waiting = self._lanes[name].turns
+        waiting.discard(item)
+        if not waiting:
+            del self._lanes[name]
+            self._order.discard(name)
+        turn = self._turns.get(item)
+        if turn is not None:
+            self._shares.take(turn)
+
+    def _get_first_lane(self) -> _Lane | None:
+        while (name := self._order.get_first()) is not None:
+            lane = self._lanes[name]
+            key = self._get_key(lane)
+            if key == self._order.get_first_key():
+                return lane
+            # The tenant was served since. Times only increase, so the other lanes are not before their keys.
+            self._order.push(name, key)
+        return None
+
+    def _get_key(self, lane: _Lane) -> tuple[int, float]:
+        return lane.priority, self._shares.get_time(lane.tenant)
+
+
+def get_tenant(turn: TurnState) -> str:
+    """The tenant whose share a turn uses."""
+    return turn.job.tenant or NOBODY
+
+
+# Memory.
+
+
+class BlockRefCounts:
+    """Blocks that at least one lease covers. A change takes time linear in its number of blocks."""
+
+    def __init__(self) -> None:
+        self._covered: set[Hashable] = set()
+        self._more: Counter[Hashable] = Counter()
+        """For each block that several leases cover: the number of its leases minus one."""
+
+    def __len__(self) -> int:
+        return len(self._covered)
+
+    def add(self, block_ids: Collection[Hashable]) -> None:
+        """One more lease covers these blocks; each block must be named once."""
+        shared = self._covered.intersection(block_ids)
+        self._covered.update(block_ids)
+        if shared:
+            self._more.update(shared)
+
+    def remove(self, block_ids: Collection[Hashable]) -> None:
+        """One lease fewer covers these blocks."""
+        more = self._more
+        shared = more.keys() & block_ids if more else ()
+        for block_id in shared:
+            more[block_id] -= 1
+            if not more[block_id]:
+                del more[block_id]
+        self._covered.difference_update(block_ids)
+        self._covered.update(shared)
+
+    def count_new(self, block_ids: Collection[Hashable]) -> int:
+        """How many of these blocks are not covered by any lease yet."""
+        return len(block_ids) - len(self._covered.intersection(block_ids))
+
+    def get_count(self, block_id: Hashable) -> int:
+        """How many leases cover this block."""
+        return self._more[block_id] + 1 if block_id in self._more else int(block_id in self._covered)
+
+
+@dataclass(slots=True)
+class _Tenant:
+    leased: BlockRefCounts = field(default_factory=BlockRefCounts)
+    num_leases: int = 0
+    num_turns: int = 0
+    """Turns that wait or run."""
+    num_running_blocks: int = 0
+    """Blocks that its running turns are expected to need. Blocks that several share count for each."""
+
+    @property
+    def num_blocks(self) -> int:
+        """The memory it uses, for running turns and leases."""
+        return len(self.leased) + self.num_running_blocks
+
+
+class Quota:
+    """What each active tenant uses. Every event takes O(log n) time in the number of tenants.
+
+    A block that several leases share counts once for each tenant that shares it. Blocks are counted only once
+    a turn with a tenant has arrived, so servers without tenants do not pay for it.
+    """
+
+    def __init__(self, limits: Limits, num_blocks: int, block_size: int) -> None:
+        """`num_blocks`: size of the KV cache."""
+        self._limits = limits
+        self._weights = limits.tenant_weights or {}
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._tenants: dict[str, _Tenant] = {}
+        self._sum_of_weights = 0.0
+        self._running_blocks: dict[str, int] = {}
+        """The blocks that each running turn is expected to need."""
+        self._by_use = IndexedHeap()
+        """Tenants with leases, once blocks are counted; the one that uses most, for its weight, is first."""
+        self.counts_blocks = False
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    # Events.
+
+    def arrive(self, turn: TurnState) -> bool:
+        """A turn arrived. Return True if the blocks of all leases must be counted from now on (`add`)."""
+        self._enter(turn.job.tenant or NOBODY).num_turns += 1
+        begins = turn.job.tenant is not None and not self.counts_blocks
+        self.counts_blocks |= begins
+        return begins
+
+    def start(self, turn: TurnState, num_expected_tokens: float) -> None:
+        """A turn started, or started again; it will have so many tokens in the end."""
+        self.stop(turn)
+        num_blocks = self._running_blocks[turn.turn_id] = math.ceil(num_expected_tokens / self._block_size)
+        self._run(turn, num_blocks)
+
+    def stop(self, turn: TurnState) -> None:
+        """A running turn ended or was preempted. Nothing happens if the turn does not run."""
+        self._run(turn, -self._running_blocks.pop(turn.turn_id, 0))
+
+    def leave(self, turn: TurnState) -> None:
+        """A turn left the engine."""
+        self.stop(turn)
+        name = turn.job.tenant or NOBODY
+        self._tenants[name].num_turns -= 1
+        self._forget_inactive(name)
+
+    def grant(self, tenant: str | None) -> None:
+        """A tenant got one more lease."""
+        self._enter(tenant or NOBODY).num_leases += 1
+        self._sort(tenant or NOBODY)
+
+    def end(self, tenant: str | None) -> None:
+        """A tenant has one lease less."""
+        name = tenant or NOBODY
+        self._tenants[name].num_leases -= 1
+        self._sort(name)
+        self._forget_inactive(name)
+
+    def add(self, tenant: str | None, block_ids: Collection[Hashable]) -> None:
+        """A lease of this tenant now covers these blocks."""
+        self._tenants[tenant or NOBODY].leased.add(block_ids)
+        self._sort(tenant or NOBODY)
+
+    def remove(self, tenant: str | None, block_ids: Collection[Hashable]) -> None:
+        """A lease of this tenant no longer covers these blocks."""
+        self._tenants[tenant or NOBODY].leased.remove(block_ids)
+        self._sort(tenant or NOBODY)
+
+    # Questions.
+
+    def get_excess(self, tenant: str | None, num_leased: int) -> tuple[LeaseRefusal, int] | None:
+        """The limit that this tenant's leases exceed, and by how many blocks or leases; None if they do not.
+
+        `num_leased`: distinct blocks of all leases.
+        """
+        limits, own = self._limits, self._tenants[tenant or NOBODY]
+        over = num_leased - int(limits.max_leased_share * self._num_blocks)
+        if over > 0:
+            return LeaseRefusal.OVER_SHARE, over
+        if len(self._tenants) == 1:
+            return None
+        over = len(own.leased) - int(limits.max_tenant_share * self._num_blocks)
+        if over > 0:
+            return LeaseRefusal.TENANT_SHARE, over
+        over = own.num_leases - limits.max_tenant_leases
+        return (LeaseRefusal.TENANT_LEASES, over) if over > 0 else None
+
+    def is_over(self, tenant: str | None) -> bool:
+        """Whether a tenant uses more memory than `SLACK` fair shares."""
+        if len(self._tenants) < 2:
+            return False
+        return self.get_use(tenant) > SLACK * self._num_blocks / self._sum_of_weights
+
+    def get_use(self, tenant: str | None) -> float:
+        """The blocks that a tenant uses, divided by its weight."""
+        own = self._tenants.get(tenant or NOBODY)
+        return 0.0 if own is None else own.num_blocks / self._get_weight(tenant or NOBODY)
+
+    def get_most_over(self) -> str | None:
+        """Of the tenants with leases, the one that uses most for its weight, if it is over its fair share."""
+        name = self._by_use.get_first() if self.counts_blocks else None
+        return name if name is not None and self.is_over(name) else None
+
+    def get_leased_blocks(self) -> dict[str, int]:
+        """The distinct leased blocks of each tenant with leases, if they are counted. O(tenants)."""
+        return {name: len(own.leased) for name, own in self._tenants.items() if own.num_leases}
+
+    # Inside.
+
+    def _enter(self, name: str) -> _Tenant:
+        own = self._tenants.get(name)
+        if own is None:
+            own = self._tenants[name] = _Tenant()
+            self._sum_of_weights += self._get_weight(name)
+        return own
+
+    def _forget_inactive(self, name: str) -> None:
+        own = self._tenants[name]
+        if not own.num_turns and not own.num_leases:
+            del self._tenants[name]
+            self._sum_of_weights -= self._get_weight(name)
+
+    def _run(self, turn: TurnState, change: int) -> None:
+        name = turn.job.tenant or NOBODY
+        self._tenants[name].num_running_blocks += change
+        self._sort(name)
+
+    def _sort(self, name: str) -> None:
+        if not self.counts_blocks:
+            return
+        own = self._tenants[name]
+        if own.num_leases:
+            self._by_use.push(name, (-self.get_use(name),))
+        else:
+            self._by_use.discard(name)
+
+    def _get_weight(self, name: str) -> float:
+        return float(self._weights.get(name, 1.0))
