@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from tenuto.core.policy import Key, Needs
 from tenuto.core.presets import EngineSettings
-from tenuto.core.step_tokens import ADAPTIVE
+from tenuto.core.steps import ADAPTIVE
 from tenuto.core.types import Decision, EngineView, Job, Keep, Lease, LoadOffer, Release, Turn
 from tenuto.estimators.remaining_work import RemainingWork
 from tenuto.policies.tenuto import Tenuto

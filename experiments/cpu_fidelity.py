@@ -39,7 +39,7 @@ from tenuto.client.profile.options import ProfileOptions
 from tenuto.client.profile.run import run_profile
 from tenuto.client.servers.local_server import run_server
 from tenuto.core.errors import TenutoError
-from tenuto.core.step_tokens import read_step_tokens
+from tenuto.core.steps import read_step_tokens
 from tenuto.sim.cost import fit_step_cost, read_observations
 from tenuto.sim.cost.fit import format_fit
 from tenuto.sim.cost.quality import get_errors

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenuto.core.errors import ConfigError
+from tenuto.core.messages import suggest
 from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.policy_loader import get_policy_name, load_policy
-from tenuto.core.suggest import suggest
 from tenuto.records.schema import TurnRecord
 from tenuto.sim import trial
 from tenuto.sim.run import NO_EXTRAS, Extras, Outcome, run

@@ -26,7 +26,7 @@ from tenuto.client.http.prompts import Conversation, TokenIds
 from tenuto.client.load import run as run_module
 from tenuto.client.load.options import BenchOptions
 from tenuto.core.requests.hints import make_fields
-from tenuto.core.step_tokens import StepTokens
+from tenuto.core.steps import StepTokens
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.machine import Machine, build
 from tenuto.sim.setup import Setup

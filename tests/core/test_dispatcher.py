@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tenuto.core.errors import PolicyError
-from tenuto.core.routing.books import FleetLimits
-from tenuto.core.routing.dispatcher import Dispatcher
-from tenuto.core.routing.router import Router
-from tenuto.core.routing.types import (
+from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
+from tenuto.core.routing.router import (
     Arrival,
     EngineInfo,
     FleetView,
@@ -19,6 +17,7 @@ from tenuto.core.routing.types import (
     Part,
     Route,
     RoutedTurn,
+    Router,
     Send,
     Sending,
 )

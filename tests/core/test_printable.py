@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.core.errors import DataError
-from tenuto.core.printable import MAX_MESSAGE_CHARS, bound_message, clean
+from tenuto.core.messages import MAX_MESSAGE_CHARS, bound_message, clean
 
 
 @pytest.mark.parametrize(

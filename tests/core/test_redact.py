@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.core.redact import redact
+from tenuto.core.messages import redact
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 
 from tenuto.core.routing.dispatcher import Dispatcher
 from tenuto.core.routing.requests import read_arrival
-from tenuto.core.routing.router import Router
-from tenuto.core.routing.types import Arrival, EngineInfo
+from tenuto.core.routing.router import Arrival, EngineInfo, Router
 
 CHAT = [{"role": "system", "content": "s" * 400}, {"role": "user", "content": "u" * 4000}]
 MORE = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]

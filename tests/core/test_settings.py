@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tenuto.core.errors import ConfigError
+from tenuto.core.messages import suggest
 from tenuto.core.settings import Options, check_settings, option, parse_policy_options, setting
-from tenuto.core.suggest import suggest
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tenuto.core.jobs import JobState
-from tenuto.core.kind_counts import MAX_KINDS
 from tenuto.core.stock_queue import MAX_TURNS, PRIOR_TURNS, TurnsToCome
+from tenuto.core.turn_work import MAX_KINDS
 
 
 def add_jobs(

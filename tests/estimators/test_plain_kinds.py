@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tenuto.core import kind_counts
+from tenuto.core import turn_work
 from tenuto.core.types import Job, ToolCall, Turn
 from tenuto.estimators.plain_kinds import PlainKinds, PlainShare
 
@@ -49,7 +49,7 @@ def test_a_kind_that_changes_is_seen_to_change() -> None:
 
 
 def test_kinds_are_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(kind_counts, "MAX_KINDS", 3)
+    monkeypatch.setattr(turn_work, "MAX_KINDS", 3)
     kinds = PlainKinds()
     kinds.observe(make_turn("agent", LS))
     for n in range(3):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tenuto.core.step_tokens import StepSize
+from tenuto.core.steps import StepSize
 from tenuto.core.types import EngineView, Job, StepView, ToolCall, Turn
 from tenuto.estimators.full_shares import FullShares
 from tenuto.estimators.step_size import (

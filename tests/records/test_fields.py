@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tenuto.core.errors import DataError
-from tenuto.core.printable import clean
+from tenuto.core.messages import clean
 from tenuto.records.fields import Fields
 from tenuto.workload.formats.hash_ids import read_hash_ids
 

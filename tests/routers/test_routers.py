@@ -10,9 +10,7 @@ import pytest
 from tenuto.core.errors import ConfigError, PolicyError
 from tenuto.core.routing.check import check_router
 from tenuto.core.routing.dispatcher import Dispatcher
-from tenuto.core.routing.loader import get_router_name, get_router_names, load_router
-from tenuto.core.routing.router import Router
-from tenuto.core.routing.types import (
+from tenuto.core.routing.router import (
     Arrival,
     EngineInfo,
     EngineMetrics,
@@ -22,7 +20,11 @@ from tenuto.core.routing.types import (
     Part,
     Route,
     RoutedTurn,
+    Router,
     Send,
+    get_router_name,
+    get_router_names,
+    load_router,
 )
 from tenuto.routers.tenuto import Tenuto
 

@@ -18,7 +18,7 @@ from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
-from tenuto.core.step_tokens import StepChooser
+from tenuto.core.steps import StepChooser
 from tenuto.core.types import EngineView, ToolCall
 from tests.support.blocks import Block, BlockPool
 from tests.support.checks import count_idle_leased_blocks

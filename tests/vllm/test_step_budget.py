@@ -12,7 +12,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 import tenuto.vllm
 from tenuto.core.errors import ConfigError
-from tenuto.core.step_tokens import StepSize
+from tenuto.core.steps import StepSize
 from tenuto.vllm import compat
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler

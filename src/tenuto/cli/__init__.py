@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.suggest import suggest
+from tenuto.core.messages import suggest
 from tenuto.core.version import __version__
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from tenuto.cli.options import Flag, Given, add_flags, get_flags
 from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.suggest import suggest
+from tenuto.core.messages import suggest
 
 RENAMED: Mapping[str, str] = {"--scale": "--scale-lengths", "--speed": "--scale-rate"}
 """Flags of earlier releases, and what they are called now."""

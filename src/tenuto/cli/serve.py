@@ -11,10 +11,9 @@ from typing import Any
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given, get_flags
 from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.redact import redact
+from tenuto.core.messages import redact, suggest
 from tenuto.core.settings import Options, option, parse_policy_options
-from tenuto.core.step_tokens import StepTokens, check_step_tokens, read_step_tokens
-from tenuto.core.suggest import suggest
+from tenuto.core.steps import StepTokens, check_step_tokens, read_step_tokens
 
 _SUMMARY = """\
 Run vLLM with Tenuto's scheduler: print the `vllm serve` line, then become it.

@@ -1,4 +1,4 @@
-"""Finds classes by name: those of a package, one file each, and a user's own as `file.py:Class`."""
+"""Finds classes by name, those of a package or a user's own as `file.py:Class`, and checks their hooks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tenuto.core.errors import PolicyError
-from tenuto.core.suggest import suggest
+from tenuto.core.messages import suggest
 
 T = TypeVar("T")
 
@@ -159,3 +160,15 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def check_arguments(cls: type, name: str, hook: Callable[..., Any]) -> None:
+    """Refuse a class's own version of a hook that cannot be called with the hook's arguments.
+
+    Raises PolicyError.
+    """
+    wanted = list(inspect.signature(hook).parameters)
+    try:
+        inspect.signature(vars(cls)[name]).bind(*wanted)
+    except (TypeError, ValueError):
+        raise PolicyError(f"{cls.__qualname__}.{name} must be a method {name}({', '.join(wanted)})") from None

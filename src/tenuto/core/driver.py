@@ -24,7 +24,6 @@ from typing import Any
 from tenuto.core.canary import Canary
 from tenuto.core.engine import Engine
 from tenuto.core.fairness import Fairness, FairOrder, Quota, Shares
-from tenuto.core.history import History
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import NOBODY, Arrival, Finish, JobState, JobTable, TurnState
 from tenuto.core.leases import LeaseEnded, LeaseEvent, LeaseGranted, LeaseRefused, LeaseTruncated
@@ -35,8 +34,8 @@ from tenuto.core.policy_caller import DecisionLog, PolicyCaller
 from tenuto.core.reasons import name_reason
 from tenuto.core.retention import Retention
 from tenuto.core.reuse import PrefixMarks, count_computed_tokens, count_lost_tokens, count_missed_tokens
-from tenuto.core.stats import DriverStats
-from tenuto.core.step_tokens import StepChooser, StepSize
+from tenuto.core.stats import DriverStats, History
+from tenuto.core.steps import StepChooser, StepSize
 from tenuto.core.types import (
     EngineView,
     LeaseEnd,

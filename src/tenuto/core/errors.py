@@ -10,7 +10,7 @@ TenutoError
 
 from __future__ import annotations
 
-from tenuto.core.printable import bound_message
+from tenuto.core.messages import bound_message
 
 
 class TenutoError(Exception):

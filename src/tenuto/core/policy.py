@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
+from tenuto.core.class_loader import check_arguments
 from tenuto.core.errors import PolicyError
-from tenuto.core.hook_names import check_arguments
+from tenuto.core.messages import suggest
 from tenuto.core.presets import EngineSettings
 from tenuto.core.settings import setting
-from tenuto.core.suggest import suggest
 from tenuto.core.types import (
     Decision,
     EngineView,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from tenuto.core.step_tokens import StepTokens
+from tenuto.core.steps import StepTokens
 
 OffloadMode = Literal["async", "sync", "serial", "asked"]
 

@@ -16,7 +16,7 @@ from types import UnionType
 from typing import Any, Literal, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.suggest import suggest
+from tenuto.core.messages import suggest
 
 _BOUNDS = (
     ("minimum", "at least", operator.ge),

@@ -32,10 +32,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tenuto.core.jobs import JobState, TurnState
-from tenuto.core.kind_counts import KindCounts
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
-from tenuto.core.turn_work import MIN_WEIGHT, MovingMean, get_work
+from tenuto.core.turn_work import MIN_WEIGHT, KindCounts, MovingMean, get_work
 
 SHORT = 0.25
 """A turn whose prompt is shorter than this share of the mean may be made to wait less."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from tenuto.core.kind_counts import Counts, KindCounts
+from tenuto.core.turn_work import Counts, KindCounts
 from tenuto.core.types import Job, Turn
 
 MAX_SHARE = 0.25

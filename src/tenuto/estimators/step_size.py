@@ -37,7 +37,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import islice
 
-from tenuto.core.step_tokens import ADAPTIVE, StepChooser, StepSize, StepTokens
+from tenuto.core.steps import ADAPTIVE, StepChooser, StepSize, StepTokens
 from tenuto.core.types import EngineView, StepView, Turn
 from tenuto.estimators.full_shares import FullShares
 from tenuto.estimators.plain_kinds import PlainKinds

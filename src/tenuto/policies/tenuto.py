@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from tenuto.core.policy import Key, Learns, Needs, Policy, Reports, setting
 from tenuto.core.presets import EngineSettings
-from tenuto.core.step_tokens import ADAPTIVE
+from tenuto.core.steps import ADAPTIVE
 from tenuto.core.types import (
     Decision,
     EngineView,

@@ -6,11 +6,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from tenuto.core.routing.books import FleetLimits
-from tenuto.core.routing.dispatcher import Dispatcher
-from tenuto.core.routing.loader import load_router
+from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
 from tenuto.core.routing.requests import read_arrival
-from tenuto.core.routing.types import EngineInfo, Sending
+from tenuto.core.routing.router import EngineInfo, Sending, load_router
 
 MAX_REFUSALS = 8
 """After this many refusals by its replica, a request is routed again: the replica is full, or silent. Ray

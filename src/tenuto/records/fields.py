@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from tenuto.core.errors import DataError
-from tenuto.core.printable import clean
+from tenuto.core.messages import clean
 
 MAX_TOKENS = 2**24
 """Longest prompt or output in tokens. The longest context that a public model claims is 10 million tokens."""

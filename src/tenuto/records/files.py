@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tenuto.core.errors import DataError
-from tenuto.core.printable import clean
+from tenuto.core.messages import clean
 from tenuto.records.fields import Fields, show
 
 Say = Callable[[str], None]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.suggest import suggest
+from tenuto.core.messages import suggest
 from tenuto.records.schema import Goodput, TurnRecord
 
 LIMITS: Mapping[str, str] = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "latency_s"}

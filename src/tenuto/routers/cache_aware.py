@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenuto.core.routing.router import Router, RouterNeeds, get_least_loaded
-from tenuto.core.routing.types import EngineSeen, FleetView, Route, RoutedTurn, Send
+from tenuto.core.routing.router import (
+    EngineSeen,
+    FleetView,
+    Route,
+    RoutedTurn,
+    Router,
+    RouterNeeds,
+    Send,
+    get_least_loaded,
+)
 from tenuto.core.settings import setting
 from tenuto.routers._prefixes import Prefixes
 

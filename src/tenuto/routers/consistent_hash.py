@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from tenuto.core.routing.router import Router
-from tenuto.core.routing.types import EngineSeen, FleetView, Route, RoutedTurn, Send
+from tenuto.core.routing.router import EngineSeen, FleetView, Route, RoutedTurn, Router, Send
 from tenuto.core.settings import setting
 from tenuto.routers._lots import draw
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenuto.core.routing.router import Router, RouterNeeds
-from tenuto.core.routing.types import AnsweredTurn, FleetView, Route, RoutedTurn, Send
+from tenuto.core.routing.router import AnsweredTurn, FleetView, Route, RoutedTurn, Router, RouterNeeds, Send
 from tenuto.core.settings import setting
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tenuto.core.routing.router import Router, get_least_loaded
-from tenuto.core.routing.types import FleetView, Route, RoutedTurn, Send
+from tenuto.core.routing.router import FleetView, Route, RoutedTurn, Router, Send, get_least_loaded
 from tenuto.core.settings import setting
 from tenuto.routers._lots import draw
 

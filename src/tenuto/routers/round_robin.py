@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tenuto.core.routing.router import Router
-from tenuto.core.routing.types import FleetView, Route, RoutedTurn, Send
+from tenuto.core.routing.router import FleetView, Route, RoutedTurn, Router, Send
 
 
 @dataclass

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenuto.core.routing.router import Router, RouterNeeds
-from tenuto.core.routing.types import (
+from tenuto.core.routing.router import (
     AnsweredTurn,
     EngineSeen,
     FleetView,
     Hold,
     Route,
     RoutedTurn,
+    Router,
+    RouterNeeds,
     Send,
 )
 from tenuto.core.settings import setting

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
-from tenuto.core.step_tokens import StepTokens, check_step_tokens, read_step_tokens
+from tenuto.core.steps import StepTokens, check_step_tokens, read_step_tokens
 from tenuto.sim.fleet.options import Fleet
 from tenuto.sim.hardware.gpus import GPUS
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tenuto.core.reuse import count_lost_tokens, count_missed_tokens
-from tenuto.core.step_clock import StepClock
+from tenuto.core.steps import StepClock
 from tenuto.core.types import ToolCall
 from tenuto.records.gaps import Gaps
 from tenuto.records.schema import Failure, TurnRecord

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from tenuto.core.take_back import get_max_tokens
 from tenuto.core.types import EngineView, Turn
+from tenuto.core.windows import get_max_tokens
 from tenuto.vllm import compat, compat_blocks, compat_ends, compat_groups
 from tenuto.vllm.usage import LeasedBlocks
 

@@ -14,7 +14,7 @@ from tenuto.core.pinned_prefixes import describe_room
 from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.policy_loader import get_engine_settings
-from tenuto.core.step_tokens import StepTokens, get_max_step_tokens
+from tenuto.core.steps import StepTokens, get_max_step_tokens
 from tenuto.estimators.step_size import make_step_chooser
 from tenuto.vllm import compat
 from tenuto.vllm.compat_checkpoints import FirstCheckpoints, get_checkpoint_blocks, get_full_blocks_per_token

@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tenuto.core.routing.books import FleetLimits
-from tenuto.core.routing.dispatcher import Dispatcher
-from tenuto.core.routing.loader import load_router
+from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
 from tenuto.core.routing.requests import read_arrival
-from tenuto.core.routing.types import EngineInfo
+from tenuto.core.routing.router import EngineInfo, load_router
 
 ROUTER = "tenuto"
 

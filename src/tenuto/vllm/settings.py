@@ -10,7 +10,7 @@ from tenuto.core.control import MODES
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
 from tenuto.core.settings import check_settings, setting
-from tenuto.core.step_tokens import check_step_tokens
+from tenuto.core.steps import check_step_tokens
 from tenuto.records.trace import TraceOptions
 from tenuto.records.trace_commands import COMMANDS, Commands
 

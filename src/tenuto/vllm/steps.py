@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from tenuto.core.driver import Driver
-from tenuto.core.step_clock import StepClock
+from tenuto.core.steps import StepClock
 from tenuto.records.trace import TraceWriter
 from tenuto.vllm import compat
 

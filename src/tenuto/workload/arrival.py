@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tenuto.core.requests.hints import Hints
-from tenuto.core.routing.types import NO_TOKENS, Arrival, Part
+from tenuto.core.routing.router import NO_TOKENS, Arrival, Part
 from tenuto.workload.turn_driver import Due
 
 

@@ -25,7 +25,7 @@ from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.client.servers.cache import empty_cache
 from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.redact import redact
+from tenuto.core.messages import redact
 from tenuto.records.csv_file import write_csv
 from tenuto.records.writer import RunFiles
 from tenuto.workload.load_options import make_workload

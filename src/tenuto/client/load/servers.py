@@ -13,10 +13,8 @@ from typing import Any, Protocol
 
 from tenuto.client.http.client import Client, RequestFailed
 from tenuto.client.http.stream import Answer
-from tenuto.core.routing.books import FleetLimits
-from tenuto.core.routing.dispatcher import Dispatcher
-from tenuto.core.routing.loader import load_router
-from tenuto.core.routing.types import EngineInfo, Sending
+from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
+from tenuto.core.routing.router import EngineInfo, Sending, load_router
 from tenuto.workload.arrival import get_turn_id, make_arrival
 from tenuto.workload.hints import SayHints
 from tenuto.workload.turn_driver import Due

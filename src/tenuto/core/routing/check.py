@@ -11,10 +11,9 @@ from collections.abc import Mapping
 
 from tenuto.core.errors import PolicyError
 from tenuto.core.policy_caller import to_json
-from tenuto.core.routing.dispatcher import Dispatcher
-from tenuto.core.routing.router import HOOKS, Router
-from tenuto.core.routing.router_caller import check_route
-from tenuto.core.routing.types import (
+from tenuto.core.routing.dispatcher import Dispatcher, check_route
+from tenuto.core.routing.router import (
+    HOOKS,
     Arrival,
     EngineInfo,
     EngineMetrics,
@@ -22,6 +21,7 @@ from tenuto.core.routing.types import (
     Part,
     Route,
     RoutedTurn,
+    Router,
     Sending,
 )
 

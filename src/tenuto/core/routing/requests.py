@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tenuto.core.requests.identity import read_hints
-from tenuto.core.routing.types import Arrival, Part
+from tenuto.core.routing.router import Arrival, Part
 
 CHARS_PER_TOKEN = 4
 MAX_PARTS = 4096

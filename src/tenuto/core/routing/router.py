@@ -1,21 +1,176 @@
-"""The router interface: the hooks, what a router needs, and the check for misspelt hooks.
+"""The router interface: what a router sees, what it may answer, its hooks, and how it is found by name.
 
-The dispatcher (`tenuto.core.routing.dispatcher`) calls the hooks; `tenuto.core.routing.loader` finds routers
-by name.
+A router sees what a real one can see: requests as they come, its own history, what the operator told it of
+the engines, and the engines' metrics as they were last read. Times are seconds on the router's own clock.
+The dispatcher (`tenuto.core.routing.dispatcher`) calls the hooks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
+from tenuto.core.class_loader import ClassLoader, check_arguments
 from tenuto.core.errors import PolicyError
-from tenuto.core.hook_names import check_arguments
+from tenuto.core.messages import suggest
 from tenuto.core.policy import Key
-from tenuto.core.routing.types import AnsweredTurn, EngineSeen, FleetView, Route, RoutedTurn, Send
-from tenuto.core.suggest import suggest
+from tenuto.core.settings import check_settings
+
+NO_TOKENS: Mapping[str, int] = MappingProxyType({})
+
+
+class Part(NamedTuple):
+    """A piece of a prompt: the first `num_tokens` tokens of the text that the name stands for.
+
+    Two prompts share a prefix as far as their parts are equal. A name may be a message's hash.
+    """
+
+    name: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the operator tells of an engine, or the engine of itself when it starts."""
+
+    name: str
+    speed: float = 1.0
+    """Work per second, as a multiple of any other engine's."""
+    num_kv_tokens: int | None = None
+    """Tokens that its KV cache holds; None if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """An engine's own figures, as they were when they were last read."""
+
+    read_s: float
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    """Share of its KV cache that running turns hold, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeen:
+    """An engine that takes turns now, as the router knows it."""
+
+    info: EngineInfo
+    num_open: int = 0
+    """Turns that were sent there and are not answered yet."""
+    num_unstarted: int = 0
+    """Those of them whose first token has not come."""
+    num_unstarted_tokens: int = 0
+    """The prompts' tokens of those."""
+    metrics: EngineMetrics | None = None
+    """None if they are not read, or were not read yet."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.info.name
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """The engines that take turns now. At least one does when a router is asked."""
+
+    now_s: float
+    engines: Mapping[str, EngineSeen]
+    """By name, in the order in which they joined. An engine that drains or died is not here."""
+    copy_token_s: float | None = None
+    """Seconds per token to copy KV from one engine to another; None if that is not possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTurn:
+    """A turn that is to be sent to an engine, and what the router remembers of its job."""
+
+    turn_id: str
+    job_id: str
+    """The client's id of the job. A job without one is known by its content, else it is a new one."""
+    arrival_s: float
+    num_prompt_tokens: int
+    parts: Sequence[Part] = field(default=(), repr=False)
+    """The prompt in pieces; empty if the caller does not look into prompts."""
+    parent: str | None = None
+    """The id of the job that started this one as a sub-agent."""
+    tenant: str | None = None
+    num_turns: int = 1
+    """Turns of the job that have come, this one included."""
+    engine: str | None = None
+    """Where the job's last turn was sent, if that engine takes turns now. None for a job's first turn."""
+    num_context_tokens: int = 0
+    """The last answered turn's prompt and answer: the KV that `engine` may still hold."""
+    num_open: int = 0
+    """The job's other turns that are not answered yet. If there are none, this one ends a tool call."""
+    num_attempts: int = 0
+    """How often it was sent before, and failed."""
+    must_go: bool = False
+    """Whether `Hold` is no answer any more: the turn was held for too long."""
+    cached_tokens: Mapping[str, int] = field(default_factory=lambda: NO_TOKENS, repr=False)
+    """By engine, the tokens of its prompt that are in the cache there, as the engines' KV events say. Empty
+    unless the router needs them and the engines send them; an engine that has none may be missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredTurn:
+    """A turn whose answer is complete."""
+
+    turn: RoutedTurn
+    engine: str
+    sent_s: float
+    first_token_s: float | None
+    num_output_tokens: int
+    num_hit_tokens: int | None = None
+    """Prompt tokens that were cached, as the answer's usage says; None if it does not say."""
+    is_last: bool | None = None
+    """Whether the client said that the job ends with this turn; None if it said nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the turn to this engine."""
+
+    engine: str
+    copy_from: str | None = None
+    """The engine whose KV of the job is copied there first. Without, what is missing is computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Keep the turn back until something ends somewhere; only for a job's first turn."""
+
+
+Route = Send | Hold
+
+
+class Arrival(NamedTuple):
+    """A turn that came in, as the client sent it."""
+
+    turn_id: str
+    """Not that of any other turn that is open."""
+    job_id: str | None
+    num_prompt_tokens: int
+    parts: Sequence[Part] = ()
+    parent: str | None = None
+    tenant: str | None = None
+    cached_tokens: Mapping[str, int] = NO_TOKENS
+
+
+class Sending(NamedTuple):
+    """Send this turn to this engine now."""
+
+    turn_id: str
+    engine: str
+    copy_from: str | None = None
+    """The engine whose KV of the job is copied there first; only if the fleet can copy."""
+    num_copied_tokens: int = 0
+
 
 __all__ = ["HOOKS", "Router", "RouterNeeds", "get_least_loaded"]
 
@@ -112,3 +267,25 @@ HOOKS = {
     name: hook for name, hook in vars(Router).items() if inspect.isfunction(hook) and not name.startswith("_")
 }
 """All hooks by name; those that are told begin with `on_`."""
+
+
+_LOADER = ClassLoader(Router, "router", "routers", "tenuto.routers")
+
+
+def get_router_names() -> list[str]:
+    """Names of the routers that ship with Tenuto: one file each, the file's name is the router's."""
+    return _LOADER.get_names()
+
+
+def load_router(name: str, options: Mapping[str, Any] | None = None) -> Router:
+    """Make a router from its name (`round-robin`), `my.module:Class` or `file.py:Class`, and its options.
+
+    Raises PolicyError if the router cannot be loaded, ConfigError for an unknown option or a bad value.
+    """
+    cls = _LOADER.find(name)
+    return cls(**check_settings(cls, options or {}, f"router {name!r}"))
+
+
+def get_router_name(cls: type[Router]) -> str:
+    """The name by which `load_router` finds this class."""
+    return _LOADER.get_name(cls)

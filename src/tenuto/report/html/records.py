@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tenuto.core.printable import clean
+from tenuto.core.messages import clean
 from tenuto.records.schema import RunRecord, get_stat
 
 NO_POLICY, NO_GPU = "unnamed policy", "unnamed GPU"

@@ -9,7 +9,7 @@ from pathlib import Path
 from tenuto.client.ab.files import VERDICT
 from tenuto.client.ab.options import THRESHOLD_PERCENT
 from tenuto.core.errors import DataError
-from tenuto.core.printable import clean
+from tenuto.core.messages import clean
 from tenuto.records import kinds
 from tenuto.records.fields import Fields
 from tenuto.records.files import read_objects

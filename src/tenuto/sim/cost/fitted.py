@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tenuto.core.errors import DataError
-from tenuto.core.printable import clean
+from tenuto.core.messages import clean
 from tenuto.records.fields import Fields
 from tenuto.records.files import read_first
 from tenuto.sim.cost.batch import StepBatch

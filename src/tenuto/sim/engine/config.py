@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.step_tokens import StepTokens, check_step_tokens, get_max_step_tokens
+from tenuto.core.steps import StepTokens, check_step_tokens, get_max_step_tokens
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.tiers.offloader import Offload
 

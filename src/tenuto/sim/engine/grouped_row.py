@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from tenuto.core.take_back import get_max_tokens
+from tenuto.core.windows import get_max_tokens
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import BlockHashes, Request
 from tenuto.sim.kv.rows import Row

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Oracle, Policy
 from tenuto.core.routing.dispatcher import Dispatcher
-from tenuto.core.routing.loader import load_router
-from tenuto.core.routing.router import Router
-from tenuto.core.routing.types import EngineInfo
+from tenuto.core.routing.router import EngineInfo, Router, load_router
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.fleet.engine import FleetEngine
 from tenuto.sim.fleet.faults import read_fault

@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Callable
 
 from tenuto.core.routing.dispatcher import Dispatcher
-from tenuto.core.routing.router import Router
-from tenuto.core.routing.types import EngineInfo
+from tenuto.core.routing.router import EngineInfo, Router
 from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.fleet.engine import FleetEngine, Listener

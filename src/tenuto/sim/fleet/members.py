@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.routing.types import EngineInfo
+from tenuto.core.routing.router import EngineInfo
 from tenuto.records.gaps import Gaps
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.fleet.engine import FleetEngine

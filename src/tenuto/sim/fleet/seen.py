@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tenuto.core.requests.hints import Hints
-from tenuto.core.routing.router import RouterNeeds
-from tenuto.core.routing.types import NO_TOKENS, Arrival, EngineMetrics
+from tenuto.core.routing.router import NO_TOKENS, Arrival, EngineMetrics, RouterNeeds
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.fleet.engine import FleetEngine
 from tenuto.sim.kv.segments import Path

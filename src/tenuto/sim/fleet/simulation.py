@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tenuto.core.errors import ConfigError, IntegrityError
-from tenuto.core.routing.books import DispatchStats
-from tenuto.core.routing.dispatcher import Dispatcher
-from tenuto.core.routing.types import Sending
+from tenuto.core.routing.dispatcher import Dispatcher, DispatchStats
+from tenuto.core.routing.router import Sending
 from tenuto.records.gaps import Gaps
 from tenuto.records.schema import Failure, TurnRecord
 from tenuto.sim.engine.scheduler import Scheduler

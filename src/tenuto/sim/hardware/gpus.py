@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.suggest import suggest
+from tenuto.core.messages import suggest
 
 GIB = 1024**3
 MIB = 1024**2

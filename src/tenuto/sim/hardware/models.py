@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.suggest import suggest
+from tenuto.core.messages import suggest
 from tenuto.core.windows import STATE, Layers
 from tenuto.sim.hardware.model import Model, StateLayer
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.step_clock import StepClock
+from tenuto.core.steps import StepClock
 from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step

@@ -1,11 +1,12 @@
-"""How many tokens a step may have: the engine's own budget, a smaller number, or a number chosen per step.
+"""How many tokens a step may have, and steps that were computed, as a policy is told of them.
 
-The engine owns this, not the policy: it works beside any policy. A policy may say what it wants
+The engine owns the size of steps, not the policy: it works beside any policy. A policy may say what it wants
 (`EngineSettings.step_tokens`); what the user sets comes first.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 from tenuto.core.errors import ConfigError
@@ -62,3 +63,29 @@ def check_step_tokens(given: StepTokens | None, where: str) -> None:
     is_number = isinstance(given, int) and not isinstance(given, bool) and given >= 1
     if not (given is None or given == ADAPTIVE or is_number):
         raise ConfigError(f"{where} must be {ADAPTIVE}, or a number of tokens from 1 up; got {given!r}")
+
+
+class StepClock:
+    """Makes a `StepView` of each step that ended. Steps end in the order in which they were scheduled."""
+
+    def __init__(self, ended_s: float = -math.inf) -> None:
+        """`ended_s`: no step ran before this time."""
+        self._ended_s = ended_s
+
+    def finish(
+        self,
+        now_s: float,
+        scheduled_s: float,
+        num_tokens: int,
+        num_requests: int,
+        *,
+        is_full: bool,
+    ) -> StepView:
+        """The view of a step that just ended.
+
+        `num_tokens` is without drafts: a request that decodes has one token however many are guessed behind
+        it, and the rest of a step's tokens is its prefill.
+        """
+        duration_s = now_s - max(self._ended_s, scheduled_s)
+        self._ended_s = now_s
+        return StepView(now_s, duration_s, num_tokens, num_requests, is_full)
