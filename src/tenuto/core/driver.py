@@ -577,7 +577,7 @@ class Driver:
     # Inside.
 
     def _apply(self, event: LeaseEvent | None) -> None:
-        """Count, log and note what happened to a lease, and the waiting turn that may have to be reordered."""
+        """Count, log and note what happened to a lease, and which waiting turn must be reordered for it."""
         stats = self.decided
         match event:
             case LeaseGranted():
