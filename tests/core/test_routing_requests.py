@@ -40,6 +40,21 @@ def test_the_next_prompt_is_the_same_job(first: dict[str, Any], second: dict[str
     assert read(first).num_prompt_tokens == pytest.approx(1000, rel=0.2)
 
 
+def test_agents_that_share_a_routing_key_and_a_system_prompt_are_jobs_of_their_own() -> None:
+    dispatcher = Dispatcher(Router(), strict=True)
+    dispatcher.join(EngineInfo("a"), 0.0)
+    jobs: list[str] = []
+    for turn in range(2):
+        for agent in range(4):
+            task = {"role": "user", "content": f"task {agent}"}
+            messages = [CHAT[0], task, *({**each, "agent": agent} for each in MORE * turn)]
+            request = {"messages": messages, "prompt_cache_key": "application", "user": "everybody"}
+            arrival = read_arrival(f"{agent}-{turn}", request, {"x-session-affinity": "application"}, "/")
+            dispatcher.arrive(arrival, 0.0)
+            jobs.append(dispatcher._turns[arrival.turn_id].turn.job_id)
+    assert jobs[:4] == jobs[4:] and len(set(jobs)) == 4
+
+
 def test_ids_and_parents_are_those_of_the_hints() -> None:
     arrival = read({"agentic_context": {"program_id": "p", "parent_program_id": "q"}, "messages": CHAT})
     assert (arrival.job_id, arrival.parent) == ("p", "q")
