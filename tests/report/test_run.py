@@ -70,7 +70,12 @@ def test_the_same_records_make_the_same_page(tmp_path: Path, run_page: Path) -> 
 
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_lines(
-        tmp_path / "r.jsonl", [make_record("stock", mean_s=20), make_record("keep", mean_s=10)]
+        tmp_path / "r.jsonl",
+        [
+            make_record(name, 1, seed, mean_s=s)
+            for name, s in (("stock", 20), ("keep", 10))
+            for seed in (1, 2)
+        ],
     )
     assert main(["report", str(path), "--out", str(tmp_path / "p.html"), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -83,6 +88,7 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "stock",
         0.5,
     )
+    assert (cell["doubts"], cell["split"]) == ([], {})
 
 
 def test_names_from_outside_are_only_text(tmp_path: Path, look: Look) -> None:

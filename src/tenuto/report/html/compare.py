@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tenuto.records.metrics import get_geometric_mean, get_mean
 from tenuto.report.html.pairs import Contrast, Pair, contrast, make_pairs
 from tenuto.report.html.records import Run, Setting
+from tenuto.sim.sweep.split import Arm, Split, Timed, find_best_stock, split_gains
 
 BASELINE = "stock"
 """The baseline of everything but `tenuto ab`, which names its own."""
+
+BEST_STOCK = "stock @best"
+"""Stock with the size of steps that is its best at the load, of those that ran."""
 
 Load = float | None
 """Jobs per second; None if the runs have no arrival rate."""
@@ -61,7 +65,7 @@ class Winner:
     policies: tuple[str, ...]
     """The one with the shortest, then those from which these runs do not tell it apart, by their means."""
     is_open: bool
-    """Nothing is proved: too few measured pairs, no seed in common, or INVALID figures."""
+    """Nothing is proved: one seed, too few measured pairs, no seed in common, or INVALID figures."""
     against: Contrast
     """The first one against the baseline; the baseline, or where there is none, against the next best."""
 
@@ -82,6 +86,8 @@ class Group:
 
     setting: Setting
     cells: tuple[PolicyCell, ...]
+    arms: tuple[Run, ...] = ()
+    """Runs that only say where a gain comes from: stock with other steps, policies that keep no KV."""
     _pairs: dict[Load, tuple[dict[str, tuple[Run, ...]], dict[int | None, Pair]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -149,6 +155,35 @@ class Group:
             against,
         )
 
+    def get_splits(self, load: Load) -> dict[str, Split]:
+        """By policy, where the difference to stock comes from, if the runs for that are there."""
+        return {arm.policy: split for arm, split in split_gains(*self._get_timed(load)).items()}
+
+    def try_best_stock(self, load: Load) -> PolicyCell | None:
+        """Stock with its best size of steps; None if that is stock's own, or if no other ran."""
+        asked, arms = self._get_timed(load)
+        best = find_best_stock(asked, arms) if arms else None
+        runs = tuple(run for run in self.arms if run.jps == load and _get_arm(run) == best)
+        return PolicyCell(BEST_STOCK, load, runs) if runs else None
+
+    def get_doubts(self, load: Load) -> tuple[str, ...]:
+        """What a reader must know of the numbers at a load."""
+        runs = [run for cell in self.cells if cell.load == load for run in cell.runs]
+        found = dict.fromkeys(doubt for run in runs for doubt in run.doubts)
+        is_alone = self.setting.is_simulated and len({run.seed for run in runs}) == 1
+        return (*found, *(["one seed"] if is_alone else []))
+
+    def _get_timed(self, load: Load) -> tuple[list[Timed], list[Timed]]:
+        def read(runs: Iterable[Run]) -> list[Timed]:
+            return [
+                Timed(_get_arm(run), run.seed, run.mean_s)
+                for run in runs
+                if run.jps == load and run.mean_s is not None
+            ]
+
+        asked = (run for cell in self.cells if cell.policy != BEST_STOCK for run in cell.runs)
+        return read(asked), read(self.arms)
+
     def _get_pairs(self, load: Load) -> tuple[dict[str, tuple[Run, ...]], dict[int | None, Pair]]:
         """The runs at a load by policy, of those that have job times, and their pairs."""
         if load not in self._pairs:
@@ -161,13 +196,46 @@ class Group:
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:
     """Runs by setting, policy and load; settings in the order of their names."""
-    settings: dict[Setting, dict[tuple[str, Load], list[Run]]] = {}
+    settings: dict[Setting, list[Run]] = {}
     for run in runs:
-        settings.setdefault(run.setting, {}).setdefault((run.policy, run.jps), []).append(run)
-    return [
-        Group(setting, tuple(PolicyCell(policy, load, tuple(each)) for (policy, load), each in cells.items()))
-        for setting, cells in sorted(settings.items(), key=lambda item: tuple(map(str, item[0])))
-    ]
+        settings.setdefault(run.setting, []).append(run)
+    groups = [group for setting, same in settings.items() for group in _make_groups(setting, same)]
+    return sorted(groups, key=lambda group: tuple(map(str, group.setting)))
+
+
+def _make_groups(setting: Setting, runs: Sequence[Run]) -> Iterator[Group]:
+    """The group of a setting's runs, and one for each size of steps that was set for more than stock."""
+    has_stock = any(run.policy == BASELINE and run.given_steps is None for run in runs)
+    keeping = {run.policy for run in runs if run.keeps_kv}
+    by_steps: dict[str | None, list[Run]] = {None: []}
+    arms = []
+    for run in runs:
+        is_other_stock = has_stock and run.policy == BASELINE and run.given_steps is not None
+        if is_other_stock or (not run.keeps_kv and run.policy in keeping):
+            arms.append(run)
+        else:
+            by_steps.setdefault(run.given_steps, []).append(run)
+    for steps, same in by_steps.items():
+        if not same:
+            continue
+        beside = tuple(run for run in arms if steps is None or run.given_steps == steps)
+        variant = [setting.variant] if setting.variant else []
+        variant += [] if steps is None else [f"step_tokens {steps}"]
+        cells: dict[tuple[str, Load], list[Run]] = {}
+        for run in same:
+            name = run.policy if run.keeps_kv else f"{run.policy}, keeping no KV"
+            cells.setdefault((name, run.jps), []).append(run)
+        group = Group(
+            setting._replace(variant=", ".join(variant)),
+            tuple(PolicyCell(policy, load, tuple(each)) for (policy, load), each in cells.items()),
+            beside,
+        )
+        best = [cell for load in group.loads if (cell := group.try_best_stock(load))]
+        yield replace(group, cells=(*group.cells, *best))
+
+
+def _get_arm(run: Run) -> Arm:
+    return Arm(run.policy, run.step_tokens, run.keeps_kv)
 
 
 def sort_policies(policies: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tenuto.client.ab.estimate import MIN_PAIRS, Estimate
 from tenuto.client.ab.verdict import describe_change, describe_span
-from tenuto.report.html.compare import Group, Load, PolicyCell, Winner, sort_policies
+from tenuto.report.html.compare import BEST_STOCK, Group, Load, PolicyCell, Winner, sort_policies
 from tenuto.report.html.pairs import Contrast
 from tenuto.report.html.records import NO_GPU, Setting, shorten
 from tenuto.report.html.words import count, describe_place, format_load, format_seconds
@@ -30,7 +30,8 @@ class Place(NamedTuple):
         gpu = self.group.setting.gpu
         on = "" if gpu == NO_GPU else f" on {shorten(gpu)}"
         at = "with arrivals as recorded" if self.load is None else f"at {format_load(self.load)}"
-        return f"{at}{on}"
+        doubts = self.group.get_doubts(self.load)
+        return f"{at}{on}" + (f" ({', '.join(doubts)})" if doubts else "")
 
 
 def write_headline(groups: Sequence[Group]) -> str:
@@ -99,6 +100,8 @@ def describe_reason(each: Contrast) -> str:
         return "figures of these runs are INVALID"
     if not each.is_paired:
         return "no two policies ran with the same seed"
+    if each.is_simulated:
+        return "one seed shows no interval, it takes two or more (--seeds 1,2,3)"
     pairs = count(each.mean.num_pairs, "measured pair")
     return f"{pairs} {'is' if each.mean.num_pairs == 1 else 'are'} too few, it takes {MIN_PAIRS}"
 
@@ -147,6 +150,9 @@ def _describe_several(places: Sequence[Place]) -> str:
         rest.append(f"nobody in {num_ties}")
     if num_open:
         rest.append(f"not proved in {num_open}")
+    if num_open == len(places):
+        most = _get_most_named(places)
+        return f"nothing is proved in {total}. {_describe_range(most, places)}"
     if not ranked:
         most = _get_most_named(places)
         open_ones = f" ({num_open} not proved)" if num_open else ""
@@ -158,7 +164,8 @@ def _describe_several(places: Sequence[Place]) -> str:
 
 def _get_most_named(places: Sequence[Place]) -> str:
     """The policy that most often has the shortest mean."""
-    first = [place.winner.policies[0] for place in places]
+    every = [place.winner.policies[0] for place in places]
+    first = [policy for policy in every if policy != BEST_STOCK] or every
     return max(sort_policies(first), key=first.count)
 
 

@@ -21,7 +21,7 @@ from tenuto.report.html.axes import (
 from tenuto.report.html.chart import Chart, Table
 from tenuto.report.html.compare import Group, PolicyCell, sort_loads
 from tenuto.report.html.style import make_panels
-from tenuto.report.html.words import format_load, format_ratio, format_seconds
+from tenuto.report.html.words import describe_load, format_load, format_ratio, format_seconds
 
 MAX_BANDS = 6
 """With more policies the bands up to P95 would cover each other."""
@@ -113,7 +113,7 @@ def _make_jct_row(group: Group, cell: PolicyCell, looks: Looks) -> tuple[str, ..
     times = [spread.middle if (spread := cell.get(name)) else None for name in ("p50_s", "p95_s", "p99_s")]
     return (
         looks[cell.policy].label,
-        format_load(cell.load),
+        describe_load(group, cell.load),
         str(len(cell.mean_s_by_seed)),
         f"{jobs:,}",
         format_seconds(mean.middle if mean else None),

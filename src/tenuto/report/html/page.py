@@ -72,7 +72,7 @@ def make_report(sources: Sources) -> Report:
     """What to show of what was read."""
     groups = group_runs(sources.runs)
     looks = make_looks(
-        sort_policies(run.policy for run in sources.runs),
+        sort_policies(cell.policy for group in groups for cell in group.cells),
         faulty={run.policy for run in sources.runs if run.policy_faults},
     )
     notes = [*sources.notes, *_find_complaints(sources)]
@@ -132,6 +132,8 @@ def render_page(report: Report, say: Callable[[str], None] = lambda text: None) 
     script = _read("timeline.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     first, more = _fold(report.verdict)
+    # The command that asked for the others makes these too.
+    arms = {id(run) for group in report.groups for run in group.arms}
     return _get_template().render(
         title=_make_title(report),
         verdict=first,
@@ -140,7 +142,8 @@ def render_page(report: Report, say: Callable[[str], None] = lambda text: None) 
         sections=sections,
         timeline=make_timeline(report.sources.details),
         reproduce=make_recipe(
-            report.sources.runs, {policy: look.label for policy, look in report.looks.items()}
+            [run for run in report.sources.runs if id(run) not in arms],
+            {policy: look.label for policy, look in report.looks.items()},
         ),
         light=LIGHT,
         dark=DARK,
@@ -164,7 +167,7 @@ def _fold(verdict: ReportVerdict) -> tuple[list[str], list[str]]:
     """Split the sentences into those on the first screen and the collapsed rest."""
     first = [verdict.headline]
     more: list[str] = []
-    for sentences in (verdict.speed_ups, verdict.places):
+    for sentences in (verdict.splits, verdict.speed_ups, verdict.places):
         first += sentences[:MAX_SENTENCES]
         more += sentences[MAX_SENTENCES:]
     return [*first, *verdict.caveats], more

@@ -16,9 +16,6 @@ from tenuto.client.ab.options import THRESHOLD_PERCENT
 from tenuto.records.metrics import get_percentile
 from tenuto.report.html.records import Run
 
-ONE_SEED_TIE = 0.02
-"""One seed has no interval. Then policies tie if their mean JCTs differ by no more than this share."""
-
 
 MIN_TIME_S = 1e-9
 """Shorter times are none: no job takes them, and their ratios have no meaning."""
@@ -51,7 +48,7 @@ class Contrast:
     threshold: float
     """Differences below it do not matter."""
     is_simulated: bool
-    """The simulator's own runs: a seed has one result, so fewer pairs are enough."""
+    """The simulator's own runs: a seed has one result, so two pairs are enough for an interval."""
     is_paired: bool
     """Both ran with one seed at least. Without, the ratio is of other jobs, and shows nothing."""
     is_valid: bool
@@ -60,16 +57,15 @@ class Contrast:
     @property
     def is_open(self) -> bool:
         """Whether these runs cannot show anything, whatever their ratio is."""
-        return not (self.is_valid and self.is_paired and (self.is_simulated or self.mean.is_trusted))
+        is_enough = self.mean.num_pairs > 1 if self.is_simulated else self.mean.is_trusted
+        return not (self.is_valid and self.is_paired and is_enough)
 
     @property
     def differs(self) -> bool:
         """Whether the runs show that one of the two is faster."""
         ratio, low, high = self.mean.ratio, self.mean.low, self.mean.high
-        if self.is_open:
+        if self.is_open or low is None or high is None:
             return False
-        if low is None or high is None:
-            return max(ratio, 1 / ratio) - 1 > ONE_SEED_TIE + 1e-9
         return not low <= 1 <= high and abs(ratio - 1) >= self.threshold
 
     @property

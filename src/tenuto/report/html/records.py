@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tenuto.core.messages import clean
 from tenuto.records.schema import RunRecord, get_stat
+from tenuto.records.text import is_overloaded
 
 NO_POLICY, NO_GPU = "unnamed policy", "unnamed GPU"
 FAULT_MARK = " !"
 """Added to a policy's label if some of its hooks failed in a run."""
 MAX_NAME = 48
 """Longest name shown, in characters."""
-IDENTITY = ("policy", "options", "gpu", "model", "workload", "jps", "seed")
+IDENTITY = ("policy", "options", "gpu", "model", "workload", "jps", "seed", "step_tokens", "keep_kv")
 """The fields that runs are compared by. All other fields of the configuration must be equal."""
 COUNTED = ("goodput",)
 """Options that change what is counted, and not the run."""
@@ -108,6 +109,14 @@ class Run:
     """What several engines and their router did."""
     ab: AbRun | None = None
     """Set for the runs of a `tenuto ab`."""
+    step_tokens: str | None = None
+    """The most tokens of a simulation's steps: a number, or adaptive. None is the engine's own budget."""
+    given_steps: str | None = None
+    """The same, if the user set it."""
+    keeps_kv: bool = True
+    """Whether the policy was let keep KV."""
+    doubts: tuple[str, ...] = ()
+    """What a reader must know of its numbers: it was overloaded, or a roofline gave the step times."""
 
 
 def make_run(record: RunRecord, place: str, ab: AbRun | None = None) -> Run:
@@ -151,6 +160,10 @@ def make_run(record: RunRecord, place: str, ab: AbRun | None = None) -> Run:
         invalid=_find_invalid(record),
         fleet=record.fleet,
         ab=ab,
+        step_tokens=record.step_tokens,
+        given_steps=None if (given := record.config.get("step_tokens")) is None else _to_text(given),
+        keeps_kv=record.config.get("keep_kv") is not False,
+        doubts=tuple(_find_doubts(record)),
     )
 
 
@@ -179,6 +192,13 @@ def _to_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return clean(value if isinstance(value, str) else json.dumps(value))
+
+
+def _find_doubts(record: RunRecord) -> Iterator[str]:
+    if is_overloaded(record.to_json()):
+        yield "overloaded"
+    if (record.step_cost or "").startswith("roofline"):
+        yield "roofline"
 
 
 def _find_sim_speed(record: RunRecord) -> float | None:

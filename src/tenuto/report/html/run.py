@@ -83,6 +83,11 @@ def summarise(report: Report) -> dict[str, Any]:
                     "baseline": group.baseline,
                     "best": list(winner.policies) if winner else None,
                     "outcome": get_outcome(winner),
+                    "doubts": list(group.get_doubts(load)),
+                    "split": {
+                        policy: {**asdict(split), "best": split.best.name}
+                        for policy, split in group.get_splits(load).items()
+                    },
                     "against": summarise_contrast(winner.against) if winner else None,
                 }
             )

@@ -201,7 +201,7 @@ def _drop_copies(sources: Sources) -> None:
     kept: list[Run] = []
     by_key: dict[tuple[object, ...], list[Run]] = {}
     for run in sources.runs:
-        key = (run.policy, run.setting, run.jps, run.seed)
+        key = (run.policy, run.given_steps, run.keeps_kv, run.setting, run.jps, run.seed)
         same = by_key.setdefault(key, [])
         if not any(_is_copy(run, other) for other in same):
             same.append(run)

@@ -26,7 +26,7 @@ from tenuto.report.html.compare import Group, Load, Spread, sort_loads
 from tenuto.report.html.pairs import Contrast
 from tenuto.report.html.records import shorten
 from tenuto.report.html.style import Look, make_panels
-from tenuto.report.html.words import format_load, format_ratio
+from tenuto.report.html.words import describe_load, format_load, format_ratio
 
 
 class SpeedUp(NamedTuple):
@@ -56,7 +56,7 @@ def make_speed_up_chart(group: Group, looks: Looks, name: str) -> Chart | None:
     rows = [
         (
             looks[each.policy].label,
-            format_load(each.load),
+            describe_load(group, each.load),
             *map(format_ratio, each.speed_up),
             _format_interval(each.contrast),
             "yes" if each.contrast.differs else "no",

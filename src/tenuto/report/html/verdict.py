@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tenuto.client.ab.estimate import MIN_PAIRS
@@ -19,7 +19,7 @@ from tenuto.report.html.compare import (
 from tenuto.report.html.headline import describe_difference, write_headline
 from tenuto.report.html.pairs import Contrast
 from tenuto.report.html.records import FAULT_MARK, Run, shorten
-from tenuto.report.html.words import count, describe_place, describe_setting, format_load
+from tenuto.report.html.words import count, describe_load, describe_place, describe_setting, format_load
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class ReportVerdict:
     """Who wins, by how much, at which load, against whom."""
     places: tuple[str, ...] = ()
     """One sentence per setting: which policy wins at which loads."""
+    splits: tuple[str, ...] = ()
+    """Where each policy's difference to stock comes from: one for each policy and setting."""
     speed_ups: tuple[str, ...] = ()
     """How much faster than the baseline: one for each policy, the fastest first."""
     caveats: tuple[str, ...] = ()
@@ -38,7 +40,7 @@ class ReportVerdict:
     @property
     def sentences(self) -> list[str]:
         """All of them."""
-        return [self.headline, *self.places, *self.speed_ups, *self.caveats]
+        return [self.headline, *self.splits, *self.places, *self.speed_ups, *self.caveats]
 
 
 def describe(runs: Sequence[Run], groups: Sequence[Group]) -> ReportVerdict:
@@ -51,6 +53,7 @@ def describe(runs: Sequence[Run], groups: Sequence[Group]) -> ReportVerdict:
     headline = write_headline(groups)
     return ReportVerdict(
         headline[0].upper() + headline[1:] if headline.startswith("no") else headline,
+        tuple(_describe_splits(groups)),
         tuple(_describe_where(group) for group in groups if _has_winner(group)) if num_places > 1 else (),
         # With two policies at one load, the headline has said it.
         tuple(sentence for _, sentence in speed_ups) if num_places > 1 or len(speed_ups) > 1 else (),
@@ -58,10 +61,49 @@ def describe(runs: Sequence[Run], groups: Sequence[Group]) -> ReportVerdict:
             *_describe_invalid(runs),
             *_describe_faults(runs),
             *_describe_rule(groups),
+            *_describe_doubts(groups),
             _describe_spread(runs, groups),
             _describe_origin(runs, groups),
         ),
     )
+
+
+def _describe_splits(groups: Sequence[Group]) -> Iterator[str]:
+    """How much of each policy's difference to stock is due to steps, order and cache."""
+    is_explained = False
+    for group in groups:
+        splits = {load: group.get_splits(load) for load in group.loads}
+        for policy in sort_policies(policy for each in splits.values() for policy in each):
+            parts = [
+                f"{found.over_stock:.2f} = {found.steps:.2f} × {found.order:.2f} × {found.cache:.2f}, and "
+                f"{found.over_best:.2f} of {found.best.name}, at {describe_load(group, load)}"
+                for load, each in splits.items()
+                if (found := each.get(policy))
+            ]
+            words = (
+                ""
+                if is_explained
+                else " Steps: what the policy's size of steps does to stock; order: what the policy does "
+                "with these steps and no KV kept; cache: what keeping KV adds. stock @N: stock with the best "
+                "of a few sizes of steps, which anybody can set."
+            )
+            is_explained = True
+            yield (
+                f"{shorten(policy)} on {shorten(group.setting.gpu)}, mean job time over stock's = steps × "
+                f"order × cache: {'; '.join(parts)}.{words}"
+            )
+
+
+def _describe_doubts(groups: Sequence[Group]) -> Iterator[str]:
+    """What overloaded and roofline mean, where a place is marked so."""
+    doubts = {doubt for group in groups for load in group.loads for doubt in group.get_doubts(load)}
+    if "overloaded" in doubts:
+        yield (
+            "Overloaded: more jobs arrive than finish, so means and their ratios depend on how long the run "
+            "was."
+        )
+    if "roofline" in doubts:
+        yield "Roofline: step times are a rougher guess than measured tables."
 
 
 def _has_winner(group: Group) -> bool:
@@ -164,6 +206,8 @@ def _describe_rule(groups: Sequence[Group]) -> list[str]:
     winners = [winner for group in groups for load in group.loads if (winner := group.try_winner(load))]
     if not winners:
         return []
+    if all(winner.against.is_simulated for winner in winners if winner.is_open):
+        return []
     if any(winner.is_open for winner in winners):
         return [
             "A policy wins if the 95 % interval of the ratio leaves 1 out. Measured runs need "
@@ -176,7 +220,7 @@ def _describe_spread(runs: Sequence[Run], groups: Sequence[Group]) -> str:
     seeds = {run.seed for run in runs if run.seed is not None}
     spread: Spread | None = get_seed_spread(groups)
     if spread is None:
-        return "One seed for each setting: how much another would change is not known."
+        return "One seed for each setting: how much another would change is not known, and nothing is proved."
     return (
         f"{count(len(seeds), 'seed')}: between seeds a policy's mean job completion time in one setting "
         f"differs by {spread.middle:.0%} in the median, {spread.high:.0%} at most. Ratios are taken seed by "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,15 +13,13 @@ from tenuto.report.html.axes import Looks
 from tenuto.report.html.chart import Chart, Table
 from tenuto.report.html.colors import LIGHT
 from tenuto.report.html.compare import Group, Load, Winner, sort_loads, sort_policies
-from tenuto.report.html.pairs import ONE_SEED_TIE
 from tenuto.report.html.records import shorten
 from tenuto.report.html.style import NARROW_INCHES, WIDE_INCHES
-from tenuto.report.html.words import format_load, format_ratio
+from tenuto.report.html.words import describe_load, format_ratio
 
 TIE_INCHES = 0.6
 """What a tie of four needs in a cell, with the word."""
 
-OPEN_INCHES = 0.75
 MAX_RIVALS = 3
 """Names in the caption of those whom winners are compared with."""
 LIGHTEST, DARKEST = 0.12, 0.5
@@ -46,15 +44,17 @@ def make_winner_map(groups: Sequence[Group], looks: Looks, name: str) -> Chart |
     gpus = [shorten(group.setting.gpu, 20) for group in groups]
 
     rivals = sorted({shorten(winner.against.other) for winner in cells.values()})[:MAX_RIVALS]
-    has_one_seed = any(winner.against.mean.low is None for winner in cells.values())
+
+    overloaded = {(index, load) for index, load in cells if "overloaded" in groups[index].get_doubts(load)}
+    is_any_overloaded = bool(overloaded)
 
     def draw(is_narrow: bool) -> Figure:
-        return _draw(cells, loads, gpus, looks, is_narrow)
+        return _draw(cells, overloaded, loads, gpus, looks, is_narrow)
 
     rows = tuple(
         (
             gpus[index],
-            format_load(load),
+            describe_load(groups[index], load),
             ", ".join(looks[policy].label for policy in winner.policies),
             "not proved" if winner.is_open else "nobody wins" if winner.is_tie else "wins",
             format_ratio(winner.speed_up),
@@ -68,14 +68,25 @@ def make_winner_map(groups: Sequence[Group], looks: Looks, name: str) -> Chart |
         "In each square the policy that wins, and how many times faster than "
         f"{' or '.join(rivals)} it is: the larger the ratio, the deeper the shade. Dashed: nobody wins, "
         "as the best are inside the 95 % interval of each other"
-        + (f" (with one seed: within {ONE_SEED_TIE:.0%})" if has_one_seed else "")
-        + (". Dotted: nothing is proved." if any(winner.is_open for winner in cells.values()) else "."),
+        + (
+            ". Dotted, with a ?: nothing is proved, and the name is only that of the shortest mean."
+            if any(winner.is_open for winner in cells.values())
+            else "."
+        )
+        + (" Overloaded (o): the ratio depends on how long the runs were." if is_any_overloaded else ""),
         Table(("GPU", "Load", "Best first", "Outcome", "Speed-up", "Over"), rows),
         draw,
     )
 
 
-def _draw(cells: Cells, loads: Sequence[Load], gpus: Sequence[str], looks: Looks, is_narrow: bool) -> Figure:
+def _draw(
+    cells: Cells,
+    overloaded: Set[tuple[int, Load]],
+    loads: Sequence[Load],
+    gpus: Sequence[str],
+    looks: Looks,
+    is_narrow: bool,
+) -> Figure:
     winners = sort_policies(policy for winner in cells.values() for policy in winner.policies)
     width = NARROW_INCHES if is_narrow else WIDE_INCHES
     room = width * (0.7 if is_narrow else 0.85)
@@ -93,7 +104,8 @@ def _draw(cells: Cells, loads: Sequence[Load], gpus: Sequence[str], looks: Looks
     axes = figure.add_subplot()
     for (index, load), winner in cells.items():
         at = (index, loads.index(load)) if loads_down else (loads.index(load), index)
-        _draw_cell(axes, at, winner, looks, _name_winner(winner, looks, None if fits else room / across))
+        name = _name_winner(winner, looks, None if fits else room / across)
+        _draw_cell(axes, at, winner, looks, f"{name} o" if (index, load) in overloaded else name)
     load_ticks = ["rec." if load is None else f"{load:g}" for load in loads]
     names = gpus if loads_down else load_ticks
     is_tight = max(map(len, names)) * 0.09 > room / across
@@ -126,7 +138,8 @@ def _name_winner(winner: Winner, looks: Looks, room: float | None) -> str:
         best = looks[winner.policies[0]]
         return best.label if room is None else best.key
     if winner.is_open:
-        return "not proved" if room is None or room > OPEN_INCHES else "?"
+        best = looks[winner.policies[0]]
+        return f"{best.label if room is None else best.key}?"
     if room is None:
         return "tie"
     keys = "".join(sorted(looks[policy].key for policy in winner.policies))
@@ -159,5 +172,6 @@ def _draw_cell(axes: Axes, at: tuple[int, int], winner: Winner, looks: Looks, na
             linestyle=dashes,
         )
     )  # fmt: skip
-    ratio = "" if winner.against.other in winner.policies else f"\n{format_ratio(winner.speed_up)}"
+    is_shown = winner.is_open or winner.against.other not in winner.policies
+    ratio = f"\n{format_ratio(winner.speed_up)}" if is_shown else ""
     axes.text(x, y, name + ratio, ha="center", va="center", fontsize=8.5, linespacing=1.25)

@@ -45,6 +45,12 @@ def describe_setting(group: Group) -> str:
 
 
 def describe_place(group: Group, load: Load) -> str:
-    """A GPU, if it is known, and a load: where one comparison stands."""
-    gpu = group.setting.gpu
-    return format_load(load) if gpu == NO_GPU else f"{shorten(gpu)}, {format_load(load)}"
+    """A GPU, if it is known, and a load: where one comparison stands, and what to know of its numbers."""
+    gpu = () if group.setting.gpu == NO_GPU else (shorten(group.setting.gpu),)
+    return ", ".join((*gpu, format_load(load), *group.get_doubts(load)))
+
+
+def describe_load(group: Group, load: Load) -> str:
+    """A load, and what to know of the numbers at it."""
+    doubts = group.get_doubts(load)
+    return format_load(load) + (f" ({', '.join(doubts)})" if doubts else "")
