@@ -16,7 +16,6 @@ from tenuto.client.ab.options import THRESHOLD_PERCENT
 from tenuto.records.metrics import get_percentile
 from tenuto.report.html.records import Run
 
-
 MIN_TIME_S = 1e-9
 """Shorter times are none: no job takes them, and their ratios have no meaning."""
 
