@@ -41,8 +41,7 @@ from tenuto.client.servers.local_server import run_server
 from tenuto.core.errors import TenutoError
 from tenuto.core.steps import read_step_tokens
 from tenuto.sim.cost import fit_step_cost, read_observations
-from tenuto.sim.cost.fit import format_fit
-from tenuto.sim.cost.quality import get_errors
+from tenuto.sim.cost.fitted import format_fit, get_errors
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions

@@ -21,7 +21,7 @@ from typing import Any
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 
 NUM_UNCOUNTED = 3
@@ -73,7 +73,7 @@ def run(num_prefixes: int, arm: str, args: argparse.Namespace) -> dict[str, Any]
     )
     machine = build(setup)
     workload = make_workload(num_prefixes, args.tokens, NUM_UNCOUNTED + args.rounds, args.seed)
-    records = Simulation(machine.make_scheduler(), machine.step_cost, workload, users=1).run()
+    records = Simulation.of_one(machine.make_scheduler(), machine.step_cost, Clients(workload, users=1)).run()
     records = sorted(records, key=lambda each: each.job)
     second, records = records[num_prefixes : 2 * num_prefixes], records[num_prefixes * NUM_UNCOUNTED :]
     num_output = sum(each.output_tokens or 0 for each in records)

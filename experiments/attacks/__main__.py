@@ -21,7 +21,7 @@ from experiments.attacks.table import Outcome, make_outcome, show
 from tenuto.core.limits import Limits
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 
 UNBOUNDED = Limits(max_wait_over_stock=None, max_parallel_turns=8)
 
@@ -51,7 +51,9 @@ def measure(
         machine = replace(machine, limits=limits)
     scheduler = machine.make_scheduler(strict=True)
     workload = make_workload(attack, scene)
-    turns = Simulation(scheduler, machine.step_cost, workload, say_hints=make_say(attack)).run()
+    turns = Simulation.of_one(
+        scheduler, machine.step_cost, Clients(workload, say_hints=make_say(attack))
+    ).run()
     waits_s = (turn.queue_s or 0.0 for turn in turns if is_probe(turn.job))
     return make_outcome(name, policy, turns, waits_s, lambda turn: turn.start_s)
 

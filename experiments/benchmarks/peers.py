@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tenuto.sim.machine import build
+from tenuto.sim.run import truncate_to_fit
 from tenuto.sim.setup import Setup
-from tenuto.sim.truncate import truncate_to_fit
 from tenuto.workload import load_workload
 from tenuto.workload.convert.write import FORMATS, write_trace
 

@@ -16,7 +16,7 @@ from tenuto.proxy.usage import UsageFilter, ask_for_usage
 from tenuto.report.top.state import make_state
 from tenuto.report.top.window import Window
 from tenuto.sim.server.ask import Served, read_ask
-from tenuto.sim.server.tokenizer import PieceTokenizer
+from tenuto.sim.server.tokens import PieceTokenizer
 
 ERRORS = (UnreadableAnswer, UnreadableRequest)
 _CONTENT_TYPES = ("text/event-stream", "application/json")

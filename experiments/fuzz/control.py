@@ -17,11 +17,10 @@ from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.requests.hints import Hints
 from tenuto.sim.machine import build
+from tenuto.sim.server.app import make_parts
 from tenuto.sim.server.control import LiveEngine, LiveSettings
-from tenuto.sim.server.engine import ServedRequest
+from tenuto.sim.server.engine import Pacer, ServedRequest
 from tenuto.sim.server.options import ServerOptions
-from tenuto.sim.server.pace import Pacer
-from tenuto.sim.server.serve import make_parts
 from tenuto.sim.setup import Setup
 from tenuto.vllm import control_http
 from tenuto.vllm.control_http import ControlAddresses, make_control

@@ -30,7 +30,7 @@ from tenuto.core.steps import StepTokens
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.machine import Machine, build
 from tenuto.sim.setup import Setup
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.vllm import compat
 from tenuto.workload import LoadOptions, Workload, make_workload, write_tenuto_jsonl
 from tenuto.workload.hints import say_last, say_tool
@@ -104,7 +104,7 @@ def make_simulation(
 ) -> Simulation:
     """The simulator of it; its `run()` gives the records of the turns. `log` hears of every decision."""
     machine = build_machine(sizes)
-    return Simulation(machine.make_scheduler(log), cost, workload, say_hints=say_last)
+    return Simulation.of_one(machine.make_scheduler(log), cost, Clients(workload, say_hints=say_last))
 
 
 def build_machine(sizes: Sizes) -> Machine:

@@ -10,7 +10,7 @@ from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 
@@ -78,7 +78,7 @@ def make_simulation(
     if host_blocks:
         tiers = OffloadTiers([Tier("host", host_blocks, 1, Link(bytes_per_s=1e6))])
     scheduler = Scheduler(config, load_policy(policy, options), tiers=tiers)
-    return Simulation(scheduler, cost or OneSecondSteps(), Workload("w", tuple(jobs)))  # type: ignore[arg-type]
+    return Simulation.of_one(scheduler, cost or OneSecondSteps(), Clients(Workload("w", tuple(jobs))))  # type: ignore[arg-type]
 
 
 def simulate(policy: str, jobs: Iterable[Job], **engine) -> list[TurnRecord]:

@@ -29,7 +29,7 @@ from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload.schema import Workload
 from tests.policies.simulated import make_job
@@ -209,7 +209,7 @@ def make_simulation(policy: str, *, host_chunks: int) -> Simulation:
     tier = Tier("host", max(1, host_chunks), 1, Link(bytes_per_s=1e4))
     tiers = OffloadTiers([tier]) if host_chunks else None
     scheduler = Scheduler(config, load_policy(policy), tiers=tiers)
-    return Simulation(scheduler, SlowSteps(), Workload("w", tuple(jobs)))
+    return Simulation.of_one(scheduler, SlowSteps(), Clients(Workload("w", tuple(jobs))))
 
 
 def test_swapped_caches_come_back_from_the_host() -> None:

@@ -27,7 +27,7 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.machine import build
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import Job as JobSpec
 from tenuto.workload.hints import say_nothing
 from tenuto.workload.load_options import LoadOptions, make_workload
@@ -297,7 +297,9 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones() -> None:
     jobs = [make_job(f"s{n}", 0.25 * n, 2, 3000) for n in range(1200)]
     jobs.append(make_job("long", 20.0, 6, 6000))
     machine = build(SMALL)
-    turns = Simulation(machine.make_scheduler(), machine.step_cost, Workload("w", tuple(jobs))).run()
+    turns = Simulation.of_one(
+        machine.make_scheduler(), machine.step_cost, Clients(Workload("w", tuple(jobs)))
+    ).run()
     ended_s = max(turn.last_token_s for turn in turns)
     long_s = max(turn.last_token_s for turn in turns if turn.job == "long")
     assert ended_s > 300
@@ -312,7 +314,9 @@ def test_clients_that_say_nothing_and_are_not_recognised_fare_as_with_stock() ->
     for name in ("stock", "tenuto"):
         machine = build(dataclasses.replace(SMALL, policy=name))
         scheduler = Scheduler(machine.config, machine.policy, Limits(infer_jobs=False))
-        turns = Simulation(scheduler, machine.step_cost, make_workload(load), say_hints=say_nothing).run()
+        turns = Simulation.of_one(
+            scheduler, machine.step_cost, Clients(make_workload(load), say_hints=say_nothing)
+        ).run()
         means[name] = sum(turn.latency_s for turn in turns) / len(turns)
     assert means["tenuto"] <= 1.05 * means["stock"]
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import pytest
 
 from tenuto import Keep, Needs, Policy, PolicyError, check_policy, cli
+from tenuto.api import TRIALS
 from tenuto.core.policy import ANSWERS, TOLD_HOOKS
 from tenuto.core.policy_loader import load_policy
 from tenuto.sim.run import Extras, run
-from tenuto.sim.trial import TRIALS
 
 
 def test_the_trials_are_short_of_memory() -> None:

@@ -11,7 +11,7 @@ from tenuto.records.gaps import Gaps
 from tenuto.records.schema import Stats
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import LoadOptions, make_workload
 
 
@@ -41,8 +41,8 @@ def test_the_gaps_of_a_simulation_fill_the_time_between_first_and_last_tokens(is
     for fast_forwards in (True, False):
         machine = build(setup)
         workload = make_workload(LoadOptions(workload="bfcl", jps=8.0, window_s=2.0, scale_lengths=0.2))
-        simulation = Simulation(machine.make_scheduler(), machine.step_cost, workload)
-        simulation.fast_forwards = fast_forwards
+        simulation = Simulation.of_one(machine.make_scheduler(), machine.step_cost, Clients(workload))
+        simulation.engines[0].fast_forwards = fast_forwards
         turns = simulation.run()
         stats = simulation.gaps.summarise()
         assert stats is not None

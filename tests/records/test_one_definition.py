@@ -9,7 +9,7 @@ import pytest
 from tenuto.core.reuse import count_reusable_tokens
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import reuse
 from tenuto.workload.load_options import LoadOptions, make_workload
 
@@ -21,7 +21,7 @@ def run() -> tuple[dict[str, int], dict[str, int]]:
     """What the driver counted, and what the records say."""
     machine = build(SETUP)
     scheduler = machine.make_scheduler()
-    turns = Simulation(scheduler, machine.step_cost, make_workload(LOAD)).run()
+    turns = Simulation.of_one(scheduler, machine.step_cost, Clients(make_workload(LOAD))).run()
     names = ("hit", "reusable", "recomputed")
     stats = scheduler.driver.stats
     return {name: getattr(stats, f"num_{name}_tokens") for name in names}, {

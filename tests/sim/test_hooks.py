@@ -15,7 +15,7 @@ from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.request import Request
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
@@ -128,7 +128,7 @@ def test_with_displacement_every_turn_is_served(depth: int, num_blocks: int) -> 
         max_steps_in_flight=depth,
     )
     jobs = Workload("w", tuple(map(make_job, range(12))))
-    simulation = Simulation(Scheduler(config, ByJobsEnd()), LinearSteps(), jobs)
+    simulation = Simulation.of_one(Scheduler(config, ByJobsEnd()), LinearSteps(), Clients(jobs))
     records = simulation.run()
     assert len(records) == 48
     assert sum(record.preemptions for record in records) > 0
@@ -155,7 +155,14 @@ def test_a_step_that_only_preempts_is_followed_by_another() -> None:
     )
     tiers = OffloadTiers([Tier("host", 400, 1, Link(1e6))])
     scheduler = Scheduler(config, Policy(), tiers=tiers)
-    assert len(Simulation(scheduler, Steps(), Workload("w", tuple(map(make_job, range(6))))).run()) == 24
+    assert (
+        len(
+            Simulation.of_one(
+                scheduler, Steps(), Clients(Workload("w", tuple(map(make_job, range(6)))))
+            ).run()
+        )
+        == 24
+    )
 
 
 # Ticks and keys.
@@ -234,8 +241,10 @@ def simulate(policy: Policy, jobs: Any, *, depth: int, num_blocks: int = 2000, s
         max_num_seqs=256,
         max_steps_in_flight=depth,
     )
-    simulation = Simulation(Scheduler(config, policy), LinearSteps(), Workload("w", tuple(jobs)))
-    simulation.fast_forwards = skips
+    simulation = Simulation.of_one(
+        Scheduler(config, policy), LinearSteps(), Clients(Workload("w", tuple(jobs)))
+    )
+    simulation.engines[0].fast_forwards = skips
     return simulation.run(), simulation
 
 
@@ -245,7 +254,7 @@ def test_each_step_is_told_with_its_time_and_its_tokens(depth: int) -> None:
     first = (Span("task", 40),)
     jobs = (Job("j", 10.0, (TurnSpec(first, Span("answer", 4)),)),)
     config = EngineConfig(kv=KvConfig(num_blocks=100), max_steps_in_flight=depth)
-    Simulation(Scheduler(config, policy), OneSecondSteps(), Workload("w", jobs)).run()  # type: ignore[arg-type]
+    Simulation.of_one(Scheduler(config, policy), OneSecondSteps(), Clients(Workload("w", jobs))).run()  # type: ignore[arg-type]
     # 40 prompt tokens, then three decode steps. The first did not wait for a step before it: it was scheduled
     # at 10 s; with two in flight, the second is scheduled then too but begins when the first ends.
     assert policy.steps == [
@@ -266,7 +275,7 @@ def test_skipping_quiet_stretches_tells_the_same(depth: int, num_blocks: int) ->
     assert again == records
     assert skipped.steps == stepped.steps
     assert skipped.ticks == stepped.ticks
-    assert len(skipped.steps) == simulation.num_steps
+    assert len(skipped.steps) == simulation.engines[0].num_steps
     # No time is lost or counted twice between the steps of a busy stretch.
     assert all(
         after.now_s - after.duration_s >= before.now_s - 1e-9
@@ -279,7 +288,7 @@ def test_a_policy_that_does_not_listen_is_told_nothing(monkeypatch: pytest.Monke
     config = EngineConfig(kv=KvConfig(num_blocks=2000))
     scheduler = Scheduler(config, Policy())
     monkeypatch.setattr(scheduler.driver, "step", lambda view: pytest.fail("told of a step"))
-    Simulation(scheduler, LinearSteps(), jobs).run()
+    Simulation.of_one(scheduler, LinearSteps(), Clients(jobs)).run()
 
 
 @dataclass

@@ -15,7 +15,7 @@ from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.result import RunInfo, make_record
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import load_workload
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
@@ -49,8 +49,8 @@ def simulate(
         order=wanted.order,
         step_tokens=wanted.step_tokens,
     )
-    simulation = Simulation(Scheduler(config, made), cost, Workload("w", jobs))  # type: ignore[arg-type]
-    simulation.fast_forwards = skips
+    simulation = Simulation.of_one(Scheduler(config, made), cost, Clients(Workload("w", jobs)))  # type: ignore[arg-type]
+    simulation.engines[0].fast_forwards = skips
     return simulation.run()
 
 
@@ -103,7 +103,7 @@ def test_users_have_one_job_each_and_begin_the_next_when_it_ends(num_users: int)
     workload = make_workload(LoadOptions(users=num_users, max_jobs=9, scale_lengths=0.2))
     config = EngineConfig(kv=KvConfig(num_blocks=2000))
     scheduler = Scheduler(config, load_policy("stock"))
-    records = Simulation(scheduler, LinearSteps(), workload, users=num_users).run()
+    records = Simulation.of_one(scheduler, LinearSteps(), Clients(workload, users=num_users)).run()
     assert len(records) == 9 * 8
     starts = sorted(record.due_s for record in records if record.turn == 1)
     ends = sorted(record.last_token_s for record in records if record.turn == 8)

@@ -12,8 +12,7 @@ import pytest
 from tenuto.cli import main
 from tenuto.core.errors import ConfigError
 from tenuto.sim.hardware.gpus import GIB
-from tenuto.sim.memory import measure_memory
-from tenuto.sim.memory_text import format_memory
+from tenuto.sim.memory import format_memory, measure_memory
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
 from tenuto.workload import Job, LoadOptions, Span, TurnSpec, Workload

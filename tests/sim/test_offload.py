@@ -36,7 +36,7 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.request import Request, Status
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
@@ -207,7 +207,7 @@ def test_the_time_of_a_load_in_a_run(offload: Any, start_s: float, first_token_s
     b = Job("b", 4.0, (TurnSpec((Span("b", 47),), Span("b-out", 1)),))
     again = Job("again", 10.0, (TurnSpec((Span("a", 32), Span("more", 8)), Span("again-out", 1)),))
     scheduler = make_engine(offload)
-    records = Simulation(scheduler, OneSecondSteps(), Workload("w", (a, b, again))).run()  # type: ignore[arg-type]
+    records = Simulation.of_one(scheduler, OneSecondSteps(), Clients(Workload("w", (a, b, again)))).run()  # type: ignore[arg-type]
     assert (records[2].hit_tokens, records[2].start_s) == (32, start_s)
     assert records[2].first_token_s == first_token_s
     assert records[2].prompt_tokens - records[2].hit_tokens == 8
@@ -631,8 +631,8 @@ def simulate(
     )
     tiers = make_tiers(host_chunks, 100.0)
     jobs = load_workload("ab8", jps=1.5, window_s=8, seed=3)
-    simulation = Simulation(Scheduler(config, policy, tiers=tiers), LinearSteps(), jobs)
-    simulation.fast_forwards = skips
+    simulation = Simulation.of_one(Scheduler(config, policy, tiers=tiers), LinearSteps(), Clients(jobs))
+    simulation.engines[0].fast_forwards = skips
     return simulation.run(), simulation
 
 

@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tenuto.sim.kv.pool import ExtentPool
-from tenuto.sim.kv.rows import Row
-from tenuto.sim.kv.segments import Path
+from tenuto.sim.kv.segments import Path, Row
 from tests.support.blocks import Block, BlockPool
 from tests.support.prefix import get_hit_blocks
 from tests.support.sim_checks import check_pool

@@ -1,8 +1,7 @@
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.cost import HostedStepCost, HostOverhead, StepBatch, default_backend, load_step_cost
-from tenuto.sim.cost import aiconfigurator as aiconfigurator_backend
+from tenuto.sim.cost import HostedStepCost, HostOverhead, StepBatch, default_backend, load_step_cost, tables
 from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.hardware.models import load_model
 
@@ -89,6 +88,6 @@ def test_tables_are_the_default_only_where_they_exist(monkeypatch: pytest.Monkey
 
 
 def test_a_missing_or_other_package_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aiconfigurator_backend, "installed_version", lambda: None)
+    monkeypatch.setattr(tables, "installed_version", lambda: None)
     with pytest.raises(ConfigError, match=r"need aiconfigurator-core==0\.12\.0, not None"):
-        aiconfigurator_backend.AiconfiguratorTables(GPUS["H200"], load_model("llama-3.1-8b"), 1)
+        tables.AiconfiguratorTables(GPUS["H200"], load_model("llama-3.1-8b"), 1)

@@ -16,7 +16,7 @@ from tenuto.sim.cost import (
     fit_step_cost,
     read_observations,
 )
-from tenuto.sim.cost.least_squares import fit_line
+from tenuto.sim.cost.fitted import fit_line
 
 PREFILLS = [StepBatch.of(prefills=[(n, c)]) for n in (256, 1024, 2048) for c in (0, 4096, 8192)]
 DECODES = [StepBatch.of(decodes=[c] * num) for num in (1, 8, 64) for c in (512, 4096)]

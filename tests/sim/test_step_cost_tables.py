@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.cost import RooflineStepCost, StepBatch, load_table_step_cost
-from tenuto.sim.cost.aiconfigurator import AICONFIGURATOR_VERSION, installed_version
-from tenuto.sim.cost.tables import LENGTHS, TableStepCost
+from tenuto.sim.cost.tables import AICONFIGURATOR_VERSION, LENGTHS, TableStepCost, installed_version
 from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.hardware.models import bundled_models, load_model
 from tenuto.sim.machine import build

@@ -14,11 +14,9 @@ import httpx
 from aiohttp import web
 
 from tenuto.sim.machine import build
-from tenuto.sim.server.app import make_app
-from tenuto.sim.server.engine import Engine
+from tenuto.sim.server.app import make_app, make_parts
+from tenuto.sim.server.engine import Pacer, ServedEngine
 from tenuto.sim.server.options import ServerOptions
-from tenuto.sim.server.pace import Pacer
-from tenuto.sim.server.serve import make_parts
 from tenuto.sim.setup import Setup
 from tests.support.sim_checks import check_integrity
 
@@ -36,7 +34,7 @@ class Live:
     loop: asyncio.AbstractEventLoop
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> ServedEngine:
         return self.pacer.engine
 
     def call(self, function: Callable[[], T]) -> T:

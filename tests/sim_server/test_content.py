@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.sim.kv.segments import Path, Segment, Span
-from tenuto.sim.server.content import ContentTree, Text, make_token_ids
+from tenuto.sim.server.tokens import ContentTree, Text, make_token_ids
 
 BLOCK = 4
 

@@ -21,8 +21,9 @@ from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.segments import Segment
-from tenuto.sim.server.content import ContentTree, Text, TokenIds, make_token_ids
-from tenuto.sim.server.engine import Engine, ServedRequest, ServedTurn
+from tenuto.sim.server.engine import ServedEngine, ServedRequest, ServedTurn
+from tenuto.sim.server.tokens import ContentTree, Text, TokenIds, make_token_ids
+from tenuto.sim.simulation import Clients as SimClients
 from tenuto.sim.simulation import Simulation
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Workload
@@ -53,7 +54,7 @@ def make_text(name: object, num_tokens: int) -> TokenIds:
 class Clients:
     """Send the turns of jobs as token ids, answers quoted; records are what `Simulation` makes of them."""
 
-    def __init__(self, engine: Engine, jobs: Sequence[Job]) -> None:
+    def __init__(self, engine: ServedEngine, jobs: Sequence[Job]) -> None:
         self.records: list[tuple[Any, ...]] = []
         self._engine = engine
         self._content = ContentTree()
@@ -109,7 +110,7 @@ class Clients:
 def simulate(scheduler: Scheduler, jobs: Sequence[Job]) -> list[tuple[Any, ...]]:
     return [
         (r.job, r.turn - 1, r.due_s, r.start_s, r.first_token_s, r.last_token_s, r.hit_tokens)
-        for r in Simulation(scheduler, LinearSteps(), Workload("w", tuple(jobs))).run()
+        for r in Simulation.of_one(scheduler, LinearSteps(), SimClients(Workload("w", tuple(jobs)))).run()
     ]
 
 
@@ -119,7 +120,7 @@ def simulate(scheduler: Scheduler, jobs: Sequence[Job]) -> list[tuple[Any, ...]]
 def test_it_does_what_the_simulation_does(policy: str, num_blocks: int, depth: int) -> None:
     jobs = load_workload("ab8", jps=1, window_s=6).jobs
     scheduler = make_scheduler(policy, num_blocks, depth)
-    records = Clients(Engine(scheduler, LinearSteps()), jobs).run()
+    records = Clients(ServedEngine(scheduler, LinearSteps()), jobs).run()
     assert records == simulate(make_scheduler(policy, num_blocks, depth), jobs)
     check_integrity(scheduler, idle=True)
 
@@ -130,7 +131,7 @@ def test_being_late_changes_nothing(depth: int) -> None:
     jobs = [
         Job(job.job_id, job.arrival_s, job.turns[7:]) for job in load_workload("ab8", jps=3, window_s=6).jobs
     ]
-    clients = Clients(engine := Engine(make_scheduler("stock", 4000, depth), LinearSteps()), jobs)
+    clients = Clients(engine := ServedEngine(make_scheduler("stock", 4000, depth), LinearSteps()), jobs)
     for job in jobs:
         clients.send(job, 0, job.arrival_s)
     clients._sends.clear()
@@ -139,7 +140,7 @@ def test_being_late_changes_nothing(depth: int) -> None:
 
 
 def test_an_idle_engine_waits_for_nothing_but_leases() -> None:
-    engine = Engine(make_scheduler("continuum-fixed", 4000), LinearSteps(), now_s=100.0)
+    engine = ServedEngine(make_scheduler("continuum-fixed", 4000), LinearSteps(), now_s=100.0)
     assert engine.advance(200.0) is None
     job = load_workload("ab8", jps=1, window_s=6).jobs[0]
     clients = Clients(engine, [])
@@ -163,7 +164,7 @@ def test_an_idle_engine_waits_for_nothing_but_leases() -> None:
 def test_aborts_leak_nothing(policy: str, seed: int) -> None:
     chance = random.Random(seed)
     scheduler = make_scheduler(policy, 120, depth=1 + seed % 2)
-    engine, content = Engine(scheduler, LinearSteps()), ContentTree()
+    engine, content = ServedEngine(scheduler, LinearSteps()), ContentTree()
     live: list[ServedTurn] = []
     now_s = 0.0
     for number in range(400):
@@ -198,7 +199,7 @@ def test_aborts_leak_nothing(policy: str, seed: int) -> None:
 
 
 def test_a_turn_that_can_never_run_is_told_so() -> None:
-    engine = Engine(make_scheduler("stock", 10), LinearSteps())
+    engine = ServedEngine(make_scheduler("stock", 10), LinearSteps())
     content = ContentTree()
     heard: list[str] = []
     prompt_ids = make_text("long", 400)
@@ -223,7 +224,7 @@ def count_known() -> int:
 def test_what_is_evicted_is_forgotten(policy: str) -> None:
     """The content that is known is what the cache holds, however many requests have been."""
     before = count_known()
-    engine, content = Engine(make_scheduler(policy, 640), LinearSteps()), ContentTree()
+    engine, content = ServedEngine(make_scheduler(policy, 640), LinearSteps()), ContentTree()
     known = []
     for number in range(400):
         prompt_ids = make_text("system", 100) + make_text(number, 900)

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.sim.server.answer import make_value
-from tenuto.sim.server.ask import Served, read_ask
-from tenuto.sim.server.errors import RequestError
-from tenuto.sim.server.tokenizer import PieceTokenizer
+from tenuto.sim.server.ask import Served, make_value, read_ask
+from tenuto.sim.server.body import RequestError
+from tenuto.sim.server.tokens import PieceTokenizer
 from tests.sim_server.live import Live, serve
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"

@@ -30,7 +30,7 @@ from tenuto.records.writer import METRICS, TURNS, RunFiles
 from tenuto.sim.machine import build
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.setup import Setup
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Job, Workload
 from tests.sim_server.live import Live, serve
@@ -146,7 +146,9 @@ def test_clients_see_the_times_of_the_simulation(tmp_path: Path) -> None:
     load = LoadOptions(workload="ab8", jps=0.5, window_s=6, seed=3, hints="tool")
     jobs = [stretch(job, speed) for job in make_workload(load).jobs]
     machine = build(Setup(policy="stock", **setup))
-    simulated = Simulation(machine.make_scheduler(), machine.step_cost, Workload("w", tuple(jobs))).run()
+    simulated = Simulation.of_one(
+        machine.make_scheduler(), machine.step_cost, Clients(Workload("w", tuple(jobs)))
+    ).run()
     durations_s = list(get_job_times_s(simulated).values())
     latencies_s = [turn.latency_s for turn in simulated]
     with serve("stock", speed=speed, **setup) as live:

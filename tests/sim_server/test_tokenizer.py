@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.server.errors import RequestError
-from tenuto.sim.server.template import render_chat
-from tenuto.sim.server.tokenizer import HfTokenizer, PieceTokenizer, Tokenizer
+from tenuto.sim.server.body import RequestError, render_chat
+from tenuto.sim.server.tokens import HfTokenizer, PieceTokenizer, Tokenizer
 from tests.sim_server.live import serve
 
 PIECES = PieceTokenizer(128_256)

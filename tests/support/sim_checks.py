@@ -9,8 +9,7 @@ from typing import Any
 from tenuto.core.errors import IntegrityError
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.pool import ExtentPool
-from tenuto.sim.kv.rows import Row
-from tenuto.sim.kv.segments import Extent
+from tenuto.sim.kv.segments import Extent, Row
 
 
 def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:

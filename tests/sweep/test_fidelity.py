@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.sim.cost.aiconfigurator import AICONFIGURATOR_VERSION, installed_version
+from tenuto.sim.cost.tables import AICONFIGURATOR_VERSION, installed_version
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions

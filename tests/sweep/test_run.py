@@ -14,10 +14,8 @@ from tenuto.core.errors import ConfigError
 from tenuto.records.schema import RunRecord
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.kv_cache import KvCache
-from tenuto.sim.occupancy import Occupancy, write_run
-from tenuto.sim.run import run
+from tenuto.sim.run import Occupancy, run, truncate_to_fit, write_run
 from tenuto.sim.setup import Setup
-from tenuto.sim.truncate import truncate_to_fit
 from tenuto.workload import Job, Workload
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import After, Span, TurnSpec

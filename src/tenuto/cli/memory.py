@@ -54,8 +54,7 @@ class MemoryOptions(Options):
 def run(given: Given) -> int:
     """Compute, and print."""
     from tenuto.records.csv_file import write_csv
-    from tenuto.sim.memory import measure_memory
-    from tenuto.sim.memory_text import format_memory
+    from tenuto.sim.memory import format_memory, measure_memory
 
     options = given.read(MemoryOptions)
     memory = measure_memory(given.read(Setup), options.context)

@@ -45,7 +45,7 @@ link; no server tells them over HTTP.
 
 def run(given: Given) -> int:
     """Time a server's steps, fit them, or both."""
-    from tenuto.sim.cost.fit import run_fit
+    from tenuto.sim.cost.fitted import run_fit
 
     fit = given.read(FitOptions)
     paths = list(fit.observations)

@@ -54,7 +54,7 @@ def run(given: Given) -> int:
     policy = given.read(PolicyOptions)
     options = given.read(ServerOptions, policy=policy.policy)
     with needing("sim"):
-        from tenuto.sim.server.serve import run_server
+        from tenuto.sim.server.app import run_server
     return run_server(build(policy.read_setup(given)), options)
 
 

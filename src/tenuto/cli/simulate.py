@@ -66,8 +66,7 @@ def run(given: Given) -> int:
     from tenuto.records.csv_file import write_csv
     from tenuto.records.text import format_beside, format_run
     from tenuto.records.trace import TraceOptions, TraceWriter
-    from tenuto.sim.occupancy import Occupancy, write_run
-    from tenuto.sim.run import Extras
+    from tenuto.sim.run import Extras, Occupancy, write_run
 
     options = given.read(SimulateOptions)
     setup = given.read(PolicyOptions).read_setup(given)

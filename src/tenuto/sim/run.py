@@ -1,4 +1,4 @@
-"""Runs one simulation: a setup and a load go in, the record of the results comes out."""
+"""Runs one simulation: a setup and a load go in; out come its record and, if asked for, samples over time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import copy
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
@@ -15,24 +16,24 @@ from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.version import __version__
 from tenuto.records.config import get_config
 from tenuto.records.goodput import parse_limits
-from tenuto.records.schema import TurnRecord
+from tenuto.records.schema import Sample, TurnRecord
 from tenuto.records.trace import TraceWriter
-from tenuto.sim.cost.aiconfigurator import installed_version
+from tenuto.records.writer import RunFiles
+from tenuto.sim.cost import StepBatch, StepCost
+from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.fleet.build import build_servers, make_fleet
-from tenuto.sim.fleet.simulation import Clients, FleetSimulation
-from tenuto.sim.fleet.summary import name_gpus, summarise
-from tenuto.sim.isolated_time import get_isolated_time_s
+from tenuto.sim.fleet.build import add_fleet, build_servers, name_gpus
+from tenuto.sim.fleet.front import FleetFront
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import Machine, build
 from tenuto.sim.result import RunInfo, make_record
 from tenuto.sim.setup import Setup
-from tenuto.sim.simulation import Simulation, Watch
+from tenuto.sim.simulation import Clients, Simulation, Watch
 from tenuto.sim.step_trace import StepTracer
-from tenuto.sim.truncate import truncate_to_fit
-from tenuto.workload import Job, Workload
+from tenuto.workload import Workload
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.schema import Job, Span, count_shared_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ def run(
         itl_s=simulation.gaps.summarise(),
         goodput_limits_ms=parse_limits(load.goodput),
         notes=tuple(machine.notes),
-        fleet=summarise(simulation) if isinstance(simulation, FleetSimulation) else None,
+        fleet=prepared.fleet.summarise() if prepared.fleet is not None else None,
     )
     parents = {job.job_id: job.parent for job in workload.jobs}
     record = make_record(turns, info, parents, _get_isolated_s(workload.jobs, machine))
@@ -124,12 +125,14 @@ def run(
 class Prepared:
     """A simulation that can be run, and what it was made from."""
 
-    simulation: Simulation | FleetSimulation
+    simulation: Simulation
     workload: Workload
     """Without the turns that are too long for the machine."""
     num_cut: int
     """How many turns are too long."""
     machine: Machine
+    """The first one."""
+    fleet: FleetFront | None = None
 
 
 def prepare(
@@ -140,57 +143,47 @@ def prepare(
     watch: Watch | None = None,
     log: DecisionLog | None = None,
 ) -> Prepared:
-    """Build the machine and the workload of a run. Raises as `run`."""
+    """Build the machines and the workload of a run. Raises as `run`."""
+    if setup.fleet is not None and (log is not None or extras.trace is not None):
+        raise ConfigError("a trace is of one engine: leave --trace or --servers out")
+    given = make_workload(load) if extras.workload is None else extras.workload
     if setup.fleet is not None:
-        return _prepare_fleet(setup, load, extras, watch, log)
+        return _prepare_fleet(setup, load, given, extras, watch)
     machine = build(setup, copy.deepcopy(extras.policy))
     scheduler = machine.make_scheduler(log, strict=extras.strict)
-    given = make_workload(load) if extras.workload is None else extras.workload
-    workload, num_cut = truncate_to_fit(given, scheduler.kv)
-    if not workload.jobs:
-        raise ConfigError(f"{load.workload}: nothing to run: none of its {num_cut} turns fits this machine")
+    workload, num_cut = _truncate(given, scheduler.kv, "this machine")
     if isinstance(machine.policy, Oracle):
         machine.policy.set_oracle(workload.jobs)
-    simulation = Simulation(
-        scheduler,
-        machine.step_cost,
-        workload,
-        users=load.users,
-        keeps_arrivals=load.keeps_arrivals,
-        say_hints=HINTS[load.hints],
-        watch=watch,
-    )
+    simulation = Simulation.of_one(scheduler, machine.step_cost, _make_clients(workload, load), watch)
     if extras.trace is not None:
-        simulation.on_step = StepTracer(extras.trace, scheduler, simulation.count_in_flight).record
-        simulation.fast_forwards = False
+        (engine,) = simulation.engines
+        engine.on_step = StepTracer(extras.trace, scheduler, engine.count_in_flight).record
+        engine.fast_forwards = False
     return Prepared(simulation, workload, num_cut, machine)
 
 
 def _prepare_fleet(
-    setup: Setup, load: LoadOptions, extras: Extras, watch: Watch | None, log: DecisionLog | None
+    setup: Setup, load: LoadOptions, given: Workload, extras: Extras, watch: Watch | None
 ) -> Prepared:
-    if log is not None or extras.trace is not None:
-        raise ConfigError("a trace is of one engine: leave --trace or --servers out")
     machines = build_servers(setup, extras.policy)
     smallest = min((machine.make_scheduler().kv for machine in machines), key=KvCache.count_most_tokens)
-    given = make_workload(load) if extras.workload is None else extras.workload
-    workload, num_cut = truncate_to_fit(given, smallest)
-    if not workload.jobs:
-        raise ConfigError(f"{load.workload}: nothing to run: none of its {num_cut} turns fits these machines")
-
-    def watch_fleet(now_s: float) -> None:
-        assert watch is not None
-        watch(now_s, simulation.schedulers[0])
-
-    simulation = make_fleet(
-        setup,
-        machines,
-        Clients(workload, load.users, load.keeps_arrivals, HINTS[load.hints]),
-        policy=extras.policy,
-        strict=extras.strict,
-        watch=None if watch is None else watch_fleet,
+    workload, num_cut = _truncate(given, smallest, "these machines")
+    simulation = Simulation(_make_clients(workload, load), watch)
+    fleet = add_fleet(
+        simulation, setup, machines, policy=extras.policy, oracle=workload.jobs, strict=extras.strict
     )
-    return Prepared(simulation, workload, num_cut, machines[0])
+    return Prepared(simulation, workload, num_cut, machines[0], fleet)
+
+
+def _make_clients(workload: Workload, load: LoadOptions) -> Clients:
+    return Clients(workload, load.users, load.keeps_arrivals, HINTS[load.hints])
+
+
+def _truncate(workload: Workload, kv: KvCache, machines: str) -> tuple[Workload, int]:
+    workload, num_cut = truncate_to_fit(workload, kv)
+    if not workload.jobs:
+        raise ConfigError(f"{workload.name}: nothing to run: none of its {num_cut} turns fits {machines}")
+    return workload, num_cut
 
 
 def _name_router(setup: Setup) -> str:
@@ -212,3 +205,106 @@ def _get_isolated_s(jobs: Sequence[Job], machine: Machine) -> dict[str, float]:
         for job in jobs
         if job.parent is None
     }
+
+
+def truncate_to_fit(workload: Workload, kv: KvCache) -> tuple[Workload, int]:
+    """The workload without the turns that are too long, and how many turns were left out.
+
+    A job ends before its first turn that is longer than the model's context or the whole KV cache. Turns of
+    other jobs no longer wait for turns that were left out.
+    """
+    lengths = {job.job_id: _count_fitting(job, kv) for job in workload.jobs}
+    num_cut = sum(len(job.turns) - lengths[job.job_id] for job in workload.jobs)
+    if num_cut == 0:
+        return workload, 0
+    jobs = tuple(_cut(job, lengths) for job in workload.jobs if lengths[job.job_id])
+    return replace(workload, jobs=jobs), num_cut
+
+
+def _count_fitting(job: Job, kv: KvCache) -> int:
+    for index, turn in enumerate(job.turns):
+        num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
+        if num_tokens >= kv.config.max_model_len or kv.count_most_blocks(num_tokens) > kv.pool.num_blocks:
+            return index
+    return len(job.turns)
+
+
+def _cut(job: Job, lengths: dict[str, int]) -> Job:
+    turns = [
+        replace(turn, after=tuple(each for each in turn.after if each.turn < lengths[each.job_id]))
+        for turn in job.turns[: lengths[job.job_id]]
+    ]
+    if len(turns) < len(job.turns):
+        turns[-1] = replace(turns[-1], tool=None, command=None, tool_s=0.0)
+    parent = job.parent if job.parent is None or lengths.get(job.parent) else None
+    return replace(job, turns=tuple(turns), parent=parent)
+
+
+def get_isolated_time_s(job: Job, step_cost: StepCost, max_num_batched_tokens: int) -> float:
+    """Seconds of a job's steps and tool calls when it is alone and each turn's prefix is cached."""
+    total_s = 0.0
+    context: tuple[Span, ...] = ()
+    for turn in job.turns:
+        num_cached = min(count_shared_tokens(context, turn.prompt), turn.num_prompt_tokens - 1)
+        while num_cached < turn.num_prompt_tokens:
+            num_tokens = min(max_num_batched_tokens, turn.num_prompt_tokens - num_cached)
+            total_s += step_cost.seconds(StepBatch.of(prefills=[(num_tokens, num_cached)]))
+            num_cached += num_tokens
+        # The context grows by a token a step, and the cost with it: the middle step is taken for all.
+        middle = turn.num_prompt_tokens + turn.num_output_tokens // 2
+        total_s += (turn.num_output_tokens - 1) * step_cost.seconds(StepBatch.of(decodes=[middle]))
+        total_s += turn.tool_s
+        context = (*turn.prompt, turn.output)
+    return total_s
+
+
+SAMPLES_EVERY = 1 / 500
+"""Smallest gap between samples, as a share of the time since the start. It keeps their number small."""
+
+
+class Occupancy:
+    """Samples of the KV cache over time, in blocks. Can be the `watch` of `tenuto.sim.run.run`."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self._next_s = 0.0
+
+    def __call__(self, now_s: float, scheduler: Scheduler) -> None:
+        """Take a sample if the next one is due."""
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + max(0.05, now_s * SAMPLES_EVERY)
+        pool, leases = scheduler.kv.pool, scheduler.driver.leases
+        num_blanks, cached = pool.get_queue()
+        tiers = (
+            {}
+            if scheduler.offloader is None
+            else {tier.name: tier.num_used_blocks for tier in scheduler.offloader.get_views(now_s)}
+        )
+        self.samples.append(
+            Sample(
+                now_s=now_s,
+                num_blocks=pool.num_blocks,
+                running_blocks=pool.num_blocks - pool.num_free_blocks - pool.num_leased_blocks,
+                leased_blocks=pool.num_leased_blocks,
+                cached_blocks=sum(extent.end - extent.first for extent in cached),
+                free_blocks=num_blanks,
+                host_blocks=tiers.get("host"),
+                disk_blocks=tiers.get("disk"),
+                running_turns=len(scheduler.state.running),
+                waiting_turns=len(scheduler.state.waiting) + scheduler.state.num_loading,
+                leases=len(leases),
+            )
+        )
+
+
+def write_run(folder: Path, outcome: Outcome, occupancy: Occupancy) -> None:
+    """Write result.json, turns.jsonl and occupancy.jsonl. Raises ConfigError if they cannot be written."""
+    with RunFiles(folder, replaces=True) as files:
+        for turn in outcome.turns:
+            files.add_turn(turn)
+        for sample in occupancy.samples:
+            files.add_sample(sample)
+        files.write_result(outcome.record)
+    if files.problem is not None:
+        raise ConfigError(f"--out: cannot write {folder / files.problem}")

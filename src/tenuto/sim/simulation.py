@@ -1,164 +1,321 @@
-"""The event loop of a simulation: clients send turns and the engine runs steps, all in virtual time.
+"""A simulation: clients send turns, engines run steps, all in virtual time.
 
-    send → (engine) → first token → … → last token → [tool] → send of the next turn
+    client ─ send ─► (front: a router) ─► engine ─ steps ─► first token ─► … ─► last token ─► client
+       ▲                                                                                        │
+       └──────────────────────────── tool time, then the job's next turn ◄──────────────────────┘
 
-A `StepCost` gives the duration of each step. With two steps in flight, the second is scheduled while the
-first runs, as in vLLM's batch queue (vllm/v1/engine/core.py:step_with_batch_queue@0.32).
+Without a front there is one engine, and all turns go to it. `tenuto.sim.fleet.front` is one with a router.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from tenuto.core.errors import IntegrityError
-from tenuto.records.schema import TurnRecord
+from tenuto.core.reuse import count_lost_tokens, count_missed_tokens
+from tenuto.core.types import ToolCall
+from tenuto.records.gaps import Gaps
+from tenuto.records.schema import Failure, TurnRecord
 from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.step_loop import LiveTurn, StepLoop, make_request
+from tenuto.sim.engine.step import Step
+from tenuto.sim.event_loop import EventLoop, SteppedEngine
+from tenuto.sim.kv.request import Request, Status
+from tenuto.workload.arrival import get_turn_id
 from tenuto.workload.hints import SayHints, say_last
 from tenuto.workload.reuse import count_reusable
 from tenuto.workload.schema import Workload
 from tenuto.workload.turn_driver import Due, TurnDriver
 
 Watch = Callable[[float, Scheduler], None]
-"""A callback that observes the engine at the given time. It must not change the engine."""
+"""A callback that observes the first engine at the given time. It must not change the engine."""
 
 
-class Simulation(StepLoop):
-    """One engine and its clients. `run` may be called only once."""
+@dataclass(frozen=True)
+class Clients:
+    """What is sent, and how."""
 
-    def __init__(  # noqa: PLR0913 - what clients do, by keyword
-        self,
-        scheduler: Scheduler,
-        step_cost: StepCost,
-        workload: Workload,
-        *,
-        users: int | None = None,
-        keeps_arrivals: bool = False,
-        say_hints: SayHints = say_last,
-        watch: Watch | None = None,
-    ) -> None:
-        """`watch` is called after every step, or after a stretch of quiet steps.
+    workload: Workload
+    users: int | None = None
+    keeps_arrivals: bool = False
+    """Both: see `TurnDriver`."""
+    say_hints: SayHints = say_last
 
-        `users` and `keeps_arrivals`: see `TurnDriver`.
+
+@dataclass(slots=True, eq=False)
+class LiveTurn:
+    """A turn that its client has sent and that is not answered."""
+
+    due: Due
+    num_reusable_tokens: int
+    sent_s: float
+    """When this attempt was sent."""
+    engine: SteppedEngine | None = None
+    """None while no engine has it."""
+    attempt: int = 0
+    """Counts its deliveries: one that was planned for an engine that died meanwhile is not made."""
+    failures: tuple[Failure, ...] = ()
+    """Attempts before this one."""
+    request: Request = field(init=False)
+    start_s: float | None = None
+    first_token_s: float | None = None
+    num_hit_tokens: int = 0
+    last_token_s: float = 0.0
+    num_recomputed_tokens: int = 0
+    num_computed_tokens: int = 0
+    """Tokens that had been computed when the turn was last preempted."""
+
+    @property
+    def turn_id(self) -> str:
+        """What clients and routers call it."""
+        return get_turn_id(self.due)
+
+    def make_request(self, say_hints: SayHints, at_s: float) -> Request:
+        """The request that is sent for it; each attempt has an id of its own."""
+        job, index, _ = self.due
+        turn = job.turns[index]
+        return Request(
+            turn_id=self.turn_id if self.attempt < 2 else f"{self.turn_id}#{self.attempt}",
+            prompt=turn.prompt,
+            output=turn.output,
+            arrival_s=at_s,
+            hints=say_hints(job, index),
+            tool=None if turn.tool is None else ToolCall(turn.tool, turn.command),
+            is_last=turn.tool is None,
+        )
+
+    def fail(self, why: str, now_s: float) -> None:
+        """This attempt will get no answer."""
+        self.failures = (*self.failures, Failure("connection", why, self.sent_s, now_s))
+        self.engine = self.start_s = self.first_token_s = None
+        self.num_hit_tokens = self.num_recomputed_tokens = self.num_computed_tokens = 0
+
+    def make_record(self, now_s: float) -> TurnRecord:
+        """The record of a turn that finished now."""
+        request, (job, index, due_s) = self.request, self.due
+        assert self.start_s is not None and self.first_token_s is not None and self.engine is not None
+        return TurnRecord(
+            job=job.job_id,
+            turn=index + 1,
+            due_s=due_s,
+            sent_s=self.failures[0].sent_s if self.failures else request.arrival_s,
+            start_s=self.start_s,
+            first_token_s=self.first_token_s,
+            last_token_s=now_s,
+            prompt_tokens=request.num_prompt_tokens,
+            output_tokens=request.num_output_tokens,
+            hit_tokens=self.num_hit_tokens,
+            reusable_tokens=self.num_reusable_tokens,
+            recomputed_tokens=self.num_recomputed_tokens,
+            preemptions=request.num_preemptions,
+            tool=job.turns[index].tool,
+            tool_s=job.turns[index].tool_s,
+            engine=self.engine.name,
+            failures=self.failures,
+        )
+
+
+class Front(Protocol):
+    """What stands between the clients and several engines."""
+
+    def start(self) -> None:
+        """The run begins: add the engines."""
+
+    def arrive(self, turn: LiveTurn) -> None:
+        """A client sent a turn: deliver it, now or later."""
+
+    def first_token(self, turn: LiveTurn) -> None:
+        """A turn's first token came."""
+
+    def finish(self, turn: LiveTurn) -> None:
+        """A turn is done."""
+
+    def settle(self) -> None:
+        """An event is over: do what it has brought about."""
+
+    def end(self) -> None:
+        """Nothing is to come any more. Raises ConfigError if it knows why turns are open."""
+
+
+class Simulation:
+    """Clients and engines. `run` may be called only once."""
+
+    def __init__(self, clients: Clients, watch: Watch | None = None) -> None:
+        """No engines yet. `watch` is called after every step, or after a stretch of quiet steps.
 
         Raises ConfigError if jobs of different users would wait for each other.
         """
-        super().__init__(scheduler, step_cost)
-        self.fast_forwards = True
-        """Whether a stretch of steps without events is advanced in one piece. The result is the same, but
-        faster."""
-        self._say_hints = say_hints
+        self.loop = EventLoop()
+        self.front: Front | None = None
+        self.engines: list[SteppedEngine] = []
+        """All that ever were; one that died too."""
+        self.open: dict[str, LiveTurn] = {}
+        """The turns that were sent and are not answered, by what clients call them."""
+        self.records: list[TurnRecord] = []
+        """The turns that have finished so far, in the order in which they finished."""
+        self.gaps = Gaps()
+        """Seconds between the output tokens of each answer."""
+        self.say_hints = clients.say_hints
         self._watch = watch
-        self._turn_driver = TurnDriver(workload, users, keeps_arrivals=keeps_arrivals)
-        self._sends: list[tuple[float, int, Due]] = []
-        self._num_sends = 0
-        self._records: list[TurnRecord] = []
+        self._is_stopped = False
+        self._turn_driver = TurnDriver(clients.workload, clients.users, keeps_arrivals=clients.keeps_arrivals)
+        self._live: dict[str, LiveTurn] = {}
+        """The turns that engines have, by what engines call them."""
         self._last_finished: dict[str, int] = {}
         """For each job, the index of the turn that finished last."""
-        self._is_stopped = False
-        for due in self._turn_driver.start():
-            self._plan(due)
+        self._num_to_send = 0
+
+    @classmethod
+    def of_one(
+        cls, scheduler: Scheduler, step_cost: StepCost, clients: Clients, watch: Watch | None = None
+    ) -> Simulation:
+        """One engine and its clients."""
+        simulation = cls(clients, watch)
+        simulation.add_engine(SteppedEngine(None, scheduler, step_cost, simulation))
+        return simulation
 
     @property
-    def records(self) -> Sequence[TurnRecord]:
-        """The turns that have finished so far, in the order in which they finished."""
-        return self._records
+    def scheduler(self) -> Scheduler:
+        """The first engine's."""
+        return self.engines[0].scheduler
 
     @property
     def schedulers(self) -> list[Scheduler]:
-        """The one engine's."""
-        return [self.scheduler]
+        """Those of all engines, each once."""
+        return list({id(engine.scheduler): engine.scheduler for engine in self.engines}.values())
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a turn is to be sent or answered."""
+        return bool(self._num_to_send or self.open)
 
     def stop(self) -> None:
-        """Let `run` return before its next step. Turns that have not finished get no record."""
+        """Let `run` return before its next event. Turns that have not finished get no record."""
         self._is_stopped = True
 
     def run(self) -> list[TurnRecord]:
         """Run until every turn has finished. Returns their records in the order in which they finished.
 
-        Raises ConfigError for a turn that can never run, IntegrityError if the engine stalls.
+        Raises ConfigError for a turn that can never run, IntegrityError if a turn is never answered.
         """
-        while True:
-            if self._watch is not None:
-                self._watch(self.now_s, self.scheduler)
+        loop, front, watch = self.loop, self.front, self._watch
+        if front is not None:
+            front.start()
+        for due in self._turn_driver.start():
+            self._plan_send(due)
+        while loop.get_next() is not None:
+            engine = loop.step()
+            if front is not None:
+                front.settle()
+            if watch is not None and engine is not None:
+                watch(engine.now_s, self.scheduler)
             if self._is_stopped:
-                return self._records
-            self._send_until(self.now_s)
-            if self.fast_forwards and self._fast_forward():
-                continue
-            step = self._schedule()
-            if len(self._in_flight) == self.scheduler.config.max_steps_in_flight or (
-                self._in_flight and not step.num_tokens
-            ):
-                self._finish_oldest()
-            elif not step.num_tokens and not step.preempted:
-                # After a preemption, other turns can be scheduled at once, as in vLLM's next step.
-                next_s = self._get_next_event_s()
-                if next_s is None:
-                    break
-                self.now_s = next_s
-        if self._turns:
-            raise IntegrityError(f"the engine stalls at {self.now_s} s over turns {sorted(self._turns)}")
-        return self._records
+                return self.records
+        if front is not None:
+            front.end()
+        if self.open:
+            turns = sorted(self.open)[:5]
+            raise IntegrityError(f"the simulation stalls at {loop.now_s} s over turns {turns}")
+        return self.records
 
-    def count_in_flight(self) -> int:
-        """Steps that were scheduled and have not ended."""
-        return len(self._in_flight)
+    # Engines.
 
-    # Steps.
+    def add_engine(self, engine: SteppedEngine) -> None:
+        """One more is there from now on."""
+        self.engines.append(engine)
+        self.loop.plan(engine)
 
-    def _finish_oldest(self) -> None:
-        step, scheduled_s, end_s = self._in_flight.popleft()
-        self._send_until(end_s, inclusive=False)
-        self._end_step(step, scheduled_s, end_s)
+    def deliver(self, turn: LiveTurn, engine: SteppedEngine) -> None:
+        """An engine gets a turn."""
+        now_s = self.loop.now_s
+        turn.engine, turn.sent_s = engine, now_s
+        turn.request = request = turn.make_request(self.say_hints, now_s)
+        self._live[request.turn_id] = turn
+        engine.add_request(request, now_s)
+        self.loop.plan(engine)
 
-    def _fast_forward(self) -> bool:
-        """Advance to the end of a quiet stretch or to its first event. False if there is no quiet stretch."""
-        num_quiet_steps = self._count_quiet_steps()
-        if not num_quiet_steps:
-            return False
-        event_s = self._get_next_event_s()
-        tick_s = self.scheduler.driver.get_next_tick_s()
-        next_s = tick_s if event_s is None else min(event_s, tick_s)
-        return self._run_stretch(num_quiet_steps, next_s, self._get_quiet_costs()) > 0
+    def drop(self, turn: LiveTurn, why: str) -> None:
+        """The connection between a turn's client and its engine broke. The engine may be gone."""
+        del self._live[turn.request.turn_id]
+        turn.fail(why, self.loop.now_s)
 
     # Turns.
 
-    def _plan(self, due: Due) -> None:
-        self._num_sends += 1
-        heapq.heappush(self._sends, (due.at_s, self._num_sends, due))
-
-    def _get_next_event_s(self) -> float | None:
-        """Return the next event time, apart from step ends: a turn is sent, a lease expires, a copy ends."""
-        times_s = [self._sends[0][0]] if self._sends else []
-        event_s = self.scheduler.get_next_event_s()
-        if event_s is not None:
-            times_s.append(event_s)
-        return min(times_s, default=None)
-
-    def _send_until(self, now_s: float, *, inclusive: bool = True) -> None:
-        while self._sends and (self._sends[0][0] < now_s or (inclusive and self._sends[0][0] == now_s)):
-            self._send(heapq.heappop(self._sends)[2])
+    def _plan_send(self, due: Due) -> None:
+        self._num_to_send += 1
+        self.loop.add(due.at_s, lambda: self._send(due))
 
     def _send(self, due: Due) -> None:
+        self._num_to_send -= 1
         job, index, at_s = due
-        turn = job.turns[index]
-        request = make_request(due, self._say_hints, at_s)
         before = self._last_finished.get(job.job_id)
         num_reusable_tokens = count_reusable(
-            None if before is None else job.turns[before], turn, self.scheduler.config.kv.block_size
+            None if before is None else job.turns[before],
+            job.turns[index],
+            self.scheduler.config.kv.block_size,
         )
-        self._turns[request.turn_id] = LiveTurn(due, request, num_reusable_tokens)
-        self.scheduler.add_request(request, at_s)
+        turn = LiveTurn(due, num_reusable_tokens, at_s)
+        self.open[turn.turn_id] = turn
+        if self.front is None:
+            self.deliver(turn, self.engines[0])
+        else:
+            self.front.arrive(turn)
         for following in self._turn_driver.on_sent(job.job_id, index, at_s):
-            self._plan(following)
+            self._plan_send(following)
 
-    def _finish_turn(self, turn_id: str) -> None:
-        turn = self._turns.pop(turn_id)
-        job, index, _ = turn.due
+    def _finish(self, turn: LiveTurn, engine: SteppedEngine) -> None:
+        (job, index, _), now_s = turn.due, engine.now_s
+        turn.engine = engine  # of engines with one queue, another one may have had it first
+        del self.open[turn.turn_id], self._live[turn.request.turn_id]
         self._last_finished[job.job_id] = index
-        self._records.append(turn.make_record(self.now_s))
-        for following in self._turn_driver.on_finished(job.job_id, index, self.now_s):
-            self._plan(following)
+        self.records.append(turn.make_record(now_s))
+        if self.front is not None:
+            self.front.finish(turn)
+        for following in self._turn_driver.on_finished(job.job_id, index, now_s):
+            self._plan_send(following)
+
+    # What engines tell.
+
+    def on_scheduled(self, engine: SteppedEngine, step: Step) -> None:
+        """Turns start, and are preempted."""
+        for turn_id, num_hit_tokens in step.new.items():
+            turn = self._live[turn_id]
+            turn.start_s, turn.num_hit_tokens = engine.now_s, num_hit_tokens
+            turn.num_recomputed_tokens = count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
+        for turn_id, num_computed_tokens in step.preempted.items():
+            self._live[turn_id].num_computed_tokens = num_computed_tokens
+        for turn_id, num_hit_tokens in step.resumed.items():
+            turn = self._live[turn_id]
+            turn.num_recomputed_tokens += count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
+
+    def on_computed(self, engine: SteppedEngine, outputs: Sequence[tuple[Request, int]]) -> None:
+        """Turns get tokens, and finish."""
+        end_s, live, gap_s, num_gaps = engine.now_s, self._live, 0.0, 0
+        for request, num_new_tokens in outputs:
+            turn = live[request.turn_id]
+            if request.num_tokens - request.num_prompt_tokens == num_new_tokens:
+                turn.first_token_s = end_s
+                if self.front is not None:
+                    self.front.first_token(turn)
+            elif end_s - turn.last_token_s == gap_s:
+                num_gaps += 1
+            else:
+                self.gaps.add(gap_s, num_gaps)
+                gap_s, num_gaps = end_s - turn.last_token_s, 1
+            turn.last_token_s = end_s
+            if request.status is Status.FINISHED:
+                self._finish(turn, engine)
+        self.gaps.add(gap_s, num_gaps)
+
+    def on_quiet_steps(self, engine: SteppedEngine, ends_s: Sequence[float]) -> None:
+        """Every turn that runs got a token at each of these times."""
+        turns = [self._live[request.turn_id] for request in engine.scheduler.state.running]
+        before_s, last_s = ends_s[0], ends_s[-1]
+        for turn in turns:
+            self.gaps.add(before_s - turn.last_token_s)
+            turn.last_token_s = last_s
+        for end_s in ends_s[1:]:
+            self.gaps.add(end_s - before_s, len(turns))
+            before_s = end_s

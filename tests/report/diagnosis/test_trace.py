@@ -20,7 +20,7 @@ from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.hardware.models import load_model
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.result import RunInfo, make_record
-from tenuto.sim.simulation import Simulation
+from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import Workload, load_workload
 from tests.report.diagnosis.conftest import HEADER, TraceFile
 
@@ -255,7 +255,9 @@ def test_a_simulation_and_its_trace_say_the_same(tmp_path: Path, policy: str, *,
     config = EngineConfig(kv=KvConfig(num_blocks=3000))
     jobs = Workload("w", load_workload("ab8", jps=6).jobs[:20])
     with closing(TraceWriter(str(tmp_path / "trace.jsonl"))) as trace:
-        turns = Simulation(Scheduler(config, load_policy(policy), log=trace.write), cost, jobs).run()
+        turns = Simulation.of_one(
+            Scheduler(config, load_policy(policy), log=trace.write), cost, Clients(jobs)
+        ).run()
     run = RunInfo(policy=policy, gpu="H200", model="m", workload="ab8", jps=6, seed=42, wall_s=0)
     record = make_record(turns, run).to_json()
     report = analyze(tmp_path / "trace.jsonl")

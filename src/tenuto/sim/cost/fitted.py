@@ -1,4 +1,4 @@
-"""Step times fitted to observed steps.
+"""Step times fitted to observed steps, which `tenuto profile` times on a server.
 
     prefill step:  a + b * tokens + c * pairs             (pairs: sum of n * (context + n / 2))
     decode step:   a + b * decodes + c * context tokens
@@ -6,23 +6,146 @@
 
 No coefficient is negative: more work never takes less time. A step with prefills and decodes reads the
 weights once, so its decodes are counted as tokens of the prefill, and the cost of their contexts is added.
+
+Observed steps and transfers are what really ran and how long it took, one JSON object per line:
+
+    {"prefills": [[2048, 0]], "decodes": [8192, 310], "seconds": 0.0471}   chunks are [tokens, context tokens]
+    {"num_bytes": 33554432, "seconds": 0.00068}                            a copy between GPU and host memory
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from tenuto.core.errors import DataError
+from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.messages import clean
-from tenuto.records.fields import Fields
-from tenuto.records.files import read_first
+from tenuto.records.fields import MAX_TOKENS, Fields, show
+from tenuto.records.files import read_first, read_objects
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.cost.least_squares import Line, fit_line
-from tenuto.sim.cost.observed import ObservedStep, ObservedTransfer
+
+
+class ObservedStep(NamedTuple):
+    """One step that ran, and its wall time."""
+
+    batch: StepBatch
+    seconds: float
+
+
+class ObservedTransfer(NamedTuple):
+    """One copy between GPU and host memory, and its wall time."""
+
+    num_bytes: int
+    seconds: float
+
+
+def read_observations(path: Path) -> tuple[list[ObservedStep], list[ObservedTransfer]]:
+    """The steps and the transfers in a file. Raises DataError, which names file, line and field."""
+    steps: list[ObservedStep] = []
+    transfers: list[ObservedTransfer] = []
+    for fields in read_objects(path):
+        seconds = fields.number("seconds")
+        if seconds == 0:
+            raise fields.error("seconds", "must be more than 0")
+        if "num_bytes" in fields:
+            transfers.append(ObservedTransfer(fields.count("num_bytes"), seconds))
+        else:
+            steps.append(ObservedStep(_read_batch(fields), seconds))
+    return steps, transfers
+
+
+def _read_batch(fields: Fields) -> StepBatch:
+    decodes = fields.optional(fields.integers, "decodes") or []
+    if max(decodes, default=0) > MAX_TOKENS:
+        raise fields.error("decodes", f"must be lengths of contexts up to {MAX_TOKENS} tokens")
+    chunks = fields.values.get("prefills") or []
+    if not isinstance(chunks, list) or not all(map(_is_chunk, chunks)):
+        raise fields.error("prefills", f"must be a list of [tokens, context tokens], got {show(chunks)}")
+    if not chunks and not decodes:
+        raise fields.error("prefills", "is empty, and so is decodes; one of them must hold something")
+    try:
+        return StepBatch.of(prefills=[(tokens, context) for tokens, context in chunks], decodes=decodes)
+    except ConfigError as error:
+        raise DataError(f"{fields.place}: {error}") from None
+
+
+def _is_chunk(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(n) is int and 0 <= n <= MAX_TOKENS for n in value)
+    )
+
+
+# The features are dependent if their smallest singular value is at most this share of the largest.
+_SINGULAR = 1e-6
+
+
+@dataclass(frozen=True)
+class Line:
+    """A linear fit and how well it fits.
+
+    Attributes:
+        coefficients: the constant in seconds, then seconds per unit of each feature.
+        num_observations: how many observations it was fitted to.
+        r_squared: share of the variance explained; 1.0 where the observations do not vary.
+        worst_residual_s: the largest distance of an observation from the fit.
+    """
+
+    coefficients: tuple[float, ...]
+    num_observations: int
+    r_squared: float
+    worst_residual_s: float
+
+    def at(self, *features: float) -> float:
+        """The fitted seconds."""
+        constant, *slopes = self.coefficients
+        return constant + sum(slope * x for slope, x in zip(slopes, features, strict=True))
+
+
+def fit_line(what: str, features: Sequence[Sequence[float]], seconds: Sequence[float]) -> Line:
+    """Seconds as a constant plus a slope per feature, none of them negative.
+
+    Args:
+        what: names the observations in errors.
+        features: one row per observation.
+        seconds: one per observation.
+
+    Raises:
+        DataError: there are fewer observations than coefficients, or the features do not vary independently.
+    """
+    # Only a fit needs them; a simulation that uses one does not.
+    import numpy as np
+    from scipy.optimize import nnls
+
+    num_coefficients = len(features[0]) + 1 if features else 1
+    if len(features) < num_coefficients or len(features) < 2:
+        raise DataError(
+            f"{what}: {len(features)} observations are too few for {num_coefficients} coefficients"
+        )
+    matrix = np.column_stack([np.ones(len(features)), np.asarray(features, dtype=float)])
+    # Tokens and pairs of tokens differ by orders of magnitude: each column is brought to at most 1.
+    scales = np.abs(matrix).max(axis=0)
+    scales[scales == 0] = 1.0
+    matrix /= scales
+    singular_values = np.linalg.svd(matrix, compute_uv=False)
+    if singular_values[-1] <= _SINGULAR * singular_values[0]:
+        raise DataError(f"{what}: the observations vary too little to tell the coefficients apart")
+    measured = np.asarray(seconds, dtype=float)
+    coefficients, _ = nnls(matrix, measured)
+    residuals = measured - matrix @ coefficients
+    variation = float(((measured - measured.mean()) ** 2).sum())
+    return Line(
+        coefficients=tuple(map(float, coefficients / scales)),
+        num_observations=len(seconds),
+        r_squared=1 - float(residuals @ residuals) / variation if variation else 1.0,
+        worst_residual_s=float(np.abs(residuals).max()),
+    )
 
 
 @dataclass(frozen=True)
@@ -121,3 +244,156 @@ def _read_line(fields: Fields, num_coefficients: int) -> Line:
         fields.number("r_squared", 1.0, -math.inf),
         fields.number("worst_residual_s"),
     )
+
+
+MAX_ERROR = 0.15
+"""Mean relative error above which a fit is poor."""
+MIN_R_SQUARED = 0.9
+"""A fit that explains less of the variance is poor, unless its errors are small."""
+SMALL_ERROR = 0.05
+"""If all times are about equal, there is no variance to explain: then this mean relative error is enough."""
+
+
+def get_errors(cost: FittedStepCost, steps: Iterable[ObservedStep]) -> dict[str, float]:
+    """The mean relative error of steps that only prefill, of those that only decode, and of mixed ones."""
+    found: dict[str, list[float]] = {"prefill": [], "decode": [], "mixed": []}
+    for step in steps:
+        batch = step.batch
+        kind = "prefill" if not batch.num_decodes else "mixed" if batch.num_prefills else "decode"
+        found[kind].append(abs(cost.seconds(batch) / step.seconds - 1))
+    return {kind: fmean(errors) for kind, errors in found.items() if errors}
+
+
+def find_poor(
+    cost: FittedStepCost, steps: Sequence[ObservedStep], transfers: Sequence[ObservedTransfer] = ()
+) -> tuple[str, ...]:
+    """Return a sentence for each part of the fit that does not describe what was observed."""
+    errors = get_errors(cost, steps)
+    parts: list[tuple[str, Line, float]] = [
+        ("prefill", cost.prefill, errors["prefill"]),
+        ("decode", cost.decode, errors["decode"]),
+    ]
+    if cost.link is not None:
+        link_errors = [abs(cost.link.at(each.num_bytes) / each.seconds - 1) for each in transfers]
+        parts.append(("link", cost.link, fmean(link_errors)))
+    return tuple(
+        f"the {name} fit is poor: R2 {line.r_squared:.2f}, and it is {error:.0%} off in the mean (good: R2 "
+        f"of {MIN_R_SQUARED:g} or more, {MAX_ERROR:.0%} or less)"
+        for name, line, error in parts
+        if error > MAX_ERROR or (line.r_squared < MIN_R_SQUARED and error > SMALL_ERROR)
+    )
+
+
+SHOWN = 12
+"""Steps in the printed table, those farthest from the fit; --json has all."""
+
+
+POOR = 1
+"""Exit status: the fit is poor, so it was not written."""
+
+
+def run_fit(paths: Sequence[Path], out: Path, *, force: bool = False, as_json: bool = False) -> int:
+    """Fit the observations of some files together, print how good the fit is, and write it.
+
+    A poor fit is written only with `force`, and then says so itself. Returns the exit status.
+    """
+    steps: list[ObservedStep] = []
+    transfers: list[ObservedTransfer] = []
+    for path in paths:
+        found_steps, found_transfers = _read(path)
+        steps += found_steps
+        transfers += found_transfers
+    cost = fit_step_cost(steps, transfers)
+    cost = replace(cost, poor=find_poor(cost, steps, transfers))
+    rows = make_rows(cost, steps)
+    is_written = force or not cost.poor
+    if is_written:
+        try:
+            cost.save(out)
+        except OSError as error:
+            raise DataError(f"--out: cannot write {out}: {error.strerror or error}") from error
+    if as_json:
+        print(json.dumps({"fit": asdict(cost), "steps": rows, "written": is_written}))
+    else:
+        for reason in cost.poor:
+            print(f"POOR: {reason}.")
+        print(format_fit(cost, get_errors(cost, steps)))
+        print()
+        print(format_rows(rows))
+        print()
+        print(_describe_end(cost, out, is_written=is_written))
+    return 0 if is_written else POOR
+
+
+def _describe_end(cost: FittedStepCost, out: Path, *, is_written: bool) -> str:
+    use = f"tenuto simulate --step-cost {out} ..."
+    if not cost.poor:
+        return f"written to {out}: {use}"
+    if is_written:
+        return f"written to {out} all the same (--force); {use} will say that it is poor"
+    return (
+        f"not written to {out}: what is simulated with a poor fit means little. Was the server idle, alone "
+        "on its machine, and is --step-tokens no more than its --max-num-batched-tokens? Time it again, with "
+        "more --repeats if single times scatter; --force writes the fit as it is"
+    )
+
+
+def make_rows(cost: FittedStepCost, steps: Sequence[ObservedStep]) -> list[dict[str, Any]]:
+    """Each step as it was and as it is fitted; mixed steps too, though they are not fitted to."""
+    return [
+        {
+            **step.batch._asdict(),
+            "observed_s": step.seconds,
+            "fitted_s": cost.seconds(step.batch),
+            "error": cost.seconds(step.batch) / step.seconds - 1,
+        }
+        for step in steps
+    ]
+
+
+def format_fit(cost: FittedStepCost, errors: Mapping[str, float]) -> str:
+    """The coefficients, and how far the observations are from them. `errors`: mean relative ones, by kind."""
+    lines = [f"{'':8} {'steps':>5}  {'R2':>6}  {'off':>5}  {'worst':>9}  seconds"]
+    lines.append(_format_line("prefill", cost.prefill, ("token", "pair"), errors))
+    lines.append(_format_line("decode", cost.decode, ("decode", "context token"), errors))
+    if cost.link is not None and cost.link_bytes_per_s is not None:
+        lines.append(_format_line("link", cost.link, ("byte",), errors))
+        lines.append(f"link bandwidth {cost.link_bytes_per_s / 1e9:.2f} GB/s")
+    return "\n".join(lines)
+
+
+def format_rows(rows: Sequence[dict[str, Any]]) -> str:
+    """The steps that are farthest from the fit, the worst first."""
+    worst = sorted(rows, key=lambda row: -abs(row["error"]))[:SHOWN]
+    lines = [
+        f"{'prefill tokens':>14} {'decodes':>8} {'context':>8} {'observed':>11} {'fitted':>11} {'error':>7}"
+    ]
+    for row in worst:
+        context = row["num_prefill_context_tokens"] + row["num_decode_context_tokens"]
+        lines.append(
+            f"{row['num_prefill_tokens']:14} {row['num_decodes']:8} {context:8} "
+            f"{row['observed_s'] * 1000:8.2f} ms {row['fitted_s'] * 1000:8.2f} ms {row['error']:+7.1%}"
+        )
+    if len(rows) > len(worst):
+        lines.append(f"the {len(worst)} of {len(rows)} steps that are farthest off; all with --json")
+    return "\n".join(lines)
+
+
+def _format_line(name: str, line: Line, units: Sequence[str], errors: Mapping[str, float]) -> str:
+    off = f"{errors[name]:.1%}" if name in errors else "–"
+    constant, *slopes = line.coefficients
+    terms = "".join(f" + {slope:.3g} per {unit}" for slope, unit in zip(slopes, units, strict=True))
+    return (
+        f"{name:8} {line.num_observations:5}  {line.r_squared:6.3f}  {off:>5}  "
+        f"{line.worst_residual_s * 1000:6.2f} ms  "
+        f"{constant:.3g}{terms}"
+    )
+
+
+def _read(path: Path) -> tuple[list[ObservedStep], list[ObservedTransfer]]:
+    try:
+        return read_observations(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error}") from error

@@ -6,13 +6,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from tenuto.core.types import EngineView, Turn
-from tenuto.sim.engine import grouped_row
+from tenuto.core.windows import get_max_tokens
 from tenuto.sim.engine.config import EngineConfig
-from tenuto.sim.engine.grouped_row import GroupedRow
 from tenuto.sim.engine.state import EngineState
 from tenuto.sim.kv.kv_cache import KvCache
-from tenuto.sim.kv.request import BlockHashes
-from tenuto.sim.kv.rows import Row
+from tenuto.sim.kv.request import BlockHashes, Request
+from tenuto.sim.kv.segments import Path, Row
 from tenuto.sim.tiers.offloader import Offloader
 
 
@@ -92,11 +91,11 @@ class SimEngine:
         if self.can_truncate:
             return Row(self._kv.get_hit(request).rows[0].ranges)
         self._kv.cache_ends(request)
-        return grouped_row.find(self._kv, request, request.num_tokens - 1)
+        return _find_row(self._kv, request, request.num_tokens - 1)
 
     def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[Any, int]:
         """All groups' blocks of a prefix of a running request, and its tokens."""
-        found = grouped_row.find(self._kv, self._state.requests[turn_id], max_tokens)
+        found = _find_row(self._kv, self._state.requests[turn_id], max_tokens)
         return found, found.num_tokens
 
     def count_common_tokens(self, blocks: Any, hashes: Sequence[Hashable]) -> int:
@@ -107,7 +106,7 @@ class SimEngine:
         """
         assert isinstance(hashes, BlockHashes)
         if isinstance(blocks, GroupedRow):
-            return grouped_row.count_common(blocks, hashes, self.hash_block_size)
+            return _count_common(blocks, hashes, self.hash_block_size)
         num_common = 0
         for extent, first, end in blocks.ranges:
             for segment, _, stop in hashes.path.get_ranges(first, min(end, len(hashes))):
@@ -118,11 +117,11 @@ class SimEngine:
 
     def get_prefix(self, blocks: Any, max_tokens: int) -> Any:
         """The longest part of a lease that can be hit, of at most so many tokens."""
-        return blocks if max_tokens >= blocks.num_tokens else grouped_row.find(self._kv, blocks, max_tokens)
+        return blocks if max_tokens >= blocks.num_tokens else _find_row(self._kv, blocks, max_tokens)
 
     def get_rest(self, blocks: Any, num_blocks: int) -> Any:
         """What a lease keeps if it gives up about so many blocks."""
-        return grouped_row.get_rest(self._kv, blocks, num_blocks) or []
+        return _get_rest(self._kv, blocks, num_blocks) or []
 
     def hold(self, blocks: Any) -> None:
         """Take one reference to each block."""
@@ -151,3 +150,68 @@ class SimEngine:
     def reorder(self, turn_id: str) -> None:
         """Ask for a waiting request's key again."""
         self._state.waiting.reorder(turn_id)
+
+
+# Leases on models with several layer groups: what they hold, and what a shorter one would hold.
+
+
+class GroupedRow(Row):
+    """Blocks of one lease: all layer groups' blocks of one hit, the first group's first.
+
+    full      │ 0 ·········· num_tokens │
+    window               │ first ······ │      rows, each up to the hit's end
+    """
+
+    __slots__ = ("num_tokens", "path", "paths", "rows")
+
+    def __init__(self, path: Path, paths: Sequence[Path], rows: Sequence[Row], num_tokens: int) -> None:
+        """`path` is in blocks of the hashes, `paths` in those of each group. `num_tokens`: the hit's."""
+        super().__init__(part for row in rows for part in row.ranges)
+        self.path = path
+        self.paths = paths
+        self.rows = rows
+        self.num_tokens = num_tokens
+
+
+def _find_row(kv: KvCache, sequence: Request | GroupedRow, max_tokens: int) -> GroupedRow:
+    """What the longest cached prefix of at most so many tokens has in each group."""
+    hit = kv.find_hit(sequence.paths, max_tokens)
+    return GroupedRow(sequence.path, sequence.paths, hit.rows, hit.num_tokens)
+
+
+def _count_common(row: GroupedRow, hashes: Sequence[Hashable], size: int) -> int:
+    """How many leading tokens a prompt with these hashes, of `size` tokens each, shares."""
+    assert isinstance(hashes, BlockHashes)
+    num_common = 0
+    most = min(row.num_tokens // size, len(hashes))
+    for (own, first, stop), (other, _, other_stop) in zip(
+        row.path.get_ranges(0, most), hashes.path.get_ranges(0, most), strict=False
+    ):
+        if own is not other:
+            return first * size
+        num_common = min(stop, other_stop)
+        if stop != other_stop:
+            break
+    return num_common * size
+
+
+def _get_rest(kv: KvCache, row: GroupedRow, num_blocks: int) -> GroupedRow | None:
+    """What a lease keeps if it gives up about so many blocks; None if a shorter one would free nothing."""
+    sizes = kv.config.group_block_sizes
+    full = [size for size, layers in zip(sizes, kv.config.windows, strict=True) if layers is None]
+    if not full:
+        # Of a window alone a shorter prefix needs as many blocks.
+        return None
+    tokens_per_block = max(1, int(1 / sum(1 / size for size in full)))
+    rest = _find_row(kv, row, get_max_tokens(row.num_tokens, num_blocks, tokens_per_block))
+    num_freed = num_taken = 0
+    for own, other, size in zip(row.rows, rest.rows, sizes, strict=True):
+        #     own                first ├──────────┤ end
+        #     other      first ├──────────┤ rest_end
+        end, rest_end = row.num_tokens // size, rest.num_tokens // size
+        own_first, other_first = end - len(own), rest_end - len(other)
+        num_freed += kv.pool.count_blocks(own[max(0, rest_end - own_first) :], ref_cnt=1)
+        taken = other[:]
+        del taken[max(0, own_first - other_first) :]
+        num_taken += kv.pool.count_blocks(taken, ref_cnt=0)
+    return rest if rest and num_freed > num_taken else None

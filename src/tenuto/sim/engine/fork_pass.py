@@ -12,14 +12,15 @@ Source: `schedule` and `pop_running_request_based_on_last_step` of the fork's vl
 
 from __future__ import annotations
 
-from tenuto.sim.engine.running_pass import RunningPass
+from tenuto.sim.engine.passes import Passes
 from tenuto.sim.engine.step import Step
+from tenuto.sim.kv.request import Request
 
 
-class ForkRunningPass(RunningPass):
-    """Gives running requests their next tokens, with the fork's preemption."""
+class ForkPasses(Passes):
+    """Fills steps, with the fork's preemption for running requests."""
 
-    def schedule(self, step: Step) -> None:
+    def _schedule_running(self, step: Step) -> None:
         """Spend the step's budget on running requests; a request that preempts itself ends the pass."""
         running = self._state.running
         index = 0
@@ -27,8 +28,16 @@ class ForkRunningPass(RunningPass):
             request = running[index]
             num_new_tokens = self._count_new_tokens(request, step)
             if num_new_tokens:
-                while not self._allocator.try_allocate(request, num_new_tokens, None):
-                    if self._preemption.preempt_as_fork(step) is request:
+                while not self._try_allocate(request, num_new_tokens, None):
+                    if self._preempt_as_fork(step) is request:
                         return
                 self._give(request, num_new_tokens, step)
             index += 1
+
+    def _preempt_as_fork(self, step: Step) -> Request:
+        """Preempt the policy's choice of all that run."""
+        running = self._state.running
+        victim_id = self._driver.get_victim([each.turn_id for each in running], self._state.now_s)
+        victim = running[-1] if victim_id is None else self._state.requests[victim_id]
+        self._preempt(step, victim, gives_back=False)
+        return victim

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Iterator
 
 from tenuto.core.driver import Driver
-from tenuto.sim.engine.allocator import Allocator
 from tenuto.sim.engine.state import EngineState, Load
 from tenuto.sim.kv.hits import Hit
 from tenuto.sim.kv.kv_cache import KvCache
@@ -26,7 +25,6 @@ class Loading:
         state: EngineState,
         kv: KvCache,
         driver: Driver,
-        allocator: Allocator,
         offloader: Offloader,
         numbers: Iterator[int],
     ) -> None:
@@ -34,7 +32,6 @@ class Loading:
         self._state = state
         self._kv = kv
         self._driver = driver
-        self._allocator = allocator
         self._offloader = offloader
         self._numbers = numbers
 
@@ -90,24 +87,22 @@ class Loading:
         """Begin to copy what a hit says; returns when it is there, in seconds."""
         return self._offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self._state.now_s)
 
-    def try_begin(self, request: Request, hit: Hit) -> bool:
-        """Take a request's blocks and begin to load; False if they are short.
+    def count_new_tokens(self, request: Request, hit: Hit) -> int:
+        """Tokens behind what it loads for which a request takes blocks before it loads.
 
-        With full attention it takes the blocks of all its tokens, where vLLM takes only those of the loaded
-        ones. This differs on purpose: requests that hold these and wait for the rest could keep each other
-        from starting for ever. Where layers differ it is as in vLLM, which leaves free what others need.
+        With full attention those of all its tokens, where vLLM takes only the blocks of the loaded ones. This
+        differs on purpose: requests that hold these and wait for the rest could keep each other from starting
+        for ever. Where layers differ it is as in vLLM, which leaves free what others need.
         """
-        whole = self._offloader.takes_whole_prompts
-        num_tokens = request.num_tokens - hit.num_computed_tokens if whole else 0
-        if not self._allocator.try_allocate(request, num_tokens, hit):
-            return False
-        self._state.waiting.remove(request)
+        return request.num_tokens - hit.num_computed_tokens if self._offloader.takes_whole_prompts else 0
+
+    def begin(self, request: Request, hit: Hit) -> None:
+        """Begin to load what a hit says; the request has its blocks."""
         request.status = Status.LOADING
         request.num_computed_tokens = hit.num_computed_tokens
         request.num_loaded_tokens = hit.num_loaded_tokens
         load = Load(self.load(request, hit), next(self._numbers), request)
         heapq.heappush(self._state.loading, load)
-        return True
 
     def drop(self, request: Request) -> None:
         """A request that loads, or has loaded, went away."""

@@ -3,7 +3,7 @@
 There is no prefill phase and no decode phase. Every step has a budget of tokens and gives each request tokens
 until its computed tokens catch up with all it has: running requests first, then waiting ones.
 
-    schedule       leases expire, loads arrive, keys change ─► RunningPass ─► WaitingPass ─► Progress.advance
+    schedule       leases expire, loads arrive, keys change ─► Passes ─► Progress.advance
     finish_step    Progress.give_outputs ─► requests finish ─► their blocks are leased or freed
 
 The parts are passed what they work on: requests and the time are in `EngineState`, blocks in `KvCache`, and
@@ -27,19 +27,14 @@ from tenuto.core.stats import DriverStats
 from tenuto.core.types import ShortHit
 from tenuto.core.windows import STATE
 from tenuto.estimators.step_size import make_step_chooser
-from tenuto.sim.engine.allocator import Allocator
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.driver_port import SimEngine
-from tenuto.sim.engine.fast_forward import FastForward
-from tenuto.sim.engine.fork_pass import ForkRunningPass
+from tenuto.sim.engine.fork_pass import ForkPasses
 from tenuto.sim.engine.loading import Loading
-from tenuto.sim.engine.preemption import Preemption
-from tenuto.sim.engine.progress import Progress
-from tenuto.sim.engine.running_pass import RunningPass
-from tenuto.sim.engine.state import EngineState
+from tenuto.sim.engine.passes import Passes
+from tenuto.sim.engine.progress import FastForward, Progress
+from tenuto.sim.engine.state import EngineState, GetKey, WaitingQueue
 from tenuto.sim.engine.step import Step
-from tenuto.sim.engine.waiting import GetKey, WaitingQueue
-from tenuto.sim.engine.waiting_pass import WaitingPass
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import BlockHashes, Request, Status
 from tenuto.sim.tiers.offload import make_offloader
@@ -119,16 +114,13 @@ class Scheduler:
         if self._orders_by_policy(policy):
             state.waiting.share_fairly(driver.make_order)
         self._asks_budget = driver.bounds_steps
-        allocator = Allocator(state, kv, driver)
-        self._preemption = Preemption(state, kv, driver, by_priority=self._by_priority)
         self._progress = Progress(config, state, kv, driver, self.offloader)
         self._loading = None
         if self.offloader is not None:
             self.offloader.follow(driver)
-            self._loading = Loading(state, kv, driver, allocator, self.offloader, self._load_numbers)
-        running_pass = ForkRunningPass if config.scheduler == "continuum-fork" else RunningPass
-        self._running_pass = running_pass(config, state, allocator, self._preemption)
-        self._waiting_pass = WaitingPass(config, state, allocator, self._preemption, self._loading)
+            self._loading = Loading(state, kv, driver, self.offloader, self._load_numbers)
+        passes = ForkPasses if config.scheduler == "continuum-fork" else Passes
+        self._passes = passes(config, state, kv, driver, self._loading)
         self.fast_forward = FastForward(config, state, kv, driver, has_tiers=self.offloader is not None)
 
     # What an engine calls.
@@ -172,9 +164,7 @@ class Scheduler:
         step = Step(budget, 0 if is_alone else per_prompt)
         offloader = self.offloader
         copied_s = offloader.get_free_s(now_s) if offloader is not None else now_s
-        self._running_pass.schedule(step)
-        if not step.preempted:
-            self._waiting_pass.schedule(step)
+        self._passes.schedule(step)
         self._progress.advance(step)
         if offloader is not None and offloader.is_serial:
             step.copies_s = max(0.0, step.copies_done_s - copied_s)
@@ -221,7 +211,7 @@ class Scheduler:
         self.state.now_s = now_s
         self.driver.drop_all(now_s)
         if preempt_running:
-            self._preemption.preempt_all()
+            self._passes.preempt_all()
         return self.kv.pool.reset()
 
     def get_next_event_s(self) -> float | None:

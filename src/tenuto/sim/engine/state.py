@@ -1,13 +1,120 @@
-"""The requests of one engine, each in the place where it stands, and the time."""
+"""The requests of one engine, each in the place where it stands, and the time.
+
+A request waits in the engine's order or in the policy's.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tenuto.sim.engine.waiting import WaitingQueue
+from tenuto.core.fairness import FairOrder
+from tenuto.core.indexed_heap import IndexedHeap
+from tenuto.core.policy import Key
 from tenuto.sim.kv.request import Request
+
+GetKey = Callable[[Request], Key]
+
+
+class WaitingQueue:
+    """Requests in the order of their keys, smallest first; equal keys in the order of their ids.
+
+    Requests that admission holds back are *parked*: they count in `len` but never go first. Without `get_key`
+    the order is vLLM's "fcfs": by arrival, and a preempted request goes to the front.
+    Source: vllm/v1/core/sched/request_queue.py@0.32.
+    """
+
+    def __init__(self, get_key: GetKey | None) -> None:
+        self._get_key = get_key
+        self._requests: dict[str, Request] = {}
+        self._ready: IndexedHeap | FairOrder = IndexedHeap()
+        self._parked: IndexedHeap | FairOrder = IndexedHeap()
+        self._skipped: list[tuple[Request, Key]] = []
+        self._num_pushed = 0
+
+    def share_fairly(self, make_order: Callable[[], IndexedHeap | FairOrder]) -> None:
+        """Use the driver's order. The queue must be empty."""
+        self._ready, self._parked = make_order(), make_order()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All requests: those that may start, then those that are parked, each part in order."""
+        for order in (self._ready, self._parked):
+            for turn_id in order:
+                yield self._requests[turn_id]
+
+    def add(self, request: Request, *, is_parked: bool = False) -> None:
+        """Add a request that came in."""
+        self._push(self._parked if is_parked else self._ready, request, 1)
+
+    def add_back(self, request: Request) -> None:
+        """Add a request that was preempted."""
+        self._push(self._ready, request, -1)
+
+    def get_first(self) -> Request | None:
+        """The request that goes first, or None if none may go."""
+        first = self._ready.get_first()
+        return None if first is None else self._requests[first]
+
+    def pop_first(self) -> Request:
+        """Remove and return the request that goes first; raises IndexError if none may go."""
+        return self._requests.pop(self._ready.pop())
+
+    def skip_first(self) -> None:
+        """Take the first request out of the order until `restore_skipped`."""
+        key = self._ready.get_first_key()
+        assert key is not None
+        self._skipped.append((self.pop_first(), key))
+
+    def restore_skipped(self) -> None:
+        """Put the skipped requests back where they were."""
+        for request, key in self._skipped:
+            self._requests[request.turn_id] = request
+            self._ready.push(request.turn_id, key)
+        self._skipped.clear()
+
+    def remove(self, request: Request) -> None:
+        """Remove a request; nothing happens if it is not here."""
+        if self._requests.pop(request.turn_id, None) is not None:
+            self._ready.discard(request.turn_id)
+            self._parked.discard(request.turn_id)
+
+    def reorder(self, turn_id: str) -> None:
+        """Ask for a request's key again, if it waits and keys are asked for."""
+        if self._get_key is not None:
+            for order in (self._ready, self._parked):
+                if turn_id in order:
+                    order.push(turn_id, self._get_key(self._requests[turn_id]))
+
+    def reorder_all(self) -> None:
+        """Ask for every request's key again."""
+        for turn_id in self._requests:
+            self.reorder(turn_id)
+
+    @property
+    def num_parked(self) -> int:
+        """How many are parked."""
+        return len(self._parked)
+
+    def get_first_parked(self) -> str | None:
+        """The parked request that goes first, or None."""
+        return self._parked.get_first()
+
+    def unpark(self, turn_id: str) -> None:
+        """Let a request start, if it is parked."""
+        if turn_id in self._parked:
+            self._parked.discard(turn_id)
+            self._push(self._ready, self._requests[turn_id], 1)
+
+    def _push(self, order: IndexedHeap | FairOrder, request: Request, direction: int) -> None:
+        self._num_pushed += 1
+        key = (direction * self._num_pushed,) if self._get_key is None else self._get_key(request)
+        self._requests[request.turn_id] = request
+        order.push(request.turn_id, key)
 
 
 class Load(NamedTuple):

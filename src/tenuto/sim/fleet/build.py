@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Oracle, Policy
 from tenuto.core.routing.dispatcher import Dispatcher
 from tenuto.core.routing.router import EngineInfo, Router, load_router
 from tenuto.sim.cost.batch import StepBatch, StepCost
-from tenuto.sim.fleet.engine import FleetEngine
-from tenuto.sim.fleet.faults import read_fault
-from tenuto.sim.fleet.ideal import make_ideal
-from tenuto.sim.fleet.options import IDEAL
-from tenuto.sim.fleet.simulation import Clients, FleetSimulation, Links
+from tenuto.sim.event_loop import SteppedEngine
+from tenuto.sim.fleet.front import FleetFront, Links
+from tenuto.sim.fleet.ideal import add_ideal
+from tenuto.sim.fleet.options import IDEAL, read_fault
 from tenuto.sim.machine import Machine, build
 from tenuto.sim.setup import Setup
+from tenuto.sim.simulation import Simulation
+from tenuto.workload.schema import Job
 
 SPEED_PROMPT, SPEED_DECODES, SPEED_CONTEXT = 4096, 16, 4096
 """An engine's speed is told as its time for such a prompt, and for as many steps that decode for so many
@@ -35,39 +37,44 @@ def _build_one(setup: Setup, gpu: str, policy: Policy | None) -> Machine:
     return build(own, copy.deepcopy(policy))
 
 
-def make_fleet(
+def add_fleet(
+    simulation: Simulation,
     setup: Setup,
     machines: list[Machine],
-    clients: Clients,
     *,
     policy: Policy | None = None,
+    oracle: Sequence[Job] = (),
     strict: bool = False,
-    watch: Callable[[float], None] | None = None,
-) -> FleetSimulation:
-    """The simulation of a fleet. `machines`: what `build_servers` made. Raises ConfigError, PolicyError."""
+) -> FleetFront:
+    """Give a simulation the engines and the router of a setup. `machines`: what `build_servers` made.
+
+    `oracle`: the jobs that policies which know the future are told. Raises ConfigError, PolicyError.
+    """
     fleet, first = setup.fleet, machines[0]
     assert fleet is not None
     if fleet.router == IDEAL:
-        return make_ideal(machines, clients, strict=strict, watch=watch)
+        simulation.front = front = add_ideal(simulation, machines, strict=strict)
+        return front
     copy_token_s = _get_copy_token_s(setup, first)
     unused = list(machines)
 
-    def make_engine(name: str, gpu: str) -> tuple[FleetEngine, EngineInfo]:
+    def make_engine(name: str, gpu: str, now_s: float) -> tuple[SteppedEngine, EngineInfo]:
         machine = unused.pop(0) if unused else _build_one(setup, gpu, policy)
         if isinstance(machine.policy, Oracle):
-            machine.policy.set_oracle(clients.workload.jobs)
+            machine.policy.set_oracle(oracle)
         scheduler = machine.make_scheduler(strict=strict)
         info = EngineInfo(name, get_speed(machine.step_cost) / get_speed(first.step_cost), count_kv(machine))
-        return FleetEngine(name, scheduler, machine.step_cost, simulation), info
+        return SteppedEngine(name, scheduler, machine.step_cost, simulation, now_s=now_s), info
 
-    simulation = FleetSimulation(
-        clients,
+    simulation.front = front = FleetFront(
+        simulation,
         lambda: Dispatcher(make_router(setup), copy_token_s=copy_token_s, strict=strict),
-        Links(fleet.metrics_s, copy_token_s),
-        watch,
+        make_engine,
+        fleet.servers,
+        links=Links(fleet.metrics_s, copy_token_s),
+        faults=[read_fault(text) for text in fleet.faults],
     )
-    simulation.start(make_engine, fleet.servers, [read_fault(text) for text in fleet.faults])
-    return simulation
+    return front
 
 
 def check_fleet(setup: Setup, policy: Policy | None = None) -> list[str]:
@@ -106,3 +113,11 @@ def _get_copy_token_s(setup: Setup, machine: Machine) -> float | None:
     model = machine.model
     token_bytes = model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(setup.tp) * setup.tp
     return token_bytes / (setup.fleet.copy_gb_s * 1e9)
+
+
+def name_gpus(setup: Setup, gpu: str) -> str:
+    """The GPUs of a setup: `H100`, or `4xH100`, or `2xH100+4xL40S`."""
+    if setup.fleet is None:
+        return gpu
+    counts = Counter(each or setup.gpu for each in setup.fleet.servers)
+    return "+".join(f"{count}x{name}" for name, count in counts.items())

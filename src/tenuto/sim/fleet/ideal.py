@@ -8,40 +8,40 @@ takes turns from its queue when its own step begins.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from tenuto.core.routing.dispatcher import Dispatcher
 from tenuto.core.routing.router import EngineInfo, Router
 from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.fleet.engine import FleetEngine, Listener
-from tenuto.sim.fleet.simulation import Clients, FleetSimulation
+from tenuto.sim.event_loop import Listener, SteppedEngine
+from tenuto.sim.fleet.front import FleetFront
 from tenuto.sim.kv.request import Request
 from tenuto.sim.machine import Machine
-from tenuto.sim.step_loop import LiveTurn
+from tenuto.sim.simulation import Simulation
 
 
-class Lane(FleetEngine):
+class Lane(SteppedEngine):
     """One of the engines. All have one scheduler; what runs here is put in its place while it steps."""
 
     def __init__(
         self, name: str, scheduler: Scheduler, step_cost: StepCost, listener: Listener, lanes: list[Lane]
     ) -> None:
-        super().__init__(name, scheduler, step_cost, listener)
+        # Other engines take blocks meanwhile, so no stretch is known to be quiet.
+        super().__init__(name, scheduler, step_cost, listener, fast_forwards=False)
         self._running: list[Request] = []
         self._lanes = lanes
-        if lanes:
-            self._turns = lanes[0]._turns
         lanes.append(self)
 
-    def deliver(self, turn: LiveTurn, now_s: float) -> None:
+    def add_request(self, request: Request, now_s: float) -> None:
         """A turn comes into the queue; the idle engine that runs least looks at it first."""
-        super().deliver(turn, now_s)
+        super().add_request(request, now_s)
         self._rouse(now_s)
 
-    def wake(self) -> None:
+    def wake(self, horizon_s: float = 0.0, *, plans: bool = False) -> None:
         """Do what is to be done, and let the others see what has become free."""
-        super().wake()
+        self.scheduler.state.running = self._running
+        super().wake(horizon_s, plans=plans)
+        self._running = self.scheduler.state.running
         self._rouse(self.now_s)
 
     def _rouse(self, now_s: float) -> None:
@@ -53,21 +53,9 @@ class Lane(FleetEngine):
         if len(self.scheduler.state.waiting):
             super().wake_if_idle(now_s)
 
-    def _enter(self) -> None:
-        self.scheduler.state.running = self._running
 
-    def _leave(self) -> None:
-        self._running = self.scheduler.state.running
-
-    def _plan_stretch(self) -> bool:
-        # Other engines take blocks meanwhile, so no stretch is known to be quiet.
-        return False
-
-
-def make_ideal(
-    machines: list[Machine], clients: Clients, *, strict: bool, watch: Callable[[float], None] | None
-) -> FleetSimulation:
-    """The simulation of so many engines like the first, with one queue and one KV cache."""
+def add_ideal(simulation: Simulation, machines: list[Machine], *, strict: bool) -> FleetFront:
+    """So many engines like the first, with one queue and one KV cache."""
     machine = machines[0]
     kv = dataclasses.replace(
         machine.config.kv, num_blocks=(machine.config.kv.num_blocks - 1) * len(machines) + 1
@@ -75,10 +63,8 @@ def make_ideal(
     whole = dataclasses.replace(machine, config=dataclasses.replace(machine.config, kv=kv))
     scheduler = whole.make_scheduler(strict=strict)
     lanes: list[Lane] = []
-    simulation = FleetSimulation(clients, lambda: Dispatcher(Router()), watch=watch)
 
-    def make_engine(name: str, gpu: str) -> tuple[FleetEngine, EngineInfo]:
+    def make_engine(name: str, gpu: str, now_s: float) -> tuple[SteppedEngine, EngineInfo]:
         return Lane(name, scheduler, machine.step_cost, simulation, lanes), EngineInfo(name)
 
-    simulation.start(make_engine, [""] * len(machines), ())
-    return simulation
+    return FleetFront(simulation, lambda: Dispatcher(Router()), make_engine, [""] * len(machines))

@@ -11,7 +11,7 @@ from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.hits import Hit
 from tenuto.sim.kv.pool import ExtentPool
 from tenuto.sim.kv.request import BlockTable, Request
-from tenuto.sim.kv.rows import Row
+from tenuto.sim.kv.segments import Row
 
 
 class AttentionGroup:

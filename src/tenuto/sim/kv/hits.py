@@ -18,8 +18,7 @@ from typing import NamedTuple
 from tenuto.core.windows import Layers, count_skipped_blocks, count_tail_blocks, get_window
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.pool import ExtentPool
-from tenuto.sim.kv.rows import Row
-from tenuto.sim.kv.segments import Path
+from tenuto.sim.kv.segments import Path, Row
 
 
 class Hit(NamedTuple):

@@ -10,8 +10,7 @@ O(turns), and takes, hits and evicts the same blocks as vLLM's pool:
 - Blocks without content are always put at the queue's front, and nothing tells them apart. So a number is
   enough for them, and for blocks in use that have no content yet.
 - A request's blocks are freed from the last to the first, so each extent in the queue is evicted backwards.
-- Of several blocks with the same content the one cached first is hit: extents are numbered as they are
-  cached.
+- A block may be cached more than once. The copy cached first is hit: extents are numbered as they are cached.
 
 Source: vllm/v1/core/block_pool.py:BlockPool@0.32; `tests.support.blocks` has the same rules block by block,
 and `tests/sim/test_scheduler_pool.py` holds the two against each other.
@@ -20,10 +19,9 @@ and `tests/sim/test_scheduler_pool.py` holds the two against each other.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
-from tenuto.sim.kv.copies import can_grow, get_first_cached
-from tenuto.sim.kv.rows import Range, Row, skip_to
-from tenuto.sim.kv.segments import Extent, Path, Segment
+from tenuto.sim.kv.segments import Extent, Path, Range, Row, Segment, skip_to
 
 
 class _Queue:
@@ -291,3 +289,59 @@ class ExtentPool:
         if extent.ref_cnt == 0:
             _link_before(extent, tail)
         return tail
+
+
+def get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Range]:
+    """For each block from `first` up to the first miss the copy that was cached first, as ranges.
+
+    copy 1          ├──────┤
+    copy 2    ├───────────────────┤
+    hit       │  2  │  1   │  2   │
+    """
+    in_order = sorted(copies, key=_get_first)
+    # Copies of one block are rare, but an extent that was split often has very many parts: for these the loop
+    # below is linear.
+    if any(one.end > other.first for one, other in pairwise(in_order)):
+        while first < end and (extent := _get_copy(copies, first)) is not None:
+            stop = _get_stop(copies, extent, first, end)
+            yield Range(extent, first, stop)
+            first = stop
+        return
+    for extent in in_order:
+        if extent.end > first:
+            if extent.first > first or first >= end:
+                return
+            yield Range(extent, first, min(end, extent.end))
+            first = extent.end
+
+
+def _get_first(extent: Extent) -> int:
+    return extent.first
+
+
+def _get_copy(copies: list[Extent], block: int) -> Extent | None:
+    """The copy of a block that was cached first, or None."""
+    found = None
+    for extent in copies:
+        if extent.first <= block < extent.end and (found is None or extent.order < found.order):
+            found = extent
+    return found
+
+
+def _get_stop(copies: list[Extent], extent: Extent, first: int, end: int) -> int:
+    """The block at which, after `first`, another copy was cached earlier; or the copy's end."""
+    stop = min(end, extent.end)
+    for other in copies:
+        if other.order < extent.order and first < other.first < stop:
+            stop = other.first
+    return stop
+
+
+def can_grow(extent: Extent, copies: list[Extent], first: int, end: int) -> bool:
+    """Whether blocks may join the extent before them: same holder, same content, no other copy of them."""
+    return (
+        extent.end == first
+        and extent.home is copies
+        and extent.ref_cnt == 1
+        and all(other.end <= first or other.first >= end for other in copies)
+    )

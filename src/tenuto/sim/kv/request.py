@@ -11,8 +11,7 @@ from tenuto.core.requests.hints import Hints
 from tenuto.core.tier_order import Use
 from tenuto.core.types import ToolCall
 from tenuto.core.windows import Layers
-from tenuto.sim.kv.rows import Row
-from tenuto.sim.kv.segments import Path, Segment, Span
+from tenuto.sim.kv.segments import Path, Row, Segment, Span
 
 BlockHash = tuple[Segment, int]
 

@@ -1,7 +1,7 @@
-"""Content without tokens: which blocks of which requests are equal.
+"""Content without tokens: which blocks of which requests are equal, and where they are cached.
 
-A sequence is a list of spans. Each span is the beginning of a named text. The tree of segments has a node for
-each span behind the spans before it:
+A sequence is a list of spans. Each span is the beginning of a named text. The tree of segments has a node
+for each span behind the spans before it:
 
     root ── system@0 ── job3/task@80 ── job3/out0@92 ── …
                    └─── job4/task@80 ── …
@@ -11,6 +11,9 @@ Two sequences that go through the same segment are equal up to the point where o
 
 A segment lives as long as a request, a cached block, a tier's chunk or a remembered job refers to it. The
 tree has weak references only, so that an engine that runs for weeks forgets what it has evicted.
+
+The cached blocks of a segment are extents. A row has those of one request or lease, in the order of its
+tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator
 from hashlib import blake2b
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 Span = tuple[Hashable, int]
@@ -135,3 +139,72 @@ class Path:
     def get_segment(self, block: int) -> Segment:
         """The segment that a block belongs to."""
         return self.segments[bisect_right(self.first_blocks, block) - 1]
+
+
+class Range(NamedTuple):
+    """The blocks `first` to before `end` of a segment: in this extent and in those split off behind it."""
+
+    extent: Extent
+    first: int
+    end: int
+
+
+class Row:
+    """Cached blocks of one sequence in order; behaves like a list of blocks that is only cut at its tail.
+
+    row        │ 0 1 2 3 4 5 │ 6 7 │ 8 9 …    blocks, counted from the row's start
+    ranges     │  segment A  │  B  │  C  …    each lies in one segment
+    row[7:]                    │ 7 │ 8 9 …    the tail that `del row[7:]` takes away
+    """
+
+    __slots__ = ("num_blocks", "ranges")
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self.ranges = list(ranges)
+        self.num_blocks = sum(part.end - part.first for part in self.ranges)
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+    def __getitem__(self, tail: slice) -> Row:
+        """The blocks from `tail.start` on."""
+        skip, ranges = tail.start or 0, []
+        for extent, first, end in self.ranges:
+            if end - first > skip:
+                ranges.append(Range(extent, first + skip, end))
+            skip = max(0, skip - (end - first))
+        return Row(ranges)
+
+    def __delitem__(self, tail: slice) -> None:
+        """Forget the blocks from `tail.start` on."""
+        left = self.num_blocks = min(self.num_blocks, tail.start or 0)
+        ranges, self.ranges = self.ranges, []
+        for extent, first, end in ranges:
+            if left > 0:
+                self.ranges.append(Range(extent, first, min(end, first + left)))
+            left -= end - first
+
+    def get_extents(self) -> Iterator[Extent]:
+        """The extents that hold these blocks, in order; some may hold blocks beside them.
+
+        range            [first ········· end)
+        extents     │ A ──┼──│ B    │ C ──┼──│      A has blocks before `first`, C has some from `end` on
+        """
+        for extent, first, end in self.ranges:
+            while first < end:
+                extent = skip_to(extent, first)
+                yield extent
+                first = extent.end
+
+    def append(self, extent: Extent, first: int, end: int) -> None:
+        """Add blocks at the end."""
+        self.ranges.append(Range(extent, first, end))
+        self.num_blocks += end - first
+
+
+def skip_to(extent: Extent, block: int) -> Extent:
+    """The extent that holds a block: this one, or one that was split off behind it."""
+    while extent.end <= block:
+        assert extent.after is not None
+        extent = extent.after
+    return extent

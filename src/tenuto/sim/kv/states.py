@@ -6,7 +6,7 @@ states of earlier ends of steps are null, but for the one that it began with:
     blocks    │ null │ null │ hit │ null │ running │
     tokens    ├──── hit ──────────┤        ↑ now
 
-This is vLLM's cache mode `align`. `tenuto.sim.engine.aligned_chunks` says where steps end.
+This is vLLM's cache mode `align`. `tenuto.sim.engine.passes` says where steps end.
 Source: vllm/v1/core/single_type_kv_cache_manager.py:MambaManager@0.32.
 """
 
@@ -24,8 +24,7 @@ from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.hits import Hit
 from tenuto.sim.kv.pool import ExtentPool
 from tenuto.sim.kv.request import Request, StateTable
-from tenuto.sim.kv.rows import Row
-from tenuto.sim.kv.segments import Segment
+from tenuto.sim.kv.segments import Row, Segment
 
 
 class StateGroup:

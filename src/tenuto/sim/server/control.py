@@ -29,7 +29,7 @@ from tenuto.core.requests.hints import get_bounded_id
 from tenuto.core.settings import setting
 from tenuto.core.types import LeaseEnd
 from tenuto.records.trace import TraceWriter
-from tenuto.sim.server.pace import Pacer
+from tenuto.sim.server.engine import Pacer
 
 logger = logging.getLogger("tenuto.sim")
 

@@ -1,27 +1,78 @@
-"""The simulated engine of the server: requests come and go while it runs.
+"""The simulated engine of the server, and the task that advances it with a clock.
 
-`advance` gets the current time and handles every event that is due by then, each at its own simulated time.
-If the process was busy when a step should have ended, the step still ends at the right simulated time,
-and the next one starts there. So simulated time never drifts.
+    handlers ─ submit, abort ─► ServedEngine ─► EventLoop ─► SteppedEngine        as in a simulation
+                                     ▲
+                 Clock ─► Pacer ─ advance          every event that is due by now, at its own simulated time
 
-`tenuto.sim.simulation` does the same for a workload that is known in advance. Both use the same scheduler and
-step cost.
+If the process was busy when a step should have ended, the step still ends at the right simulated time, and
+the next one starts there. So simulated time never drifts.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.steps import StepClock
+from tenuto.core.stats import Histogram
 from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step
+from tenuto.sim.event_loop import EventLoop, SteppedEngine
 from tenuto.sim.kv.request import Request, Status
-from tenuto.sim.server.stats import EngineStats
+
+WARN_LAG_S = 1.0
+"""The log warns at this lag in real seconds, and again each time the lag has doubled."""
+MAX_BUSY_S = 0.05
+"""Real seconds for which the engine may block the event loop at a time."""
+
+logger = logging.getLogger("tenuto.sim")
+
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40)
+_PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+def _histogram(bounds: tuple[float, ...]) -> Callable[[], Histogram]:
+    return lambda: Histogram(bounds)
+
+
+@dataclass
+class EngineStats:
+    """Counters for `/metrics`: totals since the start. Times are simulated seconds, except `lag_s`."""
+
+    num_prompt_tokens: int = 0
+    """Prompt tokens of turns that have produced their first token."""
+    num_output_tokens: int = 0
+    num_queried_tokens: int = 0
+    """Prompt tokens of requests that started, counted at their first start."""
+    num_hit_tokens: int = 0
+    """The part of `num_queried_tokens` that was found in the KV cache."""
+    num_preemptions: int = 0
+    num_finished: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0)
+    )
+    first_token_s: Histogram = field(default_factory=_histogram(_FIRST_TOKEN_S))
+    between_tokens_s: Histogram = field(default_factory=_histogram(_PER_TOKEN_S))
+    per_token_s: Histogram = field(default_factory=_histogram(_PER_TOKEN_S))
+    """The mean time between a request's tokens, one value per request."""
+    latency_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
+    queue_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
+    inference_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
+    prefill_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
+    decode_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
+    prompt_tokens: Histogram = field(default_factory=_histogram(_TOKENS))
+    output_tokens: Histogram = field(default_factory=_histogram(_TOKENS))
+    step_tokens: Histogram = field(default_factory=_histogram(_STEP_TOKENS))
+    lag_s: Histogram = field(default_factory=_histogram(_LAG_S))
+    """Real seconds by which a step ended later than it should have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,20 +101,8 @@ class ServedTurn:
     error: Exception | None = None
 
 
-class _Message(NamedTuple):
-    at_s: float
-    turn: ServedTurn
-    is_abort: bool
-
-
-class _StepInFlight(NamedTuple):
-    step: Step
-    scheduled_s: float
-    end_s: float
-
-
-class Engine:
-    """One simulated engine. It has no clock: callers pass the time in."""
+class ServedEngine:
+    """One simulated engine whose requests come and go while it runs. Callers pass the time in."""
 
     def __init__(
         self,
@@ -76,17 +115,17 @@ class Engine:
         """`on_step` is called with each step when it is scheduled, and with the time."""
         self.scheduler = scheduler
         self.stats = EngineStats()
-        self.now_s = now_s
-        """All events until this time have been handled."""
         self.num_finished_steps = 0
-        self._step_cost = step_cost
-        self._on_step = on_step
-        self._inbox: deque[_Message] = deque()
+        self._engine = SteppedEngine(None, scheduler, step_cost, self, now_s=now_s, fast_forwards=False)
+        self._engine.on_step = on_step
+        self._loop = EventLoop(now_s)
+        self._loop.plan(self._engine)
         self._turns: dict[str, ServedTurn] = {}
-        self._in_flight: deque[_StepInFlight] = deque()
-        self._last_end_s = now_s
-        self._waits_for_step = False
-        self._step_clock = StepClock(now_s)
+
+    @property
+    def now_s(self) -> float:
+        """All events until this time have been handled."""
+        return self._loop.now_s
 
     @property
     def num_turns(self) -> int:
@@ -97,13 +136,13 @@ class Engine:
         """Take a request at its arrival time; times must not decrease."""
         turn = ServedTurn(request, request.arrival_s, on_news)
         self._turns[request.turn_id] = turn
-        self._inbox.append(_Message(request.arrival_s, turn, is_abort=False))
+        self._loop.add(request.arrival_s, lambda: self._arrive(turn))
         return turn
 
     def abort(self, turn: ServedTurn, now_s: float) -> None:
         """End a turn because its client disconnected. No effect if the turn is done."""
         if self._turns.pop(turn.request.turn_id, None) is not None:
-            self._inbox.append(_Message(now_s, turn, is_abort=True))
+            self._loop.add(now_s, lambda: self._leave(turn))
 
     def fail(self, error: Exception) -> None:
         """Mark the engine as failed: every unfinished turn gets the error."""
@@ -111,6 +150,11 @@ class Engine:
             turn.error = error
             turn.on_news()
         self._turns.clear()
+
+    def look_again(self) -> None:
+        """Something changed from outside: turns may be able to start."""
+        self._engine.wake_if_idle(self.now_s)
+        self._loop.plan(self._engine)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached content. While requests run, returns False and keeps the content."""
@@ -122,116 +166,185 @@ class Engine:
         Returns the time of the next event; it is before `until_s` if more events are already due. None if
         nothing happens until a request arrives.
         """
-        while not self._waits_for_step:
-            self._take_messages(self.now_s, inclusive=True)
-            step = self._schedule()
-            if not step.num_tokens and not self._in_flight:
-                next_s = self._get_next_event_s()
-                if next_s is not None and next_s <= until_s:
-                    self.now_s = max(self.now_s, next_s)
-                return next_s
-            is_full = len(self._in_flight) == self.scheduler.config.max_steps_in_flight
-            self._waits_for_step = is_full or not step.num_tokens
-        end_s = self._in_flight[0].end_s
-        self._take_messages(end_s, inclusive=False)
-        if end_s <= until_s:
-            self._finish_oldest()
-        return end_s
+        num_steps = self.num_finished_steps
+        while (wake := self._loop.get_next()) is not None:
+            if wake.at_s > until_s or self.num_finished_steps > num_steps:
+                return wake.at_s
+            self._loop.step()
+        return None
 
     def count_in_flight(self) -> int:
         """Steps that were scheduled and have not ended."""
-        return len(self._in_flight)
+        return self._engine.count_in_flight()
 
-    # Steps.
+    # Turns.
 
-    def _schedule(self) -> Step:
-        step = self.scheduler.schedule(self.now_s)
+    def _arrive(self, turn: ServedTurn) -> None:
+        try:
+            self._engine.add_request(turn.request, self.now_s)
+        except ConfigError as error:
+            turn.error = error
+            self.stats.num_finished["error"] += 1
+            self._turns.pop(turn.request.turn_id, None)
+            turn.on_news()
+        self._loop.plan(self._engine)
+
+    def _leave(self, turn: ServedTurn) -> None:
+        self._engine.abort(turn.request.turn_id, self.now_s)
+        self.stats.num_finished["abort"] += 1
+        self._loop.plan(self._engine)
+
+    # What the engine tells.
+
+    def on_scheduled(self, engine: SteppedEngine, step: Step) -> None:
+        """Turns start."""
         for turn_id, num_hit_tokens in step.new.items():
             turn = self._turns.get(turn_id)
             if turn is not None:
-                turn.start_s, turn.num_hit_tokens = self.now_s, num_hit_tokens
+                turn.start_s, turn.num_hit_tokens = engine.now_s, num_hit_tokens
                 self.stats.num_queried_tokens += turn.request.num_prompt_tokens
                 self.stats.num_hit_tokens += num_hit_tokens
         self.stats.num_preemptions += len(step.preempted)
         if step.num_tokens:
             self.stats.step_tokens.observe(sum(step.num_tokens.values()))
-            computed_s = max(self.now_s, self._last_end_s) + self._step_cost.seconds(step.batch)
-            computed_s += step.copies_s
-            self._last_end_s = max(computed_s, step.copies_done_s)
-            self._in_flight.append(_StepInFlight(step, self.now_s, self._last_end_s))
-            if self._on_step is not None:
-                self._on_step(step, self.now_s)
-        return step
 
-    def _finish_oldest(self) -> None:
-        step, scheduled_s, end_s = self._in_flight.popleft()
-        self._waits_for_step = False
-        self.now_s = end_s
+    def on_computed(self, engine: SteppedEngine, outputs: Sequence[tuple[Request, int]]) -> None:
+        """Turns get tokens, and finish."""
         self.num_finished_steps += 1
-        if self.scheduler.driver.hears_steps:
-            self._tell_step(step, scheduled_s, end_s)
-        for request, num_new_tokens in self.scheduler.finish_step(step, end_s):
+        for request, num_new_tokens in outputs:
             turn = self._turns.get(request.turn_id)
             if turn is not None:
-                self._count_tokens(turn, num_new_tokens)
+                self._count_tokens(turn, num_new_tokens, engine.now_s)
                 if request.status is Status.FINISHED:
-                    self._finish_turn(turn)
+                    self._finish(turn, engine.now_s)
                 turn.on_news()
 
-    def _tell_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
-        num_tokens = sum(step.num_tokens.values()) - sum(step.num_drafts.values())
-        num_requests, is_full = len(step.num_tokens), step.budget == 0
-        view = self._step_clock.finish(end_s, scheduled_s, num_tokens, num_requests, is_full=is_full)
-        self.scheduler.driver.step(view)
+    def on_quiet_steps(self, engine: SteppedEngine, ends_s: Sequence[float]) -> None:
+        """There are none: each step's tokens are sent when it ends."""
 
-    # Turns.
-
-    def _take_messages(self, now_s: float, *, inclusive: bool) -> None:
-        inbox = self._inbox
-        while inbox and (inbox[0].at_s < now_s or (inclusive and inbox[0].at_s == now_s)):
-            at_s, turn, is_abort = inbox.popleft()
-            if is_abort:
-                self.scheduler.abort(turn.request.turn_id, at_s)
-                self.stats.num_finished["abort"] += 1
-                continue
-            try:
-                self.scheduler.add_request(turn.request, at_s)
-            except ConfigError as error:
-                turn.error = error
-                self.stats.num_finished["error"] += 1
-                self._turns.pop(turn.request.turn_id, None)
-                turn.on_news()
-
-    def _count_tokens(self, turn: ServedTurn, num_new_tokens: int) -> None:
+    def _count_tokens(self, turn: ServedTurn, num_new_tokens: int, now_s: float) -> None:
         stats = self.stats
         stats.num_output_tokens += num_new_tokens
         if turn.num_tokens == 0:
-            turn.first_token_s = self.now_s
+            turn.first_token_s = now_s
             stats.num_prompt_tokens += turn.request.num_prompt_tokens
-            stats.first_token_s.observe(self.now_s - turn.arrival_s)
+            stats.first_token_s.observe(now_s - turn.arrival_s)
         else:
-            stats.between_tokens_s.observe(self.now_s - turn.last_token_s)
-        turn.last_token_s = self.now_s
+            stats.between_tokens_s.observe(now_s - turn.last_token_s)
+        turn.last_token_s = now_s
         turn.num_tokens += num_new_tokens
 
-    def _finish_turn(self, turn: ServedTurn) -> None:
+    def _finish(self, turn: ServedTurn, now_s: float) -> None:
         del self._turns[turn.request.turn_id]
         turn.is_finished = True
         stats, request = self.stats, turn.request
         stats.num_finished[request.ends_by] += 1
-        stats.latency_s.observe(self.now_s - turn.arrival_s)
+        stats.latency_s.observe(now_s - turn.arrival_s)
         stats.queue_s.observe(turn.start_s - turn.arrival_s)
-        stats.inference_s.observe(self.now_s - turn.start_s)
+        stats.inference_s.observe(now_s - turn.start_s)
         stats.prefill_s.observe(turn.first_token_s - turn.start_s)
-        stats.decode_s.observe(self.now_s - turn.first_token_s)
+        stats.decode_s.observe(now_s - turn.first_token_s)
         if turn.num_tokens > 1:
-            stats.per_token_s.observe((self.now_s - turn.first_token_s) / (turn.num_tokens - 1))
+            stats.per_token_s.observe((now_s - turn.first_token_s) / (turn.num_tokens - 1))
         stats.prompt_tokens.observe(request.num_prompt_tokens)
         stats.output_tokens.observe(turn.num_tokens)
 
-    def _get_next_event_s(self) -> float | None:
-        times_s = [self._inbox[0].at_s] if self._inbox else []
-        event_s = self.scheduler.get_next_event_s()
-        if event_s is not None:
-            times_s.append(event_s)
-        return min(times_s, default=None)
+
+class Clock:
+    """A clock that runs `speed` times as fast as the machine's monotonic clock.
+
+    It starts when it is created.
+    """
+
+    def __init__(self, speed: float, get_real_s: Callable[[], float] = time.monotonic) -> None:
+        self.speed = speed
+        self._get_real_s = get_real_s
+        self._start_s = get_real_s()
+
+    def get_now_s(self) -> float:
+        """Return the simulated time in seconds. At speed 1 it equals the machine's clock."""
+        return self._start_s + (self._get_real_s() - self._start_s) * self.speed
+
+    def get_real_duration_s(self, duration_s: float) -> float:
+        """Return how many real seconds the given simulated seconds take."""
+        return duration_s / self.speed
+
+
+class Pacer:
+    """Advances an engine to the clock's time repeatedly. Everything runs in one event loop."""
+
+    def __init__(self, engine: ServedEngine, clock: Clock) -> None:
+        self.engine = engine
+        self.clock = clock
+        self.error: Exception | None = None
+        """The error that ended the engine, or None."""
+        self._news = asyncio.Event()
+        self._warn_lag_s = WARN_LAG_S
+
+    def submit(self, request: ServedRequest, on_news: Callable[[], None]) -> ServedTurn:
+        """Submit a request that arrives now. If the engine has failed, raises its error."""
+        if self.error is not None:
+            raise self.error
+        request.arrival_s = self.clock.get_now_s()
+        turn = self.engine.submit(request, on_news)
+        self._news.set()
+        return turn
+
+    def abort(self, turn: ServedTurn) -> None:
+        """End a turn because its client disconnected. No effect if the turn is done."""
+        self.engine.abort(turn, self.clock.get_now_s())
+        self._news.set()
+
+    def wake(self) -> None:
+        """Something changed from outside: look at once what is due."""
+        self.engine.look_again()
+        self._news.set()
+
+    async def run(self) -> None:
+        """Run until cancelled, or until the engine fails; then every waiting turn gets the error."""
+        try:
+            while True:
+                await self._advance()
+        except Exception as error:
+            logger.exception("the simulated engine has ended")
+            self.error = error
+            self.engine.fail(error)
+
+    async def _advance(self) -> None:
+        next_s = self._catch_up()
+        timer = None
+        if next_s is not None:
+            delay_s = self.clock.get_real_duration_s(next_s - self.clock.get_now_s())
+            if delay_s <= 0:
+                # More events are due, but first the handlers send the tokens that are ready.
+                await asyncio.sleep(0)
+                return
+            timer = asyncio.get_running_loop().call_later(delay_s, self._news.set)
+        await self._news.wait()
+        self._news.clear()
+        if timer is not None:
+            timer.cancel()
+
+    def _catch_up(self) -> float | None:
+        """Handle due events for `MAX_BUSY_S` at most. Returns the time of the next event, or None.
+
+        Handlers cannot send meanwhile. So if sending is slow, several tokens are sent at a time, and the
+        engine does not lag.
+        """
+        now_s = self.clock.get_now_s()
+        limit_s = now_s + self.clock.speed * MAX_BUSY_S
+        while True:
+            num_steps = self.engine.num_finished_steps
+            next_s = self.engine.advance(now_s)
+            if self.engine.num_finished_steps > num_steps:
+                self._count_lag(self.clock.get_real_duration_s(self.clock.get_now_s() - self.engine.now_s))
+            if next_s is None or next_s > now_s or self.clock.get_now_s() > limit_s:
+                return next_s
+
+    def _count_lag(self, lag_s: float) -> None:
+        self.engine.stats.lag_s.observe(lag_s)
+        if lag_s > self._warn_lag_s:
+            self._warn_lag_s = 2 * lag_s
+            logger.warning(
+                "%.1f s late: this machine is busy, or too slow for speed %g", lag_s, self.clock.speed
+            )

@@ -16,7 +16,7 @@ from tenuto.core.control import CHANGEABLE, MODES
 from tenuto.core.stats import Histogram
 from tenuto.core.version import __version__
 from tenuto.sim.server.control import LiveEngine
-from tenuto.sim.server.pace import Pacer
+from tenuto.sim.server.engine import Pacer
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 

@@ -18,8 +18,7 @@ from tenuto.records.files import read_objects
 from tenuto.records.kinds import RUN, identify_object
 from tenuto.records.legacy import is_legacy
 from tenuto.records.load import read_run
-from tenuto.sim.fleet.build import check_fleet
-from tenuto.sim.fleet.summary import name_gpus
+from tenuto.sim.fleet.build import check_fleet, name_gpus
 from tenuto.sim.machine import build
 from tenuto.sim.run import NO_EXTRAS, Extras, run
 from tenuto.sim.setup import Setup

@@ -11,10 +11,8 @@ from statistics import fmean
 
 from tenuto.records.metrics import get_percentile
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.fleet.simulation import FleetSimulation
-from tenuto.sim.isolated_time import get_isolated_time_s
 from tenuto.sim.machine import build
-from tenuto.sim.run import Extras, Prepared, prepare
+from tenuto.sim.run import Extras, Prepared, get_isolated_time_s, prepare
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation
 from tenuto.sim.sweep.settling import COHORT, STRETCH, Settling, Verdict, are_done
@@ -175,7 +173,7 @@ class _Observer:
     def follow(self, prepared: Prepared) -> None:
         """Say which simulation this is. Call it before the simulation runs."""
         self._prepared = prepared
-        self._simulation: Simulation | FleetSimulation = prepared.simulation
+        self._simulation: Simulation = prepared.simulation
         jobs = sorted(
             (job for job in prepared.workload.jobs if job.parent is None), key=lambda job: job.arrival_s
         )

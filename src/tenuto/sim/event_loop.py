@@ -1,0 +1,357 @@
+"""The event loop: one engine, a fleet, or the engine of a server, in the order of time.
+
+    EventLoop.step()    the earliest of what is to come:
+        SENDS           a client sends a turn; a fault, a look at the metrics
+        ENDS            an engine's step ends: its requests get their tokens
+        STARTS          an engine schedules its next step
+
+A simulation calls `step` until nothing is left. A server calls it for what is due by its clock. An engine
+never runs ahead of what may happen to it: it says when it wants to be woken next, and a turn that comes
+earlier is delivered in time. With two steps in flight, the second is scheduled while the first runs, as in
+vLLM's batch queue (vllm/v1/engine/core.py:step_with_batch_queue@0.32).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from tenuto.core.steps import StepClock
+from tenuto.sim.cost.batch import StepCost
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.engine.step import Step, get_decode_batch
+from tenuto.sim.kv.request import Request
+
+ENDS, SENDS, STARTS = 0, 1, 2
+"""At one moment, steps end first, then turns are sent, then steps are scheduled."""
+MAX_PLANNED_STEPS = 64
+"""A turn may come before a planned stretch has ended; then the rest was planned for nothing."""
+
+
+class Wake(NamedTuple):
+    """When something happens, and its place among what happens at that moment."""
+
+    at_s: float
+    place: int
+
+
+class EventLoop:
+    """All that is to come. Events of one moment come by their place, then as they were added.
+
+    Only an engine's next wake is here, and not even that of the engine that stepped last, which mostly comes
+    first again. So the cost of a run grows with the steps and turns of all engines, not with their number.
+    """
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+        self._heap: list[tuple[float, int, int, Callable[[], SteppedEngine | None]]] = []
+        self._num_added = 0
+        self._stepping: SteppedEngine | None = None
+
+    def add(self, at_s: float, act: Callable[[], None]) -> None:
+        """Something that happens between the steps."""
+        self._push(at_s, SENDS, act)
+
+    def plan(self, engine: SteppedEngine) -> None:
+        """Something has happened to an engine: wake it when it wants to be woken."""
+        wake = engine.next_wake
+        if wake is None or wake == engine.planned_wake or engine is self._stepping:
+            return
+        engine.planned_wake = wake
+
+        def act() -> SteppedEngine | None:
+            if engine.planned_wake != wake:
+                return None
+            engine.planned_wake = None
+            return self._wake(engine, wake) if engine.next_wake == wake else None
+
+        self._push(*wake, act)
+
+    def get_next(self) -> Wake | None:
+        """When something happens next; None if nothing is to come."""
+        wake = None if self._stepping is None else self._stepping.next_wake
+        if not self._heap:
+            return wake
+        at_s, place, *_ = self._heap[0]
+        return Wake(at_s, place) if wake is None or (at_s, place) <= wake else wake
+
+    def step(self) -> SteppedEngine | None:
+        """Let the next thing happen; there must be one. Returns the engine that was woken, if one was."""
+        engine = self._stepping
+        if engine is not None:
+            wake = engine.next_wake
+            if wake is not None and (not self._heap or wake <= self._heap[0][:2]):
+                return self._wake(engine, wake)
+            self._stepping = None
+            self.plan(engine)
+        self.now_s, _, _, act = heapq.heappop(self._heap)
+        return act()
+
+    def _push(self, at_s: float, place: int, act: Callable[[], SteppedEngine | None]) -> None:
+        self._num_added += 1
+        heapq.heappush(self._heap, (at_s, place, self._num_added, act))
+
+    def _wake(self, engine: SteppedEngine, wake: Wake) -> SteppedEngine:
+        self.now_s, self._stepping = wake.at_s, engine
+        if self._heap:
+            at_s, place, *_ = self._heap[0]
+            engine.wake(at_s, plans=place != SENDS)
+        else:
+            engine.wake(math.inf)
+        if engine.next_wake is None or (self._heap and self._heap[0][:2] <= engine.next_wake):
+            self._stepping = None
+            self.plan(engine)
+        return engine
+
+
+class Listener(Protocol):
+    """Who is told what an engine's requests do. The time is the engine's."""
+
+    def on_scheduled(self, engine: SteppedEngine, step: Step) -> None:
+        """A step was scheduled; if it is empty, it does not run."""
+
+    def on_computed(self, engine: SteppedEngine, outputs: Sequence[tuple[Request, int]]) -> None:
+        """A step ended: these requests got so many tokens each, and some are finished."""
+
+    def on_quiet_steps(self, engine: SteppedEngine, ends_s: Sequence[float]) -> None:
+        """Steps ended at these times, and each gave every running request a token that is not its last."""
+
+
+class SteppedEngine:
+    """A scheduler in time. `wake` is to be called at `next_wake`, unless that has changed meanwhile."""
+
+    def __init__(
+        self,
+        name: str | None,
+        scheduler: Scheduler,
+        step_cost: StepCost,
+        listener: Listener,
+        *,
+        now_s: float = 0.0,
+        fast_forwards: bool = True,
+    ) -> None:
+        """It is there from `now_s` on. A first step with nothing to do starts its policy's clock."""
+        self.name = name
+        self.scheduler = scheduler
+        self.now_s = now_s
+        self.num_steps = 0
+        self.busy_s = 0.0
+        """Seconds in which a step ran."""
+        self.next_wake: Wake | None = Wake(now_s, STARTS)
+        """None while it has nothing to do."""
+        self.planned_wake: Wake | None = None
+        """The wake that the event loop has of it."""
+        self.fast_forwards = fast_forwards
+        """Whether a stretch of steps without events is advanced in one piece. The result is the same."""
+        self.on_step: Callable[[Step, float], None] | None = None
+        """Called with each step when it is scheduled, and with the time; not with those of a stretch."""
+        self._step_cost = step_cost
+        self._listener = listener
+        self._in_flight: deque[tuple[Step, float, float]] = deque()
+        """Each step in flight, with the times at which it was scheduled and will end."""
+        self._last_step: Step | None = None
+        self._last_end_s = now_s
+        self._step_clock = StepClock(now_s)
+        self._stretch: list[float] = []
+        """Seconds of each step of the planned stretch."""
+
+    # What the loop calls.
+
+    def wake(self, horizon_s: float = -math.inf, *, plans: bool = False) -> None:
+        """Do what is to be done at `next_wake`. Nothing comes from outside before `horizon_s`.
+
+        `plans`: another engine steps then, which may bring nothing: plan beyond it.
+        """
+        assert self.next_wake is not None
+        at_s, place = self.next_wake
+        if self._stretch:
+            self._end_stretch(math.inf)
+        if place == ENDS:
+            self._end_step()
+            self.next_wake = Wake(self.now_s, STARTS)
+        else:
+            self.now_s = max(self.now_s, at_s)
+            self.next_wake = self._schedule_on(horizon_s, plans=plans)
+
+    # What comes from outside.
+
+    def add_request(self, request: Request, now_s: float) -> None:
+        """A turn comes in. Raises ConfigError if it can never run here."""
+        self.catch_up(now_s)
+        self.scheduler.add_request(request, now_s)
+        self.wake_if_idle(now_s)
+
+    def abort(self, turn_id: str, now_s: float) -> None:
+        """The connection of a turn broke; nothing happens if the turn is done."""
+        self.catch_up(now_s)
+        self.scheduler.abort(turn_id, now_s)
+        self._last_step = None
+        self.wake_if_idle(now_s)
+
+    def insert_kv(self, request: Request, num_tokens: int, now_s: float) -> bool:
+        """KV of a prompt's first tokens came from another engine. False if there was no room for it."""
+        self.catch_up(now_s)
+        kv = self.scheduler.kv
+        kv.enter(request)
+        hit = kv.get_hit(request)
+        num_new_tokens = num_tokens - hit.num_tokens
+        if num_new_tokens <= 0:
+            return True
+        if not kv.try_allocate(request, num_new_tokens, hit, is_busy=True):
+            return False
+        kv.free(request)
+        return True
+
+    def catch_up(self, now_s: float) -> None:
+        """Carry out what is planned until `now_s`, before something happens from outside."""
+        if self._stretch:
+            self._end_stretch(now_s)
+            self.next_wake = Wake(self.now_s, STARTS)
+        elif self.next_wake is None:
+            self.now_s = max(self.now_s, now_s)
+
+    def wake_if_idle(self, now_s: float) -> None:
+        """Look for work now, if no step runs: something has changed."""
+        if not self._in_flight and (self.next_wake is None or self.next_wake.at_s > now_s):
+            self.next_wake = Wake(max(self.now_s, now_s), STARTS)
+
+    def count_in_flight(self) -> int:
+        """Steps that were scheduled and have not ended."""
+        return len(self._in_flight)
+
+    # Steps.
+
+    def _schedule_on(self, horizon_s: float, *, plans: bool) -> Wake | None:
+        """Schedule from now on until there is something to wait for."""
+        while True:
+            if self._pass_quiet_steps(horizon_s, plans=plans):
+                return Wake(self._walk_stretch()[1] if self._stretch else self.now_s, STARTS)
+            step = self._schedule()
+            if len(self._in_flight) == self.scheduler.config.max_steps_in_flight or (
+                self._in_flight and not step.num_tokens
+            ):
+                return Wake(self._in_flight[0][2], ENDS)
+            if not step.num_tokens and not step.preempted:
+                # After a preemption, other turns can be scheduled at once, as in vLLM's next step.
+                event_s = self.scheduler.get_next_event_s()
+                return None if event_s is None else Wake(event_s, STARTS)
+
+    def _schedule(self) -> Step:
+        step = self.scheduler.schedule(self.now_s)
+        self._listener.on_scheduled(self, step)
+        self._last_step = step
+        if step.num_tokens:
+            self.num_steps += 1
+            # It runs after those in flight.
+            begin_s = max(self.now_s, self._last_end_s)
+            end_s = begin_s + self._step_cost.seconds(step.batch) + step.copies_s
+            self._last_end_s = max(end_s, step.copies_done_s)
+            self.busy_s += self._last_end_s - begin_s
+            self._in_flight.append((step, self.now_s, self._last_end_s))
+            if self.on_step is not None:
+                self.on_step(step, self.now_s)
+        return step
+
+    def _end_step(self) -> None:
+        """The oldest step in flight ends."""
+        step, scheduled_s, self.now_s = self._in_flight.popleft()
+        if self.scheduler.driver.hears_steps:
+            self._tell_step(step, scheduled_s, self.now_s)
+        self._listener.on_computed(self, self.scheduler.finish_step(step, self.now_s))
+
+    def _tell_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
+        """Tell the policy about a step, just before the step's results."""
+        num_tokens = sum(step.num_tokens.values()) - sum(step.num_drafts.values())
+        num_requests, is_full = len(step.num_tokens), step.budget == 0
+        view = self._step_clock.finish(end_s, scheduled_s, num_tokens, num_requests, is_full=is_full)
+        self.scheduler.driver.step(view)
+
+    # Stretches of quiet steps: every running request decodes one token, and nothing else happens.
+
+    def _pass_quiet_steps(self, horizon_s: float, *, plans: bool) -> bool:
+        """Run the quiet steps until the horizon, and plan those behind it. False if there are none."""
+        if not self.fast_forwards or self._last_step is None or not self._last_step.is_decode_only:
+            return False
+        num_steps = self.scheduler.fast_forward.count_steps()
+        if num_steps < 2:  # not worth a stretch
+            return False
+        until_s = min(horizon_s, self._get_limit_s())
+        num_run = self._run_stretch(num_steps, until_s, self._get_quiet_costs())
+        if plans and num_run < num_steps and self.now_s >= horizon_s:
+            num_planned = min(num_steps - num_run, MAX_PLANNED_STEPS)
+            self._stretch = list(itertools.islice(self._get_quiet_costs(), num_planned))
+            del self._stretch[self._walk_stretch()[0] :]
+        return num_run > 0 or bool(self._stretch)
+
+    def _get_quiet_costs(self) -> Iterator[float]:
+        """Seconds of each step of a quiet stretch, one after the other."""
+        running = self.scheduler.state.running
+        num_context_tokens = sum(request.num_computed_tokens for request in running)
+        while True:
+            yield self._step_cost.seconds(get_decode_batch(len(running), num_context_tokens))
+            num_context_tokens += len(running)
+
+    def _get_limit_s(self) -> float:
+        """When something happens by itself, apart from steps."""
+        event_s, tick_s = self.scheduler.get_next_event_s(), self.scheduler.driver.get_next_tick_s()
+        return tick_s if event_s is None else min(event_s, tick_s)
+
+    def _run_stretch(self, num_quiet_steps: int, until_s: float, costs: Iterator[float]) -> int:
+        """Advance by quiet steps, with these costs, until `until_s` at least. Returns how many there were."""
+        if self.now_s >= until_s:
+            return 0
+        assert self._last_step is not None
+        scheduler, in_flight, ends_s = self.scheduler, self._in_flight, list[float]()
+        depth, driver = scheduler.config.max_steps_in_flight, scheduler.driver
+        tells_steps = driver.hears_steps
+        # The steps are taken to be as full as the last one: a policy that bounds steps sees no new reason.
+        running = scheduler.state.running
+        quiet_step = Step(self._last_step.budget, 0, {request.turn_id: 1 for request in running})
+        size, is_full, finish = len(running), quiet_step.budget == 0, self._step_clock.finish
+        before_s = max(self.now_s, self._last_end_s)
+        num_steps, now_s, last_end_s = 0, self.now_s, self._last_end_s
+        while num_steps < num_quiet_steps and now_s < until_s:
+            last_end_s = max(now_s, last_end_s) + next(costs)
+            in_flight.append((quiet_step, now_s, last_end_s))
+            if len(in_flight) == depth:
+                step, scheduled_s, now_s = in_flight.popleft()
+                ends_s.append(now_s)
+                if tells_steps and step is quiet_step:
+                    # As `_tell_step`, without counting: most of all steps are told here.
+                    driver.step(finish(now_s, scheduled_s, size, size, is_full=is_full))
+                elif tells_steps:
+                    self._tell_step(step, scheduled_s, now_s)
+            num_steps += 1
+        self.now_s, self._last_end_s = now_s, last_end_s
+        self.busy_s += last_end_s - before_s
+        self.num_steps += num_steps
+        if ends_s:
+            self._listener.on_quiet_steps(self, ends_s)
+        scheduler.fast_forward.run(num_steps)
+        return num_steps
+
+    def _walk_stretch(self) -> tuple[int, float]:
+        """How many of the planned steps there will be if nothing comes, and the time after them."""
+        limit_s, now_s, last_end_s = self._get_limit_s(), self.now_s, self._last_end_s
+        depth = self.scheduler.config.max_steps_in_flight
+        ends_s = [end_s for _, _, end_s in self._in_flight]
+        first, num_steps = 0, 0
+        for cost_s in self._stretch:
+            if now_s >= limit_s:
+                break
+            last_end_s = max(now_s, last_end_s) + cost_s
+            ends_s.append(last_end_s)
+            if len(ends_s) - first == depth:
+                now_s = ends_s[first]
+                first += 1
+            num_steps += 1
+        return num_steps, now_s
+
+    def _end_stretch(self, now_s: float) -> None:
+        """Carry out the planned stretch, its steps that start before `now_s`."""
+        costs_s, self._stretch = self._stretch, []
+        self._run_stretch(len(costs_s), min(now_s, self._get_limit_s()), iter(costs_s))

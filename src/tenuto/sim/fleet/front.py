@@ -1,0 +1,359 @@
+"""What stands before the engines of a fleet: a router, what it sees, and what goes wrong.
+
+turn ─► dispatcher ─► engine ─ steps ─► first token, last token ─► dispatcher
+        (router)  ◄─ metrics, now and then
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.routing.dispatcher import Dispatcher, DispatchStats
+from tenuto.core.routing.router import NO_TOKENS, EngineInfo, EngineMetrics, Sending
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.event_loop import SteppedEngine
+from tenuto.sim.fleet.options import Fault
+from tenuto.sim.kv.segments import Path
+from tenuto.sim.simulation import LiveTurn, Simulation
+from tenuto.workload.arrival import make_arrival
+from tenuto.workload.schema import TurnSpec
+
+MakeEngine = Callable[[str, str, float], tuple[SteppedEngine, EngineInfo]]
+"""Makes an engine of this name, on this GPU ("" for the first engine's), that is there from this time on."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What connects the router and the engines."""
+
+    metrics_s: float = 1.0
+    """How often the router reads the engines' metrics."""
+    copy_token_s: float | None = None
+    """Seconds to copy a token's KV to another engine; None if that is not possible."""
+
+
+@dataclass
+class EngineCounts:
+    """What one engine did in a run."""
+
+    num_turns: int = 0
+    num_jobs: int = 0
+    """Jobs whose last turn it answered."""
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class Members:
+    """Engines by name. One that died may come back under its name: it is another engine, and has nothing."""
+
+    def __init__(self, make_engine: MakeEngine, simulation: Simulation) -> None:
+        """No engines yet."""
+        self.there: dict[str, SteppedEngine] = {}
+        self.ready: list[str] = []
+        """Those that take turns."""
+        self.infos: dict[str, EngineInfo] = {}
+        self.died: set[str] = set()
+        self._make_engine = make_engine
+        self._simulation = simulation
+        self._gpus: dict[str, str] = {}
+
+    def add(self, gpu: str) -> str:
+        """One more engine. Returns its name; the first is "0", the next "1"."""
+        name = str(len(self._gpus))
+        self._gpus[name] = gpu
+        self._start(name)
+        return name
+
+    def rejoin(self, name: str) -> None:
+        """An engine that drained takes turns again, or one that died starts again. Raises ConfigError."""
+        if name not in self._gpus or name in self.ready:
+            raise ConfigError(f"--fault rejoin:{name}: no such engine has died or drained at that time")
+        if name in self.there:
+            self.ready.append(name)
+        else:
+            self._start(name)
+
+    def drain(self, name: str) -> None:
+        """It takes no more turns. Raises ConfigError if it is not there."""
+        self._check_there("drain", name)
+        if name in self.ready:
+            self.ready.remove(name)
+
+    def kill(self, name: str) -> SteppedEngine:
+        """It is gone. Raises ConfigError if it was not there."""
+        self._check_there("die", name)
+        self.drain(name)
+        self.died.add(name)
+        return self.there.pop(name)
+
+    def get_busy_s(self, name: str) -> float:
+        """Seconds in which a step ran there."""
+        return sum(engine.busy_s for engine in self._simulation.engines if engine.name == name)
+
+    def _start(self, name: str) -> None:
+        now_s = self._simulation.loop.now_s
+        self.there[name], self.infos[name] = self._make_engine(name, self._gpus[name], now_s)
+        self.ready.append(name)
+        self._simulation.add_engine(self.there[name])
+
+    def _check_there(self, kind: str, name: str) -> None:
+        if name not in self.there:
+            raise ConfigError(f"--fault {kind}:{name}: no engine {name!r} is there at that time")
+
+
+class FleetFront:
+    """A router and the engines behind it: the `Front` of a simulation."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        make_dispatcher: Callable[[], Dispatcher],
+        make_engine: MakeEngine,
+        gpus: Sequence[str],
+        *,
+        links: Links | None = None,
+        faults: Iterable[Fault] = (),
+    ) -> None:
+        """`gpus`: those of the engines at the start, which get the names "0", "1", …."""
+        links = links or Links()
+        self.members = Members(make_engine, simulation)
+        self.counts: dict[str, EngineCounts] = {}
+        self.num_copies_refused = 0
+        """Copies of KV that found no room."""
+        self.dispatcher = make_dispatcher()
+        self._simulation = simulation
+        self._loop = simulation.loop
+        self._make_dispatcher = make_dispatcher
+        self._gpus = gpus
+        self._faults = sorted(faults, key=lambda fault: fault.at_s)
+        self._metrics_s = links.metrics_s
+        self._copy_token_s = links.copy_token_s
+        self._needs = self.dispatcher.router.needs
+        self._outbox: list[Sending] = []
+        self._next_tick_s: float | None = None
+        self._stats_before: list[DispatchStats] = []
+        for gpu in gpus:
+            self._welcome(self.members.add(gpu))
+
+    def start(self) -> None:
+        """Plan what is to come."""
+        for fault in self._faults:
+            self._loop.add(fault.at_s, lambda fault=fault: self._suffer(fault))  # type: ignore[misc]
+        if self._needs.metrics:
+            self._loop.add(0.0, self._read_metrics)
+
+    def end(self) -> None:
+        """Nothing is to come any more. Raises ConfigError if turns are open because all engines died."""
+        simulation = self._simulation
+        if simulation.open and not self.members.there:
+            raise ConfigError(
+                f"no engine is left at {simulation.loop.now_s:g} s for {len(simulation.open)} turns"
+            )
+
+    @property
+    def stats(self) -> DispatchStats:
+        """Counts of the router's decisions, those before a restart included."""
+        total = dataclasses.asdict(self.dispatcher.stats)
+        for before in self._stats_before:
+            for name, count in dataclasses.asdict(before).items():
+                total[name] += count
+        return DispatchStats(**total)
+
+    # Turns.
+
+    def arrive(self, turn: LiveTurn) -> None:
+        """A client sent a turn."""
+        due, needs, cached = turn.due, self._needs, NO_TOKENS
+        hints = self._simulation.say_hints(due.job, due.turn)
+        if needs.kv_events:
+            ready = [self.members.there[name] for name in self.members.ready]
+            cached = _find_cached(due.job.turns[due.turn], ready)
+        arrival = make_arrival(due, hints, needs_prompt=needs.prompts, cached_tokens=cached)
+        self._outbox += self.dispatcher.arrive(arrival, self._loop.now_s)
+
+    def first_token(self, turn: LiveTurn) -> None:
+        """A turn's first token came."""
+        self.dispatcher.first_token(turn.turn_id, self._loop.now_s)
+
+    def finish(self, turn: LiveTurn) -> None:
+        """A turn is done."""
+        assert turn.engine is not None and turn.engine.name is not None
+        request, (job, index, _) = turn.request, turn.due
+        counts = self.counts[turn.engine.name]
+        counts.num_turns += 1
+        counts.num_jobs += index == len(job.turns) - 1
+        counts.num_computed_tokens += request.num_prompt_tokens - turn.num_hit_tokens
+        counts.num_output_tokens += request.num_output_tokens
+        self._outbox += self.dispatcher.finish(
+            turn.turn_id,
+            self._loop.now_s,
+            request.num_output_tokens,
+            num_hit_tokens=turn.num_hit_tokens,
+            is_last=request.hints.is_last,
+        )
+
+    def settle(self) -> None:
+        """Deliver what the router sends. Deliveries end nothing, so they bring no more of it."""
+        if not self._outbox and self.dispatcher.num_held == 0:
+            return
+        sendings, self._outbox = self._outbox, []
+        for sending in sendings:
+            self._carry_out(sending)
+        self._plan_tick()
+
+    def _carry_out(self, sending: Sending) -> None:
+        turn = self._simulation.open[sending.turn_id]
+        turn.attempt += 1
+        if sending.copy_from is None or self._copy_token_s is None:
+            self._simulation.deliver(turn, self.members.there[sending.engine])
+            return
+        copy_s = sending.num_copied_tokens * self._copy_token_s
+        attempt, copy_from = turn.attempt, sending.copy_from
+        source = self.members.there.get(copy_from)
+
+        def deliver() -> None:
+            if turn.attempt == attempt:
+                engine = self.members.there[sending.engine]
+                if source is not None and self.members.there.get(copy_from) is source:
+                    self._copy_kv(sending, turn, engine)
+                self._simulation.deliver(turn, engine)
+
+        turn.engine = None
+        self._loop.add(self._loop.now_s + copy_s, deliver)
+
+    def _copy_kv(self, sending: Sending, turn: LiveTurn, engine: SteppedEngine) -> None:
+        request = turn.make_request(self._simulation.say_hints, self._loop.now_s)
+        num_tokens = min(sending.num_copied_tokens, request.num_prompt_tokens - 1)
+        if not engine.insert_kv(request, num_tokens, self._loop.now_s):
+            self.num_copies_refused += 1
+        self._loop.plan(engine)
+
+    # The router.
+
+    def _plan_tick(self) -> None:
+        at_s = self.dispatcher.get_next_tick_s()
+        if at_s is None or at_s == self._next_tick_s or not self.members.ready:
+            return
+        self._next_tick_s = at_s
+
+        def tick() -> None:
+            if self._next_tick_s == at_s:
+                self._next_tick_s = None
+                self._outbox += self.dispatcher.tick(self._loop.now_s)
+
+        self._loop.add(at_s, tick)
+
+    def _read_metrics(self) -> None:
+        now_s = self._loop.now_s
+        for name, engine in self.members.there.items():
+            engine.catch_up(now_s)
+            self._loop.plan(engine)
+            self.dispatcher.report(name, _read_metrics(engine.scheduler, now_s))
+        is_deserted = not self.members.there and all(fault.at_s <= now_s for fault in self._faults)
+        if self._simulation.has_turns and not is_deserted:
+            self._loop.add(now_s + self._metrics_s, self._read_metrics)
+
+    # Faults.
+
+    def _welcome(self, name: str) -> None:
+        """An engine takes turns from now on."""
+        self.counts.setdefault(name, EngineCounts())
+        self._outbox += self.dispatcher.join(self.members.infos[name], self._loop.now_s)
+
+    def _suffer(self, fault: Fault) -> None:
+        match fault.kind:
+            case "join":
+                self._welcome(self.members.add(fault.what))
+            case "rejoin":
+                self.members.rejoin(fault.what)
+                self._welcome(fault.what)
+            case "drain":
+                self.members.drain(fault.what)
+                self.dispatcher.drain(fault.what, self._loop.now_s)
+            case "die":
+                self._bury(self.members.kill(fault.what))
+            case "restart":
+                self._restart_router()
+
+    def _bury(self, engine: SteppedEngine) -> None:
+        """An engine died: its open turns have failed."""
+        assert engine.name is not None
+        engine.catch_up(self._loop.now_s)
+        engine.next_wake = None
+        for turn in self._simulation.open.values():
+            if turn.engine is engine:
+                self._simulation.drop(turn, f"engine {engine.name} died")
+        self._outbox += self.dispatcher.die(engine.name, self._loop.now_s)
+
+    def _restart_router(self) -> None:
+        """All connections through it break. The engines stop, and the clients send again."""
+        self._stats_before.append(self.dispatcher.stats)
+        self.dispatcher = self._make_dispatcher()
+        self._next_tick_s = None
+        for name in self.members.ready:
+            self._outbox += self.dispatcher.join(self.members.infos[name], self._loop.now_s)
+        for turn in self._simulation.open.values():
+            if turn.engine is not None:
+                turn.engine.abort(turn.request.turn_id, self._loop.now_s)
+                self._loop.plan(turn.engine)
+                self._simulation.drop(turn, "the router restarted")
+            turn.attempt += 1
+            self.arrive(turn)
+
+    # The fleet's part of the run's record.
+
+    def summarise(self) -> dict[str, Any]:
+        """What the fleet did, by engine and in all, in JSON types: see docs/fleet.md."""
+        stats, members = self.stats, self.members
+        busy_s = {name: members.get_busy_s(name) for name in members.infos}
+        mean_busy_s = sum(busy_s.values()) / len(busy_s)
+        engines = [
+            {
+                "name": name,
+                "speed": members.infos[name].speed,
+                "kv_tokens": members.infos[name].num_kv_tokens,
+                "jobs": counts.num_jobs,
+                "turns": counts.num_turns,
+                "computed_tokens": counts.num_computed_tokens,
+                "output_tokens": counts.num_output_tokens,
+                "busy_s": busy_s[name],
+                "died": name in members.died,
+            }
+            for name, counts in self.counts.items()
+        ]
+        return {
+            "engines": engines,
+            "imbalance": max(busy_s.values()) / mean_busy_s if mean_busy_s else None,
+            "sent": stats.num_sent,
+            "held": stats.num_held,
+            "moves": stats.num_moves,
+            "moved_tokens": stats.num_moved_tokens,
+            "copied_tokens": stats.num_copied_tokens,
+            "copies_refused": self.num_copies_refused,
+            "resent": stats.num_resent,
+            "router_faults": sum(self.dispatcher.faults.values()),
+        }
+
+
+def _find_cached(turn: TurnSpec, engines: Sequence[SteppedEngine]) -> Mapping[str, int]:
+    """What an index of the engines' KV events says. The events themselves take milliseconds at most."""
+    found, spans = {}, (*turn.prompt, turn.output)
+    for engine in engines:
+        kv = engine.scheduler.kv
+        path = Path(kv.pool.root, None, spans, kv.config.hash_block_size)
+        paths = kv.get_paths(path, None, spans)
+        assert engine.name is not None
+        found[engine.name] = kv.find_hit(paths, turn.num_prompt_tokens - 1).num_tokens
+    return found
+
+
+def _read_metrics(scheduler: Scheduler, now_s: float) -> EngineMetrics:
+    """An engine's own figures, now."""
+    state, pool = scheduler.state, scheduler.kv.pool
+    num_used = pool.num_blocks - pool.num_free_blocks - pool.num_leased_blocks
+    num_waiting = len(state.waiting) + state.num_loading
+    return EngineMetrics(now_s, len(state.running), num_waiting, num_used / pool.num_blocks)
