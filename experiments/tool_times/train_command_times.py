@@ -26,8 +26,7 @@ import sklearn
 from sklearn.ensemble import GradientBoostingRegressor
 from sklearn.model_selection import GroupKFold
 
-from tenuto.estimators.command_features import FEATURES, get_features
-from tenuto.estimators.command_times import FORMAT, MIN_TIME_S, SHIPPED, CommandTimes
+from tenuto.estimators.command_times import FEATURES, FORMAT, MIN_TIME_S, SHIPPED, CommandTimes, get_features
 from tenuto.estimators.commands import CommandShape, read_command
 
 ROOT = Path(__file__).resolve().parents[2]

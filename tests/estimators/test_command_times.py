@@ -13,8 +13,7 @@ from types import ModuleType
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.estimators.command_features import FEATURES, get_features
-from tenuto.estimators.command_times import FORMAT, CommandTimes, load_command_times
+from tenuto.estimators.command_times import FEATURES, FORMAT, CommandTimes, get_features, load_command_times
 from tenuto.estimators.commands import read_command
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.estimators.command_features import FEATURES, get_features
+from tenuto.estimators.command_times import FEATURES, get_features
 from tenuto.estimators.commands import MAX_CHARS, read_command
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.estimators.full_shares import FullShares
+from tenuto.estimators.step_size import FullShares
 
 SIZES = (512, 1024, 2048)
 

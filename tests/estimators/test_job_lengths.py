@@ -10,8 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.estimators.job_lengths import JobLengths
-from tenuto.estimators.queue_delay import QueueDelay
+from tenuto.estimators.ttl import JobLengths, QueueDelay
 
 
 def test_jobs_of_one_length_are_fully_predictable() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tenuto.core import turn_work
 from tenuto.core.types import Job, ToolCall, Turn
-from tenuto.estimators.plain_kinds import PlainKinds, PlainShare
+from tenuto.estimators.returns import PlainKinds, PlainShare
 
 LS = ToolCall("ls")
 

@@ -9,8 +9,7 @@ import random
 import pytest
 
 from tenuto.core.types import Job
-from tenuto.estimators.remaining_work import MAX_KINDS, RemainingWork, get_mean_left_s
-from tenuto.estimators.turn_table import MAX_TURNS
+from tenuto.estimators.remaining_work import MAX_KINDS, MAX_TURNS, RemainingWork, get_mean_left_s
 
 
 def make_job(name: str, kind: str | None = None) -> Job:

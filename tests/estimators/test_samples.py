@@ -8,8 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.estimators.empirical import RecentTimes
-from tenuto.estimators.samples import ToolSamples
+from tenuto.estimators.tool_times import RecentTimes, ToolSamples
 
 
 def make_samples(**times_s: list[float]) -> ToolSamples:

@@ -8,12 +8,12 @@ import pytest
 
 from tenuto.core.steps import StepSize
 from tenuto.core.types import EngineView, Job, StepView, ToolCall, Turn
-from tenuto.estimators.full_shares import FullShares
 from tenuto.estimators.step_size import (
     FIRST_STEP_TOKENS,
     LOOK_EVERY,
     SIZES,
     AdaptiveSteps,
+    FullShares,
     TurnSizes,
     choose_step_tokens,
     count_prefilling,

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.estimators.samples import ToolSamples
+from tenuto.estimators.tool_times import ToolSamples
 from tenuto.estimators.ttl import get_best_ttl_s, get_default_ttl_s, get_ttl_s
 
 

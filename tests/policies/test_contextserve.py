@@ -30,8 +30,7 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.estimators.command_features import FEATURES
-from tenuto.estimators.command_times import FORMAT
+from tenuto.estimators.command_times import FEATURES, FORMAT
 from tenuto.policies.published.contextserve import ContextServe, Speed
 from tests.support.toy_engine import ToyEngine, make_tokens
 

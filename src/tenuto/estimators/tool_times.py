@@ -2,10 +2,100 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 MAX_TOOLS = 1000
 """Most tools remembered: names come from clients and model output. The one unseen for longest is dropped."""
+MAX_TIMES = 500
+"""Calls remembered of one tool: the share within a time is then known to 2.2 % (one standard error)."""
+
+
+class RecentTimes:
+    """The last `max_times` samples in seconds, oldest forgotten first, also kept sorted."""
+
+    def __init__(self, times_s: Iterable[float] = (), max_times: int = MAX_TIMES) -> None:
+        self._max_times = max_times
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+        for time_s in times_s:
+            self.observe(time_s)
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def observe(self, time_s: float) -> None:
+        """Add one sample; raises ValueError if it is no time. A memmove of at most `max_times` pointers."""
+        if not (math.isfinite(time_s) and time_s >= 0):
+            raise ValueError(f"a time must be finite and not negative, got {time_s!r}")
+        if len(self._recent) == self._max_times:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(time_s)
+        insort(self._sorted, time_s)
+
+    def get_sorted(self) -> Sequence[float]:
+        """The samples in ascending order; not to be changed."""
+        return self._sorted
+
+    def get_state(self) -> list[float]:
+        """The samples, oldest first, as JSON can hold them; the constructor takes them back."""
+        return list(self._recent)
+
+    def __repr__(self) -> str:
+        return f"RecentTimes({list(self._recent)})"
+
+
+MIN_SAMPLES = 100
+"""K of the ladder: a sample is trusted if it has more than K values."""
+
+
+class ToolSamples:
+    """Recent times per tool and over all tools; of too many tools, the longest unseen is dropped."""
+
+    def __init__(self, max_tools: int = MAX_TOOLS, max_times: int = MAX_TIMES) -> None:
+        self._max_tools = max_tools
+        self._max_times = max_times
+        self._tools: OrderedDict[str, RecentTimes] = OrderedDict()
+        self._all = RecentTimes(max_times=max_times)
+
+    def observe(self, tool: str, tool_s: float) -> None:
+        """Count one call."""
+        self._all.observe(tool_s)
+        if tool not in self._tools:
+            self._tools[tool] = RecentTimes(max_times=self._max_times)
+        self._tools[tool].observe(tool_s)
+        self._tools.move_to_end(tool)
+        if len(self._tools) > self._max_tools:
+            self._tools.popitem(last=False)
+
+    def try_get(self, tool: str) -> RecentTimes | None:
+        """The tool's own times; None for one not seen."""
+        return self._tools.get(tool)
+
+    def try_get_trusted(self, tool: str, min_samples: int = MIN_SAMPLES) -> RecentTimes | None:
+        """The times to judge a tool by: its own if over `min_samples`, else all tools', else None."""
+        own = self._tools.get(tool)
+        if own is not None and len(own) > min_samples:
+            return own
+        return self._all if len(self._all) > min_samples else None
+
+    def get_state(self) -> dict[str, Any]:
+        """What was learned, as JSON can hold it."""
+        tools = {tool: times.get_state() for tool, times in self._tools.items()}
+        return {"all": self._all.get_state(), "tools": tools}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take up what an earlier run learned; raises if it is not a state, and then changes nothing."""
+        own = [(str(tool), RecentTimes(times, self._max_times)) for tool, times in state["tools"].items()]
+        times_of_all = RecentTimes(state["all"], self._max_times)
+        self._tools = OrderedDict(own[-self._max_tools :])
+        self._all = times_of_all
+
+    def __repr__(self) -> str:
+        return f"ToolSamples({self._all}, {dict(self._tools)})"
 
 
 class MeanTimes:

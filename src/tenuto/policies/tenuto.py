@@ -24,13 +24,11 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
-from tenuto.estimators.backlog import Backlog
-from tenuto.estimators.plain_kinds import PlainKinds, PlainShare
+from tenuto.estimators.backlog import Backlog, TurnTimes
 from tenuto.estimators.remaining_work import RemainingWork, get_mean_left_s
-from tenuto.estimators.returns import Returns
-from tenuto.estimators.samples import ToolSamples
+from tenuto.estimators.returns import PlainKinds, PlainShare, Returns
 from tenuto.estimators.step_times import StepTimes
-from tenuto.estimators.turn_times import TurnTimes
+from tenuto.estimators.tool_times import ToolSamples
 
 MIN_LOOK_S = 1.0
 """The shortest time until a lease is reconsidered. A thousand leases then cost a few per cent of a CPU

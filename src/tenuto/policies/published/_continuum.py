@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tenuto.core.policy import Key, Learns, Policy
 from tenuto.core.types import EngineView, Job, Lease, StepView, Turn
-from tenuto.estimators.ttl_estimate import TtlEstimate
+from tenuto.estimators.ttl import TtlEstimate
 
 RENEW_S = 600.0
 """How far an expired pin's deadline moves while a turn of its job waits; that turn's start ends it."""

@@ -17,8 +17,8 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.estimators.samples import MIN_SAMPLES
-from tenuto.estimators.ttl_estimate import TtlEstimate
+from tenuto.estimators.tool_times import MIN_SAMPLES
+from tenuto.estimators.ttl import TtlEstimate
 from tenuto.policies.published._continuum import RENEW_S, LearnsTtl
 from tenuto.policies.published._prefill import TakesPrefillProfile
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tenuto.core.tier_order import Use
 from tenuto.core.types import Turn
-from tenuto.estimators.samples import ToolSamples
+from tenuto.estimators.tool_times import ToolSamples
 from tenuto.vllm.compat_copies import CopyPort
 from tenuto.vllm.compat_specs import PREFETCH
 
