@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from experiments.fuzz.guard import Wrong
-from experiments.fuzz.requests import get_loop, load_json
+from experiments.fuzz.requests import SECRET, get_loop, load_json, set_environment
 from tenuto.core.control import ADMIN_VARIABLE, Control
 from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import load_policy
@@ -25,35 +24,93 @@ from tenuto.sim.setup import Setup
 from tenuto.vllm import control_http
 from tenuto.vllm.control_http import ControlAddresses, make_control
 from tenuto.vllm.settings import Settings
-from tenuto.vllm.tenants import TenantReader
+from tenuto.vllm.tenants import (
+    FIELD,
+    HEADER_VARIABLE,
+    TenantReader,
+    TenantVerifier,
+    make_introduction,
+    sign,
+)
 
 KEY = "the key of the fuzzing"
+Answer = tuple[int, dict[str, Any]]
 
 
 def call_control(data: bytes) -> None:
-    """A body for `/tenuto/control`, with and without the key, and a job's id to release.
+    """A body for `/tenuto/control`, with the key and with others, and a job's id to release.
 
     The engine behind it is real but for its hooks: a change is checked, and applied to its settings. Every
-    answer is one of the statuses that are documented, in JSON; without the key nothing changes.
+    answer is one of the statuses that are documented, in JSON; without the key nothing changes, and nobody
+    ends a job of a tenant but the tenant and the operator.
     """
-    engine = _Engine()
-    os.environ[ADMIN_VARIABLE] = KEY
     logging.getLogger("vllm.tenuto").setLevel(logging.CRITICAL)
     value = load_json(data)
     path = value.get("job") if isinstance(value, dict) else None
-    for address, key in (("control", "wrong"), ("control", KEY), (f"jobs/{path}/release", KEY)):
-        before = engine.settings
-        status, answer = get_loop().run_until_complete(_call(engine, address, key, data))
-        if status not in (200, 400, 401, 404, 413):
-            raise Wrong(f"{address}: status {status}: {answer}")
-        if engine.settings != before and (status != 200 or key != KEY):
-            raise Wrong(f"status {status}, and yet something changed")
-        if status == 401 and address == "control" and key == KEY:
-            raise Wrong("the key is not taken")
-        if status == 400 and not answer.get("error"):
-            raise Wrong(f"refused without a reason: {answer}")
-        if "failed, see" in json.dumps(answer):
-            raise Wrong(f"an error that nobody meant: {answer}")
+    release = f"jobs/{path}/release"
+    signed = sign_forged(data)
+    for own_key in (KEY, "", " "):
+        environment = {**SECRET, HEADER_VARIABLE: "x-tenant", ADMIN_VARIABLE: own_key}
+        with set_environment(environment):
+            engine = _Engine()
+            for authorization in (
+                "Bearer wrong",
+                None,
+                "",
+                "Bearer",
+                "Bearer ",
+                f"Basic {KEY}",
+                KEY,
+                "Bearer \xff",
+            ):
+                _check_refused(engine, authorization, data)
+            if own_key != KEY:
+                continue
+            _check(engine, "control", _call(engine, "control", {"authorization": f"Bearer {KEY}"}, data))
+            for headers, tenant in (({"x-tenant": "acme"}, "acme"), ({}, None), ({"x-tenant": ""}, None)):
+                engine.released.clear()
+                status, _ = _check(engine, release, _call(engine, release, headers, data))
+                if any(job_id.partition("\t")[0] != tenant for job_id in engine.released):
+                    raise Wrong(f"the tenant {tenant!r} ended {engine.released}")
+                if tenant is None and status != 403:
+                    raise Wrong(f"{release}: status {status} to a client without a tenant")
+            for fields in signed:
+                answer = json.loads(engine.control.answer(json.dumps({"do": "release", "fields": fields})))
+                if answer["ok"]:
+                    raise Wrong(f"a job was ended by {fields}")
+
+
+def sign_forged(data: bytes) -> list[dict[str, Any]]:
+    """Calls that end a job, of clients that have no tenant, or another one than they say."""
+    with set_environment(SECRET):
+        good = sign("acme")[FIELD]
+    cut = len(data) % 64
+    forged = (good.replace("acme", "bob"), good[:cut], good[:cut] + good[cut + 1 :], ":acme", "acme", "", 7)
+    named = [{FIELD: each} for each in forged]
+    return [{"job_id": "job", "tenant": "acme", **each} for each in (*named, {})]
+
+
+def _check_refused(engine: _Engine, authorization: str | None, data: bytes) -> None:
+    headers = {} if authorization is None else {"authorization": authorization}
+    before = engine.settings
+    status, answer = _check(engine, "control", _call(engine, "control", headers, data))
+    if status not in (401, 403) or engine.settings != before or not answer.get("error"):
+        raise Wrong(f"{authorization!r} was taken for the operator's key: {status}, {answer}")
+
+
+def _check(engine: _Engine, address: str, call: Coroutine[Any, Any, Answer]) -> Answer:
+    """What holds for every answer."""
+    before = engine.settings
+    status, answer = get_loop().run_until_complete(call)
+    if status not in (200, 400, 401, 403, 404, 413):
+        raise Wrong(f"{address}: status {status}: {answer}")
+    if engine.settings != before and status != 200:
+        raise Wrong(f"status {status}, and yet something changed")
+    if status == 400 and not answer.get("error"):
+        raise Wrong(f"refused without a reason: {answer}")
+    if "failed, see" in json.dumps(answer):
+        raise Wrong(f"an error that nobody meant: {answer}")
+    return status, answer
 
 
 def call_simulated_control(data: bytes) -> None:
@@ -103,8 +160,11 @@ class _Engine:
     def __init__(self) -> None:
         self.settings = Settings(policy="continuum-fixed")
         self.policy = SimpleNamespace(value="fcfs")
-        self.driver = SimpleNamespace(leases=(), get_num_leased_blocks=lambda: 0)
+        self.driver = SimpleNamespace(leases=(), get_num_leased_blocks=lambda: 0, get_tenant_blocks=dict)
         self.configured_policy: Policy = load_policy("continuum-fixed")
+        self.tenants = TenantVerifier()
+        self.tenants.answer(make_introduction())
+        self.released: list[str] = []
         self.control = make_control(self, 0)
 
     def prepare(self, settings: Settings, policy: Policy) -> Any:
@@ -117,17 +177,21 @@ class _Engine:
         """Nothing counts here."""
 
     def release(self, job_id: str) -> bool:
+        self.released.append(job_id)
         return len(job_id) % 2 == 0
 
 
-async def _call(engine: _Engine, address: str, key: str, data: bytes) -> tuple[int, dict[str, Any]]:
+async def _call(engine: _Engine, address: str, headers: Mapping[str, str], data: bytes) -> Answer:
     sent: list[Mapping[str, Any]] = []
     scope: dict[str, Any] = {
         "type": "http",
         "method": "POST",
         "path": f"/tenuto/{address}",
         "query_string": data[:30].replace(b"\n", b""),
-        "headers": [(b"authorization", f"Bearer {key}".encode()), (b"x-tenuto-operator", data[:30])],
+        "headers": [
+            *((name.encode(), value.encode("latin-1")) for name, value in headers.items()),
+            (b"x-tenuto-operator", data[:30]),
+        ],
     }
 
     async def receive() -> dict[str, Any]:
@@ -149,7 +213,7 @@ async def _call(engine: _Engine, address: str, key: str, data: bytes) -> tuple[i
 
     control_http._ask = ask_engine
     try:
-        await ControlAddresses(app, TenantReader(app))(address, scope, receive, send)
+        await ControlAddresses(TenantReader(app))(address, scope, receive, send)
     finally:
         control_http._ask = ask
     return int(sent[0]["status"]), json.loads(sent[1]["body"])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 from experiments.fuzz.guard import Wrong
@@ -32,8 +35,17 @@ from tenuto.estimators.command_times import load_command_times
 from tenuto.vllm.identity import Middleware
 from tenuto.vllm.ranks import Ranks
 from tenuto.vllm.settings import read_settings
-from tenuto.vllm.tenants import SECRET_VARIABLE, sign, take_tenant
+from tenuto.vllm.tenants import (
+    FIELD,
+    HEADER_VARIABLE,
+    SECRET_VARIABLE,
+    TenantVerifier,
+    make_introduction,
+    sign,
+    stamp,
+)
 
+SECRET = {SECRET_VARIABLE: "the secret of the fuzzing"}
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MAX_JOB_CHARS = 2 * MAX_ID_CHARS + 1
 _MAX_TEXT_CHARS = 100_000
@@ -89,14 +101,47 @@ def read_hint_fields(data: bytes) -> None:
     fields = _get(value, "fields")
     check_hints(parse_hints(fields, _get(value, "session_id")))
     check_hints(parse_hints(get_header_fields(_get_headers(_get(value, "headers")))))
-    os.environ.setdefault(SECRET_VARIABLE, "secret of the fuzzing")
-    taken = take_tenant(fields)
-    if isinstance(taken, dict) and "tenant" in taken:
-        raise Wrong(f"the client chose its tenant: {taken['tenant']!r}")
-    if isinstance(fields, dict):
-        signed = take_tenant({**fields, **sign("acme")})
-        if signed.get("tenant") != "acme":
-            raise Wrong("the tenant that was signed is not the one that was read")
+    with set_environment(SECRET):
+        verifier = TenantVerifier()
+        if not json.loads(verifier.answer(make_introduction()))["ok"]:
+            raise Wrong("the server is not known to have tenants")
+        _check_forgeries(verifier, fields if isinstance(fields, dict) else {}, data)
+
+
+def _check_forgeries(verifier: TenantVerifier, fields: dict[str, Any], data: bytes) -> None:
+    """Nobody but the server names the tenant: no field that came, and no signature that was altered."""
+    signed = sign("acme")[FIELD]
+    cut = len(data) % 64
+    forged = [
+        signed.replace("acme", "bob"),
+        signed[:cut] + signed[cut + 1 :],
+        signed[:cut],
+        "",
+        ":acme",
+        "acme",
+    ]
+    for each in (fields, *({**fields, FIELD: value} for value in forged)):
+        read = verifier.read(each)
+        if read is not None:
+            raise Wrong(f"the client chose its tenant: {read.get('tenant')!r} by {each.get(FIELD)!r}")
+    read = verifier.read({**fields, FIELD: signed})
+    if read is None or read.get("tenant") != "acme" or FIELD in read:
+        raise Wrong("the tenant that was signed is not the one that was read")
+
+
+@contextlib.contextmanager
+def set_environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def read_identity(data: bytes) -> None:
@@ -123,25 +168,29 @@ def read_as_router(data: bytes) -> None:
 
 
 def pass_middleware(data: bytes) -> None:
-    """A body in pieces through the middleware: nothing changes but `vllm_xargs` and the length."""
+    """A body in pieces through the middleware: nothing changes but `vllm_xargs` and the length.
+
+    The tenant reaches the engine, whatever the body is.
+    """
     path = GENERATION_PATHS[len(data) % len(GENERATION_PATHS)]
-    headers = [(b"content-length", str(len(data)).encode()), (b"authorization", b"Bearer k")]
+    headers = [(b"content-length", str(len(data)).encode()), (b"x-tenant", b"acme")]
     if len(data) % 3 == 0:
         headers.append((b"x-session-id", data[:40].replace(b"\n", b"").replace(b"\r", b"")))
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": headers}
-    received, scope = get_loop().run_until_complete(_pass_on(data, scope))
+    with set_environment({**SECRET, HEADER_VARIABLE: "X-Tenant"}):
+        received, scope = get_loop().run_until_complete(_pass_on(data, scope))
     length = dict(scope["headers"]).get(b"content-length")
     if length is not None and int(length) != len(received):
         raise Wrong(f"content-length {length.decode()} of a body of {len(received)} bytes")
     try:
-        before = json.loads(data.decode())
+        before = json.loads(data)
     except (ValueError, RecursionError):
         before = None
     if not isinstance(before, dict):
         if received != data:
             raise Wrong("a body that is no JSON object was changed")
         return
-    after = json.loads(received.decode())
+    after = json.loads(received)
     if repr({**before, "vllm_xargs": 0}) != repr({**after, "vllm_xargs": 0}) and received != data:
         raise Wrong("more than vllm_xargs was changed")
     xargs = before.get("vllm_xargs") or {}
@@ -174,6 +223,13 @@ async def _pass_on(data: bytes, scope: dict[str, Any]) -> tuple[bytes, dict[str,
             if not message.get("more_body"):
                 break
         seen["body"], seen["scope"] = body, scope
+        given = load_json(body)
+        xargs = given.get("vllm_xargs") if isinstance(given, dict) else None
+        params = SimpleNamespace(extra_args=dict(xargs) if isinstance(xargs, dict) else None)
+        stamp(params)
+        read = TenantVerifier().read(params.extra_args)
+        if read is None or read.get("tenant") != "acme":
+            raise Wrong(f"the tenant does not reach the engine in {params.extra_args}")
 
     async def send(message: Any) -> None:
         raise Wrong(f"the middleware answered by itself: {message}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import resource
 import time
@@ -23,6 +24,7 @@ from experiments.soak.traffic import Mix, Traffic, make_mix
 from tenuto.core.errors import TenutoError
 from tenuto.core.policy import Learns
 from tenuto.core.policy_loader import get_policy_names, load_policy
+from tenuto.vllm.tenants import SECRET_VARIABLE, make_introduction
 from tests.support.checks import check_books, check_integrity, check_nothing_is_left
 from tests.vllm.conftest import Clock
 from tests.vllm.kv_configs import make_scheduler_of_layers
@@ -139,7 +141,8 @@ def run_episode(plan: Plan, num_turns: int) -> Result:
     # The faulty policy's errors and the unreadable outputs are wanted here.
     logging.disable(logging.CRITICAL)
     try:
-        with patch.object(tenuto.vllm.scheduler, "time", clock):
+        secret = patch.dict(os.environ, {SECRET_VARIABLE: "the secret of the soak"})
+        with secret, patch.object(tenuto.vllm.scheduler, "time", clock):
             return _run(plan, num_turns, clock, started_s)
     except (TenutoError, AssertionError, Failure) as error:
         raise Failure(f"{type(error).__name__}: {error}") from error
@@ -150,6 +153,8 @@ def run_episode(plan: Plan, num_turns: int) -> Result:
 def _run(plan: Plan, num_turns: int, clock: Clock, started_s: float) -> Result:
     engine = _start(plan)
     scheduler = engine.scheduler
+    if plan.mix.num_tenants > 1:
+        scheduler.tenants.answer(make_introduction())
     rng = random.Random(f"{plan.seed}/{plan.episode}/traffic")
     traffic = Traffic(rng, plan.mix, engine, clock)
     while traffic.num_sent < num_turns:
@@ -199,12 +204,10 @@ def _run(plan: Plan, num_turns: int, clock: Clock, started_s: float) -> Result:
 def _start(plan: Plan) -> SoakEngine:
     config = make_config(
         is_async=plan.depth > 1,
-        # Tenants come from the hints here: there is no HTTP server to sign them.
         tenuto={
             "policy": plan.policy,
             "options": plan.options,
             "limits": plan.limits,
-            "tenants": "client",
             "own_policies": OWN_POLICIES,
         },
         policy=plan.order,

@@ -9,12 +9,16 @@ from typing import Any
 from experiments.hostile import make_hints
 from experiments.soak.changes import try_changes
 from experiments.soak.engine import SoakEngine
+from tenuto.core.jobs import UNVERIFIED
+from tenuto.vllm.tenants import FIELD, sign
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import EOS, make_request
 
 VOCABULARY = (10, 900)
 MAX_PROMPT_TOKENS = 480
 """A longer conversation begins anew. Every pool holds a request of this length and its answer."""
+FORGED_EVERY = 40
+"""Of so many turns of an episode with tenants, two come with a tenant that they only claim."""
 MAX_OUTPUT_TOKENS = 150
 
 
@@ -157,12 +161,30 @@ class Traffic:
             block_size=self.engine.scheduler.hash_block_size,
         )
         # Set here, because vLLM would refuse some of the worst values itself.
-        request.sampling_params.extra_args = hints
+        tenant, request.sampling_params.extra_args = self._sign(talk, hints)
         request.skip_reading_prefix_cache = rng.random() < 0.02
         self._sent[turn_id] = (max_tokens, None if is_parallel else talk)
         if talk is not None and not is_parallel:
             talk.turn_id = turn_id
         self.engine.scheduler.add_request(request)
+        job = self.engine.scheduler.driver._turns[turn_id].job
+        if job.tenant != tenant:
+            raise AssertionError(f"{turn_id} is of tenant {tenant!r}, and its job of {job.tenant!r}")
+
+    def _sign(
+        self, talk: Talk | None, hints: dict[str, Any] | None
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """The tenant that a turn must have, and its hints as they come from an API server."""
+        if self.mix.num_tenants == 1:
+            return (UNVERIFIED if FIELD in (hints or {}) else None), hints
+        kind = self.num_sent % FORGED_EVERY
+        tenant = "nobody" if talk is None else talk.tenant
+        if kind == 0:
+            return UNVERIFIED, hints if hints is None else {**hints, FIELD: f"00:{tenant}"}
+        if kind == 1:
+            # The signature of another tenant.
+            return UNVERIFIED, {**(hints or {}), FIELD: sign("else")[FIELD].replace(":else", f":{tenant}")}
+        return tenant, {**(hints or {}), **sign(tenant)}
 
     def _abort(self, turn_id: str) -> None:
         self.num_aborted += 1
@@ -190,7 +212,7 @@ class Traffic:
             return None
         hints: dict[str, Any] = {"job_id": talk.job_id if talk.says == "id" else "shared"}
         if self.mix.num_tenants > 1:
-            hints["tenant"] = talk.tenant
+            hints["tenant"] = "somebody else"
         kind = self.rng.random()
         if kind < 0.7:
             hints["tool"] = self.rng.choice(("ls", "cat", "pytest", "make"))

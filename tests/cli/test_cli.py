@@ -205,6 +205,12 @@ def test_ranks_are_known() -> None:
     assert get_environment(["--data-parallel-size", "1"]) == {}
 
 
+def test_a_list_of_plug_ins_has_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in (("", "tenuto"), ("other", "other,tenuto"), ("tenuto,other", None)):
+        monkeypatch.setenv("VLLM_PLUGINS", given)
+        assert get_environment([]).get("VLLM_PLUGINS") == expected
+
+
 def test_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "M", "--dry-run", "--policy", "nope"]) == 2
     told = capsys.readouterr().err

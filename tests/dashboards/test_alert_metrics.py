@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
+from tenuto.core.jobs import UNVERIFIED
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
@@ -43,9 +44,10 @@ class Switchable(Policy):
 class Server:
     """An engine, and the metrics it exports."""
 
-    def __init__(self, **limits: Any) -> None:
+    def __init__(self, *, tenant_labels: bool = True, **limits: Any) -> None:
         config = SimpleNamespace(
-            model_config=SimpleNamespace(served_model_name="tiny"), additional_config={"tenuto": {}}
+            model_config=SimpleNamespace(served_model_name="tiny"),
+            additional_config={"tenuto": {"tenant_labels": tenant_labels}},
         )
         self.metrics = Metrics(config, 0)
         self.policy = Switchable()
@@ -172,6 +174,17 @@ def test_the_number_of_series_is_bounded_and_tenants_that_leave_vanish(server: S
     server.serve(None)
     shown = {name: value for name, value in server.read().items() if "tenant_leased_blocks" in name}
     assert shown == {"tenuto:tenant_leased_blocks{tenant=(none)}": 5}
+
+
+def test_without_the_setting_no_tenant_is_named() -> None:
+    server = Server(tenant_labels=False)
+    for tenant in ("ann", "bob", UNVERIFIED, None):
+        server.serve(tenant)
+    shown = {name: value for name, value in server.read().items() if "tenant_leased_blocks" in name}
+    metric = "tenuto:tenant_leased_blocks"
+    labels = {"(none)": 5, UNVERIFIED: 5, "(others)": 10}
+    assert shown == {f"{metric}{{tenant={name}}}": value for name, value in labels.items()}
+    server.metrics.close()
 
 
 def test_overdue_turns_are_counted() -> None:

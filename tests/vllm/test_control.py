@@ -566,7 +566,13 @@ def test_a_client_ends_its_own_job_only(monkeypatch: pytest.MonkeyPatch) -> None
     assert call(engine, do="release", fields=fields) == {"rank": 0, "ok": True, "known": True}
     assert [lease.turn.job.tenant for lease in engine.scheduler.driver.leases] == ["bob"]
     assert call(engine, do="release", fields=fields)["known"] is False
-    forged = {"job_id": "task", "tenant": "bob", tenants.FIELD: "00:bob"}
-    assert call(engine, do="release", fields=forged)["known"] is False
-    assert call(engine, do="release", fields={"job_id": " "})["ok"] is False
+    for forged in (
+        {},
+        {"tenant": "bob"},
+        {"tenant": "bob", tenants.FIELD: "00:bob"},
+        {tenants.FIELD: ":bob"},
+    ):
+        answer = call(engine, do="release", fields={"job_id": "task", **forged})
+        assert "the tenant cannot be verified" in answer["error"]
+    assert call(engine, do="release", fields={**fields, "job_id": " "})["ok"] is False
     assert len(engine.scheduler.driver.leases) == 1

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from tenuto.vllm import Middleware, identity
-from tenuto.vllm.tenants import SECRET_VARIABLE, take_tenant
+from tenuto.vllm import Middleware, identity, tenants
 from tests.vllm.asgi import CHAT, REQUEST, make_scope
 
 fastapi = pytest.importorskip("fastapi")
@@ -23,7 +22,7 @@ def make_app(**settings):
 
     @app.post(CHAT)
     async def answer(body: dict, request: fastapi.Request):
-        return {"body": body, "headers": dict(request.headers)}
+        return {"body": body, "headers": dict(request.headers), "tenant": tenants.get_carried()}
 
     app.add_middleware(authenticate.AuthenticationMiddleware, tokens=[KEY])
     app.add_middleware(Middleware, **settings)
@@ -58,10 +57,10 @@ def test_without_a_valid_key_nothing_is_read_or_parsed(monkeypatch, key):
 
 
 def test_with_a_valid_key_the_body_its_headers_and_the_tenant_arrive(monkeypatch):
-    monkeypatch.setenv(SECRET_VARIABLE, "s" * 64)
+    monkeypatch.setenv(tenants.SECRET_VARIABLE, "s" * 64)
     status, answer, _ = send(make_app(dp_size=4), {**REQUEST, "job_id": "j0"}, KEY)
     assert status == 200
     assert answer["body"]["vllm_xargs"]["job_id"] == "j0"
     assert answer["headers"]["x-data-parallel-rank"] in {"0", "1", "2", "3"}
-    assert take_tenant(answer["body"]["vllm_xargs"])["tenant"].startswith("key-")
+    assert answer["tenant"] == tenants.get_key_name(KEY)
     assert int(answer["headers"]["content-length"]) > len(json.dumps({**REQUEST, "job_id": "j0"}))

@@ -212,14 +212,15 @@ def test_multimodal_and_streamed_in_requests_run_as_stock(clock: Clock) -> None:
     request.mm_features = [object()]
     # Only what decides is under test: a real multimodal request needs an encoder.
     from tenuto.vllm.arrivals import OUTSIDE, describe
+    from tenuto.vllm.tenants import TenantVerifier
 
-    assert describe(request, trusts_clients=False).hints is OUTSIDE
+    assert describe(request, TenantVerifier()).hints == OUTSIDE
     request.mm_features = []
-    assert describe(request, trusts_clients=False).hints is not OUTSIDE
-    assert describe(request, trusts_clients=False).is_supported
+    assert describe(request, TenantVerifier()).hints != OUTSIDE
+    assert describe(request, TenantVerifier()).is_supported
     request.resumable = True
-    assert describe(request, trusts_clients=False).hints is OUTSIDE
-    assert not describe(request, trusts_clients=False).is_supported
+    assert describe(request, TenantVerifier()).hints == OUTSIDE
+    assert not describe(request, TenantVerifier()).is_supported
 
 
 # Metrics and trace.

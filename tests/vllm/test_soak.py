@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from experiments.soak import __main__, episodes, scheduler
 from tenuto.core.driver import Driver
 from tenuto.vllm.engine import VllmEngine
+from tenuto.vllm.tenants import FIELD, TenantVerifier
 
 NUM_TURNS = 120
 KEEPS = next(n for n, policy in enumerate(scheduler.POLICIES) if policy.endswith("KeepAll"))
@@ -41,6 +42,10 @@ def leak(self: Any, blocks: list[Any]) -> None:
     release(self, blocks[1:])
 
 
+def believe(self: Any, fields: Any) -> str | None:
+    return str(fields.get(FIELD, "")).partition(":")[2] or None
+
+
 def park_all(self: Any, *args: Any, **kwargs: Any) -> list[str]:
     return []
 
@@ -51,6 +56,7 @@ def park_all(self: Any, *args: Any, **kwargs: Any) -> list[str]:
         (VllmEngine, "release", leak, "IntegrityError", "KeepAll"),
         (Driver, "admit", park_all, "stalled", "OneJobAtATime"),
         (Driver, "start", lambda *args: 1 / 0, "ZeroDivisionError", "KeepAll"),
+        (TenantVerifier, "_verify", believe, "is of tenant '(unverified)'", "KeepAll"),
     ],
 )
 def test_a_fault_is_noticed(

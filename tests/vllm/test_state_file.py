@@ -96,6 +96,11 @@ def test_what_is_not_json_leaves_the_old_file(state: dict, tmp_path: Path) -> No
     assert os.listdir(tmp_path) == ["state.json"]
 
 
+def test_only_the_server_s_user_reads_the_file(tmp_path: Path) -> None:
+    save_state(tmp_path / "state.json", "counting", {"count": 1})
+    assert (tmp_path / "state.json").stat().st_mode & 0o077 == 0
+
+
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 def test_a_crash_while_saving_leaves_the_old_file(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

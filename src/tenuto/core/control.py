@@ -39,14 +39,14 @@ CHANGEABLE = ("mode", "policy", "options", "limits", "canary")
 
 def check_operator(authorization: str) -> tuple[int, str] | None:
     """Check the `Authorization` header of an operator's call; the status and the reason of a refusal."""
-    key = os.environ.get(ADMIN_VARIABLE, "")
+    key = os.environ.get(ADMIN_VARIABLE, "").strip()
     if not key:
         return 403, (
             f"control is off: start the server with the environment variable {ADMIN_VARIABLE} "
             "set to a secret of the operator's, and send it as `Authorization: Bearer …`"
         )
     scheme, _, given = authorization.partition(" ")
-    is_same = hmac.compare_digest(given.strip().encode(errors="replace"), key.strip().encode())
+    is_same = hmac.compare_digest(given.strip().encode(errors="replace"), key.encode())
     if scheme.lower() == "bearer" and is_same:
         return None
     return 401, f"this needs the operator's key ({ADMIN_VARIABLE} of the server)"
@@ -155,6 +155,7 @@ class Control:
             "canary": dataclasses.asdict(settings.canary) if settings.canary.is_on else None,
             "leases": 0 if settings.mode == "shadow" else len(driver.leases),
             "leased_blocks": 0 if settings.mode == "shadow" else driver.get_num_leased_blocks(),
+            "tenants": {} if settings.mode == "shadow" else driver.get_tenant_blocks(),
             **self._last,
         }
 

@@ -27,13 +27,15 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tenuto.core.indexed_heap import IndexedHeap
-from tenuto.core.jobs import NOBODY, TurnState
+from tenuto.core.jobs import NOBODY, UNVERIFIED, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Key, Policy
 from tenuto.core.stock_queue import StockQueue, make_stock_queue
 from tenuto.core.turn_work import MovingMean, get_work
 from tenuto.core.types import LeaseRefusal
 
+UNVERIFIED_WEIGHT = 0.1
+"""Of all turns together whose tenant is not known on a server that has tenants."""
 SLACK = 1.25
 """How many fair shares a tenant may use before its leases yield first. It leaves the order of leases to the
 policy while tenants use about the same."""
@@ -175,7 +177,7 @@ class Shares:
         """Share by other weights from now on; a tenant that is not named has weight 1."""
         self._weights = weights or {}
         for name, own in self._tenants.items():
-            own.weight = self._weights.get(name, 1.0)
+            own.weight = get_weight(self._weights, name)
 
     def get_oldest_arrival_s(self) -> float | None:
         """When the turn arrived that waits longest for its first step; None if none waits."""
@@ -187,7 +189,7 @@ class Shares:
         name = get_tenant(turn)
         own = self._tenants.get(name)
         if own is None:
-            own = self._tenants[name] = _Share(self._weights.get(name, 1.0), self._now)
+            own = self._tenants[name] = _Share(get_weight(self._weights, name), self._now)
         if not own.num_live:
             self._idle.discard(name)
             self.num_live_tenants += 1
@@ -575,4 +577,9 @@ class Quota:
             self._by_use.discard(name)
 
     def _get_weight(self, name: str) -> float:
-        return float(self._weights.get(name, 1.0))
+        return get_weight(self._weights, name)
+
+
+def get_weight(weights: Mapping[str, float], tenant: str) -> float:
+    """A tenant's weight: the operator's, or 1, or little if it is not known who that is."""
+    return float(weights.get(tenant, UNVERIFIED_WEIGHT if tenant == UNVERIFIED else 1.0))

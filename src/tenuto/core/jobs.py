@@ -15,6 +15,8 @@ from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Tu
 
 NOBODY = ""
 """The tenant of turns without a tenant: they count as one tenant."""
+UNVERIFIED = "(unverified)"
+"""The tenant of turns whose tenant should be known and is not; they count as one tenant of a small weight."""
 KIND_CHARS = 32
 """Characters of a block hash that name a kind of job; enough to tell the kinds apart."""
 

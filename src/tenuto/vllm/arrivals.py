@@ -5,24 +5,26 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tenuto.core.jobs import Arrival
+from tenuto.core.jobs import UNVERIFIED, Arrival
 from tenuto.core.requests.hints import Hints, parse_hints
 from tenuto.vllm import compat
-from tenuto.vllm.tenants import take_tenant
+from tenuto.vllm.tenants import TenantVerifier
 
 OUTSIDE = Hints(is_last=True)
 """Hints for requests that run as in stock vLLM: their KV cache is never retained."""
 
 
-def describe(request: Any, *, trusts_clients: bool) -> Arrival:
+def describe(request: Any, tenants: TenantVerifier) -> Arrival:
     """What the driver needs to know about a request that arrived."""
-    num_prompt_tokens = request.num_prompt_tokens
-    plain = request.sampling_params is not None and request.prompt_token_ids is not None
-    if not plain or request.has_encoder_inputs or request.resumable:
-        return Arrival(OUTSIDE, num_prompt_tokens, priority=request.priority, is_supported=False)
-    fields = request.sampling_params.extra_args
-    fields = fields if trusts_clients else take_tenant(fields)
-    hints = parse_hints(fields, getattr(request, "session_id", None))
+    params, num_prompt_tokens = request.sampling_params, request.num_prompt_tokens
+    fields = tenants.read(None if params is None else params.extra_args)
+    # What cannot be verified runs as in stock: it shares no job with anybody, and keeps nothing.
+    session_id = getattr(request, "session_id", None)
+    hints = Hints(tenant=UNVERIFIED) if fields is None else parse_hints(fields, session_id)
+    plain = params is not None and request.prompt_token_ids is not None
+    if fields is None or not plain or request.has_encoder_inputs or request.resumable:
+        outside = dataclasses.replace(OUTSIDE, tenant=hints.tenant)
+        return Arrival(outside, num_prompt_tokens, priority=request.priority, is_supported=False)
     if hints.is_last is None and compat.has_release_hint(request):
         hints = dataclasses.replace(hints, is_last=True)
     return Arrival(

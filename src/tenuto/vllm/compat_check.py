@@ -20,6 +20,7 @@ _COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
 _STATES = "vllm.v1.core.single_type_kv_cache_manager:MambaManager"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _BLOCK = "vllm.v1.core.kv_cache_utils:KVCacheBlock"
+_CLIENT = "vllm.v1.engine.core_client:EngineCoreClient"
 _BLOCK_MAP = "vllm.v1.core.block_pool:BlockHashToBlockMap"
 _WAITING = "vllm.v1.core.sched.request_queue:RequestQueue"
 
@@ -56,6 +57,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "apply_admission_cap",
     ),
     f"{_STATES}.remove_skipped_blocks": ("request_id",),
+    f"{_CLIENT}.add_request_async": ("request",),
     f"{_BLOCK}._block_hash": (),
     f"{_BLOCK_MAP}.get_one_block": ("key",),
     f"{_POOL}.get_cached_block": ("block_hash", "kv_cache_group_ids"),

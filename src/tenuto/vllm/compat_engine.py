@@ -134,6 +134,26 @@ def can_call_engines(client: Any) -> bool:
     return all(hasattr(core, name) for name in names)
 
 
+def watch_requests(client: Any, change: Callable[[Any], None]) -> bool:
+    """Have a function change the sampling parameters of every request that leaves for an engine.
+
+    `client`: the server's AsyncLLM; whatever path a request came by, vLLM sends it with
+    `EngineCoreClient.add_request_async`, in the context of the request. Return False if it has none.
+    """
+    core = getattr(client, "engine_core", None)
+    send = getattr(core, "add_request_async", None)
+    if core is None or send is None:
+        return False
+
+    async def change_and_send(request: Any) -> None:
+        if request.sampling_params is not None:
+            change(request.sampling_params)
+        await send(request)
+
+    core.add_request_async = change_and_send
+    return True
+
+
 def get_dp_size(client: Any) -> int:
     """Number of data-parallel ranks of a deployment; some may belong to other API servers."""
     return int(client.vllm_config.parallel_config.data_parallel_size)

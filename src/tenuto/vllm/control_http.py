@@ -2,12 +2,13 @@
 
     GET  /tenuto/control              what runs, on every data-parallel rank     (operator)
     POST /tenuto/control              change it: {"mode": "off"}, …               (operator)
-    GET  /tenuto/jobs/ID              what is held for the job, or why not       (client)
-    POST /tenuto/jobs/ID/release      the job is complete: give its cache back   (client)
+    GET  /tenuto/jobs/ID              what is held for the job, or why not       (client, or operator)
+    POST /tenuto/jobs/ID/release      the job is complete: give its cache back   (client, or operator)
 
 The operator's key is not one of vLLM's API keys, because those belong to clients. Without the environment
 variable TENUTO_ADMIN_KEY every operator's call is refused. A client's call is checked as vLLM checks its
-own: by the API key, if the server has keys; and a client sees and ends jobs of its own tenant only.
+own: by the API key, if the server has keys; and a client sees and ends jobs of its own tenant only. The
+operator sees and ends any job, and says of which tenant: `?tenant=NAME`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from urllib.parse import unquote
 
 from tenuto.core.control import OPERATOR_HEADER, Control, check_operator
 from tenuto.core.requests.hints import get_bounded_id
-from tenuto.vllm.tenants import TenantReader, find_key_check, sign, take_tenant
+from tenuto.vllm.tenants import TenantReader, sign
 
 PREFIX = "/tenuto/"
 CALL = "tenuto_control"
 """The name under which an API server calls the engines."""
+STOCK = "Tenuto's scheduler does not run here"
 MAX_BODY_BYTES = 64 * 1024
 LIMIT_S = 30.0
 """Longest wait for an engine's answer. It answers between two steps, and on a CPU a step may take seconds."""
@@ -39,12 +41,11 @@ Answer = tuple[int, dict[str, Any]]
 
 def make_control(scheduler: Any, engine_index: int) -> Control:
     """The control of one engine. vLLM calls it between two steps, in the thread that schedules."""
-    trusts_clients = scheduler.settings.tenants == "client"
     return Control(
         scheduler,
         engine_index,
         by_priority=scheduler.policy.value == "priority",
-        read_fields=(lambda fields: fields) if trusts_clients else take_tenant,
+        read_fields=scheduler.tenants.read_release,
         logger=logger,
     )
 
@@ -52,9 +53,8 @@ def make_control(scheduler: Any, engine_index: int) -> Control:
 class ControlAddresses:
     """Answers requests under /tenuto/; `find` says which those are."""
 
-    def __init__(self, app: Any, tenants: TenantReader) -> None:
-        """`app`: the application behind the middleware; it has vLLM's check of API keys."""
-        self._key_check = find_key_check(app)
+    def __init__(self, tenants: TenantReader) -> None:
+        """`tenants`: whose a request is."""
         self._tenants = tenants
 
     def find(self, scope: Scope) -> str | None:
@@ -75,10 +75,7 @@ class ControlAddresses:
         except Exception as error:  # an error here must not reach a client as a stack of frames
             logger.exception("control: a request failed")
             status, answer = 500, {"error": f"failed, see the server's log: {type(error).__name__}"}
-        body = json.dumps(answer).encode()
-        head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": head})
-        await send({"type": "http.response.body", "body": body})
+        await send_json(send, status, answer)
 
     async def _answer(self, address: str, scope: Scope, headers: dict[str, str], receive: Receive) -> Answer:
         method = scope["method"]
@@ -89,8 +86,6 @@ class ControlAddresses:
         if method not in ("GET", "POST") or (is_job and (method == "POST") != is_release):
             return 405, {"error": f"{method} is not possible here"}
         if is_job:
-            if not self._is_client(scope):
-                return 401, {"error": "Unauthorized"}
             job_id = address.removeprefix("jobs/").removesuffix("/release")
             return await self._ask_job(scope, headers, job_id, "release" if is_release else "job")
         refusal = self._check_operator(headers, scope)
@@ -140,22 +135,21 @@ class ControlAddresses:
         logger.info("control: %s asked for %s: status %d", by, json.dumps(change), status)
         return status, answer
 
-    def _is_client(self, scope: Scope) -> bool:
-        """Whether vLLM would serve this client."""
-        if self._key_check is None:
-            return True
-        from starlette.datastructures import Headers
-
-        return bool(self._key_check.verify_token(Headers(scope=scope)))
-
     async def _ask_job(self, scope: Scope, headers: dict[str, str], job_id: str, do: str) -> Answer:
-        tenant = self._tenants.get(headers)
-        fields = {"job_id": job_id, **(sign(tenant) if tenant is not None else {})}
         query = dict(
             part.partition("=")[::2] for part in scope.get("query_string", b"").decode("latin-1").split("&")
         )
-        if "tenant" in query:  # used only where the settings let clients say whose a request is
-            fields["tenant"] = unquote(query["tenant"])
+        said = get_bounded_id(unquote(query.get("tenant", "")))
+        if check_operator(headers.get("authorization", "")) is None:
+            tenant = said
+        elif not self._tenants.has_valid_key(headers):
+            return 401, {"error": "Unauthorized"}
+        else:
+            tenant = self._tenants.get(headers)
+            if tenant is None and self._tenants.has_tenants:
+                return 403, {"error": "a job is its tenant's alone, and this request names no tenant"}
+        # Without a signature, what is said counts only where the settings let clients say whose a request is.
+        fields = {"job_id": job_id, "tenant": said, **({} if tenant is None else sign(tenant))}
         status, answer = await _ask(scope, {"do": do, "fields": fields})
         if status != 200:
             return status, answer
@@ -176,16 +170,13 @@ async def _ask(scope: Scope, request: dict[str, Any], ranks: Collection[int] | N
     from tenuto.vllm import compat_engine
 
     client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
-    if client is None or not compat_engine.can_call_engines(client):
+    told = [] if client is None else await ask_engines(client, CALL, json.dumps(request), ranks)
+    if not told:
         return 501, {"error": "this server has no engines that can be asked"}
-    known = compat_engine.get_ranks(client)
-    asked = known if ranks is None else ranks
-    answers = await compat_engine.call_engines(client, CALL, json.dumps(request), LIMIT_S, asked)
-    told = [_read_answer(rank, answer) for rank, answer in answers.items()]
     found: dict[str, Any] = {"ok": all(rank["ok"] for rank in told), "ranks": told}
-    num_ranks = compat_engine.get_dp_size(client)
-    if num_ranks > len(known):
-        found["note"] = f"this server has {len(known)} of {num_ranks} ranks; ask the other servers too"
+    num_ranks, num_known = compat_engine.get_dp_size(client), len(compat_engine.get_ranks(client))
+    if num_ranks > num_known:
+        found["note"] = f"this server has {num_known} of {num_ranks} ranks; ask the other servers too"
     if found["ok"]:
         return 200, found
     found["error"] = "; ".join(f"rank {rank['rank']}: {rank['error']}" for rank in told if not rank["ok"])
@@ -194,13 +185,38 @@ async def _ask(scope: Scope, request: dict[str, Any], ranks: Collection[int] | N
     return 409 if any(rank.pop("conflict", False) for rank in told) else 400, found
 
 
-def _read_answer(rank: int, answer: str | Exception) -> dict[str, Any]:
+async def ask_engines(
+    client: Any, name: str, text: str, ranks: Collection[int] | None = None
+) -> list[dict[str, Any]]:
+    """What the engines of some ranks, or of all known ones, answer to a call; none if none can be asked.
+
+    `client`: the server's AsyncLLM. An answer has `rank` and `ok`, and an `error` where `ok` is false, or
+    None for an engine that said nothing.
+    """
+    from tenuto.vllm import compat_engine
+
+    if not compat_engine.can_call_engines(client):
+        return []
+    asked = compat_engine.get_ranks(client) if ranks is None else ranks
+    answers = await compat_engine.call_engines(client, name, text, LIMIT_S, asked)
+    return [_read_answer(name, rank, answer) for rank, answer in answers.items()]
+
+
+async def send_json(send: Send, status: int, answer: dict[str, Any]) -> None:
+    """Answer a request."""
+    body = json.dumps(answer).encode()
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _read_answer(name: str, rank: int, answer: str | Exception) -> dict[str, Any]:
     """What a rank said: its `ok` is None if it said nothing."""
     if isinstance(answer, TimeoutError):
         return {"rank": rank, "ok": None, "error": f"no answer within {LIMIT_S:g} s"}
     if isinstance(answer, Exception):
-        is_stock = CALL in str(answer) and "has no attribute" in str(answer)
-        error = "Tenuto's scheduler does not run here" if is_stock else str(answer) or repr(answer)
+        is_stock = name in str(answer) and "has no attribute" in str(answer)
+        error = STOCK if is_stock else str(answer) or repr(answer)
         return {"rank": rank, "ok": False, "error": error}
     return {**json.loads(answer), "rank": rank}
 

@@ -6,20 +6,22 @@ vLLM passes only `vllm_xargs` and its own session id to the scheduler. Clients n
 ways. The middleware copies these names into `vllm_xargs`, by the rules of `tenuto.core.requests.identity`.
 It does not copy vLLM's own session id, because vLLM passes that itself.
 
-The middleware also tells the scheduler the request's tenant (`tenuto.vllm.tenants`), and it answers requests
-under /tenuto/ (`tenuto.vllm.control_http`).
+The middleware also tells the engine the tenant of every request (`tenuto.vllm.tenants`), and it answers
+requests under /tenuto/ (`tenuto.vllm.control_http`). A server that has tenants and cannot tell them to its
+engines does not start.
 
 Answers get a header with the name that the job has here (`JOB_HEADER`), for routers that pin by a header.
 
-Everything else passes through unchanged: other paths, bodies that are not a JSON object in UTF-8, and
-requests that name nothing new. vLLM runs middleware before it checks an API key. The middleware therefore
-reads and parses a body only when the application asks for it, which is after that check. The number of
-bytes that it reads is bounded.
+Everything else passes through unchanged: other paths, bodies that are not a JSON object, and requests that
+name nothing new. A body is read as vLLM reads it: in UTF-8, 16 or 32, whatever its `Content-Encoding` says.
+vLLM runs middleware before it checks an API key. The middleware therefore reads and parses a body only when
+the application asks for it, which is after that check. The number of bytes that it reads is bounded.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
@@ -33,9 +35,10 @@ from tenuto.core.requests.identity import (
     get_own_session_id,
     make_job_header,
 )
-from tenuto.vllm.control_http import ControlAddresses
+from tenuto.vllm import tenants
+from tenuto.vllm.control_http import STOCK, ControlAddresses, ask_engines, send_json
 from tenuto.vllm.ranks import RankedTurn, Ranks, get_rank_by_name
-from tenuto.vllm.tenants import TenantReader, sign
+from tenuto.vllm.tenants import TenantReader
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -54,6 +57,8 @@ DP_CHOICE_VARIABLE = "TENUTO_DP_CHOICE"
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _RANK_HEADER = "x-data-parallel-rank"
 
+logger = logging.getLogger("vllm.tenuto")
+
 
 class Middleware:
     """ASGI middleware that copies the name of a request's job to where vLLM passes it to the scheduler."""
@@ -65,10 +70,56 @@ class Middleware:
         self._ranks = Ranks(self._dp_size) if chooses_by_load else None
         self._head_lines = read_head_lines(os.environ)
         self._tenants = TenantReader(app)
-        self._control = ControlAddresses(app, self._tenants)
+        self._control = ControlAddresses(self._tenants)
+        self._watched: Any = None
+        """The client of the engines whose requests are signed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection. Responses of the application get one header, and are not changed beside."""
+        if not self._tenants.has_tenants:
+            await self._handle(scope, receive, send)
+            return
+        if scope["type"] == "lifespan":
+            problem = await self._introduce(scope)
+            if problem is not None:
+                logger.error("tenuto: the server does not start: %s", problem)
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": f"tenuto: {problem}"})
+                return
+        elif (problem := self._watch(scope)) is not None:
+            await _refuse(scope, send, problem)
+            return
+        headers = _get_headers(scope) if "headers" in scope else {}
+        with tenants.carry(self._tenants.get(headers)):
+            await self._handle(scope, receive, send)
+
+    def _watch(self, scope: Scope) -> str | None:
+        """Sign whatever leaves for the engines; what is wrong, if that is not possible."""
+        client = _get_engine_client(scope)
+        if client is None or client is self._watched:
+            return None
+        from tenuto.vllm import compat_engine
+
+        problem = tenants.find_secret_problem()
+        if problem is None and not compat_engine.watch_requests(client, tenants.stamp):
+            problem = "this vLLM's client of its engines is not known, so no tenant reaches them"
+        if problem is None:
+            self._watched = client
+        return problem
+
+    async def _introduce(self, scope: Scope) -> str | None:
+        """Tell the engines that this server has tenants; what is wrong, if they cannot verify them."""
+        problem, client = self._watch(scope), _get_engine_client(scope)
+        if problem is not None or client is None:
+            return problem
+        answers = await ask_engines(client, tenants.INTRODUCE, tenants.make_introduction())
+        if not answers:
+            return "this vLLM's client of its engines is not known, so they cannot be told of tenants"
+        # Stock vLLM keeps nothing for jobs, so it has nothing to keep apart.
+        wrong = [f"rank {rank['rank']}: {rank['error']}" for rank in answers if not rank["ok"]]
+        return "; ".join(each for each in wrong if not each.endswith(STOCK)) or None
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         address = self._control.find(scope)
         if address is not None:
             await self._control(address, scope, receive, send)
@@ -109,33 +160,31 @@ class Middleware:
 
         Also updates the headers in the scope: the content length and the data-parallel rank.
         """
-        request = _parse(body)
-        if request is None:
+        parsed = _parse(body)
+        if parsed is None:
             return body
-        new_headers = {}
+        request, text = parsed
         headers = _get_headers(scope)
-        for name, value in self._head_lines.edit(request).items() if self._head_lines else ():
-            request = {**request, name: value}
-            body = _append_member(body, name, value)
-            if "content-length" in headers:
-                new_headers["content-length"] = str(len(body))
-        _set_headers(scope, new_headers)
+        added = dict(self._head_lines.edit(request)) if self._head_lines else {}
+        request = {**request, **added}
         xargs = request.get("vllm_xargs")
         given = {} if xargs is None else xargs
         xargs = write_context_as_text(given)
-        if not are_xargs(xargs):
-            # vLLM will refuse the request with its own error message.
-            return body
+        # vLLM will refuse other `vllm_xargs` with its own error message.
+        is_usable = are_xargs(xargs)
         own_session_id = get_own_session_id(request, headers, scope["path"])
-        fields = get_new_fields(request, headers, xargs, own_session_id)
-        tenant = self._tenants.get(headers)
-        if tenant is not None:
-            fields.update(sign(tenant))
-        if fields or xargs is not given:
-            xargs = {**xargs, **fields}
-            body = _append_member(body, "vllm_xargs", xargs)
+        fields = get_new_fields(request, headers, xargs, own_session_id) if is_usable else {}
+        if is_usable and (fields or xargs is not given):
+            added["vllm_xargs"] = xargs = {**xargs, **fields}
+        new_headers = {}
+        if added:
+            body = _append_members(text, added)
             if "content-length" in headers:
                 new_headers["content-length"] = str(len(body))
+        if not is_usable:
+            _set_headers(scope, new_headers)
+            return body
+        tenant = tenants.get_carried()
         known = xargs if tenant is None else {**xargs, "tenant": tenant}
         hints = parse_hints(known, own_session_id)
         found.job_name = hints.name
@@ -183,12 +232,11 @@ def _get_dp_size() -> int:
 
 
 def _is_generation(scope: Scope) -> bool:
-    return (
+    return bool(
         scope["type"] == "http"
         and scope["method"] == "POST"
         # Compare the end of the path, because the path may begin with the server's root path.
         and scope["path"].endswith(_PATHS)
-        and not any(name.lower() == b"content-encoding" for name, _ in scope["headers"])
     )
 
 
@@ -208,13 +256,14 @@ async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
             return bytes(body), None
 
 
-def _parse(body: bytes) -> dict[str, Any] | None:
+def _parse(body: bytes) -> tuple[dict[str, Any], bytes] | None:
+    """The request as vLLM's `json.loads` reads it, and its text in UTF-8; None if it is no object."""
     try:
-        # Not json.loads(body), because that also accepts UTF-16, and `_append_member` appends UTF-8.
-        request = json.loads(body.decode())
+        text = body.decode(json.detect_encoding(body), "surrogatepass")
+        request = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return request if isinstance(request, dict) else None
+    return (request, text.encode(errors="surrogatepass")) if isinstance(request, dict) else None
 
 
 def _get_headers(scope: Scope) -> dict[str, str]:
@@ -224,14 +273,14 @@ def _get_headers(scope: Scope) -> dict[str, str]:
     }
 
 
-def _append_member(body: bytes, name: str, value: Any) -> bytes:
-    """Add a member to a JSON object without changing its other bytes.
+def _append_members(text: bytes, members: Mapping[str, Any]) -> bytes:
+    """Add members to a JSON object without changing its other bytes.
 
-    If the object already has a member of this name, JSON parsers use the last one, which is the new one.
+    If the object already has a member of the same name, JSON parsers use the last one, which is the new one.
     """
-    start = body.rstrip()[:-1].rstrip()
+    start = text.rstrip()[:-1].rstrip()
     comma = b"" if start.endswith(b"{") else b","
-    return start + comma + json.dumps({name: value}).encode()[1:]
+    return start + comma + json.dumps(members).encode()[1:]
 
 
 def _set_headers(scope: Scope, new: Mapping[str, str]) -> None:
@@ -239,3 +288,15 @@ def _set_headers(scope: Scope, new: Mapping[str, str]) -> None:
     if new:
         kept = [each for each in scope["headers"] if each[0].decode("latin-1").lower() not in new]
         scope["headers"][:] = kept + [(name.encode(), value.encode()) for name, value in new.items()]
+
+
+def _get_engine_client(scope: Scope) -> Any:
+    return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+
+
+async def _refuse(scope: Scope, send: Send, problem: str) -> None:
+    if scope["type"] != "http":
+        await send({"type": "websocket.close", "code": 1011, "reason": "tenants"})
+        return
+    error = {"message": f"tenuto: {problem}", "type": "Service Unavailable", "param": None, "code": 503}
+    await send_json(send, 503, {"error": error})

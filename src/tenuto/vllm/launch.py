@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -102,12 +103,16 @@ def find_vllm() -> str:
 
 
 def get_environment(passed: Sequence[str]) -> dict[str, str]:
-    """What the server's environment needs beside: data parallelism, so that jobs keep to a rank."""
+    """What the server's environment needs beside: our plug-in, and the number of ranks that jobs keep to."""
+    environment = {}
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "tenuto" not in plugins.split(","):
+        environment["VLLM_PLUGINS"] = f"{plugins},tenuto".strip(",")
     for name in ("--data-parallel-size", "-dp"):
         size = _take_option(list(passed), name)[0]
         if size is not None and size.isdecimal() and int(size) > 1:
-            return {DP_SIZE_VARIABLE: size, **_get_dp_choice(passed)}
-    return {}
+            return {**environment, DP_SIZE_VARIABLE: size, **_get_dp_choice(passed)}
+    return environment
 
 
 def _get_dp_choice(passed: Sequence[str]) -> dict[str, str]:

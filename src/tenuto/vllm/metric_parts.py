@@ -11,8 +11,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tenuto.core.driver import Driver
+from tenuto.core.jobs import NOBODY, UNVERIFIED
 from tenuto.core.stats import QUEUE_BUCKETS_S, DriverStats, GroupStats, ShadowStats
 from tenuto.core.types import LeaseEnd, LeaseRefusal, TakenBy
+from tenuto.vllm.tenants import TenantVerifier
 
 LABELS = ("model_name", "engine")
 NUM_TENANTS = 10
@@ -21,6 +23,8 @@ NO_TENANT = "(none)"
 """The label of turns without a tenant."""
 OTHER_TENANTS = "(others)"
 """The label of all tenants without a series of their own."""
+_OWN_NAMES = {NOBODY, UNVERIFIED}
+"""The names that are no client's."""
 
 
 class Maker:
@@ -145,7 +149,17 @@ class LeaseMetrics:
 class TenantMetrics:
     """Who waits longest, and how much of the leased memory each tenant has."""
 
-    def __init__(self, make: Maker) -> None:
+    verifier: TenantVerifier | None = None
+    """Counts the requests whose tenant it could not verify."""
+
+    def __init__(self, make: Maker, *, shows_names: bool) -> None:
+        """`shows_names`: whoever reads the page may see the tenants' names."""
+        self._make = make
+        self._shows_names = shows_names
+        self._unverified = make.counter(
+            "tenuto:unverified_requests",
+            "Requests whose tenant could not be verified on a server with tenants; they ran as in stock.",
+        )
         self._oldest = make.gauge(
             "tenuto:oldest_waiting_timestamp_seconds",
             "Unix time at which the turn arrived that waits longest for its first step; 0 if none waits.",
@@ -157,24 +171,26 @@ class TenantMetrics:
         )
         self._blocks = make.gauges(
             "tenuto:tenant_leased_blocks",
-            "Leased blocks of the tenants with most of them, and of all others together.",
+            "Leased blocks of the tenants with most of them (if names are shown), and of all others.",
             "tenant",
         )
         self._shown: set[str] = set()
 
     def refresh(self, driver: Driver, now_s: float) -> None:
         """Update the values."""
+        if self.verifier is not None:
+            self._make.count_to(self._unverified, self.verifier.num_unverified)
         arrived_s = driver.shares.get_oldest_arrival_s()
         # A point in time, not a duration: it tells the wait even if the engine stops updating it.
         self._oldest.set(0.0 if arrived_s is None else time.time() + arrived_s - now_s)
         self._active.set(len(driver.quota))
         blocks = {} if driver.is_shadow else driver.get_tenant_blocks()
         self._largest.set(max(blocks.values(), default=0) / max(1, sum(blocks.values())))
+        named = blocks if self._shows_names else {name: blocks[name] for name in _OWN_NAMES & blocks.keys()}
         shown = {
-            name or NO_TENANT: blocks[name]
-            for name in heapq.nlargest(NUM_TENANTS, blocks, blocks.__getitem__)
+            name or NO_TENANT: named[name] for name in heapq.nlargest(NUM_TENANTS, named, named.__getitem__)
         }
-        if len(blocks) > NUM_TENANTS:
+        if len(blocks) > len(shown):
             shown[OTHER_TENANTS] = sum(blocks.values()) - sum(shown.values())
         for name in self._shown - shown.keys():
             self._blocks.remove(name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import time
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ from tenuto.core.stats import (
 from tenuto.core.version import __version__
 from tenuto.vllm.metric_parts import GroupMetrics, LeaseMetrics, Maker, ShadowMetrics, TenantMetrics
 from tenuto.vllm.settings import Settings, read_settings
+from tenuto.vllm.tenants import TenantVerifier
 
 FOLDER_VARIABLE = "TENUTO_METRICS_DIR"
 OWNER_VARIABLE = "TENUTO_METRICS_OWNER"
@@ -79,6 +81,8 @@ class Metrics:
                 DECISION_BUCKETS_S,
             ),
         )
+        settings = read_settings(vllm_config.additional_config)
+        self._shows_tenants = settings.tenant_labels
         self.shadow = DriverStats()
         self.shadow_stats = ShadowStats()
         self._make_metrics()
@@ -86,7 +90,7 @@ class Metrics:
         if self._forward is not None:
             REGISTRY.register(self._forward)
         self._shown: tuple[str, str] | None = None
-        self.show(read_settings(vllm_config.additional_config))
+        self.show(settings)
 
     def _make_metrics(self) -> None:
         make = self._make
@@ -99,7 +103,7 @@ class Metrics:
         self._leases = LeaseMetrics(make, "tenuto:", "")
         self._shadow_leases = LeaseMetrics(make, "tenuto:shadow_", ", had the policy not been in shadow mode")
         self._shadow = ShadowMetrics(make)
-        self._tenants = TenantMetrics(make)
+        self._tenants = TenantMetrics(make, shows_names=self._shows_tenants)
         self._groups = GroupMetrics(make, self.stats.groups)
         self._idle = make.gauge(
             "tenuto:idle_retained_blocks",
@@ -130,6 +134,10 @@ class Metrics:
         self._faults = make.counter(
             "tenuto:policy_faults", "Policy hooks that failed; stock's answer was used."
         )
+
+    def watch_tenants(self, tenants: TenantVerifier) -> None:
+        """Count the requests that these could not verify."""
+        self._tenants.verifier = tenants
 
     def watch_tier(self, tier: Any) -> None:
         """Show this tier below the GPU (`tenuto.vllm.tiers.host.HostTier`)."""
@@ -255,7 +263,15 @@ class _Forward(Collector):
 def _get_file(engine_index: int) -> Path | None:
     """The file for this process's metrics; None if the default registry is scraped directly."""
     folder = os.environ.get(FOLDER_VARIABLE)
-    if folder is None or os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        return None
+    if folder is None:
+        if multiprocessing.parent_process() is not None:
+            logger.error(
+                "tenuto: /metrics of this server will have no line of Tenuto's. vLLM's plug-in `tenuto` is "
+                "not loaded (VLLM_PLUGINS is %r): add `tenuto` to it",
+                os.environ.get("VLLM_PLUGINS"),
+            )
         return None
     if os.environ.get(OWNER_VARIABLE) == str(os.getpid()) or not Path(folder).is_dir():
         return None

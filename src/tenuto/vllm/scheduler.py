@@ -33,6 +33,7 @@ from tenuto.vllm.output import OutputReader
 from tenuto.vllm.settings import Settings, read_settings
 from tenuto.vllm.state import StateFile
 from tenuto.vllm.steps import StepTracer
+from tenuto.vllm.tenants import INTRODUCE, TenantVerifier, check_names
 from tenuto.vllm.tiers.find import find_tier
 from tenuto.vllm.usage import LeasedBlocks
 
@@ -69,11 +70,12 @@ class _DrivenScheduler(compat.PrivateHooks):
         wanted = get_engine_settings(settings.policy, policy)
         if wanted.order == "priority":
             vllm_config.scheduler_config.policy = "priority"
+        self.tenants = TenantVerifier(trusts_clients=settings.tenants == "client")
+        check_names((*(settings.limits.tenant_weights or ()), *(settings.canary.tenants or ())))
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         compat_check.check_attributes(self)
         engine_core = compat_engine.find_engine_core()
         engine_index = compat_engine.get_engine_index(engine_core)
-        self._trusts_clients = settings.tenants == "client"
         self.max_step_tokens = self.max_num_scheduled_tokens
         self._state = _open_state(policy, settings, engine_index)
         # Open the trace after the state is restored: the trace's header contains the restored state.
@@ -85,6 +87,7 @@ class _DrivenScheduler(compat.PrivateHooks):
             self._trace = TraceWriter(trace_path, asked, name, settings.trace_options, facts)
         self._metrics = Metrics(vllm_config, engine_index)
         self.short_hits = compat_groups.ShortHits(self)
+        self._metrics.watch_tenants(self.tenants)
         self._metrics.watch_groups(self.short_hits.names.values())
         pool = self.kv_cache_manager.block_pool
         self.leased_blocks = LeasedBlocks(pool, lambda: self.driver.limits.always_yield)
@@ -104,6 +107,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         self.control = make_control(self, engine_index)
         if engine_core is not None:
             compat_engine.offer_call(engine_core, CALL, self.control.answer)
+            compat_engine.offer_call(engine_core, INTRODUCE, self.tenants.answer)
             if self.tier is not None:
                 compat_engine.watch_weights(engine_core, self.tier.change_weights, self.tier.load_adapter)
         logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, vllm.__version__)
@@ -122,7 +126,7 @@ class _DrivenScheduler(compat.PrivateHooks):
         """A request arrived. For a further piece of a streamed-in request, only vLLM's own code runs."""
         if request.request_id not in self.requests:
             started_s = time.perf_counter()
-            arrival = describe(request, trusts_clients=self._trusts_clients)
+            arrival = describe(request, self.tenants)
             self.driver.arrive(request.request_id, time.monotonic(), arrival)
             self._hooks.arrive(request)
             self.driver.stats.decision_s.observe(time.perf_counter() - started_s)

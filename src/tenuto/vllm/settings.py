@@ -46,6 +46,9 @@ class Settings:
         "who says whose a request is: the server (the API key, or a trusted proxy's header), or its client",
         choices=("server", "client"),
     )
+    tenant_labels: bool = setting(
+        False, "show the names of tenants on /metrics, to everybody who can read that page"
+    )
     trace: str | None = setting(None, "file for the JSONL trace of steps and decisions; none when unset")
     trace_commands: str = setting(
         "hash", "what the trace has of the commands that tools run", choices=COMMANDS

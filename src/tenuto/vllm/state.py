@@ -28,7 +28,7 @@ def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> Non
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with open(partial, "w", encoding="utf-8", opener=_open_private) as file:
             # `dump` encodes in pieces. `dumps` would hold the interpreter lock until it is done.
             record = {"format": FORMAT, "policy": policy_name, "state": state}
             json.dump(record, file, allow_nan=False, separators=(",", ":"))
@@ -41,6 +41,11 @@ def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> Non
         partial.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """What was learned names tenants, so only the server's user may read it."""
+    return os.open(path, flags, 0o600)
 
 
 def load_state(path: str | Path, policy_name: str) -> dict[str, Any]:

@@ -1,29 +1,57 @@
-"""Finds the tenant of a request. The server decides the tenant, never the client.
+"""Finds the tenant of a request and carries it to the engine. The server decides it, never the client.
 
-The tenant is the API key that vLLM checked, or a header that a trusted proxy sets. The middleware knows both,
-but only `vllm_xargs` reach the scheduler, and any client can write there. Therefore the middleware signs the
-tenant with a secret that the server's processes share. The scheduler ignores a tenant with a wrong signature.
+The tenant is the API key that vLLM checked, or a header that a trusted proxy sets. The middleware reads it
+from the request's headers, and it is added to all that this request sends to an engine (`carry`, `stamp`). So
+neither the path nor the form of the body matters. Any client can write any `vllm_xargs`; therefore the tenant
+is signed with a secret that the server's processes share.
+
+A server that has tenants says so to its engines before it takes requests. From then on an engine keeps apart
+what it cannot verify (`TenantVerifier`).
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import hmac
+import json
+import logging
 import os
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import PurePath
 from typing import Any
 
+from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.jobs import UNVERIFIED
 from tenuto.core.requests.hints import get_bounded_id
 
 SECRET_VARIABLE = "TENUTO_SECRET"
 """Environment variable with the secret that the server's processes share. If unset, it is made at start."""
+MIN_SECRET_CHARS = 16
 HEADER_VARIABLE = "TENUTO_TENANT_HEADER"
 """Environment variable with the name of the tenant header, which a trusted proxy sets on every request."""
 FIELD = "tenuto_tenant"
 """The field in `vllm_xargs`. Its value is the signature, a colon, and the tenant."""
+INTRODUCE = "tenuto_tenants"
+"""The name under which an API server tells the engines that it has tenants."""
+LOG_EVERY_S = 60.0
 
 _KEY_CHECK = "AuthenticationMiddleware"
 """vLLM's class. It is not in `compat.py`: that imports the engine, which an API server does not need."""
+_INTRODUCTION = "this server has tenants"
+_KEY_NAME = "key-"
+_MADE = "made-at-start-"
+"""How a secret begins that nobody set."""
+
+_tenant: ContextVar[str | None] = ContextVar("tenuto_tenant", default=None)
+"""The tenant of the request that is being answered. Tasks that vLLM starts for a request inherit it."""
+
+logger = logging.getLogger("vllm.tenuto")
+
+
+# The API server's side.
 
 
 class TenantReader:
@@ -31,48 +59,190 @@ class TenantReader:
 
     def __init__(self, app: Any) -> None:
         """`app` is the application behind the middleware."""
-        self._header = os.environ.get(HEADER_VARIABLE, "").strip().lower()
-        # If the server does not check keys, clients can invent any key.
-        self._has_keys = find_key_check(app) is not None
+        self._header = _get_header_name()
+        self._key_check = find_key_check(app)
+        self.has_tenants = bool(self._header) or self._key_check is not None
 
     def get(self, headers: Mapping[str, str]) -> str | None:
-        """The tenant, or None. Header names must be in lower case. A key is replaced by its digest."""
+        """The tenant, or None. Header names must be in lower case. A key is replaced by its name."""
         if self._header and self._header != "authorization":
-            return get_bounded_id(headers.get(self._header))
-        key = headers.get("authorization", "").partition(" ")[2].strip()
-        if not key or not (self._has_keys or self._header):
+            return _get_own_name(headers.get(self._header))
+        given = headers.get("authorization", "")
+        key = given.partition(" ")[2].strip()
+        # vLLM checks the keys of some paths only, and clients can invent any key on the others.
+        if not key or not (self._header or self.has_valid_key(headers)):
             return None
-        digest = hashlib.blake2b(key.encode(errors="replace"), digest_size=8, person=b"tenuto-tenant")
-        return "key-" + digest.hexdigest()
+        return get_key_name(key)
+
+    def has_valid_key(self, headers: Mapping[str, str]) -> bool:
+        """Whether vLLM would serve this client; without keys it serves everybody."""
+        if self._key_check is None:
+            return True
+        from starlette.datastructures import Headers
+
+        given = headers.get("authorization", "")
+        return bool(self._key_check.verify_token(Headers({"authorization": given})))
 
 
-def make_secret() -> None:
-    """Make the secret for this process and its child processes, unless it is already set."""
-    os.environ.setdefault(SECRET_VARIABLE, os.urandom(32).hex())
+def get_key_name(key: str) -> str:
+    """The tenant's name for an API key. Whoever does not know the secret cannot find the key by trying."""
+    return _KEY_NAME + _make_digest("name", key, get_secret() or "")[:16]
+
+
+@contextlib.contextmanager
+def carry(tenant: str | None) -> Iterator[None]:
+    """All that is sent to an engine in this context is of this tenant."""
+    token = _tenant.set(tenant)
+    try:
+        yield
+    finally:
+        _tenant.reset(token)
+
+
+def get_carried() -> str | None:
+    """The tenant of the request that is being answered."""
+    return _tenant.get()
+
+
+def stamp(sampling_params: Any) -> None:
+    """Sign a request that leaves for an engine; what its client wrote in the field is removed."""
+    given = sampling_params.extra_args or {}
+    tenant = _tenant.get()
+    signed = {} if tenant is None else sign(tenant)
+    if signed or FIELD in given:
+        # A new object: vLLM may use one for several requests.
+        others = {name: value for name, value in given.items() if name != FIELD}
+        sampling_params.extra_args = {**others, **signed}
 
 
 def sign(tenant: str) -> dict[str, str]:
     """The field to add to `vllm_xargs`, with the signed tenant; empty if there is no secret."""
-    secret = os.environ.get(SECRET_VARIABLE)
-    return {FIELD: f"{_make_signature(tenant, secret)}:{tenant}"} if secret else {}
+    secret = get_secret()
+    return {FIELD: f"{_make_digest('tenant', tenant, secret)}:{tenant}"} if secret else {}
 
 
-def take_tenant(xargs: Any) -> Any:
-    """The request's fields, with the client's own `tenant` replaced by the signed tenant, if it is valid."""
-    if not isinstance(xargs, Mapping):
-        return xargs
-    fields = {name: value for name, value in xargs.items() if name != "tenant"}
-    secret, signed = os.environ.get(SECRET_VARIABLE), xargs.get(FIELD)
-    if secret and isinstance(signed, str):
+def make_introduction() -> str:
+    """What an API server that has tenants says to each engine; `TenantVerifier.answer` checks it."""
+    return json.dumps(sign(_INTRODUCTION))
+
+
+# The engine's side.
+
+
+class TenantVerifier:
+    """Which tenant a request is of, as far as the engine can verify it.
+
+    A server has tenants once an API server said so, a valid signature came, or the process was started with
+    API keys or a tenant header. Then a request without a valid signature is of nobody that is known.
+    """
+
+    def __init__(self, *, trusts_clients: bool = False) -> None:
+        """`trusts_clients`: clients say whose a request is. Raises ConfigError if there is no secret."""
+        self._trusts_clients = trusts_clients
+        self._has_tenants = not trusts_clients and _is_started_with_tenants()
+        if self._has_tenants and (problem := find_secret_problem()):
+            raise ConfigError(problem)
+        self.num_unverified = 0
+        """Requests whose tenant could not be verified."""
+        self._next_log_s = 0.0
+
+    def read(self, xargs: Any) -> Mapping[str, Any] | None:
+        """A request's fields, with the verified tenant for the client's own; None if it is not verified."""
+        fields = xargs if isinstance(xargs, Mapping) else {}
+        if self._trusts_clients:
+            return fields
+        tenant = self._verify(fields)
+        self._has_tenants |= tenant is not None
+        if tenant is None and (self._has_tenants or FIELD in fields):
+            self._count()
+            return None
+        own = {name: value for name, value in fields.items() if name not in ("tenant", FIELD)}
+        return own if tenant is None else {**own, "tenant": tenant}
+
+    def read_release(self, fields: Any) -> Mapping[str, Any]:
+        """The same for a call that ends a job. Raises TenutoError if the tenant is not verified."""
+        own = self.read(fields)
+        if own is None:
+            raise TenutoError(f"a job is its tenant's alone, and {_UNVERIFIED_REASON}")
+        return own
+
+    def answer(self, text: str) -> str:
+        """An API server says that it has tenants. The answer is JSON with `ok`, and maybe an `error`."""
+        if self._trusts_clients:
+            return json.dumps({"ok": True})
+        self._has_tenants = True
+        if self._verify(json.loads(text)) == _INTRODUCTION:
+            return json.dumps({"ok": True})
+        own = find_secret_problem() or f"the server and the engine have different values of {SECRET_VARIABLE}"
+        return json.dumps({"ok": False, "error": own})
+
+    def _verify(self, fields: Mapping[str, Any]) -> str | None:
+        secret, signed = get_secret(), fields.get(FIELD)
+        if not secret or not isinstance(signed, str):
+            return None
         signature, _, tenant = signed.partition(":")
-        expected = _make_signature(tenant, secret)
-        if hmac.compare_digest(signature.encode(errors="replace"), expected.encode()):
-            fields["tenant"] = tenant
-    return fields
+        expected = _make_digest("tenant", tenant, secret)
+        is_valid = hmac.compare_digest(signature.encode(errors="replace"), expected.encode())
+        return tenant if is_valid else None
+
+    def _count(self) -> None:
+        self.num_unverified += 1
+        now_s = time.monotonic()
+        if now_s >= self._next_log_s:
+            self._next_log_s = now_s + LOG_EVERY_S
+            logger.warning(
+                "tenuto: %d requests so far run as in stock vLLM and keep nothing: %s",
+                self.num_unverified,
+                _UNVERIFIED_REASON,
+            )
 
 
-def _make_signature(tenant: str, secret: str) -> str:
-    return hmac.digest(secret.encode(), tenant.encode(errors="replace"), "sha256").hex()
+_UNVERIFIED_REASON = (
+    "this server has tenants, and the tenant cannot be verified. Either it came without an API key or the "
+    "tenant header, or an API server runs without --middleware tenuto.vllm.Middleware, or the processes have "
+    f"different values of {SECRET_VARIABLE}"
+)
+
+
+# Both.
+
+
+def make_secret() -> None:
+    """Make the secret for this process and its child processes, unless it is already set."""
+    if get_secret() is None:
+        os.environ[SECRET_VARIABLE] = _MADE + os.urandom(32).hex()
+
+
+def get_secret() -> str | None:
+    """The secret of the server's processes; None if there is none, or if it is blank."""
+    return os.environ.get(SECRET_VARIABLE, "").strip() or None
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Warn if settings name keys by names that end with this start, because nobody set the secret."""
+    if (get_secret() or _MADE).startswith(_MADE) and any(name.startswith(_KEY_NAME) for name in names):
+        logger.warning(
+            "tenuto: the names of API keys in the settings (%s…) mean nothing unless %s is set: they are "
+            "made with it, and it is another at each start",
+            _KEY_NAME,
+            SECRET_VARIABLE,
+        )
+
+
+def find_secret_problem() -> str | None:
+    """What is wrong with the secret of a server that has tenants, and what to do; None if nothing is."""
+    secret = get_secret()
+    if secret is None:
+        loaded = os.environ.get("VLLM_PLUGINS")
+        cause = "" if loaded is None else f" (VLLM_PLUGINS is {loaded!r})"
+        return (
+            "this server has tenants (API keys, or a tenant header), and its processes share no secret that "
+            f"keeps them apart. vLLM's plug-in `tenuto` makes it, and is not loaded{cause}: add `tenuto` to "
+            f"VLLM_PLUGINS, or set {SECRET_VARIABLE} to {MIN_SECRET_CHARS} random characters or more"
+        )
+    if len(secret) < MIN_SECRET_CHARS:
+        return f"{SECRET_VARIABLE} must have {MIN_SECRET_CHARS} characters or more: clients could guess it"
+    return None
 
 
 def find_key_check(app: Any) -> Any | None:
@@ -80,3 +250,32 @@ def find_key_check(app: Any) -> Any | None:
     while app is not None and type(app).__name__ != _KEY_CHECK:
         app = getattr(app, "app", None)
     return app
+
+
+def _make_digest(use: str, text: str, secret: str) -> str:
+    # `use` keeps the two apart: a key that reads like a tenant's name must not show that tenant's signature.
+    return hmac.digest(secret.encode(), f"{use}\n{text}".encode(errors="replace"), "sha256").hex()
+
+
+def _get_own_name(value: Any) -> str | None:
+    """A header's value as a tenant, which is not the name of those that are not verified."""
+    name = get_bounded_id(value)
+    return None if name is None or name == UNVERIFIED else name
+
+
+def _get_header_name() -> str:
+    return os.environ.get(HEADER_VARIABLE, "").strip().lower()
+
+
+def _is_started_with_tenants() -> bool:
+    """Whether this server has tenants, as far as its environment and its command line tell.
+
+    Child processes have the command line of the first one. Keys in a file of `--config` are not seen here:
+    the API server that reads them introduces itself.
+    """
+    if _get_header_name():
+        return True
+    program, arguments = PurePath(sys.argv[0]).name if sys.argv else "", sys.argv[1:]
+    is_server = arguments[:1] == ["serve"] or program.startswith("api_server")
+    has_flag = any(each.partition("=")[0] in ("--api-key", "--api_key") for each in arguments)
+    return is_server and (has_flag or bool(os.environ.get("VLLM_API_KEY")))

@@ -49,6 +49,8 @@ def format_status(answer: Mapping[str, Any]) -> str:
             continue
         lines.append(f"{head}: {rank['mode']}, policy {rank['policy']} {json.dumps(rank['options'])}")
         lines.append(f"  leases {rank['leases']}, on {rank['leased_blocks']} blocks")
+        if any(rank.get("tenants", ())):
+            lines.append(f"  leased blocks of tenants: {_list(rank['tenants'])}")
         if rank["canary"] is not None:
             lines.append(f"  canary: {_list(rank['canary'])}")
         lines.append(f"  limits: {_list(rank['limits'])}")

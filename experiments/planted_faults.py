@@ -1,0 +1,653 @@
+"""Plants a fault in a copy of the source for each claim of docs/faults.md, and shows that its check finds it.
+
+    python -m experiments.planted_faults                     every fault; about a minute for each of vLLM's
+    python -m experiments.planted_faults --only tenants      those whose name holds this word
+    python -m experiments.planted_faults --list
+
+A check is a test that docs/faults.md names (`core/test_hints.py::test_…`), or `fuzzing: PARSER`. The fault is
+one piece of text of one file that is replaced. The exit status is 1 if a check did not find its fault, so it
+could not fail. Checks on a real server are skipped unless TENUTO_TEST_MODEL is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "tenuto"
+LIMIT_S = 900.0
+FUZZING = "fuzzing: "
+NUM_INPUTS = 300
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A piece of text of one file that is replaced, and the checks that must find it."""
+
+    name: str
+    file: str
+    """Below src/tenuto."""
+    text: str
+    """It is there exactly once."""
+    replacement: str
+    checks: tuple[str, ...]
+
+
+FAULTS = (
+    # Clients.
+    Fault(
+        "tenants: any signature is taken",
+        "vllm/tenants.py",
+        "return tenant if is_valid else None",
+        "return tenant",
+        (
+            "vllm/test_tenants.py::test_what_a_client_says_is_not_believed",
+            "vllm/test_control.py::test_a_client_ends_its_own_job_only",
+            "fuzzing: hints",
+            "fuzzing: control",
+        ),
+    ),
+    Fault(
+        "tenants: a request does not carry its tenant",
+        "vllm/identity.py",
+        "with tenants.carry(self._tenants.get(headers)):",
+        "with tenants.carry(None):",
+        (
+            "vllm/test_tenants.py::test_neither_the_path_nor_the_form_of_a_body_hides_the_tenant",
+            "vllm/test_server_tenants.py::test_no_path_and_no_body_leads_out_of_the_tenant",
+            "fuzzing: bodies",
+        ),
+    ),
+    Fault(
+        "tenants: what is not verified counts as everybody's",
+        "vllm/tenants.py",
+        "            self._count()\n            return None",
+        "            self._count()\n            return {}",
+        ("vllm/test_server_tenants.py::test_who_has_no_valid_key_keeps_nothing",),
+    ),
+    Fault(
+        "tenants: a server without a secret starts",
+        "vllm/tenants.py",
+        "if self._has_tenants and (problem := find_secret_problem()):",
+        "if False and (problem := find_secret_problem()):",
+        (
+            "vllm/test_tenants.py::test_a_server_with_tenants_and_without_a_secret_does_not_start",
+            "vllm/test_server_tenants.py::test_a_server_with_keys_and_without_the_plug_in_does_not_start",
+        ),
+    ),
+    Fault(
+        "tenants: an engine with another secret is served",
+        "vllm/identity.py",
+        'return "; ".join(each for each in wrong if not each.endswith(STOCK)) or None',
+        "return None",
+        ("vllm/test_tenants.py::test_an_api_server_whose_engines_cannot_verify_tenants_does_not_start",),
+    ),
+    Fault(
+        "tenants: a key's name is computed without the secret",
+        "vllm/tenants.py",
+        '_make_digest("name", key, get_secret() or "")',
+        '_make_digest("name", key, "")',
+        ("vllm/test_tenants.py::test_a_key_that_was_checked_names_the_tenant_without_telling_the_key",),
+    ),
+    Fault(
+        "tenants: /metrics names them",
+        "vllm/metric_parts.py",
+        "named = blocks if self._shows_names else",
+        "named = blocks if True else",
+        ("vllm/test_server_tenants.py::test_no_page_names_a_tenant_unless_it_is_set",),
+    ),
+    Fault(
+        "tenants: ids are everybody's",
+        "core/requests/hints.py",
+        'job_id = None if job_id is None else f"{tenant}\\t{job_id}"',
+        "pass",
+        ("vllm/test_tenants.py::test_who_knows_an_id_has_a_job_of_his_own",),
+    ),
+    Fault(
+        "bodies: read before vLLM checks the key",
+        "vllm/identity.py",
+        "receive = self._read_when_asked(scope, receive, found)",
+        "receive = self._read_when_asked(scope, receive, found)\n            await receive()",
+        ("vllm/test_identity_key.py::test_without_a_valid_key_nothing_is_read_or_parsed",),
+    ),
+    Fault(
+        "bodies: what is no JSON raises",
+        "vllm/identity.py",
+        "except (ValueError, RecursionError):\n        return None",
+        "except RecursionError:\n        return None",
+        ("vllm/test_identity_passthrough.py::test_any_bytes", "fuzzing: bodies"),
+    ),
+    Fault(
+        "bodies: any size is held in memory",
+        "vllm/identity.py",
+        'if message["type"] != "http.request" or len(body) + len(part) > MAX_BODY_BYTES:',
+        'if message["type"] != "http.request":',
+        ("vllm/test_identity_passthrough.py::test_a_large_body_streams_through",),
+    ),
+    Fault(
+        "hints: a year",
+        "core/requests/hints.py",
+        "return min(seconds, MAX_EXPECTED_TOOL_S)",
+        "return seconds",
+        ("core/test_hints.py::test_how_long_the_tool_will_take", "core/test_hints.py", "fuzzing: hints"),
+    ),
+    Fault(
+        "clients: an idle engine keeps a lease that is over",
+        "vllm/scheduler.py",
+        "if deadline_s is not None and deadline_s <= now_s:\n            return True",
+        "if False:\n            return True",
+        ("vllm/test_leases.py::test_expiry_while_idle_takes_one_step",),
+    ),
+    Fault(
+        "clients: blocks of a lease leak",
+        "core/leases.py",
+        "        self._engine.release(tail)",
+        "        pass",
+        ("vllm/test_leases.py::test_chaos_ends_clean",),
+    ),
+    Fault(
+        "clients: nothing bounds waits",
+        "core/limits.py",
+        '        0.1,\n        "how much longer than in stock',
+        '        None,\n        "how much longer than in stock',
+        (
+            "vllm/test_attacks.py::test_one_id_for_a_flood_of_requests_does_not_keep_others_waiting",
+            "vllm/test_attacks.py::test_old_ids_kept_busy_do_not_keep_others_waiting",
+        ),
+    ),
+    Fault(
+        "clients: no service is counted",
+        "core/fairness.py",
+        "own.time += due / own.weight",
+        "own.time += 0.0",
+        ("core/test_fair_order.py::test_a_flood_does_not_push_another_tenant_back",),
+    ),
+    Fault(
+        "clients: all jobs are of one kind",
+        "estimators/returns.py",
+        "kind = (*tenant, job.kind)",
+        "kind = (*tenant, None)",
+        ("policies/test_tenuto_attacks.py::test_cheap_requests_with_fresh_ids_take_no_lease_from_agents",),
+    ),
+    Fault(
+        "clients: two turns of a job each get a lease",
+        "core/retention.py",
+        "if old is not None and not is_claimed:",
+        "if False:",
+        ("vllm/test_attacks.py::test_parallel_turns_of_a_few_ids_in_every_order",),
+    ),
+    Fault(
+        "clients: a lease is not compared with the prompt",
+        "core/retention.py",
+        "num_common = self._engine.count_common_tokens(lease.blocks, turn.arrival.hashes)",
+        "num_common = 10**9",
+        ("vllm/test_leases.py::test_a_rewritten_prompt_supersedes_the_lease",),
+    ),
+    Fault(
+        "clients: no shell tool is known",
+        "core/requests/tool_calls/__init__.py",
+        '_SHELL_NAMES = ("bash", "shell", "terminal", "command", "cmd", "exec")',
+        '_SHELL_NAMES = ("none",)',
+        ("core/test_tool_calls.py",),
+    ),
+    # Engine and memory.
+    Fault(
+        "memory: leases do not yield",
+        "core/retention.py",
+        "            while num_freed < num_blocks:\n                chosen",
+        "            while False:\n                chosen",
+        ("vllm/test_leases.py::test_leases_never_delay_or_preempt_others",),
+    ),
+    Fault(
+        "memory: a reset leaves leases",
+        "vllm/scheduler.py",
+        "        self.driver.drop_all(time.monotonic())\n        if self.tier is not None:",
+        "        if self.tier is not None:",
+        ("vllm/test_leases.py::test_reset_of_the_prefix_cache_drops_leases",),
+    ),
+    Fault(
+        "memory: leases end before their time only",
+        "core/leases.py",
+        "if key is None or key[0] > now_s:",
+        "if key is None or key[0] < now_s:",
+        ("vllm/test_faults.py::test_a_clock_that_stands_still_or_jumps_stalls_nothing",),
+    ),
+    Fault(
+        "memory: the next deadline is a duration",
+        "vllm/metrics.py",
+        "0.0 if deadline_s is None else time.time() + deadline_s - now_s",
+        "0.0 if deadline_s is None else deadline_s - now_s",
+        ("vllm/test_metrics.py::test_the_next_deadline_is_a_moment_in_unix_time",),
+    ),
+    Fault(
+        "memory: vLLM's names are not looked up",
+        "vllm/compat_check.py",
+        'problems.append(f"{path} is missing")',
+        "pass",
+        ("vllm/test_scheduler.py::test_a_missing_or_changed_name_stops_the_start",),
+    ),
+    Fault(
+        "memory: on_mismatch is ignored",
+        "vllm/scheduler.py",
+        'if settings.on_mismatch == "stop":',
+        "if True:",
+        ("vllm/test_scheduler.py::test_when_told_to_a_vllm_that_does_not_fit_runs_stock",),
+    ),
+    # Policies.
+    Fault(
+        "policies: a hook that raises stops the engine",
+        "core/policy_caller.py",
+        "            answer = getattr(self._stock, hook)(*inputs)\n",
+        "            raise\n",
+        ("vllm/test_scheduler.py::test_a_faulty_policy_costs_only_itself",),
+    ),
+    Fault(
+        "policies: NaN is a key",
+        "core/policy_caller.py",
+        "isinstance(part, _KEY_PARTS) and part == part for part",
+        "isinstance(part, _KEY_PARTS) for part",
+        ("core/test_asking.py::test_a_key_that_is_none_is_replaced_by_stock_s",),
+    ),
+    Fault(
+        "policies: answers are not checked",
+        "core/policy_caller.py",
+        "            check_answer(hook, answer)\n",
+        "",
+        ("vllm/test_scheduler.py::test_terms_of_the_wrong_type_are_the_policys_fault",),
+    ),
+    Fault(
+        "policies: their time is not counted",
+        "vllm/scheduler.py",
+        "self.driver.stats.decision_s.observe(time.perf_counter() - started_s)\n        super().add_request",
+        "self.driver.stats.decision_s.observe(0.0)\n        super().add_request",
+        ("vllm/test_faults.py::test_a_slow_policy_is_waited_for_and_shows_in_the_time_of_decisions",),
+    ),
+    Fault(
+        "policies: a step renews all leases",
+        "vllm/scheduler.py",
+        "self.driver.expire(now_s, MAX_RENEWALS)",
+        "self.driver.expire(now_s, 10**9)",
+        ("vllm/test_attacks.py::test_a_thousand_leases_due_at_once_are_looked_at_a_few_a_step",),
+    ),
+    Fault(
+        "policies: long queues are ordered at each tick",
+        "vllm/hooks.py",
+        "MAX_ORDERING_SHARE = 0.02",
+        "MAX_ORDERING_SHARE = 1e9",
+        ("vllm/test_attacks.py::test_a_long_queue_is_ordered_anew_less_often",),
+    ),
+    Fault(
+        "policies: admission is not asked",
+        "vllm/hooks.py",
+        "idle = not self._scheduler.running and not order",
+        "idle = True",
+        ("vllm/test_scheduler.py::test_admission_holds_new_jobs_back_and_never_idles",),
+    ),
+    Fault(
+        "control: unknown settings are taken",
+        "core/control.py",
+        "unknown = sorted(set(change) - set(CHANGEABLE))",
+        "unknown: list[str] = []",
+        ("vllm/test_control.py::test_a_bad_change_is_refused_and_the_old_policy_goes_on",),
+    ),
+    Fault(
+        "control: a change is applied although a rank refuses it",
+        "vllm/control_http.py",
+        'if status != 200:\n            return status, {**answer, "applied": False}',
+        'if status == 999:\n            return status, {**answer, "applied": False}',
+        ("vllm/test_control_http.py::test_a_change_that_one_rank_refuses_is_applied_on_none",),
+    ),
+    Fault(
+        "control: requests that wait are lost in a change",
+        "vllm/hooks.py",
+        "            for request in sorted(waiting, key=self._get_place):\n",
+        "            for request in ():\n",
+        ("vllm/test_control.py::test_switching_anything_under_load_loses_no_request_and_no_block",),
+    ),
+    Fault(
+        "control: two operators at once",
+        "core/control.py",
+        "if after.get(str(self._rank), num_changes) != num_changes:",
+        "if False:",
+        ("vllm/test_control_http.py::test_two_operators_at_the_same_time_leave_all_ranks_alike",),
+    ),
+    Fault(
+        "control: any scheme",
+        "core/control.py",
+        'if scheme.lower() == "bearer" and is_same:',
+        "if is_same:",
+        ("vllm/test_control_http.py::test_only_the_operator_s_key_opens_control", "fuzzing: control"),
+    ),
+    Fault(
+        "control: an empty operator's key",
+        "core/control.py",
+        "    if not key:\n",
+        "    if False:\n",
+        ("fuzzing: control",),
+    ),
+    Fault(
+        "control: a client's own word says whose a job is",
+        "core/control.py",
+        "parse_hints(self._read_fields(fields)).job_id",
+        "parse_hints(fields).job_id",
+        ("vllm/test_control_http.py::test_a_client_sees_what_is_held_for_its_own_job_and_why_nothing_is",),
+    ),
+    # Files.
+    Fault(
+        "files: unknown settings are ignored",
+        "core/settings.py",
+        'raise ConfigError(f"{where}: unknown key {key!r}; known keys: {known}{near}")',
+        "continue",
+        ("vllm/test_scheduler.py::test_bad_settings_are_refused_at_start",),
+    ),
+    Fault(
+        "files: what cannot be written is not found before the start",
+        "vllm/launch.py",
+        'raise ConfigError(f"tenuto.{name}: cannot write {path!r}: {error}") from error',
+        "pass",
+        ("cli/test_cli.py::test_a_file_that_cannot_be_written_is_found_before_vllm_starts",),
+    ),
+    Fault(
+        "files: the place of the state is not looked at",
+        "vllm/state.py",
+        "if self._path.is_dir() or not os.access(self._path.parent, os.W_OK):",
+        "if False:",
+        ("vllm/test_state.py::test_a_place_that_cannot_be_written_to_stops_the_server_at_start",),
+    ),
+    Fault(
+        "files: a full disk stops the engine, by the trace",
+        "records/trace.py",
+        "            self._file.flush()\n        except OSError as error:",
+        "            self._file.flush()\n        except MemoryError as error:",
+        ("vllm/test_scheduler.py::test_a_full_disk_ends_the_trace_and_not_the_engine",),
+    ),
+    Fault(
+        "files: a failure of the state is told once for ever",
+        "vllm/state.py",
+        "            self._has_failed = False\n        except",
+        "        except",
+        ("vllm/test_state_file.py::test_a_disk_that_fails_is_reported_once_and_then_again_after_it_worked",),
+    ),
+    Fault(
+        "files: metrics stand still after a full disk",
+        "vllm/metrics.py",
+        "if state != self._last_state or self._has_failed:",
+        "if state != self._last_state:",
+        ("vllm/test_metrics.py::test_metrics_go_on_after_a_full_disk",),
+    ),
+    Fault(
+        "files: without the metrics' folder the engine ends",
+        "vllm/metrics.py",
+        "except OSError as error:\n            # A failure to write",
+        "except MemoryError as error:\n            # A failure to write",
+        ("vllm/test_faults.py::test_a_metrics_folder_that_is_removed_ends_no_engine_and_no_page",),
+    ),
+    Fault(
+        "files: the state is written over the old one",
+        "vllm/state.py",
+        "open(partial,",
+        "open(path,",
+        ("vllm/test_state_file.py::test_a_crash_while_saving_leaves_the_old_file",),
+    ),
+    Fault(
+        "files: a damaged state is not set aside",
+        "vllm/state.py",
+        "                self._path.replace(aside)",
+        "                pass",
+        ("vllm/test_state_file.py::test_a_corrupt_file_is_reported_set_aside_and_ignored",),
+    ),
+    Fault(
+        "files: one full disk of a recording, and it goes on",
+        "proxy/file.py",
+        "        except OSError as error:\n            self._give_up(error, start)",
+        "        except MemoryError as error:\n            self._give_up(error, start)",
+        ("proxy/test_command.py::test_a_full_disk_ends_the_recording_and_no_traffic",),
+    ),
+    # Tiers and pinned prefixes.
+    Fault(
+        "tiers: a failed store is loaded",
+        "vllm/tiers/copies.py",
+        "change = shared.bad_chunks.update if job.has_failed else",
+        "change = shared.bad_chunks.update if False else",
+        ("vllm/test_tier_copies.py::test_a_failed_store_is_never_loaded_until_it_is_stored_again",),
+    ),
+    Fault(
+        "tiers: a copy that was given up writes",
+        "vllm/tiers/copies.py",
+        "            if job.has_failed:\n                return\n            if rows is None:",
+        "            if rows is None:",
+        ("vllm/test_tier_copies.py::test_a_copy_that_hangs_is_given_up_and_writes_nothing_afterwards",),
+    ),
+    Fault(
+        "tiers: no checksum",
+        "vllm/tiers/chunk_file.py",
+        "if zlib.crc32(data, zlib.crc32(key)) != checksum:",
+        "if False:",
+        ("vllm/test_tier_copies.py::test_a_damaged_file_is_found", "fuzzing: tier-files"),
+    ),
+    Fault(
+        "disk: KV of other weights",
+        "vllm/tiers/chunk_file.py",
+        "if found != origin:",
+        "if False:",
+        ("vllm/test_tier_copies.py::test_kv_of_other_weights_is_not_found",),
+    ),
+    Fault(
+        "disk: everybody may open the folder",
+        "vllm/tiers/config.py",
+        "            folder.chmod(0o700)\n",
+        "            pass\n",
+        ("vllm/test_tier_copies.py::test_the_folder_is_its_owner_s_alone",),
+    ),
+    Fault(
+        "disk: another user's folder",
+        "vllm/tiers/config.py",
+        "if found.st_uid != os.geteuid():",
+        "if False:",
+        ("vllm/test_tier_copies.py::test_a_folder_with_others_files_or_of_another_user_is_refused",),
+    ),
+    Fault(
+        "disk: every failure is logged",
+        "vllm/tiers/disk.py",
+        "            if now_s < self._next_s:\n                return\n",
+        "",
+        ("vllm/test_tier_copies.py::test_a_full_disk_is_logged_at_a_bounded_rate",),
+    ),
+    Fault(
+        "pins: they do not yield",
+        "core/retention.py",
+        "while num_freed < num_blocks and self.pins.demote():",
+        "while False and self.pins.demote():",
+        (
+            "vllm/test_pinned_prefixes.py::test_pins_that_exceed_the_cache_stall_nothing",
+            "vllm/test_pinned_prefixes.py::test_a_request_as_large_as_the_cache_runs",
+        ),
+    ),
+    Fault(
+        "pins: what is not shared is pinned",
+        "core/pinned_prefixes.py",
+        "if not self.max_blocks or turn.job.num_turns > 1 or not num_tokens:",
+        "num_tokens = num_tokens or turn.arrival.num_prompt_tokens - 1\n        if not self.max_blocks:",
+        ("vllm/test_pinned_prefixes.py::test_a_pinned_prefix_outlives_a_flood",),
+    ),
+    Fault(
+        "pins: a reset leaves them",
+        "core/retention.py",
+        "        self.pins.drop_all()\n        for lease in self.leases:",
+        "        for lease in self.leases:",
+        ("vllm/test_pinned_prefixes.py::test_a_reset_drops_pins_and_so_does_a_live_change",),
+    ),
+    # Routers and ranks.
+    Fault(
+        "routers: turns of a dead engine are forgotten",
+        "core/routing/dispatcher.py",
+        "return [sending for turn_id in lost for sending in self.fail(turn_id, now_s)]",
+        "return []",
+        (
+            "core/test_dispatcher.py::test_turns_of_a_dead_engine_go_elsewhere_each_once",
+            "core/test_dispatcher.py::test_nothing_is_lost_or_served_twice_in_a_storm",
+            "sim/fleet/test_fleet.py::test_faults_lose_no_turn_and_serve_none_twice",
+        ),
+    ),
+    Fault(
+        "routers: a draining engine gets turns",
+        "core/routing/dispatcher.py",
+        "        self.engines.drain(name)\n",
+        "",
+        ("core/test_dispatcher.py::test_a_draining_engine_keeps_its_open_turns_and_gets_no_new_ones",),
+    ),
+    Fault(
+        "routers: without an engine turns go somewhere",
+        "core/routing/dispatcher.py",
+        "        if not self.engines.ready:\n            self._hold(turn, (now_s,))",
+        "        if False:\n            self._hold(turn, (now_s,))",
+        ("core/test_dispatcher.py::test_without_an_engine_turns_wait_for_one",),
+    ),
+    Fault(
+        "routers: answers are not checked",
+        "core/routing/dispatcher.py",
+        "            check_route(answer, turn, fleet)\n",
+        "",
+        ("core/test_dispatcher.py::test_a_router_that_answers_wrongly_is_counted_and_replaced",),
+    ),
+    Fault(
+        "routers: all turns are of one tenant",
+        "core/routing/dispatcher.py",
+        "self._tenants.push(name, (num_open,))",
+        "self._tenants.push(name, (0,))",
+        ("core/test_dispatcher.py::test_a_hot_tenant_waits_behind_its_own_turns",),
+    ),
+    Fault(
+        "routers: idle jobs are kept",
+        "core/routing/dispatcher.py",
+        "return self._idle.get_first_to_forget() if len(self._idle) > self._max_idle else None",
+        "return None",
+        ("core/test_dispatcher.py::test_idle_jobs_are_forgotten_in_the_end",),
+    ),
+    Fault(
+        "ranks: a turn without an answer stays in the books",
+        "vllm/identity.py",
+        "                found.close()",
+        "                pass",
+        ("vllm/test_ranks.py::test_a_turn_that_ends_without_an_answer_leaves_the_books",),
+    ),
+    Fault(
+        "routers: a prompt may have no tokens",
+        "core/routing/requests.py",
+        "num_prompt_tokens=max(1, _count_tokens(request, parts)),",
+        "num_prompt_tokens=_count_tokens(request, parts),",
+        ("core/test_routing_requests.py::test_what_makes_no_sense_is_a_short_prompt", "fuzzing: routed"),
+    ),
+)
+
+NOT_YET = "not planted yet"
+UNPLANTED = {
+    "client/test_verify.py::test_memory_that_others_take_neither_fails_the_check_nor_passes_it": NOT_YET,
+    "sim_server/test_server.py::test_verify_looks_at_its_own_job_only": NOT_YET,
+    "sim_server/test_identity.py::test_agents_that_share_a_routing_key_keep_their_own_leases": NOT_YET,
+    "vllm/test_server.py::test_agents_that_share_a_routing_key_keep_their_own_leases": NOT_YET,
+    "vllm/test_tier_copies.py::test_nothing_of_before_a_reset_is_found_after_it_or_after_a_restart": NOT_YET,
+    "vllm/test_tier_copies.py::test_two_engines_and_two_ranks_share_no_files": NOT_YET,
+    "vllm/test_tier_copies.py::test_what_stands_under_a_chunk_s_name_blocks_nothing_and_stays": NOT_YET,
+    "vllm/test_tier_origin.py::test_each_setting_that_changes_kv_counts": NOT_YET,
+    "vllm/test_tier_origin.py::test_other_weights_count": NOT_YET,
+    "vllm/test_tier_origin.py::test_what_is_not_known_is_said": NOT_YET,
+    "vllm/test_tier_origin.py::test_what_runs_during_a_reset_is_not_stored_afterwards": NOT_YET,
+    "vllm/test_tier_server.py::test_only_kv_of_the_same_weights_comes_back": NOT_YET,
+    "vllm/test_server.py::test_a_killed_client_leaves_nothing": "what is shown is vLLM's own abort",
+    "vllm/test_server.py::test_the_trace_is_complete_after_sigterm": "timing of a process that is ended",
+    "vllm/test_server_ranks.py::test_changes_under_load_reach_both_ranks_and_lose_no_request": (
+        "a server with two ranks; test_two_operators_… has the same fault"
+    ),
+    "vllm/test_faults.py::test_a_lease_on_blocks_that_a_connector_could_not_load_ends": NOT_YET,
+    "vllm/test_tier_chaos.py": "the same as its test",
+    "vllm/test_tier_chaos.py::test_random_events_leave_no_trace": NOT_YET,
+    "vllm/test_tier_copies.py::test_a_folder_that_nothing_can_be_removed_from_ends_no_engine": NOT_YET,
+    "vllm/test_tier_copies.py::test_a_full_disk_costs_the_copy_only": NOT_YET,
+    "vllm/test_tier_copies.py::test_chunks_survive_a_restart": NOT_YET,
+    "vllm/test_tier_copies.py::test_while_a_read_hangs_the_disk_counts_as_empty": NOT_YET,
+    "vllm/test_tiers.py::test_a_failed_load_does_not_stand_in_the_way_of_the_next": NOT_YET,
+    "vllm/test_tiers.py::test_a_fetch_takes_no_block_whose_store_is_under_way": NOT_YET,
+    "vllm/test_tiers.py::test_a_job_behind_does_not_displace_a_job_before": NOT_YET,
+    "vllm/test_tiers.py::test_a_load_waits_for_no_store": NOT_YET,
+    "vllm/test_tiers.py::test_a_wrong_guess_costs_the_copy_only": NOT_YET,
+    "vllm/test_tiers.py::test_another_s_load_takes_no_block_whose_store_is_under_way": NOT_YET,
+    "vllm/test_tiers.py::test_failed_loads_are_computed_again": NOT_YET,
+    "vllm/test_tiers.py::test_nothing_is_fetched_while_a_turn_waits": NOT_YET,
+    "cli/test_replay_decisions.py::test_every_decision_is_made_again": NOT_YET,
+    "cli/test_replay_decisions.py::test_what_cannot_be_replayed_is_said": NOT_YET,
+    "records/test_files.py::test_a_cut_last_line_is_left_out_with_a_note": NOT_YET,
+    "workload/test_hostile_rows.py::test_one_hostile_field_refuses_the_whole_file": NOT_YET,
+}
+"""Checks that docs/faults.md names and for which no fault is planted, and why."""
+
+
+def run_check(check: str, source: Path) -> str:
+    """What a check says of this source: `found`, `NOT FOUND`, `skipped`, or `BROKEN` if it could not run."""
+    if check.startswith(FUZZING):
+        arguments = ["experiments.fuzz", "--parser", check.removeprefix(FUZZING), "--inputs", str(NUM_INPUTS)]
+        arguments += ["--out", str(source / "fuzz")]
+    else:
+        arguments = ["pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{check}"]
+    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments],
+            check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "found"  # it stands still
+    if done.returncode == 1:
+        return "found"
+    if done.returncode:
+        return f"BROKEN: {done.stdout[-300:]}{done.stderr[-300:]}"
+    return "skipped" if " passed" not in done.stdout and not check.startswith(FUZZING) else "NOT FOUND"
+
+
+def plant(fault: Fault, source: Path) -> None:
+    """Put the fault into a copy of the source. Raises ValueError if its text is not there exactly once."""
+    path = source / "tenuto" / fault.file
+    text = path.read_text()
+    if text.count(fault.text) != 1:
+        raise ValueError(f"{fault.name}: the text is {text.count(fault.text)} times in {fault.file}")
+    path.write_text(text.replace(fault.text, fault.replacement))
+
+
+def try_fault(fault: Fault, only_check: str = "") -> dict[str, str]:
+    """What each check says of a copy of the source with this fault."""
+    with tempfile.TemporaryDirectory(prefix="tenuto-planted-") as folder:
+        source = Path(folder)
+        shutil.copytree(SOURCE, source / "tenuto", ignore=shutil.ignore_patterns("__pycache__"))
+        plant(fault, source)
+        return {check: run_check(check, source) for check in fault.checks if only_check in check}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Plant the faults one by one; 0 if each check found its own."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--check", default="", help="checks whose name holds this")
+    parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
+    parsed = parser.parse_args(arguments)
+    counts: dict[str, int] = {}
+    for fault in FAULTS:
+        if parsed.only not in fault.name or not any(parsed.check in check for check in fault.checks):
+            continue
+        results = dict.fromkeys(fault.checks, "") if parsed.list else try_fault(fault, parsed.check)
+        for check, result in results.items():
+            counts[result.split(":")[0]] = counts.get(result.split(":")[0], 0) + 1
+            print(f"{result:9}  {fault.name}  [{check}]", flush=True)
+    if not parsed.list:
+        print(", ".join(f"{count} {result}" for result, count in counts.items()))
+    return 1 if counts.keys() - {"", "found", "skipped"} else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
