@@ -76,9 +76,9 @@ class PrefixMarks:
         self._num_computed_tokens = num_computed_tokens
         self._num_prompt_tokens = num_prompt_tokens
         self._block_size = block_size
-        self._marks = tuple(
+        self._marks = [
             (position, hashes[position - 1]) for position in sorted(positions, reverse=True) if position > 0
-        )
+        ]
         """For each kept prefix, longest first: its number of blocks, and the hash of its last block."""
 
     def count_reusable_tokens(

@@ -241,7 +241,7 @@ class TurnTable:
             self._sum_up()
 
     def _sum_up(self) -> None:
-        # After nearly every turn while the table is small, so it is written for speed.
+        # After nearly every turn while the table is small, so it is written for speed: without calls.
         num_ended = sum([each.num_ended for each in self._turns])
         num_decided = num_ended + sum([each.num_followed for each in self._turns])
         # How often any turn is the last: what a number seen once or never goes by.
@@ -249,7 +249,8 @@ class TurnTable:
         work = (self._turns[-1].mean if self._turns else 1.0) / share
         work_after = [work]
         for turns in reversed(self._turns):
-            work = turns.mean + (1 - turns.get_share_ended(share)) * work
+            num_decided = turns.num_ended + turns.num_followed + 1
+            work = turns.work / turns.count + (1 - (turns.num_ended + share) / num_decided) * work
             work_after.append(work)
         work_after.reverse()
         self._work_after, self._num_new, self._share = work_after, 0, share

@@ -1,0 +1,61 @@
+"""How far a turn is spread: the files that it runs through, and the calls that its end takes, under `tenuto`.
+
+Counted in a simulation, with the limits of the plugin. A bound that fails says that a turn has become harder to
+follow: bring the new part to where its neighbours are, or say in docs/design.md why it is worth a file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import tenuto
+from tenuto.core.driver import Driver
+from tenuto.sim.run import run
+from tenuto.sim.setup import Setup
+from tenuto.workload.load_options import LoadOptions
+
+ROOT = Path(tenuto.__file__).parent
+ROOMS = tuple(str(ROOT / room) for room in ("core", "policies", "estimators"))
+EVENTS = ("arrive", "start", "finish", "step")
+MAX_FILES = 25
+MAX_FINISH_CALLS = 230
+"""Median, without those of the engine. 383 once, 150 wanted."""
+
+
+@pytest.mark.slow
+def test_a_turn_runs_through_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    files: set[str] = set()
+    calls: dict[str, list[int]] = {event: [] for event in EVENTS}
+    for event in EVENTS:
+        monkeypatch.setattr(Driver, event, count(getattr(Driver, event), files, calls[event]))
+    setup = Setup(gpu="H100", host_gb=0, policy="tenuto", limits="plugin")
+    run(setup, LoadOptions(workload="swe-bench", jps=1, window_s=10))
+    assert min(len(each) for each in calls.values()) > 50
+    assert len(files) <= MAX_FILES, sorted(files)
+    assert median(calls["finish"]) <= MAX_FINISH_CALLS
+
+
+def count(method, files: set[str], calls: list[int]):
+    """The method, with the files of `ROOMS` that it enters noted, and how many calls each time."""
+
+    def counted(*args, **kwargs):
+        entered: Counter[str] = Counter()
+
+        def note(frame, what, argument) -> None:
+            if what == "call" and frame.f_code.co_filename.startswith(ROOMS):
+                entered[frame.f_code.co_filename] += 1
+
+        sys.setprofile(note)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+            files.update(entered)
+            calls.append(entered.total())
+
+    return counted
