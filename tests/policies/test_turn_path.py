@@ -1,7 +1,7 @@
 """How far a turn is spread: the files that it runs through, and the calls that its end takes, under `tenuto`.
 
-Counted in a simulation, with the limits of the plugin. A bound that fails says that a turn has become harder to
-follow: bring the new part to where its neighbours are, or say in docs/design.md why it is worth a file.
+Counted in a simulation, with the limits of the plugin. A bound that fails says that a turn has become harder
+to follow: bring the new part to where its neighbours are, or say in docs/design.md why it is worth a file.
 """
 
 from __future__ import annotations
