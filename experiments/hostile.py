@@ -25,6 +25,16 @@ HINT_NAMES = (
     "session_id",
     "tenuto_tenant",
 )
+REQUEST_IDS = (
+    "tenuto-prefetch-{}", "tenuto-store-{}", "tenuto-{:032x}", "tenuto-{}", "\tturn:{}", "resp_{}",
+    "0_cmpl-{}", "conv-{:024x}", "digest-{:032x}", "\t{}", "{}",
+)  # fmt: skip
+"""Names of requests, which clients choose: those that Tenuto and vLLM give, or gave, to what is their own."""
+
+
+def make_request_id(rng: random.Random, number: int) -> str:
+    """A request's id. It differs from others if the number does."""
+    return rng.choice(REQUEST_IDS).format(number)
 
 
 def make_text(rng: random.Random, max_chars: int = 40) -> str:

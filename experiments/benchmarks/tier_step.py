@@ -34,7 +34,6 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 import tenuto.vllm
 from experiments.benchmarks.scheduler_step import TimedEngine
-from tenuto.vllm.compat_specs import PREFETCH
 from tests.vllm.workerless import make_config, make_request, make_scheduler
 
 NUM_RUNNING = 128
@@ -101,7 +100,7 @@ class TieredEngine(TimedEngine):
             for job_id, job in each.load_jobs.items():
                 done.mark_completed(job_id)
                 done.transfer_stats.load.record(CHUNK_BYTES * len(job.src_spec.block_ids), 1e-6)
-                loaded |= set() if job.req_id.startswith(PREFETCH) else {job.req_id}
+                loaded.add(job.req_id)
             for job_id, job in each.store_jobs.items():
                 done.mark_completed(job_id)
                 done.transfer_stats.store.record(CHUNK_BYTES * len(job.dst_spec.block_ids), 1e-6)

@@ -57,6 +57,9 @@ def main() -> int:
     server.add_argument(
         "--pace", type=float, default=1.0, help="0.2: clients think five times as long, for a shared machine"
     )
+    server.add_argument(
+        "--host-gb", type=float, default=0.5, help="host memory below the GPU's, except for stock; 0: none"
+    )
     server.add_argument("--threads", type=int, help="threads that compute, default: vLLM's choice")
     server.add_argument("--out", type=Path, help="JSON lines: rests, failures, notes")
     parsed = parser.parse_args()
@@ -65,8 +68,8 @@ def main() -> int:
     if parsed.soak == "server":
         if parsed.pace <= 0 or parsed.hours <= 0 or parsed.cycle_s <= 0 or parsed.cycles < 1:
             parser.error("--pace, --hours and --cycle-s must be positive, --cycles at least 1")
-        if parsed.stock_every < 0 or (parsed.threads is not None and parsed.threads < 1):
-            parser.error("--stock-every must not be negative, --threads at least 1")
+        if min(parsed.stock_every, parsed.host_gb) < 0 or (parsed.threads is not None and parsed.threads < 1):
+            parser.error("--stock-every and --host-gb must not be negative, --threads at least 1")
         from experiments.soak.server import run_soak
 
         return run_soak(parsed)

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from experiments.hostile import make_hints, make_text
+from experiments.hostile import make_hints, make_request_id, make_text
 from experiments.soak.book import Book
 from tenuto.client.http.client import KEEP_ALIVE_S
 from tenuto.core.requests.hints import HINT_FIELDS
@@ -63,7 +63,8 @@ class Clients:
         self._pausing.clear()
         kinds: list[Callable[[], Coroutine[Any, Any, None]]] = [
             self._probe, self._be_agent, self._be_agent, self._be_agent, self._be_agent_without_id,
-            self._hoard, self._be_hostile, self._leave_streams, self._use_child, self._send_slowly,
+            self._hoard, self._be_hostile, self._take_names, self._leave_streams, self._use_child,
+            self._send_slowly,
         ]  # fmt: skip
         tasks = [asyncio.create_task(kind()) for kind in kinds]
         try:
@@ -100,7 +101,9 @@ class Clients:
             self._num_jobs += 1
             name = f"soak-{self._num_jobs}"
             header = self._rng.choice(HEADERS)
-            await self._talk({header: name}, {"tool": self._rng.choice(("ls", "make"))})
+            # KV is fetched for jobs that are about to return.
+            hints = {"tool": self._rng.choice(("ls", "make")), "expected_tool_seconds": 1.0}
+            await self._talk({header: name}, hints)
 
     async def _be_agent_without_id(self) -> None:
         while not self._pausing.is_set():
@@ -165,6 +168,19 @@ class Clients:
             headers = {"content-type": "application/json", "x-session-id": "h" * rng.choice((1, 200, 4000))}
             await self._send("/v1/completions", data, headers, kind="hostile", may_refuse=True)
             await self._think(rng.expovariate(1.0))
+
+    async def _take_names(self) -> None:
+        """Requests with names of Tenuto's own, for texts that are asked again, so that host memory has them.
+
+        An engine that takes one for its own never answers it, and its blocks stay.
+        """
+        texts, number = [self._make_text(60) for _ in range(4)], 0
+        while not self._pausing.is_set():
+            number += 1
+            request_id = make_request_id(self._rng, number % 10)
+            body = {"input": self._rng.choice(texts), "max_output_tokens": 2, "request_id": request_id}
+            await self._ask("/v1/responses", body, kind="names")
+            await self._think(self._rng.expovariate(1.0))
 
     async def _leave_streams(self) -> None:
         """Clients that go away in the middle of an answer."""

@@ -41,10 +41,14 @@ ENDS = ("terminate", "kill the engine", "kill all")
 
 
 class Faults:
-    """What happens to one server. `is_stock`: it has no Tenuto, so nobody changes what runs."""
+    """What happens to one server."""
 
-    def __init__(self, server: LocalServer, book: Book, rng: random.Random, *, is_stock: bool) -> None:
+    def __init__(
+        self, server: LocalServer, book: Book, rng: random.Random, *, is_stock: bool, has_tier: bool
+    ) -> None:
+        """`is_stock`: it has no Tenuto, so nobody changes what runs. `has_tier`: it has host memory."""
         self._server, self._book, self._rng, self._is_stock = server, book, rng, is_stock
+        self._has_tier = has_tier
 
     async def run(self) -> None:
         """Reset the cache, fill the disk, and change what runs, at random moments, until it is cancelled."""
@@ -70,9 +74,13 @@ class Faults:
 
     async def _reset(self) -> None:
         self._book.counts["resets"] += 1
-        everything = "true" if self._rng.random() < 0.3 else "false"
+        # vLLM itself cannot preempt requests that load.
+        running, external = (
+            self._rng.random() < 0.3 and each for each in (not self._has_tier, self._has_tier)
+        )
+        params = {"reset_running_requests": running, "reset_external": external}
         async with self._connect() as http:
-            answer = await http.post("/reset_prefix_cache", params={"reset_running_requests": everything})
+            answer = await http.post("/reset_prefix_cache", params=params)
         if answer.status_code != 200:
             self._book.fail("reset", f"status {answer.status_code}: {answer.text[:200]}")
 

@@ -28,8 +28,8 @@ SHAPE = (
 """What both servers are given: a small cache, so that memory is always short."""
 
 
-def get_command(model: str, folder: Path, policy: str) -> list[str]:
-    """`tenuto serve` with a trace and a state file, or the same server without Tenuto."""
+def get_command(model: str, folder: Path, policy: str, host_gb: float) -> list[str]:
+    """`tenuto serve` with a trace, a state file and host memory, or the same server without Tenuto."""
     if policy == STOCK:
         return [find_vllm(), "serve", model, *SHAPE]
     config = {
@@ -44,7 +44,8 @@ def get_command(model: str, folder: Path, policy: str) -> list[str]:
         }
     }
     command = [sys.executable, "-m", "tenuto.cli", "serve", model, *SHAPE]
-    return [*command, "--additional-config", json.dumps(config)]
+    tier = ["--host-gb", str(host_gb)] if host_gb else []
+    return [*command, *tier, "--additional-config", json.dumps(config)]
 
 
 @contextmanager

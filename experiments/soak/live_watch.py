@@ -34,6 +34,7 @@ MUST_BE_ZERO = {
     "leased blocks": "tenuto:retained_blocks",
     "leases": "tenuto:retained_jobs",
     "parked jobs": "tenuto:parked_jobs",
+    "blocks to be stored": "tenuto:tier_waiting_blocks",
 }
 
 

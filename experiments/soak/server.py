@@ -93,7 +93,7 @@ class Soak:
         """Start a server, let it live, and look at what it wrote."""
         book, is_stock = self.book, life.policy == STOCK
         expected = "" if is_stock else prepare_state(folder / "state.json", book, self.rng)
-        command = get_command(self.parsed.model, folder, life.policy)
+        command = get_command(self.parsed.model, folder, life.policy, self.parsed.host_gb)
         book.is_down = True
         book.measure_slowness_once()
         limit_s = START_LIMIT_S * book.get_slowness()
@@ -112,7 +112,8 @@ class Soak:
         watch = Watch(server.url, server.process.pid, book, life.rests)
         watching = asyncio.create_task(watch.run())
         clients = Clients(server.url, self.rng, book, pace=self.parsed.pace, is_stock=is_stock)
-        faults = Faults(server, book, self.rng, is_stock=is_stock)
+        has_tier = not is_stock and self.parsed.host_gb > 0
+        faults = Faults(server, book, self.rng, is_stock=is_stock, has_tier=has_tier)
         try:
             for _ in range(self.parsed.cycles):
                 if time.monotonic() > self.end_s:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.hostile import make_hints
+from experiments.hostile import make_hints, make_request_id
 from experiments.soak.changes import try_changes
 from experiments.soak.engine import SoakEngine
 from tenuto.core.jobs import UNVERIFIED
@@ -149,8 +149,8 @@ class Traffic:
     ) -> None:
         rng = self.rng
         self.num_sent += 1
-        # The order of ids must not be the order of arrival.
-        turn_id = f"{rng.randrange(10**6)}-{self.num_sent}"
+        # The order of ids must not be the order of arrival, and clients choose how an id begins.
+        turn_id = f"{make_request_id(rng, rng.randrange(10**6))}-{self.num_sent}"
         max_tokens = rng.choice((1, 2, 8, 20, 40, rng.randrange(1, MAX_OUTPUT_TOKENS)))
         request = make_request(
             turn_id,

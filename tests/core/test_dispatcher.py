@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tenuto.core.errors import PolicyError
+from tenuto.core.requests.hints import get_bounded_id
 from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
 from tenuto.core.routing.router import (
     Arrival,
@@ -48,6 +49,16 @@ def make(router: Router, names: str = "ab", limits: FleetLimits | None = None, *
     for name in names:
         dispatcher.join(EngineInfo(name), 0.0)
     return dispatcher
+
+
+def test_a_job_that_nobody_names_has_an_id_that_nobody_can_name() -> None:
+    """Else a client could take such ids first, and have the jobs of all others sent after its own."""
+    router = Notes()
+    dispatcher = make(router)
+    for number in range(2):
+        dispatcher.arrive(Arrival(str(number), None, 100), 0.0)
+    for turn in router._turns:
+        assert get_bounded_id(turn.job_id) != turn.job_id
 
 
 def test_a_job_is_remembered_with_its_engine_and_context() -> None:

@@ -116,7 +116,9 @@ def test_one_life_in_a_few_is_stock() -> None:
     lives = [get_policy(number, Namespace(stock_every=4, policy="x")) for number in range(1, 9)]
     assert lives == ["x", STOCK, "x", "x", "x", STOCK, "x", "x"]
     assert get_policy(2, Namespace(stock_every=0, policy="x")) == "x"
-    assert "--additional-config" not in get_command("m", Path("f"), STOCK)
+    stock, ours = (get_command("m", Path("f"), policy, 0.5) for policy in (STOCK, "x"))
+    assert not {"--additional-config", "--host-gb"} & set(stock)
+    assert ours[ours.index("--host-gb") + 1] == "0.5"
 
 
 def test_limits_follow_the_slowness_of_the_machine() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from tests.vllm.tier_chaos import run_chaos
 
@@ -30,3 +33,19 @@ def test_beside_another_s_connector(seed: int, connectors: tuple[str, ...]) -> N
     assert counts["finished"] > 5
     assert counts["loaded by the other"] > 0
     assert counts["host hits"] > 0
+
+
+def test_a_copy_that_is_known_by_its_name_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients choose how a request's id begins; such a request would never be answered."""
+    get_results = OffloadingConnector.get_transfer_results
+
+    def drop(self: Any, finished: set[str]) -> Any:
+        results = get_results(self, finished)
+        results.finished_recving = {
+            x for x in results.finished_recving if not x.startswith("tenuto-prefetch-")
+        }
+        return results
+
+    monkeypatch.setattr(OffloadingConnector, "get_transfer_results", drop)
+    with pytest.raises(AssertionError, match="still busy"):
+        run_chaos(random.Random(0), num_events=400, policy="stock")

@@ -341,6 +341,47 @@ def test_a_wrong_guess_costs_the_copy_only(clock: Clock) -> None:
     engine.assert_clean()
 
 
+def test_a_request_is_not_taken_for_a_copy_by_its_name(clock: Clock) -> None:
+    """Clients choose how a request's id begins. Some load while KV is fetched for a job."""
+    copies = SlowCopies(random.Random(0))
+    engine = TieredEngine(num_blocks=41, num_chunks=200, copies=copies, tenuto={"policy": "stock"})
+    hints = {"job_id": "a", "tool": "make", "expected_tool_seconds": 1.0}
+    engine.add(make_request("first", [4] * 160, max_tokens=2, xargs=hints))
+    prompts = {name: [ord(name[7])] * 160 for name in ("tenuto-prefetch-0", "tenuto-store-0")}
+    for name, prompt in prompts.items():
+        engine.add(make_request(f"{name}-before", prompt, max_tokens=2))
+    engine.drain()
+    evict_from_gpu(engine)
+    copies.share_done = 0.0
+    clock.now_s += 1.0
+    engine.step()
+    assert len(engine.tier.prefetch) == 1
+    for name, prompt in prompts.items():
+        engine.add(make_request(name, prompt, max_tokens=2))
+    engine.step()
+    copies.share_done = 1.0
+    engine.drain()
+    assert [engine.hits[name] for name in prompts] == [(0, 160)] * 2
+    engine.assert_clean()
+
+
+def test_a_failed_fetch_is_not_used(clock: Clock) -> None:
+    copies = SlowCopies(random.Random(0))
+    engine = TieredEngine(num_blocks=41, num_chunks=200, copies=copies, tenuto={"policy": "stock"})
+    hints = {"job_id": "a", "tool": "make", "expected_tool_seconds": 1.0}
+    engine.add(make_request("first", [4] * 320, max_tokens=20, xargs=hints))
+    engine.drain()
+    evict_from_gpu(engine)
+    copies.share_failed = 1.0
+    clock.now_s += 1.0
+    engine.drain()
+    assert engine.tier.prefetch.num_begun == 1
+    engine.add(make_request("second", [4] * 320 + [6] * 20, max_tokens=2, xargs=hints))
+    engine.drain()  # it checks what each block holds
+    assert engine.hits["second"] == (0, 0)
+    engine.assert_clean()
+
+
 def test_a_fetch_takes_no_block_whose_store_is_under_way(clock: Clock) -> None:
     """The store is waited for, or host memory would have what was fetched under another content's name."""
     copies = SlowCopies(random.Random(0))

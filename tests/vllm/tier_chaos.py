@@ -13,6 +13,7 @@ import random
 import time
 from collections import Counter
 
+from experiments.hostile import make_request_id
 from tests.vllm.slow_copies import SlowCopies
 from tests.vllm.tiered import TieredEngine
 from tests.vllm.workerless import make_request
@@ -94,7 +95,8 @@ class Chaos:
                 del prompt[self.rng.randrange(len(prompt)) :]
             prompt += [self.rng.randrange(3, 999) for _ in range(self.rng.randrange(1, 30))]
         self.num_turns += 1
-        name = f"turn{self.num_turns}"
+        # Clients choose how a request's id begins.
+        name = make_request_id(self.rng, self.num_turns)
         limit = 16 * (self.engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 3)
         hints = {
             "job_id": job,

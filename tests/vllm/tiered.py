@@ -9,21 +9,24 @@ that copies is replaced: copies happen late, in pieces, or fail, as a test says.
 from __future__ import annotations
 
 import copy
+import pickle
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tenuto.vllm.compat import get_hit_tokens
 from tenuto.vllm.compat_connector import find_connector
-from tenuto.vllm.compat_specs import drop_prefetches
 from tenuto.vllm.scheduler import Scheduler
 from tenuto.vllm.tiers.spec import HostSpec
 from tenuto.vllm.tiers.worker import HostWorker
@@ -91,6 +94,10 @@ class TieredEngine(Engine):
             tensor = CanonicalKVCacheTensor(cache, page)
             caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, page)]])
             self._worker.worker = HostWorker(caches, blocks_per_chunk, num_chunks, copies=self.copies)
+            self._worker_side = SimpleNamespace(
+                connector_worker=self._worker, get_finished=self._worker.get_finished
+            )
+        self._aggregator = KVOutputAggregator(expected_finished_count=1)
         self._other_loads: list[Load] = []
         self.num_other_blocks = 0
         self._hashes: dict[str, list[int]] = {}
@@ -131,6 +138,8 @@ class TieredEngine(Engine):
     def assert_clean(self) -> None:
         """Nothing is left of any request: no block, no copy, no pin."""
         pool = self.scheduler.kv_cache_manager.block_pool
+        assert not self.scheduler.requests
+        assert pool.get_usage() == 0
         leased = self.scheduler.driver.get_num_leased_blocks()
         held = [block for block in pool.blocks if block.ref_cnt and not block.is_null]
         assert pool.get_num_free_blocks() + leased == pool.num_gpu_blocks - 1, held
@@ -141,6 +150,7 @@ class TieredEngine(Engine):
         assert not connector._jobs
         assert not connector._req_status
         assert not connector._block_id_to_pending_jobs
+        assert not self.tier._port.copies._loads
         assert not self.tier._uses
         assert not len(self.tier.later)
         assert not len(self.tier.prefetch or ())
@@ -160,7 +170,8 @@ class TieredEngine(Engine):
     # Inside.
 
     def _run(self, output: Any) -> ModelRunnerOutput:
-        meta = output.kv_connector_metadata
+        # Workers are other processes where there are several.
+        meta = pickle.loads(pickle.dumps(output.kv_connector_metadata))
         metas = dict(
             zip(self._connectors, meta.metadata if len(self._connectors) > 1 else (meta,), strict=True)
         )
@@ -183,7 +194,8 @@ class TieredEngine(Engine):
         result.kv_connector_output = KVConnectorOutput(
             finished_recving=received, failed_recving=failed, kv_connector_worker_meta=worker_meta
         )
-        return result
+        # As what several workers report.
+        return self._aggregator.aggregate([result])
 
     def _copy(self, meta: Any) -> tuple[set[str], set[str], Any]:
         """What our worker does in a step: requests whose loads ended, failed ones, and what it reports."""
@@ -191,10 +203,8 @@ class TieredEngine(Engine):
         worker.start_kv_transfers(meta)
         worker.prepare_store_kv(meta)
         self.copies.advance()
-        request_ids = dict(worker._load_jobs)
-        _, received = worker.get_finished(set())
-        failed = {request_ids[each] for each in worker.worker.take_failed_loads()}
-        return drop_prefetches(received), failed, worker.build_connector_worker_meta()
+        results = OffloadingConnector.get_transfer_results(self._worker_side, set())
+        return results.finished_recving, results.failed_recving, worker.build_connector_worker_meta()
 
     def _load_for_other(self, *, before_step: bool) -> set[str]:
         """Carry out the other's loads: all that a step waits for, and by chance those that run beside it."""

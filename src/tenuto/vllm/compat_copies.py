@@ -5,6 +5,7 @@ Checked on vLLM 0.32.0. Prefetches load so, and what requests have left is store
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,12 +19,20 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, 
 from tenuto.vllm.compat_offload import HostManagerHooks
 
 
+def make_copy_id() -> str:
+    """A name for a copy where vLLM wants a request's id. No request has it, whatever ids clients choose."""
+    return f"tenuto-{secrets.token_hex(16)}"
+
+
 @dataclass
-class _Copying:
-    """Stands in for the request of a copy (vLLM's `RequestOffloadState`)."""
+class Copy:
+    """A copy; it stands in for its request in vLLM's connector (`RequestOffloadState`)."""
 
     req_context: Any
+    job_id: int
     transfer_jobs: set[int]
+    has_failed: bool = False
+    """Of a load that has ended: whether its blocks do not hold what they should."""
     req: Any = field(default_factory=lambda: SimpleNamespace(is_finished=lambda: True))
     finished_signaled: bool = True
     group_states: tuple[Any, ...] = ()
@@ -44,10 +53,30 @@ class CopyPort:
         self._manager: Any = self._scheduler.manager
         self.blocks_per_chunk = int(self._scheduler.config.blocks_per_chunk)
         self._tokens_per_chunk = int(self._scheduler.config.kv_group_configs[0].tokens_per_chunk)
+        self._loads: dict[str, Copy] = {}
+        """The loads that the workers have not reported yet; after a reset vLLM knows them no more."""
+        self._take_reports()
 
     def is_moving(self, job_id: int) -> bool:
         """Whether this copy is under way."""
         return job_id in self._scheduler._jobs
+
+    def _take_reports(self) -> None:
+        """Take our loads out of what the workers report: vLLM would look for their requests.
+
+        They are known by this list alone. What a request's id looks like is its client's choice.
+        """
+        update = self._connector.update_connector_output
+
+        def update_connector_output(output: Any) -> None:
+            update(output)
+            ended = self._loads.keys() & (output.finished_recving or set())
+            for load_id in ended:
+                self._loads.pop(load_id).has_failed = load_id in output.failed_recving
+            if ended:
+                output.finished_recving = output.finished_recving - ended
+
+        self._connector.update_connector_output = update_connector_output
 
     # Loads.
 
@@ -69,8 +98,8 @@ class CopyPort:
 
     def begin_load(
         self, load_id: str, hashes: Sequence[Any], blocks: Sequence[Any], first: int, meta: Any
-    ) -> int:
-        """Load `blocks` from number `first` on, which host memory has; returns the number of the copy."""
+    ) -> Copy:
+        """Load `blocks` from number `first` on, which host memory has. `load_id`: of `make_copy_id`."""
         scheduler, size = self._scheduler, self.blocks_per_chunk
         context, keys = self._name_chunks(load_id, hashes, len(blocks) // size)
         keys = keys[first // size :]
@@ -81,20 +110,13 @@ class CopyPort:
         for block_id in ids:
             # As for a request's blocks: a store that still reads what they hold comes first.
             meta.jobs_to_flush |= scheduler._block_id_to_pending_jobs.get(block_id, set())
-        job_id = self._begin(context, set(keys), ids, is_store=False)
+        load = self._loads[load_id] = self._begin(context, set(keys), ids, is_store=False)
         if scheduler._chunks_being_loaded is not None:
             # A request that wants the same waits for this load.
             scheduler._chunks_being_loaded.update(keys)
-        meta.load_jobs[job_id] = TransferJob(req_id=load_id, src_spec=source, dst_spec=target)
+        meta.load_jobs[load.job_id] = TransferJob(req_id=load_id, src_spec=source, dst_spec=target)
         self._manager.on_request_finished(context)
-        return job_id
-
-    def has_failed(self, load_id: str) -> bool:
-        """Whether this load, which has ended, failed; asked once."""
-        failed: set[str] = self._connector.tenuto_failed
-        is_failed = load_id in failed
-        failed.discard(load_id)
-        return is_failed
+        return load
 
     def cache_blocks(self, hashes: Sequence[Any], blocks: list[Any], first: int) -> None:
         """Put `blocks` from number `first` on into the prefix cache, with these contents."""
@@ -125,7 +147,7 @@ class CopyPort:
         if numbers:
             ids = [block.block_id for n in numbers for block in blocks[n * size : (n + 1) * size]]
             source = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[numbers[0] * size])
-            job_id = self._begin(context, wanted, ids, is_store=True)
+            job_id = self._begin(context, wanted, ids, is_store=True).job_id
             meta.store_jobs[job_id] = TransferJob(req_id=store_id, src_spec=source, dst_spec=found.store_spec)
         self._manager.on_request_finished(context)
         return job_id
@@ -140,11 +162,11 @@ class CopyPort:
             context.set_offload_key_position(key, (number + 1) * self._tokens_per_chunk)
         return context, keys
 
-    def _begin(self, context: Any, keys: set[Any], block_ids: list[int], *, is_store: bool) -> int:
-        """Tell vLLM of a copy, and that nobody else may use its blocks before it ends; returns its number."""
+    def _begin(self, context: Any, keys: set[Any], block_ids: list[int], *, is_store: bool) -> Copy:
+        """Tell vLLM of a copy, and that nobody else may use its blocks before it ends."""
         scheduler = self._scheduler
         job_id = int(scheduler._generate_job_id())
-        scheduler._req_status[context.req_id] = _Copying(context, {job_id})
+        found = scheduler._req_status[context.req_id] = Copy(context, job_id, {job_id})
         scheduler._jobs[job_id] = TransferJobStatus(
             req_id=context.req_id,
             pending_count=scheduler.config.num_workers,
@@ -154,4 +176,4 @@ class CopyPort:
         )
         for block_id in block_ids:
             scheduler._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)
-        return job_id
+        return found

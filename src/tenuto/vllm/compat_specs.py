@@ -24,8 +24,6 @@ logger = logging.getLogger("vllm.tenuto")
 
 MIN_LEFT_S = 120.0
 """Age from which a file of shared memory that no process maps counts as left behind."""
-PREFETCH = "tenuto-prefetch-"
-"""How the ids of loads begin that no request waits for."""
 ORDER = ("OrderedChunks", "tenuto.vllm.tiers.chunks")
 """The cache policy that our specs make vLLM's managers use, and its module."""
 
@@ -121,11 +119,6 @@ def remove_left_memory() -> None:
             continue
 
 
-def drop_prefetches(request_ids: set[str]) -> set[str]:
-    """The ids of requests; vLLM's scheduler does not know those of prefetches."""
-    return {each for each in request_ids if not each.startswith(PREFETCH)}
-
-
 def report_failures() -> None:
     """Let vLLM's connector tell of loads that failed, as `kv_load_failure_policy` wants it told.
 
@@ -135,7 +128,6 @@ def report_failures() -> None:
     if hasattr(OffloadingConnector, "tenuto_reports_failures"):
         return
     OffloadingConnector.tenuto_reports_failures = True
-    OffloadingConnector.tenuto_failed = set()
     get_results, update = (
         OffloadingConnector.get_transfer_results,
         OffloadingConnector.update_connector_output,
@@ -147,7 +139,6 @@ def report_failures() -> None:
         take = getattr(self.connector_worker.worker, "take_failed_loads", None)
         if take is not None:
             results.failed_recving.update(request_ids[each] for each in take() if each in request_ids)
-        results.finished_recving = drop_prefetches(results.finished_recving)
         return results
 
     def update_connector_output(self: Any, connector_output: Any) -> None:
@@ -158,10 +149,6 @@ def report_failures() -> None:
                 if not scheduler._jobs[job_id].is_store:
                     keys |= scheduler._jobs[job_id].keys
         update(self, connector_output)
-        # Those of prefetches are nobody's request; whoever began them looks here.
-        self.tenuto_failed.update(
-            each for each in connector_output.failed_recving or () if each.startswith(PREFETCH)
-        )
         host = get_host_manager(scheduler.manager) if keys else None
         if host is not None:
             host.forget(keys)

@@ -542,7 +542,8 @@ class Dispatcher:
 
     def _name_job(self) -> str:
         self._num_unnamed += 1
-        return f"unnamed-{self._num_unnamed}"
+        # Client ids are printable. An id with a tab is therefore never equal to a client's id.
+        return f"\tunnamed-{self._num_unnamed}"
 
     def _get_engine(self, job: JobBook | None) -> str | None:
         return job.engine if job is not None and job.engine in self.engines.ready else None

@@ -6,14 +6,13 @@ wait so; what goes beyond is not stored.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tenuto.core.tier_order import Use
-from tenuto.vllm.compat_copies import CopyPort
+from tenuto.vllm.compat_copies import CopyPort, make_copy_id
 
 MAX_HELD_SHARE = 0.25
 """Largest share of the GPU's blocks that may wait to be stored."""
@@ -39,7 +38,6 @@ class LaterStores:
         self._copies = copies
         self._pool = pool
         self._uses = uses
-        self._numbers = itertools.count()
         self._queue: deque[_Wanted] = deque()
         self._moving: dict[int, Sequence[Any]] = {}
         self._num_held = 0
@@ -72,7 +70,7 @@ class LaterStores:
         while self._queue and may_go_on():
             wanted = self._queue[0]
             end = min(wanted.next_chunk + MAX_AT_ONCE, len(wanted.blocks) // size)
-            store_id = f"tenuto-store-{next(self._numbers)}"
+            store_id = make_copy_id()
             self._uses[store_id] = wanted.use
             job_id = self._copies.begin_store(
                 store_id, wanted.blocks, wanted.hashes, meta, first=wanted.next_chunk, end=end

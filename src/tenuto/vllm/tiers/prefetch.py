@@ -19,8 +19,7 @@ from typing import Any
 from tenuto.core.tier_order import Use
 from tenuto.core.types import Turn
 from tenuto.estimators.tool_times import ToolSamples
-from tenuto.vllm.compat_copies import CopyPort
-from tenuto.vllm.compat_specs import PREFETCH
+from tenuto.vllm.compat_copies import Copy, CopyPort, make_copy_id
 
 MIN_TIMES = 3
 """A tool's times are used from so many calls on; before that, only what the client expects."""
@@ -50,8 +49,7 @@ class _Away:
 class _Load:
     """A load under way."""
 
-    job_number: int
-    load_id: str
+    copy: Copy
     away: _Away
     blocks: list[Any]
     num_front: int
@@ -131,10 +129,10 @@ class Prefetch:
     def collect(self) -> None:
         """A load that has ended: its blocks are cached, and free."""
         load = self._moving
-        if load is None or self._copies.is_moving(load.job_number):
+        if load is None or self._copies.is_moving(load.copy.job_id):
             return
         self._moving = None
-        if not self._copies.has_failed(load.load_id):
+        if not load.copy.has_failed:
             self._copies.cache_blocks(load.away.hashes, load.blocks, load.num_front)
         # The last block is evicted first.
         self._pool.free_blocks(list(reversed(load.blocks)))
@@ -165,10 +163,10 @@ class Prefetch:
         # Otherwise the new blocks could be these.
         self._pool.touch(front)
         blocks = [*front, *self._pool.get_new_blocks(num_loadable)]
-        load_id = f"{PREFETCH}{next(self._numbers)}"
+        load_id = make_copy_id()
         self._uses[load_id] = away.use
-        job_number = self._copies.begin_load(load_id, away.hashes, blocks, first, meta)
-        self._moving = _Load(job_number, load_id, away, blocks, first)
+        copy = self._copies.begin_load(load_id, away.hashes, blocks, first, meta)
+        self._moving = _Load(copy, away, blocks, first)
         away.is_fetched = True
         away.num_blocks = len(blocks)
         self.num_begun += 1
