@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tenuto import cli
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
 from tenuto.client.servers.metrics_page import parse_page
 from tenuto.client.servers.server_metrics import read_cache_state
+from tenuto.vllm.tiers.config import Tiers
 
 MODEL = os.environ.get("TENUTO_TEST_MODEL", "")
 BLOCK_SIZE = 32
@@ -52,7 +54,13 @@ def get_command(port: int, *extra: str) -> list[str]:
 
 
 ADMIN_KEY = "operator-secret"
-ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TENUTO_ADMIN_KEY": ADMIN_KEY}
+ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TENUTO_ADMIN_KEY": ADMIN_KEY,
+    # Resets of the cache are among vLLM's calls for development.
+    "VLLM_SERVER_DEV_MODE": "1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[LocalServer]:
-    """Tenuto, with a cache of 96 blocks."""
+    """Tenuto, with a cache of 96 blocks, and host memory below it."""
     config = {
         "tenuto": {
             "policy": "continuum-fixed",
@@ -75,6 +83,7 @@ def server(folder: Path) -> Iterator[LocalServer]:
         port,
         *("--scheduler-cls", "tenuto.vllm.Scheduler", "--middleware", "tenuto.vllm.Middleware"),
         *("--additional-config", json.dumps(config)),
+        *("--kv-transfer-config", json.dumps(Tiers(0.25).get_transfer_config())),
     )
     with run_server(command, port, folder / "tenuto.log", env=ENV) as running:
         yield running
@@ -390,6 +399,59 @@ def test_a_killed_client_leaves_nothing(server: LocalServer) -> None:
             head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             assert connection.recv(1000)
+    wait_until_empty(server)
+
+
+def ask_responses(server: LocalServer, text: str, **fields: Any) -> httpx.Response:
+    body = {"model": "tiny", "input": text, "max_output_tokens": 4, **fields}
+    return httpx.post(f"{server.url}/v1/responses", json=body, timeout=120)
+
+
+def test_names_of_tenuto_s_own_copies_are_answered(server: LocalServer) -> None:
+    """Requests named as Tenuto's own loads and stores load from host memory, while it fetches a job's KV."""
+    names = ["tenuto-prefetch-0", "tenuto-prefetch-1", "tenuto-store-0", f"tenuto-{'0' * 32}"]
+    texts = [make_text(f"own{n}", 80) for n in range(len(names))]
+    for text in texts:
+        ask_responses(server, text).raise_for_status()
+    away = {"job_id": "away", "tool": "ls", "expected_tool_seconds": 6}
+    prompt = {"model": "tiny", "prompt": make_text("away", 60), "max_tokens": 4, **away}
+    httpx.post(f"{server.url}/v1/completions", json=prompt, timeout=120).raise_for_status()
+    with httpx.Client(base_url=server.url) as client:
+        # Host memory keeps what the GPU loses.
+        client.post("/reset_prefix_cache").raise_for_status()
+        before = parse_page(client.get("/metrics").text, at_s=0.0)
+        with ThreadPoolExecutor() as pool:
+            asked = [
+                pool.submit(ask_responses, server, text, request_id=name)
+                for text, name in zip(texts, names, strict=True)
+            ]
+            assert [each.result().status_code for each in asked] == [200] * len(names)
+        wait_until_empty(server)
+        after = parse_page(client.get("/metrics").text, at_s=0.0)
+        loaded, fetched = "vllm:kv_offload_load_bytes_total", "tenuto:tier_prefetched_blocks_total"
+        assert (after.total(loaded) or 0) > (before.total(loaded) or 0)
+        end_s = time.monotonic() + 60.0
+        while not parse_page(client.get("/metrics").text, at_s=0.0).total(fetched):
+            assert time.monotonic() < end_s, "nothing was fetched"
+            time.sleep(0.2)
+    wait_until_empty(server)
+    ask_responses(server, texts[0], request_id=names[0]).raise_for_status()
+    wait_until_empty(server)
+
+
+@pytest.mark.parametrize(
+    "params",
+    ["x", 7, 0.5, [], ["x"], {}, {"max_offload_tokens": -1, "max_load_tokens": 1e300}]
+    + [{"kv_load_tiers": each} for each in ("x", [], [{"medium": 5}, 3, {"locality": []}], {"a": 1})]
+    + [{"max_offload_tokens": "all", "do_remote_prefill": True, "do_remote_decode": "yes"}],
+)
+def test_what_a_client_says_of_transfers_ends_nothing(server: LocalServer, params: Any) -> None:
+    """In the body, or as a field of `vllm_xargs`, which vLLM does not check."""
+    for fields in ({"kv_transfer_params": params}, {"vllm_xargs": {"kv_transfer_params": params}}):
+        body = {"model": "tiny", "prompt": make_text("transfer", 60), "max_tokens": 2, **fields}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        # vLLM itself answers 500 to some, before its engine sees them.
+        assert answer.status_code in (200, 400, 500), answer.text
     wait_until_empty(server)
 
 
