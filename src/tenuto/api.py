@@ -23,7 +23,7 @@ from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import NO_EXTRAS, Extras, Outcome, run
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Watch
-from tenuto.sim.sweep.cells import Cell, check_cells, run_cells, run_here
+from tenuto.sim.sweep.cells import Cell, check_cells, make_grid, run_cells, run_here
 from tenuto.sim.sweep.split import make_arms
 from tenuto.sim.sweep.table import format_rows, make_rows
 from tenuto.workload import LoadOptions, Workload
@@ -108,8 +108,10 @@ def simulate(  # noqa: PLR0913 - what a user chooses, all by keyword
     Raises ConfigError, PolicyError or DataError for what makes no sense.
     """
     setup, load = _split(settings)
-    setup, extras = _place(dataclasses.replace(setup, gpu=gpu), policy, options, strict=strict)
-    load, extras = _give(dataclasses.replace(load, jps=jps, seed=seed), extras, workload)
+    load, jobs = _choose_workload(load, workload, [jps])
+    given = Extras(strict=strict, workload=jobs)
+    setup, extras = _place(dataclasses.replace(setup, gpu=gpu), policy, options, given)
+    load = dataclasses.replace(load, jps=jps, seed=seed)
     return run_simulation(setup, load, extras=extras, watch=watch, log=log)
 
 
@@ -154,14 +156,14 @@ def compare(  # noqa: PLR0913 - as above
     rates = list(jps) if isinstance(jps, Sequence) else [jps]
     if not (policies and gpus and rates and seeds):
         raise ConfigError("compare needs a policy, a GPU, a load and a seed at least")
-    cells = []
-    for name in gpus:
-        for policy in policies:
-            placed, extras = _place(dataclasses.replace(setup, gpu=name), policy, None, strict=strict)
-            for rate in rates:
-                for seed in seeds:
-                    given = dataclasses.replace(load, jps=rate, seed=seed)
-                    cells.append(Cell(placed, *_give(given, extras, workload)))
+    load, jobs = _choose_workload(load, workload, rates)
+    given = Extras(strict=strict, workload=jobs)
+    placed = (
+        _place(dataclasses.replace(setup, gpu=name), policy, None, given)
+        for name in gpus
+        for policy in policies
+    )
+    cells = make_grid(placed, load, rates, seeds)
     check_cells(cells)
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -226,11 +228,11 @@ def _split(settings: Mapping[str, Any]) -> tuple[Setup, LoadOptions]:
 
 
 def _place(
-    setup: Setup, policy: str | Policy, options: Mapping[str, Any] | None, *, strict: bool
+    setup: Setup, policy: str | Policy, options: Mapping[str, Any] | None, given: Extras
 ) -> tuple[Setup, Extras]:
     """The setup with a policy. One that is given as an object gets a label that tells its options."""
     if isinstance(policy, str):
-        return dataclasses.replace(setup, policy=policy, options=options or {}), Extras(strict=strict)
+        return dataclasses.replace(setup, policy=policy, options=options or {}), given
     if options:
         raise ConfigError("options are for a policy that is named; this one has its own")
     fields = [field for field in dataclasses.fields(policy) if field.init]
@@ -245,20 +247,19 @@ def _place(
         label += f"({', '.join(f'{key}={value}' for key, value in changed.items())})"
     return (
         dataclasses.replace(setup, policy=name, options=changed),
-        Extras(policy=policy, label=label, strict=strict),
+        dataclasses.replace(given, policy=policy, label=label),
     )
 
 
-def _give(load: LoadOptions, extras: Extras, workload: str | Workload) -> tuple[LoadOptions, Extras]:
-    """The load with a workload, named or given."""
+def _choose_workload(
+    load: LoadOptions, workload: str | Workload, rates: Iterable[float | None]
+) -> tuple[LoadOptions, Workload | None]:
+    """The load with the workload's name, and the workload if it is given."""
     if isinstance(workload, str):
-        return dataclasses.replace(load, workload=workload), extras
-    if load.jps is not None:
+        return dataclasses.replace(load, workload=workload), None
+    if any(rate is not None for rate in rates):
         raise ConfigError("jps is for a workload that is named; this one has its arrivals")
-    return (
-        dataclasses.replace(load, workload=workload.name),
-        dataclasses.replace(extras, workload=workload),
-    )
+    return dataclasses.replace(load, workload=workload.name), workload
 
 
 def _to_row(turn: TurnRecord) -> dict[str, Any]:

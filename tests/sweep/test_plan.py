@@ -12,11 +12,9 @@ import pytest
 from tenuto.cli import main
 from tenuto.core.errors import ConfigError
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.plan import Plan, get_best, make_plans
+from tenuto.sim.sweep.plan import Plan, get_best, make_plans, try_changes
 from tenuto.sim.sweep.plan_text import format_effects, format_meaning, format_plans
-from tenuto.sim.sweep.point import Point
-from tenuto.sim.sweep.seeds import SeedRunner
-from tenuto.sim.sweep.sensitivity import try_changes
+from tenuto.sim.sweep.point import Point, SeedRunner
 from tenuto.sim.sweep.settling import COHORT, Settling
 from tenuto.sim.sweep.steady import Steady, make_long_workload, simulate_until_steady
 from tenuto.sim.sweep.target import Target

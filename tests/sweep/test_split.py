@@ -11,8 +11,9 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.sim.machine import build
+from tenuto.sim.run import NO_EXTRAS
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.cells import Cell, make_cells, read_results
+from tenuto.sim.sweep.cells import Cell, make_grid, read_results
 from tenuto.sim.sweep.split import make_arms
 from tenuto.sim.sweep.table import format_rows, make_rows
 from tenuto.workload import LoadOptions
@@ -85,8 +86,9 @@ def test_what_a_reader_must_know_is_marked_at_the_number() -> None:
 
 
 def test_which_runs_a_split_needs() -> None:
-    loads = [LoadOptions(jps=1.0, seed=seed) for seed in (1, 2)]
-    cells = make_cells([Setup(gpu="H100", policy=name) for name in ("stock", "tenuto", "continuum")], loads)
+    setups = [Setup(gpu="H100", policy=name) for name in ("stock", "tenuto", "continuum")]
+    cells = make_grid([(setup, NO_EXTRAS) for setup in setups], LoadOptions(), [1.0], [1, 2])
+    load = LoadOptions(jps=1.0, seed=1)
     titles = [cell.title for cell in make_arms(cells) if cell.load.seed == 1]
     assert sorted(titles) == [
         "H100 continuum keeping no KV 1/s seed 1",
@@ -97,10 +99,10 @@ def test_which_runs_a_split_needs() -> None:
     assert make_arms([cell for cell in cells if cell.setup.policy != "stock"]) == []
     assert make_arms([cell for cell in cells if cell.setup.policy == "stock"]) == []
     # An A100's own steps have 2,048 tokens.
-    small = [Cell(Setup(gpu="A100-80", policy=name), loads[0]) for name in ("stock", "continuum")]
+    small = [Cell(Setup(gpu="A100-80", policy=name), load) for name in ("stock", "continuum")]
     assert sorted(cell.setup.step_tokens or 0 for cell in make_arms(small)) == [0, 256, 512, 1024]
     # Who sets the steps of all has chosen them.
-    given = [Cell(Setup(policy=name, step_tokens=512), loads[0]) for name in ("stock", "tenuto")]
+    given = [Cell(Setup(policy=name, step_tokens=512), load) for name in ("stock", "tenuto")]
     assert [cell.setup.policy for cell in make_arms(given)] == ["tenuto"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from tenuto.records.text import is_overloaded
 from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.cells import Cell, check_cells, make_cells, read_results
+from tenuto.sim.sweep.cells import Cell, check_cells, make_grid, read_results
 from tenuto.sim.sweep.split import make_arms
 from tenuto.workload.load_options import JPS_HELP, LoadOptions
 
@@ -63,15 +62,9 @@ class CompareOptions(GridOptions):
 def run(given: Given) -> int:
     """Simulate a sweep."""
     options = given.read(CompareOptions)
-    loads = [
-        given.read(LoadOptions, jps=jps, seed=seed)
-        for jps in options.jps or (None,)
-        for seed in options.seeds
-    ]
-    extras = Extras(strict=options.strict)
-    cells = [
-        dataclasses.replace(cell, extras=extras) for cell in make_cells(options.read_setups(given), loads)
-    ]
+    extras, load = Extras(strict=options.strict), given.read(LoadOptions, jps=None, seed=LoadOptions.seed)
+    setups = [(setup, extras) for setup in options.read_setups(given)]
+    cells = make_grid(setups, load, options.jps or (None,), options.seeds)
     say_notes(check_cells(cells))
     arms = make_arms(cells) if options.split else []
     make_folder(options.out)

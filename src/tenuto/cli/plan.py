@@ -18,11 +18,10 @@ from tenuto.records.csv_file import write_csv
 from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.cells import check_cells, make_cells
-from tenuto.sim.sweep.plan import Plan, drop_too_small, get_best, make_plans
+from tenuto.sim.sweep.cells import Cell, check_cells
+from tenuto.sim.sweep.plan import NUM_CHANGES, Effect, Plan, drop_too_small, get_best, make_plans, try_changes
 from tenuto.sim.sweep.plan_text import format_effects, format_meaning, format_plans, name_gpu, name_policy
-from tenuto.sim.sweep.seeds import SeedRunner
-from tenuto.sim.sweep.sensitivity import NUM_CHANGES, Effect, try_changes
+from tenuto.sim.sweep.point import SeedRunner
 from tenuto.sim.sweep.target import Target
 from tenuto.workload.load_options import LoadOptions
 
@@ -123,7 +122,7 @@ def run(given: Given) -> int:
     _check_prices(options.prices, wanted)
     setups, left_out = drop_too_small(wanted)
     load = given.read(LoadOptions, jps=options.jps, seed=seeds[0])
-    say_notes([*left_out, *check_cells(make_cells(setups, [load]))])
+    say_notes([*left_out, *check_cells([Cell(setup, load) for setup in setups])])
     progress = Progress()
     workers = options.workers or len(os.sched_getaffinity(0))
     plans: list[Plan] = []

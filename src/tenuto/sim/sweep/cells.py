@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,13 @@ def _run_on_ray(cells: list[Cell], address: str) -> Iterator[tuple[Cell, Record]
         yield futures[ready], ray.get(ready)
 
 
-def make_cells(setups: Iterable[Setup], loads: Iterable[LoadOptions]) -> list[Cell]:
-    """Every setup under every load, each once."""
-    cells = itertools.starmap(Cell, itertools.product(setups, loads))
+def make_grid(
+    setups: Iterable[tuple[Setup, Extras]],
+    load: LoadOptions,
+    rates: Sequence[float | None],
+    seeds: Sequence[int],
+) -> list[Cell]:
+    """Every setup under the load at every rate with every seed, each once. `rates`: jobs per second."""
+    loads = [replace(load, jps=rate, seed=seed) for rate in rates for seed in seeds]
+    cells = (Cell(setup, each, extras) for (setup, extras), each in itertools.product(setups, loads))
     return list({cell.key: cell for cell in cells}.values())

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tenuto.sim.fleet.build import name_gpus
-from tenuto.sim.sweep.plan import Plan, get_best
+from tenuto.sim.sweep.plan import Effect, Plan, get_best
 from tenuto.sim.sweep.point import format_s
-from tenuto.sim.sweep.sensitivity import Effect
 from tenuto.sim.sweep.target import Target
 
 

@@ -15,9 +15,8 @@ from tenuto.sim.machine import build
 from tenuto.sim.run import Extras, Prepared, get_isolated_time_s, prepare
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Simulation
-from tenuto.sim.sweep.settling import COHORT, STRETCH, Settling, Verdict, are_done
+from tenuto.sim.sweep.settling import COHORT, STRETCH, Look, Settling, Verdict, are_done, look
 from tenuto.sim.sweep.target import Target
-from tenuto.sim.sweep.trend import Look, look
 from tenuto.workload import LoadOptions, Workload, make_workload
 from tenuto.workload.arrivals import arrival_times, reassign_arrivals, within
 from tenuto.workload.load import GENERATORS
