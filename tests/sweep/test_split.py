@@ -14,7 +14,7 @@ from tenuto.sim.machine import build
 from tenuto.sim.run import NO_EXTRAS
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import Cell, make_grid, read_results
-from tenuto.sim.sweep.split import make_arms
+from tenuto.sim.sweep.split import Arm, Timed, find_best_stock, make_arms, split_gains
 from tenuto.sim.sweep.table import format_rows, make_rows
 from tenuto.workload import LoadOptions
 
@@ -56,6 +56,12 @@ def test_stock_stands_alone_where_its_own_steps_are_its_best() -> None:
     rows = make_rows(records, make_arm_records())
     assert [row["policy"] for row in rows] == ["stock", "tenuto"]
     assert (rows[1]["best_stock"], rows[1]["over_best_stock"]) == ("stock", pytest.approx(0.6))
+
+
+def test_runs_without_a_time_have_no_split() -> None:
+    nothing = [Timed(Arm(policy, None, keeps_kv=True), 1, 0.0) for policy in ("stock", "tenuto")]
+    assert find_best_stock(nothing, []) is None
+    assert split_gains(nothing, []) == {}
 
 
 def test_a_split_is_over_all_seeds_or_there_is_none() -> None:

@@ -118,7 +118,7 @@ def find_best_stock(asked: Iterable[Timed], arms: Iterable[Timed]) -> Arm | None
     """Stock with its best size of steps, of those that ran with all its seeds; None without stock."""
     means = _average([*asked, *arms])
     stock = _find_stock(asked)
-    if stock is None:
+    if stock is None or stock not in means:
         return None
     sizes = [arm for arm in means if (arm.policy, arm.keeps_kv) == (STOCK, True) and _is_size(arm)]
     whole = [arm for arm in (stock, *sizes) if means[arm].keys() == means[stock].keys()]
