@@ -134,35 +134,36 @@ def test_with_displacement_every_turn_is_served(depth: int, num_blocks: int) -> 
     assert sum(record.preemptions for record in records) > 0
 
 
-def test_a_step_that_only_preempts_is_followed_by_another() -> None:
+class SlowPrefills:
+    """A second for each step and for each 100 prompt tokens."""
+
+    def seconds(self, batch: StepBatch) -> float:
+        return 1.0 + batch.num_prefill_tokens / 100
+
+
+def make_scene_of_loads() -> tuple[Scheduler, list[Job]]:
     """A lone running request gives up its blocks while others hold theirs for loads that are there."""
 
-    class Steps:
-        def seconds(self, batch: StepBatch) -> float:
-            return 1.0 + batch.num_prefill_tokens / 100
-
     def make_job(number: int) -> Job:
-        spans: tuple[Span, ...] = (Span(f"task-{number}", 40),)
+        spans: tuple[Span, ...] = (Span(f"task-{number}", 60),)
         turns = []
         for turn in range(4):
-            output = Span(f"output-{number}-{turn}", 4)
+            output = Span(f"output-{number}-{turn}", 30)
             turns.append(TurnSpec(spans, output, **({"tool": "ls", "tool_s": 0.0} if turn < 3 else {})))
             spans = (*spans, output, Span(f"tool-{number}-{turn}", 4))
         return Job(f"job-{number}", 0.0, tuple(turns))
 
     config = EngineConfig(
-        kv=KvConfig(num_blocks=61, block_size=4), max_num_seqs=2, offload="async", offload_chunk_tokens=4
+        kv=KvConfig(num_blocks=49, block_size=4), max_num_seqs=3, offload="async", offload_chunk_tokens=4
     )
-    tiers = OffloadTiers([Tier("host", 400, 1, Link(1e6))])
-    scheduler = Scheduler(config, Policy(), tiers=tiers)
-    assert (
-        len(
-            Simulation.of_one(
-                scheduler, Steps(), Clients(Workload("w", tuple(map(make_job, range(6)))))
-            ).run()
-        )
-        == 24
-    )
+    tiers = OffloadTiers([Tier("host", 1600, 4, Link(10.0))])
+    return Scheduler(config, Policy(), tiers=tiers), [make_job(number) for number in range(6)]
+
+
+def test_a_step_that_only_preempts_is_followed_by_another() -> None:
+    scheduler, jobs = make_scene_of_loads()
+    simulation = Simulation.of_one(scheduler, SlowPrefills(), Clients(Workload("w", tuple(jobs))))
+    assert len(simulation.run()) == 24
 
 
 # Ticks and keys.

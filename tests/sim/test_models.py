@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.hardware.model import KvGroup
-from tenuto.sim.hardware.models import bundled_models, load_model
+from tenuto.sim.hardware.models import KvGroup, bundled_models, load_model
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

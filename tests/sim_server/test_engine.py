@@ -27,6 +27,7 @@ from tenuto.sim.simulation import Clients as SimClients
 from tenuto.sim.simulation import Simulation
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Workload
+from tests.sim.test_hooks import SlowPrefills, make_scene_of_loads
 from tests.support.sim_checks import check_integrity
 
 
@@ -137,6 +138,11 @@ def test_being_late_changes_nothing(depth: int) -> None:
     clients._sends.clear()
     assert clients.run() == simulate(make_scheduler("stock", 4000, depth), jobs)
     assert engine.num_turns == 0
+
+
+def test_a_step_that_only_preempts_is_followed_by_another() -> None:
+    scheduler, jobs = make_scene_of_loads()
+    assert len(Clients(ServedEngine(scheduler, SlowPrefills()), jobs).run()) == 24
 
 
 def test_an_idle_engine_waits_for_nothing_but_leases() -> None:

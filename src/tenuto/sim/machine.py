@@ -35,8 +35,7 @@ from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import PUBLISHED, Scheduler
 from tenuto.sim.hardware.gpus import GIB, PCIE_GEN4_BYTES_PER_S, Gpu, get_gpu
 from tenuto.sim.hardware.kv_budget import ProfileRun, default_profile_run, kv_budget
-from tenuto.sim.hardware.model import Model
-from tenuto.sim.hardware.models import CONFIGS, load_model
+from tenuto.sim.hardware.models import CONFIGS, Model, load_model
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.setup import Setup
 from tenuto.sim.tiers.offloader import Offload

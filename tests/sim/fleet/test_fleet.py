@@ -10,7 +10,7 @@ import pytest
 from tenuto.core.errors import ConfigError
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.fleet.options import Fleet, read_servers
-from tenuto.sim.run import Extras, Outcome, run
+from tenuto.sim.run import Extras, Outcome, prepare, run
 from tenuto.sim.setup import Setup
 from tenuto.workload import Job, LoadOptions, Span, TurnSpec, Workload
 
@@ -212,3 +212,16 @@ def test_servers_are_a_number_or_a_list(text: str, gpus: tuple[str, ...]) -> Non
 def test_bad_servers_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         read_servers(text)
+
+
+@pytest.mark.parametrize("router", ["sticky-least-loaded", "kv-aware"])
+def test_planning_quiet_steps_beyond_what_others_do_changes_nothing(router: str) -> None:
+    """Engines that step one by one end up with the same times, to the last bit."""
+    setup = dataclasses.replace(SMALL, policy="tenuto", fleet=Fleet(servers=("",) * 3, router=router))
+    ends = []
+    for fast_forwards in (True, False):
+        simulation = prepare(setup, LoadOptions(jps=4.0, window_s=5.0, seed=3)).simulation
+        for engine in simulation.engines:
+            engine.fast_forwards = fast_forwards
+        ends.append((simulation.run(), [engine.num_steps for engine in simulation.engines]))
+    assert ends[0] == ends[1]

@@ -24,7 +24,7 @@ from tenuto.sim.cost.tables import (
     load_table_step_cost,
 )
 from tenuto.sim.hardware.gpus import Gpu
-from tenuto.sim.hardware.model import Model
+from tenuto.sim.hardware.models import Model
 
 __all__ = [
     "VARIANTS",

@@ -10,7 +10,7 @@ from tenuto.core.windows import STATE
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.cost.mixed import StepParts
 from tenuto.sim.hardware.gpus import Gpu
-from tenuto.sim.hardware.model import DTYPE_BYTES, Model
+from tenuto.sim.hardware.models import DTYPE_BYTES, Model
 
 # Norms (2), activation, rotary embedding, cache write and attention (2 kernels) of a layer: none takes less
 # than its launch. 3 us is aiconfigurator's constant for memory-bound kernels.

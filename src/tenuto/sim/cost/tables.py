@@ -26,7 +26,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.cost.mixed import StepParts
 from tenuto.sim.hardware.gpus import GPUS, Gpu
-from tenuto.sim.hardware.model import Model
+from tenuto.sim.hardware.models import Model
 
 # Four lengths per doubling, up to 256K tokens; beyond, the last slope is continued.
 LENGTHS = tuple(sorted({round(2 ** (quarter / 4)) for quarter in range(4 * 18 + 1)}))

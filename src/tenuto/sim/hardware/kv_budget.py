@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.hardware.gpus import GIB, MIB, Gpu
-from tenuto.sim.hardware.model import DTYPE_BYTES, Model
+from tenuto.sim.hardware.models import DTYPE_BYTES, Model
 
 # What one logit costs while the profile run samples from every sequence slot. Releases that filter top-k
 # and top-p by sorting (those of the published sweeps) hold bf16 (2) and fp32 (4) logits, sorted values (4)
