@@ -365,6 +365,20 @@ def test_a_request_is_not_taken_for_a_copy_by_its_name(clock: Clock) -> None:
     engine.assert_clean()
 
 
+def test_without_a_prefix_cache_nothing_is_fetched(clock: Clock) -> None:
+    """A block that kept the name of what was fetched was not loaded when the next request got it."""
+    engine = TieredEngine(num_blocks=41, num_chunks=200, caches=False, tenuto={"policy": "stock"})
+    hints = {"job_id": "a", "tool": "make", "expected_tool_seconds": 1.0}
+    for turn in range(12):
+        engine.add(make_request(f"turn{turn}", [4] * 100, max_tokens=2, xargs=hints))
+        engine.drain()  # it checks what each block holds
+        clock.now_s += 1.0
+        engine.step()
+        engine.drain()
+    assert engine.hits["turn11"] == (0, 96)
+    engine.assert_clean()
+
+
 def test_a_failed_fetch_is_not_used(clock: Clock) -> None:
     copies = SlowCopies(random.Random(0))
     engine = TieredEngine(num_blocks=41, num_chunks=200, copies=copies, tenuto={"policy": "stock"})

@@ -35,16 +35,25 @@ class Chaos:
         self.counts: Counter[str] = Counter()
         share_failed = rng.choice((0.0, 0.0, 0.05, 0.3))
         copies = SlowCopies(rng, share_done=rng.choice((0.1, 0.4, 1.0)), share_failed=share_failed)
+        # The other connector stores by blocks of 16.
+        self.block_size = 16 if "other" in connectors else rng.choice((16, 16, 16, 128))
+        # Without chunks a step holds a whole prompt.
+        chunked = rng.random() < 0.8
+        self.caches = "ours" not in connectors or rng.random() < 0.85
         self.engine = TieredEngine(
-            num_blocks=rng.choice((24, 40, 80)),
+            num_blocks=rng.choice((24, 40, 80)) if self.block_size == 16 else rng.choice((6, 9)),
             num_chunks=rng.choice((6, 20, 60, 300)),
             blocks_per_chunk=rng.choice((1, 1, 2, 4)),
             copies=copies,
             depth=depth,
+            block_size=self.block_size,
+            caches=self.caches,
             tenuto={"policy": policy, "strict": True},
             connectors=connectors,
             max_num_seqs=rng.choice((2, 4, 16)),
-            max_num_batched_tokens=rng.choice((48, 256)),
+            max_num_batched_tokens=rng.choice((48, 256)) if chunked else 8192,
+            enable_chunked_prefill=chunked,
+            num_drafts=rng.choice((0, 0, 0, 3)),
         )
         self.prompts: dict[str, list[int]] = {}
         self.live: dict[str, str] = {}
@@ -66,7 +75,7 @@ class Chaos:
         self.engine.assert_clean()
         self.counts["checked"] = self.engine.num_checked
         self.counts["loaded by the other"] = self.engine.num_other_blocks
-        if self.engine.tier is not None:
+        if self.engine.tier is not None and self.engine.tier.prefetch is not None:
             self.counts["prefetched"] = self.engine.tier.prefetch.num_begun
         return self.counts
 
@@ -97,7 +106,7 @@ class Chaos:
         self.num_turns += 1
         # Clients choose how a request's id begins.
         name = make_request_id(self.rng, self.num_turns)
-        limit = 16 * (self.engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 3)
+        limit = self.block_size * (self.engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 3)
         hints = {
             "job_id": job,
             "tool": self.rng.choice(("ls", "pytest")),
@@ -105,7 +114,11 @@ class Chaos:
             "is_last_step": self.rng.random() < 0.1,
         }
         request = make_request(
-            name, self.prompts[job][: limit - 60], max_tokens=self.rng.randrange(1, 50), xargs=hints
+            name,
+            self.prompts[job][: limit - 60],
+            max_tokens=self.rng.randrange(1, 50),
+            xargs=hints,
+            block_size=self.block_size,
         )
         self.live[name] = job
         self.engine.add(request)

@@ -54,15 +54,17 @@ class TieredEngine(Engine):
         blocks_per_chunk: int = 1,
         copies: SlowCopies | None = None,
         depth: int = 1,
+        block_size: int = BLOCK_SIZE,
         tenuto: dict[str, Any] | None = None,
         connectors: tuple[str, ...] = ("ours",),
         **scheduler: Any,
     ) -> None:
         """`connectors`: more than one, in this order, under vLLM's MultiConnector; "other" is another's."""
         config = make_config(is_async=depth > 1, tenuto=tenuto, **scheduler)
-        page = (BLOCK_SIZE + 1) * 8
+        self._block_size = block_size
+        page = (block_size + 1) * 8
         # The scheduler's own idea of a block's bytes: one layer, one head of one float for K and V.
-        chunk_bytes = -(-2 * 4 * BLOCK_SIZE * blocks_per_chunk // 4096) * 4096
+        chunk_bytes = -(-2 * 4 * block_size * blocks_per_chunk // 4096) * 4096
         ours = {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
@@ -79,7 +81,8 @@ class TieredEngine(Engine):
         whole = MULTI | {"kv_connector_extra_config": {"connectors": all_of_them}}
         transfer = whole if len(connectors) > 1 else all_of_them[0]
         config.kv_transfer_config = KVTransferConfig(**transfer, kv_load_failure_policy="recompute")
-        super().__init__(make_scheduler(Scheduler, config, num_blocks=num_blocks), self._sample, depth=depth)
+        made = make_scheduler(Scheduler, config, num_blocks=num_blocks, block_size=block_size)
+        super().__init__(made, self._sample, depth=depth)
         self.copies = copies or SlowCopies(random.Random(0))
         cache = torch.zeros((num_blocks, page), dtype=torch.int8)
         self.content = cache.numpy().view(np.int64)
@@ -222,8 +225,8 @@ class TieredEngine(Engine):
                 self.num_other_blocks += 1
                 row = self.content[blocks[number]]
                 row[0] = self._hash(load.request_id, number)
-                first = number * BLOCK_SIZE
-                row[1:] = [self._token(load.request_id, first + n) for n in range(BLOCK_SIZE)]
+                first = number * self._block_size
+                row[1:] = [self._token(load.request_id, first + n) for n in range(self._block_size)]
         return received
 
     def _compute(self, output: Any) -> None:
@@ -237,10 +240,10 @@ class TieredEngine(Engine):
             start = end - num_tokens
             if request_id in begun and request_id not in self.hits:
                 self.hits[request_id] = get_hit_tokens(request)
-            first = 0 if request_id in begun or end % 8 == 0 else max(0, start // BLOCK_SIZE)
+            first = 0 if request_id in begun or end % 8 == 0 else max(0, start // self._block_size)
             self._check(request_id, blocks, first, start)
             for position in range(start, end):
-                number, place = divmod(position, BLOCK_SIZE)
+                number, place = divmod(position, self._block_size)
                 row = self.content[blocks[number]]
                 if place == 0:
                     row[:] = 0
@@ -248,9 +251,9 @@ class TieredEngine(Engine):
                 row[1 + place] = self._token(request_id, position)
 
     def _check(self, request_id: str, blocks: list[int], first: int, end: int) -> None:
-        for number in range(first, -(-end // BLOCK_SIZE)):
-            num_filled = min(BLOCK_SIZE, end - number * BLOCK_SIZE)
-            tokens = [self._token(request_id, number * BLOCK_SIZE + n) for n in range(num_filled)]
+        for number in range(first, -(-end // self._block_size)):
+            num_filled = min(self._block_size, end - number * self._block_size)
+            tokens = [self._token(request_id, number * self._block_size + n) for n in range(num_filled)]
             row = self.content[blocks[number]]
             assert row[0] == self._hash(request_id, number), f"{request_id}: block {number} is another's"
             assert row[1 : 1 + num_filled].tolist() == tokens, f"{request_id}: block {number}"
@@ -269,7 +272,7 @@ class TieredEngine(Engine):
         """What stands for all tokens before a block."""
         hashes = self._hashes.setdefault(request_id, [1])
         while len(hashes) <= number:
-            first = (len(hashes) - 1) * BLOCK_SIZE
-            tokens = tuple(self._token(request_id, first + n) for n in range(BLOCK_SIZE))
+            first = (len(hashes) - 1) * self._block_size
+            tokens = tuple(self._token(request_id, first + n) for n in range(self._block_size))
             hashes.append(hash((hashes[-1], tokens)))
         return hashes[number]

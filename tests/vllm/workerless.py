@@ -62,9 +62,12 @@ def make_config(
     tenuto: dict[str, Any] | None = None,
     num_drafts: int = 0,
     max_model_len: int = MAX_MODEL_LEN,
+    caches: bool = True,
     **scheduler: Any,
 ) -> VllmConfig:
     """A vLLM configuration for the tiny model; `scheduler` holds SchedulerConfig arguments.
+
+    `caches`: whether there is a prefix cache.
 
     With `num_drafts` it decodes speculatively, guessing so many tokens by n-grams.
     """
@@ -88,7 +91,7 @@ def make_config(
         )
     config = VllmConfig(
         model_config=model_config,
-        cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=16, enable_prefix_caching=caches),
         scheduler_config=SchedulerConfig(
             max_model_len=max_model_len,
             is_encoder_decoder=False,
@@ -100,7 +103,7 @@ def make_config(
         additional_config={"tenuto": tenuto} if tenuto is not None else {},
     )
     config.scheduler_config.async_scheduling = is_async
-    config.cache_config.enable_prefix_caching = True
+    config.cache_config.enable_prefix_caching = caches
     return config
 
 

@@ -221,5 +221,8 @@ class ConnectorPort:
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether such loads work here: not where vLLM tells others of each cached block."""
-        return self.is_plain and not self._pool.enable_kv_cache_events
+        """Whether such loads work here: not where vLLM tells others of each cached block.
+
+        Nor without a prefix cache: vLLM would take a block that keeps the name of its content for a hit.
+        """
+        return self.is_plain and self._pool.enable_caching and not self._pool.enable_kv_cache_events
