@@ -484,6 +484,16 @@ FAULTS = (
         "        for lease in self.leases:",
         ("vllm/test_pinned_prefixes.py::test_a_reset_drops_pins_and_so_does_a_live_change",),
     ),
+    Fault(
+        "simulator: a step that only preempts is taken for an idle engine",
+        "sim/event_loop.py",
+        "if not step.num_tokens and not step.preempted:",
+        "if not step.num_tokens:",
+        (
+            "sim_server/test_engine.py::test_a_step_that_only_preempts_is_followed_by_another",
+            "sim/test_hooks.py::test_a_step_that_only_preempts_is_followed_by_another",
+        ),
+    ),
     # Routers and ranks.
     Fault(
         "routers: turns of a dead engine are forgotten",
