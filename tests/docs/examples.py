@@ -1,8 +1,9 @@
 """The blocks of the docs: what they are, how each is run, and which output follows from which command.
 
 Commands run as they are printed, in the order of their page and in one folder per page. What is changed is in
-the tables below and nowhere else: addresses become those of two simulated servers, a server becomes its own
-dry run, and a load becomes a short one. A line that cannot run here has its reason.
+the tables below and nowhere else: addresses become those of two simulated servers, a server of vLLM becomes
+its own dry run or, in an A/B, a simulated one, and a load becomes a short one. A line that cannot run here
+has its reason.
 
     python -m tests.docs.examples --write      # the outputs in the pages anew, where commands make them
 """
@@ -39,10 +40,14 @@ NOT_RUN: tuple[tuple[str, str], ...] = (
     (r"vllm serve", "needs vLLM: tests/vllm/test_documents.py lets vLLM parse it"),
     (r"vllm-router", "needs servers elsewhere; tests/unchanged_clients and experiments/routers run it"),
     (r"lmcache|TENUTO_TEST_CONNECTORS=", "needs LMCache, which is no package of the tests"),
-    (r"(VLLM\w+=\S+ )+tenuto ab|tenuto ab .*--arm \w+=(vllm|policy:)", "starts vLLM servers"),
+    (r"(VLLM\w+=\S+ )+tenuto ab", "measures for an hour on servers of vLLM"),
     (
         r"(\.venv/bin/)?python (-m )?(experiments|tests)",
         "takes minutes to hours: test_every_script_has_its_flags",
+    ),
+    (
+        r"tenuto profile|tenuto simulate --step-cost",
+        "times a server's steps for minutes: tests/client/test_profile.py",
     ),
     (r"tenuto (compare|plan) .*(--router|\$P|--p95)", "takes minutes; its flags are parsed by tests/cli"),
     (
@@ -54,13 +59,16 @@ NOT_RUN: tuple[tuple[str, str], ...] = (
 
 CHANGED: tuple[tuple[str, str], ...] = (
     (r"\.venv/bin/tenuto", "tenuto"),
-    (r"(http://)?(localhost|127\.0\.0\.1):8000|(http://)(a|router|router1|ROUTER):\d+|A=…", "{one}"),
-    (r"http://(b|router2):\d+|B=…", "{two}"),
+    (r"(http://)?(localhost|127\.0\.0\.1):8000|http://(a|router|router1|ROUTER):\d+|(?<=A=)…", "{one}"),
+    (r"http://(b|router2):\d+|(?<=B=)…", "{two}"),
     (r"TENUTO_ADMIN_KEY=\S+", "TENUTO_ADMIN_KEY=secret"),
     (r"tenuto serve MODEL", "tenuto serve llama-3.1-8b --dry-run"),
     (r"tenuto top", "tenuto top --once"),
     (r"tenuto bench", "tenuto bench --max-jobs 2 --scale-tools 0.01"),
     (r"tenuto ab", "tenuto ab --max-jobs 2 --scale-tools 0.01 --repeats 1"),
+    (r"(?<=\w=)vllm(?= )", "sim:stock"),
+    (r"(?<=\w=)policy:", "sim:"),
+    (r"--model (MODEL|Qwen/Qwen3-8B)", "--model llama-3.1-8b"),
     (r"tenuto replay(?=.*--url)", "tenuto replay --scale-tools 0.01"),
     (r"tenuto (compare|simulate)(?!.*--window)", r"tenuto \1 --window 4"),
 )
@@ -156,7 +164,7 @@ def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a line by the shell."""
     return subprocess.run(
         ["bash", "-c", line], cwd=folder, env=make_environment(folder), capture_output=True, text=True,
-        check=False, timeout=600,
+        check=False, timeout=3600,
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def servers() -> Iterator[list[Live]]:
     """Two simulated servers, quick, which an operator may change."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("TENUTO_ADMIN_KEY", "secret")
-        yield [stack.enter_context(serve("tenuto", kv_tokens=200_000)) for _ in range(2)]
+        yield [stack.enter_context(serve("tenuto", speed=20, kv_tokens=200_000)) for _ in range(2)]
 
 
 def get_free_port() -> int:
@@ -111,9 +111,6 @@ def prepare(page: str, folder: Path, servers: list[Live]) -> None:
         said = [{"role": "user", "content": "task"}, {"role": "assistant", "content": "```bash\nls\n```"}]
         trajectory = {"trajectory_format": "mini-swe-agent-1.1", "messages": said}
         (folder / "runs" / "trajectories" / "one.traj.json").write_text(json.dumps(trajectory))
-    elif page == "docs/start/operator.md":
-        arms = " ".join(f"--arm {name}={server.url}" for name, server in zip("ab", servers, strict=True))
-        made = run_line(f"tenuto ab {arms} --max-jobs 2 --scale-tools 0.01 --repeats 1 --out ab1", folder)
     elif page == "docs/report.md":
         made = run_line(
             "tenuto simulate --gpu H100 --jps 1 --window 4 --out run --trace trace.jsonl &&"
@@ -172,7 +169,9 @@ def test_the_lines_of_a_page_run_in_their_order(page: str, servers: list[Live], 
                 start_and_stop(made, tmp_path)
                 continue
             done = run_line(made, tmp_path)
-            assert done.returncode == 0, f"{page}:{block.line}: {made}\n{done.stdout}{done.stderr}"
+            # A load client says so with status 3 if the tests' machine was too busy for its figures.
+            is_busy = done.returncode == 3 and done.stdout.startswith("INVALID")
+            assert is_busy or done.returncode == 0, f"{page}:{block.line}: {made}\n{done.stdout}{done.stderr}"
             assert "Traceback" not in done.stderr, f"{page}:{block.line}: {made}\n{done.stderr}"
 
 

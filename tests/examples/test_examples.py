@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,22 +27,6 @@ def test_a_script_prints_what_it_promises(name: str, tmp_path: Path) -> None:
     for words in PRINTED[name]:
         assert words in done.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_code_of_the_researchers_page_runs(tmp_path: Path) -> None:
-    page = (EXAMPLES.parent / "docs" / "start" / "researcher.md").read_text(encoding="utf-8")
-    policy, comparison = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "quick.py").write_text(policy, encoding="utf-8")
-    command = [sys.executable, "-W", "error", "-c", comparison]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Quick" in done.stdout
-    checked = subprocess.run(
-        [sys.executable, "-m", "tenuto.cli", "check-policy", "quick.py:Quick"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_no_example_is_left_out() -> None:

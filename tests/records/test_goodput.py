@@ -97,5 +97,9 @@ def test_a_csv_has_a_row_each_and_a_column_for_every_value(tmp_path: Path) -> No
         {"policy": "a", "job_s.p95": "1.5", "extra": ""},
         {"policy": "b", "job_s.p95": "", "extra": ""},
     ]
+    # pandas, which most tables are read with, sees numbers and what is missing.
+    frame = pytest.importorskip("pandas").read_csv(path)
+    assert frame["job_s.p95"].tolist()[0] == 1.5
+    assert frame["job_s.p95"].isna().tolist() == [False, True]
     with pytest.raises(ConfigError, match="--csv: cannot write"):
         write_csv(tmp_path / "missing" / "out.csv", [])

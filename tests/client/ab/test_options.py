@@ -48,6 +48,12 @@ def test_options_as_parsed() -> None:
     assert (bench.model, bench.out) == (None, None)
 
 
+def test_the_first_arm_may_be_several_engines() -> None:
+    options = parse("--arm", "a=http://h:1,http://h:2", "--arm", "b=http://h:3", "--out", "d", "--jps", "1")
+    arm = options.arms[0]
+    assert options.get_run_options(arm, arm.target, 0, "r").urls == ("http://h:1", "http://h:2")
+
+
 def test_the_model_of_urls() -> None:
     options = parse(*TWO, "--model", "m", "--out", "d")
     assert options.get_run_options(options.arms[0], "http://h:1", 0, "r").model == "m"
