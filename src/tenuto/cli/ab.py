@@ -57,7 +57,13 @@ def read_ab_options(given: Given) -> AbOptions:
     arms = given.read(ArmOptions)
     url = next((arm.target for arm in arms.arms if not arm.is_local), "http://127.0.0.1")
     bench = given.read(
-        BenchOptions, urls=tuple(url.split(",")), model=None, out=None, csv=None, as_json=False, engine_urls=()
+        BenchOptions,
+        urls=tuple(url.split(",")),
+        model=None,
+        out=None,
+        csv=None,
+        as_json=False,
+        engine_urls=(),
     )
     return given.read(AbOptions, bench=bench)
 
