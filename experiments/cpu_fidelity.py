@@ -31,12 +31,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tenuto.client.ab.arms import Arm, make_command
-from tenuto.client.ab.options import AbOptions
+from tenuto.client.ab.options import AbOptions, Arm, make_command
 from tenuto.client.ab.run import run_ab
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.profile.options import ProfileOptions
-from tenuto.client.profile.run import run_profile
+from tenuto.client.profile import ProfileOptions, run_profile
 from tenuto.client.servers.local_server import run_server
 from tenuto.core.errors import TenutoError
 from tenuto.core.steps import read_step_tokens

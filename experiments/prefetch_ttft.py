@@ -26,9 +26,9 @@ from typing import Any
 import httpx
 
 from experiments import slow_link
-from tenuto.client.ab.arms import Arm, make_command
+from tenuto.client.ab.options import Arm, make_command
 from tenuto.client.servers.local_server import run_server
-from tenuto.client.servers.scrape import parse_totals
+from tenuto.client.servers.metrics import parse_totals
 from tenuto.vllm.tiers.config import Tiers
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}

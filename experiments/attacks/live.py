@@ -33,7 +33,7 @@ from experiments.attacks.table import Outcome, make_outcome, show
 from tenuto.client.http.client import Client
 from tenuto.client.http.prompts import TokenIds
 from tenuto.client.http.request import RequestWriter
-from tenuto.client.load.records import Sending
+from tenuto.client.load.measured import Sending
 from tenuto.client.load.runner import Load
 from tenuto.client.load.servers import OneServer
 from tenuto.client.servers.local_server import ServerError, run_server

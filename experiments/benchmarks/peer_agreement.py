@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from experiments.benchmarks.light_server import serve
-from tenuto.client.ab.estimate import estimate_ratio
+from tenuto.client.ab.verdict import estimate_ratio
 from tenuto.client.http.prompts import Conversation, TokenIds
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.load.options import BenchOptions

@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 
 from experiments.benchmarks.light_server import serve
-from tenuto.client.ab.estimate import estimate_ratio
+from tenuto.client.ab.verdict import estimate_ratio
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.records.writer import RunFiles

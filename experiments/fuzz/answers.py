@@ -8,7 +8,7 @@ from typing import Any
 from experiments.fuzz.guard import Wrong
 from experiments.fuzz.requests import GENERATION_PATHS, check_hints
 from tenuto.client.http.stream import AnswerStream, StreamError
-from tenuto.client.servers.metrics_page import parse_page
+from tenuto.client.servers.metrics import parse_page
 from tenuto.proxy.answered import UnreadableAnswer, read_answered
 from tenuto.proxy.asked import UnreadableRequest, read_asked
 from tenuto.proxy.exchange import Exchange

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tenuto.client.load import measured as validity
 from tenuto.client.load import run as run_module
 from tenuto.client.load import runner as load_module
-from tenuto.client.load import validity
 from tenuto.client.load.options import BenchOptions
 from tenuto.records.writer import METRICS, TURNS, RunFiles
 from tenuto.workload import Workload

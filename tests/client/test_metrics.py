@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.load import metrics
-from tenuto.client.load.metrics import Outcome
-from tenuto.client.load.records import Sending, try_count_reusable
-from tenuto.client.load.result import Labels, format_result, make_result
+from tenuto.client.load import measured as metrics
+from tenuto.client.load.measured import (
+    Labels,
+    Outcome,
+    Sending,
+    format_result,
+    make_result,
+    try_count_reusable,
+)
 from tenuto.records.schema import Failure, TurnRecord
 from tenuto.workload import Job, Span, TurnSpec, Workload
 

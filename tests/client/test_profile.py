@@ -11,13 +11,20 @@ from typing import Any
 import pytest
 
 from tenuto import cli
+from tenuto.client import profile as run_module
 from tenuto.client.http.probe import ServerError
 from tenuto.client.http.prompts import TokenIds
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.http.stream import Answer, Usage
-from tenuto.client.profile import run as run_module
-from tenuto.client.profile.options import ProfileOptions
-from tenuto.client.profile.plan import OUTPUT_TOKENS, Decode, Prefill, ProfilePlan, get_max_context, make_plan
+from tenuto.client.profile import (
+    OUTPUT_TOKENS,
+    Decode,
+    Prefill,
+    ProfileOptions,
+    ProfilePlan,
+    get_max_context,
+    make_plan,
+)
 from tests.client.fake_server import BLOCK_SIZE, FakeServer, Reply, serving
 
 PREFILL = (0.01, 2e-5, 3e-9)

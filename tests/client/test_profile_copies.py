@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tenuto.client.http.stream import Answer, Usage
-from tenuto.client.profile.copies import LOADED, STORED, choose_lengths, time_copies
+from tenuto.client.profile import LOADED, STORED, choose_lengths, time_copies
 from tenuto.workload.schema import Prompt
 
 TOKEN_BYTES = 1000

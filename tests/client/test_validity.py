@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.load import validity
-from tenuto.client.load.result import format_result
+from tenuto.client.load import measured as validity
+from tenuto.client.load.measured import SimulatedServer, find_invalid, format_result, read_simulated_server
 from tenuto.client.load.run import INVALID, get_status
-from tenuto.client.load.validity import SimulatedServer, find_invalid, read_simulated_server
-from tenuto.client.servers.scrape import try_get_sim_speed
+from tenuto.client.servers.metrics import try_get_sim_speed
 from tenuto.records.schema import TurnRecord
 
 FLOOR_S = 0.01

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tenuto.client.control.options import ControlOptions
-from tenuto.client.control.run import control
+from tenuto.client.control import ControlOptions, control
 from tenuto.core.control import ADMIN_VARIABLE
 from tenuto.core.errors import TenutoError
 from tests.sim_server.live import Live, serve

@@ -9,8 +9,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tenuto.client.servers.scrape import parse_totals, try_get_block_size
-from tenuto.client.servers.server_metrics import read_cache_state
+from tenuto.client.servers.metrics import parse_totals, read_cache_state, try_get_block_size
 from tests.sim_server.live import Live, serve
 
 OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"

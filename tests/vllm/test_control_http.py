@@ -17,8 +17,7 @@ pytest.importorskip("vllm")
 
 import httpx
 
-from tenuto.client.control.options import ControlOptions
-from tenuto.client.control.run import control
+from tenuto.client.control import ControlOptions, control
 from tenuto.core.control import ADMIN_VARIABLE
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.vllm import Middleware, control_http, tenants

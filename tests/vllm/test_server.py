@@ -24,8 +24,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from tenuto import cli
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
-from tenuto.client.servers.metrics_page import parse_page
-from tenuto.client.servers.server_metrics import read_cache_state
+from tenuto.client.servers.metrics import parse_page, read_cache_state
 from tenuto.vllm.tiers.config import Tiers
 
 MODEL = os.environ.get("TENUTO_TEST_MODEL", "")

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
-from tenuto.client.servers.metrics_page import parse_page
+from tenuto.client.servers.metrics import parse_page
 from tenuto.vllm import tenants
 from tests.vllm import test_server
 from tests.vllm.test_server import ADMIN_KEY, ENV, get_command, get_free_port

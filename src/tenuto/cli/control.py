@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
-from tenuto.client.control.options import ControlOptions
+from tenuto.client.control import ControlOptions
 
 _SUMMARY = """\
 Show or change what a live server does, without a restart: the mode, the policy, its limits, a canary.
@@ -33,7 +33,7 @@ and try again); 2 if the server refused, or does not answer.
 
 def run(given: Given) -> int:
     """Ask the server, and print its answer."""
-    from tenuto.client.control.run import control
+    from tenuto.client.control import control
 
     status, text = control(given.read(ControlOptions))
     print(text)

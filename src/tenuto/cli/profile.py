@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tenuto.cli.command import Command, Part, needing
 from tenuto.cli.options import Given
-from tenuto.client.profile.options import FitOptions, ProfileOptions
+from tenuto.client.profile import FitOptions, ProfileOptions
 from tenuto.core.errors import ConfigError
 
 _SUMMARY = """\
@@ -52,7 +52,7 @@ def run(given: Given) -> int:
     if given.has("url"):
         options = given.read(ProfileOptions)
         with needing("bench"):
-            from tenuto.client.profile.run import run_profile
+            from tenuto.client.profile import run_profile
         run_profile(options, fit.save_path)
         paths.append(fit.save_path)
     if not paths:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tenuto.client.servers.server_metrics import CacheState, OwnJob
+from tenuto.client.servers.metrics import CacheState, OwnJob
 from tenuto.core.reasons import WORDS
 
 Gap = Literal["held", "expired", "not granted", "yielded", "not held", "end"]

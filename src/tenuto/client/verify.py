@@ -24,7 +24,7 @@ import httpx
 from tenuto.client.http.address import check_api_key, check_engine_urls, check_url, get_base_url
 from tenuto.client.promise import get_promise
 from tenuto.client.servers.engines import find_engines
-from tenuto.client.servers.server_metrics import (
+from tenuto.client.servers.metrics import (
     CacheState,
     OwnJob,
     add_jobs,

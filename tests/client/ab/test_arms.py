@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tenuto.client.ab.arms import Arm, make_command, parse_arm
+from tenuto.client.ab.options import Arm, make_command, parse_arm
 from tenuto.core.errors import ConfigError
 
 

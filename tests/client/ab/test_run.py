@@ -17,15 +17,12 @@ import pytest
 
 from tenuto.client.ab import run as run_module
 from tenuto.client.ab import servers as servers_module
-from tenuto.client.ab.arms import Arm
-from tenuto.client.ab.measures import MEASURES
-from tenuto.client.ab.options import AbOptions
+from tenuto.client.ab.options import AbOptions, Arm
 from tenuto.client.ab.run import run_ab
+from tenuto.client.ab.verdict import MEASURES
 from tenuto.client.http.stream import Answer, Usage
-from tenuto.client.load.metrics import Outcome
+from tenuto.client.load.measured import Flight, Labels, Outcome, Sending, make_record, make_result
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.records import Flight, Sending, make_record
-from tenuto.client.load.result import Labels, make_result
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.writer import RunFiles

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.client.ab.measures import MEASURES, Values
-from tenuto.client.ab.notes import describe_errors, describe_faults, find_invalid
-from tenuto.client.ab.verdict import compare, describe_change, describe_span, format_verdict
+from tenuto.client.ab.verdict import (
+    MEASURES,
+    Values,
+    compare,
+    describe_change,
+    describe_errors,
+    describe_faults,
+    describe_span,
+    find_invalid,
+    format_verdict,
+)
 
 
 def make_pairs(ratios: list[float], baseline: float = 10.0) -> list[dict[str, Values]]:

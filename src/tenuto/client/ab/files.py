@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tenuto.client.ab.order import Slot
+from tenuto.client.ab.options import Slot
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.records.files import read_first
 from tenuto.records.load import read_run

@@ -13,17 +13,25 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from tenuto.client.ab import notes
-from tenuto.client.ab.arms import Arm
 from tenuto.client.ab.files import VERDICT, AbFolder
-from tenuto.client.ab.measures import Values, read_pair
-from tenuto.client.ab.options import AbOptions
-from tenuto.client.ab.order import Slot, make_order
+from tenuto.client.ab.options import AbOptions, Arm, Slot, make_order
 from tenuto.client.ab.servers import Ready, Servers, check_arm
-from tenuto.client.ab.verdict import Comparison, compare, format_verdict
+from tenuto.client.ab.verdict import (
+    Comparison,
+    Values,
+    compare,
+    describe_caches,
+    describe_complaints,
+    describe_errors,
+    describe_faults,
+    describe_lag,
+    find_invalid,
+    format_verdict,
+    read_pair,
+)
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
-from tenuto.client.servers.cache import empty_cache
+from tenuto.client.servers.engines import empty_cache
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.messages import redact
 from tenuto.records.csv_file import write_csv
@@ -146,7 +154,7 @@ def _conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> bo
             done[slot.arm].append(folder.read_result(slot))
     if not any(done.values()):
         return True
-    invalid = notes.find_invalid(done)
+    invalid = find_invalid(done)
     comparisons = compare(pairs, options.threshold, is_valid=not invalid)
     remarks = [*invalid, *_make_notes(done)]
     verdict = _make_record(options, comparisons, len(pairs), remarks)
@@ -192,11 +200,11 @@ def _make_notes(done: dict[str, list[dict[str, Any]]]) -> list[str]:
         arm for arm, runs in done.items() if not all(run["client"].get("cache_emptied", True) for run in runs)
     ]
     return [
-        *notes.describe_errors(done),
-        *notes.describe_faults(done),
-        *notes.describe_complaints(done),
-        *notes.describe_lag(done),
-        *notes.describe_caches(not_emptied),
+        *describe_errors(done),
+        *describe_faults(done),
+        *describe_complaints(done),
+        *describe_lag(done),
+        *describe_caches(not_emptied),
     ]
 
 

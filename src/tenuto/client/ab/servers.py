@@ -12,8 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from tenuto.client.ab.arms import Arm, make_command
-from tenuto.client.ab.options import AbOptions
+from tenuto.client.ab.options import AbOptions, Arm, make_command
 from tenuto.client.http.address import get_base_url
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
 from tenuto.core.errors import ConfigError, TenutoError

@@ -1,14 +1,267 @@
-"""The verdict: comparisons of each arm with the first one, as JSON and as text."""
+"""The verdict of `tenuto ab`: what is compared, the ratios with their intervals, and notes.
+
+Values come from the jobs that finished on every arm. Each arm is compared with the first one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
-from typing import Any
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Literal
 
-from tenuto.client.ab.estimate import MIN_PAIRS, PLANNED_CHANGE, Estimate, estimate_ratio
-from tenuto.client.ab.measures import MEASURES, Measure, Values
+import numpy as np
+from scipy import stats
+
+from tenuto.core.errors import DataError
+from tenuto.records.files import read_first
+from tenuto.records.load import load_folder
+from tenuto.records.metrics import get_geometric_mean, get_ok, summarise
+from tenuto.records.schema import RunRecord, TurnRecord
+from tenuto.records.writer import RESULT, TURNS
+
+CONFIDENCE = 0.95
+MIN_PAIRS = 6
+"""With fewer pairs, all pairs agree on the better arm by chance in more than 1 of 20 cases (2/2⁵)."""
+POWER = 0.8
+PLANNED_CHANGE = 0.05
+"""The relative difference for which `num_pairs_needed` is computed."""
+NUM_RESAMPLES = 9999
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A ratio between two arms."""
+
+    ratio: float
+    """Geometric mean over the pairs."""
+    low: float | None
+    """Lower end of the 95 % interval. None with fewer than two pairs."""
+    high: float | None
+    num_pairs: int
+    num_pairs_needed: int | None
+    """About how many pairs are needed to detect a difference of 5 % with a probability of 80 %, if the ratios
+    scatter as these do. None with fewer than two pairs."""
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether there are enough pairs for a reliable interval."""
+        return self.num_pairs >= MIN_PAIRS
+
+    def differs(self, threshold: float) -> bool:
+        """Whether the data show that the arms differ by more than the threshold (0.01 is 1 %)."""
+        if not self.is_trusted or self.low is None or self.high is None:
+            return False
+        return not self.low <= 1 <= self.high and abs(self.ratio - 1) >= threshold
+
+
+def estimate_ratio(ratios: Sequence[float]) -> Estimate:
+    """Estimate from the pairs' ratios, each above 0. The same ratios always give the same estimate.
+
+    The interval is the bootstrap's percentile interval of the mean logarithm. It is widened by the factor
+    between Student's interval and the normal interval, because it would be too narrow for few pairs. Source:
+    T. Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, section 5 ("expanded percentile
+    interval"). Fewer pairs than `MIN_PAIRS` have Student's interval, as a bootstrap stays within the range of
+    its values. Raises ValueError if there are no ratios.
+    """
+    logs = [math.log(ratio) for ratio in ratios]
+    ratio = get_geometric_mean(ratios)
+    if len(logs) < 2:
+        return Estimate(ratio, None, None, len(logs), None)
+    low, high = _bootstrap(logs) if len(logs) >= MIN_PAIRS else _get_students_interval(logs)
+    return Estimate(ratio, math.exp(low), math.exp(high), len(logs), _plan(stdev(logs)))
+
+
+def _bootstrap(logs: Sequence[float]) -> tuple[float, float]:
+    num = len(logs)
+    quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, num - 1)) * math.sqrt(num / (num - 1))
+    found = stats.bootstrap(
+        (np.asarray(logs),),
+        np.mean,
+        n_resamples=NUM_RESAMPLES,
+        confidence_level=1 - 2 * float(stats.norm.sf(quantile)),
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def _get_students_interval(logs: Sequence[float]) -> tuple[float, float]:
+    num = len(logs)
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, num - 1)) * stdev(logs) / math.sqrt(num)
+    return fmean(logs) - reach, fmean(logs) + reach
+
+
+def _plan(deviation: float) -> int:
+    wanted = float(stats.norm.ppf((1 + CONFIDENCE) / 2) + stats.norm.ppf(POWER))
+    return max(MIN_PAIRS, math.ceil((wanted * deviation / math.log1p(PLANNED_CHANGE)) ** 2))
+
+
+Values = dict[str, float]
+"""The value of each measure by the measure's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """The name of a measure, and whether higher or lower values are better."""
+
+    name: str
+    title: str
+    unit: Literal["s", "turns/s"] = "s"
+
+    @property
+    def is_time(self) -> bool:
+        """Whether this is a time, so that a lower value is better."""
+        return self.unit == "s"
+
+
+MEASURES = (
+    Measure("mean_job_s", "mean job time"),
+    Measure("p95_job_s", "P95 job time"),
+    Measure("mean_ttft_s", "mean TTFT"),
+    Measure("p95_ttft_s", "P95 TTFT"),
+    Measure("mean_turn_s", "mean turn time"),
+    Measure("p95_turn_s", "P95 turn time"),
+    Measure("turns_per_s", "throughput", "turns/s"),
+)
+"""The first measure is the main one of a comparison."""
+
+
+def read_pair(folders: Mapping[str, Path]) -> dict[str, Values] | None:
+    """By arm, the values of one repeat. None if no job finished on all arms.
+
+    A job that failed on one arm is left out on all arms. Its time on that arm is unknown, and leaving it out
+    on one arm only would bias the result, because long jobs fail more often. Throughput counts all answered
+    turns. Raises DataError if a file cannot be read.
+    """
+    runs = {arm: _read_run(folder) for arm, folder in folders.items()}
+    times_s = {arm: record.job_times_s for arm, (record, _) in runs.items()}
+    common = frozenset.intersection(*map(frozenset, times_s.values()))
+    if not common:
+        return None
+    return {
+        arm: _measure(record, [turn for turn in get_ok(turns) if turn.job in common], common, folders[arm])
+        for arm, (record, turns) in runs.items()
+    }
+
+
+def _read_run(folder: Path) -> tuple[RunRecord, list[TurnRecord]]:
+    """The record and the turns of a complete run. Raises DataError with advice what to do."""
+    try:
+        fields = read_first(folder / RESULT)
+        fields.part("client")
+        fields.part("job_times_s")
+        data = load_folder(folder)
+    except DataError as error:
+        raise DataError(f"{error}; remove its folder to run it again") from error
+    assert data.record is not None  # it was just read
+    return data.record, data.turns
+
+
+def _measure(record: RunRecord, turns: Sequence[TurnRecord], jobs: Iterable[str], folder: Path) -> Values:
+    """Compute the measures of some jobs from their times and their answered turns."""
+    stats = {
+        "job": summarise(record.job_times_s[job] for job in jobs),
+        "ttft": summarise(turn.ttft_s for turn in turns),
+        "turn": summarise(turn.latency_s for turn in turns),
+    }
+    if None in stats.values() or not record.makespan_s:
+        raise DataError(
+            f"{folder / TURNS}: lacks turns that {RESULT} counts; remove its folder to run it again"
+        )
+    values = {
+        f"{which}_{name}_s": getattr(each, which) for name, each in stats.items() for which in ("mean", "p95")
+    }
+    return {**values, "turns_per_s": record.turns.ok / record.makespan_s}
+
+
+MAX_CLIENT_LAG_S = 0.05
+"""Limit in seconds for the P99 of a run's sending lag. Above it, client delays distort the measured times."""
+_LOST = ("failed", "cancelled", "not_sent")
+
+
+def describe_errors(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """One sentence per arm that lost turns, or one if no arm did. `results`: by arm, its runs' results."""
+    lines = []
+    for arm, runs in results.items():
+        planned = sum(run["turns"]["planned"] for run in runs)
+        lost = sum(run["turns"][kind] for run in runs for kind in _LOST)
+        if lost:
+            kinds = {kind: each for run in runs for kind, each in run["client"]["failed_attempts"].items()}
+            first = next((f" (first: {kind}: {each['first']})" for kind, each in kinds.items()), "")
+            lines.append(
+                f"Errors: {arm} lost {lost} of {planned} turns{first}; jobs that failed on one arm are left "
+                "out on all."
+            )
+    idle = [arm for arm, runs in results.items() if not runs]
+    if idle and not lines:
+        return [f"Errors: none in the runs that ended; {', '.join(idle)} had none."]
+    return lines or ["Errors: none."]
+
+
+def describe_complaints(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Describe where an arm's answers or counts differ from what was requested."""
+    lines = []
+    for arm, runs in results.items():
+        for kind in dict.fromkeys(kind for run in runs for kind in run["client"]["complaints"]):
+            these = [run["client"]["complaints"][kind] for run in runs if kind in run["client"]["complaints"]]
+            lines.append(
+                f"Complaint: {arm}: {sum(each['count'] for each in these)} × {kind}: {these[0]['first']}"
+            )
+    return lines
+
+
+def describe_faults(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """One sentence for each arm on which hooks of the policy failed."""
+    lines = []
+    for arm, runs in results.items():
+        counts = [run.get("policy_faults") or 0 for run in runs]
+        if any(counts):
+            lines.append(
+                f"Policy faults: on {arm}, hooks of the policy failed {sum(counts)} times in "
+                f"{sum(map(bool, counts))} of {len(runs)} runs; the engine's default was used instead. The "
+                "verdict is not about the policy alone."
+            )
+    return lines
+
+
+def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Say whether the client's delays were so large that its times do not describe the servers."""
+    lags = [run["client"]["send_lag_s"] for runs in results.values() for run in runs]
+    worst_s = max((lag["p99"] for lag in lags if lag is not None), default=0.0)
+    if worst_s <= MAX_CLIENT_LAG_S:
+        return []
+    return [
+        f"The client itself was late: P99 of its sending lag was up to {worst_s * 1000:.0f} ms. Its "
+        "machine is too busy, with the servers or with others."
+    ]
+
+
+def find_invalid(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """One sentence for each arm with runs whose figures do not describe its server."""
+    lines = []
+    for arm, runs in results.items():
+        reasons = [run["client"]["invalid"] for run in runs if run["client"].get("invalid")]
+        if reasons:
+            lines.append(
+                f"INVALID: {len(reasons)} of {len(runs)} runs of {arm}: {reasons[0][0]}. To run them again, "
+                "remove their folders and give the same command."
+            )
+    return lines
+
+
+def describe_caches(not_emptied: Sequence[str]) -> list[str]:
+    """Name the arms whose caches were not emptied before a run."""
+    if not not_emptied:
+        return []
+    return [
+        f"The prefix cache of {', '.join(not_emptied)} could not be emptied between runs. No run hits what "
+        "another left there, as all content is its own, but it starts with the cache full. For vLLM, start "
+        "the server with VLLM_SERVER_DEV_MODE=1."
+    ]
+
 
 SAME = 0.0005
 """A ratio that is nearer to 1 prints as 0.0 %."""

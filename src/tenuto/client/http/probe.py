@@ -12,7 +12,7 @@ from tenuto.client.http.prompts import Conversation, Form
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.http.stream import Answer, make_printable
 from tenuto.client.load.runner import get_pause_s
-from tenuto.client.servers.scrape import Totals, parse_totals, try_get_block_size, try_get_sim_speed
+from tenuto.client.servers.metrics import Totals, parse_totals, try_get_block_size, try_get_sim_speed
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.workload.hints import SayHints, say_job
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload

@@ -6,34 +6,38 @@ import asyncio
 import gc
 import json
 import secrets
+import signal
 import sys
 import time
 from array import array
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from tenuto.client.http.address import get_base_url
 from tenuto.client.http.client import Client, RequestFailed
-from tenuto.client.http.force_format import read_format
 from tenuto.client.http.probe import Server, check_lengths, probe_server
 from tenuto.client.http.prompts import FORMS
-from tenuto.client.http.request import RequestWriter
+from tenuto.client.http.request import RequestWriter, read_format
 from tenuto.client.load import live
 from tenuto.client.load.commands import CommandRecord, CommandRunner, check_commands
-from tenuto.client.load.interruption import Interruption
-from tenuto.client.load.lag import sample_lag
-from tenuto.client.load.metrics import Outcome
+from tenuto.client.load.measured import (
+    Labels,
+    Outcome,
+    Sending,
+    format_result,
+    make_result,
+    read_simulated_server,
+)
 from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.records import Sending
-from tenuto.client.load.result import Labels, format_result, make_result
 from tenuto.client.load.runner import Load
 from tenuto.client.load.servers import OneServer, RoutedServers
-from tenuto.client.load.validity import read_simulated_server
-from tenuto.client.servers.engine_metrics import Engines, ask_engines
-from tenuto.client.servers.scrape import (
+from tenuto.client.servers.metrics import (
+    Engines,
     Totals,
+    ask_engines,
     follow,
     get_growth,
     try_get_block_size,
@@ -48,6 +52,64 @@ from tenuto.workload.hints import HINTS
 from tenuto.workload.load_options import make_workload
 from tenuto.workload.schema import Workload
 from tenuto.workload.turn_driver import TurnDriver
+
+SAMPLE_S = 0.01
+
+
+async def sample_lag(lags_s: array[float]) -> None:
+    """Every 10 ms, append how late the event loop was for that moment. Runs until cancelled."""
+    loop = asyncio.get_running_loop()
+    due_s = loop.time() + SAMPLE_S
+    while True:
+        await asyncio.sleep(due_s - loop.time())
+        # All moments that passed in the meantime count: one long stall must not look like one late moment.
+        while (late_s := loop.time() - due_s) >= 0:
+            lags_s.append(late_s)
+            due_s += SAMPLE_S
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_MAX_SIGNALS = 2
+"""Signals handled here. The next signal has its default effect: it ends the process without a result."""
+
+
+class Interruption:
+    """Handles SIGINT and SIGTERM while its block runs. The block must run in an event loop.
+
+    The first signal stops the load. The second one stops the queries to the server after the load. So a user
+    who presses Ctrl-C twice does not lose the result.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self.on_signal: Callable[[], Any] = lambda: None
+        """Stops what is running now."""
+        self._num_left = _MAX_SIGNALS
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> Self:
+        """Install the signal handlers."""
+        for number in _SIGNALS:
+            self._loop.add_signal_handler(number, self._interrupt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the signal handlers."""
+        self._release()
+
+    def _interrupt(self) -> None:
+        self.has_come = True
+        self._num_left -= 1
+        if not self._num_left:
+            self._release()
+        self.on_signal()
+
+    def _release(self) -> None:
+        for number in _SIGNALS:
+            self._loop.remove_signal_handler(number)
+
 
 INVALID = 3
 """Exit status: every turn was answered, but the figures do not describe the server."""

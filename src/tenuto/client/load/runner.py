@@ -18,7 +18,7 @@ from tenuto.client.http.prompts import Conversation
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.http.stream import Answer
 from tenuto.client.load.commands import CommandRunner
-from tenuto.client.load.records import Flight, Sending, make_record
+from tenuto.client.load.measured import Flight, Sending, make_record
 from tenuto.client.load.servers import Sender, Servers
 from tenuto.records.gaps import Gaps
 from tenuto.records.schema import Failure, Status, TurnRecord

@@ -11,7 +11,7 @@ from typing import Any
 
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import get_status, measure, say
-from tenuto.client.servers.cache import empty_cache
+from tenuto.client.servers.engines import empty_cache
 from tenuto.core.errors import ConfigError
 from tenuto.records.config import get_config
 from tenuto.records.csv_file import write_csv

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.client.ab.estimate import MIN_PAIRS
+from tenuto.client.ab.verdict import MIN_PAIRS
 from tenuto.client.load.options import BenchOptions
 from tenuto.core.settings import get_flag
 from tenuto.report.html.chart import Table

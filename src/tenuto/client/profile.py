@@ -1,9 +1,17 @@
-"""Times a live server's steps from outside.
+"""`tenuto profile`: times a live server's steps, and its copies to and from host memory, from outside.
 
 A prefill step is a prompt whose answer is one token. Its time is the time to first token, including the cost
 of the request itself. The context before the timed chunk is in the prefix cache, because an earlier prompt
 contained it. A decode step is timed with several answers at once: it is the time per token of the answer that
 began last, because all the others were running during that time.
+
+    ask a prompt                 its KV is computed, and stored in host memory
+    ask it again                 found on the GPU:       first token after A
+    fill the cache with others   its KV leaves the GPU
+    ask it again                 comes from host memory: first token after B; the copy took B − A
+
+So the time of a copy has all that a turn waits for: the queue, the steps between, and the bytes. How many
+bytes came, vLLM's own metrics say. A server without a tier has no such metrics, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -13,31 +21,236 @@ import json
 import secrets
 import statistics
 import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
+from tenuto.client.http.address import check_api_key, check_url
 from tenuto.client.http.client import Client, RequestFailed
 from tenuto.client.http.probe import ServerError, probe_server
 from tenuto.client.http.prompts import Conversation, TokenIds
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.http.stream import Answer
-from tenuto.client.profile.copies import choose_lengths, time_copies
-from tenuto.client.profile.options import ProfileOptions
-from tenuto.client.profile.plan import (
-    OUTPUT_TOKENS,
-    Decode,
-    Prefill,
-    ProfilePlan,
-    TimedStep,
-    get_max_context,
-    make_plan,
-)
-from tenuto.client.servers.scrape import Totals, get_growth, parse_totals
-from tenuto.client.servers.server_metrics import read_cache_state
+from tenuto.client.servers.metrics import Totals, get_growth, parse_totals, read_cache_state
 from tenuto.core.errors import ConfigError, DataError
+from tenuto.core.settings import Options, option
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions(Options):
+    """The options for timing a live server, checked. Raises ConfigError."""
+
+    GROUP = "the server"
+
+    url: str = option(MISSING, "a live server, e.g. http://localhost:8000", metavar="URL")
+    model: str | None = option(
+        None, "the model to ask for", metavar="NAME", shown_default="the first that /v1/models names"
+    )
+    api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
+    step_tokens: int = option(
+        2048,
+        "longest prefill to time; no more than the server's --max-num-batched-tokens, or it takes several "
+        "steps",
+        minimum=512,
+    )
+    max_context: int | None = option(
+        None,
+        "longest context to time",
+        minimum=1024,
+        shown_default="16384, or what the model and half of the KV cache allow",
+    )
+    max_batch: int = option(16, "most decodes at once; no more than the server's --max-num-seqs", minimum=2)
+    repeats: int = option(3, "each is timed N times, and the median counts", minimum=1)
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_url(self.url)
+        check_api_key(self.api_key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(Options):
+    """What to fit, and where to write the fit."""
+
+    GROUP = "the fit"
+
+    observations: tuple[Path, ...] = option(
+        (), "observed steps and copies, JSONL as below; --url may be given too", is_repeatable=True
+    )
+    out: Path = option(Path("costs.json"), "the fit")
+    save: Path | None = option(
+        None,
+        "what --url measured, as JSONL",
+        shown_default="beside --out, its name ending in .observations.jsonl",
+    )
+    force: bool = option(False, "write a poor fit too; every simulation with it then says that it is poor")
+    as_json: bool = option(False, "print JSON instead of tables", flag="--json")
+
+    @property
+    def save_path(self) -> Path:
+        """The file for the measured steps."""
+        return self.save or self.out.with_suffix(".observations.jsonl")
+
+
+UNIT = 128
+"""Contexts are multiples of this number of tokens, so they end at a block boundary for usual block sizes."""
+FEWEST_CHUNK_TOKENS = 32
+DEFAULT_MAX_CONTEXT = 16384
+OUTPUT_TOKENS = 24
+"""Output tokens of each timed decode. The time per step is the average over them."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A chunk of new tokens after a cached context."""
+
+    num_tokens: int
+    num_context_tokens: int
+
+    def describe(self, seconds: float) -> dict[str, Any]:
+        """The step as one line of an observations file."""
+        return {"prefills": [[self.num_tokens, self.num_context_tokens]], "decodes": [], "seconds": seconds}
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Conversations that decode at the same time, and the context with which each begins."""
+
+    num_decodes: int
+    num_context_tokens: int
+
+    def describe(self, seconds: float) -> dict[str, Any]:
+        """The step in the middle of the answers, as one line of an observations file."""
+        context = self.num_context_tokens + OUTPUT_TOKENS // 2
+        return {"prefills": [], "decodes": [context] * self.num_decodes, "seconds": seconds}
+
+
+TimedStep = Prefill | Decode
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """Prefills sorted by rising context; decodes sorted by rising context and falling batch size."""
+
+    prefills: tuple[Prefill, ...]
+    decodes: tuple[Decode, ...]
+
+    @property
+    def steps(self) -> tuple[TimedStep, ...]:
+        """All steps, in the order in which they are timed."""
+        return (*self.prefills, *self.decodes)
+
+
+def make_plan(step_tokens: int, max_context: int, max_batch: int, num_kv_tokens: int | None) -> ProfilePlan:
+    """Choose the steps: no chunk above `step_tokens`, and no decodes that do not fit into the KV cache."""
+    chunks = _double(FEWEST_CHUNK_TOKENS, step_tokens)
+    contexts = [0, *(_double(4 * UNIT, max_context // UNIT * UNIT))]
+    prefills = tuple(Prefill(n, c) for c in contexts for n in chunks if n + c <= max_context)
+    batches = _double(1, max_batch)[::-1]
+    # Use half of the cache. The rest keeps the prefixes of conversations that wait for their turn.
+    room = num_kv_tokens // 2 if num_kv_tokens else max_batch * max_context
+    decodes = tuple(
+        Decode(n, c)
+        for c in [UNIT, *contexts[1:]]
+        for n in batches
+        if n * (c + OUTPUT_TOKENS) <= room and c + OUTPUT_TOKENS < max_context
+    )
+    return ProfilePlan(prefills, decodes)
+
+
+def get_max_context(wanted: int | None, max_model_len: int | None, num_kv_tokens: int | None) -> int:
+    """The longest prompt that can be sent and leaves room for its answer, in tokens."""
+    bounds = [wanted or DEFAULT_MAX_CONTEXT]
+    if max_model_len is not None:
+        bounds.append(max_model_len - OUTPUT_TOKENS - 1)
+    if num_kv_tokens is not None:
+        bounds.append(num_kv_tokens // 2)
+    return min(bounds)
+
+
+def _double(first: int, last: int) -> list[int]:
+    """Numbers from first to last, each twice the one before, and last itself. Empty if last < first."""
+    values = []
+    while first < last:
+        values.append(first)
+        first *= 2
+    return [*values, last] if values or first == last else []
+
+
+STORED = "vllm:kv_offload_store_bytes_total"
+LOADED = "vllm:kv_offload_load_bytes_total"
+MARGIN = 1.2
+"""Fill the cache so many times over: a server may hold some blocks for others."""
+
+
+class Asks(Protocol):
+    """Sends one prompt and waits for its answer (`tenuto.client.profile.Asker`)."""
+
+    async def ask(self, name: str, prompt: Prompt, num_tokens: int) -> tuple[float, Answer]:
+        """When it was sent, and its answer of so many tokens. Raises RequestFailed."""
+
+
+def choose_lengths(max_context: int, num_kv_tokens: int | None) -> list[int]:
+    """Prompts to time, in tokens: four, evenly up to the longest, which half of the cache can hold."""
+    longest = min(max_context, (num_kv_tokens or max_context) // 2)
+    return [longest * n // 4 for n in range(1, 5)]
+
+
+async def time_copies(
+    asker: Asks,
+    read_totals: Callable[[], Awaitable[Totals]],
+    lengths: Sequence[int],
+    num_kv_tokens: int | None,
+    repeats: int,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """The copies as lines of an observations file; none if the server has no tier, or hides its cache's size.
+
+    Every prompt is evicted and loaded `repeats` times.
+    """
+    if STORED not in await read_totals() or num_kv_tokens is None:
+        return []
+    say(f"host memory: {repeats} x {len(lengths)} copies")
+    observations: list[dict[str, Any]] = []
+    for repeat in range(repeats):
+        name = f"copies{repeat}"
+        prompts = {n: (Span(f"{name}/{n}", n),) for n in lengths}
+        hit_s: dict[int, float] = {}
+        for length, prompt in prompts.items():
+            await asker.ask(name, prompt, 1)
+            hit_s[length] = await _time(asker, name, prompt)
+        await _fill(asker, name, num_kv_tokens, max(lengths))
+        for length, prompt in prompts.items():
+            before = (await read_totals()).get(LOADED, 0.0)
+            seconds = await _time(asker, name, prompt) - hit_s[length]
+            num_bytes = int((await read_totals()).get(LOADED, 0.0) - before)
+            if num_bytes > 0 and seconds > 0:
+                observations.append({"num_bytes": num_bytes, "seconds": seconds})
+    num_missing = repeats * len(lengths) - len(observations)
+    if num_missing:
+        say(
+            f"{num_missing} copies are left out: the prompts were still on the GPU (does the policy hold "
+            "leases?), or no more in host memory"
+        )
+    return observations
+
+
+async def _time(asker: Asks, name: str, prompt: Prompt) -> float:
+    """Seconds to the first token."""
+    sent_s, answer = await asker.ask(name, prompt, 1)
+    return answer.first_token_s - sent_s
+
+
+async def _fill(asker: Asks, name: str, num_kv_tokens: int, length: int) -> None:
+    """Ask other prompts until nothing older can be left on the GPU."""
+    for number in range(int(MARGIN * num_kv_tokens / length) + 1):
+        await asker.ask(f"{name}/filler{number}", (Span(f"{name}/filler{number}", length),), 1)
+
 
 LIMIT_S = 600.0
 """Time limit for one answer, in seconds."""

@@ -1,0 +1,456 @@
+"""What a bench run measured: a record of each turn, a client's own metrics, and the run's record.
+
+Metrics that every engine has are in `tenuto.records.metrics`. A metric is None if a client cannot know it.
+Delays of the client, or of a simulated server that lags, make the figures invalid.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+import aiohttp
+
+from tenuto.client.http.stream import Answer
+from tenuto.client.load.commands import CommandRecord
+from tenuto.client.servers.metrics import Totals
+from tenuto.core.reuse import count_missed_tokens
+from tenuto.core.version import __version__
+from tenuto.records import metrics as records
+from tenuto.records.goodput import measure_goodput
+from tenuto.records.metrics import get_percentile
+from tenuto.records.schema import Failure, RunRecord, Stats, Status, TurnCounts, TurnRecord
+from tenuto.records.text import format_run, format_stats
+from tenuto.workload.reuse import count_reusable
+from tenuto.workload.schema import TurnSpec, Workload
+from tenuto.workload.turn_driver import Due
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """How turns are sent. This decides what can be known about them."""
+
+    is_exact: bool
+    """Prompts are sent as token ids, so their length and content match the plan."""
+    has_fixed_length: bool = True
+    """An answer must have exactly the planned length. False: the planned length is only a maximum."""
+    quotes_answers: bool = False
+    """Prompts contain the server's own answers."""
+    block_size: int | None = None
+    """Tokens per KV block, if the server reports it."""
+    is_open_loop: bool = False
+    """A turn may be sent before the answer that its prompt contains has arrived."""
+    retries: int = 0
+    """How often a failed turn is sent again."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A turn that is in flight."""
+
+    due: Due
+    before: TurnSpec | None = None
+    """The job's most recently finished turn when this one was sent."""
+    sent_s: float | None = None
+    """When its first attempt was sent."""
+    failures: list[Failure] = field(default_factory=list)
+    answer: Answer | None = None
+
+
+def make_record(flight: Flight, status: Status, sending: Sending) -> TurnRecord:
+    """Make the record of a turn that ended."""
+    job, index, at_s = flight.due
+    turn, answer = job.turns[index], flight.answer
+    num_sent = turn.num_prompt_tokens if sending.is_exact else None
+    hit = answer.usage.cached_tokens if answer and _is_possible(answer, num_sent) else None
+    reusable = try_count_reusable(flight.before, turn, sending)
+    complaints = _find_complaints(turn, answer, num_sent, sending.has_fixed_length) if answer else ()
+    return TurnRecord(
+        job=job.job_id,
+        turn=index + 1,
+        status=status,
+        due_s=at_s,
+        sent_s=flight.sent_s,
+        first_token_s=answer.first_token_s if answer else None,
+        last_token_s=answer.last_token_s if answer else None,
+        planned_prompt_tokens=turn.num_prompt_tokens,
+        planned_output_tokens=turn.num_output_tokens,
+        prompt_tokens=answer.usage.prompt_tokens if answer else None,
+        output_tokens=answer.num_tokens if answer else None,
+        hit_tokens=hit,
+        reusable_tokens=reusable,
+        recomputed_tokens=None if hit is None or reusable is None else count_missed_tokens(reusable, hit),
+        tool=turn.tool,
+        tool_s=turn.tool_s,
+        failures=tuple(flight.failures),
+        complaints=tuple(complaints),
+    )
+
+
+def try_count_reusable(before: TurnSpec | None, turn: TurnSpec, sending: Sending) -> int | None:
+    """Reusable tokens of a turn. None if its prompt's tokens or the block size are unknown."""
+    if before is None:
+        return 0
+    if not sending.is_exact or sending.block_size is None or sending.is_open_loop:
+        return None
+    return count_reusable(before, turn, sending.block_size, quotes_answers=sending.quotes_answers)
+
+
+def _find_complaints(
+    turn: TurnSpec, answer: Answer, num_sent: int | None, has_fixed_length: bool
+) -> Iterator[str]:
+    usage = answer.usage
+    if usage.prompt_tokens is None or usage.output_tokens is None:
+        yield "no usage: the server did not say how many tokens it counted"
+    elif num_sent not in (None, usage.prompt_tokens):
+        yield f"prompt count: {num_sent} tokens sent, {usage.prompt_tokens} counted"
+    if answer.token_ids is not None and usage.output_tokens not in (None, len(answer.token_ids)):
+        yield f"output count: {len(answer.token_ids)} tokens came, {usage.output_tokens} counted"
+    if not _is_possible(answer, num_sent):
+        yield f"cached count: {usage.cached_tokens} tokens of a prompt of {num_sent or usage.prompt_tokens}"
+    num_came, num_asked = answer.num_tokens or turn.num_output_tokens, turn.num_output_tokens
+    if num_came > num_asked or (has_fixed_length and num_came < num_asked):
+        yield f"output length: {turn.num_output_tokens} tokens asked for, {answer.num_tokens} came"
+
+
+def _is_possible(answer: Answer, num_sent: int | None) -> bool:
+    """Whether the reported number of cached tokens fits into the prompt; True if none is reported."""
+    bounds = [bound for bound in (num_sent, answer.usage.prompt_tokens) if bound is not None]
+    return answer.usage.cached_tokens is None or answer.usage.cached_tokens <= min(bounds, default=math.inf)
+
+
+MAX_SHARE = 0.05
+"""Delays may be this share of the time to first token. With more, the figures are INVALID."""
+FLOOR_S = 0.01
+"""Delays up to this number of seconds never spoil figures. On a simulated server: simulated seconds."""
+_LAG = "tenuto:sim_lag_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedServer:
+    """What a simulated server says about itself."""
+
+    speed: float
+    """Simulated seconds per real second."""
+    mean_lag_s: float | None
+    """Real seconds by which its tokens came later than the simulated machine would have sent them."""
+
+
+def read_simulated_server(speed: float | None, growth: Totals | None) -> SimulatedServer | None:
+    """The lag during a run; None for a real server. `growth`: of the server's metrics."""
+    if speed is None:
+        return None
+    total_s, count = (growth or {}).get(f"{_LAG}_sum"), (growth or {}).get(f"{_LAG}_count")
+    return SimulatedServer(speed, total_s / count if total_s is not None and count else None)
+
+
+def find_invalid(
+    done: Iterable[TurnRecord], loop_lags_s: Sequence[float], server: SimulatedServer | None
+) -> tuple[str, ...]:
+    """Return why the figures do not describe the server, one sentence each. `done`: the answered turns."""
+    pairs = [
+        (turn.ttft_s, turn.ttft_s - max(0.0, turn.lag_s))
+        for turn in done
+        if turn.ttft_s is not None and turn.lag_s is not None
+    ]
+    if not pairs:
+        return ()
+    floor_s = FLOOR_S / (server.speed if server else 1.0)
+    seen_s, without_s = [seen for seen, _ in pairs], [without for _, without in pairs]
+    reasons = []
+    for name, one, other in (
+        ("the mean", fmean(seen_s), fmean(without_s)),
+        ("P95", get_percentile(seen_s, 95), get_percentile(without_s, 95)),
+    ):
+        if _spoils(one - other, one, floor_s):
+            reasons.append(
+                f"this client sent turns late: {name} of TTFT is {_ms(one)}, without its own delay "
+                f"{_ms(other)}. Its machine is too busy, with the server or with others"
+            )
+            break
+    mean_s = fmean(seen_s)
+    if loop_lags_s and _spoils(late_s := fmean(loop_lags_s), mean_s, floor_s):
+        reasons.append(
+            f"this client read answers late, by {_ms(late_s)} in the mean at a TTFT of {_ms(mean_s)}. Its "
+            "machine is too busy, with the server or with others"
+        )
+    if server and server.mean_lag_s is not None and _spoils(server.mean_lag_s, mean_s, floor_s):
+        reasons.append(
+            f"the simulated server was late, by {_ms(server.mean_lag_s)} in the mean at a TTFT of "
+            f"{_ms(mean_s)}. Its machine is too busy, or too slow for --speed {server.speed:g}"
+        )
+    return tuple(reasons)
+
+
+def _spoils(delay_s: float, whole_s: float, floor_s: float) -> bool:
+    return delay_s > floor_s and delay_s > MAX_SHARE * whole_s
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What happened, as far as the client saw it."""
+
+    workload: Workload
+    records: Sequence[TurnRecord]
+    growth: Totals | None
+    """The increase of each server metric during the run. None if the server shows no metrics."""
+    block_size: int | None
+    """Tokens per KV block, if the server reports it."""
+    is_exact: bool
+    """Prompts were sent as token ids and had exactly the planned length."""
+    server: SimulatedServer | None = None
+    """Set if the server is a simulated one."""
+    is_interrupted: bool = False
+    loop_lags_s: Sequence[float] = ()
+    """How late the event loop woke a timer, sampled during the whole run."""
+    itl_s: Stats | None = None
+    """Gaps between the tokens of each answer."""
+    commands: Sequence[CommandRecord] = ()
+    """Tool calls that were really executed."""
+    fleet: Mapping[str, Any] | None = None
+    """What each engine behind a router did."""
+
+    @property
+    def done(self) -> list[TurnRecord]:
+        """The turns that succeeded, in the order in which they ended."""
+        return [record for record in self.records if record.status == "ok"]
+
+    @property
+    def num_turns(self) -> dict[str, int]:
+        """The number of turns by job."""
+        return {job.job_id: len(job.turns) for job in self.workload.jobs}
+
+    @property
+    def parents(self) -> dict[str, str | None]:
+        """By job, the job that started it."""
+        return {job.job_id: job.parent for job in self.workload.jobs}
+
+
+def get_prompt_tokens(outcome: Outcome, record: TurnRecord) -> int:
+    """The planned number if token ids were sent; otherwise the number that the server counted."""
+    planned = record.planned_prompt_tokens or 0
+    return planned if outcome.is_exact or record.prompt_tokens is None else record.prompt_tokens
+
+
+def get_hit_tokens(outcome: Outcome) -> int | None:
+    """Hit tokens by the answers' counts. If one is missing: by the server's metrics (hits and loads)."""
+    said = records.add_up(record.hit_tokens for record in outcome.done)
+    found = _get_growth(outcome, "vllm:prefix_cache_hits_total")
+    return said if said is not None or found is None else found + (get_loaded_tokens(outcome) or 0)
+
+
+def get_recomputed_tokens(outcome: Outcome) -> int | None:
+    """Reusable tokens that were not hit, plus tokens that preemptions discarded.
+
+    A client does not see preemptions. If there were any, the server's count is used if it reports one.
+    """
+    missed = records.add_up(record.recomputed_tokens for record in outcome.done)
+    if missed is not None and not get_preemptions(outcome):
+        return missed
+    counted = _get_growth(outcome, "tenuto:recomputed_tokens_total")
+    return missed if counted is None else counted
+
+
+def get_notes(outcome: Outcome) -> tuple[str, ...]:
+    """Notes that a reader of the record must know."""
+    preemptions = get_preemptions(outcome)
+    if preemptions and _get_growth(outcome, "tenuto:recomputed_tokens_total") is None:
+        return (
+            f"recomputed tokens do not hold what {preemptions} preemptions took: the server does not tell",
+        )
+    return ()
+
+
+def get_policy_faults(outcome: Outcome) -> int | None:
+    """Hooks of the server's policy that failed, by the server's count."""
+    return _get_growth(outcome, "tenuto:policy_faults_total")
+
+
+def get_preemptions(outcome: Outcome) -> int | None:
+    """Turns that lost their blocks and waited again, by the server's count."""
+    return _get_growth(outcome, "vllm:num_preemptions_total")
+
+
+def get_loaded_tokens(outcome: Outcome) -> int | None:
+    """Prompt tokens loaded from a tier below the GPU or from another instance, by the server's count."""
+    return _get_growth(outcome, "vllm:external_prefix_cache_hits_total")
+
+
+def count_turns(outcome: Outcome) -> TurnCounts:
+    """Count the planned turns by how they ended."""
+    ends = Counter(record.status for record in outcome.records)
+    planned = sum(outcome.num_turns.values())
+    return TurnCounts(
+        planned=planned,
+        ok=ends["ok"],
+        ok_after_retries=sum(record.status == "ok" and bool(record.failures) for record in outcome.records),
+        failed=ends["failed"],
+        cancelled=ends["cancelled"],
+        not_sent=planned - len(outcome.records),
+    )
+
+
+def count_failures(outcome: Outcome) -> dict[str, dict[str, object]]:
+    """Count failed attempts by kind, including retried ones, with the message of the first of each kind."""
+    return _group((each.kind, each.detail) for record in outcome.records for each in record.failures)
+
+
+def count_complaints(outcome: Outcome) -> dict[str, dict[str, object]]:
+    """Count complaints about answers by kind, with the message of the first of each kind."""
+    complaints = (each for record in outcome.records for each in record.complaints)
+    return _group((kind, detail) for kind, _, detail in (each.partition(": ") for each in complaints))
+
+
+def count_commands(outcome: Outcome) -> dict[str, int]:
+    """Count executed commands by how they ended. `failed` means an exit status other than 0."""
+    ends: Counter[str] = Counter(each.end for each in outcome.commands)
+    failed = sum(each.end == "exited" and each.exit_status != 0 for each in outcome.commands)
+    return {"run": len(outcome.commands), "failed": failed, **ends}
+
+
+def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, object]]:
+    counts: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for kind, detail in pairs:
+        counts[kind] += 1
+        first.setdefault(kind, detail)
+    return {kind: {"count": count, "first": first[kind]} for kind, count in counts.most_common()}
+
+
+def _get_growth(outcome: Outcome, name: str) -> int | None:
+    growth: Mapping[str, float] = outcome.growth or {}
+    return round(growth[name]) if name in growth else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """Facts about a run that its records do not contain."""
+
+    model: str
+    policy: str | None = None
+    gpu: str | None = None
+    jps: float | None = None
+    seed: int
+    server_version: str | None = None
+    config: Mapping[str, Any]
+    """The load's options, as in `RunRecord`."""
+    settings: Mapping[str, object]
+    """How the client sent the load. Stored as part of `client` in the record."""
+    wall_s: float
+    goodput_limits_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+def make_result(outcome: Outcome, labels: Labels) -> RunRecord:
+    """Make the record. Metrics that only a client knows are under `client`."""
+    done = outcome.done
+    times_s = records.get_job_times_s(outcome.records, outcome.num_turns, outcome.parents)
+    rates = records.get_job_rates(outcome.records, times_s)
+    makespan_s = records.get_makespan_s(outcome.records)
+    return RunRecord(
+        policy=labels.policy,
+        gpu=labels.gpu,
+        model=labels.model,
+        workload=outcome.workload.name,
+        jps=labels.jps,
+        seed=labels.seed,
+        simulated=False,
+        jobs=len(times_s),
+        jobs_planned=sum(parent is None for parent in outcome.parents.values()),
+        turns=count_turns(outcome),
+        job_s=records.summarise(times_s.values()),
+        latency_s=records.summarise(turn.latency_s for turn in done),
+        ttft_s=records.summarise(turn.ttft_s for turn in done),
+        plain_ttft_s=records.summarise(turn.ttft_s for turn in records.get_plain_turns(done)),
+        tpot_s=records.summarise(turn.tpot_s for turn in done),
+        itl_s=outcome.itl_s,
+        by_turn=records.get_turn_means(
+            replace(turn, prompt_tokens=get_prompt_tokens(outcome, turn)) for turn in done
+        ),
+        prompt_tokens=sum(get_prompt_tokens(outcome, turn) for turn in done),
+        output_tokens=sum(turn.output_tokens or 0 for turn in done),
+        hit_tokens=get_hit_tokens(outcome),
+        reusable_tokens=records.add_up(turn.reusable_tokens for turn in done),
+        reused_tokens=records.count_reused_tokens(done),
+        recomputed_tokens=get_recomputed_tokens(outcome),
+        loaded_tokens=get_loaded_tokens(outcome),
+        stored_tokens=None,
+        preemptions=get_preemptions(outcome),
+        makespan_s=makespan_s,
+        offered_jps=rates.offered_jps,
+        finished_jps=rates.finished_jps,
+        goodput=measure_goodput(outcome.records, labels.goodput_limits_ms, makespan_s),
+        job_times_s=times_s,
+        policy_faults=get_policy_faults(outcome),
+        block_size=outcome.block_size,
+        notes=get_notes(outcome),
+        config=labels.config,
+        versions={
+            "tenuto": __version__,
+            "python": platform.python_version(),
+            "aiohttp": aiohttp.__version__,
+            "server": labels.server_version,
+        },
+        wall_s=labels.wall_s,
+        client=_make_client_part(outcome, labels),
+        fleet=outcome.fleet,
+    )
+
+
+def _make_client_part(outcome: Outcome, labels: Labels) -> dict[str, Any]:
+    return {
+        "interrupted": outcome.is_interrupted,
+        "invalid": list(find_invalid(outcome.done, outcome.loop_lags_s, outcome.server)),
+        "simulated_server": None if outcome.server is None else asdict(outcome.server),
+        "failed_attempts": count_failures(outcome),
+        "complaints": count_complaints(outcome),
+        "send_lag_s": _to_json(turn.lag_s for turn in outcome.records),
+        "event_loop_lag_s": _to_json(outcome.loop_lags_s),
+        "commands": count_commands(outcome),
+        "command_s": _to_json(each.seconds for each in outcome.commands),
+        "metrics_growth": outcome.growth,
+        **labels.settings,
+    }
+
+
+def _format_simulated_server(server: Mapping[str, Any] | None) -> list[str]:
+    if server is None:
+        return []
+    speed, lag_s = server["speed"], server["mean_lag_s"]
+    scale = f": times here are real seconds, 1/{speed:g} of the simulated ones" if speed != 1 else ""
+    late = "" if lag_s is None else f"; its tokens came {1000 * lag_s:.1f} ms late in the mean"
+    return [f"server       simulated, at speed {speed:g}{scale}{late}"]
+
+
+def _to_json(values: Iterable[float | None]) -> dict[str, float] | None:
+    stats = records.summarise(values)
+    return None if stats is None else asdict(stats)
+
+
+def format_result(result: Mapping[str, Any]) -> str:
+    """Format the record, given as JSON values, as a few lines of text."""
+    client = result["client"]
+    lines = [
+        *(f"INVALID      {reason}." for reason in client["invalid"]),
+        format_run(result) + ("\ninterrupted" if client["interrupted"] else ""),
+        *_format_simulated_server(client["simulated_server"]),
+        f"client lag   sending: {format_stats(client['send_lag_s'])}; "
+        f"event loop: {format_stats(client['event_loop_lag_s'])}",
+    ]
+    if client["commands"]["run"]:
+        ends = ", ".join(f"{count} {end}" for end, count in client["commands"].items())
+        lines.append(f"commands     {ends}; {format_stats(client['command_s'])}")
+    for title, groups in (
+        ("failed attempts", client["failed_attempts"]),
+        ("complaints", client["complaints"]),
+    ):
+        lines += [f"{title}: {group['count']} × {kind}: {group['first']}" for kind, group in groups.items()]
+    return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])

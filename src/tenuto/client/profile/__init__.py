@@ -1,1 +1,0 @@
-"""`tenuto profile`: how long a live server's steps take."""

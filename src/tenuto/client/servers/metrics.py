@@ -1,0 +1,418 @@
+"""A server's metrics as its clients read them: one page, a load's growth, the KV cache, engines behind a URL.
+
+Pages read during a load are parsed by hand. A Prometheus parser takes tens of milliseconds for a page of
+vLLM, and during this time the client could not read tokens or send turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tenuto.client.http.address import get_base_url
+from tenuto.client.http.client import Client, RequestFailed
+from tenuto.client.servers.engines import LIST_PATH, parse_engines
+from tenuto.core.errors import DataError
+
+_WRITTEN = ("vllm:", "tenuto:")
+
+Buckets = dict[float, float]
+"""By upper bound, the number of values that were at most this bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The samples of one reading. Sums run over all labels that are not named. None if nothing matches."""
+
+    at_s: float
+    """Unix time."""
+    samples: Mapping[str, list[tuple[Mapping[str, str], float]]]
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """The sum of a metric's samples that have these labels."""
+        values = [
+            value
+            for own, value in self.samples.get(name, ())
+            if all(own.get(label) == wanted for label, wanted in labels.items())
+        ]
+        return sum(values) if values else None
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """The sums of a metric's samples, grouped by the value of one label."""
+        found: dict[str, float] = {}
+        for own, value in self.samples.get(name, ()):
+            if label in own:
+                found[own[label]] = found.get(own[label], 0.0) + value
+        return found
+
+    def labels(self, name: str, label: str) -> list[str]:
+        """The values of one label of a metric, sorted."""
+        return sorted({own[label] for own, _ in self.samples.get(name, ()) if label in own})
+
+    def active(self, name: str, label: str) -> list[str]:
+        """The values of one label among the samples that are not 0, sorted: of what runs, of several."""
+        return [value for value, total in sorted(self.by_label(name, label).items()) if total]
+
+    def buckets(self, name: str) -> Buckets:
+        """A histogram's cumulative counts. Raises DataError if a bound is not a number."""
+        try:
+            return {float(bound): count for bound, count in self.by_label(f"{name}_bucket", "le").items()}
+        except ValueError as error:
+            raise DataError(f"/metrics: {name}_bucket: le: {error}") from None
+
+
+def parse_page(text: str, at_s: float) -> Page:
+    """Parse vLLM's and Tenuto's metrics. Raises DataError if the page is invalid or contains none of them."""
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    try:
+        for family in text_string_to_metric_families(_keep_ours(text)):
+            for sample in family.samples:
+                if math.isfinite(sample.value):
+                    samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    except ValueError as error:
+        raise DataError(f"/metrics is not a page of Prometheus metrics: {error}") from None
+    if not any(name.startswith(_WRITTEN) for name in samples):
+        raise DataError(
+            "/metrics shows neither vllm: nor tenuto: metrics; is this a vLLM server, started without "
+            "--disable-log-stats?"
+        )
+    return Page(at_s, samples)
+
+
+def join_pages(pages: Mapping[str, Page]) -> Page:
+    """The pages of several servers as one; the label `engine` then begins with the server's name."""
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    for name, page in pages.items():
+        for metric, values in page.samples.items():
+            samples.setdefault(metric, []).extend(
+                ({**labels, "engine": f"{name}/{labels['engine']}"} if "engine" in labels else labels, value)
+                for labels, value in values
+            )
+    return Page(max(page.at_s for page in pages.values()), samples)
+
+
+def _keep_ours(text: str) -> str:
+    """Keep only vLLM's and Tenuto's metrics.
+
+    The parser takes tens of microseconds per line, and half of a page is about the Python process.
+    """
+    comments = tuple(f"# {kind} {prefix}" for kind in ("TYPE", "HELP") for prefix in _WRITTEN)
+    lines = [line for line in text.splitlines() if line.startswith((*_WRITTEN, *comments))]
+    return "\n".join([*lines, ""])
+
+
+PREFIXES = ("vllm:", "sglang:", "tenuto:")
+_LEFT_OUT = ("_bucket", "_created")
+_COUNTERS = ("_total", "_sum", "_count")
+_BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="([1-9]\d{0,5})"', re.MULTILINE)
+_SIM_SPEED = re.compile(r"^tenuto:sim_speed\b.*$", re.MULTILINE)
+
+Totals = dict[str, float]
+"""By metric, the sum over its labels (engines, models, reasons)."""
+
+
+def parse_totals(text: str) -> Totals:
+    """Parse the metrics of vLLM, SGLang and Tenuto in a metrics page, without histogram buckets."""
+    totals: Totals = {}
+    for line in text.splitlines():
+        if not line.startswith(PREFIXES):
+            continue
+        name, value = re.split(r"[{ ]", line, maxsplit=1)[0], _get_value(line)
+        if value is not None and not name.endswith(_LEFT_OUT):
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
+def try_get_block_size(text: str) -> int | None:
+    """Tokens per KV block, if a metrics page reports it."""
+    found = _BLOCK_SIZE.search(text)
+    return int(found[1]) if found else None
+
+
+def try_get_sim_speed(text: str) -> float | None:
+    """Simulated seconds per real second, if a metrics page is that of a simulated server."""
+    found = _SIM_SPEED.search(text)
+    value = _get_value(found[0]) if found else None
+    return value if value is not None and value > 0 else None
+
+
+def is_counter(name: str) -> bool:
+    """Whether a metric only grows, by its name."""
+    return name.endswith(_COUNTERS)
+
+
+def get_growth(before: Totals, after: Totals) -> Totals:
+    """The increase of each counter. A counter that is missing in `before` started at 0.
+
+    A counter that decreased is left out: its server was restarted, and the earlier count is lost.
+    """
+    growth = {name: after[name] - before.get(name, 0.0) for name in after if is_counter(name)}
+    return {name: value for name, value in growth.items() if 0 <= value < math.inf}
+
+
+async def follow(
+    get_totals: Callable[[], Awaitable[Totals]],
+    get_now_s: Callable[[], float],
+    on_sample: Callable[[Totals], None],
+    interval_s: float,
+) -> None:
+    """Read the metrics at a fixed interval in seconds, until cancelled. `at_s` is the time of each sample."""
+    while True:
+        try:
+            totals = await get_totals()
+        except RequestFailed:
+            totals = {}  # a server under load may not answer; the sample stays in the file, empty
+        on_sample({"at_s": get_now_s(), **totals})
+        await asyncio.sleep(interval_s)
+
+
+def _get_value(line: str) -> float | None:
+    # A label's text may contain spaces, and a timestamp may follow the value.
+    _, _, rest = line.rpartition("}") if "{" in line else line.partition(" ")
+    try:
+        value = float(rest.split()[0])
+    except (IndexError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """The KV cache of a server at one moment: of one engine, or the sum over all engines."""
+
+    block_size: int
+    num_blocks: int
+    """Number of KV blocks, without the null blocks."""
+    num_used_blocks: int
+    """Blocks in use as the server reports it. With Tenuto, blocks that only leases hold are not in use."""
+    num_retained_blocks: int | None
+    """None if the server has no such metric (stock vLLM)."""
+    num_faults: float = 0.0
+    """Policy hooks that failed."""
+    policy: str | None = None
+    """None if the server has no `tenuto:info` (stock vLLM)."""
+    mode: str = "on"
+    """The mode that an operator chose: on, off or shadow."""
+    num_short_tokens: Mapping[str, float] = field(default_factory=dict)
+    """By kind of layer group that can end a hit, such as `window 1024`: tokens that another group still had.
+    Empty if all layers have full attention, and on stock vLLM."""
+    engines: tuple[str, ...] = ()
+    """The labels of all engines, one for each data-parallel rank."""
+
+
+def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheState:
+    """Read the size and use of the cache, for one engine or for all engines.
+
+    Raises DataError if the server does not show vLLM's metrics.
+    """
+    response = client.get("/metrics")
+    response.raise_for_status()
+    try:
+        page = parse_page(response.text, at_s=0.0)
+    except DataError as error:
+        raise DataError(f"{client.base_url}: {error}") from None
+    sizes = {
+        labels.get("engine", "0"): (_get_int(labels, "block_size"), _get_int(labels, "num_gpu_blocks"))
+        for labels, _ in page.samples.get("vllm:cache_config_info", ())
+    }
+    usage = {
+        labels.get("engine", "0"): value for labels, value in page.samples.get("vllm:kv_cache_usage_perc", ())
+    }
+    if not sizes or not usage:
+        raise DataError(
+            f"{client.base_url}/metrics has no vllm:cache_config_info and vllm:kv_cache_usage_perc; "
+            "is this a vLLM server, started without --disable-log-stats?"
+        )
+    engines = tuple(sorted(sizes))
+    which = {} if engine is None else {"engine": engine}
+    sizes = {label: size for label, size in sizes.items() if engine in (None, label)}
+    num_used = sum(usage.get(engine, 0.0) * (blocks - 1) for engine, (_, blocks) in sizes.items())
+    retained = page.total("tenuto:retained_blocks", **which)
+    policies = page.active("tenuto:info", "policy")
+    modes = page.active("tenuto:mode", "mode")
+    return CacheState(
+        block_size=next(iter(sizes.values()))[0],
+        num_blocks=sum(blocks - 1 for _, blocks in sizes.values()),
+        num_used_blocks=round(num_used),
+        num_retained_blocks=None if retained is None else round(retained),
+        num_faults=page.total("tenuto:policy_faults_total", **which) or 0.0,
+        policy=policies[0] if policies else None,
+        mode=modes[0] if modes else "on",
+        num_short_tokens={
+            group: page.total("tenuto:short_hit_tokens_total", group=group, **which) or 0.0
+            for group in page.labels("tenuto:short_hit_tokens_total", "group")
+        },
+        engines=engines,
+    )
+
+
+def add_states(states: Sequence[CacheState]) -> CacheState:
+    """The state of several servers together."""
+    first = states[0]
+    if len(states) == 1:
+        return first
+    retained = [state.num_retained_blocks for state in states if state.num_retained_blocks is not None]
+    sums = {
+        name: sum(getattr(state, name) for state in states)
+        for name in ("num_blocks", "num_used_blocks", "num_faults")
+    }
+    # Policies of one fleet are the same. If they differ, one that promises nothing decides what is expected.
+    policies = [state.policy for state in states]
+    return replace(
+        first,
+        **sums,
+        num_retained_blocks=sum(retained) if retained else None,
+        policy=None if None in policies else first.policy,
+        mode=next((state.mode for state in states if state.mode != "on"), "on"),
+        num_short_tokens={
+            group: sum(state.num_short_tokens.get(group, 0.0) for state in states)
+            for state in states
+            for group in state.num_short_tokens
+        },
+        engines=(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnJob:
+    """What a server holds for one job of the client that asks: on one engine, or the sum over all."""
+
+    num_leased_blocks: int = 0
+    news: str | None = None
+    """What happened to its lease (`tenuto.core.reasons.WORDS`); None if it is whole, or there was none."""
+    reason: str | None = None
+    num_reused_tokens: int = 0
+    """What its turns hit of what the turn before had computed."""
+
+
+def read_job(client: httpx.Client, job_id: str) -> OwnJob | None:
+    """What a server holds for a job; None if the server has no such address (stock vLLM).
+
+    Raises httpx.HTTPError if there is no answer or a refusal, DataError for an answer that makes no sense.
+    """
+    response = client.get(f"/tenuto/jobs/{quote(job_id, safe='')}")
+    if response.status_code in (404, 405):
+        return None
+    response.raise_for_status()
+    try:
+        ranks: list[dict[str, Any]] = response.json()["ranks"]
+        return add_jobs(
+            [
+                OwnJob(
+                    int(rank["leased_blocks"]), rank["lease_news"], rank["reason"], int(rank["reused_tokens"])
+                )
+                for rank in ranks
+            ]
+        )
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise DataError(
+            f"{client.base_url}: not what Tenuto says of a job: {response.text[:200]!r}"
+        ) from None
+
+
+def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
+    """A job that several engines know."""
+    told = [job for job in jobs if job.news is not None]
+    return OwnJob(
+        sum(job.num_leased_blocks for job in jobs),
+        told[-1].news if told else None,
+        told[-1].reason if told else None,
+        sum(job.num_reused_tokens for job in jobs),
+    )
+
+
+def _get_int(labels: Mapping[str, str], name: str) -> int:
+    try:
+        return int(labels[name])
+    except (KeyError, ValueError):
+        raise DataError(
+            f"vllm:cache_config_info: label {name!r} is {labels.get(name)!r}, not a number"
+        ) from None
+
+
+class Engines:
+    """The metrics of the engines behind one URL, added up. One engine that fails does not lose the others."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self._clients = tuple(clients)
+        self._first: dict[str, Totals] = {}
+        self._last: dict[str, Totals] = {}
+
+    @property
+    def urls(self) -> list[str]:
+        """The engines' addresses."""
+        return [client.url for client in self._clients]
+
+    def summarise(self) -> dict[str, Any] | None:
+        """What each engine did since the first reading, as the `fleet` of a record; None for one engine.
+
+        A client does not see jobs by engine, nor what the router did.
+        """
+        if len(self._clients) < 2:
+            return None
+        engines = [_describe(url, self._first.get(url, {}), self._last.get(url, {})) for url in self.urls]
+        turns = [each["turns"] for each in engines]
+        return {"engines": engines, "imbalance": max(turns) * len(turns) / sum(turns) if any(turns) else None}
+
+    async def get_pages(self) -> dict[str, str]:
+        """The `/metrics` page of each engine that answers, by address. Raises RequestFailed if none does."""
+        pages: dict[str, str] = {}
+        failure: RequestFailed | None = None
+        for client in self._clients:
+            try:
+                pages[client.url] = await client.get_text("/metrics")
+            except RequestFailed as error:
+                failure = error
+        if not pages and failure is not None:
+            raise failure
+        return pages
+
+    async def get_totals(self) -> Totals:
+        """The sum of all engines' metrics. Raises RequestFailed if none answers.
+
+        An engine that does not answer counts with its last counters, so that the sums never decrease.
+        """
+        pages = await self.get_pages()
+        totals: Totals = {}
+        for url in self.urls:
+            if url in pages:
+                self._last[url] = parse_totals(pages[url])
+            else:
+                last = self._last.get(url, {})
+                self._last[url] = {name: value for name, value in last.items() if is_counter(name)}
+            self._first.setdefault(url, self._last[url])
+            for name, value in self._last[url].items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+
+async def ask_engines(client: Client, given: Sequence[str] = ()) -> tuple[str, ...]:
+    """Like `find_engines`, for the bench's client."""
+    if given:
+        return tuple(map(get_base_url, given))
+    try:
+        return parse_engines(await client.get_text(LIST_PATH))
+    except RequestFailed:
+        return ()
+
+
+def _describe(url: str, first: Totals, last: Totals) -> dict[str, Any]:
+    growth = get_growth(first, last)
+    looked_up = growth.get("vllm:prefix_cache_queries_total")
+    hits = growth.get("vllm:prefix_cache_hits_total", 0.0)
+    return {
+        "name": url,
+        "turns": round(growth.get("vllm:request_success_total", 0.0)),
+        "computed_tokens": None if looked_up is None else round(looked_up - hits),
+        "output_tokens": round(growth.get("vllm:generation_tokens_total", 0.0)),
+        # Of an engine that does not answer, only its counters are kept.
+        "died": all(map(is_counter, last)),
+    }
