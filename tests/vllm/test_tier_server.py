@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not MODEL, reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it"),
 ]
 NUM_WORDS = 120
-CHUNK_BYTES = 1_000_000
+CHUNK_BYTES = 1_200_000
 """Less than a chunk of the model has, and more than the server's other files."""
 
 
@@ -47,9 +47,8 @@ def serve(folder: Path, name: str) -> Iterator[LocalServer]:
         *("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={folder / 'adapter'}"),
     )
     command[command.index(MODEL)] = str(folder / "model")
-    with run_server(
-        command, port, folder / f"{name}.log", env=ENV | {"VLLM_SERVER_DEV_MODE": "1"}
-    ) as running:
+    env = ENV | {"VLLM_SERVER_DEV_MODE": "1"}
+    with run_server(command, port, folder / f"{name}.log", env=env, limit_s=600) as running:
         yield running
 
 
@@ -147,11 +146,11 @@ def test_only_kv_of_the_same_weights_comes_back(tmp_path: Path) -> None:
         assert ask(server, "a") == (answers[0], 0)
         assert ask(server, "b") == (answers[1], 0)
         wait_for_files(tmp_path, 2 * num_tokens // BLOCK_SIZE)
-        # On a full disk the server goes on, and says so once.
+        # On a full disk the server goes on, and says so once a minute.
         limit_files(server, CHUNK_BYTES)
         assert all(len(ask(server, seed)[0]) > 0 for seed in "cdef")
         limited = (tmp_path / "second.log").read_text(errors="replace")
-        assert limited.count("disk tier: cannot write") == 1
+        assert 0 < limited.count("disk tier: cannot write") < 4
 
     change_weights(tmp_path / "model" / "model.safetensors")
     with serve(tmp_path, "third") as server:
