@@ -164,7 +164,7 @@ def test_a_hot_tenant_waits_behind_its_own_turns() -> None:
     dispatcher = make(router)
     for number in range(5):
         dispatcher.arrive(Arrival(f"hot{number}", f"h{number}", 10, tenant="hot"), 0.0)
-    dispatcher.arrive(Arrival("cold", "c", 10, tenant="cold"), 1.0)
+    dispatcher.arrive(Arrival("cold", "c", 10, tenant="zoe"), 1.0)
     router.holds = False
     order = [sending.turn_id for sending in dispatcher.tick(2.0)]
     assert order.index("cold") <= 1

@@ -85,7 +85,16 @@ def test_one_queue_and_all_kv_is_at_least_as_good_as_routing_blindly() -> None:
 
 @pytest.mark.parametrize("router", ["sticky-least-loaded", "tenuto", "cache-aware", "consistent-hash"])
 def test_faults_lose_no_turn_and_serve_none_twice(router: str) -> None:
-    faults = ("die:0@3", "drain:1@4", "join@4.5", "restart@5.3", "join:L40S@6", "die:1@7", "restart@8.1")
+    faults = (
+        "die:0@3",
+        "drain:1@4",
+        "join@4.5",
+        "restart@5.3",
+        "join:L40S@6",
+        "die:1@7",
+        "restart@8.1",
+        "die:3@9",
+    )
     outcome = simulate(router, LoadOptions(jps=14.0, window_s=4.0, seed=3), faults=faults)
     check_served_once(outcome)
     by_name = {engine["name"]: engine for engine in outcome.record["fleet"]["engines"]}
