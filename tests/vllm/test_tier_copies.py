@@ -402,6 +402,7 @@ def test_two_engines_and_two_ranks_share_no_files(tmp_path: Path, view: memoryvi
     tiers = [make_tier(tmp_path, view) for _ in range(2)]
     rank = DiskTier(None, view, "disk", str(tmp_path))
     rank.open("m", 1, ORIGIN)
+    assert len({tier.get_path(b"a") for tier in [*tiers, rank]}) == 3
     for number, tier in enumerate([*tiers, rank]):
         store(tier, bytes([number]))
         assert [has(tier, bytes([each])) for each in range(3)] == [each == number for each in range(3)]

@@ -253,9 +253,12 @@ def test_what_runs_during_a_reset_is_not_stored_afterwards() -> None:
     fill(engine, "b", is_done=False)
     assert count(engine) > 10
     assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+    # This one hits on the GPU what "b" computed before.
+    fill(engine, "b1", is_done=False)
+    assert engine.hits["b1"][0] > 0
     engine.drain()
     assert count(engine) == 0
-    # What "b" computed is hit on the GPU, where vLLM left it, and not stored; then the GPU is reset too.
+    # When no request has a block, the GPU is reset too, and all is as before.
     fill(engine, "c")
     fill(engine, "b2")
     assert count(engine) == 2 * (179 // 16)
