@@ -9,18 +9,19 @@ from dataclasses import asdict
 import pytest
 
 from tenuto.core.policy_loader import get_engine_settings, load_policy
+from tenuto.records.metrics import make_record
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
-from tenuto.sim.result import RunInfo, make_record
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import load_workload
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 from tenuto.workload.turn_driver import USER_GAP_S
 from tests.support.processes import run_under_hash_seeds
+from tests.support.records import RUN_FACTS
 
 
 class OneSecondSteps:
@@ -149,8 +150,7 @@ def test_the_record_of_a_run() -> None:
         return TurnRecord(job=job, turn=number, **times, **counts, recomputed_tokens=16, preemptions=1)
 
     turns = [turn("a", 1, 0.0, 1.0, 2.0), turn("b", 1, 1.0, 2.0, 3.0), turn("a", 2, 2.5, 3.0, 6.0)]
-    run = RunInfo(policy="p", gpu="g", model="m", workload="w", jps=1.0, seed=7, wall_s=0.1)
-    record = make_record(turns, run, isolated_s={"a": 3.0, "b": 2.0}).to_json()
+    record = make_record(turns, isolated_s={"a": 3.0, "b": 2.0}, **RUN_FACTS).to_json()
     # Job a lasts 0 to 6 s, job b 1 to 3 s: mean 4. First tokens came after 1, 1 and 0.5 s.
     assert (record["jobs"], record["job_s"]["mean"], record["job_times_s"]) == (2, 4.0, {"a": 6.0, "b": 2.0})
     assert (record["slowdown"]["mean"], record["slowdown"]["max"]) == (1.5, 2.0)

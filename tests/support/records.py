@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
+
+from tenuto.records.codec import COUNT, SECONDS, Range
 
 TEXT = st.one_of(
     st.sampled_from(["a", "b", "stock", "<b>&\"'", "_x", "$\\frac$", "é\n"]),
@@ -22,14 +24,34 @@ JSON = st.recursive(
 )
 
 
-def values_of(kind: Any) -> st.SearchStrategy[Any]:
+RUN_FACTS: dict[str, Any] = {
+    "policy": "p",
+    "gpu": "g",
+    "model": "m",
+    "workload": "w",
+    "jps": 1.0,
+    "seed": 7,
+    "simulated": True,
+    "loaded_tokens": 0,
+    "stored_tokens": 0,
+    "block_size": 16,
+    "config": {},
+    "wall_s": 0.1,
+}
+"""What no turn knows of a run, for `make_record`."""
+
+
+def values_of(kind: Any, bounds: Range | None = None) -> st.SearchStrategy[Any]:
     """JSON values of a type: what a writer may write for it."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
         return JSON
+    if origin is Annotated:
+        return values_of(args[0], next((each for each in args[1:] if isinstance(each, Range)), bounds))
     if origin in (Union, UnionType):
         # None first: hypothesis shrinks to it.
-        return st.one_of(*(values_of(each) for each in sorted(args, key=lambda each: each is not NoneType)))
+        kinds = sorted(args, key=lambda each: each is not NoneType)
+        return st.one_of(*(values_of(each, bounds) for each in kinds))
     if origin is Literal:
         return st.sampled_from(args)
     if origin is tuple:
@@ -38,14 +60,14 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(values_of(args[0]), values_of(args[1]), max_size=4)
     if dataclasses.is_dataclass(kind):
         return objects_of(kind)
-    simple: dict[Any, st.SearchStrategy[Any]] = {
-        NoneType: st.none(),
-        bool: st.booleans(),
-        str: TEXT,
-        int: st.sampled_from([0, 1, 2, 16, 2**24]) | st.integers(0, 2**24),
-        float: st.sampled_from(NUMBERS) | st.floats(0.1, 100) | st.floats(0, 1e9),
-    }
-    return simple[kind]
+    if kind is int:
+        low, high = int((bounds or COUNT).low), int((bounds or COUNT).high)
+        few = st.sampled_from([low, low + 1, high]) | st.integers(low, min(high, 1000))
+        return few | st.integers(low, high)
+    if kind is float:
+        least, most = (bounds or SECONDS).low, (bounds or SECONDS).high
+        return st.sampled_from([*NUMBERS, most]) | st.floats(0.1, 100) | st.floats(least, most)
+    return {NoneType: st.none(), bool: st.booleans(), str: TEXT}[kind]
 
 
 def objects_of(cls: Any) -> st.SearchStrategy[dict[str, Any]]:

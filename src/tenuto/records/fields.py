@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 from tenuto.core.errors import DataError
@@ -33,21 +33,13 @@ class Fields:
     missing, null or NaN: `fields.optional(fields.number, "jps")`.
     """
 
-    __slots__ = ("_path", "_written_as", "place", "values")
+    __slots__ = ("_path", "place", "values")
 
-    def __init__(
-        self,
-        place: str,
-        values: dict[str, object],
-        path: str = "",
-        written_as: Mapping[str, str] | None = None,
-    ) -> None:
-        """`written_as`: the names of fields in the file, if `values` holds them under different names."""
+    def __init__(self, place: str, values: dict[str, object], path: str = "") -> None:
         self.place = place
         """The file, with the line or index if there is one."""
         self.values = values
         self._path = path
-        self._written_as = written_as or {}
 
     @property
     def file(self) -> str:
@@ -56,12 +48,7 @@ class Fields:
 
     def error(self, field: str, problem: str) -> DataError:
         """Make the error to raise about a field."""
-        return DataError(f"{self.place}: {self._path}{self._written_as.get(field, field)}: {problem}")
-
-    def rename(self, names: Mapping[str, str]) -> Fields:
-        """Return the same fields under new names. The keys are the old names; errors show the old names."""
-        values = {names.get(name, name): value for name, value in self.values.items()}
-        return Fields(self.place, values, self._path, {new: old for old, new in names.items()})
+        return DataError(f"{self.place}: {self._path}{field}: {problem}")
 
     def __contains__(self, field: str) -> bool:
         """Whether a field exists and is neither null, NaN nor infinite."""
@@ -77,6 +64,13 @@ class Fields:
         value = self._get(field)
         if not isinstance(value, str) or not value:
             raise self.error(field, f"must be a string that is not empty, got {show(value)}")
+        return value
+
+    def string(self, field: str) -> str:
+        """Read a string, which may be empty."""
+        value = self._get(field)
+        if not isinstance(value, str):
+            raise self.error(field, f"must be a string, got {show(value)}")
         return value
 
     def flag(self, field: str) -> bool:
@@ -139,17 +133,18 @@ class Fields:
         """Read an object; an empty one if the field is missing or null."""
         return self.optional(self.part, field) or Fields(self.place, {}, f"{self._path}{field}.")
 
-    def records(self, field: str) -> list[Fields]:
-        """Read a list of objects."""
+    def items(self, field: str) -> Fields:
+        """Read a list. Its items are fields of what is returned: `FIELD[0]`, `FIELD[1]` and so on."""
         value = self._get(field)
         if not isinstance(value, list):
-            raise self.error(field, f"must be a list of objects, got {show(value)}")
-        found = []
-        for index, each in enumerate(value):
-            if not isinstance(each, dict):
-                raise self.error(f"{field}[{index}]", f"must be an object, got {show(each)}")
-            found.append(Fields(self.place, each, f"{self._path}{field}[{index}]."))
-        return found
+            raise self.error(field, f"must be a list, got {show(value)}")
+        named = {f"{field}[{number}]": each for number, each in enumerate(value)}
+        return Fields(self.place, named, self._path)
+
+    def records(self, field: str) -> list[Fields]:
+        """Read a list of objects."""
+        items = self.items(field)
+        return [items.part(each) for each in items.values]
 
     def _get(self, field: str) -> object:
         if field not in self.values:

@@ -10,10 +10,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_reusable_tokens
-from tenuto.records.schema import Stats, TurnMeans, TurnRecord
+from tenuto.records.goodput import measure_goodput
+from tenuto.records.schema import RunRecord, Stats, TurnCounts, TurnMeans, TurnRecord
 
 _AT_ONCE = 0.01
 """Jobs that arrive within this share of a run came at once: no rate of theirs could have gone on."""
@@ -24,6 +25,47 @@ class Rates(NamedTuple):
 
     offered_jps: float | None
     finished_jps: float | None
+
+
+def make_record(
+    turns: Sequence[TurnRecord],
+    /,
+    *,
+    num_turns: Mapping[str, int] | None = None,
+    parents: Mapping[str, str | None] | None = None,
+    isolated_s: Mapping[str, float] | None = None,
+    goodput_limits_ms: Mapping[str, float] | None = None,
+    **facts: Any,
+) -> RunRecord:
+    """Make the record of a run, of a simulated one as of a measured one.
+
+    `num_turns`, `parents`: as in `get_job_times_s`. `isolated_s`: by job, what it would take alone. `facts`:
+    fields of `RunRecord` that no turn knows, or that somebody else knows better than the turns.
+    """
+    done = get_ok(turns)
+    times_s = get_job_times_s(turns, num_turns, parents)
+    rates, makespan_s = get_job_rates(turns, times_s), get_makespan_s(turns)
+    measured: dict[str, Any] = {
+        "jobs": len(times_s),
+        "jobs_planned": len(times_s),
+        "turns": TurnCounts(planned=len(turns), ok=len(done)),
+        "job_s": summarise(times_s.values()),
+        "slowdown": get_slowdown(times_s, isolated_s or {}),
+        "plain_ttft_s": summarise(turn.ttft_s for turn in get_plain_turns(done)),
+        "by_turn": get_turn_means(done),
+        "prompt_tokens": add_up(turn.prompt_tokens for turn in done) or 0,
+        "reused_tokens": count_reused_tokens(done),
+        "makespan_s": makespan_s,
+        "offered_jps": rates.offered_jps,
+        "finished_jps": rates.finished_jps,
+        "goodput": measure_goodput(turns, goodput_limits_ms or {}, makespan_s),
+        "job_times_s": times_s,
+    }
+    for name in ("latency_s", "queue_s", "ttft_s", "tpot_s"):
+        measured[name] = summarise(getattr(turn, name) for turn in done)
+    for name in ("output_tokens", "hit_tokens", "reusable_tokens", "recomputed_tokens", "preemptions"):
+        measured[name] = add_up(getattr(turn, name) for turn in done)
+    return RunRecord(**(measured | facts))
 
 
 def get_percentile(values: Iterable[float], percent: float) -> float:

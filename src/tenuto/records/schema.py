@@ -13,19 +13,22 @@ docs/glossary.md defines each number; `tenuto.records.metrics` computes it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from tenuto.records import codec
+from tenuto.records.codec import LeftOut, Range
+from tenuto.records.fields import MAX_TOKENS
 
 SCHEMA = 2
-"""Files of Tenuto 0.1 have no `schema`; `tenuto.records.legacy` reads them."""
 
 RUN, TURN, SAMPLE = "run", "turn", "sample"
 """Values of `kind`."""
 
 Status = Literal["ok", "failed", "cancelled"]
-STATUSES: tuple[Status, ...] = get_args(Status)
+Tokens = Annotated[int, Range(0, MAX_TOKENS)]
+"""Of one turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,8 @@ class Stats:
     p95: float
     p99: float
     max: float
-    min: float = math.nan
-    """Not a number if an older version wrote the record."""
+    min: float | None = None
+    """None in records that do not keep it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class TurnRecord:
     """
 
     job: str
-    turn: int
+    turn: Annotated[int, Range(1, MAX_TOKENS)]
     """The turn's number in its job, counted from 1."""
     status: Status = "ok"
     due_s: float
@@ -84,27 +87,27 @@ class TurnRecord:
     """When its first step was scheduled. Only the engine knows this time."""
     first_token_s: float | None = None
     last_token_s: float | None = None
-    prompt_tokens: int | None = None
+    prompt_tokens: Tokens | None = None
     """Prompt tokens as counted by the engine."""
-    output_tokens: int | None = None
-    planned_prompt_tokens: int | None = None
+    output_tokens: Tokens | None = None
+    planned_prompt_tokens: Tokens | None = None
     """Prompt tokens that the workload plans."""
-    planned_output_tokens: int | None = None
-    hit_tokens: int | None = None
+    planned_output_tokens: Tokens | None = None
+    hit_tokens: Tokens | None = None
     """Prompt tokens not computed when the turn first started: they were found in the KV cache or loaded."""
-    loaded_tokens: int | None = None
+    loaded_tokens: Tokens | None = None
     """The part of `hit_tokens` that was loaded from a tier below the GPU."""
-    reusable_tokens: int | None = None
+    reusable_tokens: Tokens | None = None
     """Prompt tokens that would be hit if the cache held the job's whole previous turn. Full blocks only."""
-    recomputed_tokens: int | None = None
+    recomputed_tokens: Tokens | None = None
     """Tokens that were computed again because of a miss or a preemption."""
-    preemptions: int | None = None
+    preemptions: Tokens | None = None
     tool: str | None = None
     """Name of the tool that the output calls."""
     tool_s: float | None = None
     """Planned duration of the tool call."""
-    engine: str | None = None
-    """The engine of a fleet that answered it. Left out where there is one engine."""
+    engine: Annotated[str | None, LeftOut] = None
+    """The engine of a fleet that answered it. None where there is one engine."""
     failures: tuple[Failure, ...] = ()
     """Failed attempts in order; all except the last one were retried."""
     complaints: tuple[str, ...] = ()
@@ -144,10 +147,7 @@ class TurnRecord:
         derived = {
             name: getattr(self, name) for name in ("lag_s", "queue_s", "ttft_s", "latency_s", "tpot_s")
         }
-        whole = {"kind": TURN, "schema": SCHEMA, **asdict(self), **derived}
-        if self.engine is None:
-            del whole["engine"]
-        return whole
+        return {"kind": TURN, "schema": SCHEMA, **codec.write(self), **derived}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,25 +170,25 @@ class Sample:
 
     def to_json(self) -> dict[str, Any]:
         """Return one line of occupancy.jsonl."""
-        return {"kind": SAMPLE, "schema": SCHEMA, **asdict(self)}
+        return {"kind": SAMPLE, "schema": SCHEMA, **codec.write(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class TurnMeans:
     """Means over the turns of all jobs that have the same turn number."""
 
-    turns: int
+    turns: int = 0
     """Number of turns in the means."""
-    latency_s: float | None
-    prompt_tokens: float | None
+    latency_s: float | None = None
+    prompt_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnCounts:
     """Counts of a run's turns by how they ended."""
 
-    planned: int
-    ok: int
+    planned: int = 0
+    ok: int = 0
     ok_after_retries: int = 0
     """Also counted in `ok`."""
     failed: int = 0
@@ -201,24 +201,27 @@ class TurnCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run: its inputs and its results. Token counts are sums over its `ok` turns."""
+    """One run: its inputs and its results. Token counts are sums over its `ok` turns.
+
+    Records that others write may lack any of it: what has no default is None then.
+    """
 
     # Inputs.
     policy: str | None
     gpu: str | None
-    model: str
-    workload: str
+    model: str = "unnamed model"
+    workload: str = "unnamed workload"
     jps: float | None
     """Arrival rate in jobs per second. None for recorded arrivals, and for users who run jobs one at a
     time."""
     seed: int | None
-    simulated: bool
+    simulated: bool | None
 
     # Results.
-    jobs: int
+    jobs: int | None
     """Number of finished jobs, without jobs that another job started."""
-    jobs_planned: int
-    turns: TurnCounts
+    jobs_planned: int | None
+    turns: TurnCounts = TurnCounts()
     job_s: Stats | None
     """Job times in seconds. Like all statistics here, None if there is no value."""
     slowdown: Stats | None = None
@@ -231,9 +234,9 @@ class RunRecord:
     tpot_s: Stats | None
     itl_s: Stats | None = None
     """Gaps between the output tokens of an answer, over all answers."""
-    by_turn: Mapping[str, TurnMeans]
+    by_turn: Mapping[str, TurnMeans] = field(default_factory=dict)
     """Means by turn number: `{"1": …, "2": …}`."""
-    prompt_tokens: int
+    prompt_tokens: int | None
     output_tokens: int | None
     hit_tokens: int | None
     reusable_tokens: int | None
@@ -251,7 +254,7 @@ class RunRecord:
     finished_jps: float | None = None
     """Rate at which jobs finished, per second, over the middle 90 % of their ends."""
     goodput: Goodput | None = None
-    job_times_s: Mapping[str, float]
+    job_times_s: Mapping[str, float] = field(default_factory=dict)
     """Time of each finished job by id, in order of arrival."""
     policy_faults: int | None = None
     """Number of policy hook calls that raised or gave an invalid answer. The engine's default was used
@@ -262,19 +265,19 @@ class RunRecord:
     """Tokens per KV block."""
     notes: tuple[str, ...] = ()
     """Notes about the machine that a reader must know."""
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
     """The options that define the run. Options with default values are left out."""
     step_cost: str | None = None
     """Source of a simulation's step times."""
     step_tokens: str | None = None
     """The most tokens of a simulation's steps: a number, or adaptive. None is the engine's own budget."""
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    wall_s: float
+    wall_s: float | None
     """Real seconds that the run took. It differs when the run is repeated."""
     client: Mapping[str, Any] | None = None
     """Data that only a bench records: see docs/bench.md."""
-    fleet: Mapping[str, Any] | None = None
-    """What a router did with several engines: see docs/fleet.md. Left out where there is one engine."""
+    fleet: Annotated[Mapping[str, Any] | None, LeftOut] = None
+    """What a router did with several engines: see docs/fleet.md. None where there is one engine."""
 
     def get_turn_latencies(self) -> dict[int, float]:
         """Return the mean latency in seconds by turn number, from 1, without unknown values."""
@@ -283,16 +286,12 @@ class RunRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of result.json, which is also a line of results.jsonl."""
-        whole = {"kind": RUN, "schema": SCHEMA, **asdict(self), "notes": list(self.notes)}
-        if self.fleet is None:
-            del whole["fleet"]
-        return whole
+        return {"kind": RUN, "schema": SCHEMA, **codec.write(self)}
 
 
 def get_stat(stats: Stats | None, name: str) -> float | None:
-    """Return one of the statistics; None if the file does not have it."""
-    value = math.nan if stats is None else getattr(stats, name)
-    return None if math.isnan(value) else value
+    """Return one of the statistics; None without statistics."""
+    return None if stats is None else getattr(stats, name)
 
 
 def _get_difference(end_s: float | None, start_s: float | None) -> float | None:

@@ -18,7 +18,6 @@ from typing import Any
 from tenuto.core.errors import DataError
 from tenuto.core.reuse import count_missed_tokens
 from tenuto.records.fields import Fields
-from tenuto.records.legacy import name_policy
 from tenuto.records.run_data import LeaseRecord, RunData
 from tenuto.records.schema import TurnRecord
 from tenuto.records.trace import SCHEMA
@@ -133,7 +132,7 @@ class _TraceReader:
         if schema != SCHEMA:
             raise record.error("schema", f"this Tenuto reads {SCHEMA}, got {schema}")
         if "policy" in record:
-            self.data.policy = name_policy(record.text("policy"))
+            self.data.policy = record.text("policy")
         before, self.part = self.part, read_part(record)
         if self.part.follows(before):
             return
@@ -239,8 +238,7 @@ class _TraceReader:
         if lease is None:
             return
         lease.ended_s = record.number("now_s")
-        # Tenuto 0.1 called this field `why`.
-        lease.reason = record.text("reason" if "reason" in record else "why")
+        lease.reason = record.text("reason")
         lease.num_blocks_left = record.integer("num_blocks")
         if "taken_by" in record:
             self._take(record, lease)

@@ -17,7 +17,6 @@ from tenuto.core.policy_loader import load_policy
 from tenuto.records.fields import Fields, show
 from tenuto.records.files import stream_objects
 from tenuto.records.kinds import TRACE, UNKNOWN, identify, make_error
-from tenuto.records.legacy import name_policy
 from tenuto.records.trace import SCHEMA
 from tenuto.records.trace_parts import Part, read_part
 
@@ -113,7 +112,7 @@ def _start_run(
             "schema", f"must be {SCHEMA}, got {record.values.get('schema')!r}: another version's"
         )
     said_name = record.optional(record.text, "policy") or ""
-    name = policy or name_policy(said_name)
+    name = policy or said_name
     if not name:
         raise record.error("policy", "the trace does not name its policy; say --policy and --option")
     # For a policy from outside, naming it as the trace does only allows it.

@@ -16,7 +16,8 @@ from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.version import __version__
 from tenuto.records.config import get_config
 from tenuto.records.goodput import parse_limits
-from tenuto.records.schema import Sample, TurnRecord
+from tenuto.records.metrics import make_record
+from tenuto.records.schema import Sample, TurnCounts, TurnRecord
 from tenuto.records.trace import TraceWriter
 from tenuto.records.writer import RunFiles
 from tenuto.sim.cost import StepBatch, StepCost
@@ -26,7 +27,6 @@ from tenuto.sim.fleet.build import add_fleet, build_servers, name_gpus
 from tenuto.sim.fleet.front import FleetFront
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import Machine, build
-from tenuto.sim.result import RunInfo, make_record
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation, Watch
 from tenuto.sim.step_trace import StepTracer
@@ -94,7 +94,13 @@ def run(
     wall_s = time.perf_counter() - started_s
     schedulers = simulation.schedulers
     offloaders = [each.offloader for each in schedulers if each.offloader is not None]
-    info = RunInfo(
+    record = make_record(
+        turns,
+        parents={job.job_id: job.parent for job in workload.jobs},
+        isolated_s=_get_isolated_s(workload.jobs, machine),
+        goodput_limits_ms=parse_limits(load.goodput),
+        turns=TurnCounts(planned=len(turns), ok=len(turns), refused=prepared.num_cut),
+        simulated=True,
         policy=(extras.label or setup.policy) + _name_router(setup),
         gpu=name_gpus(setup, machine.gpu.name),
         model=machine.model.name,
@@ -108,16 +114,12 @@ def run(
         loaded_tokens=sum(each.num_loaded_tokens for each in offloaders),
         stored_tokens=sum(each.num_stored_tokens for each in offloaders),
         policy_faults=sum(each.driver.num_policy_faults for each in schedulers),
-        turns_refused=prepared.num_cut,
         step_cost=machine.step_cost_name,
         step_tokens=None if machine.config.step_tokens is None else str(machine.config.step_tokens),
         itl_s=simulation.gaps.summarise(),
-        goodput_limits_ms=parse_limits(load.goodput),
         notes=tuple(machine.notes),
         fleet=prepared.fleet.summarise() if prepared.fleet is not None else None,
     )
-    parents = {job.job_id: job.parent for job in workload.jobs}
-    record = make_record(turns, info, parents, _get_isolated_s(workload.jobs, machine))
     return Outcome(record.to_json(), turns, workload, machine)
 
 

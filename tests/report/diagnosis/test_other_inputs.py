@@ -20,9 +20,14 @@ from tests.report.diagnosis.conftest import TraceFile
 
 def make_turn(number: int, at_s: float, **facts: Any) -> dict[str, Any]:
     """Turn N has a prompt of 100·N tokens, an answer of 50 and takes two seconds."""
-    times = {"intended_s": at_s, "sent_s": at_s, "first_token_s": at_s + 1, "last_token_s": at_s + 2}
-    tokens = {"prompt_tokens": 100 * number, "output_tokens": 50, "cached_tokens": 0}
+    times = {"due_s": at_s, "sent_s": at_s, "first_token_s": at_s + 1, "last_token_s": at_s + 2}
+    tokens = {"prompt_tokens": 100 * number, "output_tokens": 50, "hit_tokens": 0}
     return {"job": "a", "turn": number, "status": "ok", **times, **tokens, **facts}
+
+
+def make_sample(now_s: float, num_free: int) -> dict[str, Any]:
+    used = {"num_blocks": 10, "running_blocks": 0, "leased_blocks": 0, "cached_blocks": None}
+    return {"kind": "sample", "schema": 2, "now_s": now_s, **used, "free_blocks": num_free}
 
 
 def write_lines(path: Path, *records: dict[str, Any]) -> Path:
@@ -34,7 +39,7 @@ def write_lines(path: Path, *records: dict[str, Any]) -> Path:
 
 
 def test_turns_in_any_order(tmp_path: Path) -> None:
-    turns = [make_turn(2, 5.0, cached_tokens=64, start_s=5.5, preemptions=2), make_turn(1, 0.0)]
+    turns = [make_turn(2, 5.0, hit_tokens=64, start_s=5.5, preemptions=2), make_turn(1, 0.0)]
     report = analyze(write_lines(tmp_path / "turns.jsonl", *turns), jobs=["a"])
     assert report["kind"] == "turns"
     assert report["job_s"]["mean"] == 7.0
@@ -48,8 +53,8 @@ def test_turns_in_any_order(tmp_path: Path) -> None:
 
 def test_turns_that_failed_or_tell_nothing_of_the_cache(tmp_path: Path) -> None:
     failed = make_turn(2, 5.0, status="failed", last_token_s=None, first_token_s=None, prompt_tokens=None,
-                       planned_prompt_tokens=200, output_tokens=None, cached_tokens=None)  # fmt: skip
-    first = make_turn(1, 0.0, cached_tokens=None)
+                       planned_prompt_tokens=200, output_tokens=None, hit_tokens=None)  # fmt: skip
+    first = make_turn(1, 0.0, hit_tokens=None)
     report = analyze(write_lines(tmp_path / "turns.jsonl", first, failed))
     assert report["jobs"] == {"total": 1, "finished": 0, "aborted": 1, "unfinished": 0}
     assert report["tokens"]["hit_ratio"] is None
@@ -58,7 +63,7 @@ def test_turns_that_failed_or_tell_nothing_of_the_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("status", "fine"), ("turn", 0), ("intended_s", "x"), ("cached_tokens", -1), ("job", 1)],
+    [("status", "fine"), ("turn", 0), ("due_s", "x"), ("hit_tokens", -1), ("job", 1)],
 )
 def test_a_malformed_turn(tmp_path: Path, field: str, value: object) -> None:
     path = write_lines(tmp_path / "turns.jsonl", make_turn(1, 0.0), make_turn(2, 5.0, **{field: value}))
@@ -68,9 +73,9 @@ def test_a_malformed_turn(tmp_path: Path, field: str, value: object) -> None:
 
 def test_a_folder_adds_what_was_run(tmp_path: Path) -> None:
     write_lines(tmp_path / "turns.jsonl", make_turn(1, 0.0), make_turn(2, 5.0))
-    result = {**make_result(3, {"1": 1.0}), "client": {"block_size": 32, "turns": {"ok": 2}}}
+    result = make_result(3, {"1": 1.0}, block_size=32, turns={"planned": 2, "ok": 2})
     (tmp_path / "result.json").write_text(json.dumps(result, indent=1))
-    write_lines(tmp_path / "occupancy.jsonl", {"now_s": 0, "free": 7}, {"now_s": 1, "free": 9})
+    write_lines(tmp_path / "occupancy.jsonl", make_sample(0, 7), make_sample(1, 9))
     report = analyze(tmp_path)
     assert report["labels"]["policy"] == "stock"
     assert report["block_size"] == 32
@@ -81,15 +86,19 @@ def test_a_folder_adds_what_was_run(tmp_path: Path) -> None:
 # Result records.
 
 
-def make_result(jps: float | None, latency_ms: dict[str, float], **facts: Any) -> dict[str, Any]:
+def make_result(
+    jps: float | None, latency_s: dict[str, float], *, mean_s: float = 20.0, **facts: Any
+) -> dict[str, Any]:
+    by_turn = {number: {"latency_s": latency} for number, latency in latency_s.items()}
+    job_s = {"mean": mean_s, "p50": 20.0, "p90": 25.0, "p95": 30.0, "p99": 40.0, "max": 50.0}
     return {
-        "policy": "stock", "gpu": "H200", "model": "m", "workload": "ab8", "jps": jps, "seed": 1, "jobs": 10,
-        "avg_duration_s": 20.0, "p95_duration_s": 30.0, "per_turn_avg_latency_ms": latency_ms,
+        "kind": "run", "schema": 2, "policy": "stock", "gpu": "H200", "model": "m", "workload": "ab8",
+        "jps": jps, "seed": 1, "jobs": 10, "job_s": job_s, "by_turn": by_turn,
         "prompt_tokens": 1000, "hit_tokens": 200, "recomputed_tokens": 600, "preemptions": 0, **facts,
     }  # fmt: skip
 
 
-GROWING = {"1": 6804.0, "2": 9000.0, "8": 30812.0}
+GROWING = {"1": 6.804, "2": 9.0, "8": 30.812}
 
 
 def get_modes(cell: dict[str, Any]) -> list[str]:
@@ -97,14 +106,14 @@ def get_modes(cell: dict[str, Any]) -> list[str]:
 
 
 def test_a_sweep_has_a_diagnosis_per_cell(tmp_path: Path) -> None:
-    healthy = make_result(1, {"1": 1000.0, "2": 2000.0, "8": 2400.0})
-    moving = {"policy": "offload-sync", "tokens_loaded": 5, "tokens_stored": 10**12}
+    healthy = make_result(1, {"1": 1.0, "2": 2.0, "8": 2.4})
+    moving = {"policy": "offload-sync", "loaded_tokens": 5, "stored_tokens": 10**12}
     path = write_lines(
         tmp_path / "results.jsonl",
         make_result(6, GROWING),
         healthy,
         {**healthy, **moving},
-        make_result(15, {"1": 12000.0, "2": 20000.0, "8": 60000.0}, **moving),
+        make_result(15, {"1": 12.0, "2": 20.0, "8": 60.0}, **moving),
         make_result(6, GROWING, preemptions=50),
     )
     cells = analyze(path)["records"]
@@ -121,8 +130,8 @@ def test_a_sweep_has_a_diagnosis_per_cell(tmp_path: Path) -> None:
 
 
 def test_an_explosion_is_set_against_stock_at_the_same_load(tmp_path: Path) -> None:
-    exploding = make_result(6, {"1": 9000.0, "2": 20000.0, "8": 800.0}, policy="p", avg_duration_s=41.0)
-    others = make_result(6, GROWING, avg_duration_s=190.0), make_result(3, GROWING, avg_duration_s=28.0)
+    exploding = make_result(6, {"1": 9.0, "2": 20.0, "8": 0.8}, policy="p", mean_s=41.0)
+    others = make_result(6, GROWING, mean_s=190.0), make_result(3, GROWING, mean_s=28.0)
     cells = analyze(write_lines(tmp_path / "results.jsonl", exploding, *others))["records"]
     assert get_modes(cells[0]) == ["turn-2 explosion"]
     assert "jobs take 41.0 s, with stock 190.0 s at this load" in cells[0]["diagnosis"][0]["seen"]
@@ -158,8 +167,8 @@ def test_a_sweeps_table_is_in_order_and_says_once_what_a_diagnosis_means(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"per_turn_avg_latency_ms": {}, "jps": 1' + "0" * 400 + "}", ":1: jps: must be a number"),
-        ('{"per_turn_avg_latency_ms": ' + "[" * 100_000, ":1: not valid JSON"),
+        ('{"job_s": null, "jps": 1' + "0" * 400 + "}", ":1: jps: must be a number"),
+        ('{"by_turn": ' + "[" * 100_000, ":1: not valid JSON"),
     ],
 )
 def test_a_hostile_result(tmp_path: Path, text: str, said: str) -> None:
@@ -175,10 +184,11 @@ def test_one_result_over_many_lines(tmp_path: Path) -> None:
     assert [get_modes(cell) for cell in analyze(path)["records"]] == [["linear growth"]]
 
 
-@pytest.mark.parametrize("latencies", [{"0": 1.0}, {"first": 1.0}, {"1": "x"}, {"1": -1}, [1]])
-def test_a_malformed_result(tmp_path: Path, latencies: Any) -> None:
-    path = write_lines(tmp_path / "r.jsonl", make_result(1, GROWING), make_result(1, latencies))
-    with pytest.raises(DataError, match=r"r\.jsonl:2: per_turn_avg_latency_ms"):
+@pytest.mark.parametrize("by_turn", [{"0": {}}, {"first": {}}, {"1": "x"}, {"1": {"latency_s": -1}}, [1]])
+def test_a_malformed_result(tmp_path: Path, by_turn: Any) -> None:
+    wrong = {**make_result(1, GROWING), "by_turn": by_turn}
+    path = write_lines(tmp_path / "r.jsonl", make_result(1, GROWING), wrong)
+    with pytest.raises(DataError, match=r"r\.jsonl:2: by_turn"):
         analyze(path)
 
 

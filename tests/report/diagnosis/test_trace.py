@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tenuto.core.policy_loader import describe_policy, load_policy
+from tenuto.records.metrics import make_record
 from tenuto.records.trace import TraceWriter
 from tenuto.report.diagnosis.run import analyze
 from tenuto.report.diagnosis.text import format_report
@@ -19,10 +20,10 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.hardware.models import load_model
 from tenuto.sim.kv.config import KvConfig
-from tenuto.sim.result import RunInfo, make_record
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import Workload, load_workload
 from tests.report.diagnosis.conftest import HEADER, TraceFile
+from tests.support.records import RUN_FACTS
 
 
 def get_second_turn(report: dict[str, Any]) -> dict[str, Any]:
@@ -258,8 +259,7 @@ def test_a_simulation_and_its_trace_say_the_same(tmp_path: Path, policy: str, *,
         turns = Simulation.of_one(
             Scheduler(config, load_policy(policy), log=trace.write), cost, Clients(jobs)
         ).run()
-    run = RunInfo(policy=policy, gpu="H200", model="m", workload="ab8", jps=6, seed=42, wall_s=0)
-    record = make_record(turns, run).to_json()
+    record = make_record(turns, **RUN_FACTS).to_json()
     report = analyze(tmp_path / "trace.jsonl")
     assert report["job_s"]["mean"] == pytest.approx(record["job_s"]["mean"])
     assert report["job_s"]["p95"] == pytest.approx(record["job_s"]["p95"])

@@ -22,7 +22,6 @@ from tenuto.client.servers.metrics import Totals
 from tenuto.core.reuse import count_missed_tokens
 from tenuto.core.version import __version__
 from tenuto.records import metrics as records
-from tenuto.records.goodput import measure_goodput
 from tenuto.records.metrics import get_percentile
 from tenuto.records.schema import Failure, RunRecord, Stats, Status, TurnCounts, TurnRecord
 from tenuto.records.text import format_run, format_stats
@@ -351,11 +350,15 @@ class Labels:
 
 def make_result(outcome: Outcome, labels: Labels) -> RunRecord:
     """Make the record. Metrics that only a client knows are under `client`."""
-    done = outcome.done
-    times_s = records.get_job_times_s(outcome.records, outcome.num_turns, outcome.parents)
-    rates = records.get_job_rates(outcome.records, times_s)
-    makespan_s = records.get_makespan_s(outcome.records)
-    return RunRecord(
+    turns = [
+        replace(turn, prompt_tokens=get_prompt_tokens(outcome, turn)) if turn.status == "ok" else turn
+        for turn in outcome.records
+    ]
+    return records.make_record(
+        turns,
+        num_turns=outcome.num_turns,
+        parents=outcome.parents,
+        goodput_limits_ms=labels.goodput_limits_ms,
         policy=labels.policy,
         gpu=labels.gpu,
         model=labels.model,
@@ -363,32 +366,15 @@ def make_result(outcome: Outcome, labels: Labels) -> RunRecord:
         jps=labels.jps,
         seed=labels.seed,
         simulated=False,
-        jobs=len(times_s),
         jobs_planned=sum(parent is None for parent in outcome.parents.values()),
         turns=count_turns(outcome),
-        job_s=records.summarise(times_s.values()),
-        latency_s=records.summarise(turn.latency_s for turn in done),
-        ttft_s=records.summarise(turn.ttft_s for turn in done),
-        plain_ttft_s=records.summarise(turn.ttft_s for turn in records.get_plain_turns(done)),
-        tpot_s=records.summarise(turn.tpot_s for turn in done),
         itl_s=outcome.itl_s,
-        by_turn=records.get_turn_means(
-            replace(turn, prompt_tokens=get_prompt_tokens(outcome, turn)) for turn in done
-        ),
-        prompt_tokens=sum(get_prompt_tokens(outcome, turn) for turn in done),
-        output_tokens=sum(turn.output_tokens or 0 for turn in done),
+        output_tokens=sum(turn.output_tokens or 0 for turn in outcome.done),
         hit_tokens=get_hit_tokens(outcome),
-        reusable_tokens=records.add_up(turn.reusable_tokens for turn in done),
-        reused_tokens=records.count_reused_tokens(done),
         recomputed_tokens=get_recomputed_tokens(outcome),
         loaded_tokens=get_loaded_tokens(outcome),
         stored_tokens=None,
         preemptions=get_preemptions(outcome),
-        makespan_s=makespan_s,
-        offered_jps=rates.offered_jps,
-        finished_jps=rates.finished_jps,
-        goodput=measure_goodput(outcome.records, labels.goodput_limits_ms, makespan_s),
-        job_times_s=times_s,
         policy_faults=get_policy_faults(outcome),
         block_size=outcome.block_size,
         notes=get_notes(outcome),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tenuto.core.messages import clean
+from tenuto.records.metrics import summarise
 from tenuto.records.schema import RunRecord, get_stat
 from tenuto.records.text import is_overloaded
 
@@ -121,7 +122,7 @@ class Run:
 
 def make_run(record: RunRecord, place: str, ab: AbRun | None = None) -> Run:
     """A result record as the report shows it."""
-    job_s = record.job_s
+    job_s = record.job_s or summarise(record.job_times_s.values())
     setting = Setting(
         clean(record.workload),
         clean(record.model),

@@ -15,8 +15,6 @@ from tenuto.core.errors import ConfigError, DataError
 from tenuto.records.config import get_config
 from tenuto.records.fields import Fields
 from tenuto.records.files import read_objects
-from tenuto.records.kinds import RUN, identify_object
-from tenuto.records.legacy import is_legacy
 from tenuto.records.load import read_run
 from tenuto.sim.fleet.build import check_fleet, name_gpus
 from tenuto.sim.machine import build
@@ -104,12 +102,6 @@ def read_results(folder: Path) -> dict[str, Record]:
 
 def _check_record(fields: Fields) -> None:
     """Raise DataError if a record lacks what a sweep's table needs."""
-    if is_legacy(fields) and identify_object(fields.values) is RUN:
-        # Its recomputed tokens are counted in another way: one table must not hold both.
-        raise DataError(
-            f"{fields.place}: was written by Tenuto 0.1; name another --out. `tenuto report {fields.file}` "
-            "still reads it"
-        )
     read_run(fields)
     for name in ("gpu", "model", "workload", "policy"):
         fields.text(name)
