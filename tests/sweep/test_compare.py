@@ -210,11 +210,3 @@ def test_seeds_are_averaged_as_ratios_are() -> None:
 
 def strip(records: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {key: {k: v for k, v in record.items() if k != "wall_s"} for key, record in records.items()}
-
-
-def test_results_of_0_1_are_not_mixed_with_others(tmp_path: Path) -> None:
-    line = json.dumps({"avg_duration_s": 1.0, "config": {"policy": "stock"}}) + "\n"
-    (tmp_path / "results.jsonl").write_text(line)
-    with pytest.raises(DataError, match=r"results\.jsonl:1: was written by Tenuto 0\.1; name another --out"):
-        read_results(tmp_path)
-    assert (tmp_path / "results.jsonl").read_text() == line

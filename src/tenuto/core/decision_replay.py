@@ -19,16 +19,6 @@ from tenuto.core.errors import DataError
 from tenuto.core.policy import ANSWERS, TOLD_HOOKS, Policy
 from tenuto.core.policy_caller import PolicyCaller, to_json
 
-# What 0.1 called things in its logs.
-_HOOKS_0_1 = {
-    "gives_way": "may_reclaim",
-    "displaces": "may_preempt",
-    "on_turn_resumed": "on_turn_started",
-    "on_turn_aborted": "on_turn_finished",
-}
-_FIELDS_0_1 = {"max_step_tokens": "max_num_batched_tokens"}
-_VALUES_0_1 = {"on-stall": "on-deadlock"}
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
@@ -58,8 +48,6 @@ class Replay:
         if kind not in ("asked", "told"):
             return None
         hook, written = record.get("hook"), record.get("inputs")
-        is_aborted = hook == "on_turn_aborted"
-        hook = _HOOKS_0_1.get(hook, hook) if isinstance(hook, str) else hook
         known = ANSWERS if kind == "asked" else TOLD_HOOKS
         if not isinstance(hook, str) or hook not in known or not isinstance(written, list):
             raise DataError(f"no policy of this version is {kind} {hook!r} with {str(written)[:60]}")
@@ -69,8 +57,6 @@ class Replay:
             was = to_json(from_json(record.get("answer")))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DataError(f"what {hook} was given is not this version's: {error!r}") from None
-        if is_aborted:
-            inputs[0] = dataclasses.replace(inputs[0], is_aborted=True)
         if kind == "told":
             self._caller.tell(hook, *inputs)
             return None
@@ -114,25 +100,11 @@ def _name_kind(kind: Any) -> str:
 def from_json(value: Any) -> Any:
     """The view or decision that `policy_caller.to_json` wrote down; fields it lacks have their defaults."""
     if isinstance(value, dict) and "type" in value:
-        value = _forget_strength(value)
         cls, kinds = _get_view(value["type"])
-        value = {_FIELDS_0_1.get(name, name): each for name, each in value.items()}
         return cls(**{name: _read_field(value[name], kind) for name, kind in kinds if name in value})
     if isinstance(value, list):
         return tuple(from_json(item) for item in value)
     return value
-
-
-def _forget_strength(value: Any) -> Any:
-    """A lease or `Keep` of 0.1 as it is written now, without a strength. Raises DataError for keep-last."""
-    if not isinstance(value, dict) or "strength" not in value:
-        return value
-    if value["strength"] != "hold":
-        raise DataError(
-            f"a lease of strength {value['strength']!r}: keep-last leases ended with 0.1, "
-            "replay this log with tenuto 0.1"
-        )
-    return {key: part for key, part in value.items() if key != "strength"}
 
 
 @cache
@@ -151,7 +123,7 @@ def _read_field(value: Any, kind: Any) -> Any:
             return None
         [kind] = [one for one in get_args(kind) if one is not type(None)]
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(_VALUES_0_1.get(value, value))
+        return kind(value)
     read = from_json(value)
     if not _fits(read, kind):
         raise TypeError(f"must be {_name_kind(kind)}, got {value!r}")

@@ -13,7 +13,7 @@ class Part:
     """The part of a run that one header begins. A run is a server's life, in one file or several."""
 
     run: str | None = None
-    """None for a trace of 0.1."""
+    """None if the header does not say it."""
     number: int = 1
     """Number of the part, from 1. A later part continues where the previous file ended."""
     commands: str = "full"

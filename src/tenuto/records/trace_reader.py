@@ -53,7 +53,7 @@ class _TracedTurn:
     hit_tokens: int | None = None
     reusable_tokens: int | None = None
     lost_tokens: int | None = None
-    """Tokens lost by preemptions; None if a trace of 0.1 does not contain them."""
+    """Tokens lost by preemptions; None if the trace does not contain them."""
     loaded_tokens: int = 0
     preemptions: int = 0
     is_aborted: bool = False

@@ -27,7 +27,6 @@ def make_samples(steps: Sequence[TracedStep], num_blocks: int) -> list[Sample]:
     samples = []
     for step in steps:
         used = num_blocks - step.num_free
-        # In traces of 0.1, some leased blocks are counted as free at the same time.
         held = max(0, min(step.num_leased, used))
         samples.append(
             Sample(

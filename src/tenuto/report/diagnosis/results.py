@@ -43,7 +43,7 @@ def _get_load(record: RunRecord) -> tuple[object, ...]:
 
 
 def _count_turns(record: RunRecord) -> int:
-    """Count turns as the client did. Otherwise assume equal jobs, as in the sweeps of 0.1."""
+    """Count turns as the client did. If it did not, assume equal jobs."""
     return record.turns.ok or (record.jobs or 0) * len(record.by_turn)
 
 
