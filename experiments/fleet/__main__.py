@@ -60,7 +60,8 @@ def measure(number: int, router: str, seed: int) -> dict[str, Any]:
 def measure_again(kept: dict[Key, dict[str, Any]]) -> dict[Key, dict[str, Any]]:
     """The kept runs with the present code, in place of the old ones once all are done."""
     found = {}
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    # A spawned process would not know the functions of a package's `__main__`.
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
         runs = zip(kept, pool.map(measure, *zip(*kept, strict=True)), strict=True)
         for number, (key, record) in enumerate(runs, start=1):
             found[key] = record
