@@ -111,6 +111,37 @@ FAULTS = (
         ("vllm/test_tenants.py::test_who_knows_an_id_has_a_job_of_his_own",),
     ),
     Fault(
+        "copies: known by how their ids begin",
+        "vllm/compat_copies.py",
+        "ended = self._loads.keys() & (output.finished_recving or set())",
+        'ended = {each for each in output.finished_recving or () if "tenuto-" in each}',
+        (
+            "vllm/test_tiers.py::test_a_request_is_not_taken_for_a_copy_by_its_name",
+            "vllm/test_server.py::test_names_of_tenuto_s_own_copies_are_answered",
+        ),
+    ),
+    Fault(
+        "copies: fetched where nothing is cached",
+        "vllm/compat_connector.py",
+        "self.is_plain and self._pool.enable_caching and not",
+        "self.is_plain and not",
+        ("vllm/test_tiers.py::test_without_a_prefix_cache_nothing_is_fetched",),
+    ),
+    Fault(
+        "transfers: what a client says is taken as it is",
+        "vllm/compat_connector.py",
+        "asked = given if type(given) is int and given >= 0 else None",
+        "asked = given",
+        ("vllm/test_server.py::test_what_a_client_says_of_transfers_ends_nothing",),
+    ),
+    Fault(
+        "routers: an id that a client can write for a job without one",
+        "core/routing/dispatcher.py",
+        'return f"\\tunnamed-{self._num_unnamed}"',
+        'return f"unnamed-{self._num_unnamed}"',
+        ("core/test_dispatcher.py::test_a_job_that_nobody_names_has_an_id_that_nobody_can_name",),
+    ),
+    Fault(
         "bodies: read before vLLM checks the key",
         "vllm/identity.py",
         "receive = self._read_when_asked(scope, receive, found)",
