@@ -73,14 +73,7 @@ def main() -> int:
         # The page and the records hold all rows that have run.
         race = replace(race, rows=list(table.make_rows()))
         rows, runs = race.rows, read_runs(path, race.rows)
-    if table.is_race:
-        runs = drop_unfinished(race, runs)
-        if parsed.table == "step-costs":
-            section = format_step_costs(table, RACES, runs)
-        else:
-            section = format_race(table, rows, runs)
-    else:
-        section = format_section(table, rows, to_plain(runs))
+    runs, section = make_section(race, runs)
     print(section)
     if parsed.write:
         command = f"python -m experiments.results {parsed.table} --seeds {parsed.seeds}"
@@ -94,6 +87,17 @@ def main() -> int:
             parser.error(f"{len(lost)} kept records would go, such as {lost[0]}. Run them too, or say --drop")
         write(parsed.table, records, section)
     return 0
+
+
+def make_section(race: Race, runs: Runs) -> tuple[Runs, str]:
+    """The runs that a table shows, and its text."""
+    table = TABLES[race.table]
+    if not table.is_race:
+        return runs, format_section(table, race.rows, to_plain(runs))
+    runs = drop_unfinished(race, runs)
+    if race.table == "step-costs":
+        return runs, format_step_costs(table, RACES, runs)
+    return runs, format_race(table, race.rows, runs)
 
 
 def drop_unfinished(race: Race, runs: Runs) -> Runs:
