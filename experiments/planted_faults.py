@@ -186,8 +186,9 @@ FAULTS = (
     Fault(
         "clients: nothing bounds waits",
         "core/limits.py",
-        '        0.1,\n        "how much longer than in stock',
-        '        None,\n        "how much longer than in stock',
+        '        """Check the weights. Raises ConfigError naming the tenant."""\n',
+        '        object.__setattr__(self, "max_wait_over_stock", None)\n'
+        '        object.__setattr__(self, "max_parallel_turns", 10**6)\n',
         (
             "vllm/test_attacks.py::test_one_id_for_a_flood_of_requests_does_not_keep_others_waiting",
             "vllm/test_attacks.py::test_old_ids_kept_busy_do_not_keep_others_waiting",
@@ -287,10 +288,10 @@ FAULTS = (
         ("core/test_asking.py::test_a_key_that_is_none_is_replaced_by_stock_s",),
     ),
     Fault(
-        "policies: answers are not checked",
-        "core/policy_caller.py",
-        "            check_answer(hook, answer)\n",
-        "",
+        "policies: terms of a wrong type",
+        "core/types.py",
+        'raise TypeError(f"yields must be a Yields, got {self}")',
+        "pass",
         ("vllm/test_scheduler.py::test_terms_of_the_wrong_type_are_the_policys_fault",),
     ),
     Fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,14 @@ OTHER = {
     "/tokenize",
     "/detokenize",
     "/ping",
+    "/collective_rpc",
     "/scale_elastic_ep",
+    *("/start_profile", "/stop_profile", "/fault_tolerance/apply"),
+    *("/sleep", "/wake_up", "/release_kv_cache_memory", "/pause", "/resume", "/abort_requests"),
+    *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+    *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/weight_checker"),
+    *("/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update"),
+    "/update_weight_version",
     "/is_scaling_elastic_ep",
 }
 """Paths that compute nothing on the engine."""
@@ -106,7 +114,15 @@ def release(http: httpx.Client, job_id: str, key: str | None, query: str = "") -
 
 
 def get_total(http: httpx.Client, metric: str, **labels: str) -> float:
-    return parse_page(http.get("/metrics").text).total(metric, **labels) or 0.0
+    return parse_page(http.get("/metrics").text, 0.0).total(metric, **labels) or 0.0
+
+
+def wait_for_total(http: httpx.Client, expected: float, metric: str, **labels: str) -> None:
+    """The engine writes its metrics when it becomes idle, which may be after its answer."""
+    end_s = time.monotonic() + 20
+    while (found := get_total(http, metric, **labels)) != expected:
+        assert time.monotonic() < end_s, f"{metric} is {found}, not {expected}"
+        time.sleep(0.1)
 
 
 def check_owner(http: httpx.Client, job_id: str, case: str) -> None:
@@ -124,9 +140,10 @@ def check_owner(http: httpx.Client, job_id: str, case: str) -> None:
 
 def test_every_path_is_known(server: LocalServer) -> None:
     """A release of vLLM with a new path needs a look: does it reach the scheduler?"""
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=120) as http:
         paths = http.get("/openapi.json").json()["paths"]
-    assert {path for path, methods in paths.items() if "post" in methods} <= GENERATING.keys() | OTHER
+    posted = {path for path, methods in paths.items() if "post" in methods}
+    assert posted - GENERATING.keys() - OTHER == set()
 
 
 FORMS: dict[str, tuple[Any, dict[str, str]]] = {
@@ -168,7 +185,7 @@ def test_no_path_and_no_body_leads_out_of_the_tenant(
         name = tenants.get_key_name(K1)
         status = http.get("/tenuto/control", headers=get_headers(ADMIN_KEY)).json()
         assert list(status["ranks"][0]["tenants"]) == [name]
-        assert release(http, "job", ADMIN_KEY).json()["released"] is False
+        assert release(http, "job", ADMIN_KEY).status_code == 400
         assert release(http, "job", ADMIN_KEY, f"?tenant={name}").json()["released"] is True
 
 
@@ -177,10 +194,10 @@ def test_who_has_no_valid_key_keeps_nothing(server: LocalServer) -> None:
     path = "/invocations"
     with httpx.Client(base_url=server.url, timeout=120) as http:
         before = get_total(http, "tenuto:unverified_requests_total")
-        for key in (None, "sk-third", ""):
+        for key in (None, "sk-third", f"{K1}x"):
             answer = http.post(path, json=make_body(path, "free"), headers=get_headers(key))
             assert answer.status_code == 200
-        assert get_total(http, "tenuto:unverified_requests_total") == before + 3
+        wait_for_total(http, before + 3, "tenuto:unverified_requests_total")
         assert get_total(http, "tenuto:retained_blocks") == 0
         assert release(http, "free", K1).json()["released"] is False
     assert "the tenant cannot be verified" in server.log.read_text()
@@ -193,8 +210,9 @@ def test_no_page_names_a_tenant_unless_it_is_set(
     path = "/v1/completions"
     with httpx.Client(base_url=server.url, timeout=120) as http:
         http.post(path, json=make_body(path, "shown"), headers=get_headers(K1)).raise_for_status()
-        page = http.get("/metrics").text
+        wait_for_total(http, 1, "tenuto:retained_jobs")
         assert get_total(http, "tenuto:tenant_leased_blocks", tenant="(others)") > 0
+        page = http.get("/metrics").text
         assert "key-" not in page
         assert release(http, "shown", K1).json()["released"] is True
     log = server.log.read_text()

@@ -142,6 +142,8 @@ class ControlAddresses:
         said = get_bounded_id(unquote(query.get("tenant", "")))
         if check_operator(headers.get("authorization", "")) is None:
             tenant = said
+            if tenant is None and self._tenants.has_tenants:
+                return 400, {"error": "say whose job it is: ?tenant=NAME"}
         elif not self._tenants.has_valid_key(headers):
             return 401, {"error": "Unauthorized"}
         else:
