@@ -297,8 +297,9 @@ FAULTS = (
     Fault(
         "policies: their time is not counted",
         "vllm/scheduler.py",
-        "self.driver.stats.decision_s.observe(time.perf_counter() - started_s)\n        super().add_request",
-        "self.driver.stats.decision_s.observe(0.0)\n        super().add_request",
+        "self.driver.finish(request.request_id, now_s, finish)\n        self.driver.stats.decision_s",
+        "self.driver.finish(request.request_id, now_s, finish)\n        started_s = time.perf_counter()\n"
+        "        self.driver.stats.decision_s",
         ("vllm/test_faults.py::test_a_slow_policy_is_waited_for_and_shows_in_the_time_of_decisions",),
     ),
     Fault(

