@@ -127,3 +127,15 @@ def test_metrics_go_on_after_a_full_disk(
         "tenuto: the metrics stand still",
         "tenuto: the metrics go on",
     ]
+    # An idle engine writes what it could not write as soon as there is room, though nothing happens any more.
+    monkeypatch.setattr(Path, "replace", fail)
+    engine.scheduler.add_request(
+        make_request("r5", [5] * 40, max_tokens=2, xargs={"job_id": "j5", "tool": "x"})
+    )
+    engine.run()
+    assert not engine.scheduler.has_requests()
+    monkeypatch.setattr(Path, "replace", replace)
+    assert not engine.scheduler.has_requests()
+    assert "} 5.0" in next(
+        line for line in file.read_text().splitlines() if line.startswith("tenuto:leases_granted_total")
+    )
