@@ -600,7 +600,6 @@ class Driver:
                     stats.num_revoked_blocks += event.num_blocks
                 if event.taken_by is not None:
                     stats.num_takes[event.taken_by] += 1
-                self._note(event.lease.job_id, event.taken_by)
                 self._history.record_lease(event)
                 waiting_id = event.lease.next_turn_id
                 if waiting_id is not None and event.reason is not LeaseEnd.HIT:
