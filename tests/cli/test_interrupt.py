@@ -26,7 +26,13 @@ def test_an_interrupted_command_ends_at_once_and_says_nothing(command: str, tmp_
     if command == "compare":
         line += ["--out", str(tmp_path)]
     running = subprocess.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell starts what runs in the background with Ctrl-C ignored, and the tests may run there.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert running.stderr is not None
     # Its first sign of life; of compare, the first run that is done.

@@ -135,7 +135,6 @@ def test_names_from_outside_are_only_text(tmp_path: Path, look: Look) -> None:
         make_record("stock", None, None, gpu=None, simulated=False),
         make_record("keep", job_s={"mean": float("nan")}, job_times_s=None, by_turn=None),
         make_record("keep", 0, mean_s=0),
-        {"avg_duration_s": None},
     ],
 )
 def test_a_set_of_one_record(tmp_path: Path, record: dict[str, object]) -> None:

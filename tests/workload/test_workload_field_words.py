@@ -90,7 +90,7 @@ def test_sharegpt_conversations_become_jobs(tmp_path: Path) -> None:
     [
         ({"conversations": [{"value": "x"}]}, "conversations.0..from: is missing"),
         ({"conversations": [{"from": "human", "value": 3}]}, "value: must be text"),
-        ({"conversations": "x"}, "must be a list of objects"),
+        ({"conversations": "x"}, "conversations: must be a list, got"),
         ({"conversations": []}, "no conversation has a question and an answer"),
     ],
 )

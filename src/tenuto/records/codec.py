@@ -2,7 +2,8 @@
 
 A field is a `str`, `bool`, `int`, `float` or `Any`, a `Literal` of texts, another dataclass, a
 `Mapping[str, X]` or a `tuple[X, ...]`. With a default, or as `X | None`, it may be missing in a file, null or
-not finite. Unknown fields of a file are ignored.
+not finite. So may an object whose fields are all null or not finite. Unknown fields of a file
+are ignored.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ def _make_reader(kind: Any, bounds: Range | None = None) -> Read:
     if origin is Annotated:
         return _make_reader(args[0], next((each for each in args[1:] if isinstance(each, Range)), bounds))
     if origin in (Union, UnionType):
-        (known,) = (_make_reader(each, bounds) for each in args if each is not NoneType)
+        (one,) = (each for each in args if each is not NoneType)
+        known = _make_reader(one, bounds)
+        if dataclasses.is_dataclass(one):
+            return lambda fields, name: known(fields, name) if _has_value(fields, name, one) else None
         return lambda fields, name: known(fields, name) if name in fields else None
     if origin is Literal:
         return lambda fields, name: _read_choice(fields, name, args)
@@ -109,6 +113,14 @@ def _make_reader(kind: Any, bounds: Range | None = None) -> Read:
     if kind is Any:
         return lambda fields, name: fields.values[name]
     return {str: Fields.string, bool: Fields.flag}[kind]
+
+
+def _has_value(fields: Fields, name: str, cls: Any) -> bool:
+    """Whether a field is there, and is no object of which nothing is known."""
+    if name not in fields:
+        return False
+    part = fields.part(name)
+    return not part.values or any(each in part for each, _ in _get_names(cls))
 
 
 def _read_choice(fields: Fields, name: str, choices: tuple[str, ...]) -> str:
