@@ -2,8 +2,7 @@
 
 A field is a `str`, `bool`, `int`, `float` or `Any`, a `Literal` of texts, another dataclass, a
 `Mapping[str, X]` or a `tuple[X, ...]`. With a default, or as `X | None`, it may be missing in a file, null or
-not finite. So may an object whose fields are all null or not finite. Unknown fields of a file
-are ignored.
+not finite. So may an object whose fields are all null or not finite. Unknown fields of a file are ignored.
 """
 
 from __future__ import annotations
