@@ -74,6 +74,8 @@ def test_the_command_goes_on_where_it_was_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "soak.jsonl"
+    # The command sets it where it is not set; then servers of later tests would log nothing.
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     for turns in ("100", "200", "200"):
         arguments = ["soak", "scheduler", "--turns", turns, "--turns-per-episode", "50", "--out", str(out)]
         monkeypatch.setattr("sys.argv", [*arguments, "--json"])
