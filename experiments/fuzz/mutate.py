@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.hostile import make_text, make_value
+from experiments.fuzz.hostile import make_text, make_value
 
 MAX_BYTES = 200_000
 """Largest input. Parsers bound what they read by themselves; this bounds the fuzzing."""

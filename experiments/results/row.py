@@ -10,7 +10,7 @@ from experiments.results.settings import Step
 from tenuto.sim.setup import Setup
 from tenuto.workload.load_options import LoadOptions
 
-OURS = ("tenuto", "experiments.ablation:")
+OURS = ("tenuto", "experiments.results.ablation:")
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "experiments" / "out"
 

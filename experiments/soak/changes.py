@@ -6,7 +6,7 @@ import json
 import random
 from typing import Any
 
-from experiments.hostile import make_value
+from experiments.fuzz.hostile import make_value
 from experiments.soak.engine import Failure
 from tenuto.core.policy_loader import get_policy_names
 

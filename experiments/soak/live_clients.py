@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from experiments.hostile import make_hints, make_request_id, make_text
+from experiments.fuzz.hostile import make_hints, make_request_id, make_text
 from experiments.soak.book import Book
 from tenuto.client.http.client import KEEP_ALIVE_S
 from tenuto.core.requests.hints import HINT_FIELDS

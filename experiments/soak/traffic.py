@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.hostile import make_hints, make_request_id
+from experiments.fuzz.hostile import make_hints, make_request_id
 from experiments.soak.changes import try_changes
 from experiments.soak.engine import SoakEngine
 from tenuto.core.jobs import UNVERIFIED

@@ -200,5 +200,10 @@ def _make_node_and_rust(root: Path) -> None:
     (root / "rust" / "src" / "main.rs").write_text(functions + main + tests)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Make them in the folder that is named."""
     make_trees(Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

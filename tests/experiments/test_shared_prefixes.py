@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from experiments import shared_prefixes
+from experiments.tables import shared_prefixes
 
 
 @pytest.mark.slow

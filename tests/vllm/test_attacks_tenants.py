@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from experiments.tenant_attacks import ATTACKS, STEP_S, Outcome, Size, measure
+from experiments.attacks.tenants import ATTACKS, STEP_S, Outcome, Size, measure
 
 
 @cache

@@ -146,7 +146,7 @@ def test_a_small_cache_keeps_no_more_behind_its_windows_than_stock(clock: Clock)
 
 @pytest.mark.parametrize(
     ("name", "depth", "interval"),
-    # `experiments/lease_chaos.py` runs all combinations for longer.
+    # `experiments/soak/leases.py` runs all combinations for longer.
     [(name, 1 + n % 2, (0, 0, None, 128)[n % 4]) for n, name in enumerate(LAYOUTS)],
 )
 def test_chaos_leaves_nothing_behind(name: str, depth: int, interval: int | None, clock: Clock) -> None:

@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 
-from experiments.hostile import make_request_id
+from experiments.fuzz.hostile import make_request_id
 from tests.vllm.slow_copies import SlowCopies
 from tests.vllm.tiered import TieredEngine
 from tests.vllm.workerless import make_request

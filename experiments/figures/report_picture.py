@@ -1,6 +1,6 @@
 """The README's picture: the first screen of `tenuto report` on the kept records of swe-bench.
 
-    python -m experiments.report_picture
+    python -m experiments.figures.report_picture
 
 Needs playwright and a Chromium. Writes docs/figures/report.png.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "experiments" / "records" / "swe-bench.jsonl"
 PICTURE = ROOT / "docs" / "figures" / "report.png"
 POLICIES = {"stock", "continuum", "autellix+", "tenuto"}

@@ -1,6 +1,6 @@
 """Hold the simulator, and the policies, against the real engine: vLLM on this machine's CPU.
 
-    python experiments/cpu_fidelity.py --model .demo/smollm2 --out experiments/out/cpu
+    python experiments/live/cpu_fidelity.py --model .demo/smollm2 --out experiments/out/cpu
 
 Times the steps of one server (`tenuto profile`); starts a server per policy, all alike but for the scheduler,
 side by side; runs the same jobs on each in turn (`tenuto ab`); simulates them with the fitted step cost.
@@ -9,13 +9,13 @@ Prints predicted and measured mean job times (docs/fidelity.md) and what `tenuto
 
 A policy may be POLICY@SIZE, with steps of that size: are adaptive steps any better than the best fixed ones?
 
-    python experiments/cpu_fidelity.py --policies tenuto@adaptive,tenuto@256,tenuto@512,tenuto@1024 \\
+    python experiments/live/cpu_fidelity.py --policies tenuto@adaptive,tenuto@256,tenuto@512,tenuto@1024 \\
         --step-tokens 2048 --blocks 160 --seats 12 --out experiments/out/steps
 
 And it may be POLICY+host, with host memory below the cache (docs/tiers.md); then copies are timed too. Here
 the cache holds three jobs of 25 blocks, and the host memory all of them:
 
-    python experiments/cpu_fidelity.py --policies stock,tenuto,tenuto+host --scale 0.06 --blocks 77 \\
+    python experiments/live/cpu_fidelity.py --policies stock,tenuto,tenuto+host --scale 0.06 --blocks 77 \\
         --window 8 --out experiments/out/host
 """
 

@@ -1,6 +1,6 @@
 """Hold the simulator against published sweeps: the tables of docs/fidelity.md.
 
-    python -m experiments.fidelity [--machines H200,H100,A100-40] [--scale 0.95] [--json]
+    python -m experiments.tables.fidelity [--machines H200,H100,A100-40] [--scale 0.95] [--json]
 
 Nothing is fitted: every constant has a source where it stands (src/tenuto/sim). `--scale` multiplies the
 GPU's time of every step: how much a result hangs on it.

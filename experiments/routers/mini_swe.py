@@ -1,8 +1,8 @@
 """mini-swe-agent, unchanged, through vllm-router to two real vLLM servers: stock, then with Tenuto's plugin.
 
     make test-clients                       # once: an environment with mini-swe-agent, .venv-clients
-    .venv-clients/bin/python -m experiments.mini_swe --vllm .venv/bin/vllm --router .venv/bin/vllm-router \\
-        --model .demo/smollm2 [--agents 6] [--steps 5] [--json]
+    .venv-clients/bin/python -m experiments.routers.mini_swe --vllm .venv/bin/vllm \\
+        --router .venv/bin/vllm-router --model .demo/smollm2 [--agents 6] [--steps 5] [--json]
 
 Each agent works on a copy of a tiny project: it sends its conversation, runs the command that the model
 answers, and sends the output back. The model is far too small to work on code, so its answers are forced

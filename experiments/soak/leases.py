@@ -1,6 +1,6 @@
 """Random events on vLLM's scheduler with leases, on models whose layers differ; nothing may be left behind.
 
-    python -m experiments.lease_chaos --events 100000
+    python -m experiments.soak.leases --events 100000
 
 Turns come, fork, are edited and aborted, the cache is reset, leases yield and run out. After every hundredth
 event the block pool, the leases and the driver's books are checked; at the end no block may be held. Each

@@ -1,7 +1,7 @@
 """What prefetching is worth: first tokens of returning turns with it and without it, on a live server.
 
-    python -m experiments.prefetch_ttft --model .demo/smollm2
-    python -m experiments.prefetch_ttft --model .demo/smollm2 --link-gb-s 0.1     copies as slow as that
+    python -m experiments.live.prefetch_ttft --model .demo/smollm2
+    python -m experiments.live.prefetch_ttft --model .demo/smollm2 --link-gb-s 0.1     copies as slow as that
 
 Starts `tenuto serve --host-gb` on vLLM's CPU build. A job takes a turn; others fill the cache, so that its KV
 is left in host memory only; then its tool returns. The clients of half of the jobs said how long it would
@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from experiments import slow_link
+from experiments.live import slow_link
 from tenuto.client.ab.options import Arm, make_command
 from tenuto.client.servers.local_server import run_server
 from tenuto.client.servers.metrics import parse_totals

@@ -1,6 +1,6 @@
 """One tenant attacks beside another tenant's agents and a plain probe: the table in docs/operating.md.
 
-    python -m experiments.tenant_attacks [--attacks NAME,…] [--blocks N] [--agents N] [--waiting N] [--json]
+    python -m experiments.attacks.tenants [--attacks NAME,…] [--blocks N] [--agents N] [--waiting N] [--json]
 
 vLLM's own scheduler runs without a model, first stock and then with Tenuto's policy. A step takes 0.05 s.
 Agents of one tenant send six turns a job, with tool calls of 0.75 s between them. A probe of a second tenant

@@ -1,6 +1,6 @@
 """Whether the cells of the result tables still come out as their kept records say.
 
-    python -m experiments.same_results [--every 50] [--tables ab8,bfcl] [--policies tenuto]
+    python -m experiments.results.same_results [--every 50] [--tables ab8,bfcl] [--policies tenuto]
 
 Runs cells in full, with their own windows and seeds, and compares what no definition has changed since 0.1:
 jobs, job times, hits, preemptions and the makespan, to the digits of the records. Recomputed tokens are

@@ -1,6 +1,6 @@
 """Does a host tier that is much too small make things worse? Simulated mean job times with it and without it.
 
-    python -m experiments.tier_pressure
+    python -m experiments.tables.tier_pressure
 
 The KV of the jobs that are in the system is 2 to 4 times what host memory holds (the mean over a run without
 a tier). Eager copies then throw out what other jobs need, and take the link from loads. Leases yield as

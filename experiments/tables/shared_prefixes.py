@@ -1,6 +1,6 @@
 """Many long prefixes on a model with sliding windows: what the retention interval and pins do.
 
-    python -m experiments.shared_prefixes [--prefixes 15,30,50,60] [--arms stock:0,tenuto:0] [--json]
+    python -m experiments.tables.shared_prefixes [--prefixes 15,30,50,60] [--arms stock:0,tenuto:0] [--json]
 
 One client sends prompts one after another. Each begins with one of the prefixes (28,000 tokens by default)
 and ends with 200 tokens of its own. The prefixes come in rounds, in a new random order each. "Second use"

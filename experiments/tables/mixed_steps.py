@@ -1,6 +1,6 @@
 """What the size of steps is worth under each model of mixed steps: a table of docs/fidelity.md.
 
-    python -m experiments.mixed_steps [--workloads ab8,swe-bench]
+    python -m experiments.tables.mixed_steps [--workloads ab8,swe-bench]
 
 Each row is one machine and load. It compares `tenuto`, with steps of every size and adaptive ones, under the
 default step cost and its two bounds (`--step-cost optimistic` and `pessimistic`).

@@ -1,11 +1,11 @@
 """Adaptive steps inside vLLM's own scheduler, against fixed ones: a table of docs/fidelity.md.
 
-    python -m experiments.engine_steps [--gpu H100] [--policy tenuto] [--seeds 42,43,44]
+    python -m experiments.tables.engine_steps [--gpu H100] [--policy tenuto] [--seeds 42,43,44]
 
 vLLM's scheduler runs with the plugin and without workers. A step takes what the operator tables say, in
 virtual time: the chooser learns from steps of a GPU's length, and the result does not depend on this machine.
-The same jobs run in the simulator. `experiments/cpu_fidelity.py` has the same comparison in real time, on
-vLLM's CPU build. Needs vLLM.
+The same jobs run in the simulator. `experiments/live/cpu_fidelity.py` has the same comparison in real
+time, on vLLM's CPU build. Needs vLLM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tenuto's router inside Ray Serve: a local Ray, two replicas that serve OpenAI requests, and agent jobs.
 
     pip install 'tenuto[ray,sim,bench]'
-    python -m experiments.ray_fleet [--routers tenuto,power-of-two-of-ray] [--jobs 24] [--json]
+    python -m experiments.routers.ray_fleet [--routers tenuto,power-of-two-of-ray] [--jobs 24] [--json]
 
 Each replica starts one simulated server and passes requests on to it. The front takes HTTP requests and sends
 them through Ray's deployment handle, where the request router chooses the replica. The jobs send no id, so

@@ -1,0 +1,1 @@
+"""What runs on servers with a real model."""

@@ -1,0 +1,1 @@
+"""Tables of the docs that a few simulations make."""
