@@ -19,7 +19,7 @@ from typing import Any
 from experiments.benchmarks.light_server import serve
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
-from tenuto.records.writer import RunFiles
+from tenuto.records.files import RunFiles
 from tenuto.workload.load_options import LoadOptions, make_workload
 
 

@@ -36,7 +36,7 @@ from tenuto.client.http.prompts import Conversation, TokenIds
 from tenuto.client.http.request import RequestWriter
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
-from tenuto.records.writer import RunFiles
+from tenuto.records.files import RunFiles
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tenuto.workload.schema import Workload
 

@@ -32,7 +32,7 @@ from experiments.benchmarks.light_server import serve
 from tenuto.client.ab.verdict import estimate_ratio
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
-from tenuto.records.writer import RunFiles
+from tenuto.records.files import RunFiles
 from tenuto.workload.load_options import LoadOptions, make_workload
 
 TTFT_S, TPOT_S = 0.25, 0.02

@@ -20,7 +20,7 @@ from tenuto.core.policy import Learns
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.policy_loader import get_policy_names, load_policy
 from tenuto.core.types import Lease, StepView, ToolCall
-from tenuto.records.kinds import identify
+from tenuto.records.load import identify
 from tenuto.report.decisions import check_decisions, format_verdict
 from tenuto.report.diagnosis.run import analyze
 from tenuto.report.html.sources import read_sources

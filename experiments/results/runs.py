@@ -21,7 +21,7 @@ from experiments.results.race import find_missing
 from experiments.results.rows import TABLES, Row
 from experiments.results.settings import Runs, Setting, Step, add, get_settings
 from tenuto.core.errors import ConfigError
-from tenuto.records.config import get_config
+from tenuto.records.schema import get_config
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.run import run
 

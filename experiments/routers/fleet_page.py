@@ -34,7 +34,7 @@ from experiments.routers.processes import get_free_port
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.client.servers.local_server import LocalServer, run_server
-from tenuto.records.writer import RunFiles
+from tenuto.records.files import RunFiles
 from tenuto.workload.load_options import LoadOptions, make_workload
 
 DASHBOARDS = ROOT / "dashboards"

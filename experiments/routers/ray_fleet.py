@@ -25,7 +25,7 @@ import httpx
 from experiments.routers.processes import ENGINE, get_free_port, run_engine
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
-from tenuto.records.writer import RunFiles
+from tenuto.records.files import RunFiles
 from tenuto.workload.load_options import LoadOptions, make_workload
 
 RAYS_OWN = "power-of-two-of-ray"

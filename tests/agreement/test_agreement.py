@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from tenuto.core.steps import StepTokens
+from tenuto.records.files import RunFiles
 from tenuto.records.metrics import get_job_times_s, summarise
 from tenuto.records.schema import TurnRecord
-from tenuto.records.writer import RunFiles
 from tenuto.report.diagnosis.run import analyze
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.workload import Workload

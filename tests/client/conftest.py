@@ -15,7 +15,7 @@ from tenuto.client.load import measured as validity
 from tenuto.client.load import run as run_module
 from tenuto.client.load import runner as load_module
 from tenuto.client.load.options import BenchOptions
-from tenuto.records.writer import METRICS, TURNS, RunFiles
+from tenuto.records.files import METRICS, TURNS, RunFiles
 from tenuto.workload import Workload
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tests.client.fake_server import FakeServer

@@ -20,8 +20,8 @@ from tenuto.client.load import run as run_module
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import run_bench
 from tenuto.core.errors import ConfigError
+from tenuto.records.files import RunFiles
 from tenuto.records.schema import RunRecord
-from tenuto.records.writer import RunFiles
 from tenuto.workload.load_options import LoadOptions
 from tests.client.conftest import Ran, read_lines
 from tests.client.fake_server import FakeServer, Reply, Request, serving

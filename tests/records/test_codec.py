@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -12,15 +14,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenuto.core.errors import DataError
+from tenuto.core.messages import clean
 from tenuto.records import codec
-from tenuto.records.codec import LeftOut, Range
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields, LeftOut, Range
 from tenuto.records.load import read_run, read_sample, read_turn
-from tenuto.records.schema import RunRecord, Sample, TurnRecord
+from tenuto.records.schema import (
+    Failure,
+    Goodput,
+    RunRecord,
+    Sample,
+    Stats,
+    TurnCounts,
+    TurnMeans,
+    TurnRecord,
+)
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
+from tenuto.workload.formats.hash_ids import read_hash_ids
 from tenuto.workload.load_options import LoadOptions
-from tests.support.records import objects_of
+from tests.support.records import get_full_value, objects_of
 
 LEFT_OUT = {"engine", "fleet"}
 """Written only if they are known."""
@@ -30,14 +42,42 @@ LEFT_OUT = {"engine", "fleet"}
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_nothing_is_lost_between_writing_and_reading(cls: Any, data: st.DataObject) -> None:
-    given = data.draw(objects_of(cls))
+    check(cls, data.draw(objects_of(cls)))
+
+
+def check(cls: Any, given: dict[str, Any]) -> None:
+    """Read an object, write it, and read that: nothing is lost."""
     record = codec.read(cls, Fields("f:1", json.loads(json.dumps(given))))
-    written = record.to_json()
+    written = json.loads(json.dumps(record.to_json()))
     expected = {name: value for name, value in given.items() if value is not None or name not in LEFT_OUT}
-    assert to_text({name: written[name] for name in expected}) == to_text(expected)
-    assert {name for name in given if name not in written} <= LEFT_OUT
-    again = codec.read(cls, Fields("f:1", json.loads(json.dumps(written))))
+    assert to_text({name: written.get(name, "is lost") for name in expected}) == to_text(expected)
+    again = codec.read(cls, Fields("f:1", written))
     assert to_text(codec.write(again)) == to_text(codec.write(record))
+
+
+@pytest.mark.parametrize("planted", ["_get_readers", "_get_names"])
+@pytest.mark.parametrize(
+    ("cls", "owner"),
+    [
+        *((RunRecord, owner) for owner in (RunRecord, Stats, Goodput, TurnCounts, TurnMeans)),
+        *((TurnRecord, owner) for owner in (TurnRecord, Failure)),
+        (Sample, Sample),
+    ],
+)
+def test_a_field_that_is_not_read_or_not_written_is_told(
+    cls: Any, owner: Any, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = get_full_value(cls)
+    check(cls, given)
+    whole = getattr(codec, planted)
+    for field in dataclasses.fields(owner):
+
+        def drop(each: Any, name: str = field.name) -> list[Any]:
+            return [one for one in whole(each) if each is not owner or one[0] != name]
+
+        monkeypatch.setattr(codec, planted, drop)
+        with pytest.raises((AssertionError, TypeError)):
+            check(cls, given)
 
 
 def to_text(values: Any) -> str:
@@ -101,3 +141,73 @@ def test_what_may_be_missing() -> None:
 def test_a_later_schema_is_refused(read: Callable[[Fields], Any]) -> None:
     with pytest.raises(DataError, match="f:1: schema: must be 2, got 3: read it with the version"):
         read(Fields("f:1", {"schema": 3}))
+
+
+@pytest.mark.parametrize("value", [True, -1, 1.0, 10**18, "7", None, [7]])
+def test_a_length_is_a_whole_number_within_bounds(value):
+    with pytest.raises(DataError, match=re.escape("f:3: n: must be a whole number from 1 to 16777216")):
+        Fields("f:3", {"n": value}).integer("n", low=1)
+
+
+@pytest.mark.parametrize("value", [True, -0.5, 1e10, "7", None])
+def test_a_time_is_a_number_within_bounds(value):
+    with pytest.raises(DataError, match="f:3: t: must be a number from 0 to 1e"):
+        Fields("f:3", {"t": value}).number("t")
+
+
+@pytest.mark.parametrize("value", ["", 7, None, ["a"]])
+def test_a_name_is_a_string(value):
+    with pytest.raises(DataError, match="f:3: s: must be a string"):
+        Fields("f:3", {"s": value}).text("s")
+
+
+def test_a_missing_field_and_a_nested_one_are_named():
+    record = Fields("f:3", {"requests": [{"a": 1}, 5]})
+    with pytest.raises(DataError, match="f:3: t: is missing"):
+        record.number("t")
+    with pytest.raises(DataError, match=r"f:3: requests\[1\]: must be an object, got 5"):
+        record.records("requests")
+    inner = Fields("f:3", {"requests": [{"deps": [{}]}]}).records("requests")[0].records("deps")[0]
+    with pytest.raises(DataError, match=r"f:3: requests\[0\]\.deps\[0\]\.id: is missing"):
+        inner.text("id")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("1, 2", "f:3: hash_ids: must be a list"),
+        ([1, True], r"f:3: hash_ids\[1\]: must be a whole number"),
+        ([1, -2], r"f:3: hash_ids\[1\]"),
+        ([1, 2.0], r"f:3: hash_ids\[1\]"),
+        ([1], "f:3: hash_ids: 2 blocks are needed for the prompt's length, got 1"),
+        ([1, 2, 3], "got 3"),
+    ],
+)
+def test_block_ids_are_whole_numbers_one_a_block(value, words):
+    with pytest.raises(DataError, match=words):
+        read_hash_ids(Fields("f:3", {"hash_ids": value}), 2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+def test_a_number_is_finite(value):
+    with pytest.raises(DataError, match="f:3: t: must be a number from 0 to 1e"):
+        Fields("f:3", {"t": value}).number("t")
+
+
+@pytest.mark.parametrize("value", [5, {"a": 1}, [1, "x"], [-1], [float("nan")]])
+def test_a_list_of_numbers_is_one(value):
+    with pytest.raises(DataError, match="f:3: l: must be a list of numbers"):
+        Fields("f:3", {"l": value}).numbers("l")
+
+
+def test_optional_fields_may_be_missing():
+    fields = Fields("f:3", {"a": None, "b": 2.5, "l": [1, None, 2], "p": {"q": "x"}})
+    assert [fields.optional(fields.number, name) for name in "abz"] == [None, 2.5, None]
+    assert fields.numbers("l") == (1.0, 2.0)
+    assert "q" in fields.optional_part("p") and not fields.optional_part("z").values
+    with pytest.raises(DataError, match=r"f:3: p\.q: must be true or false, got 'x'"):
+        fields.part("p").flag("q")
+
+
+def test_text_from_outside_is_printable():
+    assert clean("a\x00b\n\u202ec\ud800\ufffe ") == "a b c"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core import reuse
+from tenuto.core.errors import ConfigError
 from tenuto.records import metrics
-from tenuto.records.schema import Stats, TurnRecord
+from tenuto.records.metrics import Gaps, Rates, get_job_rates, get_rate, measure_goodput, parse_limits
+from tenuto.records.schema import Goodput, Stats, TurnRecord
+from tenuto.records.text import is_overloaded, write_csv
+from tenuto.sim.machine import build
+from tenuto.sim.setup import Setup
+from tenuto.sim.simulation import Clients, Simulation
+from tenuto.workload import LoadOptions, make_workload
 
 
 def make_turn(job: str = "a", turn: int = 1, due_s: float = 0.0, **changes: object) -> TurnRecord:
@@ -128,3 +138,135 @@ def test_the_geometric_mean() -> None:
     for wrong in ([], [-1.0, 2.0]):
         with pytest.raises(ValueError):
             metrics.get_geometric_mean(wrong)
+
+
+def test_counted_gaps_are_the_gaps_one_by_one() -> None:
+    rng = random.Random(3)
+    gaps, each = Gaps(), []
+    for _ in range(200):
+        seconds, count = rng.choice((0.01, 0.02, 0.5, rng.random())), rng.randint(1, 9)
+        gaps.add(seconds, count)
+        each += [seconds] * count
+    expected, found = metrics.summarise(each), gaps.summarise()
+    assert expected is not None
+    assert found is not None
+    for name in Stats.__dataclass_fields__:
+        assert getattr(found, name) == pytest.approx(getattr(expected, name)), name
+
+
+def test_no_gap_has_no_statistics() -> None:
+    assert Gaps().summarise() is None
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_gaps_of_a_simulation_fill_the_time_between_first_and_last_tokens(is_async: bool) -> None:
+    """Also where quiet steps are done at once, and where turns are preempted."""
+    setup = Setup(step_cost="roofline", kv_tokens=24_000, host_gb=0.0, async_scheduling=is_async)
+    found = []
+    for fast_forwards in (True, False):
+        machine = build(setup)
+        workload = make_workload(LoadOptions(workload="bfcl", jps=8.0, window_s=2.0, scale_lengths=0.2))
+        simulation = Simulation.of_one(machine.make_scheduler(), machine.step_cost, Clients(workload))
+        simulation.engines[0].fast_forwards = fast_forwards
+        turns = simulation.run()
+        stats = simulation.gaps.summarise()
+        assert stats is not None
+        times = [(turn.last_token_s, turn.first_token_s, turn.output_tokens) for turn in turns]
+        total_s = sum(last - first for last, first, _ in times if last is not None and first is not None)
+        num_gaps = sum((count or 0) - 1 for *_, count in times)
+        assert stats.mean * num_gaps == pytest.approx(total_s)
+        found.append(stats)
+    for name in Stats.__dataclass_fields__:
+        assert getattr(found[0], name) == pytest.approx(getattr(found[1], name)), name
+
+
+def make_timed_turn(
+    ttft_s: float, latency_s: float, output_tokens: int = 11, status: str = "ok"
+) -> TurnRecord:
+    return TurnRecord(
+        job="a", turn=1, due_s=0.0, first_token_s=ttft_s, last_token_s=latency_s,
+        output_tokens=output_tokens, status=status,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+TURNS = [
+    make_timed_turn(0.4, 0.9),  # 50 ms a token
+    make_timed_turn(0.6, 1.0),  # its first token is late
+    make_timed_turn(0.4, 1.4),  # 100 ms a token
+    make_timed_turn(0.5, 0.5, output_tokens=1),  # no time between tokens
+    make_timed_turn(0.1, 0.2, status="failed"),
+]
+
+
+def test_turns_that_keep_all_limits() -> None:
+    limits = parse_limits(["ttft:500", "tpot:50"])
+    assert measure_goodput(TURNS, limits, 4.0) == Goodput(limits, 2, 0.4, 0.5)
+    both = measure_goodput(TURNS, parse_limits(["e2el:1000"]), None)
+    assert (both.turns, both.turns_per_s) == (3, None)  # type: ignore[union-attr]
+    assert measure_goodput(TURNS, {}, 4.0) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tftt:5", r"names are ttft, tpot, e2el.*did you mean ttft\?"),
+        ("ttft", "number of milliseconds, got ''"),
+        ("ttft:soon", "number of milliseconds, got 'soon'"),
+        ("ttft:-1", "must be 0 ms or more"),
+        ("ttft:nan", "must be 0 ms or more"),
+    ],
+)
+def test_limits_that_make_no_sense(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_limits([text])
+
+
+def test_rates_leave_the_ends_out() -> None:
+    steady = [number / 4 for number in range(100)]
+    assert get_rate(steady) == pytest.approx(4.0)
+    assert get_rate([*steady, 1000.0]) == pytest.approx(4.0)
+    assert get_rate([1.0]) is None
+    assert get_rate([1.0, 1.0]) is None
+
+
+def test_jobs_that_finish_more_slowly_than_they_arrive() -> None:
+    turns = [TurnRecord(job=str(n), turn=1, due_s=n / 4, last_token_s=5.0 + n) for n in range(100)]
+    times_s = {turn.job: 5.0 + int(turn.job) * 0.75 for turn in turns}
+    rates = get_job_rates(turns, times_s)
+    assert rates == (pytest.approx(4.0), pytest.approx(1.0))
+    record = {"offered_jps": rates.offered_jps, "finished_jps": rates.finished_jps, "job_times_s": times_s}
+    assert is_overloaded(record)
+    assert not is_overloaded({**record, "job_times_s": dict.fromkeys(times_s, 9.0)})
+    assert not is_overloaded({**record, "finished_jps": 3.9})
+    # Each job took about as long as it would have alone: later ones were longer, and waited for nothing.
+    assert not is_overloaded({**record, "slowdown": {"mean": 1.1}})
+    assert is_overloaded({**record, "slowdown": {"mean": 1.5}})
+
+
+def test_jobs_that_come_at_once_have_no_rate() -> None:
+    """Four clients of a recording began within a millisecond: nobody offered 4,920 jobs per second."""
+
+    def get_rates(gap_s: float) -> Rates:
+        turns = [TurnRecord(job=str(n), turn=1, due_s=n * gap_s, last_token_s=11.0 + n) for n in range(4)]
+        return get_job_rates(turns, {turn.job: 11.0 + n - n * gap_s for n, turn in enumerate(turns)})
+
+    assert get_rates(0.0002) == (None, pytest.approx(1.0))
+    assert get_rates(0.5) == (pytest.approx(2.0), pytest.approx(1.0))
+    assert get_job_rates([], {}) == (None, None)
+
+
+def test_a_csv_has_a_row_each_and_a_column_for_every_value(tmp_path: Path) -> None:
+    path = tmp_path / "out.csv"
+    write_csv(path, [{"policy": "a", "job_s": {"p95": 1.5}, "notes": ["x"]}, {"policy": "b", "extra": None}])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [
+        {"policy": "a", "job_s.p95": "1.5", "extra": ""},
+        {"policy": "b", "job_s.p95": "", "extra": ""},
+    ]
+    # pandas, which most tables are read with, sees numbers and what is missing.
+    frame = pytest.importorskip("pandas").read_csv(path)
+    assert frame["job_s.p95"].tolist()[0] == 1.5
+    assert frame["job_s.p95"].isna().tolist() == [False, True]
+    with pytest.raises(ConfigError, match="--csv: cannot write"):
+        write_csv(tmp_path / "missing" / "out.csv", [])

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.records.trace import TraceOptions, TraceWriter
-from tenuto.records.trace_commands import Commands
+from tenuto.records.trace import Commands, TraceOptions, TraceWriter
 
 
 def test_a_new_trace_is_its_owner_s_alone_and_an_old_one_keeps_its_mode(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.records.load import read_run
 from tenuto.report.html.compare import Group, get_seed_spread, group_runs
 from tenuto.report.html.page import make_report, render_page

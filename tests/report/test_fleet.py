@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.records.load import read_run
 from tenuto.report.html.fleet_charts import MAX_FLEETS, make_fleet_charts
 from tenuto.report.html.records import Run, make_run

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.records.load import read_sample, read_turn
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import TurnRecord

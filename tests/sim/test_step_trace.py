@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.records import kinds
+from tenuto.records import load
 from tenuto.records.load import load_file
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.run import Extras, run
@@ -37,7 +37,7 @@ def trace(path: Path, **settings: Any) -> tuple[Any, list[dict[str, Any]]]:
 )
 def test_the_reader_finds_the_turns_of_the_run(tmp_path: Path, settings: dict[str, Any]) -> None:
     outcome, _ = trace(tmp_path / "trace.jsonl", **settings)
-    read = {(turn.job, turn.turn): turn for turn in load_file(tmp_path / "trace.jsonl", kinds.TRACE).turns}
+    read = {(turn.job, turn.turn): turn for turn in load_file(tmp_path / "trace.jsonl", load.TRACE).turns}
     assert len(read) == len(outcome.turns)
     for turn in outcome.turns:
         other = read[turn.job, turn.turn]

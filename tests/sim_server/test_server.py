@@ -24,9 +24,9 @@ import pytest
 from tenuto import cli
 from tenuto.client.load import run as run_module
 from tenuto.client.load.options import BenchOptions
+from tenuto.records.files import METRICS, TURNS, RunFiles
 from tenuto.records.metrics import get_job_times_s
 from tenuto.records.trace import TraceWriter
-from tenuto.records.writer import METRICS, TURNS, RunFiles
 from tenuto.sim.machine import build
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.setup import Setup

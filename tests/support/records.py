@@ -76,3 +76,20 @@ def objects_of(cls: Any) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
         {field.name: values_of(kinds[field.name]) for field in dataclasses.fields(cls)}
     )
+
+
+def get_full_value(kind: Any) -> Any:
+    """A JSON value of a type with every field set to something that is no default."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Annotated, Union, UnionType):
+        return get_full_value(next(each for each in args if each is not NoneType))
+    if origin is Literal:
+        return args[-1]
+    if origin is tuple:
+        return [get_full_value(args[0])]
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {"1": get_full_value(args[1])}
+    if dataclasses.is_dataclass(kind):
+        kinds = get_type_hints(kind, include_extras=True)
+        return {field.name: get_full_value(kinds[field.name]) for field in dataclasses.fields(kind)}
+    return {Any: "any", bool: True, str: "text", int: 3, float: 2.5}[kind]

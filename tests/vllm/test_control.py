@@ -20,8 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 import tenuto.vllm
 from tenuto.core.policy_loader import get_policy_names
 from tenuto.core.types import LeaseEnd
-from tenuto.records.kinds import TRACE
-from tenuto.records.load import load_file
+from tenuto.records.load import TRACE, load_file
 from tenuto.report.decisions import check_decisions
 from tenuto.vllm import compat_engine
 from tenuto.vllm.control_http import CALL

@@ -13,8 +13,7 @@ pytest.importorskip("vllm")
 from prometheus_client import generate_latest
 
 from tenuto.core.errors import IncompatibleError
-from tenuto.records.kinds import TRACE
-from tenuto.records.load import load_file
+from tenuto.records.load import TRACE, load_file
 from tenuto.report.diagnosis.causes import Cause, get_cause
 from tenuto.report.diagnosis.history import make_stories
 from tenuto.vllm.compat_check import check_connector

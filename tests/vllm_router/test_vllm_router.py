@@ -18,7 +18,7 @@ from tenuto.client.load.run import measure
 from tenuto.client.servers.local_server import LocalServer
 from tenuto.client.verify import verify
 from tenuto.client.verify_text import format_verdict
-from tenuto.records.writer import RunFiles
+from tenuto.records.files import RunFiles
 from tenuto.workload.load_options import LoadOptions, make_workload
 from tests.vllm_router.conftest import Start
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.core.errors import DataError
-from tenuto.records.fields import MAX_SECONDS
+from tenuto.records.codec import MAX_SECONDS
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.load import load_workload
 from tenuto.workload.schema import After, Job, Span, TurnSpec, Workload, count_shared_tokens

@@ -15,8 +15,7 @@ from tenuto.cli.options import Given
 from tenuto.cli.progress import Progress, format_time
 from tenuto.cli.simulations import GridOptions, make_folder, say_notes
 from tenuto.core.settings import option
-from tenuto.records.csv_file import write_csv
-from tenuto.records.text import is_overloaded
+from tenuto.records.text import is_overloaded, write_csv
 from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup

@@ -53,7 +53,7 @@ class MemoryOptions(Options):
 
 def run(given: Given) -> int:
     """Compute, and print."""
-    from tenuto.records.csv_file import write_csv
+    from tenuto.records.text import write_csv
     from tenuto.sim.memory import format_memory, measure_memory
 
     options = given.read(MemoryOptions)

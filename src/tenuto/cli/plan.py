@@ -14,7 +14,7 @@ from tenuto.cli.progress import Progress
 from tenuto.cli.simulations import GridOptions, say_notes
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
-from tenuto.records.csv_file import write_csv
+from tenuto.records.text import write_csv
 from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.setup import Setup

@@ -63,8 +63,7 @@ class SimulateOptions(Options):
 def run(given: Given) -> int:
     """Simulate one run."""
     from tenuto.api import run_simulation
-    from tenuto.records.csv_file import write_csv
-    from tenuto.records.text import format_beside, format_run
+    from tenuto.records.text import format_beside, format_run, write_csv
     from tenuto.records.trace import TraceOptions, TraceWriter
     from tenuto.sim.run import Extras, Occupancy, write_run
 

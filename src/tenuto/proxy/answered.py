@@ -14,7 +14,7 @@ from typing import Any
 from tenuto.core.types import ToolCall
 from tenuto.proxy.asked import are_ids
 from tenuto.proxy.exchange import Exchange
-from tenuto.records.fields import MAX_TOKENS
+from tenuto.records.codec import MAX_TOKENS
 from tenuto.workload.formats.messages import cut_text, find_tool, read_text, write_call, write_piece
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tenuto.core.requests.hints import Hints
 from tenuto.core.requests.identity import read_hints
 from tenuto.proxy.exchange import Exchange
-from tenuto.records.fields import MAX_TOKENS
+from tenuto.records.codec import MAX_TOKENS
 from tenuto.workload.formats.messages import cut_text, read_text, write_call, write_message, write_piece
 
 _CHAT_TOKENIZE = (

@@ -1,6 +1,8 @@
-"""Reads and writes the dataclasses of a schema. The annotations are the one declaration of each field.
+"""Reads one JSON object of a file, field by field, and writes the dataclasses of a schema.
 
-A field is a `str`, `bool`, `int`, `float` or `Any`, a `Literal` of texts, another dataclass, a
+`Fields` checks each field that is read. Every error is a DataError that names the file, the line, the field
+and the expected value. `read` and `write` follow from a dataclass: its annotations are the one declaration of
+each field. A field is a `str`, `bool`, `int`, `float` or `Any`, a `Literal` of texts, another dataclass, a
 `Mapping[str, X]` or a `tuple[X, ...]`. With a default, or as `X | None`, it may be missing in a file, null or
 not finite. So may an object whose fields are all null or not finite. Unknown fields of a file are ignored.
 """
@@ -8,14 +10,166 @@ not finite. So may an object whose fields are all null or not finite. Unknown fi
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tenuto.records.fields import MAX_COUNT, MAX_SECONDS, Fields, show
+from tenuto.core.errors import DataError
+from tenuto.core.messages import clean
 
 T = TypeVar("T")
+
+MAX_TOKENS = 2**24
+"""Longest prompt or output in tokens. The longest context that a public model claims is 10 million tokens."""
+MAX_SECONDS = 1e9
+"""Longest time in seconds: 31 years. Up to this value, a float still distinguishes microseconds."""
+MAX_COUNT = 2**53
+"""Largest sum of tokens. Up to this value, all JSON readers represent integers exactly."""
+
+_SHOWN_CHARS = 60
+
+
+class Fields:
+    """One JSON object and its place in a file, with readers for its fields.
+
+    Each reader raises DataError if the field is missing or holds something else. For a field that may be
+    missing, null or NaN: `fields.optional(fields.number, "jps")`.
+    """
+
+    __slots__ = ("_path", "place", "values")
+
+    def __init__(self, place: str, values: dict[str, object], path: str = "") -> None:
+        self.place = place
+        """The file, with the line or index if there is one."""
+        self.values = values
+        self._path = path
+
+    @property
+    def file(self) -> str:
+        """The file, without the line or index."""
+        return re.sub(r"(:\d+|\[\d+\])\Z", "", self.place)
+
+    def error(self, field: str, problem: str) -> DataError:
+        """Make the error to raise about a field."""
+        return DataError(f"{self.place}: {self._path}{field}: {problem}")
+
+    def __contains__(self, field: str) -> bool:
+        """Whether a field exists and is neither null, NaN nor infinite."""
+        value = self.values.get(field)
+        return value is not None and not (isinstance(value, float) and not math.isfinite(value))
+
+    def optional(self, read: Callable[[str], T], field: str) -> T | None:
+        """Read a field with the reader `read`. None if the field is missing or null."""
+        return read(field) if field in self else None
+
+    def text(self, field: str) -> str:
+        """Read a non-empty string."""
+        value = self._get(field)
+        if not isinstance(value, str) or not value:
+            raise self.error(field, f"must be a string that is not empty, got {show(value)}")
+        return value
+
+    def string(self, field: str) -> str:
+        """Read a string, which may be empty."""
+        value = self._get(field)
+        if not isinstance(value, str):
+            raise self.error(field, f"must be a string, got {show(value)}")
+        return value
+
+    def flag(self, field: str) -> bool:
+        """Read a boolean."""
+        value = self._get(field)
+        if not isinstance(value, bool):
+            raise self.error(field, f"must be true or false, got {show(value)}")
+        return value
+
+    def integer(self, field: str, low: int = 0, high: int = MAX_TOKENS) -> int:
+        """Read an integer from `low` to `high`; a bool or float is an error."""
+        value = self._get(field)
+        if type(value) is not int or not low <= value <= high:
+            raise self.error(field, f"must be a whole number from {low} to {high}, got {show(value)}")
+        return value
+
+    def count(self, field: str) -> int:
+        """Read a sum over a whole run: an integer of at least 0."""
+        return self.integer(field, 0, MAX_COUNT)
+
+    def number(self, field: str, high: float = MAX_SECONDS, low: float = 0.0) -> float:
+        """Read a number from `low` to `high`; a bool is an error."""
+        value = self._get(field)
+        if not _is_number(value, high, low):
+            raise self.error(field, f"must be a number from {low:g} to {high:g}, got {show(value)}")
+        return float(value)  # type: ignore[arg-type]
+
+    def milliseconds(self, field: str) -> float:
+        """Read milliseconds and return the float that is nearest to the value in seconds."""
+        value = self.number(field, MAX_SECONDS * 1000)
+        written = getattr(self.values[field], "text", str(self.values[field]))
+        # A division would round a second time. Moving the decimal point does not.
+        return value / 1000 if "e" in written.lower() else float(f"{written}e-3")
+
+    def numbers(self, field: str, high: float = MAX_SECONDS) -> tuple[float, ...]:
+        """Read a list of numbers from 0 to `high`; nulls are left out."""
+        value = self._get(field)
+        if not isinstance(value, list) or not all(each is None or _is_number(each, high) for each in value):
+            raise self.error(field, f"must be a list of numbers from 0 to {high:g}, got {show(value)}")
+        return tuple(float(each) for each in value if each is not None)
+
+    def integers(self, field: str) -> list[int]:
+        """Read a list of integers of at least 0."""
+        value = self._get(field)
+        if not isinstance(value, list):
+            raise self.error(field, f"must be a list of whole numbers, got {show(value)}")
+        for index, each in enumerate(value):
+            if type(each) is not int or each < 0:
+                raise self.error(f"{field}[{index}]", f"must be a whole number, got {show(each)}")
+        return value
+
+    def part(self, field: str) -> Fields:
+        """Read an object."""
+        value = self._get(field)
+        if not isinstance(value, dict):
+            raise self.error(field, f"must be an object, got {show(value)}")
+        return Fields(self.place, value, f"{self._path}{field}.")
+
+    def optional_part(self, field: str) -> Fields:
+        """Read an object; an empty one if the field is missing or null."""
+        return self.optional(self.part, field) or Fields(self.place, {}, f"{self._path}{field}.")
+
+    def items(self, field: str) -> Fields:
+        """Read a list. Its items are fields of what is returned: `FIELD[0]`, `FIELD[1]` and so on."""
+        value = self._get(field)
+        if not isinstance(value, list):
+            raise self.error(field, f"must be a list, got {show(value)}")
+        named = {f"{field}[{number}]": each for number, each in enumerate(value)}
+        return Fields(self.place, named, self._path)
+
+    def records(self, field: str) -> list[Fields]:
+        """Read a list of objects."""
+        items = self.items(field)
+        return [items.part(each) for each in items.values]
+
+    def _get(self, field: str) -> object:
+        if field not in self.values:
+            raise self.error(field, "is missing")
+        return self.values[field]
+
+
+def show(value: object) -> str:
+    """Format a value for an error message: short and on one line."""
+    shown = clean(repr(value))
+    return shown if len(shown) <= _SHOWN_CHARS else f"{shown[: _SHOWN_CHARS - 3]}..."
+
+
+def _is_number(value: object, high: float, low: float = 0.0) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return low <= value <= high and (isinstance(value, int) or math.isfinite(value))
+
+
 Read = Callable[[Fields, str], Any]
 """Reads one field of an object. Raises DataError."""
 

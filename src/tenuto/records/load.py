@@ -1,25 +1,128 @@
-"""Reads the files of runs into the classes of `tenuto.records.schema`. Nothing else reads them.
+"""Tells what kind a file is by its first object, and reads a run from any of the kinds that hold one.
 
-Every function raises DataError, which names the file, line and field.
+Nothing else reads the files of runs. Every function raises DataError, which names the file, line and field.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tenuto.core.errors import DataError
-from tenuto.records import codec, kinds
-from tenuto.records.fields import Fields
-from tenuto.records.files import Say, read_first, read_objects, stream_objects
-from tenuto.records.kinds import Kind
+from tenuto.records import codec, files
+from tenuto.records.codec import Fields
+from tenuto.records.files import RESULTS, Say, read_first, read_objects, stream_objects
 from tenuto.records.prototype import read_prototype
-from tenuto.records.recording import read_recording
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import SCHEMA, RunRecord, Sample, TurnRecord
 from tenuto.records.trace_reader import read_trace
 
 _TIME_SLACK_S = 1e-6
 """Tolerance for the order of times, in seconds, because times are written rounded."""
+_NO_TURNS = ("recording", "failed")
+"""Values of `kind` in lines of a recording that are not turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of file or folder."""
+
+    name: str
+    """The name with its article, as error messages use it."""
+    commands: tuple[str, ...] = ()
+    """The commands that read it; {} stands for the path."""
+    is_workload: bool = False
+    """Whether its requests can be sent again."""
+
+
+_WORKLOAD_COMMANDS = ("tenuto replay {} --url URL", "tenuto simulate --workload {}", "tenuto convert {} OUT")
+_READERS = ("tenuto analyze {}", "tenuto report {}")
+RUN = Kind("a result of runs", _READERS)
+TURNS = Kind("a file of turns", _READERS)
+SAMPLES = Kind("a file of KV cache samples", ("tenuto report {}",))
+TRACE = Kind("a scheduler's trace", ("tenuto replay --decisions {}", *_READERS))
+RECORDING = Kind("a recording", (*_WORKLOAD_COMMANDS, *_READERS), is_workload=True)
+WORKLOAD = Kind("a workload", _WORKLOAD_COMMANDS, is_workload=True)
+PROTOTYPE = Kind("a file of the Continuum prototype", ("tenuto analyze {}",))
+STEP_TIMES = Kind("a file of step times", ("tenuto profile --observations {} --out FILE",))
+FIT = Kind("a fit of step times", ("tenuto simulate --step-cost {}",))
+SERVER_SAMPLES = Kind("a file of /metrics samples", ("tenuto analyze FOLDER, its folder",))
+COMMANDS = Kind("a list of commands that a bench ran", ("tenuto analyze FOLDER, its folder",))
+AB_SETTINGS = Kind("a file of tenuto ab", ("tenuto report FOLDER, its folder",))
+VIEW = Kind("output of tenuto top, which no command reads again")
+ANALYSIS = Kind("a report of tenuto analyze, which no command reads again")
+EVENTS = Kind("a file for Perfetto (open it at ui.perfetto.dev)")
+STATE = Kind("the state of a policy", ("tenuto serve MODEL --state {}",))
+RUN_FOLDER = Kind("the folder of a run", _READERS)
+RESULTS_FOLDER = Kind("the folder of several runs", _READERS)
+UNKNOWN = Kind("of no kind that Tenuto writes")
+
+_BY_KEYS: tuple[tuple[frozenset[str], Kind], ...] = tuple(
+    (frozenset(keys.split()), kind)
+    for keys, kind in (
+        ("step kind", TRACE),
+        ("trajectory_format", WORKLOAD),
+        ("messages", WORKLOAD),
+        ("requests hash_id_scope", WORKLOAD),
+        ("requests id", WORKLOAD),
+        ("schema hash_id_scope", WORKLOAD),
+        ("session input_length", WORKLOAD),
+        ("session_id input_length", WORKLOAD),
+        ("hash_ids input_length", WORKLOAD),
+        ("job_s", RUN),
+        ("job turn", TURNS),
+        ("now_s num_blocks", SAMPLES),
+        ("at_s window_s server", VIEW),
+        ("at_s problem", VIEW),
+        ("at_s", SERVER_SAMPLES),
+        ("job after_turn command", COMMANDS),
+        ("seconds decodes", STEP_TIMES),
+        ("seconds prefills", STEP_TIMES),
+        ("seconds num_bytes", STEP_TIMES),
+        ("prefill decode", FIT),
+        ("schema runs", ANALYSIS),
+        ("traceEvents", EVENTS),
+        ("format policy state", STATE),
+        ("arms", AB_SETTINGS),
+        ("comparisons", AB_SETTINGS),
+    )
+)
+_BY_WORD = {"run": RUN, "turn": TURNS, "sample": SAMPLES, "recording": RECORDING, "failed": RECORDING}
+
+
+def identify(path: Path) -> Kind:
+    """Identify a file or folder; UNKNOWN if Tenuto did not write it. Raises DataError if it is unreadable."""
+    if path.is_dir():
+        if (path / files.TURNS).exists():
+            return RUN_FOLDER
+        return RESULTS_FOLDER if (path / RESULTS).exists() else UNKNOWN
+    return identify_object(read_first(path).values)
+
+
+def identify_object(values: Mapping[str, object]) -> Kind:
+    """Identify the kind of a file from its first object."""
+    word = values.get("kind")
+    if isinstance(word, str) and "step" not in values and word in _BY_WORD:
+        return _BY_WORD[word]
+    keys = frozenset(values)
+    if (found := next((kind for wanted, kind in _BY_KEYS if wanted <= keys), None)) is not None:
+        # Field that `tenuto record` adds to a session's turn.
+        return RECORDING if found is WORKLOAD and {"session", "latency_ms"} <= keys else found
+    if values and all(_is_event_list(events) for events in values.values()):
+        return PROTOTYPE
+    return UNKNOWN
+
+
+def _is_event_list(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(event, dict) for event in value)
+
+
+def make_error(path: Path | str, kind: Kind, wanted: str) -> DataError:
+    """Make the error of a command that cannot read this kind. It names the commands that can."""
+    said = f"{path}: is {kind.name}, but {wanted} is wanted here"
+    commands = " or ".join(f"`{command.format(path)}`" for command in kind.commands)
+    return DataError(f"{said}; try {commands}" if commands else said)
 
 
 def read_run(fields: Fields) -> RunRecord:
@@ -60,24 +163,24 @@ def load_file(path: Path, kind: Kind, *, say: Say | None = None, with_samples: b
     A trace is read line by line. Without `with_samples`, its steps are summed up and not kept.
     """
     data = RunData(str(path), _NAMES[kind])
-    if kind is kinds.PROTOTYPE:
+    if kind is PROTOTYPE:
         read_prototype(data, read_first(path))
         return data
     objects = stream_objects(path, data.notes.append, say)
-    if kind is kinds.TRACE:
+    if kind is TRACE:
         read_trace(data, objects, with_samples=with_samples)
-    elif kind is kinds.RECORDING:
-        read_recording(data, objects)
+    elif kind is RECORDING:
+        _read_recording(data, objects)
     else:
         data.turns = [read_turn(fields) for fields in objects]
     return data
 
 
 _NAMES = {
-    kinds.TRACE: "trace",
-    kinds.RECORDING: "recording",
-    kinds.TURNS: "turns",
-    kinds.PROTOTYPE: "prototype",
+    TRACE: "trace",
+    RECORDING: "recording",
+    TURNS: "turns",
+    PROTOTYPE: "prototype",
 }
 LOADABLE = tuple(_NAMES)
 """Kinds of files that hold one run."""
@@ -85,7 +188,7 @@ LOADABLE = tuple(_NAMES)
 
 def load_folder(folder: Path, *, say: Say | None = None) -> RunData:
     """Read one run from its folder: turns.jsonl, completed by result.json and occupancy.jsonl."""
-    turns, result, occupancy = (folder / name for name in kinds.RUN_FILES)
+    turns, result, occupancy = (folder / name for name in (files.TURNS, files.RESULT, files.OCCUPANCY))
     data = RunData(str(folder))
     if result.exists():
         data.record = read_run(read_first(result))
@@ -108,4 +211,44 @@ def make_wrong_kind_error(path: Path, kind: Kind) -> DataError:
         "a scheduler's trace, a recording, turns.jsonl, result.json, results.jsonl, the folder of a run, of "
         "a sweep or of an ab, or the Continuum prototype's scheduler_timestamps"
     )
-    return kinds.make_error(path, kind, wanted)
+    return make_error(path, kind, wanted)
+
+
+def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
+    """Fill `data` with the turns of a recording (`tenuto record`), as its proxy saw them.
+
+    Raises DataError for a malformed line, or if no turn was recorded.
+    """
+    numbers: dict[str, int] = {}
+    ends_s: dict[str, float] = {}
+    for fields in objects:
+        if fields.values.get("kind") in _NO_TURNS:
+            continue
+        job = fields.text("session" if "session" in fields else "session_id")
+        number = numbers[job] = numbers.get(job, 0) + 1
+        due_s = _get_due_s(fields, ends_s.get(job))
+        latency_s = fields.optional(fields.milliseconds, "latency_ms")
+        ttft_s = fields.optional(fields.milliseconds, "ttft_ms")
+        ends_s[job] = due_s + (latency_s or 0.0)
+        data.turns.append(
+            TurnRecord(
+                job=job,
+                turn=number,
+                due_s=due_s,
+                sent_s=due_s,
+                first_token_s=None if ttft_s is None else due_s + ttft_s,
+                last_token_s=None if latency_s is None else ends_s[job],
+                prompt_tokens=fields.integer("input_length"),
+                output_tokens=fields.integer("output_length"),
+                hit_tokens=fields.optional(fields.integer, "cached_tokens"),
+                tool=fields.optional(fields.text, "tool"),
+            )
+        )
+    if not data.turns:
+        raise DataError(f"{data.source}: no turn was recorded")
+
+
+def _get_due_s(fields: Fields, end_before_s: float | None) -> float:
+    if "timestamp" in fields or end_before_s is None:
+        return fields.milliseconds("timestamp")
+    return end_before_s + fields.milliseconds("delay")

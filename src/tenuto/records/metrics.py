@@ -7,17 +7,23 @@ returns None if the turns do not contain the necessary values.
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from tenuto.core.errors import ConfigError
+from tenuto.core.messages import suggest
 from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_reusable_tokens
-from tenuto.records.goodput import measure_goodput
-from tenuto.records.schema import RunRecord, Stats, TurnCounts, TurnMeans, TurnRecord
+from tenuto.records.schema import Goodput, RunRecord, Stats, TurnCounts, TurnMeans, TurnRecord
 
 _AT_ONCE = 0.01
 """Jobs that arrive within this share of a run came at once: no rate of theirs could have gone on."""
+LIMITS: Mapping[str, str] = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "latency_s"}
+"""The name of each limit of `--goodput`, and the time of a turn that it bounds."""
 
 
 class Rates(NamedTuple):
@@ -242,6 +248,104 @@ def estimate_missed_tokens(before: TurnRecord | None, turn: TurnRecord, block_si
         if reusable is None or turn.hit_tokens is None
         else count_missed_tokens(reusable, turn.hit_tokens)
     )
+
+
+def parse_limits(texts: Sequence[str]) -> dict[str, float]:
+    """Limits in milliseconds by name, from texts such as `ttft:500`. Raises ConfigError."""
+    limits_ms: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition(":")
+        if name not in LIMITS:
+            known = ", ".join(LIMITS)
+            raise ConfigError(
+                f"--goodput wants NAME:MILLISECONDS, for example ttft:500; the names are {known}; "
+                f"got {text!r}{suggest(name, LIMITS)}"
+            )
+        try:
+            limits_ms[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"--goodput {name} wants a number of milliseconds, got {value!r}") from None
+        if not 0 <= limits_ms[name] < math.inf:
+            raise ConfigError(f"--goodput {name} must be 0 ms or more and finite, got {value}")
+    return limits_ms
+
+
+def measure_goodput(
+    turns: Iterable[TurnRecord], limits_ms: Mapping[str, float], makespan_s: float | None
+) -> Goodput | None:
+    """Count the turns that keep all limits; None without limits. Turns without an answer keep none.
+
+    It is goodput as `vllm bench serve --goodput` counts it. The limits are on turns, which are the requests
+    of other tools. A limit on jobs is `tenuto plan --p95`.
+    """
+    if not limits_ms:
+        return None
+    known = list(turns)
+    good = sum(_is_good(turn, limits_ms) for turn in known)
+    return Goodput(
+        limits_ms=dict(limits_ms),
+        turns=good,
+        share=good / len(known) if known else None,
+        turns_per_s=good / makespan_s if makespan_s else None,
+    )
+
+
+def _is_good(turn: TurnRecord, limits_ms: Mapping[str, float]) -> bool:
+    if turn.status != "ok":
+        return False
+    for name, limit_ms in limits_ms.items():
+        seconds = getattr(turn, LIMITS[name])
+        if seconds is None and name == "tpot":
+            seconds = 0.0  # an answer of one token has no time between tokens
+        if seconds is None or seconds * 1000 > limit_ms:
+            return False
+    return True
+
+
+class Gaps:
+    """Inter-token latencies: the gaps between one answer's output tokens, over all answers of a run.
+
+    A run has millions of gaps, and the decodes of one step all have the same one. So equal gaps that come
+    after each other are kept as one value with a count.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = array("d")
+        self._counts = array("q")
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Add `count` gaps of the same length."""
+        if count == 0:
+            return
+        if self._seconds and self._seconds[-1] == seconds:
+            self._counts[-1] += count
+        else:
+            self._seconds.append(seconds)
+            self._counts.append(count)
+
+    def merge(self, other: Gaps) -> None:
+        """Add all gaps of another count."""
+        self._seconds += other._seconds
+        self._counts += other._counts
+
+    def summarise(self) -> Stats | None:
+        """Mean, percentiles and extremes of all gaps, as `metrics.summarise`; None if there is no gap."""
+        if not self._seconds:
+            return None
+        pairs = sorted(zip(self._seconds, self._counts, strict=True))
+        values = [seconds for seconds, _ in pairs]
+        ends = list(accumulate(count for _, count in pairs))
+        mean = sum(seconds * count for seconds, count in pairs) / ends[-1]
+        p50, p90, p95, p99 = (_find_percentile(values, ends, percent) for percent in (50, 90, 95, 99))
+        return Stats(mean=mean, p50=p50, p90=p90, p95=p95, p99=p99, max=values[-1], min=values[0])
+
+
+def _find_percentile(values: list[float], ends: list[int], percent: float) -> float:
+    """The percentile of sorted values; `ends` says up to which position each of them reaches."""
+    position = (ends[-1] - 1) * percent / 100
+    low = int(position)
+    first, second = (values[bisect_right(ends, min(at, ends[-1] - 1))] for at in (low, low + 1))
+    return first + (second - first) * (position - low)
 
 
 def _interpolate(ordered: Sequence[float], percent: float) -> float:

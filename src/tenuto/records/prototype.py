@@ -1,20 +1,24 @@
-"""Reads `scheduler_timestamps` of the public Continuum prototype.
+"""Reads and writes `scheduler_timestamps`, the file of the public Continuum prototype.
 
 The format comes from the prototype's class Continuum_Recorder (vllm/v1/core/estimate_with_func.py in its vLLM
 fork). The file is one JSON object: each job id has a list of events in time order. An event is an object with
 one time in Unix seconds under the event's name. A start event also has `prompt_length` and `hit_length`. The
 file does not give output lengths. So there is only a lower bound for the tokens that a turn could reuse: the
-previous prompt. Forks add `deadline` to a pin, and further events; those are skipped and counted.
+previous prompt. Forks add `deadline` to a pin, and further events; those are skipped and counted. What is
+written here, the prototype's own scripts read.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from tenuto.core.errors import DataError
+from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.reuse import count_reusable_tokens
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, RunData
 from tenuto.records.schema import TurnRecord
 
@@ -128,3 +132,42 @@ class _JobReader:
         if last is not None and last.start_s is not None and last.last_token_s is None:
             return "hit"  # the next turn runs on these blocks
         return "expired" if at_s >= self._deadline_s else "revoked"
+
+
+def write_prototype(path: Path, data: RunData) -> None:
+    """Write a run's file. Raises DataError if no turn arrived, ConfigError if it cannot be written.
+
+    Times are the run's own seconds. A run's turns say how often they were preempted, not when, so preemptions
+    are left out.
+    """
+    jobs = make_events(data)
+    if not jobs:
+        raise DataError(f"{data.source}: no turn arrives in it")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            json.dump(jobs, file, indent=2)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def make_events(data: RunData) -> dict[str, list[dict[str, float]]]:
+    """Each job's events in the order of their times."""
+    timed: dict[str, list[tuple[float, int, dict[str, float]]]] = {}
+
+    def add(job: str, name: str, at_s: float | None, **more: Any) -> None:
+        if at_s is not None:
+            events = timed.setdefault(job, [])
+            # Events of one time stay in the order of a turn's life.
+            events.append((at_s, len(events), {name: at_s, **more}))
+
+    for turn in data.turns:
+        lengths = {"prompt_length": turn.prompt_tokens or 0, "hit_length": turn.hit_tokens or 0}
+        add(turn.job, ARRIVED, turn.due_s)
+        add(turn.job, STARTED, turn.start_s, **lengths)
+        add(turn.job, FINISHED, turn.last_token_s)
+    for lease in data.leases:
+        add(lease.job, PINNED, lease.granted_s)
+        add(lease.job, UNPINNED, lease.ended_s)
+    return {
+        job: [event for *_, event in sorted(events, key=lambda e: e[:2])] for job, events in timed.items()
+    }

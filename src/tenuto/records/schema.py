@@ -13,18 +13,23 @@ docs/glossary.md defines each number; `tenuto.records.metrics` computes it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from tenuto.records import codec
-from tenuto.records.codec import LeftOut, Range
-from tenuto.records.fields import MAX_TOKENS
+from tenuto.records.codec import MAX_TOKENS, LeftOut, Range
 
 SCHEMA = 2
 
 RUN, TURN, SAMPLE = "run", "turn", "sample"
 """Values of `kind`."""
+
+_ALWAYS_KEPT = ("gpu", "model", "policy", "workload", "seed", "async_scheduling")
+"""Options that are recorded even if they have their default values.
+
+Records without `async_scheduling` are from versions that had it off by default."""
 
 Status = Literal["ok", "failed", "cancelled"]
 Tokens = Annotated[int, Range(0, MAX_TOKENS)]
@@ -296,3 +301,21 @@ def get_stat(stats: Stats | None, name: str) -> float | None:
 
 def _get_difference(end_s: float | None, start_s: float | None) -> float | None:
     return None if end_s is None or start_s is None else end_s - start_s
+
+
+def get_config(*options: Any) -> dict[str, Any]:
+    """Return `RunRecord.config`: the options of these dataclasses that differ from their defaults."""
+    config: dict[str, Any] = {}
+    for part in options:
+        for each in dataclasses.fields(part):
+            value = getattr(part, each.name)
+            default = each.default if each.default is not dataclasses.MISSING else {}
+            if value != default or each.name in _ALWAYS_KEPT:
+                config[each.name] = _to_json(value)
+    return config
+
+
+def _to_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return get_config(value)
+    return dict(value) if isinstance(value, Mapping) else value

@@ -1,10 +1,17 @@
-"""Formats a run's record as text, in the same way for a simulation and for a bench."""
+"""Records for people: a run as lines of text, and tables as CSV for spreadsheets.
+
+A simulation and a bench are shown in the same way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from tenuto.core.errors import ConfigError
 
 OVERLOADED = 0.9
 """A run that finishes less than this share of the jobs per second that arrive is called overloaded,
@@ -16,6 +23,8 @@ _SLOWED = 1.25
 _MIN_JOBS = 12
 """Fewer jobs tell no rate, and no trend."""
 _STATS = ("mean", "min", "p50", "p90", "p95", "p99", "max")
+_NO_COLUMNS = ("kind", "schema", "config", "versions", "client", "job_times_s", "by_turn", "notes")
+"""Parts of a run's record that are no columns: lists, and what differs from run to run."""
 
 
 def format_run(record: Mapping[str, Any]) -> str:
@@ -171,3 +180,32 @@ def format_time_s(seconds: float | None) -> str:
 
 def _format_count(number: int | None) -> str:
     return "–" if number is None else f"{number:,}"
+
+
+def write_csv(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write a row for each record, under the names of all their columns. An unknown value is empty.
+
+    Raises ConfigError if the file cannot be written.
+    """
+    rows = [flatten(record) for record in records]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, names, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise ConfigError(f"--csv: cannot write {path}: {error.strerror or error}") from error
+
+
+def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record's single values by name; the names of nested ones are joined by dots: `job_s.p95`."""
+    return dict(_walk("", {key: value for key, value in record.items() if key not in _NO_COLUMNS}))
+
+
+def _walk(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _walk(f"{prefix}{key}.", value)
+        elif not isinstance(value, list | tuple):
+            yield f"{prefix}{key}", value

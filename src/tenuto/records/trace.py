@@ -1,4 +1,4 @@
-"""The JSONL trace of steps and decisions; one schema for every engine.
+"""Writes the JSONL trace of steps and decisions; one schema for every engine.
 
 Each line is one JSON object. Every line has `kind` and `step`, the number of its step, counted from 0. Kinds:
 `header` (first line), `step`, `admission`, `job` (a job's history: arrived, started, finished, lease-granted,
@@ -13,6 +13,7 @@ a new FILE, and its header has the next `part`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -20,17 +21,21 @@ import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import describe_policy
 from tenuto.core.version import __version__
-from tenuto.records.trace_commands import CommandHider, Commands
 
+Commands = Literal["none", "hash", "full"]
+COMMANDS: tuple[Commands, ...] = ("none", "hash", "full")
+"""How a trace records the commands of tools."""
 SCHEMA = 1
 OLDER = ".1"
 """Suffix of the one older file that is kept."""
+
+_DIGEST_BYTES = 8
 
 logger = logging.getLogger("vllm.tenuto")
 
@@ -174,3 +179,36 @@ class TraceWriter:
         with contextlib.suppress(OSError):
             if file is not None:
                 file.close()
+
+
+class CommandHider:
+    """Replaces the commands of tools in a trace's records: by nothing, by a salted hash, or not at all.
+
+    Agents write passwords and tokens into command lines. With hashes, equal commands in one trace can still
+    be recognised. The salt is random and is never written, so a guess cannot be checked against a hash.
+    """
+
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+        self._salt = os.urandom(16)
+
+    def hide(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the record in the form that may be written. The given record is not changed."""
+        if self._commands == "full" or "inputs" not in record:
+            return record
+        return {**record, "inputs": self._hide_in(record["inputs"])}
+
+    def _hide_in(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._hide_in(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        if value.get("type") == "ToolCall":
+            return {**value, "command": self._shorten(value.get("command"))}
+        return {name: self._hide_in(each) for name, each in value.items()}
+
+    def _shorten(self, command: Any) -> str | None:
+        if command is None or self._commands == "none":
+            return None
+        text = str(command).encode(errors="replace")
+        return "hash-" + hashlib.blake2b(text, key=self._salt, digest_size=_DIGEST_BYTES).hexdigest()

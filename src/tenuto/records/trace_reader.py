@@ -12,17 +12,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from tenuto.core.errors import DataError
 from tenuto.core.reuse import count_missed_tokens
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.records.run_data import LeaseRecord, RunData
-from tenuto.records.schema import TurnRecord
-from tenuto.records.trace import SCHEMA
-from tenuto.records.trace_parts import Part, read_part
-from tenuto.records.trace_samples import TracedStep, make_samples
+from tenuto.records.schema import Sample, TurnRecord
+from tenuto.records.trace import COMMANDS, SCHEMA
 
 SCARCE = 0.05
 """Free blocks are scarce at or below this share of the largest number that was ever free. A step that
@@ -36,6 +34,36 @@ _GAUGES = (
     "num_retained_blocks",
     "num_retained_jobs",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a run that one header begins. A run is a server's life, in one file or several."""
+
+    run: str | None = None
+    """None if the header does not say it."""
+    number: int = 1
+    """Number of the part, from 1. A later part continues where the previous file ended."""
+    commands: str = "full"
+    """`none`, `hash` or `full`."""
+
+    def follows(self, before: Part | None) -> bool:
+        """Whether this part continues the previous part, so that no state is reset."""
+        return (
+            before is not None
+            and self.run is not None
+            and (self.run, self.number) == (before.run, before.number + 1)
+        )
+
+
+def read_part(header: Fields) -> Part:
+    """Read the part from a header. Raises DataError if the header is malformed."""
+    if "run" not in header:
+        return Part()
+    commands = header.text("commands")
+    if commands not in COMMANDS:
+        raise header.error("commands", f"must be one of {', '.join(COMMANDS)}, got {commands!r}")
+    return Part(header.text("run"), header.integer("part", 1), commands)
 
 
 @dataclass(slots=True)
@@ -61,21 +89,11 @@ class _TracedTurn:
     """Prompt tokens that have not been computed yet."""
 
     def to_record(self) -> TurnRecord:
+        names = (each.name for each in fields(TurnRecord) if hasattr(self, each.name))
         return TurnRecord(
-            job=self.job,
-            turn=self.turn,
+            **{name: getattr(self, name) for name in names},
             status="cancelled" if self.is_aborted else "ok",
-            due_s=self.due_s,
-            start_s=self.start_s,
-            first_token_s=self.first_token_s,
-            last_token_s=self.last_token_s,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            hit_tokens=self.hit_tokens,
-            loaded_tokens=self.loaded_tokens,
-            reusable_tokens=self.reusable_tokens,
             recomputed_tokens=self._count_recomputed(),
-            preemptions=self.preemptions,
         )
 
     def _count_recomputed(self) -> int | None:
@@ -89,7 +107,8 @@ class _TraceReader:
     data: RunData
     with_samples: bool
     turns: list[_TracedTurn] = field(default_factory=list)
-    steps: list[TracedStep] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    """Their KV cache has no size yet: it is known at the end."""
     num_jobs: Counter[str] = field(default_factory=Counter)
     """Number of jobs per id. It exceeds 1 if a server was restarted or if the id was used again."""
     names: dict[str, str] = field(default_factory=dict)
@@ -287,8 +306,18 @@ class _TraceReader:
         if self.with_samples:
             tiers = record.optional_part("num_tier_blocks")
             host, disk = (tiers.optional(tiers.integer, tier) for tier in ("host", "disk"))
-            free, leased = values["num_free_blocks"], values["num_retained_blocks"]
-            self.steps.append(TracedStep(now_s, free, leased, host, disk))
+            self.samples.append(
+                Sample(
+                    now_s=now_s,
+                    num_blocks=0,
+                    running_blocks=0,
+                    leased_blocks=values["num_retained_blocks"],
+                    cached_blocks=None,  # a trace does not say which free blocks hold content
+                    free_blocks=values["num_free_blocks"],
+                    host_blocks=host,
+                    disk_blocks=disk,
+                )
+            )
 
     def _end_steps(self, num_ended: int, now_s: float) -> None:
         """So many steps have ended by now: turns whose prompt they completed have their first token."""
@@ -324,9 +353,15 @@ def read_trace(data: RunData, records: Iterable[Fields], *, with_samples: bool =
     if not reader.turns:
         raise DataError(f"{data.source}: no turn arrived in this trace")
     data.turns = [turn.to_record() for turn in reader.turns]
-    data.samples = make_samples(reader.steps, reader.most_free)
+    data.samples = [_set_size(sample, reader.most_free) for sample in reader.samples]
     data.tells_leases = True
 
 
 def _is_offload(answer: Any) -> bool:
     return isinstance(answer, dict) and answer.get("type") == "Offload"
+
+
+def _set_size(sample: Sample, num_blocks: int) -> Sample:
+    used = num_blocks - sample.free_blocks
+    held = max(0, min(sample.leased_blocks, used))
+    return replace(sample, num_blocks=num_blocks, running_blocks=used - held, leased_blocks=held)

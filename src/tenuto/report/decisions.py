@@ -14,11 +14,11 @@ from tenuto.core.decision_replay import Difference, Replay
 from tenuto.core.errors import ConfigError, DataError, TenutoError
 from tenuto.core.policy import Learns, Oracle, Policy
 from tenuto.core.policy_loader import load_policy
-from tenuto.records.fields import Fields, show
+from tenuto.records.codec import Fields, show
 from tenuto.records.files import stream_objects
-from tenuto.records.kinds import TRACE, UNKNOWN, identify, make_error
+from tenuto.records.load import TRACE, UNKNOWN, identify, make_error
 from tenuto.records.trace import SCHEMA
-from tenuto.records.trace_parts import Part, read_part
+from tenuto.records.trace_reader import Part, read_part
 
 _PROGRESS_S = 2.0
 _SHOWN_CHARS = 300

@@ -14,12 +14,10 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Oracle, Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.version import __version__
-from tenuto.records.config import get_config
-from tenuto.records.goodput import parse_limits
-from tenuto.records.metrics import make_record
-from tenuto.records.schema import Sample, TurnCounts, TurnRecord
+from tenuto.records.files import RunFiles
+from tenuto.records.metrics import make_record, parse_limits
+from tenuto.records.schema import Sample, TurnCounts, TurnRecord, get_config
 from tenuto.records.trace import TraceWriter
-from tenuto.records.writer import RunFiles
 from tenuto.sim.cost import StepBatch, StepCost
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.engine.scheduler import Scheduler

@@ -16,7 +16,7 @@ from typing import Protocol
 from tenuto.core.errors import IntegrityError
 from tenuto.core.reuse import count_lost_tokens, count_missed_tokens
 from tenuto.core.types import ToolCall
-from tenuto.records.gaps import Gaps
+from tenuto.records.metrics import Gaps
 from tenuto.records.schema import Failure, TurnRecord
 from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler

@@ -11,8 +11,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
 from tenuto.core.settings import check_settings, setting
 from tenuto.core.steps import check_step_tokens
-from tenuto.records.trace import TraceOptions
-from tenuto.records.trace_commands import COMMANDS, Commands
+from tenuto.records.trace import COMMANDS, Commands, TraceOptions
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.records.files import read_objects
-from tenuto.records.kinds import PROTOTYPE, UNKNOWN, identify, identify_object, make_error
+from tenuto.records.load import PROTOTYPE, UNKNOWN, identify, identify_object, make_error
 from tenuto.workload.arrivals import arrival_times, reassign_arrivals, within
 from tenuto.workload.formats.agentic_mooncake import read_agentic_mooncake
 from tenuto.workload.formats.chat_logs import read_chat_logs

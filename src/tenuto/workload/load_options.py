@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
-from tenuto.records.goodput import parse_limits
+from tenuto.records.metrics import parse_limits
 from tenuto.workload.generators.random_lengths import VLLM_LENGTHS, RandomLengths
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load import GENERATORS, load_workload

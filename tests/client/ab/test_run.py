@@ -25,7 +25,7 @@ from tenuto.client.load.measured import Flight, Labels, Outcome, Sending, make_r
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
 from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.records.writer import RunFiles
+from tenuto.records.files import RunFiles
 from tenuto.report.html.sources import read_sources
 from tenuto.workload import Workload
 from tenuto.workload.turn_driver import Due

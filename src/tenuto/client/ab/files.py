@@ -19,9 +19,8 @@ from typing import Any, Self
 
 from tenuto.client.ab.options import Slot
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.records.files import read_first
+from tenuto.records.files import RESULT, read_first
 from tenuto.records.load import read_run
-from tenuto.records.writer import RESULT
 
 SETTINGS, RESULTS, VERDICT = "ab.json", "results.jsonl", "verdict.json"
 

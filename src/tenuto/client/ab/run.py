@@ -34,8 +34,8 @@ from tenuto.client.load.run import measure
 from tenuto.client.servers.engines import empty_cache
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.messages import redact
-from tenuto.records.csv_file import write_csv
-from tenuto.records.writer import RunFiles
+from tenuto.records.files import RunFiles
+from tenuto.records.text import write_csv
 from tenuto.workload.load_options import make_workload
 
 _UNLIKE = ("url", "engine_urls", "api_key", "out", "as_json", "policy", "run_id", "csv")

@@ -16,11 +16,10 @@ import numpy as np
 from scipy import stats
 
 from tenuto.core.errors import DataError
-from tenuto.records.files import read_first
+from tenuto.records.files import RESULT, TURNS, read_first
 from tenuto.records.load import load_folder
 from tenuto.records.metrics import get_geometric_mean, get_ok, summarise
 from tenuto.records.schema import RunRecord, TurnRecord
-from tenuto.records.writer import RESULT, TURNS
 
 CONFIDENCE = 0.95
 MIN_PAIRS = 6

@@ -43,11 +43,10 @@ from tenuto.client.servers.metrics import (
     try_get_block_size,
     try_get_sim_speed,
 )
-from tenuto.records.config import get_config
-from tenuto.records.csv_file import write_csv
-from tenuto.records.goodput import parse_limits
-from tenuto.records.schema import TurnRecord
-from tenuto.records.writer import RunFiles
+from tenuto.records.files import RunFiles
+from tenuto.records.metrics import parse_limits
+from tenuto.records.schema import TurnRecord, get_config
+from tenuto.records.text import write_csv
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load_options import make_workload
 from tenuto.workload.schema import Workload

@@ -20,7 +20,7 @@ from tenuto.client.http.stream import Answer
 from tenuto.client.load.commands import CommandRunner
 from tenuto.client.load.measured import Flight, Sending, make_record
 from tenuto.client.load.servers import Sender, Servers
-from tenuto.records.gaps import Gaps
+from tenuto.records.metrics import Gaps
 from tenuto.records.schema import Failure, Status, TurnRecord
 from tenuto.workload.schema import Job
 from tenuto.workload.turn_driver import Due, TurnDriver

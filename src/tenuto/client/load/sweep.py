@@ -13,11 +13,9 @@ from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import get_status, measure, say
 from tenuto.client.servers.engines import empty_cache
 from tenuto.core.errors import ConfigError
-from tenuto.records.config import get_config
-from tenuto.records.csv_file import write_csv
-from tenuto.records.files import read_first
-from tenuto.records.text import format_time_s, is_overloaded
-from tenuto.records.writer import RESULT, RunFiles
+from tenuto.records.files import RESULT, RunFiles, read_first
+from tenuto.records.schema import get_config
+from tenuto.records.text import format_time_s, is_overloaded, write_csv
 from tenuto.workload.load_options import make_workload
 
 RESULTS = "results.jsonl"

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.records import kinds
-from tenuto.records.files import Say, read_objects
-from tenuto.records.kinds import identify
-from tenuto.records.load import LOADABLE, load_file, load_folder, make_wrong_kind_error, read_run
-from tenuto.records.prototype_writer import write_prototype
+from tenuto.records import load
+from tenuto.records.files import RESULTS, Say, read_objects
+from tenuto.records.load import LOADABLE, identify, load_file, load_folder, make_wrong_kind_error, read_run
+from tenuto.records.prototype import write_prototype
 from tenuto.report.diagnosis.history import JobStory, make_stories
 from tenuto.report.diagnosis.results import summarise_results
 from tenuto.report.diagnosis.summary import describe_job, get_worst_job, summarise
@@ -38,7 +37,7 @@ def write_timestamps(paths: Sequence[Path], out: Path) -> None:
     if len(paths) != 1:
         raise ConfigError(f"--timestamps is for one run, got {len(paths)} files")
     kind = identify(paths[0])
-    if kind is kinds.RUN_FOLDER:
+    if kind is load.RUN_FOLDER:
         data = load_folder(paths[0], say=say_on_stderr)
     elif kind in LOADABLE:
         data = load_file(paths[0], kind, say=say_on_stderr, with_samples=False)
@@ -55,12 +54,12 @@ def say_on_stderr(text: str) -> None:
 def analyze(path: Path, *, jobs: Sequence[str] = (), say: Say = say_on_stderr) -> dict[str, Any]:
     """Return the report on one file or folder, in JSON types. Raises DataError."""
     kind = identify(path)
-    if kind in (kinds.RUN, kinds.RESULTS_FOLDER):
+    if kind in (load.RUN, load.RESULTS_FOLDER):
         notes: list[str] = []
-        file = path if kind is kinds.RUN else path / kinds.RESULTS
+        file = path if kind is load.RUN else path / RESULTS
         records = [read_run(fields) for fields in read_objects(file, notes.append)]
         return summarise_results(str(path), records, notes)
-    if kind is kinds.RUN_FOLDER:
+    if kind is load.RUN_FOLDER:
         data = load_folder(path, say=say)
     elif kind in LOADABLE:
         data = load_file(path, kind, say=say, with_samples=False)

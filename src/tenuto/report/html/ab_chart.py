@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tenuto.client.ab.verdict import MEASURES
 from tenuto.core.messages import clean
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.records.files import read_first
 from tenuto.report.html.axes import Looks, label_bars
 from tenuto.report.html.chart import Chart, Table

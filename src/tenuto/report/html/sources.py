@@ -10,11 +10,10 @@ from tenuto.client.ab.files import VERDICT
 from tenuto.client.ab.options import THRESHOLD_PERCENT
 from tenuto.core.errors import DataError
 from tenuto.core.messages import clean
-from tenuto.records import kinds
-from tenuto.records.fields import Fields
+from tenuto.records import load
+from tenuto.records.codec import Fields
 from tenuto.records.files import read_objects
-from tenuto.records.kinds import identify
-from tenuto.records.load import load_file, read_run, read_sample
+from tenuto.records.load import identify, load_file, read_run, read_sample
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, RunData
 from tenuto.records.schema import Sample, TurnRecord
 from tenuto.report.html.ab_chart import AbVerdict, read_verdict
@@ -104,27 +103,27 @@ class _Reader:
             self._sources.notes.append(f"{clean(str(error))}; it was left out.")
             return
         notes: list[str] = []
-        if kind is kinds.RUN:
+        if kind is load.RUN:
             runs = [
                 make_run(read_run(each), each.place, _read_ab(each))
                 for each in read_objects(path, notes.append)
             ]
             self._runs.setdefault(path.parent, []).extend(runs)
-        elif kind is kinds.SAMPLES:
+        elif kind is load.SAMPLES:
             detail = self._get_detail(path)
             detail.samples += [read_sample(each) for each in read_objects(path, notes.append)]
-        elif kind in (kinds.TRACE, kinds.RECORDING):
+        elif kind in (load.TRACE, load.RECORDING):
             data = load_file(path, kind)
             data.shift_to_zero()
-            note = TRACE_NOTE if kind is kinds.TRACE else ""
+            note = TRACE_NOTE if kind is load.TRACE else ""
             self._sources.details.append(
                 Detail(clean(path.name), data.turns, data.samples, note, data.block_size)
             )
             notes += data.notes
-        elif kind is kinds.TURNS:
+        elif kind is load.TURNS:
             self._get_detail(path).add_turns(load_file(path, kind))
         elif must_be_ours:
-            raise kinds.make_error(path, kind, WANTED)
+            raise load.make_error(path, kind, WANTED)
         else:
             self._left_out.append(clean(path.name))
         self._sources.notes += [f"{clean(note)}." for note in notes]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.messages import clean
-from tenuto.records.fields import MAX_TOKENS, Fields, show
+from tenuto.records.codec import MAX_TOKENS, Fields, show
 from tenuto.records.files import read_first, read_objects
 from tenuto.sim.cost.batch import StepBatch
 

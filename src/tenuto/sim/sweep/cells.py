@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.records.config import get_config
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.records.files import read_objects
 from tenuto.records.load import read_run
+from tenuto.records.schema import get_config
 from tenuto.sim.fleet.build import check_fleet, name_gpus
 from tenuto.sim.machine import build
 from tenuto.sim.run import NO_EXTRAS, Extras, run

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tenuto.core.errors import DataError
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.workload.formats.hash_ids import BlockIds, HashedPrompt, make_prompts
 from tenuto.workload.formats.mooncake import read_hashed_prompt
 from tenuto.workload.formats.rows import get_model, get_sent_times, read_model, to_ms

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.workload.formats.conversations import JobMaker, Said
 from tenuto.workload.formats.messages import write_message
 from tenuto.workload.schema import Job

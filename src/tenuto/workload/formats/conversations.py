@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.records.fields import MAX_TOKENS
+from tenuto.records.codec import MAX_TOKENS
 from tenuto.workload.formats.content import Contents, Hasher
 from tenuto.workload.formats.messages import CHARS_PER_TOKEN, find_tool, get_calls, read_text, write_message
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.workload.schema import Prompt, Span
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import DataError
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.workload.formats.conversations import JobMaker, Said
 from tenuto.workload.formats.messages import write_message
 from tenuto.workload.schema import Job

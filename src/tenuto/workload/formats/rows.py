@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
-from tenuto.records.fields import MAX_SECONDS, Fields
+from tenuto.records.codec import MAX_SECONDS, Fields
 from tenuto.workload.schema import Job, TurnSpec
 
 _UNKNOWN = "unknown"

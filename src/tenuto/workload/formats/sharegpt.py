@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tenuto.core.errors import DataError
-from tenuto.records.fields import Fields
+from tenuto.records.codec import Fields
 from tenuto.workload.formats.conversations import JobMaker, Said
 from tenuto.workload.formats.messages import write_piece
 from tenuto.workload.schema import Job

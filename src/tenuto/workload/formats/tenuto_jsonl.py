@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tenuto.core.errors import DataError
-from tenuto.records.fields import MAX_TOKENS, Fields
+from tenuto.records.codec import MAX_TOKENS, Fields
 from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_hashed_prompt
 from tenuto.workload.formats.rows import dump_json, to_ms

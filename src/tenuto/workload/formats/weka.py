@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import accumulate, pairwise
 
-from tenuto.records.fields import MAX_SECONDS, Fields
+from tenuto.records.codec import MAX_SECONDS, Fields
 from tenuto.workload.formats.hash_ids import BlockIds, HashedPrompt, make_prompts, read_hash_ids
 from tenuto.workload.formats.rows import get_model, get_sent_times, read_model, to_ms
 from tenuto.workload.schema import After, Job, Prompt, Span, TurnSpec

@@ -11,8 +11,7 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
-from tenuto.records.kinds import UNKNOWN, identify
-from tenuto.records.load import load_file
+from tenuto.records.load import UNKNOWN, identify, load_file
 from tenuto.report.decisions import check_decisions
 from tenuto.report.diagnosis.run import analyze
 from tenuto.report.html.sources import read_sources
