@@ -112,7 +112,7 @@ FAULTS = (
     ),
     Fault(
         "copies: known by how their ids begin",
-        "vllm/compat_copies.py",
+        "vllm/compat/offload.py",
         "ended = self._loads.keys() & (output.finished_recving or set())",
         'ended = {each for each in output.finished_recving or () if "tenuto-" in each}',
         (
@@ -122,14 +122,14 @@ FAULTS = (
     ),
     Fault(
         "copies: fetched where nothing is cached",
-        "vllm/compat_connector.py",
+        "vllm/compat/offload.py",
         "self.is_plain and self._pool.enable_caching and not",
         "self.is_plain and not",
         ("vllm/test_tiers.py::test_without_a_prefix_cache_nothing_is_fetched",),
     ),
     Fault(
         "transfers: what a client says is taken as it is",
-        "vllm/compat_connector.py",
+        "vllm/compat/offload.py",
         "asked = given if type(given) is int and given >= 0 else None",
         "asked = given",
         ("vllm/test_server.py::test_what_a_client_says_of_transfers_ends_nothing",),
@@ -260,7 +260,7 @@ FAULTS = (
     ),
     Fault(
         "memory: vLLM's names are not looked up",
-        "vllm/compat_check.py",
+        "vllm/compat/check.py",
         'problems.append(f"{path} is missing")',
         "pass",
         ("vllm/test_scheduler.py::test_a_missing_or_changed_name_stops_the_start",),
@@ -446,42 +446,42 @@ FAULTS = (
     # Tiers and pinned prefixes.
     Fault(
         "tiers: a failed store is loaded",
-        "vllm/tiers/copies.py",
+        "vllm/tiers/worker.py",
         "change = shared.bad_chunks.update if job.has_failed else",
         "change = shared.bad_chunks.update if False else",
         ("vllm/test_tier_copies.py::test_a_failed_store_is_never_loaded_until_it_is_stored_again",),
     ),
     Fault(
         "tiers: a copy that was given up writes",
-        "vllm/tiers/copies.py",
+        "vllm/tiers/worker.py",
         "            if job.has_failed:\n                return\n            if rows is None:",
         "            if rows is None:",
         ("vllm/test_tier_copies.py::test_a_copy_that_hangs_is_given_up_and_writes_nothing_afterwards",),
     ),
     Fault(
         "tiers: no checksum",
-        "vllm/tiers/chunk_file.py",
+        "vllm/tiers/files.py",
         "if zlib.crc32(data, zlib.crc32(key)) != checksum:",
         "if False:",
         ("vllm/test_tier_copies.py::test_a_damaged_file_is_found", "fuzzing: tier-files"),
     ),
     Fault(
         "disk: KV of other weights",
-        "vllm/tiers/chunk_file.py",
+        "vllm/tiers/files.py",
         "if found != origin:",
         "if False:",
         ("vllm/test_tier_copies.py::test_kv_of_other_weights_is_not_found",),
     ),
     Fault(
         "disk: everybody may open the folder",
-        "vllm/tiers/config.py",
+        "vllm/tiers/files.py",
         "            folder.chmod(0o700)\n",
         "            pass\n",
         ("vllm/test_tier_copies.py::test_the_folder_is_its_owner_s_alone",),
     ),
     Fault(
         "disk: another user's folder",
-        "vllm/tiers/config.py",
+        "vllm/tiers/files.py",
         "if found.st_uid != os.geteuid():",
         "if False:",
         ("vllm/test_tier_copies.py::test_a_folder_with_others_files_or_of_another_user_is_refused",),

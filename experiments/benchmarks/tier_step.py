@@ -46,7 +46,7 @@ PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = 64
 TOOL_TOKENS = 128
 CHUNK_BYTES = 4096
-OURS = {"spec_name": "HostSpec", "spec_module_path": "tenuto.vllm.tiers.spec"}
+OURS = {"spec_name": "HostSpec", "spec_module_path": "tenuto.vllm.tiers.worker"}
 ARMS: dict[str, tuple[type, dict[str, Any]]] = {
     "vllm": (AsyncScheduler, {}),
     "own order": (tenuto.vllm.Scheduler, {}),

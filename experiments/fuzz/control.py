@@ -22,7 +22,7 @@ from tenuto.sim.server.engine import Pacer, ServedRequest
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.setup import Setup
 from tenuto.vllm import control_http
-from tenuto.vllm.control_http import ControlAddresses, make_control
+from tenuto.vllm.control_http import ControlAddresses
 from tenuto.vllm.settings import Settings
 from tenuto.vllm.tenants import (
     FIELD,
@@ -159,13 +159,14 @@ class _Engine:
 
     def __init__(self) -> None:
         self.settings = Settings(policy="continuum-fixed")
-        self.policy = SimpleNamespace(value="fcfs")
         self.driver = SimpleNamespace(leases=(), get_num_leased_blocks=lambda: 0, get_tenant_blocks=dict)
         self.configured_policy: Policy = load_policy("continuum-fixed")
         self.tenants = TenantVerifier()
         self.tenants.answer(make_introduction())
         self.released: list[str] = []
-        self.control = make_control(self, 0)
+        logger = logging.getLogger("vllm.tenuto")
+        read_fields = self.tenants.read_release
+        self.control = Control(self, 0, by_priority=False, read_fields=read_fields, logger=logger)
 
     def prepare(self, settings: Settings, policy: Policy) -> Any:
         return settings, policy

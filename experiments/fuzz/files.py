@@ -26,7 +26,7 @@ from tenuto.report.diagnosis.run import analyze
 from tenuto.report.html.sources import read_sources
 from tenuto.sim.cost.fitted import FittedStepCost, fit_step_cost, read_observations
 from tenuto.vllm.state import StateFile
-from tenuto.vllm.tiers.chunk_file import HEADER, DamagedError, read_chunk, try_read_name, write_chunk
+from tenuto.vllm.tiers.files import HEADER, DamagedError, read_chunk, try_read_name, write_chunk
 from tenuto.workload.load import holds_text, load_workload
 
 

@@ -29,7 +29,7 @@ from experiments.live import slow_link
 from tenuto.client.ab.options import Arm, make_command
 from tenuto.client.servers.local_server import run_server
 from tenuto.client.servers.metrics import parse_totals
-from tenuto.vllm.tiers.config import Tiers
+from tenuto.vllm.launch import Tiers
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
 BLOCK_SIZE = 32

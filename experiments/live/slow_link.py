@@ -10,9 +10,8 @@ import os
 import time
 from typing import Any
 
-from tenuto.vllm.tiers import spec
-from tenuto.vllm.tiers.copies import Array, Copies, Part, read_rows
-from tenuto.vllm.tiers.worker import HostWorker
+from tenuto.vllm.tiers import worker
+from tenuto.vllm.tiers.worker import Array, Copies, HostWorker, Part, read_rows
 
 SPEED = "LINK_GB_S"
 
@@ -23,7 +22,7 @@ def read_slowly(part: Part) -> Array:
     return read_rows(part)
 
 
-class HostSpec(spec.HostSpec):
+class HostSpec(worker.HostSpec):
     """Tenuto's own spec, with this worker."""
 
     def make_cpu_worker(self, kv_caches: Any) -> HostWorker:

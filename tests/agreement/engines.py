@@ -31,7 +31,7 @@ from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.machine import Machine, build
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation
-from tenuto.vllm import compat
+from tenuto.vllm.compat.scheduler import get_started
 from tenuto.workload import LoadOptions, Workload, make_workload, write_tenuto_jsonl
 from tenuto.workload.hints import say_last, say_tool
 from tenuto.workload.turn_driver import Due, TurnDriver
@@ -224,7 +224,7 @@ class _VllmClient:
 
     def _note(self, output: Any) -> None:
         resumed = set(output.scheduled_cached_reqs.resumed_req_ids)
-        for request_id, num_hit_tokens in compat.get_started(output):
+        for request_id, num_hit_tokens in get_started(output):
             if request_id not in resumed:
                 job, index, _ = self._flying[request_id][0]
                 self.run_record.hit_tokens[job.job_id, index] = num_hit_tokens

@@ -26,7 +26,7 @@ HOST = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
         "spec_name": "HostSpec",
-        "spec_module_path": "tenuto.vllm.tiers.spec",
+        "spec_module_path": "tenuto.vllm.tiers.worker",
         # Room for any number of chunks: tests say how many there are.
         "cpu_bytes_to_use": 2**33,
         "blocks_per_chunk": 1,

@@ -24,7 +24,7 @@ from tenuto.core.policy_loader import load_policy
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.step import Step
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
-from tenuto.vllm.compat_connector import find_connector
+from tenuto.vllm.compat.offload import find_connector
 from tests.differential.setups import RELEASE, Conversations, Setup
 from tests.differential.sides import Names, SimSide, VllmSide
 from tests.support.sim_checks import check_integrity

@@ -6,7 +6,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Collection
 
-from tenuto.vllm.tiers.copies import Done, Job
+from tenuto.vllm.tiers.worker import Done, Job
 
 
 class SlowCopies:

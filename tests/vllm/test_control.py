@@ -22,7 +22,7 @@ from tenuto.core.policy_loader import get_policy_names
 from tenuto.core.types import LeaseEnd
 from tenuto.records.load import TRACE, load_file
 from tenuto.report.decisions import check_decisions
-from tenuto.vllm import compat_engine
+from tenuto.vllm.compat.process import offer_call
 from tenuto.vllm.control_http import CALL
 from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
@@ -322,7 +322,7 @@ def test_vllm_s_engine_hands_the_call_on() -> None:
     core = EngineCoreProc.__new__(EngineCoreProc)
     core.shutdown_state, core.output_queue = EngineShutdownState.RUNNING, queue.Queue()
     engine = start({"policy": KEEP_ALL})
-    compat_engine.offer_call(core, CALL, engine.scheduler.control.answer)
+    offer_call(core, CALL, engine.scheduler.control.answer)
     request = (0, 7, CALL, ('{"do": "change", "change": {"mode": "off"}, "by": "test"}',))
     core._handle_client_request(EngineCoreRequestType.UTILITY, request)
     client, outputs = core.output_queue.get_nowait()

@@ -17,7 +17,7 @@ import vllm
 from packaging.version import Version
 
 from tenuto.core.types import LeaseEnd
-from tenuto.vllm import compat_groups
+from tenuto.vllm.compat.groups import find_hit
 from tests.support.checks import check_books, check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.layouts import LAYOUTS, Chaos, make_text, send, start
@@ -31,7 +31,7 @@ def check(engine: Engine, *, idle: bool = False) -> None:
     check_integrity(scheduler.kv_cache_manager.block_pool, driver.leases, pins=driver.pins, idle=idle)
     check_books(scheduler)
     for lease in scheduler.driver.leases:
-        groups, num_tokens = compat_groups.find_hit(scheduler, lease.blocks.hashes, lease.blocks.num_tokens)
+        groups, num_tokens = find_hit(scheduler, lease.blocks.hashes, lease.blocks.num_tokens)
         assert num_tokens == lease.blocks.num_tokens > 0
         found = [block.block_id for group in groups for block in group]
         assert found == [block.block_id for block in lease.blocks]

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from tenuto import cli
 from tenuto.client.servers.local_server import run_server
-from tenuto.vllm.tiers.config import Tiers
+from tenuto.vllm.launch import Tiers
 from tests.vllm.test_server import ENV, MODEL, get_command, get_free_port
 from tests.vllm.tiny_models import make_model
 

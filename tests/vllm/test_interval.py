@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.vllm.interval import describe_interval, read_layers
-from tenuto.vllm.launch import build_command, get_hints
+from tenuto.vllm.launch import build_command, describe_interval, get_hints, read_layers
 
 GEMMA = {"text_config": {"num_hidden_layers": 12, "sliding_window": 1024, "sliding_window_pattern": 6}}
 GPT_OSS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128}

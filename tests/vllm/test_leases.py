@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 import tenuto.vllm
 from tenuto.core.types import LeaseEnd
-from tenuto.vllm import compat, compat_blocks
+from tenuto.vllm import engine as vllm_engine
 from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import EOS, Engine, make_config, make_request, make_scheduler
@@ -410,14 +410,15 @@ def test_a_turn_s_own_blocks_are_those_that_a_look_up_finds(
     """Jobs with one prompt compute it side by side; of the copies the one that is hit is leased."""
     engine = start(depth=depth, num_blocks=60)
     compared = []
-    own = compat_blocks.get_own_cached_blocks
+    own = vllm_engine.get_own_cached_blocks
 
     def compare(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
         blocks = own(scheduler, request, num_hit_tokens)
-        compared.append((blocks, compat.get_cached_blocks(scheduler, request)[0]))
+        found = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
+        compared.append((blocks, [block for block in found if not block.is_null]))
         return blocks
 
-    monkeypatch.setattr(compat_blocks, "get_own_cached_blocks", compare)
+    monkeypatch.setattr(vllm_engine, "get_own_cached_blocks", compare)
     for number in range(12):
         prompt = [number // 4] * (40 + 30 * (number % 4))
         hints = {"job_id": f"j{number}", "tool": "x"}

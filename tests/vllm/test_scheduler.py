@@ -16,7 +16,8 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 import tenuto.vllm
 from tenuto.core.errors import ConfigError, IncompatibleError, PolicyError
-from tenuto.vllm import compat_check, plugin
+from tenuto.vllm import plugin
+from tenuto.vllm.compat import check
 from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -65,13 +66,13 @@ def test_bad_settings_are_refused_at_start(settings: Any, error: type[Exception]
 def test_this_vllm_fits() -> None:
     import vllm
 
-    assert compat_check.find_problems(vllm.__version__) == []
+    assert check.find_problems(vllm.__version__) == []
 
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.34.0", "1.0.0"])
 def test_an_unknown_release_is_named(version: str) -> None:
-    assert compat_check.find_problems(version) == [f"version {version} is not one of 0.30 to 0.33"]
-    assert compat_check.find_problems(version, allow_untested=True) == []
+    assert check.find_problems(version) == [f"version {version} is not one of 0.30 to 0.33"]
+    assert check.find_problems(version, allow_untested=True) == []
 
 
 def test_a_missing_or_changed_name_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ def test_without_what_follows_a_load_the_server_does_not_start(monkeypatch: pyte
 
 
 def test_when_told_to_a_vllm_that_does_not_fit_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(compat_check.NAMES, "vllm.v1.core.sched.scheduler:Scheduler.gone", ())
+    monkeypatch.setitem(check.NAMES, "vllm.v1.core.sched.scheduler:Scheduler.gone", ())
     engine = start({"on_mismatch": "stock"})
     assert type(engine.scheduler) is SyncScheduler
     config = make_config(is_async=True, tenuto={"on_mismatch": "stock"})
@@ -211,7 +212,7 @@ def test_multimodal_and_streamed_in_requests_run_as_stock(clock: Clock) -> None:
     request.resumable = False
     request.mm_features = [object()]
     # Only what decides is under test: a real multimodal request needs an encoder.
-    from tenuto.vllm.arrivals import OUTSIDE, describe
+    from tenuto.vllm.requests import OUTSIDE, describe
     from tenuto.vllm.tenants import TenantVerifier
 
     assert describe(request, TenantVerifier()).hints == OUTSIDE

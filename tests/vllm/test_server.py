@@ -25,7 +25,7 @@ from openai import AsyncOpenAI, OpenAI
 from tenuto import cli
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
 from tenuto.client.servers.metrics import parse_page, read_cache_state
-from tenuto.vllm.tiers.config import Tiers
+from tenuto.vllm.launch import Tiers
 
 MODEL = os.environ.get("TENUTO_TEST_MODEL", "")
 BLOCK_SIZE = 32

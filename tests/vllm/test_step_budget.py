@@ -13,7 +13,11 @@ from vllm.v1.outputs import DraftTokenIds
 import tenuto.vllm
 from tenuto.core.errors import ConfigError
 from tenuto.core.steps import StepSize
-from tenuto.vllm import compat
+from tenuto.vllm.compat.scheduler import (
+    get_reason_for_full_steps,
+    get_tokens_per_prompt,
+    set_tokens_per_prompt,
+)
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 
@@ -61,12 +65,12 @@ def test_a_step_may_bound_each_prompt_and_what_the_operator_set_comes_first(
     given: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(make_config(tenuto={"policy": "stock", "step_tokens": "adaptive"}))
-    compat.set_tokens_per_prompt(engine.scheduler, given)
+    set_tokens_per_prompt(engine.scheduler, given)
     monkeypatch.setattr(engine.scheduler.driver, "get_step_size", lambda *_, **__: StepSize(50, 20))
     for name in ("a", "b"):
         engine.scheduler.add_request(make_request(name, [5] * 100, max_tokens=3))
     assert engine.step().num_scheduled_tokens == {"a": expected, "b": expected}
-    assert compat.get_tokens_per_prompt(engine.scheduler) == given
+    assert get_tokens_per_prompt(engine.scheduler) == given
     engine.run()
 
 
@@ -124,10 +128,10 @@ def test_the_budget_is_vllm_s_own_for_models_that_need_whole_chunks(
 ) -> None:
     """Their layers do not run here: vLLM's own word for them is planted."""
     scheduler = make_scheduler(tenuto.vllm.Scheduler, make_config(tenuto=SHORT_STEPS))
-    assert compat.get_reason_for_full_steps(scheduler) is None
+    assert get_reason_for_full_steps(scheduler) is None
     assert hasattr(scheduler, attribute)
     monkeypatch.setattr(scheduler, attribute, True)
-    assert compat.get_reason_for_full_steps(scheduler) is not None
+    assert get_reason_for_full_steps(scheduler) is not None
 
 
 @pytest.mark.parametrize("depth", [1, 2])

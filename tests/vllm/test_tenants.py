@@ -342,7 +342,7 @@ def test_requests_that_cannot_be_verified_share_one_small_weight_and_keep_nothin
     assert weights == {"ann": 1.0, UNVERIFIED: 0.1}
     image = make_request("image", [1] * 60, xargs=tenants.sign("ann"))
     image.mm_features = [object()]
-    from tenuto.vllm.arrivals import describe
+    from tenuto.vllm.requests import describe
 
     assert describe(image, engine.scheduler.tenants).hints.tenant == "ann"
     engine.run()

@@ -19,11 +19,11 @@ from vllm.v1.kv_offload.base import ReqContext
 
 import tenuto.vllm.tiers.disk as disk
 from tenuto.core.errors import ConfigError
-from tenuto.vllm.compat_offload import Adapter, LookupResult
-from tenuto.vllm.tiers.chunk_file import HEADER, DamagedError, read_chunk, write_chunk
-from tenuto.vllm.tiers.config import Tiers
-from tenuto.vllm.tiers.copies import Copies, Job, Part, get_rows, make_part, read_rows
+from tenuto.vllm.compat.offload import Adapter, LookupResult
+from tenuto.vllm.launch import Tiers
 from tenuto.vllm.tiers.disk import DiskTier
+from tenuto.vllm.tiers.files import HEADER, DamagedError, read_chunk, write_chunk
+from tenuto.vllm.tiers.worker import Copies, Job, Part, get_rows, make_part, read_rows
 
 
 def make_job(job_id: int, *, is_load: bool, chunk: int = 0, num_parts: int = 1) -> Job:

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from tenuto.core.tier_order import Use
 from tenuto.sim.tiers.tier import Link, Tier
-from tenuto.vllm.compat_offload import HostManager
+from tenuto.vllm.compat.offload import HostManager
 
 CHUNK_TOKENS = 32
 
@@ -47,7 +47,7 @@ class Both:
 
     def __init__(self, rng: random.Random, num_chunks: int, *, longest_s: float) -> None:
         self.tier = Tier("host", num_chunks * 100, 100, Link(1e9))
-        self.manager: Any = HostManager(num_chunks, "OrderedChunks", "tenuto.vllm.tiers.chunks")
+        self.manager: Any = HostManager(num_chunks, "OrderedChunks", "tenuto.vllm.compat.offload")
         self.manager.asker = self
         self.now_s = 0.0
         self._rng = rng

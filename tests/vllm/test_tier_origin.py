@@ -26,8 +26,9 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from tenuto.vllm import compat_engine, compat_origin
-from tenuto.vllm.compat_origin import UnknownOriginError, get_origin
+from tenuto.vllm.compat import origin
+from tenuto.vllm.compat.origin import UnknownOriginError, get_origin
+from tenuto.vllm.compat.process import watch_weights
 from tests.vllm.tiered import TieredEngine
 from tests.vllm.workerless import TINY_LLAMA, make_request
 
@@ -37,7 +38,7 @@ RECENT_NS = 10**18
 @pytest.fixture(autouse=True)
 def started_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine began after the model's files were written, which a test cannot wait for."""
-    monkeypatch.setattr(compat_origin, "_get_start_s", lambda: float("inf"))
+    monkeypatch.setattr(origin, "_get_start_s", lambda: float("inf"))
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def find(folder: Path, kv_config: KVCacheConfig, **more: Any) -> str:
 
 def test_the_same_is_the_same_whatever_else_changes(folder: Path, kv_config: Any) -> None:
     first = find(folder, kv_config)
-    assert len(bytes.fromhex(first)) == compat_origin.NUM_DIGEST_BYTES
+    assert len(bytes.fromhex(first)) == origin.NUM_DIGEST_BYTES
     assert find(folder, kv_config) == first
     others: list[dict[str, Any]] = [
         {"max_num_seqs": 3},
@@ -150,7 +151,7 @@ def test_versions_and_environment_count(
     found.append(find(folder, kv_config))
     monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
     found.append(find(folder, kv_config))
-    monkeypatch.setattr(compat_origin.importlib.metadata, "version", lambda package: "9.9")
+    monkeypatch.setattr(origin.importlib.metadata, "version", lambda package: "9.9")
     found.append(find(folder, kv_config))
     assert len(set(found)) == 4
 
@@ -162,11 +163,11 @@ def test_what_is_not_known_is_said(folder: Path, kv_config: Any, monkeypatch: py
         find(folder, kv_config, load_config=LoadConfig(load_format="dummy"))
     with pytest.raises(UnknownOriginError, match="set PYTHONHASHSEED"):
         find(folder, kv_config, cache={"prefix_caching_hash_algo": "xxhash"})
-    monkeypatch.setattr(compat_origin, "_get_start_s", lambda: folder.stat().st_ctime - 1)
+    monkeypatch.setattr(origin, "_get_start_s", lambda: folder.stat().st_ctime - 1)
     with pytest.raises(UnknownOriginError, match="changed since the engine began"):
         find(folder, kv_config)
-    monkeypatch.setattr(compat_origin, "_get_device", lambda: 1 / 0)
-    monkeypatch.setattr(compat_origin, "_get_start_s", lambda: float("inf"))
+    monkeypatch.setattr(origin, "_get_device", lambda: 1 / 0)
+    monkeypatch.setattr(origin, "_get_start_s", lambda: float("inf"))
     with pytest.raises(UnknownOriginError, match="ZeroDivisionError"):
         find(folder, kv_config)
 
@@ -180,7 +181,7 @@ def test_a_model_that_another_took_the_place_of_during_the_start_is_not_known(
     link.symlink_to(folder if changed == "link" else folder.parent)
     find(folder.parent / changed, kv_config)
     now_s = max(each.lstat().st_ctime for each in (folder, *folder.iterdir(), folder.parent / "blob", link))
-    monkeypatch.setattr(compat_origin, "_get_start_s", lambda: now_s + 1e-6)
+    monkeypatch.setattr(origin, "_get_start_s", lambda: now_s + 1e-6)
     find(folder.parent / changed, kv_config)
     while time.time() < now_s + 0.05:
         pass
@@ -193,10 +194,10 @@ def test_a_model_that_another_took_the_place_of_during_the_start_is_not_known(
 
 def test_the_start_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    began_s = compat_origin._get_start_s()
+    began_s = origin._get_start_s()
     assert Path("/proc/self").exists()
-    assert 0 < began_s <= compat_origin.time.time()
-    assert began_s == pytest.approx(compat_origin._get_start_s(), abs=0.1)
+    assert 0 < began_s <= origin.time.time()
+    assert began_s == pytest.approx(origin._get_start_s(), abs=0.1)
 
 
 # A new beginning.
@@ -223,7 +224,7 @@ class Core:
 
 def test_calls_that_may_change_weights_are_told() -> None:
     core, told = Core(), []
-    compat_engine.watch_weights(core, told.append, lambda name, path, load: load())
+    watch_weights(core, told.append, lambda name, path, load: load())
     for method in ("update_weights", "list_loras", "reload_weights", "compute_weight_checksums", "my_own"):
         assert core.collective_rpc(method, None) == "done"
     with pytest.raises(ValueError, match="fails"):

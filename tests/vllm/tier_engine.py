@@ -28,7 +28,7 @@ STEP_TOKENS = 2048
 
 def get_transfer_config(connectors: str, folder: Path) -> dict[str, Any]:
     """The value of `--kv-transfer-config`: host memory for all jobs and a disk, and others beside them."""
-    from tenuto.vllm.tiers.config import Tiers
+    from tenuto.vllm.launch import Tiers
 
     known: dict[str, dict[str, Any]] = {
         "ours": Tiers(0.25, str(folder / "disk")).get_transfer_config(),

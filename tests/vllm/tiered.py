@@ -25,11 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from tenuto.vllm.compat import get_hit_tokens
-from tenuto.vllm.compat_connector import find_connector
+from tenuto.vllm.compat.offload import find_connector
+from tenuto.vllm.compat.scheduler import get_hit_tokens
 from tenuto.vllm.scheduler import Scheduler
-from tenuto.vllm.tiers.spec import HostSpec
-from tenuto.vllm.tiers.worker import HostWorker
+from tenuto.vllm.tiers.worker import HostSpec, HostWorker
 from tests.vllm.other_connector import Load
 from tests.vllm.slow_copies import SlowCopies
 from tests.vllm.workerless import Engine, make_config, make_scheduler
@@ -70,7 +69,7 @@ class TieredEngine(Engine):
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "spec_name": "HostSpec",
-                "spec_module_path": "tenuto.vllm.tiers.spec",
+                "spec_module_path": "tenuto.vllm.tiers.worker",
                 "cpu_bytes_to_use": chunk_bytes * num_chunks,
                 "blocks_per_chunk": blocks_per_chunk,
                 "offload_prompt_only": False,
@@ -153,7 +152,7 @@ class TieredEngine(Engine):
         assert not connector._jobs
         assert not connector._req_status
         assert not connector._block_id_to_pending_jobs
-        assert not self.tier._port.copies._loads
+        assert not self.tier._port._loads
         assert not self.tier._uses
         assert not len(self.tier.later)
         assert not len(self.tier.prefetch or ())

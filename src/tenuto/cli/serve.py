@@ -97,8 +97,7 @@ class ServeOptions(Options):
 
 def run(given: Given) -> int:
     """Become `vllm serve`."""
-    from tenuto.vllm.launch import build_command, check_files, get_environment, get_hints
-    from tenuto.vllm.tiers.config import Tiers
+    from tenuto.vllm.launch import Tiers, build_command, check_files, get_environment, get_hints
 
     options = given.read(ServeOptions)
     for flag in given.passed_on:

@@ -19,8 +19,15 @@ from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
-from tenuto.core.control import OPERATOR_HEADER, Control, check_operator
+from tenuto.core.control import OPERATOR_HEADER, check_operator
 from tenuto.core.requests.hints import get_bounded_id
+from tenuto.vllm.compat.process import (
+    call_engines,
+    can_call_engines,
+    get_dp_size,
+    get_engine_client,
+    get_ranks,
+)
 from tenuto.vllm.tenants import TenantReader, sign
 
 PREFIX = "/tenuto/"
@@ -37,17 +44,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Answer = tuple[int, dict[str, Any]]
-
-
-def make_control(scheduler: Any, engine_index: int) -> Control:
-    """The control of one engine. vLLM calls it between two steps, in the thread that schedules."""
-    return Control(
-        scheduler,
-        engine_index,
-        by_priority=scheduler.policy.value == "priority",
-        read_fields=scheduler.tenants.read_release,
-        logger=logger,
-    )
 
 
 class ControlAddresses:
@@ -169,14 +165,12 @@ async def _ask(scope: Scope, request: dict[str, Any], ranks: Collection[int] | N
     The status is 200 if all agree, 400 if one refuses, 409 if one was changed by another operator meanwhile,
     and 504 if one is silent.
     """
-    from tenuto.vllm import compat_engine
-
-    client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    client = get_engine_client(scope)
     told = [] if client is None else await ask_engines(client, CALL, json.dumps(request), ranks)
     if not told:
         return 501, {"error": "this server has no engines that can be asked"}
     found: dict[str, Any] = {"ok": all(rank["ok"] for rank in told), "ranks": told}
-    num_ranks, num_known = compat_engine.get_dp_size(client), len(compat_engine.get_ranks(client))
+    num_ranks, num_known = get_dp_size(client), len(get_ranks(client))
     if num_ranks > num_known:
         found["note"] = f"this server has {num_known} of {num_ranks} ranks; ask the other servers too"
     if found["ok"]:
@@ -195,12 +189,10 @@ async def ask_engines(
     `client`: the server's AsyncLLM. An answer has `rank` and `ok`, and an `error` where `ok` is false, or
     None for an engine that said nothing.
     """
-    from tenuto.vllm import compat_engine
-
-    if not compat_engine.can_call_engines(client):
+    if not can_call_engines(client):
         return []
-    asked = compat_engine.get_ranks(client) if ranks is None else ranks
-    answers = await compat_engine.call_engines(client, name, text, LIMIT_S, asked)
+    asked = get_ranks(client) if ranks is None else ranks
+    answers = await call_engines(client, name, text, LIMIT_S, asked)
     return [_read_answer(name, rank, answer) for rank, answer in answers.items()]
 
 

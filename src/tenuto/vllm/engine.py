@@ -7,8 +7,16 @@ from typing import Any
 
 from tenuto.core.types import EngineView, Turn
 from tenuto.core.windows import get_max_tokens
-from tenuto.vllm import compat, compat_blocks, compat_ends, compat_groups
-from tenuto.vllm.usage import LeasedBlocks
+from tenuto.vllm.compat.groups import cache_ends, find_hit, get_hit_alignment, get_tokens_per_block
+from tenuto.vllm.compat.scheduler import (
+    LeasedBlocks,
+    can_truncate_leases,
+    get_block_size,
+    get_num_cached_tokens,
+    get_own_cached_blocks,
+    has_content,
+    try_take_blocks,
+)
 
 
 class GroupedBlocks(list[Any]):
@@ -26,12 +34,12 @@ class VllmEngine:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
-        self._block_size = compat.get_block_size(scheduler)
+        self._block_size = get_block_size(scheduler)
         self._leased: LeasedBlocks = scheduler.leased_blocks
         self.hash_block_size = int(scheduler.hash_block_size)
-        self.can_truncate = compat.can_truncate_leases(scheduler)
-        self.hit_alignment = compat_groups.get_hit_alignment(scheduler)
-        self._tokens_per_block = compat_groups.get_tokens_per_block(scheduler)
+        self.can_truncate = can_truncate_leases(scheduler)
+        self.hit_alignment = get_hit_alignment(scheduler)
+        self._tokens_per_block = get_tokens_per_block(scheduler)
         self._finishing: tuple[str, list[Any]] = ("", [])
         """The finishing request that was asked about last, and its cached blocks."""
 
@@ -62,7 +70,7 @@ class VllmEngine:
         """Cached blocks of a finishing request."""
         request = self._scheduler.requests[turn_id]
         if self.can_truncate:
-            found = compat_blocks.get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
+            found = get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
             self._finishing = turn_id, found
             return found
         self._cache_ends(request)
@@ -88,7 +96,7 @@ class VllmEngine:
             high = min(blocks.num_tokens // size, len(own), len(hashes))
             return _count_common(high, lambda n: own[n] == hashes[n]) * size
         high = min(len(blocks), len(hashes))
-        return _count_common(high, lambda n: compat.has_content(blocks[n], hashes[n])) * self._block_size
+        return _count_common(high, lambda n: has_content(blocks[n], hashes[n])) * self._block_size
 
     def get_prefix(self, blocks: list[Any], max_tokens: int) -> list[Any]:
         """The longest part of a lease that can be hit, of at most so many tokens."""
@@ -112,10 +120,10 @@ class VllmEngine:
         return rest if num_freed > num_taken else []
 
     def _cache_ends(self, request: Any) -> None:
-        compat_ends.cache_ends(self._scheduler, request)
+        cache_ends(self._scheduler, request)
 
     def _find(self, hashes: Sequence[Any], max_tokens: int) -> GroupedBlocks:
-        groups, num_tokens = compat_groups.find_hit(self._scheduler, hashes, max_tokens)
+        groups, num_tokens = find_hit(self._scheduler, hashes, max_tokens)
         found = GroupedBlocks(block for group in groups for block in group)
         found.num_tokens, found.hashes = num_tokens, hashes
         return found
@@ -135,7 +143,7 @@ class VllmEngine:
     def hold(self, blocks: list[Any]) -> None:
         """Take one reference to each block: that of the finishing request, if the blocks are its own."""
         turn_id, found = self._finishing
-        if found is blocks and compat_blocks.try_take_blocks(self._scheduler, turn_id, blocks):
+        if found is blocks and try_take_blocks(self._scheduler, turn_id, blocks):
             self._leased.take_over(blocks)
         else:
             self._leased.hold(blocks)
@@ -162,7 +170,7 @@ class VllmEngine:
     def get_num_cached_tokens(self, turn_id: str) -> int:
         """Prompt tokens of a waiting request that are cached."""
         # vLLM queues a request before it lists it in `requests`.
-        return compat.get_num_cached_tokens(self._scheduler, self._scheduler.get_waiting(turn_id))
+        return get_num_cached_tokens(self._scheduler, self._scheduler.get_waiting(turn_id))
 
     def reorder(self, turn_id: str) -> None:
         """Ask for a waiting request's key again."""

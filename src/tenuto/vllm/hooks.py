@@ -16,13 +16,17 @@ from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.policy_loader import get_engine_settings
 from tenuto.core.steps import StepTokens, get_max_step_tokens
 from tenuto.estimators.step_size import make_step_chooser
-from tenuto.vllm import compat
-from tenuto.vllm.compat_checkpoints import FirstCheckpoints, get_checkpoint_blocks, get_full_blocks_per_token
-from tenuto.vllm.compat_ends import EndSpares
+from tenuto.vllm.compat.groups import EndSpares, FirstCheckpoints
+from tenuto.vllm.compat.scheduler import (
+    AllocationGuard,
+    count_missing_blocks,
+    get_reason_for_full_steps,
+    is_by_priority,
+    is_running,
+    make_waiting_queue,
+)
 from tenuto.vllm.engine import VllmEngine
-from tenuto.vllm.first_tokens import FirstTokens
 from tenuto.vllm.metrics import Metrics
-from tenuto.vllm.pressure import Pressure
 from tenuto.vllm.settings import Settings
 from tenuto.vllm.shadow import Shadow, ShadowEngine
 from tenuto.vllm.steps import StepTeller
@@ -60,7 +64,7 @@ class Hooks:
             asked,
             engine,
             settings.limits,
-            by_priority=scheduler.policy.value == "priority",
+            by_priority=is_by_priority(scheduler),
             log=log,
             strict=settings.strict,
             stats=metrics.stats,
@@ -117,7 +121,7 @@ class Hooks:
         if self.order is not None and not self._is_shadow:
             scheduler.waiting = self.order
         elif isinstance(scheduler.waiting, TurnQueue):
-            scheduler.waiting = compat.make_waiting_queue(scheduler)
+            scheduler.waiting = make_waiting_queue(scheduler)
             for request in sorted(waiting, key=self._get_place):
                 scheduler.waiting.add_request(request)
         if self._retains and not self._is_shadow:
@@ -133,8 +137,8 @@ class Hooks:
             return None
         return describe_room(
             self.driver.pins.max_blocks,
-            get_checkpoint_blocks(self._scheduler),
-            get_full_blocks_per_token(self._scheduler),
+            self._checkpoints.num_blocks,
+            self._checkpoints.full_blocks_per_token,
             self._checkpoints.tokens,
         )
 
@@ -186,7 +190,7 @@ class Hooks:
         step_tokens = settings.step_tokens or get_engine_settings(settings.policy, self.policy).step_tokens
         if step_tokens is None and not self.policy.overrides("step_budget"):
             return None, False
-        reason = compat.get_reason_for_full_steps(self._scheduler)
+        reason = get_reason_for_full_steps(self._scheduler)
         if reason is not None:
             logger.info("steps have vLLM's own budget, no smaller one: %s", reason)
             return None, False
@@ -231,3 +235,108 @@ class Hooks:
                 return
             for request_id in admitted:
                 order.unpark(request_id)
+
+
+class Pressure:
+    """Handles failed allocations: reclaims leases first, and then lets vLLM preempt the policy's victim.
+
+    All of this runs inside vLLM's allocation, so it must not reorder the waiting queue. The queue calls
+    `Driver.settle` before it is read again.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._guard = AllocationGuard(scheduler, self._allocate_with_leases)
+        self._now_s = 0.0
+        self._victims: list[str] | None = None
+        """Running turns in the order in which to preempt them; None until this step needs the order."""
+
+    def remove(self) -> None:
+        """Leave vLLM's allocation as it was."""
+        self._guard.remove()
+
+    def begin_step(self, now_s: float) -> None:
+        """A step is about to be scheduled."""
+        self._now_s = now_s
+        self._guard.set_for_step()
+        self._victims = None
+
+    def _allocate_with_leases(
+        self, allocate: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]
+    ) -> Any:
+        """Reclaim leases until vLLM's allocation succeeds; if it still fails, return None."""
+        scheduler, driver, now_s = self._scheduler, self._scheduler.driver, self._now_s
+        runs = is_running(request)
+        stalled = len(scheduler.running) <= (1 if runs else 0)
+        missing = count_missing_blocks(scheduler, request, num_new_tokens, kwargs)
+        # If all leases together are not enough, reclaiming them would not help.
+        can_help = stalled or missing <= driver.get_num_reclaimable_blocks(request.request_id)
+        wanted = max(1, missing)
+        while can_help:
+            num_freed = driver.reclaim(wanted, now_s, for_turn_id=request.request_id, stalled=stalled)
+            if num_freed == 0:
+                break
+            blocks = allocate(request, num_new_tokens, **kwargs)
+            if blocks is not None:
+                return blocks
+            wanted *= 2
+        if runs:
+            self._put_victim_last(request)
+        return None
+
+    def _put_victim_last(self, request: Any) -> None:
+        """Move the policy's victim to the end of `running`, because vLLM preempts the last request.
+
+        Only requests that are not yet scheduled in this step may be preempted: `request` and those after it.
+        In priority mode vLLM chooses the victim itself, and a move would make it visit a request twice.
+        """
+        if is_by_priority(self._scheduler):
+            return
+        running = self._scheduler.running
+        if self._victims is None:
+            # Ask only once per step: if many turns are preempted, asking for each one would take too long.
+            driver = self._scheduler.driver
+            self._victims = driver.get_victims([each.request_id for each in running], self._now_s)
+        candidates = {each.request_id: each for each in running[running.index(request) :]}
+        victim_id = next((each for each in self._victims if each in candidates), None)
+        victim = candidates.get(victim_id) if victim_id is not None else None
+        if victim is not None and victim is not running[-1]:
+            running.remove(victim)
+            running.append(victim)
+
+
+class FirstTokens:
+    """Times to the first token in the engine, for the two parts of a canary.
+
+    Watches turns from their start to their first token; a step looks at those turns only.
+    """
+
+    def __init__(self, scheduler: Any, driver: Driver) -> None:
+        self._scheduler = scheduler
+        self._driver = driver
+        self._pending: dict[str, float] = {}
+        """Arrival times of turns that have started and have no token yet."""
+
+    def start(self, request_id: str) -> None:
+        """A turn got a step; call before the driver is told."""
+        arrival_s = self._driver.get_arrival_s(request_id)
+        if arrival_s is not None and not self._driver.has_started(request_id):
+            self._pending[request_id] = arrival_s
+
+    def look(self, now_s: float) -> None:
+        """A step's results have been processed."""
+        requests = self._scheduler.requests
+        for request_id in [each for each in self._pending if requests[each].num_output_tokens]:
+            self._observe(request_id, now_s)
+
+    def finish(self, request: Any, now_s: float) -> None:
+        """A turn ends; the driver still knows it."""
+        if request.request_id in self._pending:
+            if request.num_output_tokens:
+                self._observe(request.request_id, now_s)
+            else:
+                del self._pending[request.request_id]
+
+    def _observe(self, request_id: str, now_s: float) -> None:
+        group = "stock" if self._driver.runs_as_stock(request_id) else "policy"
+        self._driver.stats.groups[group].first_token_s.observe(now_s - self._pending.pop(request_id))

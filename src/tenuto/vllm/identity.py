@@ -36,6 +36,7 @@ from tenuto.core.requests.identity import (
     make_job_header,
 )
 from tenuto.vllm import tenants
+from tenuto.vllm.compat.process import get_engine_client, watch_requests
 from tenuto.vllm.control_http import STOCK, ControlAddresses, ask_engines, send_json
 from tenuto.vllm.ranks import RankedTurn, Ranks, get_rank_by_name
 from tenuto.vllm.tenants import TenantReader
@@ -95,13 +96,11 @@ class Middleware:
 
     def _watch(self, scope: Scope) -> str | None:
         """Sign whatever leaves for the engines; what is wrong, if that is not possible."""
-        client = _get_engine_client(scope)
+        client = get_engine_client(scope)
         if client is None or client is self._watched:
             return None
-        from tenuto.vllm import compat_engine
-
         problem = tenants.find_secret_problem()
-        if problem is None and not compat_engine.watch_requests(client, tenants.stamp):
+        if problem is None and not watch_requests(client, tenants.stamp):
             problem = "this vLLM's client of its engines is not known, so no tenant reaches them"
         if problem is None:
             self._watched = client
@@ -109,7 +108,7 @@ class Middleware:
 
     async def _introduce(self, scope: Scope) -> str | None:
         """Tell the engines that this server has tenants; what is wrong, if they cannot verify them."""
-        problem, client = self._watch(scope), _get_engine_client(scope)
+        problem, client = self._watch(scope), get_engine_client(scope)
         if problem is not None or client is None:
             return problem
         answers = await ask_engines(client, tenants.INTRODUCE, tenants.make_introduction())
@@ -288,10 +287,6 @@ def _set_headers(scope: Scope, new: Mapping[str, str]) -> None:
     if new:
         kept = [each for each in scope["headers"] if each[0].decode("latin-1").lower() not in new]
         scope["headers"][:] = kept + [(name.encode(), value.encode()) for name, value in new.items()]
-
-
-def _get_engine_client(scope: Scope) -> Any:
-    return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
 
 
 async def _refuse(scope: Scope, send: Send, problem: str) -> None:

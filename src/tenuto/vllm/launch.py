@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,8 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.policy_loader import get_engine_settings, load_policy
 from tenuto.core.presets import EngineSettings
 from tenuto.vllm.identity import DP_CHOICE_VARIABLE, DP_SIZE_VARIABLE
-from tenuto.vllm.interval import FLAG, describe_interval
 from tenuto.vllm.settings import read_settings
-from tenuto.vllm.tiers.config import Tiers
+from tenuto.vllm.tiers.files import prepare_folder
 
 SCHEDULER = "tenuto.vllm.Scheduler"
 MIDDLEWARE = "tenuto.vllm.Middleware"
@@ -27,6 +28,9 @@ WANTED_FLAGS = {
 }
 """vLLM's flags for the engine settings of a policy or a preset (`tenuto.core.presets.EngineSettings`)."""
 OFFLOAD_FLAGS = ("--kv-offloading-size", "--kv-transfer-config")
+INTERVAL_FLAG = "--prefix-cache-retention-interval"
+STATES = ("linear_attention", "mamba", "mamba2", "recurrent")
+GIB = 2**30
 
 
 def build_command(
@@ -138,7 +142,7 @@ def _describe_interval(command: Sequence[str], config: Mapping[str, Any]) -> str
     settings = read_settings(config)
     retains = settings.mode == "on" and load_policy(settings.policy, settings.options).overrides("retain")
     model = command[command.index("serve") + 1]
-    return describe_interval(model, _take_option(list(command), FLAG)[0], retains=retains)
+    return describe_interval(model, _take_option(list(command), INTERVAL_FLAG)[0], retains=retains)
 
 
 def _get_engine_settings(config: Mapping[str, Any]) -> EngineSettings:
@@ -154,3 +158,118 @@ def _parse_config(text: str | None) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("tenuto", {}), dict):
         raise ConfigError("--additional-config must be a JSON object, and `tenuto` in it too")
     return config
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The tiers below the GPU: host memory, and a folder on a disk behind it."""
+
+    host_gb: float
+    disk: str | None = None
+    disk_gb: float | None = None
+
+    def get_transfer_config(self) -> dict[str, Any]:
+        """The value of vLLM's `--kv-transfer-config`."""
+        extra: dict[str, Any] = {
+            "spec_name": "HostSpec" if self.disk is None else "DiskSpec",
+            "spec_module_path": "tenuto.vllm.tiers.worker",
+            "cpu_bytes_to_use": int(self.host_gb * GIB),
+            # An agent's answer is a part of its next prompt.
+            "offload_prompt_only": False,
+        }
+        if self.disk is not None:
+            tier: dict[str, Any] = {
+                "type": "DiskTier",
+                "module_path": "tenuto.vllm.tiers.disk",
+                "folder": str(Path(self.disk).absolute()),
+            }
+            if self.disk_gb is not None:
+                tier["max_bytes"] = int(self.disk_gb * GIB)
+            extra["secondary_tiers"] = [tier]
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            # A load that fails costs its computation, and not the request.
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+
+    def check(self) -> None:
+        """Make the folder, and check that files can be written there. Raises ConfigError."""
+        if self.disk is not None:
+            prepare_folder(Path(self.disk))
+
+
+def describe_interval(model: str, given: str | None, *, retains: bool) -> str | None:
+    """What to tell the operator of a hybrid model about the interval; None for other models, and if unknown.
+
+    `given`: the interval among vLLM's arguments. `retains`: whether the policy grants leases.
+    """
+    layers = read_layers(model)
+    if layers is None or len(layers) < 2:
+        return None
+    text = ", ".join(f"{number} layers with {kind}" for kind, number in layers.items())
+    if given is not None and given != "0":
+        advice = "without that flag Tenuto caches less, and what jobs share" if retains else "as you asked"
+        return f"{INTERVAL_FLAG} {given}: {text}; {advice}"
+    if not retains:
+        return (
+            f"{INTERVAL_FLAG} stays 0: {text}. This policy holds nothing, so each turn computes the answer "
+            "before it again; None avoids that while the cache is large"
+        )
+    return (
+        f"{INTERVAL_FLAG} stays 0: {text}. Leases hold what the next turn hits, its answer too, and what "
+        "jobs share is pinned (limits.max_pinned_share); other intervals fill the cache with what nobody hits"
+    )
+
+
+def read_layers(model: str) -> dict[str, int] | None:
+    """The number of layers by kind, of a model's folder or its name in the local cache of downloads.
+
+    None if its config is not here or does not say.
+    """
+    config = _read_config(model)
+    if config is None:
+        return None
+    config = {**config, **config.get("text_config", {})}
+    kinds = config.get("layer_types") or _guess_kinds(config)
+    window = config.get("sliding_window")
+    names = {
+        "full_attention": "full attention",
+        "sliding_attention": f"a window of {window} tokens",
+        **dict.fromkeys(STATES, "a recurrent state"),
+    }
+    return dict(Counter(names.get(str(kind), str(kind)) for kind in kinds)) if kinds else None
+
+
+def _guess_kinds(config: dict[str, Any]) -> list[str]:
+    """The kinds of layers where a config has only the distance of two layers with full attention."""
+    num_layers = config.get("num_hidden_layers") or 0
+    for field, other in (
+        ("sliding_window_pattern", "sliding_attention"),
+        ("full_attention_interval", "linear_attention"),
+    ):
+        if period := config.get(field):
+            return ["full_attention" if (n + 1) % period == 0 else other for n in range(num_layers)]
+    return []
+
+
+def _read_config(model: str) -> dict[str, Any] | None:
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        try:
+            from huggingface_hub import try_to_load_from_cache
+        except ImportError:
+            return None
+        try:
+            found = try_to_load_from_cache(model, "config.json")
+        except ValueError:
+            return None
+        if not isinstance(found, str):
+            return None
+        path = Path(found)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) and isinstance(config.get("text_config", {}), dict) else None

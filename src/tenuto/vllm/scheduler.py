@@ -11,31 +11,42 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import vllm
-
-from tenuto.core.control import ADMIN_VARIABLE
+from tenuto.core.control import ADMIN_VARIABLE, Control
 from tenuto.core.errors import IncompatibleError
 from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import get_engine_settings, load_policy
 from tenuto.core.types import LeaseEnd
 from tenuto.records.trace import TraceWriter
-from tenuto.vllm import compat, compat_check, compat_engine, compat_groups
-from tenuto.vllm.arrivals import describe
-from tenuto.vllm.control_http import CALL, make_control
+from tenuto.vllm.compat.check import VERSION, check_attributes, find_problems
+from tenuto.vllm.compat.groups import ShortHits
+from tenuto.vllm.compat.process import find_engine_core, get_engine_index, offer_call, wake, watch_weights
+from tenuto.vllm.compat.scheduler import (
+    AsyncScheduler,
+    LeasedBlocks,
+    PrivateHooks,
+    SyncScheduler,
+    get_reason_for_stock,
+    get_started,
+    get_stock_class,
+    get_tokens_per_prompt,
+    is_by_priority,
+    load_tokenizer,
+    serve_by_priority,
+    set_tokens_per_prompt,
+)
+from tenuto.vllm.control_http import CALL
 from tenuto.vllm.hooks import Hooks
-from tenuto.vllm.idle import IdleTimer
 from tenuto.vllm.metrics import Metrics
-from tenuto.vllm.output import OutputReader
+from tenuto.vllm.requests import OutputReader, describe
 from tenuto.vllm.settings import Settings, read_settings
 from tenuto.vllm.state import StateFile
 from tenuto.vllm.steps import StepTracer
 from tenuto.vllm.tenants import INTRODUCE, TenantVerifier, check_names
-from tenuto.vllm.tiers.find import find_tier
-from tenuto.vllm.usage import LeasedBlocks
 
 logger = logging.getLogger("vllm.tenuto")
 
@@ -44,10 +55,10 @@ MAX_RENEWALS = 32
 cost of a step even with 10,000 leases."""
 
 
-class _DrivenScheduler(compat.PrivateHooks):
+class _DrivenScheduler(PrivateHooks):
     """A vLLM scheduler with a driver; mixed into vLLM's synchronous and asynchronous scheduler below."""
 
-    # vLLM's own attributes that we use (see compat_check.ATTRIBUTES).
+    # vLLM's own attributes that we use (see ATTRIBUTES).
     requests: dict[str, Any]
     running: list[Any]
     waiting: Any
@@ -69,13 +80,13 @@ class _DrivenScheduler(compat.PrivateHooks):
         policy = load_policy(settings.policy, settings.options)
         wanted = get_engine_settings(settings.policy, policy)
         if wanted.order == "priority":
-            vllm_config.scheduler_config.policy = "priority"
+            serve_by_priority(vllm_config)
         self.tenants = TenantVerifier(trusts_clients=settings.tenants == "client")
         check_names((*(settings.limits.tenant_weights or ()), *(settings.canary.tenants or ())))
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
-        compat_check.check_attributes(self)
-        engine_core = compat_engine.find_engine_core()
-        engine_index = compat_engine.get_engine_index(engine_core)
+        check_attributes(self)
+        engine_core = find_engine_core()
+        engine_index = get_engine_index(engine_core)
         self.max_step_tokens = self.max_num_scheduled_tokens
         self._state = _open_state(policy, settings, engine_index)
         # Open the trace after the state is restored: the trace's header contains the restored state.
@@ -86,12 +97,12 @@ class _DrivenScheduler(compat.PrivateHooks):
             asked = Policy() if settings.mode == "off" else policy
             self._trace = TraceWriter(trace_path, asked, name, settings.trace_options, facts)
         self._metrics = Metrics(vllm_config, engine_index)
-        self.short_hits = compat_groups.ShortHits(self)
+        self.short_hits = ShortHits(self)
         self._metrics.watch_tenants(self.tenants)
         self._metrics.watch_groups(self.short_hits.names.values())
         pool = self.kv_cache_manager.block_pool
         self.leased_blocks = LeasedBlocks(pool, lambda: self.driver.limits.always_yield)
-        self.tier = find_tier(self, settings, policy, time)
+        self.tier = _find_tier(self, settings, policy)
         if self.tier is not None:
             self._metrics.watch_tier(self.tier)
         self._hooks = self._make_hooks(settings, policy)
@@ -99,18 +110,22 @@ class _DrivenScheduler(compat.PrivateHooks):
         self._hooks.install()
         self._metrics.refresh(self.driver, 0.0)
         reads_output = self._hooks.reads_output or bool(os.environ.get(ADMIN_VARIABLE))
-        self._reader = OutputReader(compat.load_tokenizer(vllm_config) if reads_output else None)
+        self._reader = OutputReader(load_tokenizer(vllm_config) if reads_output else None)
         self._steps = StepTracer(self._trace, self) if self._trace else None
-        self._idle_timer = (
-            IdleTimer(lambda: compat_engine.wake(engine_core)) if engine_core is not None else None
+        self._idle_timer = IdleTimer(lambda: wake(engine_core)) if engine_core is not None else None
+        self.control = Control(
+            self,
+            engine_index,
+            by_priority=is_by_priority(self),
+            read_fields=self.tenants.read_release,
+            logger=logger,
         )
-        self.control = make_control(self, engine_index)
         if engine_core is not None:
-            compat_engine.offer_call(engine_core, CALL, self.control.answer)
-            compat_engine.offer_call(engine_core, INTRODUCE, self.tenants.answer)
+            offer_call(engine_core, CALL, self.control.answer)
+            offer_call(engine_core, INTRODUCE, self.tenants.answer)
             if self.tier is not None:
-                compat_engine.watch_weights(engine_core, self.tier.change_weights, self.tier.load_adapter)
-        logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, vllm.__version__)
+                watch_weights(engine_core, self.tier.change_weights, self.tier.load_adapter)
+        logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, VERSION)
         if text := self._hooks.describe_pins():
             logger.info("%s", text)
         # vLLM logs a warning about every scheduler class that is not its own.
@@ -142,23 +157,23 @@ class _DrivenScheduler(compat.PrivateHooks):
         hooks.begin_step(now_s)
         self.short_hits.begin_step()
         full_budget = self.max_num_scheduled_tokens
-        per_prompt = compat.get_tokens_per_prompt(self)
+        per_prompt = get_tokens_per_prompt(self)
         if hooks.asks_budget:
             only_decodes = not self._was_cut and not self.get_request_counts()[1]
             size = self.driver.get_step_size(now_s, full_budget, only_decodes=only_decodes)
             self.max_num_scheduled_tokens = size.num_tokens
-            compat.set_tokens_per_prompt(self, per_prompt or size.per_prompt)
+            set_tokens_per_prompt(self, per_prompt or size.per_prompt)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             is_full = output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens
-            self._was_cut = is_full or compat.get_tokens_per_prompt(self) > 0
+            self._was_cut = is_full or get_tokens_per_prompt(self) > 0
             if hooks.steps is not None:
                 hooks.steps.schedule(output, now_s, is_full=is_full)
         finally:
             self.max_num_scheduled_tokens = full_budget
-            compat.set_tokens_per_prompt(self, per_prompt)
+            set_tokens_per_prompt(self, per_prompt)
             self.driver.settle()
-        hooks.start(list(compat.get_started(output)), now_s)
+        hooks.start(list(get_started(output)), now_s)
         if self._steps is not None:
             self._steps.record(output, now_s)
         if self._state is not None:
@@ -312,11 +327,11 @@ class _DrivenScheduler(compat.PrivateHooks):
         return Hooks(self, settings, policy, self._metrics, log, time)
 
 
-class _SynchronousScheduler(_DrivenScheduler, compat.SyncScheduler):  # type: ignore[misc]
+class _SynchronousScheduler(_DrivenScheduler, SyncScheduler):  # type: ignore[misc]
     """Used where vLLM itself does not schedule asynchronously (on CPUs, with pipeline stages …)."""
 
 
-class Scheduler(_DrivenScheduler, compat.AsyncScheduler):  # type: ignore[misc]
+class Scheduler(_DrivenScheduler, AsyncScheduler):  # type: ignore[misc]
     """The class to name in `--scheduler-cls`.
 
     Constructing it returns an asynchronous or a synchronous scheduler, as vLLM's configuration says. It
@@ -332,7 +347,7 @@ class Scheduler(_DrivenScheduler, compat.AsyncScheduler):  # type: ignore[misc]
         reason = _get_reason_for_stock(vllm_config, settings)
         if reason is not None:
             logger.warning("Tenuto stands aside, stock vLLM schedules: %s", reason)
-            return compat.get_stock_class(vllm_config)(vllm_config, *args, **kwargs)
+            return get_stock_class(vllm_config)(vllm_config, *args, **kwargs)
         if not vllm_config.cache_config.enable_prefix_caching:
             logger.warning("prefix caching is off: nothing can be retained between turns")
         if not vllm_config.scheduler_config.async_scheduling:
@@ -341,21 +356,30 @@ class Scheduler(_DrivenScheduler, compat.AsyncScheduler):  # type: ignore[misc]
 
 
 def _get_reason_for_stock(vllm_config: Any, settings: Settings) -> str | None:
-    problems = compat_check.find_problems(vllm.__version__, allow_untested=settings.allow_untested)
+    problems = find_problems(VERSION, allow_untested=settings.allow_untested)
     if problems:
-        text = f"vLLM {vllm.__version__} does not fit: " + "; ".join(problems)
+        text = f"vLLM {VERSION} does not fit: " + "; ".join(problems)
         if settings.on_mismatch == "stop":
             raise IncompatibleError(
                 f'{text}. Install a supported release, or set tenuto.on_mismatch to "stock"'
             )
         return text
-    if vllm_config.model_config.runner_type == "pooling":
-        return "a pooling model has no turns"
-    if compat.is_diffusion(vllm_config):
-        return "a diffusion model has its own scheduler"
-    if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
-        return "with the external launcher every rank schedules, and our clocks could differ"
-    return None
+    return get_reason_for_stock(vllm_config)
+
+
+def _find_tier(scheduler: Any, settings: Settings, policy: Policy) -> Any:
+    """The host memory below this scheduler; None without one, or with one that is not ours.
+
+    vLLM's offloading is not imported where nobody uses it.
+    """
+    if scheduler.connector is None:
+        return None
+    try:
+        from tenuto.vllm.tiers.host import try_make_tier
+    except ImportError:
+        # A vLLM whose offloading differs; it cannot have loaded our spec either.
+        return None
+    return try_make_tier(scheduler, settings, policy, time)
 
 
 def _open_state(policy: Policy, settings: Settings, engine_index: int) -> StateFile | None:
@@ -376,3 +400,43 @@ def _get_header(settings: Settings) -> tuple[str, dict[str, Any]]:
     if settings.canary.is_on:
         facts["canary"] = dataclasses.asdict(settings.canary)
     return "stock" if settings.mode == "off" else settings.policy, facts
+
+
+class IdleTimer:
+    """Wakes a sleeping engine once the armed deadline (monotonic) has passed. One daemon thread."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._deadline_s: float | None = None
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def arm(self, deadline_s: float) -> None:
+        """Wake at this time; replaces the deadline armed before."""
+        with self._changed:
+            if self._deadline_s == deadline_s or self._stopped:
+                return
+            self._deadline_s = deadline_s
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tenuto-idle-timer", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._stopped:
+                    return
+                wait_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
+                if wait_s is None or wait_s > 0:
+                    self._changed.wait(wait_s)
+                    continue
+                self._deadline_s = None
+            self._wake()

@@ -8,7 +8,7 @@ from typing import Any
 from tenuto.core.driver import Driver
 from tenuto.core.steps import StepClock
 from tenuto.records.trace import TraceWriter
-from tenuto.vllm import compat
+from tenuto.vllm.compat.scheduler import count_cached_blocks, get_connector_name, get_hit_tokens, get_started
 
 
 class StepTeller:
@@ -57,13 +57,13 @@ class StepTracer:
     def record(self, output: Any, now_s: float) -> None:
         """Record one step, after the driver was told of it; the trace's step number increases by one."""
         scheduler = self._scheduler
-        connector = compat.get_connector_name(scheduler)
+        connector = get_connector_name(scheduler)
         new: list[str] = []
         resumed: list[str] = []
-        for request_id, num_hit_tokens in compat.get_started(output):
+        for request_id, num_hit_tokens in get_started(output):
             request = scheduler.requests[request_id]
             (resumed if request.num_preemptions else new).append(request_id)
-            local, external = compat.get_hit_tokens(request)
+            local, external = get_hit_tokens(request)
             self._trace.write(
                 {
                     "kind": "admission",
@@ -88,7 +88,7 @@ class StepTracer:
                 "num_running": num_running,
                 "num_waiting": num_waiting,
                 "num_free_blocks": pool.get_num_free_blocks(),
-                "num_cached_blocks": compat.count_cached_blocks(pool),
+                "num_cached_blocks": count_cached_blocks(pool),
                 "num_retained_blocks": 0 if driver.is_shadow else driver.get_num_leased_blocks(),
                 "num_retained_jobs": 0 if driver.is_shadow else len(driver.leases),
                 **_count_tier_blocks(scheduler),

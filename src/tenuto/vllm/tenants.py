@@ -26,6 +26,7 @@ from typing import Any
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.jobs import UNVERIFIED
 from tenuto.core.requests.hints import get_bounded_id
+from tenuto.vllm.compat.process import find_key_check
 
 SECRET_VARIABLE = "TENUTO_SECRET"
 """Environment variable with the secret that the server's processes share. If unset, it is made at start."""
@@ -38,8 +39,6 @@ INTRODUCE = "tenuto_tenants"
 """The name under which an API server tells the engines that it has tenants."""
 LOG_EVERY_S = 60.0
 
-_KEY_CHECK = "AuthenticationMiddleware"
-"""vLLM's class. It is not in `compat.py`: that imports the engine, which an API server does not need."""
 _INTRODUCTION = "this server has tenants"
 _KEY_NAME = "key-"
 _MADE = "made-at-start-"
@@ -60,8 +59,8 @@ class TenantReader:
     def __init__(self, app: Any) -> None:
         """`app` is the application behind the middleware."""
         self._header = _get_header_name()
-        self._key_check = find_key_check(app)
-        self.has_tenants = bool(self._header) or self._key_check is not None
+        self._check_key = find_key_check(app)
+        self.has_tenants = bool(self._header) or self._check_key is not None
 
     def get(self, headers: Mapping[str, str]) -> str | None:
         """The tenant, or None. Header names must be in lower case. A key is replaced by its name."""
@@ -76,12 +75,7 @@ class TenantReader:
 
     def has_valid_key(self, headers: Mapping[str, str]) -> bool:
         """Whether vLLM would serve this client; without keys it serves everybody."""
-        if self._key_check is None:
-            return True
-        from starlette.datastructures import Headers
-
-        given = headers.get("authorization", "")
-        return bool(self._key_check.verify_token(Headers({"authorization": given})))
+        return self._check_key is None or self._check_key(headers.get("authorization", ""))
 
 
 def get_key_name(key: str) -> str:
@@ -243,13 +237,6 @@ def find_secret_problem() -> str | None:
     if len(secret) < MIN_SECRET_CHARS:
         return f"{SECRET_VARIABLE} must have {MIN_SECRET_CHARS} characters or more: clients could guess it"
     return None
-
-
-def find_key_check(app: Any) -> Any | None:
-    """The check of API keys in vLLM, if it is among the applications that this application wraps."""
-    while app is not None and type(app).__name__ != _KEY_CHECK:
-        app = getattr(app, "app", None)
-    return app
 
 
 def _make_digest(use: str, text: str, secret: str) -> str:

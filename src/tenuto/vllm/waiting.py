@@ -8,7 +8,7 @@ from typing import Any
 from tenuto.core.fairness import FairOrder
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
-from tenuto.vllm.compat import RequestQueue
+from tenuto.vllm.compat.scheduler import RequestQueue
 
 
 class TurnQueue(RequestQueue):  # type: ignore[misc]

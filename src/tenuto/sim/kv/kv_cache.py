@@ -180,7 +180,7 @@ class KvCache:
     def cache_ends(self, request: Request) -> None:
         """Let look-ups find what a hit at a finishing request's end needs, where its job's next turn hits.
 
-        As `tenuto.vllm.compat_ends.cache_ends`: nothing happens if a block of that is lost.
+        As `tenuto.vllm.compat.groups.cache_ends`: nothing happens if a block of that is lost.
         """
         parts = list(zip(request.tables, self._groups, strict=True))
         num_tokens = min(
@@ -244,7 +244,7 @@ class KvCache:
     def _make_groups(self, max_in_flight_tokens: int) -> list[AttentionGroup | StateGroup]:
         """The layer groups, with the checkpoints of first prompts.
 
-        As `tenuto.vllm.compat_checkpoints.FirstCheckpoints`.
+        As `tenuto.vllm.compat.groups.FirstCheckpoints`.
         """
         config = self.config
         kinds = list(zip(map(get_window, config.windows), config.group_block_sizes, strict=True))
@@ -266,7 +266,7 @@ class KvCache:
         ]
 
     def _keep_ends(self) -> None:
-        """As `tenuto.vllm.compat_ends.EndSpares`: not where the longest request would not fit."""
+        """As `tenuto.vllm.compat.groups.EndSpares`: not where the longest request would not fit."""
         num_wanted = 0
         for group in self._groups:
             num_longest = group.count_blocks(self.config.max_model_len)

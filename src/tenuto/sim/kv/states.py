@@ -159,7 +159,7 @@ class StateGroup:
             self._pool.give_back(1)
 
     def _get_own_end(self, request: Request, num_tokens: int) -> tuple[int, ...]:
-        """As `tenuto.vllm.compat_checkpoints.FirstCheckpoints`: a chunk's end far enough behind the last."""
+        """As `tenuto.vllm.compat.groups.FirstCheckpoints`: a chunk's end far enough behind the last."""
         if self._checkpoint_tokens is None:
             return ()
         num_tokens -= num_tokens % self.block_size

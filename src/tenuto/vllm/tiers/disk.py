@@ -3,7 +3,7 @@
     FOLDER / engine / what KV depends on / ab / abcdef….kv     one file per chunk: a header, then its bytes
 
 An engine locks its folder: a second one of the same name takes the next. A folder in it is named by a digest
-of all that its KV depends on (`compat_origin`), and each file's header has the digest too, so KV of other
+of all that its KV depends on (`compat.origin`), and each file's header has the digest too, so KV of other
 weights is never found. A cache reset renames that folder, so nobody finds it again. The header has a checksum
 too: a damaged file is found, removed, and its tokens are computed. A file appears under its name only when it
 is whole. What a killed server left unfinished is removed at the next start, and the rest is used again.
@@ -29,27 +29,28 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.types import TierView
-from tenuto.vllm.compat_offload import (
+from tenuto.vllm.compat.offload import (
     JobResult,
     LookupResult,
     Medium,
     RequestOffloadingContext,
-    SecondaryTierManager,
+    SecondaryTier,
     try_get_name,
 )
-from tenuto.vllm.tiers.chunk_file import (
+from tenuto.vllm.tiers.background import LinkSpeed
+from tenuto.vllm.tiers.files import (
     HEADER,
     DamagedError,
+    get_engine_name,
     is_chunk,
     is_ours,
     list_folders,
+    prepare_folder,
     read_chunk,
     remove_chunks,
     try_read_name,
     write_chunk,
 )
-from tenuto.vllm.tiers.config import get_engine_name, prepare_folder
-from tenuto.vllm.tiers.link import LinkSpeed
 
 logger = logging.getLogger("vllm.tenuto")
 
@@ -113,7 +114,7 @@ class Complaints:
         )
 
 
-class DiskTier(SecondaryTierManager):  # type: ignore[misc]
+class DiskTier(SecondaryTier):
     """Chunks in files. vLLM calls all methods in the scheduler's process, one at a time."""
 
     medium = Medium.STORAGE
@@ -152,11 +153,6 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         self._write_complaints, self._read_complaints = Complaints(), Complaints()
         self.num_damaged = 0
         self.num_not_written = 0
-
-    @property
-    def offloading_config(self) -> Any:
-        """What a chunk's bytes are: vLLM's OffloadingConfig."""
-        return self._offloading_spec.config
 
     def open(self, model: str, rank: int, origin: str | None) -> None:
         """Take up the files whose KV depends on the same, and no others.

@@ -20,15 +20,25 @@ from tenuto.core.policy import Policy
 from tenuto.core.policy_loader import get_engine_settings
 from tenuto.core.tier_order import MAX_STORING_S, Use
 from tenuto.core.types import LoadOffer, TierView, Turn
-from tenuto.vllm.compat_connector import ConnectorPort
-from tenuto.vllm.compat_offload import HostManagerHooks
-from tenuto.vllm.compat_origin import UnknownOriginError, get_files_digest, get_name, get_origin, get_rank
+from tenuto.vllm.compat.offload import ConnectorPort, HostManagerHooks, find_connector
+from tenuto.vllm.compat.origin import UnknownOriginError, get_files_digest, get_name, get_origin, get_rank
 from tenuto.vllm.settings import Settings
-from tenuto.vllm.tiers.later import LaterStores
-from tenuto.vllm.tiers.link import LinkSpeed
-from tenuto.vllm.tiers.prefetch import Prefetch
+from tenuto.vllm.tiers.background import LaterStores, LinkSpeed, Prefetch
 
 logger = logging.getLogger("vllm.tenuto")
+
+
+def try_make_tier(scheduler: Any, settings: Settings, policy: Policy, clock: Any) -> HostTier | None:
+    """The host memory below a scheduler; None if what it has there is not ours.
+
+    `clock`: the module `time`, or a test's.
+    """
+    connector = find_connector(scheduler)
+    if connector is None:
+        return None
+    port = ConnectorPort(connector, scheduler.kv_cache_manager.block_pool)
+    port.watch_loads_of_others(scheduler.connector)
+    return HostTier(scheduler, port, settings, policy, clock)
 
 
 class HostTier:
@@ -46,9 +56,8 @@ class HostTier:
         self.loads = LinkSpeed(chunk_bytes, num_workers)
         self.stores = LinkSpeed(chunk_bytes, num_workers)
         self._uses: dict[str, Use] = {}
-        pool = scheduler.kv_cache_manager.block_pool
-        self.later = LaterStores(port.copies, pool, self._uses)
-        self.prefetch = Prefetch(port.copies, pool, self._uses) if port.can_prefetch else None
+        self.later = LaterStores(port, self._uses)
+        self.prefetch = Prefetch(port, self._uses) if port.can_prefetch else None
         self._is_followed = self._stores_all = True
         self.follow_policy(settings, policy)
         self.num_declined_loads = 0

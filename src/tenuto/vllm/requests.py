@@ -1,22 +1,49 @@
-"""What a finished request's output says: which tool, and whether the job goes on."""
+"""What a request says when it arrives, and when it ends: whose it is, and which tool follows, if any."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
 
-from tenuto.core.jobs import Finish
+from tenuto.core.jobs import UNVERIFIED, Arrival, Finish
+from tenuto.core.requests.hints import Hints, parse_hints
 from tenuto.core.requests.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
-from tenuto.vllm.compat import RequestStatus
+from tenuto.vllm.compat.scheduler import get_end, has_release_hint
+from tenuto.vllm.tenants import TenantVerifier
 
 logger = logging.getLogger("vllm.tenuto")
 
+OUTSIDE = Hints(is_last=True)
+"""Hints for requests that run as in stock vLLM: their KV cache is never retained."""
 TAIL_TOKENS = 96
 """Decoded at first: tool calls stand at the end, and most outputs have none."""
 MAX_TAIL_TOKENS = 6144
 """Decoded at most, when the tail shows the end of a call without its beginning (a file being written)."""
+
+
+def describe(request: Any, tenants: TenantVerifier) -> Arrival:
+    """What the driver needs to know about a request that arrived."""
+    params, num_prompt_tokens = request.sampling_params, request.num_prompt_tokens
+    fields = tenants.read(None if params is None else params.extra_args)
+    # What cannot be verified runs as in stock: it shares no job with anybody, and keeps nothing.
+    session_id = getattr(request, "session_id", None)
+    hints = Hints(tenant=UNVERIFIED) if fields is None else parse_hints(fields, session_id)
+    plain = params is not None and request.prompt_token_ids is not None
+    if fields is None or not plain or request.has_encoder_inputs or request.resumable:
+        outside = dataclasses.replace(OUTSIDE, tenant=hints.tenant)
+        return Arrival(outside, num_prompt_tokens, priority=request.priority, is_supported=False)
+    if hints.is_last is None and has_release_hint(request):
+        hints = dataclasses.replace(hints, is_last=True)
+    return Arrival(
+        hints=hints,
+        num_prompt_tokens=num_prompt_tokens,
+        prompt=request.prompt_token_ids,
+        hashes=request.block_hashes,
+        priority=request.priority,
+    )
 
 
 class OutputReader:
@@ -38,23 +65,19 @@ class OutputReader:
             return Finish(request.num_output_tokens)
 
     def _get_finish(self, request: Any, reads_output: bool) -> Finish:
-        num_output_tokens = request.num_output_tokens
+        num_output_tokens, end = request.num_output_tokens, get_end(request)
         stop_strings = (request.sampling_params.stop or ()) if request.sampling_params else ()
-        if request.status == RequestStatus.FINISHED_ABORTED and self._ends_with_stop(request, stop_strings):
+        if end == "aborted" and self._ends_with_stop(request, stop_strings):
             # The front end finds stop strings and aborts the request; to the client that is a normal end.
             tool = self._find_tool_call(request) if reads_output else None
             return Finish(num_output_tokens, tool, is_last=tool is None if reads_output else None)
-        if request.status not in (
-            RequestStatus.FINISHED_STOPPED,
-            RequestStatus.FINISHED_LENGTH_CAPPED,
-            RequestStatus.FINISHED_REPETITION,
-        ):
+        if end in ("aborted", "failed"):
             return Finish(num_output_tokens, aborted=True)
         if not reads_output or self._tokenizer is None:
             return Finish(num_output_tokens)
         tool = self._find_tool_call(request)
         # No tool call and a stop token: the agent is done. Cut off by its length, nobody can tell.
-        ended = True if request.status == RequestStatus.FINISHED_STOPPED else None
+        ended = True if end == "stopped" else None
         return Finish(num_output_tokens, tool, is_last=ended if tool is None else False)
 
     def _find_tool_call(self, request: Any) -> ToolCall | None:

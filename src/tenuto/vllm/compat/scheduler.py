@@ -1,15 +1,19 @@
-"""Private names of vLLM's scheduler, its requests and its block pool.
+"""Names of vLLM's scheduler, its requests and its block pool.
 
-Those of the engine process are in `compat_engine`, those of a finishing request's blocks in `compat_blocks`,
-those of models with several layer groups in `compat_groups` and `compat_ends`; `compat_check` checks all of
-them at start. Nothing outside these files may use a vLLM name that starts with an underscore or is not part
-of its scheduler interface.
+What only models with several layer groups need is in `groups`. Of a lease's blocks:
+
+    request's blocks    │ cached │ cached │ cached │ part │    a lease takes over the references that the
+                        ├───── the lease's ────────┤ freed┤    request has, so vLLM need not free those blocks
+
+    vLLM's count      used = blocks of requests + blocks that only leases hold
+    reported here     used = blocks of requests    (leases give their blocks back before an allocation fails)
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -17,11 +21,20 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
-__all__ = ["AsyncScheduler", "RequestQueue", "RequestStatus", "SyncScheduler"]
+from tenuto.core.fairness import BlockRefCounts
 
+__all__ = ["AsyncScheduler", "RequestQueue", "SyncScheduler"]
+
+_ENDS = {
+    RequestStatus.FINISHED_STOPPED: "stopped",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "cut",
+    RequestStatus.FINISHED_REPETITION: "cut",
+    RequestStatus.FINISHED_ABORTED: "aborted",
+}
 # Since 0.31.
 _TAKES_PREFILL_END = (
     "prefill_end" in inspect.signature(KVCacheCoordinator.get_num_blocks_to_allocate).parameters
@@ -111,15 +124,24 @@ def get_block_size(scheduler: Any) -> int:
     return int(scheduler.block_size if len(groups) == 1 else groups[0].kv_cache_spec.block_size)
 
 
-def get_cached_blocks(scheduler: Any, request: Any) -> tuple[list[Any], int]:
-    """What a prompt extending this request would hit: blocks of all layer groups, and how many tokens."""
-    hit, num_tokens = scheduler.kv_cache_manager.get_computed_blocks(request)[:2]
-    return [block for group in hit.blocks for block in group if not block.is_null], int(num_tokens)
-
-
 def get_num_cached_tokens(scheduler: Any, request: Any) -> int:
     """Tokens of a waiting request that are in the prefix cache now."""
     return int(scheduler.kv_cache_manager.get_computed_blocks(request)[1])
+
+
+def is_by_priority(scheduler: Any) -> bool:
+    """Whether the requests' own priorities come first."""
+    return bool(scheduler.policy.value == "priority")
+
+
+def is_running(request: Any) -> bool:
+    """Whether a request has blocks and takes part in steps."""
+    return bool(request.status == RequestStatus.RUNNING)
+
+
+def get_end(request: Any) -> str:
+    """How a request ended: stopped (by a token), cut (by a limit), aborted (from outside), or failed."""
+    return _ENDS.get(request.status, "failed")
 
 
 def has_release_hint(request: Any) -> bool:
@@ -262,6 +284,22 @@ def load_tokenizer(vllm_config: Any) -> Any | None:
     return cached_tokenizer_from_config(vllm_config.model_config)
 
 
+def serve_by_priority(vllm_config: Any) -> None:
+    """Let vLLM serve by the requests' own priorities."""
+    vllm_config.scheduler_config.policy = "priority"
+
+
+def get_reason_for_stock(vllm_config: Any) -> str | None:
+    """Why vLLM's own scheduler must run here; None if ours may."""
+    if vllm_config.model_config.runner_type == "pooling":
+        return "a pooling model has no turns"
+    if is_diffusion(vllm_config):
+        return "a diffusion model has its own scheduler"
+    if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
+        return "with the external launcher every rank schedules, and our clocks could differ"
+    return None
+
+
 def is_diffusion(vllm_config: Any) -> bool:
     """Whether vLLM uses its diffusion scheduler for this model."""
     return bool(getattr(vllm_config.model_config, "is_diffusion", False))
@@ -276,3 +314,132 @@ def get_stock_class(vllm_config: Any) -> Any:
         name = "DiffusionAsyncScheduler" if is_async else "DiffusionScheduler"
         return getattr(diffusion_scheduler, name, diffusion_scheduler.DiffusionAsyncScheduler)
     return AsyncScheduler if is_async else SyncScheduler
+
+
+# A turn of 6,000 tokens has 375 blocks. So loops over them run in C: not by the property `block_hash`, and
+# lists are compared as a whole, which looks at the blocks' identity first.
+_get_hash = attrgetter("_block_hash")
+
+
+def get_own_cached_blocks(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
+    """The blocks that a prompt extending this request would hit, without a look-up per block.
+
+    The request references its own cached blocks, so they cannot have been evicted.
+    """
+    manager, size = scheduler.kv_cache_manager, get_block_size(scheduler)
+    if not manager.enable_caching or request.skip_reading_prefix_cache:
+        return []
+    own, hashes = manager.get_blocks(request.request_id).blocks[0], request.block_hashes
+    # The last token was sampled, but never computed.
+    num_full = min((request.num_tokens - 1) // size, len(hashes), len(own))
+    while num_full and own[num_full - 1].block_hash is None:
+        num_full -= 1
+    blocks = list(own[:num_full])
+    # Two requests may have computed the same block at the same time. A prompt hits the copy that was cached
+    # first, so the lease holds that copy. Only where there are copies the map has no block, but a dict.
+    new = blocks[num_hit_tokens // size :]
+    cached = manager.block_pool.cached_block_hash_to_block
+    if list(map(cached._cache.get, map(_get_hash, new))) != new:
+        firsts = map(cached.get_one_block, map(_get_hash, new))
+        blocks[num_hit_tokens // size :] = [first or own for first, own in zip(firsts, new, strict=True)]
+    return blocks
+
+
+def try_take_blocks(scheduler: Any, request_id: str, blocks: list[Any]) -> bool:
+    """Take a finishing request's first blocks, and its references to them, away from it.
+
+    False, and nothing changes, if they are not its own, or if a connector may still ask for its blocks.
+    """
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    if scheduler.connector is not None or type(managers[0]) is not FullAttentionManager:
+        return False
+    tables = managers[0].req_to_blocks
+    own = tables.get(request_id, [])
+    if own[: len(blocks)] != blocks:
+        return False
+    tables[request_id] = own[len(blocks) :]
+    return True
+
+
+class LeasedBlocks:
+    """The references of leases to blocks of one vLLM block pool, and how many blocks only leases hold."""
+
+    def __init__(self, pool: Any, do_yield: Callable[[], bool]) -> None:
+        """`do_yield`: whether leases always yield now. If not, the reported usage is vLLM's own."""
+        self._pool = pool
+        self._do_yield = do_yield
+        self._leased = BlockRefCounts()
+        self._in_use: set[Hashable] = set()
+        """Leased blocks that a request, or a transfer of a connector, uses as well; without `_changed`."""
+        self._changed: list[Any] = []
+        """Blocks whose references have changed since the last look."""
+        self._touch, self._free = pool.touch, pool.free_blocks
+        self._get_vllm_usage = pool.get_usage
+        pool.touch, pool.free_blocks = self._touch_for_request, self._free_for_request
+        # Everything in vLLM that reports usage calls `get_usage`: the gauge on /metrics, the log, and the
+        # load balancer of data-parallel ranks.
+        pool.get_usage = self.get_usage
+
+    def __len__(self) -> int:
+        """Number of distinct leased blocks."""
+        return len(self._leased)
+
+    def count_idle(self) -> int:
+        """Number of leased blocks that nothing but leases uses."""
+        if self._changed:
+            self._look()
+        return len(self._leased) - len(self._in_use)
+
+    def hold(self, blocks: Sequence[Any]) -> None:
+        """Take one reference to each block for a lease."""
+        self._touch(blocks)
+        self._leased.add([block.block_id for block in blocks])
+        self._changed += blocks
+
+    def take_over(self, blocks: Sequence[Any]) -> None:
+        """A request that ends leaves its references to these blocks to a lease."""
+        block_ids = [block.block_id for block in blocks]
+        self._leased.add(block_ids)
+        self._in_use.difference_update(block_ids)
+        self._changed += [block for block in blocks if block.ref_cnt > 1]
+
+    def release(self, blocks: Sequence[Any]) -> None:
+        """Release one reference of a lease to each block; the last blocks will be evicted first."""
+        self._free(reversed(blocks))
+        self._leased.remove([block.block_id for block in blocks])
+        if self._in_use:
+            self._changed += blocks
+
+    def get_usage(self) -> float:
+        """Share of the KV cache, from 0 to 1, that something else than yielding leases uses."""
+        # Block 0 of the pool holds no tokens.
+        num_blocks = self._pool.num_gpu_blocks - 1
+        if not num_blocks or not self._do_yield():
+            return float(self._get_vllm_usage())
+        # A difference of two shares would not be 0 on an idle engine, but 5e-17.
+        num_used = num_blocks - self._pool.get_num_free_blocks() - self.count_idle()
+        return float(max(0, num_used) / num_blocks)
+
+    # vLLM calls these in place of its own.
+
+    def _touch_for_request(self, blocks: Sequence[Any]) -> None:
+        self._touch(blocks)
+        if len(self._leased):
+            self._changed += blocks
+
+    def _free_for_request(self, ordered_blocks: Iterable[Any]) -> None:
+        if not self._in_use:
+            self._free(ordered_blocks)
+            return
+        blocks = list(ordered_blocks)
+        self._free(blocks)
+        self._changed += [block for block in blocks if block.ref_cnt]
+
+    def _look(self) -> None:
+        changed, self._changed = self._changed, []
+        if self._in_use:
+            self._in_use.difference_update([block.block_id for block in changed])
+        # A leased block that is used as well has two references or more.
+        several = {block.block_id: block.ref_cnt for block in changed if block.ref_cnt > 1}
+        get_count = self._leased.get_count
+        self._in_use.update(block_id for block_id, n in several.items() if n > get_count(block_id) > 0)

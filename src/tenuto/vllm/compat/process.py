@@ -1,6 +1,6 @@
-"""Private names of vLLM's engine process: waking it, its rank, and calls from its API servers.
+"""Names of vLLM's processes: the engine's (waking it, its rank) and the API servers that call it.
 
-`compat` has all the others.
+API servers import this, and it imports nothing of vLLM before it is used.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
-
-from vllm.v1.engine import EngineCoreRequestType
 
 HARMLESS_CALLS = frozenset(
     [
@@ -161,6 +159,8 @@ def get_dp_size(client: Any) -> int:
 
 def wake(engine_core: Any) -> None:
     """Make a sleeping engine call `has_requests` again; does nothing for an in-process engine."""
+    from vllm.v1.engine import EngineCoreRequestType
+
     queue = getattr(engine_core, "input_queue", None)
     if queue is not None:
         queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
@@ -169,3 +169,23 @@ def wake(engine_core: Any) -> None:
 def get_engine_index(engine_core: Any) -> int:
     """The data-parallel rank that labels this engine's metrics."""
     return int(getattr(engine_core, "engine_index", 0))
+
+
+def get_engine_client(scope: Mapping[str, Any]) -> Any | None:
+    """The AsyncLLM of the API server that got an ASGI request; None if the server has none."""
+    return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+
+
+def find_key_check(app: Any) -> Callable[[str], bool] | None:
+    """VLLM's check of API keys, by the header `authorization`; None if nothing that `app` wraps has it."""
+    while app is not None and type(app).__name__ != "AuthenticationMiddleware":
+        app = getattr(app, "app", None)
+    if app is None:
+        return None
+
+    def check(authorization: str) -> bool:
+        from starlette.datastructures import Headers
+
+        return bool(app.verify_token(Headers({"authorization": authorization})))
+
+    return check

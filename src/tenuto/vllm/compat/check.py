@@ -10,8 +10,11 @@ import inspect
 from operator import attrgetter
 from typing import Any
 
+import vllm
+
 from tenuto.core.errors import IncompatibleError
 
+VERSION = str(vllm.__version__)
 OLDEST, NEWEST = (0, 30), (0, 33)
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"

@@ -1,16 +1,23 @@
-"""The file of one chunk: a header with a checksum, then the chunk's bytes."""
+"""The folders and files of the disk tier: who may use a folder, and what is in the file of one chunk.
+
+A chunk's file is a header with a checksum, then the chunk's bytes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import stat
 import struct
+import tempfile
 import threading
 import zlib
 from io import FileIO
 from pathlib import Path
+
+from tenuto.core.errors import ConfigError
 
 HEADER = struct.Struct("<8s16sQI")
 """Magic, digest of what the KV depends on, number of bytes that follow, CRC-32 of the key and these bytes."""
@@ -19,6 +26,42 @@ _NAME = re.compile(r"((?:[0-9a-f]{2})+)\.kv(\.[0-9]+\.part)?")
 """Our files: the key of the chunk, and what follows while the file is not whole yet."""
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """A link is not followed, and a pipe or a device that somebody put there blocks nothing."""
+_FOLDERS = re.compile(r"[\w.-]*-[0-9a-f]{8}-dp[0-9]+-[0-9]+|lost\+found")
+"""What may be in a folder whose rights Tenuto changes: engines' folders, and what file systems put there."""
+
+
+def get_engine_name(model: str, rank: int, number: int) -> str:
+    """The name of an engine's folder: `number` tells apart those of one model and data-parallel rank."""
+    digest = hashlib.blake2b(model.encode(errors="replace"), digest_size=4).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', model)[-80:]}-{digest}-dp{rank}-{number}"
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make a folder that nobody else can open, or make an existing one so. Raises ConfigError.
+
+    KV tells what was in the prompts, and whoever can write here can plant KV. A folder of another user is
+    refused, and so is one that others can open and that has files of others, which may be there for them.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.geteuid():
+            raise ConfigError(
+                f"--disk: {str(folder)!r} belongs to another user; name a folder of your own, "
+                "such as a new one in it"
+            )
+        if found.st_mode & 0o077:
+            others = sorted(each.name for each in folder.iterdir() if not _FOLDERS.fullmatch(each.name))
+            if others:
+                raise ConfigError(
+                    f"--disk: other users can open {str(folder)!r}, and {others[0]!r} in it is not Tenuto's; "
+                    "name a folder for KV only, or run chmod 700 on this one"
+                )
+            folder.chmod(0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--disk: cannot write into {str(folder)!r}: {error}") from error
 
 
 class DamagedError(Exception):

@@ -1,0 +1,381 @@
+"""Names of vLLM for models with several layer groups: windows, states, blocks of different sizes.
+
+**Hits.** A prefix is hit only as far as all groups have it.
+
+**Ends of answers.** By default vLLM caches the end of a window, or a state, only where a prompt ends, so each
+turn computes the answer before it again. While a request runs, the blocks that a hit at its own end needs are
+still there. So it keeps them (`EndSpares`), and when a lease is granted, look-ups are let find them
+(`cache_ends`):
+
+    prompt and answer   ├───────────────────┼──────────────┤
+    blocks              │       │       │       │       │ ·
+    window                              ├spare├── window ──┤
+    state                                       │ kept  │ now
+
+**Checkpoints of first prompts.** vLLM also caches these blocks where two prompts part. It knows that place
+only when the second prompt comes, so that prompt hits nothing of what it shares. A job's first prompt is the
+one that others may share. So of such prompts vLLM caches checkpoints on the way too (`FirstCheckpoints`), and
+a second prompt hits up to the last one before the place where the two part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager, SlidingWindowManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+from tenuto.core.errors import IncompatibleError
+from tenuto.core.types import ShortHit
+from tenuto.core.windows import (
+    MOST_STATES,
+    choose_checkpoint_tokens,
+    count_behind_kept_state,
+    count_spare_blocks,
+    count_tail_blocks,
+    get_checkpoints,
+    get_next_checkpoint,
+)
+
+
+def _get_managers(scheduler: Any) -> Sequence[Any]:
+    """VLLM's managers of blocks, one for each layer group."""
+    managers: Sequence[Any] = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return managers
+
+
+# Hits.
+
+
+def find_hit(scheduler: Any, hashes: Sequence[Any], max_tokens: int) -> tuple[tuple[list[Any], ...], int]:
+    """The longest cached prefix of at most `max_tokens`: its blocks in each layer group, and its tokens.
+
+    Blocks that a window or a state does not need are left out. With a draft model a look-up matches one block
+    more and drops it again, so that block belongs to it.
+    """
+    manager = scheduler.kv_cache_manager
+    max_tokens = min(max_tokens, len(hashes) * scheduler.hash_block_size)
+    if not manager.enable_caching or max_tokens <= 0:
+        return (), 0
+    groups, num_tokens = manager.coordinator.find_longest_cache_hit(hashes, max_tokens)[:2]
+    found = tuple([block for block in group if not block.is_null] for group in groups)
+    if num_tokens:
+        for blocks, each in zip(found, _get_managers(scheduler), strict=True):
+            if each.use_eagle and not isinstance(each, MambaManager):
+                blocks += _get_dropped_block(scheduler, each, hashes, num_tokens)
+    return found, int(num_tokens)
+
+
+def _get_dropped_block(scheduler: Any, manager: Any, hashes: Sequence[Any], num_tokens: int) -> list[Any]:
+    """The block behind a hit in one group, if it is cached."""
+    # A hash covers all tokens before it, so a larger block has the hash at its end.
+    end = (num_tokens // manager.block_size + 1) * manager.block_size // scheduler.hash_block_size
+    pool = scheduler.kv_cache_manager.block_pool
+    if end > len(hashes):
+        return []
+    return list(pool.get_cached_block(hashes[end - 1], [manager.kv_cache_group_id]) or ())
+
+
+def get_hit_alignment(scheduler: Any) -> int:
+    """Hits end at multiples of so many tokens: all groups' blocks, unless parts of a block can be hit."""
+    is_fine = getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False)
+    return int(scheduler.hash_block_size if is_fine else scheduler.block_size)
+
+
+def get_tokens_per_block(scheduler: Any) -> int | None:
+    """Tokens of a sequence per block of it, over all full-attention groups; None without such a group."""
+    per_token = _count_full_blocks_per_token(scheduler)
+    return max(1, int(1 / per_token)) if per_token else None
+
+
+def _count_full_blocks_per_token(scheduler: Any) -> float:
+    """Blocks that a token takes in all full-attention groups."""
+    managers = _get_managers(scheduler)
+    return sum(1 / int(each.block_size) for each in managers if isinstance(each, FullAttentionManager))
+
+
+class ShortHits:
+    """Watches vLLM's look-ups: which layer group ended a hit before another group's blocks did.
+
+    vLLM finds out that it happened (the boundary that a look-up returns); this names the group.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._manager = manager = scheduler.kv_cache_manager
+        kinds = getattr(manager.coordinator, "attention_groups", ())
+        self.names = {
+            kind[1][0]: _name(kind[0]) for kind in kinds if not isinstance(kind[0], FullAttentionSpec)
+        }
+        """The kinds of groups that can end a hit, by the first group of each."""
+        self._found: dict[str, ShortHit] = {}
+        if len(kinds) < 2:
+            self.names = {}
+            return
+        look_up = manager.get_computed_blocks
+
+        def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
+            found = look_up(request, *args, **kwargs)
+            # Until 0.31 a look-up returned no boundary.
+            if len(found) > 2 and found[2] > found[1]:
+                self._found[request.request_id] = ShortHit(self._find(request, found[2]), found[2] - found[1])
+            return found
+
+        manager.get_computed_blocks = get_computed_blocks
+
+    def begin_step(self) -> None:
+        """A step is about to be scheduled: forget the look-ups of requests that did not start."""
+        self._found.clear()
+
+    def get(self, request_id: str) -> ShortHit | None:
+        """What made the hit of a request short that this step started; None if no group did."""
+        return self._found.get(request_id)
+
+    def _find(self, request: Any, most_tokens: int) -> str:
+        if len(self.names) == 1:
+            return next(iter(self.names.values()))
+        _, hits = self._manager.coordinator.find_longest_cache_hit_per_group(
+            request.block_hashes, most_tokens
+        )
+        return self.names[min(self.names, key=lambda group: hits[group])]
+
+
+def _name(spec: Any) -> str:
+    if (window := getattr(spec, "sliding_window", None)) is not None:
+        return f"window {window}"
+    return "state" if isinstance(spec, MambaSpec) else type(spec).__name__.removesuffix("Spec")
+
+
+# Ends of answers.
+
+_CAP = "max_admission_blocks_per_request"
+"""Most blocks that one request needs at once in a layer group, or None."""
+
+
+def _get_cap_name(manager: Any) -> str:
+    """The name of that bound in this release. Raises IncompatibleError if there is none."""
+    # vLLM 0.30 has it with an underscore.
+    for name in (_CAP, f"_{_CAP}"):
+        if hasattr(manager, name):
+            return name
+    raise IncompatibleError(f"vLLM's {type(manager).__name__} has no {_CAP}")
+
+
+class EndSpares:
+    """Lets running requests keep the blocks that `cache_ends` needs, until `remove` is called.
+
+    That is a block or so behind each window (vLLM keeps such blocks for drafters that compute a prompt's last
+    tokens again), and of each kind of state the last one of the answer that ends where a block does. Nothing
+    changes in a KV cache so small that the longest request would then not fit.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        managers = _get_managers(scheduler)
+        self._windows = {each: _count_spares(scheduler, each) for each in managers if _is_window(each)}
+        self._states = [each for each in managers if _is_state(each)]
+        num_wanted = sum(self._count_longest(scheduler, each) for each in managers)
+        if num_wanted > scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1:
+            self._windows, self._states = {}, []
+        self._add(1)
+        for manager in self._states:
+            self._wrap(scheduler, manager)
+
+    def remove(self) -> None:
+        """Undo it. Blocks that running requests have kept go with their next step."""
+        self._add(-1)
+        for manager in self._states:
+            del manager.remove_skipped_blocks
+        self._windows, self._states = {}, []
+
+    def _count_longest(self, scheduler: Any, manager: Any) -> int:
+        """Blocks of the longest request in one group, with its spares."""
+        num_longest: int = -(-scheduler.max_model_len // manager.block_size)
+        most: int = num_longest
+        if _is_state(manager):
+            most = MOST_STATES + manager.num_speculative_blocks + 1 + _drops_blocks(scheduler)
+        elif (cap := getattr(manager, _get_cap_name(manager))) is not None:
+            most = cap + self._windows.get(manager, 0)
+        return min(num_longest, most)
+
+    def _add(self, sign: int) -> None:
+        for manager, num_blocks in self._windows.items():
+            manager.extra_retained_tokens += sign * num_blocks * manager.block_size
+            name = _get_cap_name(manager)
+            setattr(manager, name, getattr(manager, name) + sign * num_blocks)
+
+    def _wrap(self, scheduler: Any, manager: Any) -> None:
+        remove = manager.remove_skipped_blocks
+        # A drafter's look-up matches one block more, and drops it: the hit ends that much further back.
+        num_kept = 1 + _drops_blocks(scheduler)
+
+        def remove_skipped_blocks(request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+            request = scheduler.requests.get(request_id)
+            if request is not None:
+                num_tokens = count_behind_kept_state(
+                    num_tokens, request.num_prompt_tokens, manager.block_size, num_kept
+                )
+            remove(request_id, num_tokens, *args, **kwargs)
+
+        manager.remove_skipped_blocks = remove_skipped_blocks
+
+
+def cache_ends(scheduler: Any, request: Any) -> None:
+    """Let look-ups find what a hit at the end of a finishing request needs: its job's next turn hits there.
+
+    The blocks still have their content: the request has not given them back. Does nothing if one of them is
+    lost, or if the model has layers of another kind.
+    """
+    manager = scheduler.kv_cache_manager
+    if not manager.enable_caching or request.skip_reading_prefix_cache:
+        return
+    managers = _get_managers(scheduler)
+    others = [each for each in managers if type(each) is not FullAttentionManager]
+    if not others or not all(type(each) is SlidingWindowManager or _is_state(each) for each in others):
+        return
+    # Only tokens whose KV is certain count as cached; the last one was sampled, but never computed.
+    num_tokens = request.num_tokens - 1
+    for each in managers:
+        num_cached = each.num_cached_block.get(request.request_id, 0)
+        # A drafter's look-up matches one block more, and drops it.
+        num_tokens = min(num_tokens, (num_cached - bool(each.use_eagle)) * each.block_size)
+    num_tokens -= num_tokens % scheduler.block_size
+    if num_tokens <= 0:
+        return
+    tails = [_get_tail(each, num_tokens) for each in others]
+    tables = [each.req_to_blocks[request.request_id] for each in others]
+    if any(blocks[n].is_null for blocks, tail in zip(tables, tails, strict=True) for n in tail):
+        return
+    for each, blocks, tail in zip(others, tables, tails, strict=True):
+        for first, end in _get_runs(n for n in tail if blocks[n].block_hash is None):
+            manager.block_pool.cache_full_blocks(
+                request=request,
+                blocks=blocks,
+                num_cached_blocks=first,
+                num_full_blocks=end,
+                block_size=each.block_size,
+                kv_cache_group_id=each.kv_cache_group_id,
+            )
+
+
+def _is_window(manager: Any) -> bool:
+    return type(manager) is SlidingWindowManager and hasattr(manager, "extra_retained_tokens")
+
+
+def _is_state(manager: Any) -> bool:
+    if type(manager) is not MambaManager or manager.mamba_cache_mode != "align":
+        return False
+    # Where hits end inside blocks, some models also write a prompt's state there: into a block that is full.
+    is_fine = manager.cache_hit_alignment_tokens < manager.block_size
+    return not (is_fine and getattr(manager, "has_prefill_checkpoint_blocks", False))
+
+
+def _drops_blocks(scheduler: Any) -> bool:
+    return any(each.use_eagle for each in _get_managers(scheduler))
+
+
+def _count_spares(scheduler: Any, manager: Any) -> int:
+    # A drafter's look-up matches one block more, and drops it: a hit may end that much further back.
+    alignment = scheduler.block_size + bool(manager.use_eagle) * manager.block_size
+    return count_spare_blocks(manager.sliding_window, manager.block_size, alignment)
+
+
+def _get_tail(manager: Any, num_tokens: int) -> range:
+    """The blocks of a window, or of a state, that a hit of so many tokens needs."""
+    if _is_state(manager):
+        end = num_tokens // manager.block_size
+        return range(end - 1, end)
+    peek = int(bool(manager.use_eagle))
+    end = num_tokens // manager.block_size + peek
+    num_blocks = count_tail_blocks(manager.sliding_window, manager.block_size) + peek
+    return range(max(0, end - num_blocks), end)
+
+
+def _get_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Rising numbers as runs (first, end)."""
+    runs: list[tuple[int, int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] == n:
+            runs[-1] = (runs[-1][0], n + 1)
+        else:
+            runs.append((n, n + 1))
+    return runs
+
+
+# Checkpoints of first prompts.
+
+
+class FirstCheckpoints:
+    """Lets vLLM cache checkpoints of the requests that are named, until `remove` is called."""
+
+    def __init__(self, scheduler: Any) -> None:
+        coordinator = scheduler.kv_cache_manager.coordinator
+        self._alignment = int(scheduler.block_size)
+        self.num_blocks = sum(map(_count_blocks, _get_managers(scheduler)))
+        """Blocks that one checkpoint takes in all windows and states."""
+        self.full_blocks_per_token = _count_full_blocks_per_token(scheduler)
+        self.tokens: int | None = None
+        """The shortest distance of two checkpoints; None if this engine has none of its own."""
+        # Before 0.32 there was no interval; any other than 0 is the operator's choice.
+        if getattr(coordinator, "retention_interval", None) == 0:
+            self.tokens = choose_checkpoint_tokens(
+                self.num_blocks, self.full_blocks_per_token, self._alignment
+            )
+        self._places: tuple[int, ...] = ()
+        self._managers: list[Any] = []
+        if self.tokens is not None:
+            self._places = get_checkpoints(self.tokens, self._alignment, scheduler.max_model_len)
+            self._managers = [each for each in _get_managers(scheduler) if _count_blocks(each)]
+        self._requests: dict[str, int] = {}
+        """The requests that cache checkpoints, and where the latest state of each was cached, in tokens."""
+        for manager in self._managers:
+            self._wrap(manager)
+
+    def add(self, request_id: str) -> None:
+        """This request caches checkpoints."""
+        if self._managers:
+            self._requests[request_id] = 0
+
+    def discard(self, request_id: str) -> None:
+        """This request ends."""
+        self._requests.pop(request_id, None)
+
+    def remove(self) -> None:
+        """Leave vLLM's caching as it was."""
+        for manager in self._managers:
+            del manager.cache_blocks
+        self._managers = []
+        self._requests.clear()
+
+    def _wrap(self, manager: Any) -> None:
+        cache = manager.cache_blocks
+        is_state = isinstance(manager, MambaManager)
+
+        def cache_blocks(request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+            if request.request_id in self._requests:
+                places = self._get_state(manager, request, num_tokens) if is_state else self._places
+                kwargs["replay_boundaries"] = (*kwargs["replay_boundaries"], *places)
+            cache(request, num_tokens, *args, **kwargs)
+
+        manager.cache_blocks = cache_blocks
+
+    def _get_state(self, manager: Any, request: Any, num_tokens: int) -> tuple[int, ...]:
+        """The end of a chunk of the prompt, if it is far enough behind the latest checkpoint.
+
+        A state is there only where a chunk ends. All groups with states are asked in turn.
+        """
+        assert self.tokens is not None
+        num_tokens -= num_tokens % manager.block_size
+        last = self._requests[request.request_id]
+        if not last < num_tokens <= request.num_prompt_tokens:
+            return (num_tokens,) if num_tokens == last else ()
+        if num_tokens < get_next_checkpoint(last, self.tokens, self._alignment):
+            return ()
+        self._requests[request.request_id] = num_tokens
+        return (num_tokens,)
+
+
+def _count_blocks(manager: Any) -> int:
+    """Blocks of a checkpoint in one group."""
+    if type(manager) is SlidingWindowManager:
+        return count_tail_blocks(manager.sliding_window, manager.block_size)
+    return int(isinstance(manager, MambaManager) and manager.mamba_cache_mode == "align")

@@ -1,0 +1,922 @@
+"""Names of vLLM's offloading: keys, cache policies, managers, specs and the OffloadingConnector.
+
+Since vLLM 0.32. Of the scheduler's side of the connector:
+
+    request arrives ─► get_num_new_matched_tokens ─► update_state_after_alloc ─► (worker loads) ─► starts
+    step            ─► build_connector_meta: stores what was computed ─► (worker stores) ─► complete
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingWorker,
+    ReqContext,
+    RequestOffloadingContext,
+    TransferResult,
+    get_offload_group_idx,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering import spec as tiering_spec
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from tenuto.core.tier_order import TierOrder, Use, Way
+from tenuto.core.windows import STATE_WINDOW, count_loaded_blocks
+from tenuto.vllm.compat.check import check_connector
+
+__all__ = [
+    "JobResult",
+    "LookupResult",
+    "Medium",
+    "OffloadingWorker",
+    "RequestOffloadingContext",
+    "TransferResult",
+]
+
+logger = logging.getLogger("vllm.tenuto")
+
+MAX_PENDING_S = 30.0
+"""A request waits for a chunk that is on its way at most this long; then it computes it."""
+MIN_LEFT_S = 120.0
+"""Age from which a file of shared memory that no process maps counts as left behind."""
+ORDER = ("OrderedChunks", __name__)
+"""The cache policy that our specs make vLLM's managers use, and its module."""
+
+
+# Which chunk belongs to what.
+
+Place = tuple[bytes | None, int, int]
+"""Where a chunk stands in its request: the chunk that it continues (None for a first one, and for a part of a
+block), where it ends, in tokens, and its layer group."""
+
+
+class Chains:
+    """Which chunk of a request continues which, for all its layer groups."""
+
+    def __init__(self, num_groups: int = 1) -> None:
+        self._has_groups = num_groups > 1
+        self._places: dict[bytes, Place] = {}
+        self._last: dict[int, tuple[bytes, int, int]] = {}
+
+    def __iter__(self) -> Iterator[bytes]:
+        """All chunks so far."""
+        return iter(self._places)
+
+    def get_all(self, keys: Sequence[bytes]) -> list[Place]:
+        """The places of chunks; one that vLLM has not numbered stands alone."""
+        get = self._places.get
+        return [get(key) or (None, 0, int(get_offload_group_idx(key))) for key in keys]
+
+    def extend(self, positions: dict[bytes, int]) -> None:
+        """Take up the keys that vLLM has numbered since; takes time for the new ones only."""
+        places, has_groups = self._places, self._has_groups
+        for key, end in islice(positions.items(), len(places), None):
+            group = int(get_offload_group_idx(key)) if has_groups else 0
+            last, last_end, size = self._last.get(group, (None, 0, end))
+            # A key elsewhere than one chunk behind the last belongs to a part of a block, and to no chain.
+            if end - last_end == size:
+                places[key] = (last, end, group)
+                self._last[group] = (key, end, size)
+            else:
+                places[key] = (None, end, group)
+
+
+def get_chains(req_context: Any, num_groups: int) -> Chains:
+    """A request's chains of chunks, as far as it has come."""
+    chains: Chains | None = req_context.get_state(Chains)
+    if chains is None:
+        chains = Chains(num_groups)
+        req_context.set_state(chains)
+    chains.extend(req_context._offload_key_positions)
+    return chains
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The LoRA adapter of a request: a digest of its files; None if it is not known what was loaded."""
+
+    digest: str | None
+
+
+def try_get_name(key: bytes, req_context: Any) -> bytes | None:
+    """What names a chunk's KV beyond this start, for a request; None if that is not known.
+
+    vLLM's key has an adapter's name and path, and not its weights.
+    """
+    adapter = req_context.get_state(Adapter) if req_context is not None else None
+    if adapter is None:
+        return key
+    if adapter.digest is None:
+        return None
+    return hashlib.blake2b(adapter.digest.encode() + key, digest_size=32).digest()
+
+
+# Host memory.
+
+
+class _Owners(dict[int, Hashable]):
+    """The owner of a job's chunks in each layer group; None for a request that belongs to no job."""
+
+    def __init__(self, job_id: str | None) -> None:
+        super().__init__()
+        self._job_id = job_id
+
+    def __missing__(self, group: int) -> Hashable:
+        owner = self[group] = None if self._job_id is None else (self._job_id, group)
+        return owner
+
+
+class OrderedChunks(CachePolicy):  # type: ignore[misc]
+    """What host memory holds, and what goes first: the order of the policy, tails before prefixes."""
+
+    def __init__(self, cache_capacity: int) -> None:
+        """`cache_capacity`: chunks that host memory holds."""
+        super().__init__(cache_capacity)
+        self.order = TierOrder()
+        self.windowed_groups: frozenset[int] = frozenset()
+        """Layer groups with windows or states: their chunks do not build on the ones before them."""
+        self._chunks: dict[Any, Any] = {}
+        self._chains = Chains()
+        self._use = Use()
+        self._owners = _Owners(None)
+        self._number = 0
+
+    def begin(self, chains: Chains, use: Use) -> None:
+        """What follows is done for the request with these chains of chunks."""
+        self._chains, self._use = chains, use
+        self._number = self.order.begin_use()
+        self._owners = _Owners(use.owner)
+
+    # vLLM's host manager calls these.
+
+    def get(self, key: Any) -> Any | None:
+        """The chunk with this key, if it is there or on its way."""
+        return self._chunks.get(key)
+
+    def insert(self, key: Any, chunk: Any, req_context: Any = None) -> None:
+        """A chunk is about to be written; it stays until that has ended."""
+        self._chunks[key] = chunk
+        before, end, group = self._chains.get_all((key,))[0]
+        self.order.put(
+            key,
+            before,
+            (self._use.key, self._number, -end, group),
+            owner=self._owners[group],
+            needs_before=group not in self.windowed_groups,
+            num_pins=0 if chunk.ref_cnt == 0 else 1,
+        )
+
+    def remove(self, key: Any) -> None:
+        """A chunk could not be written, or is dropped."""
+        del self._chunks[key]
+        self.order.remove(key)
+
+    def touch(self, keys: Iterable[Any], req_context: Any) -> None:
+        """These chunks were used, in this order."""
+        chunks, key, number, owners = self._chunks, self._use.key, self._number, self._owners
+        present = [each for each in keys if each in chunks]
+        for each, (_, end, group) in zip(present, self._chains.get_all(present), strict=True):
+            self.order.rank(each, (key, number, -end, group), owners[group])
+
+    def on_store_miss(self, keys: Iterable[Any], req_context: Any) -> None:
+        """Nothing: a chunk gets its rank when it is inserted."""
+
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[Any]],
+        insertion_only_keys: set[Any],
+        reused_keys: set[Any],
+        req_context: Any,
+    ) -> None:
+        """Nothing: our manager ranks all chunks of a request, not only those that vLLM's took note of."""
+
+    def evict(self, n: int, protected: set[Any]) -> list[tuple[Any, Any]] | None:
+        """None: our manager makes way before vLLM's would take chunks away (see `make_way`)."""
+        return None if n else []
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._chunks.clear()
+        self.order.clear()
+
+    def mark_evictable(self, key: Any) -> None:
+        """No copy uses this chunk any more."""
+        self.order.unpin(key)
+
+    def mark_non_evictable(self, key: Any) -> None:
+        """A copy uses this chunk."""
+        self.order.pin(key)
+
+    # Our own manager calls these.
+
+    def make_way(self, keys: Sequence[Any], num_free: int) -> Way:
+        """Give chunks up that do not go behind the present request's, for those of `keys` that are new."""
+        windowed = self.windowed_groups
+        needed = [None if group in windowed else before for before, _, group in self._chains.get_all(keys)]
+        return self.order.make_way(keys, needed, self._use.key, num_free)
+
+    def take(self, key: Any) -> Any:
+        """The chunk behind a key that left the order."""
+        return self._chunks.pop(key)
+
+
+class Asker(Protocol):
+    """Who knows which request is whose."""
+
+    def get_use(self, request_id: str) -> Use:
+        """What ranks the chunks of this request."""
+
+    def end_use(self, request_id: str) -> None:
+        """The manager will not ask for this request again."""
+
+
+@dataclass
+class _Waits:
+    """Since when a request waits for chunks that are on their way."""
+
+    since_s: float
+
+
+class HostManagerHooks:
+    """Put before a host manager of vLLM: what is stored, and what goes for it, follow the policy's order.
+
+    A chunk is stored only behind the chunk that it continues, and only if the chunks that make room for it do
+    not go behind it. So host memory never holds what cannot be hit.
+    """
+
+    _policy: Any
+    _num_chunks: int
+    _num_evictable_cache_chunks: int
+    events: list[Any] | None
+    asker: Asker | None = None
+    num_groups = 1
+    sizes = (1, 1)
+    num_evicted = num_dropped = num_refused = 0
+
+    def prepare_store(self, keys: Any, req_context: Any) -> Any:
+        """Make room for what may be stored of these chunks, and let vLLM's manager take it."""
+        self._begin(req_context)
+        wanted = self._get_wanted(list(keys))
+        return super().prepare_store(wanted, req_context)  # type: ignore[misc]
+
+    def _prepare_load(self, keys: Any, req_context: Any, *, record_access: bool) -> Any:
+        if record_access:
+            self._begin(req_context)
+        spec = super()._prepare_load(keys, req_context, record_access=record_access)  # type: ignore[misc]
+        if record_access:
+            self._policy.touch(keys, req_context)
+        return spec
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Rank all chunks of a request that used some, by where its job stands now: groups together."""
+        has_used = req_context.get_state(Chains) is not None
+        chains = self._begin(req_context)
+        super().on_request_finished(req_context)  # type: ignore[misc]
+        if has_used:
+            self._policy.touch(chains, req_context)
+        if self.asker is not None:
+            self.asker.end_use(req_context.req_id)
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Whether a chunk is there, or on its way; not one that is on its way for too long."""
+        chunk = self._policy.get(key)
+        if chunk is None:
+            return LookupResult.MISS
+        if chunk.is_ready:
+            return LookupResult.HIT
+        now_s = time.monotonic()
+        waits = req_context.get_state(_Waits)
+        if waits is None:
+            waits = _Waits(now_s)
+            req_context.set_state(waits)
+        return LookupResult.HIT_PENDING if now_s - waits.since_s < MAX_PENDING_S else LookupResult.MISS
+
+    def touch(self, keys: Any, req_context: Any) -> None:
+        """The request uses these chunks."""
+        self._begin(req_context)
+        super().touch(keys, req_context)  # type: ignore[misc]
+
+    def forget(self, keys: Any) -> None:
+        """Drop chunks that cannot be read; those in a copy stay."""
+        for key in keys:
+            chunk = self._policy.get(key)
+            if chunk is not None and chunk.ref_cnt == 0:
+                self._policy.order.remove(key)
+                self._free(key)
+
+    def drop(self, job_id: str) -> int:
+        """Drop what only this job used; returns how many chunks. Chunks in a copy stay."""
+        gone = [key for group in range(self.num_groups) for key in self._policy.order.drop((job_id, group))]
+        for key in gone:
+            self._free(key)
+        self._tell_removed(gone)
+        self.num_dropped += len(gone)
+        return len(gone)
+
+    def forget_keys(self) -> None:
+        """The policy changed: from here on its keys count, for what is there only recency."""
+        self._policy.order.forget_keys()
+
+    def count_chunks(self) -> tuple[int, int]:
+        """Chunks that host memory has room for, and chunks that it holds."""
+        return self._num_chunks, len(self._policy.order)
+
+    # Inside.
+
+    def _begin(self, req_context: Any) -> Chains:
+        use = self.asker.get_use(req_context.req_id) if self.asker is not None else Use()
+        chains = get_chains(req_context, self.num_groups)
+        self._policy.begin(chains, use)
+        return chains
+
+    def _get_wanted(self, keys: list[bytes]) -> list[bytes]:
+        """The keys whose chunks are there or may be stored now."""
+        policy = self._policy
+        policy.touch(keys, None)
+        way = policy.make_way(keys, self._get_num_free_chunks())  # type: ignore[attr-defined]
+        for key in way.gone:
+            self._free(key)
+        self._tell_removed(way.gone)
+        self.num_evicted += len(way.gone)
+        self.num_refused += way.num_refused
+        new = set(way.new)
+        return [key for key in keys if key in new or policy.get(key) is not None]
+
+    def _free(self, key: bytes) -> None:
+        """The chunk of this key has left the order: its place is free."""
+        self._free_chunk(self._policy.take(key))  # type: ignore[attr-defined]
+        self._num_evictable_cache_chunks -= 1
+
+    def _tell_removed(self, keys: list[bytes]) -> None:
+        if keys and self.events is not None:
+            self.events.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True))
+
+
+class HostManager(HostManagerHooks, CPUOffloadingManager):  # type: ignore[misc]
+    """vLLM's manager of host memory, in our order."""
+
+
+class PrimaryManager(HostManagerHooks, CPUPrimaryTierOffloadingManager):  # type: ignore[misc]
+    """vLLM's manager of host memory in front of other tiers, in our order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.prepare_write = self._prepare_write
+
+    def _prepare_write(self, keys: Any, req_context: Any) -> Any:
+        """Room for chunks that come from a tier behind; None, as vLLM wants it, if there is none for them."""
+        found = self.prepare_store(keys, req_context)
+        return found if found is not None and found.keys_to_store else None
+
+
+class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
+    """A tier behind host memory."""
+
+    @property
+    def offloading_config(self) -> Any:
+        """What a chunk's bytes are: vLLM's OffloadingConfig."""
+        return self._offloading_spec.config
+
+
+def get_host_manager(manager: Any) -> HostManagerHooks | None:
+    """Our manager of host memory behind a connector's manager; None if it is another's."""
+    found = getattr(manager, "primary_tier", manager)
+    return found if isinstance(found, HostManagerHooks) else None
+
+
+# What vLLM loads by name.
+
+
+class _SpecHooks:
+    """What both specs do beside vLLM's own."""
+
+    _worker: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.eviction_policy, self.cache_policy_module_path = ORDER
+        report_failures()
+
+    def make_cpu_worker(self, kv_caches: Any) -> Any:
+        """The worker of a CPU build."""
+        raise NotImplementedError
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        """The worker: vLLM's own on a GPU, ours on a CPU build."""
+        if not current_platform.is_cpu():
+            return super().get_worker(kv_caches)  # type: ignore[misc]
+        if not self._worker:
+            self._worker = self.make_cpu_worker(kv_caches)
+        return self._worker
+
+
+class HostSpecBase(_SpecHooks, CPUOffloadingSpec):  # type: ignore[misc]
+    """vLLM's own spec for host memory, with our order, and with a worker for CPU builds too."""
+
+    _manager: Any
+
+    def get_manager(self) -> Any:
+        """The manager, made once."""
+        if not self._manager:
+            self._manager = HostManager(
+                num_chunks=self.num_chunks,
+                cache_policy=self.eviction_policy,
+                cache_policy_module_path=self.cache_policy_module_path,
+                enable_events=self.kv_events_config.enable_kv_cache_events,
+            )
+            _describe(self._manager, self)
+        return self._manager
+
+
+class DiskSpecBase(_SpecHooks, TieringOffloadingSpec):  # type: ignore[misc]
+    """The same for vLLM's spec for host memory with further tiers behind it."""
+
+    def get_manager(self) -> Any:
+        """The manager, made once; vLLM names the class of its first tier in its module."""
+        if not self._manager:
+            remove_left_memory()
+            tiering_spec.CPUPrimaryTierOffloadingManager = PrimaryManager
+            try:
+                super().get_manager()
+            finally:
+                tiering_spec.CPUPrimaryTierOffloadingManager = CPUPrimaryTierOffloadingManager
+            _describe(self._manager.primary_tier, self)
+        return self._manager
+
+    def open_shared_memory(self) -> Any:
+        """The host memory that the scheduler's process sees too, for the worker of a CPU build."""
+        return SharedOffloadRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+
+
+def _describe(host: HostManagerHooks, spec: Any) -> None:
+    """Tell a manager what its spec knows: layer groups, a chunk's bytes, and among how many workers."""
+    host.num_groups = len(spec.config.groups)
+    host.sizes = (int(spec.kv_bytes_per_chunk), int(spec.config.parallel.world_size))
+
+
+def remove_left_memory() -> None:
+    """Remove shared memory that servers left when they were killed: files that no process maps.
+
+    vLLM names the file by the engine's id, which is new at every start, so nobody would find it again.
+    """
+    for path in Path("/dev/shm").glob("vllm_offload_*.mmap"):
+        try:
+            is_old = time.time() - path.stat().st_mtime > MIN_LEFT_S
+            if is_old and not any(
+                path.name in maps.read_text() for maps in Path("/proc").glob("[0-9]*/maps")
+            ):
+                path.unlink()
+                logger.info("removed %s, which a killed server left", path)
+        except OSError:
+            # Another user's process, or gone meanwhile: if in doubt, the file stays.
+            continue
+
+
+def report_failures() -> None:
+    """Let vLLM's connector tell of loads that failed, as `kv_load_failure_policy` wants it told.
+
+    The connector itself knows no failures: it stops the engine at the first. A worker that knows of some has
+    `take_failed_loads`. The scheduler's side then drops the chunks, or it would load them again and again.
+    """
+    if hasattr(OffloadingConnector, "tenuto_reports_failures"):
+        return
+    OffloadingConnector.tenuto_reports_failures = True
+    get_results, update = (
+        OffloadingConnector.get_transfer_results,
+        OffloadingConnector.update_connector_output,
+    )
+
+    def get_transfer_results(self: Any, finished_req_ids: set[str]) -> Any:
+        request_ids = dict(self.connector_worker._load_jobs)
+        results = get_results(self, finished_req_ids)
+        take = getattr(self.connector_worker.worker, "take_failed_loads", None)
+        if take is not None:
+            results.failed_recving.update(request_ids[each] for each in take() if each in request_ids)
+        return results
+
+    def update_connector_output(self: Any, connector_output: Any) -> None:
+        scheduler, keys = self.connector_scheduler, set()
+        for request_id in connector_output.failed_recving or ():
+            status = scheduler._req_status.get(request_id)
+            for job_id in status.transfer_jobs if status is not None else ():
+                if not scheduler._jobs[job_id].is_store:
+                    keys |= scheduler._jobs[job_id].keys
+        update(self, connector_output)
+        host = get_host_manager(scheduler.manager) if keys else None
+        if host is not None:
+            host.forget(keys)
+
+    OffloadingConnector.get_transfer_results = get_transfer_results
+    OffloadingConnector.update_connector_output = update_connector_output
+
+
+# The connector.
+
+
+def find_connector(scheduler: Any) -> Any | None:
+    """The OffloadingConnector with our host manager, alone or in a MultiConnector; None without one."""
+    found = scheduler.connector
+    for each in [found, *getattr(found, "sub_connectors", ())] if found is not None else []:
+        if isinstance(each, OffloadingConnector) and get_host_manager(each.connector_scheduler.manager):
+            return each
+    return None
+
+
+def _get_window(group: Any) -> int | None:
+    """The window of one layer group, in tokens; None for full attention."""
+    if group.sliding_window_size_in_chunks is None:
+        return None
+    spec = group.kv_cache_spec
+    size = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    return STATE_WINDOW if size is None else int(size)
+
+
+def make_copy_id() -> str:
+    """A name for a copy where vLLM wants a request's id. No request has it, whatever ids clients choose."""
+    return f"tenuto-{secrets.token_hex(16)}"
+
+
+@dataclass
+class Copy:
+    """A copy; it stands in for its request in vLLM's connector (`RequestOffloadState`)."""
+
+    req_context: Any
+    job_id: int
+    transfer_jobs: set[int]
+    has_failed: bool = False
+    """Of a load that has ended: whether its blocks do not hold what they should."""
+    req: Any = field(default_factory=lambda: SimpleNamespace(is_finished=lambda: True))
+    finished_signaled: bool = True
+    group_states: tuple[Any, ...] = ()
+
+
+class ConnectorPort:
+    """What Tenuto asks of one OffloadingConnector, and where it is asked. Sizes are in chunks.
+
+    It also makes copies that no request asked for, of blocks of one layer group: prefetches load so, and what
+    requests have left is stored so. `hashes` are those of a prompt's blocks from its start, and `blocks` the
+    GPU's blocks with that content.
+    """
+
+    def __init__(self, connector: Any, pool: Any) -> None:
+        """`pool`: the GPU's blocks."""
+        self._connector = connector
+        self._pool = pool
+        self._scheduler = connector.connector_scheduler
+        check_connector(self._scheduler)
+        self._manager: Any = self._scheduler.manager
+        host = get_host_manager(self._manager)
+        assert host is not None, "another's host manager"
+        self.host: HostManagerHooks = host
+        tiers = getattr(self._manager, "secondary_tiers", ())
+        self.disks = [each for each in tiers if hasattr(each, "get_view")]
+        """Our own tiers behind host memory (`tenuto.vllm.tiers.disk`)."""
+        self._renews_disks = True
+        config = self._scheduler.config
+        groups = config.kv_group_configs
+        self.blocks_per_chunk = int(config.blocks_per_chunk)
+        self.tokens_per_chunk = int(groups[0].tokens_per_chunk)
+        windowed = {each.group_idx for each in groups if each.sliding_window_size_in_chunks is not None}
+        host._policy.windowed_groups = frozenset(windowed)
+        self._groups = [(_get_window(each), int(each.tokens_per_chunk)) for each in groups]
+        self.is_plain = len(self._groups) == 1 and not windowed
+        """Whether each block holds all layers' KV of its tokens, and nothing else."""
+        self._loads: dict[str, Copy] = {}
+        """Loads of ours that the workers have not reported yet; after a reset vLLM knows them no more."""
+        self._take_reports()
+
+    # Requests.
+
+    def count_loaded(self, num_hit_tokens: int, num_tokens: int) -> int:
+        """Chunks that a load of so many tokens behind a hit copies, in all layer groups."""
+        end = num_hit_tokens + num_tokens
+        return sum(count_loaded_blocks(window, size, num_hit_tokens, end) for window, size in self._groups)
+
+    def set_stores(self, request_id: str, *, stored: bool) -> None:
+        """Whether vLLM stores what this request computes; until then nothing was stored if not."""
+        status = self._scheduler._req_status.get(request_id)
+        if status is not None:
+            given = (status.req.kv_transfer_params or {}).get("max_offload_tokens")
+            asked = given if type(given) is int and given >= 0 else None
+            status.max_offload_tokens = asked if stored else 0
+
+    def on_load_question(self, answer: Callable[[Any, int, int], int]) -> None:
+        """Let `answer(request, tokens hit on the GPU, tokens offered)` say how many tokens are loaded.
+
+        The answer is the offer, 0, or something between that ends with a chunk.
+        """
+        ask = self._connector.get_num_new_matched_tokens
+
+        def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+            offered, is_async = ask(request, num_computed_tokens)
+            if not offered:
+                return offered, is_async
+            num_tokens = answer(request, num_computed_tokens, offered)
+            return num_tokens, is_async and num_tokens > 0
+
+        self._connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+
+    def watch_loads_of_others(self, whole: Any) -> None:
+        """Let stores that read blocks come before another connector's load into them.
+
+        `whole`: the scheduler's connector. vLLM's MultiConnector tells only the connector that loads of the
+        blocks, and a request that waits for its load is in no step, where the others would see it.
+        """
+        if whole is self._connector:
+            return
+        tell = whole.update_state_after_alloc
+
+        def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
+            tell(request, blocks, num_external_tokens)
+            if num_external_tokens:
+                ids = {block.block_id for group in blocks.blocks for block in group if not block.is_null}
+                self._scheduler._current_batch_allocated_block_ids |= ids
+
+        whole.update_state_after_alloc = update_state_after_alloc
+
+    def set_adapter(self, request_id: str, digest: str | None) -> None:
+        """The LoRA adapter of a request: a digest of its files, None if unknown."""
+        status = self._scheduler._req_status.get(request_id)
+        if status is not None:
+            status.req_context.set_state(Adapter(digest))
+
+    @contextlib.contextmanager
+    def keep_disks(self) -> Iterator[None]:
+        """Meanwhile a reset of the cache leaves our disks as they are."""
+        self._renews_disks = False
+        try:
+            yield
+        finally:
+            self._renews_disks = True
+
+    # Steps.
+
+    def on_idle(self, has_work: Callable[[], bool]) -> None:
+        """Keep an idle engine stepping while `has_work()`."""
+        ask = self._connector.has_pending_push_work
+        self._connector.has_pending_push_work = lambda: ask() or has_work()
+
+    def on_step(
+        self, begin: Callable[[], None], holds_back: Callable[[], bool], add: Callable[[Any], None]
+    ) -> None:
+        """Call `begin` before vLLM chooses what a step stores, and `add(meta)` with what it chose.
+
+        While `holds_back` is true, what running requests computed is not stored yet; vLLM finds it again in a
+        later step. What finished requests computed is, because their blocks may go.
+        """
+        scheduler = self._scheduler
+        build, build_stores = scheduler.build_connector_meta, scheduler._build_store_jobs
+
+        def build_connector_meta(scheduler_output: Any) -> Any:
+            begin()
+            preempted = scheduler_output.preempted_req_ids
+            if preempted:
+                # A reset preempts requests, and some may load already: vLLM's connector does not expect that.
+                scheduler_output.preempted_req_ids = {
+                    each for each in preempted if not self._is_loading(each)
+                }
+            meta = build(scheduler_output)
+            scheduler_output.preempted_req_ids = preempted
+            add(meta)
+            return meta
+
+        def build_store_jobs(scheduler_output: Any) -> Any:
+            if holds_back():
+                finished = scheduler_output.finished_req_ids
+                scheduler_output = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=finished)
+            return build_stores(scheduler_output)
+
+        reset = scheduler.reset_cache
+
+        def reset_cache() -> None:
+            # vLLM's connector does not expect a second reset before a step.
+            waited_for = set(scheduler._current_batch_jobs_to_flush)
+            scheduler._current_batch_jobs_to_flush.clear()
+            reset()
+            scheduler._current_batch_jobs_to_flush |= waited_for
+            for disk in self.disks if self._renews_disks else ():
+                disk.renew()
+
+        scheduler.reset_cache = reset_cache
+        scheduler.build_connector_meta = build_connector_meta
+        scheduler._build_store_jobs = build_store_jobs
+
+    def _is_loading(self, request_id: str) -> bool:
+        status = self._scheduler._req_status.get(request_id)
+        jobs = self._scheduler._jobs
+        return status is not None and any(not jobs[each].is_store for each in status.transfer_jobs)
+
+    def on_copied(self, told: Callable[[bool, int, float], None]) -> None:
+        """Call `told(is load, bytes, seconds)` for the copies that the workers report."""
+        update = self._connector.update_connector_output
+
+        def update_connector_output(output: Any) -> None:
+            meta = output.kv_connector_worker_meta
+            if isinstance(meta, OffloadingWorkerMetadata):
+                for is_load, stats in ((True, meta.transfer_stats.load), (False, meta.transfer_stats.store)):
+                    if not stats.is_empty():
+                        told(is_load, stats.bytes, stats.time)
+            update(output)
+
+        self._connector.update_connector_output = update_connector_output
+
+    def count_moving(self) -> tuple[int, int]:
+        """Chunks that loads and that stores under way move."""
+        loads = stores = 0
+        for job in self._scheduler._jobs.values():
+            if job.is_store:
+                stores += len(job.keys)
+            else:
+                loads += len(job.keys)
+        return loads, stores
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether such loads work here: not where vLLM tells others of each cached block.
+
+        Nor without a prefix cache: vLLM would take a block that keeps the name of its content for a hit.
+        """
+        return self.is_plain and self._pool.enable_caching and not self._pool.enable_kv_cache_events
+
+    # The GPU's blocks.
+
+    @property
+    def num_blocks(self) -> int:
+        """How many there are."""
+        return int(self._pool.num_gpu_blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """How many an allocation could take now."""
+        return int(self._pool.get_num_free_blocks())
+
+    def take_blocks(self, number: int) -> list[Any]:
+        """Take free blocks; what they held is lost."""
+        taken: list[Any] = self._pool.get_new_blocks(number)
+        return taken
+
+    def hold_blocks(self, blocks: Sequence[Any]) -> None:
+        """Take one reference to each block."""
+        self._pool.touch(blocks)
+
+    def give_back_blocks(self, blocks: Sequence[Any]) -> None:
+        """Release one reference to each block; the last one will be evicted first."""
+        self._pool.free_blocks(list(reversed(blocks)))
+
+    # Copies under way.
+
+    def is_moving(self, job_id: int) -> bool:
+        """Whether this copy is under way."""
+        return job_id in self._scheduler._jobs
+
+    def _take_reports(self) -> None:
+        """Take our loads out of what the workers report: vLLM would look for their requests.
+
+        They are known by this list alone. What a request's id looks like is its client's choice.
+        """
+        update = self._connector.update_connector_output
+
+        def update_connector_output(output: Any) -> None:
+            update(output)
+            ended = self._loads.keys() & (output.finished_recving or set())
+            for load_id in ended:
+                self._loads.pop(load_id).has_failed = load_id in output.failed_recving
+            if ended:
+                output.finished_recving = output.finished_recving - ended
+
+        self._connector.update_connector_output = update_connector_output
+
+    # Loads that no request asked for.
+
+    def find_cached(self, block_hash: Any) -> Any | None:
+        """The GPU's block with this content; None if there is none."""
+        found = self._pool.get_cached_block(block_hash, [0])
+        return found[0] if found else None
+
+    def count_loadable(self, hashes: Sequence[Any], first: int, end: int) -> int:
+        """How many blocks from `first` on, up to `end`, host memory has without a gap."""
+        size, context = self.blocks_per_chunk, ReqContext(req_id="")
+        chunk = first // size
+        while (chunk + 1) * size <= end:
+            key = make_offload_key(hashes[(chunk + 1) * size - 1], 0)
+            if self.host.lookup(key, context) is not LookupResult.HIT:
+                break
+            chunk += 1
+        return max(0, chunk * size - first)
+
+    def begin_load(
+        self, load_id: str, hashes: Sequence[Any], blocks: Sequence[Any], first: int, meta: Any
+    ) -> Copy:
+        """Load `blocks` from number `first` on, which host memory has. `load_id`: of `make_copy_id`."""
+        scheduler, size = self._scheduler, self.blocks_per_chunk
+        context, keys = self._name_chunks(load_id, hashes, len(blocks) // size)
+        keys = keys[first // size :]
+        self._manager.on_new_request(context)
+        source = self._manager.prepare_load(keys, context)
+        ids = [block.block_id for block in blocks[first:]]
+        target = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[first])
+        for block_id in ids:
+            # As for a request's blocks: a store that still reads what they hold comes first.
+            meta.jobs_to_flush |= scheduler._block_id_to_pending_jobs.get(block_id, set())
+        load = self._loads[load_id] = self._begin(context, set(keys), ids, is_store=False)
+        if scheduler._chunks_being_loaded is not None:
+            # A request that wants the same waits for this load.
+            scheduler._chunks_being_loaded.update(keys)
+        meta.load_jobs[load.job_id] = TransferJob(req_id=load_id, src_spec=source, dst_spec=target)
+        self._manager.on_request_finished(context)
+        return load
+
+    def cache_blocks(self, hashes: Sequence[Any], blocks: list[Any], first: int) -> None:
+        """Put `blocks` from number `first` on into the prefix cache, with these contents."""
+        owner = SimpleNamespace(block_hashes=hashes)
+        size = self.tokens_per_chunk // self.blocks_per_chunk
+        self._pool.cache_full_blocks(owner, blocks, first, len(blocks), size, 0)
+
+    # Stores that no request asked for.
+
+    def get_hashes(self, blocks: Sequence[Any]) -> list[Hashable]:
+        """The chained hash of each block's content."""
+        return [get_block_hash(block.block_hash) for block in blocks]
+
+    def begin_store(
+        self, store_id: str, blocks: Sequence[Any], hashes: Sequence[Any], meta: Any, *, first: int, end: int
+    ) -> int | None:
+        """Store chunks `first` to `end` of blocks that a request had from its start.
+
+        Returns the number of the copy; None if host memory has them, or has no room for them.
+        """
+        size = self.blocks_per_chunk
+        context, keys = self._name_chunks(store_id, hashes, end)
+        self._manager.on_new_request(context)
+        found = self._manager.prepare_store(keys[first:], context)
+        wanted = set(found.keys_to_store) if found is not None else set()
+        numbers = [number for number in range(first, end) if keys[number] in wanted]
+        job_id = None
+        if numbers:
+            ids = [block.block_id for n in numbers for block in blocks[n * size : (n + 1) * size]]
+            source = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[numbers[0] * size])
+            job_id = self._begin(context, wanted, ids, is_store=True).job_id
+            meta.store_jobs[job_id] = TransferJob(req_id=store_id, src_spec=source, dst_spec=found.store_spec)
+        self._manager.on_request_finished(context)
+        return job_id
+
+    # Inside.
+
+    def _name_chunks(self, copy_id: str, hashes: Sequence[Any], end: int) -> tuple[Any, list[Any]]:
+        """The stand-in for a request's context, and the keys of the first `end` chunks."""
+        size, context = self.blocks_per_chunk, ReqContext(req_id=copy_id)
+        keys = [make_offload_key(hashes[(n + 1) * size - 1], 0) for n in range(end)]
+        for number, key in enumerate(keys):
+            context.set_offload_key_position(key, (number + 1) * self.tokens_per_chunk)
+        return context, keys
+
+    def _begin(self, context: Any, keys: set[Any], block_ids: list[int], *, is_store: bool) -> Copy:
+        """Tell vLLM of a copy, and that nobody else may use its blocks before it ends."""
+        scheduler = self._scheduler
+        job_id = int(scheduler._generate_job_id())
+        found = scheduler._req_status[context.req_id] = Copy(context, job_id, {job_id})
+        scheduler._jobs[job_id] = TransferJobStatus(
+            req_id=context.req_id,
+            pending_count=scheduler.config.num_workers,
+            keys=keys,
+            is_store=is_store,
+            fenced_block_ids=block_ids,
+        )
+        for block_id in block_ids:
+            scheduler._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)
+        return found

@@ -1,0 +1,293 @@
+"""Copies between the GPU and host memory that no request asked for, and how fast copies are.
+
+**Later stores**: what the policy wants offloaded when a lease ends. The blocks stay taken until they are
+copied, as in the simulator.
+
+**Prefetches**: KV that comes back to the GPU before its job does, when the job's tool is about to return.
+
+    turn ends ──── tool runs ──── due: load what host memory has ──── next turn hits it on the GPU
+                                  └ only if no turn waits, nothing else loads, and blocks are free
+
+The loaded blocks are cached like any others and free: the next allocation that needs them takes them. So a
+wrong guess costs the copy and nothing else.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto.core.tier_order import Use
+from tenuto.core.types import Turn
+from tenuto.estimators.tool_times import ToolSamples
+from tenuto.vllm.compat.offload import ConnectorPort, Copy, make_copy_id
+
+FIRST_BYTES_PER_S = 10e9
+"""Assumed until the first copy has been measured: PCIe gives 20 GB/s and more, a CPU's memory several."""
+DECAY = 0.9
+"""Weight of what was measured before, with each report of the workers."""
+MAX_HELD_SHARE = 0.25
+"""Largest share of the GPU's blocks that may wait to be stored."""
+MAX_AT_ONCE = 256
+"""Most chunks of one copy: a load that comes then waits for no more than these."""
+MIN_TIMES = 3
+"""A tool's times are used from so many calls on; before that, only what the client expects."""
+EARLY_SHARE = 0.2
+"""A tool is expected back when this share of its earlier calls had returned: most come later."""
+LEAD_SHARE = 0.8
+"""The load begins after this share of the time until the tool is expected back."""
+MIN_FREE_SHARE = 0.25
+"""Share of the GPU's blocks that must be free after the load: room for what starts meanwhile."""
+MAX_AWAY = 10_000
+"""Most jobs that are waited for; of more, those that left first are forgotten."""
+
+
+class LinkSpeed:
+    """Seconds per chunk in one direction: bytes over time of the latest copies."""
+
+    def __init__(self, chunk_bytes: int, num_workers: int) -> None:
+        """`chunk_bytes`: a chunk's bytes on all workers together; they copy their shares at the same time."""
+        self._share_bytes = chunk_bytes / max(1, num_workers)
+        self._bytes = 0.0
+        self._s = 0.0
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """Workers copied so many bytes in so much time, both summed over the workers."""
+        if num_bytes > 0 and seconds > 0:
+            self._bytes = DECAY * self._bytes + num_bytes
+            self._s = DECAY * self._s + seconds
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes a second of one worker."""
+        return self._bytes / self._s if self._s > 0 else FIRST_BYTES_PER_S
+
+    @property
+    def s_per_chunk(self) -> float:
+        """Seconds that a chunk takes."""
+        return self._share_bytes / self.bytes_per_s
+
+
+@dataclass
+class _Wanted:
+    """The blocks of a turn, from its start, that are to be stored."""
+
+    blocks: Sequence[Any]
+    hashes: list[Hashable]
+    use: Use
+    next_chunk: int = 0
+
+
+class LaterStores:
+    """The queue of such stores. All blocks in it are referenced."""
+
+    def __init__(self, port: ConnectorPort, uses: dict[str, Use]) -> None:
+        """`uses`: where the host's manager finds whose a store is, by its id."""
+        self._port = port
+        self._uses = uses
+        self._queue: deque[_Wanted] = deque()
+        self._moving: dict[int, Sequence[Any]] = {}
+        self._num_held = 0
+        self.num_too_many = 0
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._moving)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that wait, each as often as it waits."""
+        return self._num_held
+
+    def add(self, blocks: Sequence[Any], use: Use) -> None:
+        """Store these blocks, which follow each other from a prompt's start; they stay taken until then."""
+        size = self._port.blocks_per_chunk
+        blocks = blocks[: len(blocks) // size * size]
+        if not blocks:
+            return
+        if self._num_held + len(blocks) > MAX_HELD_SHARE * self._port.num_blocks:
+            self.num_too_many += 1
+            return
+        self._port.hold_blocks(blocks)
+        self._num_held += len(blocks)
+        self._queue.append(_Wanted(list(blocks), self._port.get_hashes(blocks), use))
+
+    def begin(self, meta: Any, may_go_on: Callable[[], bool]) -> None:
+        """Begin the copies of one step, as many as `may_go_on` allows."""
+        size = self._port.blocks_per_chunk
+        while self._queue and may_go_on():
+            wanted = self._queue[0]
+            end = min(wanted.next_chunk + MAX_AT_ONCE, len(wanted.blocks) // size)
+            store_id = make_copy_id()
+            self._uses[store_id] = wanted.use
+            job_id = self._port.begin_store(
+                store_id, wanted.blocks, wanted.hashes, meta, first=wanted.next_chunk, end=end
+            )
+            done = wanted.blocks[wanted.next_chunk * size : end * size]
+            wanted.next_chunk = end
+            if end * size == len(wanted.blocks):
+                self._queue.popleft()
+            if job_id is None:
+                self._give_back(done)
+            else:
+                self._moving[job_id] = done
+
+    def collect(self) -> None:
+        """Give back the blocks whose copies have ended."""
+        if self._moving:
+            for job_id in [each for each in self._moving if not self._port.is_moving(each)]:
+                self._give_back(self._moving.pop(job_id))
+
+    def cancel(self) -> None:
+        """Give back all blocks at once. Copies that have begun go on, and vLLM guards their blocks."""
+        for blocks in self._moving.values():
+            self._give_back(blocks)
+        self._moving.clear()
+        for wanted in self._queue:
+            self._give_back(wanted.blocks[wanted.next_chunk * self._port.blocks_per_chunk :])
+        self._queue.clear()
+
+    def _give_back(self, blocks: Sequence[Any]) -> None:
+        self._num_held -= len(blocks)
+        self._port.give_back_blocks(blocks)
+
+
+@dataclass
+class _Away:
+    """A job in a tool call."""
+
+    since_s: float
+    tool: str | None
+    hashes: Sequence[Any]
+    num_blocks: int
+    use: Use
+    is_fetched: bool = False
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A load under way."""
+
+    copy: Copy
+    away: _Away
+    blocks: list[Any]
+    num_front: int
+    """The first so many blocks were on the GPU already."""
+
+
+class Prefetch:
+    """Which jobs are about to return, and the loads for them; one load at a time."""
+
+    def __init__(self, port: ConnectorPort, uses: dict[str, Use]) -> None:
+        """`uses`: where the host's manager finds whose a load is, by its id."""
+        self._port = port
+        self._uses = uses
+        self._away: OrderedDict[str, _Away] = OrderedDict()
+        self._due: list[tuple[float, int, str]] = []
+        self._numbers = itertools.count()
+        self._tools = ToolSamples()
+        self._moving: _Load | None = None
+        self.num_begun = self.num_used = self.num_wasted = self.num_skipped = 0
+        self.num_blocks = 0
+
+    def __len__(self) -> int:
+        return int(self._moving is not None)
+
+    # Jobs.
+
+    def leave(self, turn: Turn, hashes: Sequence[Any], num_blocks: int, use: Use, now_s: float) -> None:
+        """A turn ended, and its job's tool begins; `hashes` are those of the turn's full blocks."""
+        job_id = turn.job.job_id
+        tool = turn.tool.name if turn.tool is not None else None
+        self._away.pop(job_id, None)
+        self._away[job_id] = _Away(now_s, tool, hashes, num_blocks, use)
+        if len(self._away) > MAX_AWAY:
+            self._away.popitem(last=False)
+        after_s = self._guess(tool, turn.expected_tool_s)
+        if after_s is not None:
+            heapq.heappush(self._due, (now_s + after_s, next(self._numbers), job_id))
+
+    def come_back(self, job_id: str, now_s: float) -> None:
+        """The job's next turn arrived, or the job ended."""
+        away = self._away.pop(job_id, None)
+        if away is None:
+            return
+        if away.tool is not None:
+            self._tools.observe(away.tool, max(0.0, now_s - away.since_s))
+        if away.is_fetched:
+            last = self._port.find_cached(away.hashes[away.num_blocks - 1])
+            self.num_used += last is not None
+            self.num_wasted += last is None
+
+    def _guess(self, tool: str | None, expected_s: float | None) -> float | None:
+        """Seconds from the tool's start to the load; None if nothing is known."""
+        times = self._tools.try_get(tool) if tool is not None else None
+        if times is not None and len(times) >= MIN_TIMES:
+            known = times.get_sorted()
+            return LEAD_SHARE * known[int(EARLY_SHARE * len(known))]
+        return None if expected_s is None else LEAD_SHARE * expected_s
+
+    # Steps.
+
+    def get_next_s(self) -> float | None:
+        """When the next job is due; None if none is."""
+        while self._due and not self._is_current(*self._due[0]):
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+    def begin(self, meta: Any, now_s: float, *, may_load: bool) -> None:
+        """Begin the load for a job that is due. If it costs somebody now, it is not made at all."""
+        while (due_s := self.get_next_s()) is not None and due_s <= now_s:
+            _, _, job_id = heapq.heappop(self._due)
+            if self._moving is not None or not may_load:
+                self.num_skipped += 1
+                continue
+            self._load(self._away[job_id], meta)
+
+    def collect(self) -> None:
+        """A load that has ended: its blocks are cached, and free."""
+        load = self._moving
+        if load is None or self._port.is_moving(load.copy.job_id):
+            return
+        self._moving = None
+        if not load.copy.has_failed:
+            self._port.cache_blocks(load.away.hashes, load.blocks, load.num_front)
+        self._port.give_back_blocks(load.blocks)
+
+    def cancel(self) -> None:
+        """The cache is reset: a load under way goes on, and vLLM guards its blocks; they are not cached."""
+        load, self._moving = self._moving, None
+        if load is not None:
+            self._port.give_back_blocks(load.blocks)
+
+    # Inside.
+
+    def _is_current(self, due_s: float, number: int, job_id: str) -> bool:
+        away = self._away.get(job_id)
+        return away is not None and not away.is_fetched and away.since_s <= due_s
+
+    def _load(self, away: _Away, meta: Any) -> None:
+        found = [self._port.find_cached(each) for each in away.hashes[: away.num_blocks]]
+        first = found.index(None) if None in found else len(found)
+        num_loadable = self._port.count_loadable(away.hashes, first, away.num_blocks)
+        num_free = self._port.num_free_blocks - num_loadable - first
+        if not num_loadable:
+            return
+        if num_free < MIN_FREE_SHARE * self._port.num_blocks:
+            self.num_skipped += 1
+            return
+        front = found[:first]
+        # Otherwise the new blocks could be these.
+        self._port.hold_blocks(front)
+        blocks = [*front, *self._port.take_blocks(num_loadable)]
+        load_id = make_copy_id()
+        self._uses[load_id] = away.use
+        copy = self._port.begin_load(load_id, away.hashes, blocks, first, meta)
+        self._moving = _Load(copy, away, blocks, first)
+        away.is_fetched = True
+        away.num_blocks = len(blocks)
+        self.num_begun += 1
+        self.num_blocks += num_loadable
