@@ -20,7 +20,7 @@ PLANTED = {
         "core",
         "import tenuto.policies.stock",
     ),
-    "the simulator's rooms build on the rooms below them": ("sim/kv", "import tenuto.sim.engine.step"),
+    "the simulator's rooms build on the rooms below them": ("sim/kv", "import tenuto.sim.engine.state"),
     "the engines never name a policy or a router": ("sim", "import tenuto.policies.stock"),
     "one policy never imports another": ("policies/published", "import tenuto.policies.stock"),
     "one router never imports another": ("routers", "import tenuto.routers.random"),

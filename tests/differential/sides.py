@@ -13,9 +13,9 @@ from vllm.v1.request import RequestStatus
 
 from tenuto.core.requests.hints import parse_hints
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.engine.step import Step
+from tenuto.sim.engine.state import Step
+from tenuto.sim.kv.pool import Extent
 from tenuto.sim.kv.request import BlockHashes, Request
-from tenuto.sim.kv.segments import Extent
 from tests.vllm.workerless import make_request
 
 Span = tuple[Hashable, int]

@@ -17,8 +17,8 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request as VllmRequest
 
+from tenuto.sim.kv.pool import Path, Segment
 from tenuto.sim.kv.request import BlockHashes, Request
-from tenuto.sim.kv.segments import Path, Segment
 from tests.support.prefix import count_common
 
 BLOCK_SIZE = 16

@@ -22,7 +22,7 @@ import tenuto.vllm.scheduler
 from tenuto.core.limits import Limits
 from tenuto.core.policy_loader import load_policy
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.engine.step import Step
+from tenuto.sim.engine.state import Step
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.vllm.compat.offload import find_connector
 from tests.differential.setups import RELEASE, Conversations, Setup

@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.requests.hints import Hints
-from tenuto.sim.engine.step import Step
+from tenuto.sim.engine.state import Step
 from tests.sim.test_scheduler import make_request, make_scheduler, run
 
 

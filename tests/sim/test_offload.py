@@ -33,7 +33,7 @@ from tenuto.core.types import (
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.engine.step import Step
+from tenuto.sim.engine.state import Step
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.request import Request, Status
 from tenuto.sim.simulation import Clients, Simulation

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tenuto.sim.kv.pool import ExtentPool
-from tenuto.sim.kv.segments import Path, Row
+from tenuto.sim.kv.pool import ExtentPool, Path, Row
 from tests.support.blocks import Block, BlockPool
 from tests.support.prefix import get_hit_blocks
 from tests.support.sim_checks import check_pool

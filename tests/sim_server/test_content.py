@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.sim.kv.segments import Path, Segment, Span
+from tenuto.sim.kv.pool import Path, Segment, Span
 from tenuto.sim.server.tokens import ContentTree, Text, make_token_ids
 
 BLOCK = 4

@@ -20,7 +20,7 @@ from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
-from tenuto.sim.kv.segments import Segment
+from tenuto.sim.kv.pool import Segment
 from tenuto.sim.server.engine import ServedEngine, ServedRequest, ServedTurn
 from tenuto.sim.server.tokens import ContentTree, Text, TokenIds, make_token_ids
 from tenuto.sim.simulation import Clients as SimClients

@@ -8,8 +8,7 @@ from typing import Any
 
 from tenuto.core.errors import IntegrityError
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.kv.pool import ExtentPool
-from tenuto.sim.kv.segments import Extent, Row
+from tenuto.sim.kv.pool import Extent, ExtentPool, Row
 
 
 def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:

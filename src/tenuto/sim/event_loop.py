@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from tenuto.core.steps import StepClock
 from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.engine.step import Step, get_decode_batch
+from tenuto.sim.engine.state import Step, get_decode_batch
 from tenuto.sim.kv.request import Request
 
 ENDS, SENDS, STARTS = 0, 1, 2
@@ -276,7 +276,7 @@ class SteppedEngine:
         """Run the quiet steps until the horizon, and plan those behind it. False if there are none."""
         if not self.fast_forwards or self._last_step is None or not self._last_step.is_decode_only:
             return False
-        num_steps = self.scheduler.fast_forward.count_steps()
+        num_steps = self.scheduler.count_quiet_steps()
         if num_steps < 2:  # not worth a stretch
             return False
         until_s = min(horizon_s, self._get_limit_s())
@@ -331,7 +331,7 @@ class SteppedEngine:
         self.num_steps += num_steps
         if ends_s:
             self._listener.on_quiet_steps(self, ends_s)
-        scheduler.fast_forward.run(num_steps)
+        scheduler.run_quiet_steps(num_steps)
         return num_steps
 
     def _walk_stretch(self) -> tuple[int, float]:

@@ -20,7 +20,7 @@ from tenuto.records.metrics import Gaps
 from tenuto.records.schema import Failure, TurnRecord
 from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.engine.step import Step
+from tenuto.sim.engine.state import Step
 from tenuto.sim.event_loop import EventLoop, SteppedEngine
 from tenuto.sim.kv.request import Request, Status
 from tenuto.workload.arrival import get_turn_id

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.engine.step import Step
+from tenuto.sim.engine.state import Step
 
 
 class StepTracer:

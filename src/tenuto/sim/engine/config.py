@@ -27,7 +27,7 @@ class EngineConfig:
     order: Literal["fcfs", "priority"] = "fcfs"
     """Which waiting request goes first, as vLLM's `--scheduling-policy` says."""
     scheduler: Literal["vllm", "continuum-fork"] = "vllm"
-    """Whose preemption: vLLM's, or that of the fork that is the Continuum prototype (`fork_pass`)."""
+    """Whose preemption: vLLM's, or that of the fork that is the Continuum prototype."""
     max_steps_in_flight: int = 1
     """2 for asynchronous scheduling: a step is scheduled while the one before runs. Pipelines have more."""
     num_draft_tokens: int = 0

@@ -10,8 +10,8 @@ from tenuto.core.windows import get_max_tokens
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.state import EngineState
 from tenuto.sim.kv.kv_cache import KvCache
+from tenuto.sim.kv.pool import Path, Row
 from tenuto.sim.kv.request import BlockHashes, Request
-from tenuto.sim.kv.segments import Path, Row
 from tenuto.sim.tiers.offloader import Offloader
 
 

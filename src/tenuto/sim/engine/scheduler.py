@@ -3,17 +3,21 @@
 There is no prefill phase and no decode phase. Every step has a budget of tokens and gives each request tokens
 until its computed tokens catch up with all it has: running requests first, then waiting ones.
 
-    schedule       leases expire, loads arrive, keys change ─► Passes ─► Progress.advance
-    finish_step    Progress.give_outputs ─► requests finish ─► their blocks are leased or freed
+    schedule       leases expire, loads arrive, keys change
+                   running    [ tokens so far ] + next ones    blocks short? free ones, leases, a preemption
+                   waiting    [ hit | load ] + first ones      the first that cannot start ends the step
+                   what the step computes counts as computed: the next one can be scheduled at once
+    finish_step    requests get output and finish ─► their blocks are leased or freed
 
-The parts are passed what they work on: requests and the time are in `EngineState`, blocks in `KvCache`, and
-the policy is asked through `Driver`. Decisions equal vLLM's step by step (`tests/differential`); the driver
-is asked where `tenuto.vllm.scheduler` asks it. Source: vllm/v1/core/sched/scheduler.py and
+A step is told below in this order. Requests and the time are in `EngineState`, blocks in `KvCache`, and the
+policy is asked through `Driver`. Decisions equal vLLM's step by step (`tests/differential`); the driver is
+asked where `tenuto.vllm.scheduler` asks it. Source: vllm/v1/core/sched/scheduler.py and
 async_scheduler.py@0.32.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Mapping
@@ -24,20 +28,17 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.stats import DriverStats
-from tenuto.core.types import ShortHit
+from tenuto.core.types import ShortHit, Yields
 from tenuto.core.windows import STATE
 from tenuto.estimators.step_size import make_step_chooser
+from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.driver_port import SimEngine
-from tenuto.sim.engine.fork_pass import ForkPasses
-from tenuto.sim.engine.loading import Loading
-from tenuto.sim.engine.passes import Passes
-from tenuto.sim.engine.progress import FastForward, Progress
-from tenuto.sim.engine.state import EngineState, GetKey, WaitingQueue
-from tenuto.sim.engine.step import Step
+from tenuto.sim.engine.state import EngineState, Load, Step, WaitingQueue
 from tenuto.sim.kv.kv_cache import KvCache
-from tenuto.sim.kv.request import BlockHashes, Request, Status
+from tenuto.sim.kv.request import BlockHashes, Hit, Request, Status
 from tenuto.sim.tiers.offload import make_offloader
+from tenuto.sim.tiers.offloader import Offloader
 from tenuto.sim.tiers.tier import OffloadTiers
 
 PUBLISHED = Limits(
@@ -66,9 +67,11 @@ class Scheduler:
         strict: bool = False,
     ) -> None:
         """`tiers` belong to the engine that `config.offload` describes; `strict` is as in `Driver`."""
-        self._by_priority = config.order == "priority"
         self._log, self._strict = log, strict
         self.config = config
+        self._by_priority = config.order == "priority"
+        self._has_drafts = config.num_draft_tokens > 0
+        self._is_async = config.max_steps_in_flight > 1
         self.kv = kv = KvCache(
             config.kv,
             config.max_steps_in_flight * config.max_num_batched_tokens,
@@ -79,19 +82,6 @@ class Scheduler:
         self._port = SimEngine(config, self.state, kv, self.offloader)
         self._load_numbers = itertools.count()
         self._follow(self._make_driver(policy, limits))
-
-    def switch(self, policy: Policy, limits: Limits, now_s: float, *, keeps_leases: bool) -> None:
-        """Let another policy decide from now on; requests that wait or run are not touched.
-
-        `keeps_leases` is as in `Driver.take_over`.
-        """
-        self.state.now_s = now_s
-        driver = self._make_driver(policy, limits, self.driver.stats)
-        driver.take_over(self.driver, now_s, keeps_leases=keeps_leases)
-        waiting = sorted(self.state.waiting, key=lambda request: driver.get_stock_key(request.turn_id))
-        self._follow(driver)
-        for request in waiting:
-            self._add_waiting(request)
 
     def _make_driver(self, policy: Policy, limits: Limits, stats: DriverStats | None = None) -> Driver:
         return Driver(
@@ -106,22 +96,22 @@ class Scheduler:
         )
 
     def _follow(self, driver: Driver) -> None:
-        """Make an empty queue in this driver's order, and the parts that ask it."""
-        config, state, kv, policy = self.config, self.state, self.kv, driver.policy
+        """Ask this driver from now on, and make an empty queue in its order."""
+        policy = driver.policy
         self.driver = driver
+        self._has_leases = policy.overrides("retain")
+        self._may_preempt_for_waiting = policy.overrides("may_preempt")
         self._asks_admission = policy.overrides("admit")
-        state.waiting = WaitingQueue(self._choose_key(policy, by_priority=self._by_priority))
-        if self._orders_by_policy(policy):
-            state.waiting.share_fairly(driver.make_order)
-        self._asks_budget = driver.bounds_steps
-        self._progress = Progress(config, state, kv, driver, self.offloader)
-        self._loading = None
+        if self._asks_admission or policy.overrides("queue_key"):
+            self.state.waiting = WaitingQueue(self._get_policy_key)
+            self.state.waiting.share_fairly(driver.make_order)
+        else:
+            self.state.waiting = WaitingQueue(_get_priority_key if self._by_priority else None)
         if self.offloader is not None:
             self.offloader.follow(driver)
-            self._loading = Loading(state, kv, driver, self.offloader, self._load_numbers)
-        passes = ForkPasses if config.scheduler == "continuum-fork" else Passes
-        self._passes = passes(config, state, kv, driver, self._loading)
-        self.fast_forward = FastForward(config, state, kv, driver, has_tiers=self.offloader is not None)
+
+    def _get_policy_key(self, request: Request) -> Key:
+        return self.driver.get_queue_key(request.turn_id, self.state.now_s)
 
     # What an engine calls.
 
@@ -145,27 +135,31 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> Step:
         """Decide the next step; without tokens in it, nothing can run now."""
-        state, driver = self.state, self.driver
+        state, driver, offloader = self.state, self.driver, self.offloader
         state.now_s = now_s
         self.kv.begin_step()
         driver.expire(now_s)
-        if self._loading is not None:
-            self._loading.collect()
+        if offloader is not None:
+            self._collect_loaded(offloader)
         if driver.tick(now_s):
             state.waiting.reorder_all()
         if self._asks_admission:
             self._admit_parked()
         budget, per_prompt = self.config.max_step_tokens, self.config.long_prefill_token_threshold
-        if self._asks_budget:
+        if driver.bounds_steps:
             budget, chosen = driver.get_step_size(now_s, budget)
             per_prompt = per_prompt or chosen
         # A request that is alone has nobody to starve.
         is_alone = len(state.running) + len(state.waiting) <= 1
         step = Step(budget, 0 if is_alone else per_prompt)
-        offloader = self.offloader
         copied_s = offloader.get_free_s(now_s) if offloader is not None else now_s
-        self._passes.schedule(step)
-        self._progress.advance(step)
+        if self.config.scheduler == "continuum-fork":
+            self._schedule_running_as_fork(step)
+        else:
+            self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_waiting(step)
+        self._advance(step)
         if offloader is not None and offloader.is_serial:
             step.copies_s = max(0.0, step.copies_done_s - copied_s)
         for turn_id, num_hit_tokens in (*step.new.items(), *step.resumed.items()):
@@ -182,8 +176,8 @@ class Scheduler:
         requests that got output, with the number of new tokens; those that are done have `Status.FINISHED`.
         """
         self.state.now_s = now_s
-        outputs = self._progress.give_outputs(step, num_accepted or {})
-        if self.config.num_draft_tokens and self.config.max_steps_in_flight == 1:
+        outputs = self._give_outputs(step, num_accepted or {})
+        if self._has_drafts and not self._is_async:
             for request, _ in outputs:
                 request.num_drafts = self.config.num_draft_tokens
         return outputs
@@ -197,11 +191,10 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self.state.running.remove(request)
         elif request.status in (Status.LOADING, Status.LOADED):
-            assert self._loading is not None
-            self._loading.drop(request)
+            self._drop_load(request)
         else:
             self.state.waiting.remove(request)
-        self._progress.finish(request, Finish(request.num_output_tokens, aborted=True))
+        self._finish(request, Finish(request.num_output_tokens, aborted=True))
 
     def reset_prefix_cache(self, now_s: float, *, preempt_running: bool = False) -> bool:
         """Forget all cached content, leases included; False, and content stays, while requests run.
@@ -211,17 +204,31 @@ class Scheduler:
         self.state.now_s = now_s
         self.driver.drop_all(now_s)
         if preempt_running:
-            self._passes.preempt_all()
+            while self.state.running:
+                self._give_up(self.state.running.pop(), drop_stale=True)
         return self.kv.pool.reset()
 
     def get_next_event_s(self) -> float | None:
         """When something happens by itself: a lease runs out, or a copy is complete. None if nothing does."""
         times_s = [self.driver.get_next_deadline_s()]
-        if self._loading is not None:
-            times_s.append(self._loading.get_next_event_s())
+        if self.offloader is not None:
+            # Requests wait for loads, blocks for stores.
+            times_s.append(self.offloader.get_next_stored_s())
+            times_s += [load.done_s for load in self.state.loading[:1]]
         return min((each for each in times_s if each is not None), default=None)
 
-    # Inside.
+    def switch(self, policy: Policy, limits: Limits, now_s: float, *, keeps_leases: bool) -> None:
+        """Let another policy decide from now on; requests that wait or run are not touched.
+
+        `keeps_leases` is as in `Driver.take_over`.
+        """
+        self.state.now_s = now_s
+        driver = self._make_driver(policy, limits, self.driver.stats)
+        driver.take_over(self.driver, now_s, keeps_leases=keeps_leases)
+        waiting = sorted(self.state.waiting, key=lambda request: driver.get_stock_key(request.turn_id))
+        self._follow(driver)
+        for request in waiting:
+            self._add_waiting(request)
 
     def _add_waiting(self, request: Request) -> None:
         is_parked = self._asks_admission and self.driver.needs_admission(request.turn_id)
@@ -237,17 +244,623 @@ class Scheduler:
             for turn_id in admitted:
                 state.waiting.unpark(turn_id)
 
-    def _choose_key(self, policy: Policy, *, by_priority: bool) -> GetKey | None:
-        """What waiting requests are ordered by; None for vLLM's "fcfs"."""
-        if self._orders_by_policy(policy):
-            return self._get_policy_key
-        return (lambda request: (request.priority, request.arrival_s)) if by_priority else None
+    # Running requests.
 
-    def _orders_by_policy(self, policy: Policy) -> bool:
-        return self._asks_admission or policy.overrides("queue_key")
+    def _schedule_running(self, step: Step) -> None:
+        """Spend the step's budget on running requests, in their order."""
+        running, has_slots = self.state.running, self.kv.has_slots
+        index = 0
+        while index < len(running) and step.budget > 0:
+            request = running[index]
+            num_tokens = request.num_tokens
+            if (
+                request.num_computed_tokens + 1 == num_tokens + request.num_placeholders <= request.slots_end
+                and num_tokens + 1 < request.num_tokens_at_end
+                and not (request.is_prefill_chunk or self._has_drafts)
+            ):
+                # Most tokens: one more is decoded, in a block that it has.
+                step.num_tokens[request.turn_id] = 1
+                step.budget -= 1
+                index += 1
+                continue
+            num_new_tokens = self._count_new_tokens(request, step)
+            if num_new_tokens == 0:
+                index += 1
+                continue
+            while not has_slots(request, num_new_tokens) and not self._try_allocate(
+                request, num_new_tokens, None
+            ):
+                victim = self._preempt_for_running(request, step)
+                if victim is request:
+                    break
+                index = running.index(request)
+            else:
+                self._give(request, num_new_tokens, step)
+                index += 1
+                continue
+            if not self._by_priority or self.config.kv.vllm_release == "0.32":
+                return
+            # What comes behind it in `running` may be more important, and has its blocks to take.
 
-    def _get_policy_key(self, request: Request) -> Key:
-        return self.driver.get_queue_key(request.turn_id, self.state.now_s)
+    def _give(self, request: Request, num_new_tokens: int, step: Step) -> None:
+        step.give(request, num_new_tokens)
+        step.has_prefill |= request.is_prefill_chunk
+        if request.num_drafts:
+            num_certain = request.num_tokens + request.num_placeholders - request.num_computed_tokens
+            if num_new_tokens > num_certain:
+                step.num_drafts[request.turn_id] = num_new_tokens - num_certain
+            request.num_drafts = 0
+
+    def _count_new_tokens(self, request: Request, step: Step) -> int:
+        """How many tokens a running request gets.
+
+        known tokens       [ prompt and output so far     | placeholders | drafts ]
+        computed tokens    [ num_computed_tokens                 |  ← the new ones  ]
+        """
+        num_computed_tokens, num_placeholders = request.num_computed_tokens, request.num_placeholders
+        if (
+            num_placeholders > 0
+            and num_computed_tokens + 2 - num_placeholders >= request.num_prompt_tokens + request.max_tokens
+        ):
+            # The steps in flight bring its last token, even if they reject all drafts.
+            return 0
+        num_tokens = request.num_tokens + request.num_drafts + num_placeholders
+        # One slot stays for the token that is sampled.
+        most = self.config.kv.max_model_len - num_computed_tokens - 1
+        num_new_tokens = min(step.bound(num_tokens - num_computed_tokens), most)
+        return self._cut_chunk(request, num_computed_tokens, num_new_tokens, step, request.shared_tokens)
+
+    def _schedule_running_as_fork(self, step: Step) -> None:
+        """The same as the public Continuum prototype does it, a fork of vLLM 0.10.2.
+
+        It differs where blocks are short:
+
+        - The victim is the policy's choice of *all* running requests. It may have tokens in this step.
+        - The budget of the step does not get these tokens back.
+        - The position in `running` does not move back when the victim stood before it. So another request
+          misses the step.
+        - A request that preempts itself ends the pass.
+
+        Source: `schedule` and `pop_running_request_based_on_last_step` of the fork's scheduler.py.
+        """
+        running = self.state.running
+        index = 0
+        while index < len(running) and step.budget > 0:
+            request = running[index]
+            num_new_tokens = self._count_new_tokens(request, step)
+            if num_new_tokens:
+                while not self._try_allocate(request, num_new_tokens, None):
+                    victim_id = self.driver.get_victim([each.turn_id for each in running], self.state.now_s)
+                    victim = running[-1] if victim_id is None else self.state.requests[victim_id]
+                    self._preempt(step, victim, gives_back=False)
+                    if victim is request:
+                        return
+                self._give(request, num_new_tokens, step)
+            index += 1
+
+    # Waiting requests.
+
+    def _schedule_waiting(self, step: Step) -> None:
+        """Spend what is left of the step's budget on requests that start."""
+        waiting = self.state.waiting
+        has_running = bool(step.num_tokens)
+        goes_on = self._start_loaded(step)
+        while goes_on and step.budget > 0:
+            request = waiting.get_first()
+            if request is None or not self._has_seat(request, step):
+                break
+            if request.num_stale_tokens and not request.drops_stale:
+                # Its output in flight would arrive after tokens that it computes anew.
+                waiting.skip_first()
+                continue
+            hit = self.kv.get_hit(request)
+            if self.offloader is not None:
+                offered = self._add_offer(request, hit, self.offloader)
+                if offered is None:
+                    waiting.skip_first()
+                    continue
+                hit = offered
+                if hit.waits:
+                    goes_on = self._try_load(request, hit, step, self.offloader)
+                    continue
+            goes_on = self._try_start(request, hit, step, has_running=has_running)
+        waiting.restore_skipped()
+
+    def _has_seat(self, request: Request, step: Step) -> bool:
+        """Whether one more may run, after a preemption if need be."""
+        has_seat = len(self.state.running) < self.config.max_num_seqs
+        return has_seat or self._preempt_for_waiting(request, step)
+
+    def _try_start(self, request: Request, hit: Hit, step: Step, *, has_running: bool) -> bool:
+        """Start a request; False if its first tokens do not fit into the budget or the cache."""
+        num_tokens = request.num_tokens - hit.num_computed_tokens
+        num_drafts = self._count_padding(hit, step, has_running=has_running) if num_tokens == 1 else 0
+        if 1 + num_drafts > step.budget:
+            return False
+        start = hit.num_computed_tokens
+        num_new_tokens = self._cut_chunk(
+            request, start, step.bound(num_tokens + num_drafts), step, hit.shared_tokens
+        )
+        if num_new_tokens == 0:
+            return False
+        while not self._try_allocate(request, num_new_tokens, hit):
+            if not self._preempt_for_waiting(request, step):
+                return False
+        if hit.num_loaded_tokens and self.offloader is not None:
+            done_s = self.offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self.state.now_s)
+            step.copies_done_s = max(step.copies_done_s, done_s)
+        request.num_loaded_tokens = hit.num_loaded_tokens
+        self._start(request, start, num_new_tokens, step)
+        if num_drafts:
+            step.num_drafts[request.turn_id] = num_drafts
+        return True
+
+    def _count_padding(self, hit: Hit, step: Step, *, has_running: bool) -> int:
+        """Draft slots for a request that starts with one token, so that all decodes of the step are alike."""
+        num_drafts = self.config.num_draft_tokens
+        fits = hit.num_tokens + 1 + num_drafts + 1 <= self.config.kv.max_model_len
+        joins_decodes = not step.has_prefill and (has_running or hit.num_tokens > 0)
+        return num_drafts if fits and joins_decodes else 0
+
+    def _start(self, request: Request, num_computed_tokens: int, num_new_tokens: int, step: Step) -> None:
+        started = step.resumed if request.num_preemptions else step.new
+        started[request.turn_id] = num_computed_tokens
+        self.state.waiting.remove(request)
+        self.state.running.append(request)
+        request.status = Status.RUNNING
+        request.num_computed_tokens = num_computed_tokens
+        request.is_prefill_chunk = num_computed_tokens + num_new_tokens < request.num_tokens
+        step.give(request, num_new_tokens)
+
+    def _cut_chunk(
+        self, request: Request, start: int, num_tokens: int, step: Step, shared_tokens: int
+    ) -> int:
+        """How many of its next `num_tokens` a request computes: fewer where layers have states.
+
+        States are cached only where a chunk of the prompt ends:
+
+            prompt    ├───────────────────────────────────────┤
+            blocks    │       │       │       │       │       │ ·
+            chunks    ├───────────────┼───────┼───────┼───────┤      3 blocks fit into a step, 1 was left over
+                                      ↑       ↑       ↑
+                      a step's last whole block │     the last block that a later prompt can hit
+                                              where this prompt leaves what others have
+
+        `start`: its tokens that are computed. `shared_tokens`: where its prompt leaves what others have.
+        """
+        config = self.config
+        if not config.kv.has_states:
+            return num_tokens
+        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+        if start >= prefill_end:
+            return num_tokens
+        size = config.kv.block_size
+        end = start + num_tokens
+        if end < prefill_end:
+            most = step.size
+            if config.long_prefill_token_threshold > 0:
+                most = min(most, config.long_prefill_token_threshold)
+            aligned_end = end // size * size
+            # A block wider than a step is computed in parts.
+            if aligned_end > start or size <= most:
+                end = aligned_end
+        stops = [(request.num_tokens - 1) // size * size]
+        if start % size:
+            stops.append((start // size + 1) * size)
+        if start < shared_tokens < end:
+            stops.append(start + (shared_tokens - start) // size * size)
+        end = min((stop for stop in stops if start < stop < end), default=end)
+        return max(0, end - start)
+
+    # Requests that load KV from the tiers.
+
+    def _add_offer(self, request: Request, hit: Hit, offloader: Offloader) -> Hit | None:
+        """The hit with what the tiers have behind it, if the policy wants to load that.
+
+        None if the request had better ask again in a later step.
+        """
+        now_s = self.state.now_s
+        offer = offloader.get_offer(request, hit.num_tokens, now_s)
+        if offer is None:
+            return hit
+        if offloader.must_wait(request, hit.num_tokens, offer.num_tokens, now_s):
+            return None
+        num_tokens = self.driver.get_load_tokens(request.turn_id, offer, now_s)
+        num_tokens = offloader.choose_part(hit.num_tokens, num_tokens, offer.num_tokens)
+        if num_tokens <= 0:
+            return hit
+        num_reserved = 0 if offloader.takes_whole_prompts else self._count_reserved()
+        return hit._replace(
+            num_loaded_tokens=num_tokens,
+            waits=not offloader.is_sync,
+            num_reserved_blocks=num_reserved,
+        )
+
+    def _count_reserved(self) -> int:
+        """Free blocks that requests which have begun need for the rest of their prompts.
+
+        Source: _inflight_prefill_reserved_blocks in vllm/v1/core/sched/scheduler.py@0.32.
+        """
+        state = self.state
+        begun = [load.request for load in state.loading]
+        begun += [*state.loaded, *(each for each in state.running if each.is_prefill_chunk)]
+        return sum(map(self.kv.count_rest, begun))
+
+    def _try_load(self, request: Request, hit: Hit, step: Step, offloader: Offloader) -> bool:
+        """Let a request wait for KV from a tier, with its blocks; False if these are short.
+
+        With full attention it takes the blocks of all its tokens, where vLLM takes only those of the loaded
+        ones. This differs on purpose: requests that hold these and wait for the rest could keep each other
+        from starting for ever. Where layers differ it is as in vLLM, which leaves free what others need.
+        """
+        takes_all = offloader.takes_whole_prompts
+        num_new_tokens = request.num_tokens - hit.num_computed_tokens if takes_all else 0
+        while not self._try_allocate(request, num_new_tokens, hit):
+            if not self._preempt_for_waiting(request, step):
+                return False
+        self.state.waiting.remove(request)
+        request.status = Status.LOADING
+        request.num_computed_tokens = hit.num_computed_tokens
+        request.num_loaded_tokens = hit.num_loaded_tokens
+        done_s = offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self.state.now_s)
+        heapq.heappush(self.state.loading, Load(done_s, next(self._load_numbers), request))
+        return True
+
+    def _collect_loaded(self, offloader: Offloader) -> None:
+        """Move requests whose loads have ended to `loaded`.
+
+        With full attention, what they loaded is cached from here on; where layers differ, from when they are
+        about to start, as in vLLM. Blocks that were only waiting for their stores are freed first.
+        """
+        state = self.state
+        offloader.release_stored(state.now_s)
+        while state.loading and state.loading[0].done_s <= state.now_s:
+            request = heapq.heappop(state.loading).request
+            if offloader.takes_whole_prompts:
+                self._publish_load(request)
+            state.loaded.append(request)
+
+    def _publish_load(self, request: Request) -> None:
+        """Let look-ups find what a request has loaded."""
+        if request.status is Status.LOADING:
+            self.kv.cache(request, request.num_computed_tokens)
+            request.status = Status.LOADED
+
+    def _start_loaded(self, step: Step) -> bool:
+        """Start requests whose KV has come from a tier; False if the next one does not fit now.
+
+        With full attention their blocks are taken already.
+        """
+        state = self.state
+        while state.loaded and step.budget > 0 and len(state.running) < self.config.max_num_seqs:
+            request = state.loaded[0]
+            self._publish_load(request)
+            start = request.num_computed_tokens
+            num_new_tokens = step.bound(request.num_tokens - start)
+            num_new_tokens = self._cut_chunk(request, start, num_new_tokens, step, request.shared_tokens)
+            if num_new_tokens == 0 or not self._try_allocate(request, num_new_tokens, None):
+                return False
+            state.loaded.popleft()
+            self._start(request, start, num_new_tokens, step)
+        return True
+
+    def _drop_load(self, request: Request) -> None:
+        """A request that loads, or has loaded, went away."""
+        state = self.state
+        if request in state.loaded:
+            state.loaded.remove(request)
+        else:
+            state.loading = [load for load in state.loading if load.request is not request]
+            heapq.heapify(state.loading)
+
+    # Blocks: free ones first, then those that leases give up.
+
+    def _try_allocate(self, request: Request, num_new_tokens: int, hit: Hit | None) -> bool:
+        """Take slots for a request's next tokens; False, and nothing is taken, if blocks are short.
+
+        A request that starts brings its hit, a running one None. Leases may have been shortened either way.
+        """
+        is_busy = bool(self.state.running)
+        if self.kv.try_allocate(request, num_new_tokens, hit, is_busy=is_busy):
+            return True
+        if not self._has_leases:
+            return False
+        is_allocated = self._allocate_from_leases(request, num_new_tokens, hit)
+        # Ending a lease may change the order of waiting turns; no queue changes inside an allocation.
+        self.driver.settle()
+        return is_allocated
+
+    def _allocate_from_leases(self, request: Request, num_new_tokens: int, hit: Hit | None) -> bool:
+        state, now_s = self.state, self.state.now_s
+        is_busy = bool(state.running)
+        # Requests whose loads are on their way will run without anyone's help.
+        num_others = len(state.running) + state.num_loading - (1 if hit is None else 0)
+        stalled = num_others <= 0
+        num_wanted = self.kv.count_missing(request, num_new_tokens, hit, is_busy=is_busy)
+        if not stalled and num_wanted > self.driver.get_num_reclaimable_blocks(request.turn_id):
+            # All leases together would not be enough: ending them would help nobody.
+            return False
+        while self.driver.reclaim(num_wanted, now_s, for_turn_id=request.turn_id, stalled=stalled):
+            if self.kv.try_allocate(request, num_new_tokens, hit, is_busy=is_busy):
+                return True
+            # What was given up is partly held by others, or part of the hit.
+            num_wanted *= 2
+        return False
+
+    # Preemption: who loses its blocks, and what that does to it.
+
+    def _preempt_for_running(self, request: Request, step: Step) -> Request:
+        """Preempt one running request so that another can go on; it may be that request itself."""
+        running = self.state.running
+        if self._by_priority:
+            victim = max(running, key=lambda each: (each.priority, each.arrival_s))
+        else:
+            self._put_victim_last(request)
+            victim = running[-1]
+        self._preempt(step, victim)
+        return victim
+
+    def _put_victim_last(self, request: Request) -> None:
+        """Move the policy's choice to the tail of `running`, where vLLM takes its victim.
+
+        running   [scheduled in this step | request | not scheduled yet …]
+                                           └────── candidates ──────────┘
+        """
+        running = self.state.running
+        candidates = running[running.index(request) :]
+        victim_id = self.driver.get_victim([each.turn_id for each in candidates], self.state.now_s)
+        for each in candidates:
+            if each.turn_id == victim_id:
+                running.remove(each)
+                running.append(each)
+
+    def _preempt_for_waiting(self, request: Request, step: Step) -> bool:
+        """Preempt a running request for a waiting one that does not fit, if the policy says so."""
+        if not self._may_preempt_for_waiting:
+            return False
+        # What started in this step stays: so no request is preempted twice in it, and the step ends.
+        started = step.new.keys() | step.resumed.keys()
+        candidates = [each.turn_id for each in self.state.running if each.turn_id not in started]
+        victim_id = self.driver.get_preempted_for(request.turn_id, candidates, self.state.now_s)
+        if victim_id is None:
+            return False
+        self._preempt(step, self.state.requests[victim_id])
+        return True
+
+    def _preempt(self, step: Step, victim: Request, *, gives_back: bool = True) -> None:
+        self.state.running.remove(victim)
+        step.take_out(victim, gives_back=gives_back)
+        step.preempted[victim.turn_id] = victim.num_computed_tokens
+        self._give_up(victim)
+
+    def _give_up(self, request: Request, *, drop_stale: bool = False) -> None:
+        """Free all blocks of a request that has left `running`; it will be computed again."""
+        self.driver.preempt(request.turn_id, self.state.now_s, request.num_computed_tokens)
+        self.kv.free(request)
+        request.status = Status.PREEMPTED
+        request.num_computed_tokens = request.num_drafts = request.num_placeholders = 0
+        request.num_stored_chunks = 0
+        request.drops_stale = drop_stale or (request.drops_stale and request.num_stale_tokens > 0)
+        request.num_stale_tokens = request.num_in_flight_tokens
+        request.num_preemptions += 1
+        self.state.waiting.add_back(request)
+
+    # A scheduled step counts as computed; a computed one brings output; requests finish.
+
+    def _advance(self, step: Step) -> None:
+        """Count a step's tokens as computed, so that the next step can be scheduled at once."""
+        requests, offloader = self.state.requests, self.offloader
+        is_async, has_drafts = self._is_async, self._has_drafts
+        chunk_tokens = chunk_context = num_decodes = decode_context = 0
+        num_pairs = 0.0
+        if offloader is not None:
+            offloader.begin_stores((requests[turn_id] for turn_id in step.num_tokens), self.state.now_s)
+        for turn_id, num_tokens in step.num_tokens.items():
+            request = requests[turn_id]
+            context = request.num_computed_tokens
+            if num_tokens == 1:
+                num_decodes += 1
+                decode_context += context
+            else:
+                chunk_tokens += num_tokens
+                chunk_context += context
+                num_pairs += num_tokens * (context + num_tokens / 2)
+            request.num_computed_tokens = context + num_tokens
+            if offloader is not None and offloader.may_store(request):
+                done_s = offloader.store_computed(request, self.state.now_s)
+                if offloader.is_sync:
+                    step.copies_done_s = max(step.copies_done_s, done_s)
+            request.num_in_flight_tokens += num_tokens
+            request.is_prefill_chunk = context + num_tokens < request.num_tokens + request.num_placeholders
+            if request.is_prefill_chunk:
+                step.chunks.add(turn_id)
+            elif is_async:
+                request.num_placeholders += 1
+                if has_drafts:
+                    request.num_placeholders += step.num_drafts.get(turn_id, 0)
+                    request.num_drafts = self.config.num_draft_tokens
+        if offloader is not None:
+            offloader.end_stores(self.state.now_s)
+        num_chunks = len(step.num_tokens) - num_decodes
+        step.batch = StepBatch(
+            num_chunks, chunk_tokens, chunk_context, num_pairs, num_decodes, decode_context
+        )
+
+    def _give_outputs(self, step: Step, num_accepted: Mapping[str, int]) -> list[tuple[Request, int]]:
+        """Add what a computed step brings to its requests; returns those that got some, with the tokens.
+
+        `num_accepted` says how many drafts of a request were right. Requests that are done have finished.
+        """
+        outputs = []
+        requests, chunks = self.state.requests, step.chunks
+        is_async, has_drafts = self._is_async, self._has_drafts
+        for turn_id, num_tokens in step.num_tokens.items():
+            request = requests.get(turn_id)
+            if request is None:
+                continue  # aborted meanwhile
+            request.num_in_flight_tokens -= num_tokens
+            if (
+                request.num_computed_tokens <= request.slots_end
+                and request.num_tokens + 1 < request.num_tokens_at_end
+                and not (request.num_stale_tokens or has_drafts or turn_id in chunks)
+            ):
+                # Most tokens: no block is full with it, and it is not the last one.
+                request.num_tokens += 1
+                if is_async:
+                    request.num_placeholders -= 1
+                outputs.append((request, 1))
+                continue
+            is_stale = request.num_stale_tokens > 0
+            if is_stale:
+                request.num_stale_tokens -= num_tokens
+                if request.drops_stale:
+                    continue
+            if turn_id in chunks:
+                continue
+            num_right = num_accepted.get(turn_id, 0)
+            if turn_id in step.num_drafts and not is_stale:
+                _reject(request, step.num_drafts[turn_id] - num_right)
+            outputs.append((request, self._append(request, 1 + num_right, is_stale=is_stale)))
+        self._remove_finished(outputs)
+        return outputs
+
+    def _append(self, request: Request, num_new_tokens: int, *, is_stale: bool) -> int:
+        """Add output tokens, up to the request's end; returns how many."""
+        num_left = min(
+            request.max_tokens - request.num_output_tokens,
+            self.config.kv.max_model_len - request.num_tokens,
+        )
+        num_cut = max(0, num_new_tokens - num_left)
+        num_new_tokens -= num_cut
+        request.num_tokens += num_new_tokens
+        if not is_stale:
+            self._cache_output(request, num_new_tokens, num_cut)
+        if num_new_tokens == num_left:
+            self._finish(request, Finish(request.num_output_tokens, request.tool, request.is_last))
+        return num_new_tokens
+
+    def _cache_output(self, request: Request, num_new_tokens: int, num_cut: int) -> None:
+        """Cache the blocks that new output fills, where they were not cached when they were scheduled.
+
+        `num_cut`: tokens of the output that are beyond the request's end.
+        """
+        if self.config.kv.vllm_release == "0.32":
+            if self._is_async:
+                request.num_placeholders -= num_new_tokens
+                self.kv.cache(request, request.num_computed_tokens - request.num_placeholders)
+            return
+        if self._is_async:
+            request.num_placeholders -= num_new_tokens + num_cut
+        if self._is_async or self._has_drafts:
+            request.num_computed_tokens -= num_cut
+            self.kv.cache(request, request.num_computed_tokens - request.num_in_flight_tokens)
+
+    def _remove_finished(self, outputs: list[tuple[Request, int]]) -> None:
+        finished = [request for request, _ in outputs if request.status is Status.FINISHED]
+        if finished:
+            running = self.state.running
+            running[:] = [each for each in running if each.status is not Status.FINISHED]
+        for request in finished:
+            # One that was preempted while its last token was in flight waits.
+            self.state.waiting.remove(request)
+
+    def _finish(self, request: Request, finish: Finish) -> None:
+        """End a request and free its blocks. Just before, a lease may take them over."""
+        now_s, offloader = self.state.now_s, self.offloader
+        if offloader is not None:
+            offloader.leave(request, self.driver.get_finished_turn(request.turn_id, finish), now_s)
+        self.driver.finish(request.turn_id, now_s, finish)
+        if offloader is not None:
+            offloader.store_finished(request, now_s)
+            # As vLLM does before it asks its connector: so these blocks are free before the others.
+            self.kv.leave(request)
+        self.kv.free(request)
+        request.status = Status.FINISHED
+        del self.state.requests[request.turn_id]
+
+    # Quiet steps: every running request decodes one token, and nothing else happens. Doing many of them
+    # together leaves behind what doing each would. Only their costs are still added up one by one
+    # (`tenuto.sim.event_loop`), so that times are the same to the last bit.
+
+    def count_quiet_steps(self) -> int:
+        """How many of the next steps are quiet if nothing comes from outside: at least so many.
+
+        0 if in doubt. Changes nothing.
+        """
+        config, state, running = self.config, self.state, self.state.running
+        if (
+            not running
+            or len(running) > config.max_step_tokens
+            or self._has_drafts
+            or not self.kv.can_truncate
+            or state.loaded
+        ):
+            return 0
+        num_steps = self._count_steps_to_end(running)
+        # All requests may fill their last blocks in the same step: free blocks must do for all of them.
+        num_free_each = self.kv.pool.num_free_blocks // len(running)
+        num_steps = min(num_steps, num_free_each * config.kv.block_size)
+        if num_steps == 0 or self._may_start_one() or _has_equal_outputs(running):
+            return 0
+        return num_steps
+
+    def run_quiet_steps(self, num_steps: int) -> None:
+        """Do what so many quiet steps do to the requests and their blocks."""
+        for request in self.state.running:
+            # The last token of a sequence has no KV yet, so it completes no block.
+            request.num_tokens += num_steps - 1
+            if request.num_computed_tokens + num_steps > request.slots_end:
+                fits = self.kv.try_allocate(request, num_steps, None, is_busy=True)
+                assert fits, "quiet steps ran out of blocks"
+            request.num_tokens += 1
+            request.num_computed_tokens += num_steps
+
+    def _count_steps_to_end(self, running: list[Request]) -> int:
+        """Steps before the one that may bring a request's last token; 0 if one does not decode steadily.
+
+        steadily, with two steps in flight:   [ computed …  | placeholder ]
+                                              [ num_tokens … ]
+        """
+        num_placeholders, max_model_len = self.config.max_steps_in_flight - 1, self.config.kv.max_model_len
+        num_left = max_model_len
+        for request in running:
+            num_tokens = request.num_tokens
+            if (
+                request.num_placeholders != num_placeholders
+                or request.num_computed_tokens - num_placeholders != num_tokens - 1
+                or num_tokens == request.num_prompt_tokens
+            ):
+                return 0
+            num_left = min(num_left, request.num_tokens_at_end - num_tokens, max_model_len - num_tokens)
+        return max(0, num_left - 1)
+
+    def _may_start_one(self) -> bool:
+        """Whether a waiting request could start in one of the next steps; True if in doubt."""
+        config, running, waiting = self.config, self.state.running, self.state.waiting
+        request = waiting.get_first()
+        if waiting.get_first_parked() is not None or (request and self._may_preempt_for_waiting):
+            return True
+        budget = config.max_step_tokens - len(running)
+        if request is None or len(running) == config.max_num_seqs or budget == 0:
+            return False
+        hit = self.kv.get_hit(request)
+        if not {each.path.segments[-1] for each in running}.isdisjoint(request.path.segments):
+            # It goes on from what a running request generates: its hit may grow. Any other request's hit
+            # can only shrink, and free blocks only get fewer.
+            return True
+        num_tokens = request.num_tokens - hit.num_tokens
+        if self.offloader is None:
+            num_tokens = min(budget, num_tokens)
+        num_missing = self.kv.count_missing(request, num_tokens, hit, is_busy=True)
+        driver, num_reclaimable = self.driver, 0
+        if driver.limits.always_yield or driver.leases.get_first_to_yield(Yields.ALWAYS):
+            # A lease could be shortened while something runs.
+            num_reclaimable = driver.get_num_reclaimable_blocks(request.turn_id)
+        return num_missing <= num_reclaimable
+
+
+def _get_priority_key(request: Request) -> Key:
+    return request.priority, request.arrival_s
 
 
 def _get_short_hit(request: Request, num_hit_tokens: int) -> ShortHit | None:
@@ -256,3 +869,16 @@ def _get_short_hit(request: Request, num_hit_tokens: int) -> ShortHit | None:
         return None
     name = layers if layers == STATE else f"window {layers}"
     return ShortHit(name, request.shared_tokens - num_hit_tokens)
+
+
+def _reject(request: Request, num_drafts: int) -> None:
+    """Drafts were wrong: what was computed for them does not count."""
+    if request.num_computed_tokens > 0:
+        request.num_computed_tokens -= num_drafts
+    if request.num_placeholders > 0:
+        request.num_placeholders -= num_drafts
+
+
+def _has_equal_outputs(running: list[Request]) -> bool:
+    """Whether two requests generate the same text: then it matters which of them caches a block first."""
+    return len({request.path.segments[-1] for request in running}) < len(running)

@@ -17,7 +17,7 @@ from tenuto.core.routing.router import NO_TOKENS, EngineInfo, EngineMetrics, Sen
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.event_loop import SteppedEngine
 from tenuto.sim.fleet.options import Fault
-from tenuto.sim.kv.segments import Path
+from tenuto.sim.kv.pool import Path
 from tenuto.sim.simulation import LiveTurn, Simulation
 from tenuto.workload.arrival import make_arrival
 from tenuto.workload.schema import TurnSpec

@@ -18,18 +18,17 @@ from collections.abc import Hashable, Sequence
 from tenuto.core.errors import ConfigError
 from tenuto.core.windows import (
     STATE,
+    Layers,
     choose_checkpoint_tokens,
+    count_skipped_blocks,
     count_tail_blocks,
     get_checkpoints,
     get_window,
 )
-from tenuto.sim.kv.attention import AttentionGroup
 from tenuto.sim.kv.config import KvConfig
-from tenuto.sim.kv.hits import Hit, HitFinder
-from tenuto.sim.kv.pool import ExtentPool
-from tenuto.sim.kv.request import BlockTable, Request, Status
-from tenuto.sim.kv.segments import Path, Span
-from tenuto.sim.kv.states import StateGroup
+from tenuto.sim.kv.groups import AttentionGroup, BlockTable, StateGroup
+from tenuto.sim.kv.pool import ExtentPool, Path, Span
+from tenuto.sim.kv.request import Hit, Request, Status
 
 
 class KvCache:
@@ -44,19 +43,22 @@ class KvCache:
         self.config = config
         self.pool = ExtentPool(config.num_blocks - 1, len(config.windows))
         self.watermark_blocks = int(config.watermark * config.num_blocks)
-        self._finder = HitFinder(config, self.pool)
         self._block_size = config.hash_block_size
         self._num_lookahead_tokens = config.num_lookahead_tokens
-        self._is_unitary = self.can_truncate
+        self.can_truncate = config.windows == (None,)
+        """Whether block i of a request always holds tokens i·size to (i+1)·size: full attention only."""
+        self._sizes = config.group_block_sizes
+        self._alignment = config.hit_alignment
+        self._windows = [get_window(layers) for layers in config.windows]
+        kinds: dict[tuple[Layers, int], list[int]] = {}
+        for group, kind in enumerate(zip(config.windows, self._sizes, strict=True)):
+            kinds.setdefault(kind, []).append(group)
+        self._full = [groups for (layers, _), groups in kinds.items() if layers is None]
+        self._others = {kind: groups for kind, groups in kinds.items() if kind[0] is not None}
         self._groups = self._make_groups(max_in_flight_tokens)
         self._state_groups = [group for group in self._groups if isinstance(group, StateGroup)]
         if keeps_ends:
             self._keep_ends()
-
-    @property
-    def can_truncate(self) -> bool:
-        """Whether block i of a request always holds tokens i·size to (i+1)·size: full attention only."""
-        return self.config.windows == (None,)
 
     def begin_step(self) -> None:
         """The next step is about to be scheduled."""
@@ -93,11 +95,74 @@ class KvCache:
 
     def get_hit(self, request: Request) -> Hit:
         """The longest cached prefix; at least its last token is left to compute. Changes nothing."""
-        return self._finder.find(request.paths, request.num_tokens - 1)
+        return self.find_hit(request.paths, request.num_tokens - 1)
 
     def find_hit(self, paths: Sequence[Path], max_tokens: int) -> Hit:
-        """The longest cached prefix, of at most so many tokens, of a sequence (its path in each group)."""
-        return self._finder.find(paths, max_tokens)
+        """The longest cached prefix, of at most so many tokens, of a sequence (its path in each group).
+
+        Each kind of layers accepts a length or shortens it, until all accept it:
+
+            full attention    ├──────────────────────┤          cached from the start
+            window            ├──┤      ├──────┤  ├──┤          needs its last blocks before the hit's end
+            state             │      │         │   │            needs the one block before it
+            hit               ├────────────────┤
+
+        Source: kv_cache_coordinator.py:HybridKVCacheCoordinator.find_longest_cache_hit.
+        """
+        if self.can_truncate:
+            size = self._sizes[0]
+            row = self.pool.find(paths[0], 0, 0, max_tokens // size)
+            if self.config.drops_last_hit_block:
+                del row[max(0, len(row) - 1) :]
+            return Hit(len(row) * size, (row,))
+        # The first kind of layers that was asked has the longest prefix.
+        num_tokens, longest = max_tokens, None
+        for groups in self._full:
+            num_tokens = self._find_full(paths, groups, num_tokens)
+            longest = num_tokens if longest is None else longest
+        previous = None
+        while num_tokens != previous:
+            previous = num_tokens
+            for groups in self._others.values():
+                num_tokens = self._find_end(paths, groups, num_tokens)
+                longest = num_tokens if longest is None else longest
+        shared_tokens, short_layers = 0, None
+        if longest is not None and longest > num_tokens:
+            shared_tokens = longest
+            ends = {kind: self._find_end(paths, groups, longest) for kind, groups in self._others.items()}
+            short_layers, _ = min(ends, key=lambda kind: ends[kind])
+        rows = (
+            self.pool.find(path, group, count_skipped_blocks(window, size, num_tokens), num_tokens // size)
+            for group, (path, window, size) in enumerate(zip(paths, self._windows, self._sizes, strict=True))
+        )
+        return Hit(num_tokens, tuple(rows), shared_tokens, short_layers)
+
+    def _find_full(self, paths: Sequence[Path], groups: Sequence[int], max_tokens: int) -> int:
+        """The longest prefix, of at most so many tokens, that these groups with full attention have."""
+        size = self._sizes[groups[0]]
+        end = max_tokens // size
+        num_tokens = min(len(self.pool.find(paths[group], group, 0, end)) for group in groups) * size
+        return num_tokens - num_tokens % self._alignment
+
+    def _find_end(self, paths: Sequence[Path], groups: Sequence[int], max_tokens: int) -> int:
+        """The longest prefix, of at most so many tokens, before whose end these groups have their window.
+
+        The start of a sequence is a hit even where it is shorter than the window.
+        """
+        first_group = groups[0]
+        size, window = self._sizes[first_group], self._windows[first_group]
+        assert window is not None
+        end = max_tokens // size
+        runs = self.pool.find_runs(paths[first_group], first_group, end)
+        for group in groups[1:]:
+            runs = _intersect(runs, self.pool.find_runs(paths[group], group, end))
+        num_tail_blocks = count_tail_blocks(window, size)
+        num_aligned = self._alignment // size
+        for first, last in reversed(runs):
+            aligned = last - last % num_aligned
+            if aligned > first and (aligned - first >= num_tail_blocks or first == 0):
+                return aligned * size
+        return 0
 
     def try_allocate(self, request: Request, num_new_tokens: int, hit: Hit | None, *, is_busy: bool) -> bool:
         """Take slots for a request's next tokens and cache the blocks they fill; False if blocks are short.
@@ -107,7 +172,7 @@ class KvCache:
         """
         if hit is None and self.has_slots(request, num_new_tokens):
             return True
-        if hit is None and not self._is_unitary:
+        if hit is None and not self.can_truncate:
             self.leave(request)
         if self.count_missing(request, num_new_tokens, hit, is_busy=is_busy) > 0:
             return False
@@ -138,7 +203,7 @@ class KvCache:
         if hit is None:
             parts = zip(request.tables, groups, strict=True)
             num_wanted = sum(group.count_new(table, num_slots) for table, group in parts)
-            if request.status is Status.LOADED and (num_wanted or not self._is_unitary):
+            if request.status is Status.LOADED and (num_wanted or not self.can_truncate):
                 # It took the loaded tokens' blocks only, and starts like any other. (LMCache's modes take
                 # all blocks at once, and want none here.)
                 if self.config.reserve_full_sequence:
@@ -163,9 +228,9 @@ class KvCache:
 
     def cache(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks of a request's first tokens findable."""
-        if self._is_unitary and num_tokens // self._block_size <= request.tables[0].num_full:
+        if self.can_truncate and num_tokens // self._block_size <= request.tables[0].num_full:
             return  # most tokens that are decoded fill no block
-        num_tokens -= num_tokens % self.config.hit_alignment
+        num_tokens -= num_tokens % self._alignment
         for table, group in zip(request.tables, self._groups, strict=True):
             group.cache(table, request, num_tokens)
         self._note_slots(request)
@@ -186,7 +251,7 @@ class KvCache:
         num_tokens = min(
             request.num_tokens - 1, *(table.num_full * group.block_size for table, group in parts)
         )
-        num_tokens -= num_tokens % self.config.hit_alignment
+        num_tokens -= num_tokens % self._alignment
         if num_tokens <= 0 or any(group.get_tail(table, num_tokens) is None for table, group in parts):
             return
         for table, group in parts:
@@ -214,7 +279,7 @@ class KvCache:
 
         False if in doubt.
         """
-        if not self._is_unitary:
+        if not self.can_truncate:
             return False
         table: BlockTable = request.tables[0]
         size = self._block_size
@@ -228,7 +293,7 @@ class KvCache:
     # Inside.
 
     def _note_slots(self, request: Request) -> None:
-        if self._is_unitary:
+        if self.can_truncate:
             table: BlockTable = request.tables[0]
             size = self._block_size
             request.slots_end = min(
@@ -239,7 +304,7 @@ class KvCache:
 
     def _count_lookahead(self, hit: Hit | None) -> int:
         """A drafter's slots; not while a request only loads. Full attention takes all its blocks at once."""
-        return 0 if hit is not None and hit.waits and not self._is_unitary else self._num_lookahead_tokens
+        return 0 if hit is not None and hit.waits and not self.can_truncate else self._num_lookahead_tokens
 
     def _make_groups(self, max_in_flight_tokens: int) -> list[AttentionGroup | StateGroup]:
         """The layer groups, with the checkpoints of first prompts.
@@ -275,3 +340,9 @@ class KvCache:
         if num_wanted <= self.pool.num_blocks:
             for group in self._groups:
                 group.keep_spares()
+
+
+def _intersect(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What two rising lists of runs have in common."""
+    common = ((max(p[0], q[0]), min(p[1], q[1])) for p in a for q in b)
+    return [run for run in common if run[0] < run[1]]

@@ -1,19 +1,17 @@
-"""A turn inside the simulated engine."""
+"""A turn inside the simulated engine, and what it hits."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from tenuto.core.requests.hints import Hints
 from tenuto.core.tier_order import Use
 from tenuto.core.types import ToolCall
 from tenuto.core.windows import Layers
-from tenuto.sim.kv.segments import Path, Row, Segment, Span
-
-BlockHash = tuple[Segment, int]
+from tenuto.sim.kv.pool import BlockHash, Path, Row, Span
 
 NO_HINTS = Hints()
 
@@ -29,57 +27,6 @@ class Status(Enum):
     RUNNING = auto()
     PREEMPTED = auto()
     FINISHED = auto()
-
-
-@dataclass(slots=True)
-class BlockTable:
-    """A request's blocks in one layer group, in the order of its tokens.
-
-    │ null … │ full …              │ blank … │
-    │        │ row                 │         │
-    └ behind its sliding window    └ not full, or not certain yet
-    """
-
-    num_nulls: int = 0
-    row: Row = field(default_factory=Row)
-    num_blanks: int = 0
-
-    @property
-    def num_full(self) -> int:
-        """Blocks up to the first blank one. All are cached, but for some of a sliding window's."""
-        return self.num_nulls + self.row.num_blocks
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks, null ones included."""
-        return self.num_nulls + self.row.num_blocks + self.num_blanks
-
-
-@dataclass(slots=True)
-class StateTable:
-    """A request's blocks in one layer group with recurrent states: most are null.
-
-    │ null … │ state │ null … │ state │     a new one for each step that ends in another block than the last
-    """
-
-    num_blocks: int = 0
-    """All blocks, null ones included."""
-    num_full: int = 0
-    """Blocks whose states are certain; some are cached."""
-    states: dict[int, Row] = field(default_factory=dict)
-    """The blocks that are not null, in rising order; the row is empty unless the block is cached."""
-    new_states: list[int] = field(default_factory=list)
-    """Those that were cached, and that no tier was told of yet."""
-
-    @property
-    def row(self) -> Row:
-        """The cached ones."""
-        return Row(part for row in self.states.values() for part in row.ranges)
-
-    @property
-    def num_blanks(self) -> int:
-        """Those that are not cached."""
-        return sum(not row for row in self.states.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -179,6 +126,29 @@ class Request:
     def max_tokens(self) -> int:
         """Output tokens in the end."""
         return self.output[1]
+
+
+class Hit(NamedTuple):
+    """The longest cached prefix of a request, and what a tier has behind it."""
+
+    num_tokens: int
+    rows: tuple[Row, ...]
+    """Its blocks in each layer group; in a sliding window only those that the window still sees."""
+    shared_tokens: int = 0
+    """Where the prompt leaves what a layer group has cached, if that is behind the hit; else 0."""
+    short_layers: Layers = None
+    """Then the sliding window or state that has the least of it."""
+    num_loaded_tokens: int = 0
+    """Tokens behind it that come from a tier."""
+    waits: bool = False
+    """Whether the request waits for them; its blocks are cached when they are there."""
+    num_reserved_blocks: int = 0
+    """Then free blocks that it leaves to others."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return self.num_tokens + self.num_loaded_tokens
 
 
 class BlockHashes(Sequence[BlockHash]):

@@ -21,7 +21,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.stats import Histogram
 from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.engine.step import Step
+from tenuto.sim.engine.state import Step
 from tenuto.sim.event_loop import EventLoop, SteppedEngine
 from tenuto.sim.kv.request import Request, Status
 

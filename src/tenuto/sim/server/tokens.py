@@ -11,7 +11,7 @@ text has equal ids, and an answer that a client sends back has the same tokens a
 
 A text begins where its tokens first differ from all other texts. A sequence is a list of spans; each span
 is the beginning of one text. Two sequences share texts exactly as far as their tokens are equal. A text
-lives as long as the engine refers to its content (`tenuto.sim.kv.segments`).
+lives as long as the engine refers to its content (`tenuto.sim.kv.pool`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 from zlib import crc32
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.kv.segments import Span
+from tenuto.sim.kv.pool import Span
 
 TokenIds: TypeAlias = "array[int]"
 """Unsigned 32-bit ids, type code "I"."""

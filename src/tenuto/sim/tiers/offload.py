@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from tenuto.core.tier_order import Use
 from tenuto.core.types import LoadOffer, Turn
 from tenuto.sim.kv.kv_cache import KvCache
+from tenuto.sim.kv.pool import Row, Segment, skip_to
 from tenuto.sim.kv.request import Request, Status
-from tenuto.sim.kv.segments import Row, Segment, skip_to
 from tenuto.sim.tiers.grouped_offload import GroupedOffloader
 from tenuto.sim.tiers.offloader import Offload, Offloader
 from tenuto.sim.tiers.tier import OffloadTiers

@@ -13,8 +13,8 @@ from typing import Literal
 from tenuto.core.driver import Driver
 from tenuto.core.tier_order import Use
 from tenuto.core.types import LoadOffer, TierView, Turn
+from tenuto.sim.kv.pool import Row
 from tenuto.sim.kv.request import Request
-from tenuto.sim.kv.segments import Row
 from tenuto.sim.tiers.tier import NOBODY, Tier
 
 Offload = Literal["sync", "serial", "async", "asked"]
