@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from tenuto.core.requests.hints import Hints
 from tenuto.workload.generators.ab8 import ab8_jobs
 from tenuto.workload.hints import SayHints
-from tenuto.workload.scaling import scale_lengths
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec, Workload
+from tenuto.workload.transform import scale_lengths
 
 YEAR_S = 365 * 86_400.0
 

@@ -20,7 +20,7 @@ from experiments.benchmarks.light_server import serve
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.records.files import RunFiles
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 
 
 def run(url: str, args: argparse.Namespace) -> dict[str, Any]:

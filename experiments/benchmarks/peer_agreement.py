@@ -37,7 +37,7 @@ from tenuto.client.http.request import RequestWriter
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.records.files import RunFiles
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 from tenuto.workload.schema import Workload
 
 TTFT_S, TPOT_S = 0.25, 0.02

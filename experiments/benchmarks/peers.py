@@ -36,7 +36,7 @@ from tenuto.sim.machine import build
 from tenuto.sim.run import truncate_to_fit
 from tenuto.sim.setup import Setup
 from tenuto.workload import load_workload
-from tenuto.workload.convert.write import FORMATS, write_trace
+from tenuto.workload.convert import FORMATS, write_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 AISIMULATE_CONFIG = """\

@@ -33,7 +33,7 @@ from tenuto.client.ab.verdict import estimate_ratio
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.records.files import RunFiles
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 
 TTFT_S, TPOT_S = 0.25, 0.02
 LIMIT = 0.05

@@ -13,7 +13,7 @@ from typing import Any
 
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import Cell
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 RIVALS = ("stock", "autellix", "infercept", "continuum", "tenuto")
 QUICK_RIVALS = ("stock", "continuum", "tenuto")

@@ -42,7 +42,7 @@ from tenuto.sim.cost import fit_step_cost, read_observations
 from tenuto.sim.cost.fitted import format_fit, get_errors
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
 BLOCK_SIZE = 32

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from experiments.results.mixed import make_mixed
 from experiments.results.row import ROOT, Row
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 WEKA = ROOT.parent / "shared" / "traces" / "weka"
 AB8_LOADS = {"A100-40": (1, 3), "L40S": (1, 3), "H100": (1, 3, 6, 15), "H200": (3, 6, 15)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from experiments.results.row import Row
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from experiments.results.settings import Step
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 OURS = ("tenuto", "experiments.results.ablation:")
 ROOT = Path(__file__).parents[2]

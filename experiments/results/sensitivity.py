@@ -8,12 +8,12 @@ from pathlib import Path
 
 from experiments.results.row import OUT, Row
 from tenuto.sim.setup import Setup
-from tenuto.workload.arrivals import arrival_times, within
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.generators.agent import agent_jobs
 from tenuto.workload.generators.swe_bench import SWE_BENCH
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Job
+from tenuto.workload.transform import arrival_times, within
 
 
 def make_sensitivity() -> Iterable[Row]:

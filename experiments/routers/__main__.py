@@ -41,7 +41,7 @@ from experiments.routers.processes import (
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.records.files import RunFiles
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 
 IDS_FROM_HEADERS = {"program_scheduling_enable_key": "auto"}
 """Makes vllm-router read programs from headers too; otherwise only from `vllm_xargs.agentic_context`."""

@@ -35,7 +35,7 @@ from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.client.servers.local_server import LocalServer, run_server
 from tenuto.records.files import RunFiles
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 
 DASHBOARDS = ROOT / "dashboards"
 SCRAPES = 3

@@ -26,7 +26,7 @@ from experiments.routers.processes import ENGINE, get_free_port, run_engine
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.records.files import RunFiles
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 
 RAYS_OWN = "power-of-two-of-ray"
 

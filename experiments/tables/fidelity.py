@@ -19,7 +19,7 @@ from typing import Any
 from tenuto.sim.cost import batch as step_batch
 from tenuto.sim.run import get_versions, run
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 PUBLISHED = {
     json.loads(path.read_text(encoding="utf-8"))["gpu"]: path

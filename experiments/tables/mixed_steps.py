@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 LOADS = {
     "ab8": LoadOptions(jps=3),

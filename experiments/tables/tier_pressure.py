@@ -18,7 +18,7 @@ from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import Outcome, run
 from tenuto.sim.setup import Setup
 from tenuto.sim.tiers.offloader import Offload
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 GIB = 2**30
 TOKEN_BYTES = 131_072

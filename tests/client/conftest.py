@@ -17,7 +17,7 @@ from tenuto.client.load import runner as load_module
 from tenuto.client.load.options import BenchOptions
 from tenuto.records.files import METRICS, TURNS, RunFiles
 from tenuto.workload import Workload
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 from tests.client.fake_server import FakeServer
 
 SYSTEM_TOKENS, TASK_TOKENS, TOOL_TOKENS, OUTPUT_TOKENS = 40, 30, 50, 6

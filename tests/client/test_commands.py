@@ -16,7 +16,7 @@ from tenuto.client.load import commands as commands_module
 from tenuto.client.load.commands import CommandRecord, CommandRunner, check_commands
 from tenuto.client.load.options import BenchOptions
 from tenuto.core.errors import ConfigError
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 from tenuto.workload.turn_driver import TurnDriver
 from tests.client.conftest import Ran, read_lines

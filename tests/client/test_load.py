@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tenuto.client.load.runner import get_pause_s
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 from tests.client.conftest import GAP_S, OUTPUT_TOKENS, SYSTEM_TOKENS, TOOL_S, Ran
 from tests.client.fake_server import BLOCK_SIZE, FakeServer, Reply, Request
 

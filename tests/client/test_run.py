@@ -22,7 +22,7 @@ from tenuto.client.load.run import run_bench
 from tenuto.core.errors import ConfigError
 from tenuto.records.files import RunFiles
 from tenuto.records.schema import RunRecord
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 from tests.client.conftest import Ran, read_lines
 from tests.client.fake_server import FakeServer, Reply, Request, serving
 

@@ -137,7 +137,7 @@ def test_other_failures_leave_the_server_in() -> None:
 def test_bench_routes_over_several_servers(trace: Any, tmp_path: Any) -> None:
     from tenuto.client.load.run import measure
     from tenuto.records.files import RunFiles
-    from tenuto.workload.load_options import LoadOptions, make_workload
+    from tenuto.workload.load import LoadOptions, make_workload
 
     async def bench() -> tuple[dict[str, Any], list[FakeServer]]:
         load = LoadOptions(workload=str(trace))

@@ -13,7 +13,7 @@ from experiments.figures.figures import FIGURES, Figure
 from experiments.figures.points import make_points
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 
 @pytest.mark.parametrize("name", FIGURES)

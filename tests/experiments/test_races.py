@@ -30,8 +30,7 @@ from experiments.results.settings import BOUND, OURS, STEPS, Setting, group
 from experiments.results.verdicts import get_one_setting, judge
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
-from tenuto.workload.load import GENERATORS
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import GENERATORS, LoadOptions
 
 SEEDS = (42, 1, 2)
 

@@ -17,7 +17,7 @@ from tenuto.core.presets import PRESETS
 from tenuto.policies.tenuto import Tenuto
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 ROWS = [Row(f"H100, {jps}/s", Setup(), LoadOptions(jps=jps), "H100", f"{jps}/s") for jps in (1, 2)]
 

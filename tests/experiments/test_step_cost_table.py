@@ -12,7 +12,7 @@ from experiments.results.rows import RACES, TABLES
 from experiments.results.settings import STEPS, group
 from experiments.results.step_costs import RIVALS, get_title, make_step_costs
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 STATS = dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"), 1.0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.benchmarks.vllm_bench_agreement import compare, format_rows, write_trace
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 
 
 def test_our_client_reads_the_trace_as_it_was_written(tmp_path: Path) -> None:

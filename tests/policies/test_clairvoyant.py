@@ -13,7 +13,7 @@ from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
 from tenuto.workload import schema
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 from tests.policies.simulated import (
     PrefillSteps,
     count_recomputed,

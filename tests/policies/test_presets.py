@@ -9,7 +9,7 @@ from tenuto.core.presets import PRESETS, EngineSettings
 from tenuto.sim.machine import build
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Job
 from tests.policies.simulated import PrefillSteps, get_ends_s, make_job, simulate
 

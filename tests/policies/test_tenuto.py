@@ -30,7 +30,7 @@ from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import Job as JobSpec
 from tenuto.workload.hints import say_nothing
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 from tenuto.workload.schema import Span, TurnSpec, Workload
 
 IDLE = EngineView(100.0, 16, 1000, 900, 1, 0, 8192)

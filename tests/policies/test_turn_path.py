@@ -17,7 +17,7 @@ import tenuto
 from tenuto.core.driver import Driver
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 ROOT = Path(tenuto.__file__).parent
 ROOMS = tuple(str(ROOT / room) for room in ("core", "policies", "estimators"))

@@ -30,8 +30,8 @@ from tenuto.records.schema import (
 )
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
-from tenuto.workload.formats.hash_ids import read_hash_ids
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.formats.rows import read_hash_ids
+from tenuto.workload.load import LoadOptions
 from tests.support.records import get_full_value, objects_of
 
 LEFT_OUT = {"engine", "fleet"}

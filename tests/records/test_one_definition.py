@@ -10,8 +10,8 @@ from tenuto.core.reuse import count_reusable_tokens
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation
-from tenuto.workload import reuse
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload import schema
+from tenuto.workload.load import LoadOptions, make_workload
 
 SETUP = Setup(gpu="L40S", policy="continuum-fixed", step_cost="roofline", kv_tokens=20_000)
 LOAD = LoadOptions(workload="ab8", jps=2, window_s=6, scale_lengths=0.2)
@@ -47,7 +47,7 @@ def test_the_driver_and_the_records_agree() -> None:
     ids=["without blocks", "without the -1"],
 )
 def test_a_planted_definition_is_told(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse, "count_reusable_tokens", planted)
+    monkeypatch.setattr(schema, "count_reusable_tokens", planted)
     counted, recorded = run()
     assert counted["hit"] == recorded["hit"]
     assert counted["reusable"] != recorded["reusable"]

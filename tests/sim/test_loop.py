@@ -17,7 +17,7 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import load_workload
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 from tenuto.workload.turn_driver import USER_GAP_S
 from tests.support.processes import run_under_hash_seeds
@@ -126,7 +126,7 @@ import json
 from dataclasses import asdict
 from tests.sim.test_loop import LinearSteps, simulate
 from tenuto.workload import load_workload
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 from tenuto.workload.turn_driver import USER_GAP_S
 jobs = load_workload("swe-bench", jps=2, window_s=5).jobs
 print(json.dumps([asdict(r) for r in simulate(jobs, LinearSteps(), policy="continuum-fixed")]))

@@ -13,7 +13,7 @@ from tenuto.records.load import load_file
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 LOAD = LoadOptions(jps=1.5, window_s=6)
 

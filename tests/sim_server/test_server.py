@@ -31,7 +31,7 @@ from tenuto.sim.machine import build
 from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 from tenuto.workload.schema import Job, Workload
 from tests.sim_server.live import Live, serve
 

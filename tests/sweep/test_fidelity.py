@@ -12,7 +12,7 @@ import pytest
 from tenuto.sim.cost.tables import AICONFIGURATOR_VERSION, installed_version
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.run import Occupancy, run, truncate_to_fit, write_run
 from tenuto.sim.setup import Setup
 from tenuto.workload import Job, Workload
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 from tenuto.workload.schema import After, Span, TurnSpec
 from tests.support.processes import run_under_hash_seeds
 

@@ -19,7 +19,7 @@ from tenuto.client.servers.local_server import LocalServer
 from tenuto.client.verify import verify
 from tenuto.client.verify_text import format_verdict
 from tenuto.records.files import RunFiles
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 from tests.vllm_router.conftest import Start
 
 HASH = ("--policy", "consistent_hash")

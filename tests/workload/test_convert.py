@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from tenuto.cli import main
 from tenuto.core.errors import ConfigError
-from tenuto.workload.convert import write as write_module
-from tenuto.workload.convert.losses import find_losses
-from tenuto.workload.convert.write import FORMATS, write_trace
-from tenuto.workload.formats.hash_ids import BlockIds, HashedPrompt, make_prompts
+from tenuto.workload.convert import FORMATS, find_losses, write_trace
+from tenuto.workload.formats.rows import BlockIds, HashedPrompt, make_prompts
 from tenuto.workload.load import load_workload
 from tenuto.workload.schema import After, Job, Span, TurnSpec, count_shared_tokens
 from tests.workload.test_workload_tenuto_jsonl import workloads
@@ -214,7 +212,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(row):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write_module, "dump_json", fail)
+    monkeypatch.setattr("tenuto.workload.convert.dump_json", fail)
     for name in ("x.jsonl", "x.jsonl.gz"):
         with pytest.raises(ConfigError, match="No space left"):
             write_trace(tmp_path / name, make_jobs(), FORMATS["tenuto"], 64)

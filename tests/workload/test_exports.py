@@ -22,8 +22,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.workload.convert.losses import find_losses
-from tenuto.workload.convert.write import FORMATS, write_trace
+from tenuto.workload.convert import FORMATS, find_losses, write_trace
 from tenuto.workload.load import load_workload, read_trace
 from tenuto.workload.schema import After, Job, Span, TurnSpec
 

@@ -9,9 +9,8 @@ from itertools import islice, pairwise
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.workload.arrivals import arrival_times, reassign_arrivals, within
-from tenuto.workload.scaling import scale_lengths, scale_rate
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload, count_shared_tokens
+from tenuto.workload.transform import arrival_times, reassign_arrivals, scale_lengths, scale_rate, within
 
 
 def gaps_s(process, jps=4.0, number=20_000):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.records.files import read_objects
-from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.formats.mooncake import read_mooncake
+from tenuto.workload.formats.rows import HashedPrompt, make_prompts
 from tenuto.workload.load import load_workload
 from tenuto.workload.schema import count_shared_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tenuto.cli.command import Command, Part, needing
 from tenuto.cli.options import Given
 from tenuto.client.load.options import BenchOptions, SweepOptions
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 _SUMMARY = """\
 Run agent jobs against any OpenAI-compatible server and measure them.

@@ -21,7 +21,7 @@ from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import Cell, check_cells, make_grid, read_results
 from tenuto.sim.sweep.split import make_arms
-from tenuto.workload.load_options import JPS_HELP, LoadOptions
+from tenuto.workload.load import JPS_HELP, LoadOptions
 
 _SUMMARY = """\
 Simulate every GPU with every policy, load and seed, on all cores, and mark the lowest mean of each cell.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
-from tenuto.workload.convert.options import ConvertOptions
+from tenuto.workload.convert import ConvertOptions
 
 _SUMMARY = """\
 Change a trace's format, or import agents' logs as a workload.
@@ -29,7 +29,7 @@ with messages). What was written is read again and compared, to find what was lo
 
 def run(given: Given) -> int:
     """Convert a file."""
-    from tenuto.workload.convert.run import run_convert
+    from tenuto.workload.convert import run_convert
 
     return run_convert(given.read(ConvertOptions))
 

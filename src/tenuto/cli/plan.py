@@ -23,7 +23,7 @@ from tenuto.sim.sweep.plan import NUM_CHANGES, Effect, Plan, drop_too_small, get
 from tenuto.sim.sweep.plan_text import format_effects, format_meaning, format_plans, name_gpu, name_policy
 from tenuto.sim.sweep.point import SeedRunner
 from tenuto.sim.sweep.target import Target
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 _SUMMARY = """\
 Find the fewest GPUs, of which kind and with which policy, that keep the P95 job time within a target.

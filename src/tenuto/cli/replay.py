@@ -11,7 +11,7 @@ from tenuto.cli.options import Given
 from tenuto.client.load.options import BenchOptions
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option, parse_policy_options
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 _SUMMARY = """\
 Run a recording against a server again: the same jobs, arrivals, tool times and prompt lengths.

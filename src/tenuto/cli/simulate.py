@@ -15,7 +15,7 @@ from tenuto.core.policy_loader import load_policy
 from tenuto.core.settings import Options, option
 from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 _SUMMARY = """\
 Run one workload on one simulated GPU: vLLM's scheduler decision by decision, GPU time from measured tables.

@@ -15,7 +15,7 @@ from tenuto.core.types import ToolCall
 from tenuto.proxy.asked import are_ids
 from tenuto.proxy.exchange import Exchange
 from tenuto.records.codec import MAX_TOKENS
-from tenuto.workload.formats.messages import cut_text, find_tool, read_text, write_call, write_piece
+from tenuto.workload.formats.conversations import cut_text, find_tool, read_text, write_call, write_piece
 
 
 class UnreadableAnswer(ValueError):

@@ -11,7 +11,7 @@ from tenuto.core.requests.hints import Hints
 from tenuto.core.requests.identity import read_hints
 from tenuto.proxy.exchange import Exchange
 from tenuto.records.codec import MAX_TOKENS
-from tenuto.workload.formats.messages import cut_text, read_text, write_call, write_message, write_piece
+from tenuto.workload.formats.conversations import cut_text, read_text, write_call, write_message, write_piece
 
 _CHAT_TOKENIZE = (
     "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",

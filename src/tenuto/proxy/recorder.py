@@ -23,7 +23,7 @@ from tenuto.proxy.options import RecordOptions
 from tenuto.proxy.sessions import Sessions
 from tenuto.proxy.tokens import Tokenizer
 from tenuto.proxy.turn import TurnWriter
-from tenuto.workload.formats.content import Contents, Hasher
+from tenuto.workload.formats.conversations import Contents, Hasher
 
 MAX_WAITING_BYTES = 2**29
 """Largest size of the exchanges that wait to be written. Exchanges above this limit are lost and counted."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tenuto.core.requests.lineage import Lineage
-from tenuto.workload.formats.content import BLOCK_TOKENS, Pieces
+from tenuto.workload.formats.conversations import BLOCK_TOKENS, Pieces
 
 MAX_JOBS = 100_000
 """Number of jobs remembered between turns; the oldest are forgotten first."""

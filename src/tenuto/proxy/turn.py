@@ -11,8 +11,15 @@ from tenuto.proxy.asked import Asked
 from tenuto.proxy.exchange import Exchange
 from tenuto.proxy.sessions import Lane, Sessions
 from tenuto.proxy.tokens import Tokenizer
-from tenuto.workload.formats.content import BLOCK_TOKENS, TOKENS_START, Contents, Hasher, Pieces
-from tenuto.workload.formats.messages import CHARS_PER_TOKEN, get_plain_tool
+from tenuto.workload.formats.conversations import (
+    BLOCK_TOKENS,
+    CHARS_PER_TOKEN,
+    TOKENS_START,
+    Contents,
+    Hasher,
+    Pieces,
+    get_plain_tool,
+)
 from tenuto.workload.schema import Prompt, Span
 
 

@@ -30,7 +30,7 @@ from tenuto.sim.simulation import Clients, Simulation, Watch
 from tenuto.sim.step_trace import StepTracer
 from tenuto.workload import Workload
 from tenuto.workload.hints import HINTS
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 from tenuto.workload.schema import Job, Span, count_shared_tokens
 
 

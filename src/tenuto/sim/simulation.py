@@ -23,10 +23,8 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
 from tenuto.sim.event_loop import EventLoop, SteppedEngine
 from tenuto.sim.kv.request import Request, Status
-from tenuto.workload.arrival import get_turn_id
-from tenuto.workload.hints import SayHints, say_last
-from tenuto.workload.reuse import count_reusable
-from tenuto.workload.schema import Workload
+from tenuto.workload.hints import SayHints, get_turn_id, say_last
+from tenuto.workload.schema import Workload, count_reusable
 from tenuto.workload.turn_driver import Due, TurnDriver
 
 Watch = Callable[[float, Scheduler], None]

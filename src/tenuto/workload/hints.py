@@ -1,6 +1,6 @@
-"""What clients say about their jobs: one table for the simulated clients and for the bench.
+"""What clients say about their jobs: the same for the simulated clients and for the bench.
 
-Each choice says all that the one before it says, and one thing more:
+Of the hints, each choice says all that the one before it says, and one thing more:
 
     none → job (its id, its tenant) → last (is this turn its last?) → tool (the tool's name) → tool-time
 
@@ -16,7 +16,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from tenuto.core.requests.hints import Hints
+from tenuto.core.routing.router import NO_TOKENS, Arrival, Part
 from tenuto.workload.schema import Job
+from tenuto.workload.turn_driver import Due
 
 WRONG_BY = 10.0
 """The times that `wrong` says are this factor too long on even turns, and too short on odd ones."""
@@ -66,3 +68,25 @@ HINTS: Mapping[str, SayHints] = MappingProxyType(
         "wrong": say_wrong_tool_time,
     }
 )
+
+
+def get_turn_id(due: Due) -> str:
+    """What the router calls a turn."""
+    return f"{due.job.job_id}/{due.turn}"
+
+
+def make_arrival(
+    due: Due, hints: Hints, *, needs_prompt: bool, cached_tokens: Mapping[str, int] = NO_TOKENS
+) -> Arrival:
+    """A turn as its client sends it. Without an id it can be known by its prompt only."""
+    job, index, _ = due
+    turn = job.turns[index]
+    return Arrival(
+        turn_id=get_turn_id(due),
+        job_id=hints.job_id,
+        num_prompt_tokens=turn.num_prompt_tokens,
+        parts=tuple(Part(*span) for span in turn.prompt) if needs_prompt or hints.job_id is None else (),
+        parent=job.parent if hints.job_id is not None else None,
+        tenant=hints.tenant,
+        cached_tokens=cached_tokens,
+    )

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from tenuto.core.errors import ConfigError, DataError
+from tenuto.core.reuse import count_computed_tokens, count_reusable_tokens
 
 Loop = Literal["closed", "open"]
 Event = Literal["sent", "finished"]
@@ -177,6 +178,25 @@ def find_roots(name: str, jobs: Sequence[Job]) -> dict[str, str]:
             job_id = parent
         roots.update(dict.fromkeys(chain, roots.get(job_id, job_id)))
     return roots
+
+
+def count_reusable(
+    before: TurnSpec | None, turn: TurnSpec, block_size: int, *, quotes_answers: bool = True
+) -> int:
+    """Reusable tokens as `tenuto.core.reuse` defines them.
+
+    `before`: the job's turn that had finished last when this one was sent; None if none had. Without
+    `quotes_answers` the prompt does not hold what the engine answered there.
+    """
+    if before is None:
+        return 0
+    computed = (*before.prompt, before.output) if quotes_answers else before.prompt
+    return count_reusable_tokens(
+        count_shared_tokens(computed, turn.prompt),
+        count_computed_tokens(before.num_prompt_tokens, before.num_output_tokens),
+        turn.num_prompt_tokens,
+        block_size,
+    )
 
 
 def _check_seconds(what: str, value: float) -> None:

@@ -14,7 +14,7 @@ from tenuto.records.trace import TraceWriter
 from tenuto.report.diagnosis.run import analyze, write_timestamps
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 from tests.report.diagnosis.conftest import TraceFile
 
 

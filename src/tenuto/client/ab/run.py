@@ -36,7 +36,7 @@ from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.messages import redact
 from tenuto.records.files import RunFiles
 from tenuto.records.text import write_csv
-from tenuto.workload.load_options import make_workload
+from tenuto.workload.load import make_workload
 
 _UNLIKE = ("url", "engine_urls", "api_key", "out", "as_json", "policy", "run_id", "csv")
 """Options of bench that do not define the comparison, or that differ between runs."""

@@ -25,8 +25,7 @@ from tenuto.records import metrics as records
 from tenuto.records.metrics import get_percentile
 from tenuto.records.schema import Failure, RunRecord, Stats, Status, TurnCounts, TurnRecord
 from tenuto.records.text import format_run, format_stats
-from tenuto.workload.reuse import count_reusable
-from tenuto.workload.schema import TurnSpec, Workload
+from tenuto.workload.schema import TurnSpec, Workload, count_reusable
 from tenuto.workload.turn_driver import Due
 
 

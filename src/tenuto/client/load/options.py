@@ -9,7 +9,7 @@ from typing import Literal
 from tenuto.client.http.address import check_api_key, check_engine_urls, check_url, get_base_url
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
-from tenuto.workload.load_options import JPS_HELP, LoadOptions
+from tenuto.workload.load import JPS_HELP, LoadOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ from tenuto.records.metrics import parse_limits
 from tenuto.records.schema import TurnRecord, get_config
 from tenuto.records.text import write_csv
 from tenuto.workload.hints import HINTS
-from tenuto.workload.load_options import make_workload
+from tenuto.workload.load import make_workload
 from tenuto.workload.schema import Workload
 from tenuto.workload.turn_driver import TurnDriver
 

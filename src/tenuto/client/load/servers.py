@@ -15,8 +15,7 @@ from tenuto.client.http.client import Client, RequestFailed
 from tenuto.client.http.stream import Answer
 from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
 from tenuto.core.routing.router import EngineInfo, Sending, load_router
-from tenuto.workload.arrival import get_turn_id, make_arrival
-from tenuto.workload.hints import SayHints
+from tenuto.workload.hints import SayHints, get_turn_id, make_arrival
 from tenuto.workload.turn_driver import Due
 
 AWAY_S = 10.0

@@ -16,7 +16,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.records.files import RESULT, RunFiles, read_first
 from tenuto.records.schema import get_config
 from tenuto.records.text import format_time_s, is_overloaded, write_csv
-from tenuto.workload.load_options import make_workload
+from tenuto.workload.load import make_workload
 
 RESULTS = "results.jsonl"
 Result = dict[str, Any]

@@ -18,7 +18,7 @@ from tenuto.report.html.compare import sort_loads
 from tenuto.report.html.records import AbRun, Run, shorten
 from tenuto.report.html.words import count, format_seconds
 from tenuto.sim.setup import Setup
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 MAX_COMMANDS = 12
 MAX_RUNS = 500

@@ -19,7 +19,7 @@ from tenuto.sim.event_loop import SteppedEngine
 from tenuto.sim.fleet.options import Fault
 from tenuto.sim.kv.pool import Path
 from tenuto.sim.simulation import LiveTurn, Simulation
-from tenuto.workload.arrival import make_arrival
+from tenuto.workload.hints import make_arrival
 from tenuto.workload.schema import TurnSpec
 
 MakeEngine = Callable[[str, str, float], tuple[SteppedEngine, EngineInfo]]

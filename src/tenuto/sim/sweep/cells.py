@@ -21,7 +21,7 @@ from tenuto.sim.machine import build
 from tenuto.sim.run import NO_EXTRAS, Extras, run
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.at_once import open_processes
-from tenuto.workload.load_options import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions, make_workload
 
 RESULTS = "results.jsonl"
 

@@ -32,7 +32,7 @@ from tenuto.sim.sweep.at_once import each_at_once
 from tenuto.sim.sweep.point import QUICK, Measure, Point, is_clear, measure_jobs, measure_point
 from tenuto.sim.sweep.steady import NUM_SAMPLED, make_long_workload
 from tenuto.sim.sweep.target import Target
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Span, count_shared_tokens
 
 

@@ -19,7 +19,7 @@ from tenuto.sim.sweep.at_once import open_processes
 from tenuto.sim.sweep.settling import VERDICTS, Verdict
 from tenuto.sim.sweep.steady import Steady, Tell, get_p95, simulate_until_steady
 from tenuto.sim.sweep.target import Target
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 QUICK, PRECISE = 300, 600
 """Fewest jobs for each seed: while searching; and for answers, and where the seeds leave a doubt."""

@@ -20,7 +20,7 @@ from tenuto.records.metrics import get_geometric_mean
 from tenuto.sim.machine import get_max_num_batched_tokens
 from tenuto.sim.setup import Setup
 from tenuto.sim.sweep.cells import Cell
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 STOCK = "stock"
 STEP_SIZES = (256, 512, 1024, 2048)

@@ -18,9 +18,8 @@ from tenuto.sim.simulation import Simulation
 from tenuto.sim.sweep.settling import COHORT, STRETCH, Look, Settling, Verdict, are_done, look
 from tenuto.sim.sweep.target import Target
 from tenuto.workload import LoadOptions, Workload, make_workload
-from tenuto.workload.arrivals import arrival_times, reassign_arrivals, within
 from tenuto.workload.load import GENERATORS
-from tenuto.workload.repeat import repeat_jobs
+from tenuto.workload.transform import arrival_times, reassign_arrivals, repeat_jobs, within
 
 FIRST_LOOK = 12
 """A machine is looked at first after so many times the time of a job alone."""

@@ -29,9 +29,16 @@ from dataclasses import dataclass
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import Fields
-from tenuto.workload.formats.hash_ids import BlockIds, HashedPrompt, make_prompts
 from tenuto.workload.formats.mooncake import read_hashed_prompt
-from tenuto.workload.formats.rows import get_model, get_sent_times, read_model, to_ms
+from tenuto.workload.formats.rows import (
+    BlockIds,
+    HashedPrompt,
+    get_model,
+    get_sent_times,
+    make_prompts,
+    read_model,
+    to_ms,
+)
 from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
 
 SCHEMA = "dynamo.agentic_mooncake"

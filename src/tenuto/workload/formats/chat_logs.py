@@ -15,14 +15,13 @@ long answers took is not in such logs, so the time between two requests counts a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
 from tenuto.records.codec import Fields
-from tenuto.workload.formats.conversations import JobMaker, Said
-from tenuto.workload.formats.messages import write_message
+from tenuto.workload.formats.conversations import JobMaker, Said, write_message
 from tenuto.workload.schema import Job
 
 _SESSIONS = ("session_id", "session", "conversation_id", "user_session")
@@ -31,14 +30,9 @@ _MILLISECONDS = 1e11
 """Larger numbers are milliseconds since 1970; as seconds, it is the year 5138."""
 
 
-@dataclass(slots=True)
-class _Conversation:
-    turns: list[Said] = field(default_factory=list)
-
-
 def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
     """The jobs in the order of their first rows. Raises DataError naming file, line and field."""
-    conversations: dict[str, _Conversation] = {}
+    conversations: dict[str, list[Said]] = {}
     by_prompt: dict[tuple[str, ...], str] = {}
     for record in records:
         pieces = _read_pieces(record)
@@ -52,15 +46,14 @@ def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
             name = next((each for each in ends if each is not None), None)
         if name is None:
             name = f"chat-{len(conversations)}"
-        conversation = conversations.setdefault(name, _Conversation())
-        _add_row(conversation, messages, pieces, answer, usage, sent_s)
+        _add_row(conversations.setdefault(name, []), messages, pieces, answer, usage, sent_s)
         if not is_whole:
             by_prompt[pieces] = name
     return _make_jobs(conversations)
 
 
 def _add_row(
-    conversation: _Conversation,
+    turns: list[Said],
     messages: list[dict[str, Any]],
     pieces: tuple[str, ...],
     answer: Mapping[str, Any] | None,
@@ -69,28 +62,27 @@ def _add_row(
 ) -> None:
     """The answers that a row holds, but for those that an earlier row held or asked for."""
     shift = len(pieces) - len(messages)
-    known = {turn.prompt: index for index, turn in enumerate(conversation.turns)}
+    known = {turn.prompt: index for index, turn in enumerate(turns)}
     for index, message in enumerate(messages):
         if message.get("role") != "assistant" or index + shift == 0:
             continue
         prompt = pieces[: index + shift]
         if prompt in known:
-            turn = conversation.turns[known[prompt]]
+            turn = turns[known[prompt]]
             if turn.message is None:
-                conversation.turns[known[prompt]] = replace(turn, message=message)
+                turns[known[prompt]] = replace(turn, message=message)
         else:
-            conversation.turns.append(Said(prompt, message, {}))
+            turns.append(Said(prompt, message, {}))
     if messages[-1].get("role") != "assistant" or answer is not None:
-        conversation.turns.append(Said(pieces, answer, usage, sent_s))
+        turns.append(Said(pieces, answer, usage, sent_s))
 
 
-def _make_jobs(conversations: Mapping[str, _Conversation]) -> list[Job]:
-    times = [turn.sent_s for each in conversations.values() for turn in each.turns if turn.sent_s is not None]
+def _make_jobs(conversations: Mapping[str, list[Said]]) -> list[Job]:
+    times = [turn.sent_s for turns in conversations.values() for turn in turns if turn.sent_s is not None]
     start_s = min(times, default=0.0)
     maker = JobMaker()
     jobs = []
-    for name, conversation in conversations.items():
-        turns = conversation.turns
+    for name, turns in conversations.items():
         for index, (turn, following) in enumerate(list(pairwise(turns))):
             if turn.sent_s is not None and following.sent_s is not None:
                 turns[index] = replace(turn, tool_s=max(0.0, following.sent_s - turn.sent_s))

@@ -1,23 +1,55 @@
-"""Makes jobs from conversations with text. The readers of agents' own logs share this code.
+"""Makes jobs from conversations with text: agents' own logs, and the traffic that `tenuto record` sees.
 
 Only these facts about the text are kept: lengths, which beginnings are alike, and the tools called. If a log
 has no token counts, 4 characters count as one token, and the turn's `extra` says so.
+
+A prompt is a sequence of pieces: blocks of 16 tokens if token ids are known, otherwise messages. A message is
+normalised: role, text and tool calls, without anything that clients add or drop when they send an answer
+back. So the next prompt of a conversation begins with the pieces of this one, followed by the pieces of its
+answer. The hash of a piece covers everything before it, like the block hash of a KV cache. It is keyed with
+the salt, so a guess of the text cannot be checked without the salt.
+
+    turn 1   pieces a b c      →  [c 400]                            answer  [out1 20]
+    turn 2   pieces a b c d e  →  [c 400][out1 20][e 112]            d is the answer
+    another  pieces a b x      →  [c 290][x 85]                      alike up to b, then not
+
+A beginning that was seen before keeps its spans. The rest becomes one new span, named by its last hash.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
+from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
+from tenuto.core.requests.tool_calls import find_tool_call
+from tenuto.core.types import ToolCall
 from tenuto.records.codec import MAX_TOKENS
-from tenuto.workload.formats.content import Contents, Hasher
-from tenuto.workload.formats.messages import CHARS_PER_TOKEN, find_tool, get_calls, read_text, write_message
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
 GUESSED = "guessed_lengths"
 """Key in a turn's `extra`, true where lengths were guessed from text."""
+BLOCK_TOKENS = 16
+"""Tokens per piece, where they are known: vLLM's smallest block, so that any of its caches can be told."""
+TOKENS_START, TEXTS_START = b"tokens", b"texts"
+"""Start values of the hash chains. They differ, so a block of tokens never has the hash of a text."""
+MAX_REMEMBERED = 300_000
+"""Pieces remembered, the latest; 5 million tokens of different content."""
+TEXT_PIECE_CHARS = 256
+"""A prompt that is one text is split into pieces of this length."""
+CHARS_PER_TOKEN = 4
+"""Used if token counts are missing. About the average for English and code in the common vocabularies."""
+_TAIL_CHARS = 65_536
+"""A tool call is searched for only in this many characters at the end of an output."""
+_ASSIGNMENT = re.compile(r"\s*[A-Za-z_]\w*=(?:\"[^\"]*\"|'[^']*'|\S*)\s+")
+_PLAIN_NAME = re.compile(r"[A-Za-z_][\w.:+-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +131,184 @@ def _get_counts(said: Said) -> tuple[int | None, int | None]:
     ]
     prompt, output = (value if type(value) is int and 0 < value <= MAX_TOKENS else None for value in found)
     return prompt, output
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A prompt, or an answer that goes on from one, in pieces."""
+
+    hashes: list[bytes]
+    weights: list[int]
+    """Tokens of each piece; characters, where tokens are not known."""
+
+
+class Hasher:
+    """Makes the chained hashes of one recording."""
+
+    def __init__(self, salt: bytes) -> None:
+        self._key = blake2b(salt, digest_size=32).digest()
+
+    def hash_tokens(self, token_ids: Sequence[int], after: bytes = TOKENS_START) -> Pieces:
+        """In blocks, the last of which may not be full; `after` is the hash of the block before them."""
+        ids = array("i", token_ids)
+        blocks = [ids[at : at + BLOCK_TOKENS] for at in range(0, len(ids), BLOCK_TOKENS)]
+        return self._chain([block.tobytes() for block in blocks], [len(block) for block in blocks], after)
+
+    def hash_texts(self, texts: Sequence[str], after: bytes = TEXTS_START) -> Pieces:
+        """Text by text; `after` is the hash of what stands before them."""
+        encoded = [text.encode(errors="surrogatepass") for text in texts]
+        return self._chain(encoded, [max(1, len(text)) for text in encoded], after)
+
+    def hash_id(self, text: str) -> str:
+        """A name that stands for an id."""
+        return blake2b(
+            text.encode(errors="surrogatepass"), digest_size=8, key=self._key, person=b"id"
+        ).hexdigest()
+
+    def _chain(self, encoded: list[bytes], weights: list[int], parent: bytes) -> Pieces:
+        hashes = []
+        for piece in encoded:
+            digest = blake2b(parent, digest_size=8, key=self._key)
+            digest.update(b"\x00")
+            digest.update(piece)
+            parent = digest.digest()
+            hashes.append(parent)
+        return Pieces(hashes, weights)
+
+
+class Contents:
+    """The beginnings of prompts seen so far, and the spans they stand for. Bounded, oldest out first."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[bytes, tuple[Prompt, int]] = OrderedDict()
+
+    def resolve(self, pieces: Pieces, num_tokens: int) -> Prompt:
+        """The spans of a prompt, `num_tokens` in all; its beginnings stand for them from now on.
+
+        Pieces not seen before share what the others leave, by their weights.
+        """
+        known, start = self._find(pieces, num_tokens)
+        num_known = sum(span.num_tokens for span in known)
+        rest = num_tokens - num_known
+        # Named by the last hash, which covers everything: no other content ever has this name.
+        prompt = (*known, Span(pieces.hashes[-1].hex(), rest)) if rest else known
+        self.remember(prompt, pieces, start, num_known)
+        return prompt
+
+    def remember(self, prompt: Prompt, pieces: Pieces, start: int, num_before: int) -> None:
+        """Let the pieces from `start` on stand for a prompt's beginnings behind its first tokens."""
+        rest = sum(span.num_tokens for span in prompt) - num_before
+        total = max(1, sum(pieces.weights[start:]))
+        ends = accumulate(pieces.weights[start:])
+        for piece_hash, weight in zip(pieces.hashes[start:], ends, strict=True):
+            self._seen[piece_hash] = (prompt, num_before + rest * weight // total)
+        while len(self._seen) > MAX_REMEMBERED:
+            self._seen.popitem(last=False)
+
+    def _find(self, pieces: Pieces, num_tokens: int) -> tuple[Prompt, int]:
+        """The longest beginning seen before that leaves a token for every piece after it."""
+        num_pieces = len(pieces.hashes)
+        for index in range(num_pieces - 1, -1, -1):
+            seen = self._seen.get(pieces.hashes[index])
+            if seen is None:
+                continue
+            num_after = num_pieces - 1 - index
+            if seen[1] == num_tokens if num_after == 0 else seen[1] + num_after <= num_tokens:
+                self._seen.move_to_end(pieces.hashes[index])
+                return cut(*seen), index + 1
+        return (), 0
+
+
+def cut(prompt: Prompt, num_tokens: int) -> Prompt:
+    """The first tokens of a prompt."""
+    spans = []
+    for span in prompt:
+        if num_tokens <= 0:
+            break
+        spans.append(Span(span.content_id, min(span.num_tokens, num_tokens)))
+        num_tokens -= span.num_tokens
+    return tuple(spans)
+
+
+def cut_text(text: str) -> list[str]:
+    """A text in pieces of one length; only the last may be shorter."""
+    return [text[at : at + TEXT_PIECE_CHARS] for at in range(0, len(text), TEXT_PIECE_CHARS)]
+
+
+def write_message(message: Mapping[str, Any]) -> str:
+    """A chat message as a piece."""
+    written = [write_call(name, arguments) for name, arguments in get_calls(message)]
+    return write_piece(message.get("role"), read_text(message.get("content")), written)
+
+
+def write_piece(role: Any, text: str, calls: list[str]) -> str:
+    """The form that all messages are compared in."""
+    return "\x00".join([str(role), text, *calls])
+
+
+def write_call(name: Any, arguments: Any) -> str:
+    """A tool call; arguments as an object or as the JSON of one."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return f"{name}\x01{arguments}"
+    return f"{name}\x01{json.dumps(arguments, sort_keys=True)}"
+
+
+def read_text(content: Any) -> str:
+    """The text of a message's content; parts that are no text stand as their JSON."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    return "".join(
+        part["text"]
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+        else json.dumps(part, sort_keys=True)
+        for part in parts
+    )
+
+
+def get_calls(message: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Name and arguments of each tool call of a chat message."""
+    calls = message.get("tool_calls")
+    functions = [
+        call["function"]
+        for call in (calls if isinstance(calls, list) else [])
+        if isinstance(call, dict) and isinstance(call.get("function"), dict)
+    ]
+    return [(function.get("name"), function.get("arguments")) for function in functions]
+
+
+def find_tool(text: str, calls: Sequence[tuple[Any, Any]]) -> ToolCall | None:
+    """The tool call that an answer ends with: the last of `calls`, or what its text shows."""
+    if not calls:
+        return find_tool_call(text[-_TAIL_CHARS:])
+    name, arguments = calls[-1]
+    try:
+        decoded = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+        call = json.dumps({"name": name, "arguments": decoded})
+    except (ValueError, RecursionError):
+        call = json.dumps({"name": name, "arguments": {}})
+    return find_tool_call(f"<tool_call>\n{call}\n</tool_call>")
+
+
+def get_plain_tool(tool: ToolCall) -> str:
+    """A tool's name that reveals nothing else.
+
+    A shell command's first word may be an assignment (of a key, say) or a path with a user's name in it.
+    """
+    name = tool.name
+    if "=" in name and tool.command is not None:
+        words = _skip_assignments(tool.command).split(None, 1)
+        name = words[0] if words else ""
+    name = name.rsplit("/", 1)[-1]
+    return name if _PLAIN_NAME.fullmatch(name) else "other"
+
+
+def _skip_assignments(command: str) -> str:
+    while match := _ASSIGNMENT.match(command):
+        command = command[match.end() :]
+    return command

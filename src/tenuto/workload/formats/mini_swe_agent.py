@@ -24,8 +24,7 @@ from typing import Any
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import Fields
-from tenuto.workload.formats.conversations import JobMaker, Said
-from tenuto.workload.formats.messages import write_message
+from tenuto.workload.formats.conversations import JobMaker, Said, write_message
 from tenuto.workload.schema import Job
 
 FORMAT = "trajectory_format"

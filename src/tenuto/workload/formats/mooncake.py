@@ -14,8 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tenuto.records.codec import Fields
-from tenuto.workload.formats.hash_ids import BlockIds, HashedPrompt, make_prompts, read_hash_ids
-from tenuto.workload.formats.rows import get_sent_times, to_ms
+from tenuto.workload.formats.rows import (
+    BlockIds,
+    HashedPrompt,
+    get_sent_times,
+    make_prompts,
+    read_hash_ids,
+    to_ms,
+)
 from tenuto.workload.schema import Job, Span, TurnSpec
 
 BLOCK_SIZE = 512

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import Fields
-from tenuto.workload.formats.conversations import JobMaker, Said
-from tenuto.workload.formats.messages import write_piece
+from tenuto.workload.formats.conversations import JobMaker, Said, write_piece
 from tenuto.workload.schema import Job
 
 CONVERSATIONS = "conversations"

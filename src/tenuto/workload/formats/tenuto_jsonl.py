@@ -32,9 +32,8 @@ from pathlib import Path
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import MAX_TOKENS, Fields
-from tenuto.workload.formats.hash_ids import HashedPrompt, make_prompts
 from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_hashed_prompt
-from tenuto.workload.formats.rows import dump_json, to_ms
+from tenuto.workload.formats.rows import HashedPrompt, dump_json, make_prompts, to_ms
 from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
 
 _KEYS = (

@@ -41,8 +41,16 @@ from decimal import Decimal
 from itertools import accumulate, pairwise
 
 from tenuto.records.codec import MAX_SECONDS, Fields
-from tenuto.workload.formats.hash_ids import BlockIds, HashedPrompt, make_prompts, read_hash_ids
-from tenuto.workload.formats.rows import get_model, get_sent_times, read_model, to_ms
+from tenuto.workload.formats.rows import (
+    BlockIds,
+    HashedPrompt,
+    get_model,
+    get_sent_times,
+    make_prompts,
+    read_hash_ids,
+    read_model,
+    to_ms,
+)
 from tenuto.workload.schema import After, Job, Prompt, Span, TurnSpec
 
 TOOL = "tool_use"

@@ -1,0 +1,309 @@
+"""Converts a trace: reads it, writes it, reads the result, and reports what the new format cannot store."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any, Literal, TextIO, cast
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.settings import Options, option
+from tenuto.core.types import ToolCall
+from tenuto.records.files import read_objects
+from tenuto.workload.formats.agentic_mooncake import make_agentic_mooncake, name_agentic
+from tenuto.workload.formats.conversations import GUESSED, get_plain_tool
+from tenuto.workload.formats.mooncake import BLOCK_SIZE, make_mooncake, read_mooncake, sort_turns
+from tenuto.workload.formats.rows import dump_json
+from tenuto.workload.formats.tenuto_jsonl import make_tenuto_rows
+from tenuto.workload.formats.weka import make_weka
+from tenuto.workload.load import holds_text, load_workload, read_trace
+from tenuto.workload.schema import Job, Prompt, TurnSpec, count_shared_tokens
+
+MAX_BLOCK_SIZE = 2**20
+Rows = Iterable[Mapping[str, object]]
+_FILE_ENDS = (".jsonl", ".json", ".gz")
+_PROGRESS_S = 2.0
+TOLERANCE_S = 1e-6
+"""Some formats store times as differences. Rounding errors up to this limit are not reported as losses."""
+_SHOWN_CHARS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(Options):
+    """All options, checked. Raises ConfigError."""
+
+    source: Path = option(MISSING, "the trace or log", metavar="IN", is_positional=True)
+    out: Path = option(
+        MISSING,
+        "the new file, packed if it ends with .gz; for Weka also a folder, with a file per session",
+        metavar="OUT",
+        is_positional=True,
+    )
+    to: Literal["tenuto", "mooncake", "agentic-mooncake", "weka"] = option("tenuto", "the new format")
+    block_size: int | None = option(
+        None,
+        "tokens per block id",
+        minimum=1,
+        maximum=MAX_BLOCK_SIZE,
+        shown_default="512 for Mooncake, whose files do not say it, else 64",
+    )
+    keep_text: bool = option(
+        False, "keep the commands found in trajectories and chat logs; without, only the tools' names"
+    )
+    as_json: bool = option(False, "print what was done as JSON", flag="--json")
+
+
+def run_convert(options: ConvertOptions) -> int:
+    """Convert a trace; return 0. If the new format cannot store everything, the losses are reported."""
+    jobs = load_workload(options.source).jobs
+    if not options.keep_text and holds_text(options.source):
+        jobs = drop_commands(jobs)
+    chosen = FORMATS[options.to]
+    written = write_trace(options.out, jobs, chosen, options.block_size or chosen.block_size)
+    losses = find_losses(jobs, written, chosen.get_names(jobs))
+    num_turns = sum(len(job.turns) for job in jobs)
+    guessed = sum(bool(turn.extra.get(GUESSED)) for job in jobs for turn in job.turns)
+    if guessed:
+        losses.append(f"lengths of {guessed:,} of {num_turns:,} turns are guesses: 4 characters a token")
+    for loss in losses:
+        print(f"[convert] {loss}", file=sys.stderr)
+    done = {"out": str(options.out), "format": options.to, "jobs": len(jobs), "turns": num_turns}
+    text = f"{len(jobs):,} jobs, {num_turns:,} turns in {options.out}; {len(losses) or 'no'} losses"
+    print(json.dumps({**done, "losses": losses}) if options.as_json else text)
+    return 0
+
+
+def drop_commands(jobs: Sequence[Job]) -> tuple[Job, ...]:
+    """The jobs without their agents' command lines; the tool names stay."""
+
+    def drop(turn: TurnSpec) -> TurnSpec:
+        if turn.tool is None:
+            return turn
+        return replace(turn, tool=get_plain_tool(ToolCall(turn.tool, turn.command)), command=None)
+
+    return tuple(replace(job, turns=tuple(map(drop, job.turns))) for job in jobs)
+
+
+def _keep_names(jobs: Sequence[Job]) -> dict[str, str] | None:
+    return {job.job_id: job.job_id for job in jobs}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How jobs are converted to rows."""
+
+    make_rows: Callable[[Sequence[Job], int], Rows]
+    """Makes rows from jobs and the number of tokens per block id."""
+    block_size: int = 64
+    get_names: Callable[[Sequence[Job]], dict[str, str] | None] = _keep_names
+    """Gives each job's name when the file is read again. None if jobs become single requests."""
+    has_sessions: bool = False
+    """Whether each row is a whole session, which is usually stored in a file of its own."""
+
+
+FORMATS = {
+    "tenuto": Format(lambda jobs, _: (row for job in jobs for row in make_tenuto_rows(job))),
+    "mooncake": Format(make_mooncake, BLOCK_SIZE, get_names=lambda jobs: None),
+    "agentic-mooncake": Format(make_agentic_mooncake, get_names=name_agentic),
+    "weka": Format(make_weka, has_sessions=True),
+}
+
+
+def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int) -> list[Job]:
+    """Write a new file and read it again; return the jobs that were read.
+
+    A session format is written to a folder with one file per session, unless `out` ends with .jsonl or .json.
+    If .gz follows, the file is compressed. Raises ConfigError if `out` already exists or cannot be written.
+    """
+    rows = _report(chosen.make_rows(jobs, block_size))
+    try:
+        if chosen.has_sessions and not out.name.endswith(_FILE_ENDS):
+            _write_folder(out, rows)
+        else:
+            _write_file(out, rows)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror or error}") from error
+    if chosen.get_names(jobs) is None:
+        return read_mooncake(read_objects(out, exact=True), block_size)
+    return read_trace(out)
+
+
+def _report(rows: Rows) -> Iterator[Mapping[str, object]]:
+    """Pass the rows on, and report progress on stderr if they take long."""
+    next_s = time.monotonic() + _PROGRESS_S
+    for number, row in enumerate(rows, 1):
+        yield row
+        if time.monotonic() > next_s:
+            next_s += _PROGRESS_S
+            print(f"[convert] {number:,} rows written", file=sys.stderr, flush=True)
+
+
+def _write_file(out: Path, rows: Rows) -> None:
+    # A device or a pipe cannot be read again and must not be replaced by a file.
+    if out.exists() and (not out.is_file() or out.stat().st_size):
+        raise ConfigError(f"{out} is there already; name a new file")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Write a temporary file next to the target, then rename it, so that readers never see a partial file.
+    part = out.with_name(f"{out.name}.part")
+    try:
+        with _open_new(part, is_packed=out.suffix == ".gz") as file:
+            for row in rows:
+                file.write(f"{dump_json(row)}\n")
+        os.replace(part, out)
+    except BaseException:  # for example a full disk or Ctrl-C
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _open_new(path: Path, *, is_packed: bool) -> TextIO:
+    if not is_packed:
+        return path.open("w", encoding="utf-8", newline="\n")
+    # Leave out the time of writing, so that the same trace gives the same file.
+    packed = cast("IO[bytes]", gzip.GzipFile(path, "wb", mtime=0))
+    return io.TextIOWrapper(packed, encoding="utf-8", newline="\n")
+
+
+def _write_folder(out: Path, rows: Rows) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already and not an empty folder; name a new one")
+    out.mkdir(parents=True, exist_ok=True)
+    for number, row in enumerate(rows):
+        # The number keeps the order. It also keeps names distinct if ids differ only in invalid characters.
+        name = re.sub(r"[^\w.-]", "_", str(row["id"]))[:80]
+        (out / f"{number:06d}-{name}.json").write_text(f"{dump_json(row)}\n", encoding="utf-8")
+
+
+@dataclass(slots=True)
+class _Loss:
+    """How often a property changed, and the first change."""
+
+    num_changed: int = 0
+    first: str = ""
+
+
+@dataclass(slots=True)
+class _Losses:
+    found: dict[str, _Loss] = field(default_factory=dict)
+
+    def compare(self, what: str, was: Any, now: Any) -> None:
+        """Count one change, unless the values are equal."""
+        are_times = isinstance(was, float) and isinstance(now, float)
+        if was == now or (are_times and math.isclose(was, now, rel_tol=0, abs_tol=TOLERANCE_S)):
+            return
+        loss = self.found.setdefault(what, _Loss())
+        loss.num_changed += 1
+        loss.first = loss.first or f"{_show(was)} → {_show(now)}"
+
+    def describe(self) -> Iterator[str]:
+        """Describe each loss in words."""
+        for what, loss in self.found.items():
+            yield f"{what}: changed {loss.num_changed:,} times, first {loss.first}"
+
+
+def find_losses(before: Sequence[Job], after: Sequence[Job], names: Mapping[str, str] | None) -> list[str]:
+    """Describe the differences in words. Empty if there are none.
+
+    `names` maps each job to its name after the conversion. None if jobs became single requests.
+    """
+    losses = _Losses()
+    lines = []
+    if names is None:
+        num_turns = sum(len(job.turns) for job in before)
+        if num_turns > len(before):
+            lines.append(f"jobs: {len(before):,} jobs became {num_turns:,} requests that follow no answer")
+        _compare_requests(losses, before, after)
+    else:
+        renamed = sum(job_id != name for job_id, name in names.items())
+        if renamed:
+            first = next(f"{_show(old)} → {_show(new)}" for old, new in names.items() if old != new)
+            lines.append(f"job ids: {renamed:,} changed, first {first}")
+        _compare_jobs(losses, before, {job.job_id: job for job in after}, names)
+    lines += losses.describe()
+    return lines + list(_compare_sharing(before, after, is_split=names is None))
+
+
+def _compare_requests(losses: _Losses, before: Sequence[Job], after: Sequence[Job]) -> None:
+    for (sent_s, job, index), request in zip(sort_turns(before), after, strict=True):
+        turn, [now] = job.turns[index], request.turns
+        _compare_turn(losses, turn, now)
+        losses.compare("tool time", turn.tool_s, now.tool_s)
+        losses.compare("turns waited for", len(turn.after), len(now.after))
+        losses.compare("time of sending", sent_s, request.arrival_s)
+        if index == 0:
+            losses.compare("tenant", job.tenant, request.tenant)
+            losses.compare("parent", job.parent, request.parent)
+
+
+def _compare_jobs(
+    losses: _Losses, before: Sequence[Job], after: Mapping[str, Job], names: Mapping[str, str]
+) -> None:
+    for job in before:
+        other = after[names[job.job_id]]
+        losses.compare("arrival", job.arrival_s, other.arrival_s)
+        losses.compare("tenant", job.tenant, other.tenant)
+        losses.compare("parent", names[job.parent] if job.parent else None, other.parent)
+        losses.compare("number of turns", len(job.turns), len(other.turns))
+        for turn, now in zip(job.turns, other.turns, strict=False):
+            _compare_turn(losses, turn, now)
+            losses.compare("tool time", turn.tool_s, now.tool_s)
+            losses.compare("time of sending", turn.at_s, now.at_s)
+            events = sorted((names[a.job_id], a.turn, a.event, round(a.delay_s, 6)) for a in turn.after)
+            others = sorted((a.job_id, a.turn, a.event, round(a.delay_s, 6)) for a in now.after)
+            losses.compare("turns waited for", events, others)
+
+
+def _compare_turn(losses: _Losses, turn: Any, now: Any) -> None:
+    losses.compare("prompt length", turn.num_prompt_tokens, now.num_prompt_tokens)
+    losses.compare("output length", turn.num_output_tokens, now.num_output_tokens)
+    losses.compare("tool", turn.tool, now.tool)
+    losses.compare("command", turn.command, now.command)
+    # What a format derives from the rest, such as a latency from two times, is no loss.
+    losses.compare(
+        "other keys", dict(turn.extra), {key: now.extra[key] for key in turn.extra if key in now.extra}
+    )
+
+
+def _compare_sharing(before: Sequence[Job], after: Sequence[Job], *, is_split: bool) -> Iterator[str]:
+    """Compare how much prompts share with earlier turns of their job, and first prompts with each other."""
+    if is_split:
+        was, now = (
+            _count_common([turn.prompt for job in jobs for turn in job.turns]) for jobs in (before, after)
+        )
+        if was != now:
+            yield f"tokens that prompts share: {was:,} → {now:,} (whole blocks)"
+        return
+    was, now = _count_repeated(before), _count_repeated(after)
+    if was != now:
+        yield f"tokens repeated from the turn before and its answer: {was:,} → {now:,}"
+    was, now = (_count_common([job.turns[0].prompt for job in jobs]) for jobs in (before, after))
+    if was != now:
+        yield f"tokens that jobs' first prompts share: {was:,} → {now:,}"
+
+
+def _count_repeated(jobs: Sequence[Job]) -> int:
+    return sum(
+        count_shared_tokens((*turn.prompt, turn.output), following.prompt)
+        for job in jobs
+        for turn, following in pairwise(job.turns)
+    )
+
+
+def _count_common(prompts: list[Prompt]) -> int:
+    """Count the tokens shared by neighbours in sorted order. Prompts that share most are neighbours there."""
+    prompts.sort()
+    return sum(count_shared_tokens(a, b) for a, b in pairwise(prompts))
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

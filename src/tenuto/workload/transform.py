@@ -1,0 +1,255 @@
+"""The same jobs at other times, fewer or more of them, or with other lengths, turns and tool times.
+
+Arrivals are Poisson, gamma or fixed gaps. A seed gives the same times and the same order in every process.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count, takewhile
+
+from tenuto.core.errors import ConfigError
+from tenuto.workload.schema import Job, Prompt, Span, TurnSpec, Workload, find_roots
+
+
+def arrival_times(process: str, jps: float, seed: int) -> Iterator[float]:
+    """Generate rising arrival times in seconds without end. The first arrival comes one gap after 0.
+
+    `process` is "poisson", "gamma:CV" or "fixed". CV is the gaps' coefficient of variation: 1 is Poisson, and
+    higher values mean more bursts. `jps` is the mean rate in jobs per second. Raises ConfigError.
+    """
+    if not 0 < jps < math.inf:
+        raise ConfigError(f"jps must be a finite number above 0, got {jps!r}")
+    kind, _, cv_text = process.partition(":")
+    if process == "fixed":
+        return (number / jps for number in count(1))
+    rng = random.Random(seed)
+    if process == "poisson":
+        return _add_up(lambda: rng.expovariate(jps))
+    if kind == "gamma":
+        cv = _parse_cv(cv_text)
+        return _add_up(lambda: rng.gammavariate(1 / cv**2, cv**2 / jps))
+    raise ConfigError(f"arrival must be poisson, gamma:CV or fixed, got {process!r}")
+
+
+def within(times: Iterator[float], window_s: float) -> Iterator[float]:
+    """The times up to `window_s` seconds. Raises ConfigError if `window_s` is not positive and finite."""
+    if not 0 < window_s < math.inf:
+        raise ConfigError(f"window_s must be a finite number of seconds above 0, got {window_s!r}")
+    return takewhile(lambda time_s: time_s <= window_s, times)
+
+
+def reassign_arrivals(workload: Workload, times: Iterator[float]) -> Workload:
+    """Assign the given arrival times to the jobs, in order. Stops when the jobs or the times run out.
+
+    Jobs that another job started, and recorded send times, shift together with the job they belong to.
+    """
+    roots = find_roots(workload.name, workload.jobs)
+    shifts: dict[str, float] = {}
+    # List the jobs first: otherwise zip would draw a time that no job uses.
+    for job, time_s in zip((job for job in workload.jobs if job.parent is None), times, strict=False):
+        shifts[job.job_id] = time_s - job.arrival_s
+    moved = (_shift(job, shifts[roots[job.job_id]]) for job in workload.jobs if roots[job.job_id] in shifts)
+    return replace(workload, jobs=tuple(moved))
+
+
+def _shift(job: Job, shift_s: float) -> Job:
+    # Rounding may make a time slightly negative.
+    turns = tuple(
+        turn if turn.at_s is None else replace(turn, at_s=max(0.0, turn.at_s + shift_s)) for turn in job.turns
+    )
+    return replace(job, arrival_s=max(0.0, job.arrival_s + shift_s), turns=turns)
+
+
+def _add_up(draw_gap_s: Callable[[], float]) -> Iterator[float]:
+    time_s = 0.0
+    while True:
+        time_s += draw_gap_s()
+        yield time_s
+
+
+def _parse_cv(text: str) -> float:
+    try:
+        cv = float(text)
+    except ValueError:
+        cv = math.nan
+    if not 0.01 <= cv <= 100:
+        raise ConfigError(f"gamma arrivals need a coefficient of variation from 0.01 to 100, got {text!r}")
+    return cv
+
+
+def take_first_jobs(workload: Workload, num_jobs: int) -> Workload:
+    """Only the first jobs that no other job started, and all the jobs that they started."""
+    roots = find_roots(workload.name, workload.jobs)
+    kept = frozenset([job.job_id for job in workload.jobs if job.parent is None][:num_jobs])
+    return replace(workload, jobs=tuple(job for job in workload.jobs if roots[job.job_id] in kept))
+
+
+def repeat_jobs(workload: Workload, num_jobs: int, seed: int) -> Workload:
+    """The workload's jobs, each time in another order, until there are `num_jobs` that no other job started.
+
+    Copies have ids such as `JOB~2`. Text that only one family of jobs has is new in each copy, so that no
+    copy finds another's cache. Text that families share, such as a system prompt, is the same in all.
+    Arrivals are those of the originals; give new ones with `reassign_arrivals`.
+    """
+    roots = find_roots(workload.name, workload.jobs)
+    families: dict[str, list[Job]] = {}
+    for job in workload.jobs:
+        families.setdefault(roots[job.job_id], []).append(job)
+    shared = _find_shared(families)
+    jobs = []
+    for number, root in enumerate(_order(list(families), num_jobs, seed)):
+        suffix = f"~{number // len(families) + 1}" if number >= len(families) else ""
+        jobs += [_copy(job, suffix, shared) for job in families[root]]
+    return replace(workload, jobs=tuple(jobs))
+
+
+def _order(names: list[str], count: int, seed: int) -> Iterator[str]:
+    rng = random.Random(f"repeat/{seed}")
+    while count > 0:
+        rng.shuffle(names)
+        yield from names[:count]
+        count -= len(names)
+
+
+def _find_shared(families: dict[str, list[Job]]) -> frozenset[str]:
+    """The texts that occur in several families."""
+    owners: dict[str, str] = {}
+    shared = set()
+    for root, jobs in families.items():
+        for span in (span for job in jobs for turn in job.turns for span in (*turn.prompt, turn.output)):
+            if owners.setdefault(span.content_id, root) != root:
+                shared.add(span.content_id)
+    return frozenset(shared)
+
+
+def _copy(job: Job, suffix: str, shared: frozenset[str]) -> Job:
+    if not suffix:
+        return job
+
+    def rename(span: Span) -> Span:
+        return span if span.content_id in shared else Span(span.content_id + suffix, span.num_tokens)
+
+    def rename_all(prompt: Prompt) -> Prompt:
+        return tuple(map(rename, prompt))
+
+    turns = tuple(
+        replace(
+            turn,
+            prompt=rename_all(turn.prompt),
+            output=rename(turn.output),
+            after=tuple(replace(event, job_id=event.job_id + suffix) for event in turn.after),
+        )
+        for turn in job.turns
+    )
+    parent = None if job.parent is None else job.parent + suffix
+    return replace(job, job_id=job.job_id + suffix, parent=parent, turns=turns)
+
+
+def scale_lengths(workload: Workload, factor: float) -> Workload:
+    """Multiply the length of every text; what prompts share, they go on sharing.
+
+    Each span is rounded by itself, to at least one token, so a prompt is off by half a token per span at
+    most. Continuum evaluates BFCL with a factor of 0.4. Raises ConfigError if the factor is not positive.
+    """
+    _check_factor(factor)
+
+    def scale(span: Span) -> Span:
+        return Span(span.content_id, max(1, round(span.num_tokens * factor)))
+
+    def scale_turn(turn: TurnSpec) -> TurnSpec:
+        return replace(turn, prompt=tuple(map(scale, turn.prompt)), output=scale(turn.output))
+
+    jobs = tuple(replace(job, turns=tuple(map(scale_turn, job.turns))) for job in workload.jobs)
+    return replace(workload, jobs=jobs)
+
+
+def scale_turns(workload: Workload, factor: float) -> Workload:
+    """Give every job `factor` times as many turns, rounded, and at least one.
+
+    Further turns are like the job's own after its first: the same lengths, tools and tool times, from its
+    second turn on and again from there. Each continues the conversation with text of its own. Raises
+    ConfigError if the factor is not positive, or if turns wait for other jobs.
+    """
+    _check_factor(factor)
+    if any(turn.after for job in workload.jobs for turn in job.turns):
+        raise ConfigError(f"{workload.name}: --scale-turns is for jobs that do not wait for each other")
+
+    def scale(job: Job) -> Job:
+        num_turns = max(1, math.floor(len(job.turns) * factor + 0.5))
+        return _take_first(job, num_turns) if num_turns <= len(job.turns) else _extend(job, num_turns)
+
+    return replace(workload, jobs=tuple(map(scale, workload.jobs)))
+
+
+def take_first_turns(workload: Workload, num_turns: int) -> Workload:
+    """Only the first turns of every job. Raises DataError if a turn waits for one that is left out."""
+    return replace(workload, jobs=tuple(_take_first(job, num_turns) for job in workload.jobs))
+
+
+def _take_first(job: Job, num_turns: int) -> Job:
+    if num_turns >= len(job.turns):
+        return job
+    *before, last = job.turns[:num_turns]
+    return replace(job, turns=(*before, replace(last, tool=None, command=None, tool_s=0.0)))
+
+
+def _extend(job: Job, num_turns: int) -> Job:
+    own = job.turns
+    models = range(1, len(own)) if len(own) > 1 else range(1)
+    turns = list(own)
+    for index in range(len(own), num_turns):
+        number = models[(index - len(own)) % len(models)]
+        model, before = own[number], own[max(0, number - 1)]
+        # The turn before is no longer the last: its tool is that of the turn before the model.
+        called = before if number else None
+        turns[-1] = replace(
+            turns[-1],
+            tool=called.tool if called else None,
+            command=called.command if called else None,
+            tool_s=called.tool_s if called else 0.0,
+        )
+        num_known = before.num_prompt_tokens + before.num_output_tokens if number else 0
+        new_text = Span(f"{job.job_id}/more{index}", max(1, model.num_prompt_tokens - num_known))
+        output = Span(f"{job.job_id}/out-more{index}", model.num_output_tokens)
+        prompt = turns[-1].followed_by(new_text)
+        turns.append(TurnSpec(prompt, output))
+    return replace(job, turns=tuple(turns))
+
+
+def scale_rate(workload: Workload, factor: float) -> Workload:
+    """Let jobs arrive `factor` times as fast, and in an open loop every turn too.
+
+    Tool times are the tools' own and stay. Raises ConfigError if the factor is not positive.
+    """
+    _check_factor(factor)
+
+    def scale_turn(turn: TurnSpec) -> TurnSpec:
+        return turn if turn.at_s is None else replace(turn, at_s=turn.at_s / factor)
+
+    def scale_job(job: Job) -> Job:
+        return replace(job, arrival_s=job.arrival_s / factor, turns=tuple(map(scale_turn, job.turns)))
+
+    return replace(workload, jobs=tuple(map(scale_job, workload.jobs)))
+
+
+def scale_tools(workload: Workload, factor: float) -> Workload:
+    """Multiply the time between each turn's answer and the job's next turn: tool calls, and people's waits.
+
+    It matters in a closed loop only. Raises ConfigError if the factor is not positive.
+    """
+    _check_factor(factor)
+
+    def scale_turn(turn: TurnSpec) -> TurnSpec:
+        return replace(turn, tool_s=turn.tool_s * factor)
+
+    jobs = tuple(replace(job, turns=tuple(map(scale_turn, job.turns))) for job in workload.jobs)
+    return replace(workload, jobs=jobs)
+
+
+def _check_factor(factor: float) -> None:
+    if not 0 < factor < math.inf:
+        raise ConfigError(f"a scale factor must be a finite number above 0, got {factor!r}")
