@@ -536,7 +536,7 @@ FAULTS = (
         (
             "core/test_dispatcher.py::test_turns_of_a_dead_engine_go_elsewhere_each_once",
             "core/test_dispatcher.py::test_nothing_is_lost_or_served_twice_in_a_storm",
-            "sim/fleet/test_fleet.py::test_faults_lose_no_turn_and_serve_none_twice",
+            "sim/test_fleet.py::test_faults_lose_no_turn_and_serve_none_twice",
         ),
     ),
     Fault(

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.sim.fleet.options import Fleet, read_servers
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import Fleet, Setup, read_servers
 from tenuto.workload import Job, LoadOptions, Span, TurnSpec, Workload, make_workload
 from tenuto.workload.schema import After
 

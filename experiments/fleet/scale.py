@@ -13,9 +13,8 @@ import multiprocessing
 import resource
 import time
 
-from tenuto.sim.fleet.options import Fleet
 from tenuto.sim.run import run
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import Fleet, Setup
 from tenuto.workload import LoadOptions
 
 JPS_EACH = 1.5

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tenuto.sim.fleet.options import Fleet
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import Fleet, Setup
 from tenuto.sim.sweep.plan import make_plans
 from tenuto.sim.sweep.plan_text import format_plans
 from tenuto.sim.sweep.steady import Steady, simulate_until_steady

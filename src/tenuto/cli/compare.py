@@ -16,9 +16,8 @@ from tenuto.cli.progress import Progress, format_time
 from tenuto.cli.simulations import GridOptions, make_folder, say_notes
 from tenuto.core.settings import option
 from tenuto.records.text import is_overloaded, write_csv
-from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.run import Extras
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import FleetOptions, Setup
 from tenuto.sim.sweep.cells import Cell, check_cells, make_grid, read_results
 from tenuto.sim.sweep.split import make_arms
 from tenuto.workload.load import JPS_HELP, LoadOptions

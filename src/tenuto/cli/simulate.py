@@ -13,8 +13,7 @@ from tenuto.cli.progress import Progress
 from tenuto.cli.simulations import PolicyOptions, make_folder, say_notes
 from tenuto.core.policy_loader import load_policy
 from tenuto.core.settings import Options, option
-from tenuto.sim.fleet.options import FleetOptions
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import FleetOptions, Setup
 from tenuto.workload.load import LoadOptions
 
 _SUMMARY = """\

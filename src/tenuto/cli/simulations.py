@@ -10,9 +10,8 @@ from pathlib import Path
 from tenuto.cli.options import Given
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option, parse_policy_options
-from tenuto.sim.fleet.options import FleetOptions
 from tenuto.sim.hardware.gpus import GPUS, get_gpu
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import FleetOptions, Setup
 
 
 @dataclass(frozen=True, kw_only=True)

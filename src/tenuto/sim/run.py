@@ -21,11 +21,10 @@ from tenuto.records.trace import TraceWriter
 from tenuto.sim.cost import StepBatch, StepCost
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.fleet.build import add_fleet, build_servers, name_gpus
-from tenuto.sim.fleet.front import FleetFront
+from tenuto.sim.fleet import FleetFront, add_fleet, build_servers
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import Machine, build
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import Setup, name_gpus
 from tenuto.sim.simulation import Clients, Simulation, Watch
 from tenuto.sim.step_trace import StepTracer
 from tenuto.workload import Workload

@@ -4,7 +4,7 @@
        ▲                                                                                        │
        └──────────────────────────── tool time, then the job's next turn ◄──────────────────────┘
 
-Without a front there is one engine, and all turns go to it. `tenuto.sim.fleet.front` is one with a router.
+Without a front there is one engine, and all turns go to it. `tenuto.sim.fleet` is one with a router.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from tenuto.records.codec import Fields
 from tenuto.records.files import read_objects
 from tenuto.records.load import read_run
 from tenuto.records.schema import get_config
-from tenuto.sim.fleet.build import check_fleet, name_gpus
+from tenuto.sim.fleet import check_fleet
 from tenuto.sim.machine import build
 from tenuto.sim.run import NO_EXTRAS, Extras, run
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import Setup, name_gpus
 from tenuto.sim.sweep.at_once import open_processes
 from tenuto.workload.load import LoadOptions, make_workload
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tenuto.sim.fleet.build import name_gpus
+from tenuto.sim.setup import name_gpus
 from tenuto.sim.sweep.plan import Effect, Plan, get_best
 from tenuto.sim.sweep.point import format_s
 from tenuto.sim.sweep.target import Target

@@ -1,4 +1,4 @@
-"""What stands before the engines of a fleet: a router, what it sees, and what goes wrong.
+"""Several simulated engines behind a router: what the router sees, what goes wrong, and the yardstick.
 
 turn ─► dispatcher ─► engine ─ steps ─► first token, last token ─► dispatcher
         (router)  ◄─ metrics, now and then
@@ -6,103 +6,120 @@ turn ─► dispatcher ─► engine ─ steps ─► first token, last token �
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tenuto.core.errors import ConfigError
+from tenuto.core.policy import Oracle, Policy
 from tenuto.core.routing.dispatcher import Dispatcher, DispatchStats
-from tenuto.core.routing.router import NO_TOKENS, EngineInfo, EngineMetrics, Sending
+from tenuto.core.routing.router import NO_TOKENS, EngineInfo, EngineMetrics, Router, Sending, load_router
+from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.event_loop import SteppedEngine
-from tenuto.sim.fleet.options import Fault
+from tenuto.sim.event_loop import Listener, SteppedEngine
 from tenuto.sim.kv.pool import Path
+from tenuto.sim.kv.request import Request
+from tenuto.sim.machine import Machine, build
+from tenuto.sim.setup import IDEAL, Fault, Fleet, Setup, read_fault
 from tenuto.sim.simulation import LiveTurn, Simulation
 from tenuto.workload.hints import make_arrival
-from tenuto.workload.schema import TurnSpec
+from tenuto.workload.schema import Job, TurnSpec
+
+SPEED_PROMPT, SPEED_DECODES, SPEED_CONTEXT = 4096, 16, 4096
+"""An engine's speed is told as its time for such a prompt, and for as many steps that decode for so many
+requests as bring each of them 128 tokens, with so much context each."""
+
 
 MakeEngine = Callable[[str, str, float], tuple[SteppedEngine, EngineInfo]]
 """Makes an engine of this name, on this GPU ("" for the first engine's), that is there from this time on."""
 
 
-@dataclass(frozen=True)
-class Links:
-    """What connects the router and the engines."""
-
-    metrics_s: float = 1.0
-    """How often the router reads the engines' metrics."""
-    copy_token_s: float | None = None
-    """Seconds to copy a token's KV to another engine; None if that is not possible."""
+def build_servers(setup: Setup, policy: Policy | None = None) -> list[Machine]:
+    """The machine of each server. Raises ConfigError or PolicyError."""
+    assert setup.fleet is not None
+    return [_build_one(setup, gpu, policy) for gpu in setup.fleet.servers]
 
 
-@dataclass
-class EngineCounts:
-    """What one engine did in a run."""
-
-    num_turns: int = 0
-    num_jobs: int = 0
-    """Jobs whose last turn it answered."""
-    num_computed_tokens: int = 0
-    num_output_tokens: int = 0
+def _build_one(setup: Setup, gpu: str, policy: Policy | None) -> Machine:
+    own = dataclasses.replace(setup, gpu=gpu or setup.gpu, fleet=None)
+    return build(own, copy.deepcopy(policy))
 
 
-class Members:
-    """Engines by name. One that died may come back under its name: it is another engine, and has nothing."""
+def add_fleet(
+    simulation: Simulation,
+    setup: Setup,
+    machines: list[Machine],
+    *,
+    policy: Policy | None = None,
+    oracle: Sequence[Job] = (),
+    strict: bool = False,
+) -> FleetFront:
+    """Give a simulation the engines and the router of a setup. `machines`: what `build_servers` made.
 
-    def __init__(self, make_engine: MakeEngine, simulation: Simulation) -> None:
-        """No engines yet."""
-        self.there: dict[str, SteppedEngine] = {}
-        self.ready: list[str] = []
-        """Those that take turns."""
-        self.infos: dict[str, EngineInfo] = {}
-        self.died: set[str] = set()
-        self._make_engine = make_engine
-        self._simulation = simulation
-        self._gpus: dict[str, str] = {}
+    `oracle`: the jobs that policies which know the future are told. Raises ConfigError, PolicyError.
+    """
+    fleet, first = setup.fleet, machines[0]
+    assert fleet is not None
+    if fleet.router == IDEAL:
+        simulation.front = front = _make_ideal(simulation, fleet, machines, strict=strict)
+        return front
+    copy_token_s = _get_copy_token_s(setup, first)
+    unused = list(machines)
 
-    def add(self, gpu: str) -> str:
-        """One more engine. Returns its name; the first is "0", the next "1"."""
-        name = str(len(self._gpus))
-        self._gpus[name] = gpu
-        self._start(name)
-        return name
+    def make_engine(name: str, gpu: str, now_s: float) -> tuple[SteppedEngine, EngineInfo]:
+        machine = unused.pop(0) if unused else _build_one(setup, gpu, policy)
+        if isinstance(machine.policy, Oracle):
+            machine.policy.set_oracle(oracle)
+        scheduler = machine.make_scheduler(strict=strict)
+        speed = _get_speed(machine.step_cost) / _get_speed(first.step_cost)
+        info = EngineInfo(name, speed, _count_kv(machine))
+        return SteppedEngine(name, scheduler, machine.step_cost, simulation, now_s=now_s), info
 
-    def rejoin(self, name: str) -> None:
-        """An engine that drained takes turns again, or one that died starts again. Raises ConfigError."""
-        if name not in self._gpus or name in self.ready:
-            raise ConfigError(f"--fault rejoin:{name}: no such engine has died or drained at that time")
-        if name in self.there:
-            self.ready.append(name)
-        else:
-            self._start(name)
+    simulation.front = front = FleetFront(
+        simulation,
+        fleet,
+        lambda: Dispatcher(
+            load_router(fleet.router, fleet.router_options), copy_token_s=copy_token_s, strict=strict
+        ),
+        make_engine,
+        copy_token_s=copy_token_s,
+    )
+    return front
 
-    def drain(self, name: str) -> None:
-        """It takes no more turns. Raises ConfigError if it is not there."""
-        self._check_there("drain", name)
-        if name in self.ready:
-            self.ready.remove(name)
 
-    def kill(self, name: str) -> SteppedEngine:
-        """It is gone. Raises ConfigError if it was not there."""
-        self._check_there("die", name)
-        self.drain(name)
-        self.died.add(name)
-        return self.there.pop(name)
+def check_fleet(setup: Setup, policy: Policy | None = None) -> list[str]:
+    """Build a fleet's servers and its router once. Returns the machines' notes. Raises as `add_fleet`."""
+    fleet = setup.fleet
+    assert fleet is not None
+    if fleet.router != IDEAL:
+        load_router(fleet.router, fleet.router_options)
+    return [note for machine in build_servers(setup, policy) for note in machine.notes]
 
-    def get_busy_s(self, name: str) -> float:
-        """Seconds in which a step ran there."""
-        return sum(engine.busy_s for engine in self._simulation.engines if engine.name == name)
 
-    def _start(self, name: str) -> None:
-        now_s = self._simulation.loop.now_s
-        self.there[name], self.infos[name] = self._make_engine(name, self._gpus[name], now_s)
-        self.ready.append(name)
-        self._simulation.add_engine(self.there[name])
+def _count_kv(machine: Machine) -> int:
+    """Tokens that a machine's KV cache holds, as vLLM logs them at start."""
+    kv = machine.config.kv
+    return kv.num_blocks // len(kv.windows) * kv.block_size
 
-    def _check_there(self, kind: str, name: str) -> None:
-        if name not in self.there:
-            raise ConfigError(f"--fault {kind}:{name}: no engine {name!r} is there at that time")
+
+def _get_speed(cost: StepCost) -> float:
+    """Work per second: what an operator would measure of an engine once."""
+    prefill_s = cost.seconds(StepBatch.of(prefills=[(SPEED_PROMPT, 0)]))
+    decode_s = cost.seconds(StepBatch.of(decodes=[SPEED_CONTEXT] * SPEED_DECODES))
+    return 1 / (SPEED_DECODES * prefill_s + 128 * decode_s)
+
+
+def _get_copy_token_s(setup: Setup, machine: Machine) -> float | None:
+    assert setup.fleet is not None
+    if setup.fleet.copy_gb_s is None:
+        return None
+    if not machine.config.kv.windows == (None,):
+        raise ConfigError("--copy-gb-s is simulated for models with full attention only")
+    model = machine.model
+    token_bytes = model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(setup.tp) * setup.tp
+    return token_bytes / (setup.fleet.copy_gb_s * 1e9)
 
 
 class FleetFront:
@@ -111,15 +128,16 @@ class FleetFront:
     def __init__(
         self,
         simulation: Simulation,
+        fleet: Fleet,
         make_dispatcher: Callable[[], Dispatcher],
         make_engine: MakeEngine,
-        gpus: Sequence[str],
         *,
-        links: Links | None = None,
-        faults: Iterable[Fault] = (),
+        copy_token_s: float | None = None,
     ) -> None:
-        """`gpus`: those of the engines at the start, which get the names "0", "1", …."""
-        links = links or Links()
+        """The engines at the start get the names "0", "1", ….
+
+        `copy_token_s`: seconds to copy a token's KV to another engine; None if that is not possible.
+        """
         self.members = Members(make_engine, simulation)
         self.counts: dict[str, EngineCounts] = {}
         self.num_copies_refused = 0
@@ -128,15 +146,15 @@ class FleetFront:
         self._simulation = simulation
         self._loop = simulation.loop
         self._make_dispatcher = make_dispatcher
-        self._gpus = gpus
-        self._faults = sorted(faults, key=lambda fault: fault.at_s)
-        self._metrics_s = links.metrics_s
-        self._copy_token_s = links.copy_token_s
+        self._faults = sorted(map(read_fault, fleet.faults), key=lambda fault: fault.at_s)
+        self._metrics_s = fleet.metrics_s
+        """How often the router reads the engines' metrics."""
+        self._copy_token_s = copy_token_s
         self._needs = self.dispatcher.router.needs
         self._outbox: list[Sending] = []
         self._next_tick_s: float | None = None
         self._stats_before: list[DispatchStats] = []
-        for gpu in gpus:
+        for gpu in fleet.servers:
             self._welcome(self.members.add(gpu))
 
     def start(self) -> None:
@@ -339,6 +357,75 @@ class FleetFront:
         }
 
 
+@dataclass
+class EngineCounts:
+    """What one engine did in a run."""
+
+    num_turns: int = 0
+    num_jobs: int = 0
+    """Jobs whose last turn it answered."""
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class Members:
+    """Engines by name. One that died may come back under its name: it is another engine, and has nothing."""
+
+    def __init__(self, make_engine: MakeEngine, simulation: Simulation) -> None:
+        """No engines yet."""
+        self.there: dict[str, SteppedEngine] = {}
+        self.ready: list[str] = []
+        """Those that take turns."""
+        self.infos: dict[str, EngineInfo] = {}
+        self.died: set[str] = set()
+        self._make_engine = make_engine
+        self._simulation = simulation
+        self._gpus: dict[str, str] = {}
+
+    def add(self, gpu: str) -> str:
+        """One more engine. Returns its name; the first is "0", the next "1"."""
+        name = str(len(self._gpus))
+        self._gpus[name] = gpu
+        self._start(name)
+        return name
+
+    def rejoin(self, name: str) -> None:
+        """An engine that drained takes turns again, or one that died starts again. Raises ConfigError."""
+        if name not in self._gpus or name in self.ready:
+            raise ConfigError(f"--fault rejoin:{name}: no such engine has died or drained at that time")
+        if name in self.there:
+            self.ready.append(name)
+        else:
+            self._start(name)
+
+    def drain(self, name: str) -> None:
+        """It takes no more turns. Raises ConfigError if it is not there."""
+        self._check_there("drain", name)
+        if name in self.ready:
+            self.ready.remove(name)
+
+    def kill(self, name: str) -> SteppedEngine:
+        """It is gone. Raises ConfigError if it was not there."""
+        self._check_there("die", name)
+        self.drain(name)
+        self.died.add(name)
+        return self.there.pop(name)
+
+    def get_busy_s(self, name: str) -> float:
+        """Seconds in which a step ran there."""
+        return sum(engine.busy_s for engine in self._simulation.engines if engine.name == name)
+
+    def _start(self, name: str) -> None:
+        now_s = self._simulation.loop.now_s
+        self.there[name], self.infos[name] = self._make_engine(name, self._gpus[name], now_s)
+        self.ready.append(name)
+        self._simulation.add_engine(self.there[name])
+
+    def _check_there(self, kind: str, name: str) -> None:
+        if name not in self.there:
+            raise ConfigError(f"--fault {kind}:{name}: no engine {name!r} is there at that time")
+
+
 def _find_cached(turn: TurnSpec, engines: Sequence[SteppedEngine]) -> Mapping[str, int]:
     """What an index of the engines' KV events says. The events themselves take milliseconds at most."""
     found, spans = {}, (*turn.prompt, turn.output)
@@ -357,3 +444,58 @@ def _read_metrics(scheduler: Scheduler, now_s: float) -> EngineMetrics:
     num_used = pool.num_blocks - pool.num_free_blocks - pool.num_leased_blocks
     num_waiting = len(state.waiting) + state.num_loading
     return EngineMetrics(now_s, len(state.running), num_waiting, num_used / pool.num_blocks)
+
+
+class _Lane(SteppedEngine):
+    """One of the engines of the yardstick: engines of one speed that share one queue and all KV at no cost.
+
+    No router can do better with the same engines and policy by much: a turn starts on whichever engine has
+    room first, and hits whatever any engine has computed. There is one scheduler with the memory of all; each
+    engine takes turns from its queue when its own step begins. What runs there is put in its place meanwhile.
+    """
+
+    def __init__(
+        self, name: str, scheduler: Scheduler, step_cost: StepCost, listener: Listener, lanes: list[_Lane]
+    ) -> None:
+        # Other engines take blocks meanwhile, so no stretch is known to be quiet.
+        super().__init__(name, scheduler, step_cost, listener, fast_forwards=False)
+        self._running: list[Request] = []
+        self._lanes = lanes
+        lanes.append(self)
+
+    def add_request(self, request: Request, now_s: float) -> None:
+        """A turn comes into the queue; the idle engine that runs least looks at it first."""
+        super().add_request(request, now_s)
+        self._rouse(now_s)
+
+    def wake(self, horizon_s: float = 0.0, *, plans: bool = False) -> None:
+        """Do what is to be done, and let the others see what has become free."""
+        self.scheduler.state.running = self._running
+        super().wake(horizon_s, plans=plans)
+        self._running = self.scheduler.state.running
+        self._rouse(self.now_s)
+
+    def _rouse(self, now_s: float) -> None:
+        for lane in sorted(self._lanes, key=lambda lane: len(lane._running)):
+            lane.wake_if_idle(now_s)
+
+    def wake_if_idle(self, now_s: float) -> None:
+        """Look for work now, if there is some."""
+        if len(self.scheduler.state.waiting):
+            super().wake_if_idle(now_s)
+
+
+def _make_ideal(simulation: Simulation, fleet: Fleet, machines: list[Machine], *, strict: bool) -> FleetFront:
+    """So many engines like the first, with one queue and one KV cache."""
+    machine = machines[0]
+    kv = dataclasses.replace(
+        machine.config.kv, num_blocks=(machine.config.kv.num_blocks - 1) * len(machines) + 1
+    )
+    whole = dataclasses.replace(machine, config=dataclasses.replace(machine.config, kv=kv))
+    scheduler = whole.make_scheduler(strict=strict)
+    lanes: list[_Lane] = []
+
+    def make_engine(name: str, gpu: str, now_s: float) -> tuple[SteppedEngine, EngineInfo]:
+        return _Lane(name, scheduler, machine.step_cost, simulation, lanes), EngineInfo(name)
+
+    return FleetFront(simulation, fleet, lambda: Dispatcher(Router()), make_engine)

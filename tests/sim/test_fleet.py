@@ -9,9 +9,8 @@ import pytest
 
 from tenuto.core.errors import ConfigError
 from tenuto.records.schema import TurnRecord
-from tenuto.sim.fleet.options import Fleet, read_servers
 from tenuto.sim.run import Extras, Outcome, prepare, run
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import Fleet, Setup, read_servers
 from tenuto.workload import Job, LoadOptions, Span, TurnSpec, Workload
 
 SMALL = Setup(step_cost="roofline", kv_tokens=100_000, host_gb=0.0, offload="none")

@@ -1,1 +1,0 @@
-"""Several simulated engines behind a router."""
