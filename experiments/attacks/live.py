@@ -31,8 +31,7 @@ from experiments.attacks.options import add_options, get_attacks, get_scene
 from experiments.attacks.plans import Attack, Scene, is_probe, make_say, make_workload
 from experiments.attacks.table import Outcome, make_outcome, show
 from tenuto.client.http.client import Client
-from tenuto.client.http.prompts import TokenIds
-from tenuto.client.http.request import RequestWriter
+from tenuto.client.http.request import RequestWriter, TokenIds
 from tenuto.client.load.measured import Sending
 from tenuto.client.load.runner import Load
 from tenuto.client.load.servers import OneServer

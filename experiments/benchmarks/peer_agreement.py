@@ -32,8 +32,7 @@ import httpx
 
 from experiments.benchmarks.light_server import serve
 from tenuto.client.ab.verdict import estimate_ratio
-from tenuto.client.http.prompts import Conversation, TokenIds
-from tenuto.client.http.request import RequestWriter
+from tenuto.client.http.request import Conversation, RequestWriter, TokenIds
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.records.files import RunFiles

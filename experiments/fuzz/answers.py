@@ -7,28 +7,29 @@ from typing import Any
 
 from experiments.fuzz.guard import Wrong
 from experiments.fuzz.requests import GENERATION_PATHS, check_hints
-from tenuto.client.http.stream import AnswerStream, StreamError
+from tenuto.client.http.client import AnswerStream, StreamError
 from tenuto.client.servers.metrics import parse_page
-from tenuto.proxy.answered import UnreadableAnswer, read_answered
-from tenuto.proxy.asked import UnreadableRequest, read_asked
-from tenuto.proxy.exchange import Exchange
-from tenuto.proxy.usage import UsageFilter, ask_for_usage
+from tenuto.proxy import exchange as recorded
+from tenuto.proxy.exchange import Exchange, Unreadable
+from tenuto.proxy.proxy import UsageFilter, ask_for_usage
 from tenuto.report.top.state import make_state
 from tenuto.report.top.window import Window
-from tenuto.sim.server.ask import Served, read_ask
+from tenuto.sim.server.request import Served, read_request
 from tenuto.sim.server.tokens import PieceTokenizer
+from tenuto.wire import get_format
 
-ERRORS = (UnreadableAnswer, UnreadableRequest)
+ERRORS = (Unreadable,)
 _CONTENT_TYPES = ("text/event-stream", "application/json")
 _ENCODINGS = ("", "", "", "gzip", "deflate")
 
 
 def ask_simulated_server(data: bytes) -> None:
     """A request's body; the answer's plan must stay within the model's context."""
-    ask = read_ask(data, {"x-session-id": "s"}, GENERATION_PATHS[len(data) % 2], _get_served())
-    check_hints(ask.hints)
-    if not 0 < len(ask.prompt_ids) < _get_served().max_model_len:
-        raise Wrong(f"a prompt of {len(ask.prompt_ids)} tokens")
+    path = GENERATION_PATHS[len(data) % 2]
+    request = read_request(data, {"x-session-id": "s"}, path, _get_served())
+    check_hints(request.hints)
+    if not 0 < len(request.prompt_ids) < _get_served().max_model_len:
+        raise Wrong(f"a prompt of {len(request.prompt_ids)} tokens")
 
 
 @cache
@@ -45,10 +46,10 @@ def read_recorded_request(data: bytes) -> None:
     exchange = _make_exchange(path, b"")
     exchange.add_request(data)
     try:
-        asked = read_asked(exchange)
-    except UnreadableRequest:
+        request = recorded.read_request(exchange)
+    except Unreadable:
         return
-    check_hints(asked.hints)
+    check_hints(request.hints)
 
 
 def read_answers(data: bytes) -> None:
@@ -59,12 +60,12 @@ def read_answers(data: bytes) -> None:
     if len(out) > len(data) or (b'"usage"' not in data and out != data):
         raise Wrong("the client would get other bytes than the server sent")
     try:
-        answered = read_answered(exchange)
-        answered.find_tool()
-        answered.get_pieces(exchange.path)
-    except UnreadableAnswer:
+        response = recorded.read_response(exchange)
+        recorded.find_tool_call(response)
+        recorded.get_pieces(response, exchange.path)
+    except Unreadable:
         pass
-    stream = AnswerStream()
+    stream = AnswerStream(get_format(exchange.path))
     try:
         for at_s, piece in exchange.chunks:
             stream.feed(piece, at_s)

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import tenuto.vllm
-from tenuto.client.http.prompts import Conversation, TokenIds
+from tenuto.client.http.request import Conversation, TokenIds
 from tenuto.client.load import run as run_module
 from tenuto.client.load.options import BenchOptions
 from tenuto.core.requests.hints import make_fields

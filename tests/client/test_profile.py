@@ -12,10 +12,9 @@ import pytest
 
 from tenuto import cli
 from tenuto.client import profile as run_module
+from tenuto.client.http.client import Answer
 from tenuto.client.http.probe import ServerError
-from tenuto.client.http.prompts import TokenIds
-from tenuto.client.http.request import RequestWriter
-from tenuto.client.http.stream import Answer, Usage
+from tenuto.client.http.request import RequestWriter, TokenIds
 from tenuto.client.profile import (
     OUTPUT_TOKENS,
     Decode,
@@ -25,6 +24,7 @@ from tenuto.client.profile import (
     get_max_context,
     make_plan,
 )
+from tenuto.wire.response import Usage
 from tests.client.fake_server import BLOCK_SIZE, FakeServer, Reply, serving
 
 PREFILL = (0.01, 2e-5, 3e-9)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.http.stream import Answer, Usage
+from tenuto.client.http.client import Answer
 from tenuto.client.profile import LOADED, STORED, choose_lengths, time_copies
+from tenuto.wire.response import Usage
 from tenuto.workload.schema import Prompt
 
 TOKEN_BYTES = 1000

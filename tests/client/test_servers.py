@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.http.client import Client, RequestFailed
-from tenuto.client.http.stream import Answer, Usage
+from tenuto.client.http.client import Answer, Client, RequestFailed
 from tenuto.client.load import servers as servers_module
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.servers import RoutedServers
 from tenuto.core.errors import ConfigError, PolicyError
+from tenuto.wire.response import Usage
 from tenuto.workload.hints import HINTS
 from tenuto.workload.schema import Job, Span, TurnSpec
 from tenuto.workload.turn_driver import Due

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.client.http import stream as stream_module
-from tenuto.client.http.stream import Answer, AnswerStream, StreamError, Usage, get_error_message
+from tenuto.client.http import client as client_module
+from tenuto.client.http.client import Answer, AnswerStream, StreamError
+from tenuto.wire import Format, openai_chat, openai_completions
+from tenuto.wire.response import Usage, get_error_message
 
 
 def make_event(**fields: Any) -> bytes:
@@ -32,14 +34,14 @@ STREAM = (
 )
 
 
-def read(data: bytes) -> Answer:
-    stream = AnswerStream()
+def read(data: bytes, form: Format = openai_completions) -> Answer:
+    stream = AnswerStream(form)
     stream.feed(data, 1.0)
     return stream.finish()
 
 
 def test_times_are_those_of_the_pieces_with_the_first_and_the_last_token() -> None:
-    stream = AnswerStream()
+    stream = AnswerStream(openai_completions)
     stream.feed(b": a comment\n\nevent: x\n", 0.5)
     stream.feed(make_event(choices=[{"delta": {"role": "assistant", "content": ""}}]), 1.0)
     stream.feed(make_token("a", 1), 2.0)
@@ -55,7 +57,7 @@ def test_times_are_those_of_the_pieces_with_the_first_and_the_last_token() -> No
 
 @given(st.sets(st.integers(1, len(STREAM) - 1)), st.booleans())
 def test_any_pieces_make_the_same_answer(cuts: set[int], has_returns: bool) -> None:
-    stream = AnswerStream()
+    stream = AnswerStream(openai_completions)
     places = [0, *sorted(cuts), len(STREAM)]
     for start, end in pairwise(places):
         piece = STREAM[start:end]
@@ -78,13 +80,14 @@ def test_ids_missing_for_one_piece_are_no_ids() -> None:
 
 @pytest.mark.parametrize("field", ["content", "reasoning_content", "reasoning"])
 def test_chat_pieces_hold_text_in_several_places(field: str) -> None:
-    answer = read(make_event(choices=[{"delta": {field: "hm"}, "finish_reason": "length"}]))
+    answer = read(make_event(choices=[{"delta": {field: "hm"}, "finish_reason": "length"}]), openai_chat)
     assert answer.text == "hm"
 
 
 def test_a_tool_call_counts_as_text() -> None:
     call = [{"index": 0, "function": {"name": "ls"}}]
-    answer = read(make_event(choices=[{"delta": {"tool_calls": call}, "finish_reason": "tool_calls"}]))
+    event = make_event(choices=[{"delta": {"tool_calls": call}, "finish_reason": "tool_calls"}])
+    answer = read(event, openai_chat)
     assert json.loads(answer.text) == call
 
 
@@ -137,8 +140,8 @@ def test_ids_that_no_vocabulary_has_are_no_ids(token_id: int) -> None:
 
 @pytest.mark.parametrize("piece", [make_token("a", 1), b"x" * 100])
 def test_an_answer_without_end_is_broken_off(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "MAX_ANSWER_BYTES", 2**20)
-    stream = AnswerStream()
+    monkeypatch.setattr(client_module, "MAX_ANSWER_BYTES", 2**20)
+    stream = AnswerStream(openai_completions)
 
     def feed_for_ever() -> None:
         for _ in range(2**20):

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.http.prompts import WORDS, Conversation, TokenIds, Words
-from tenuto.client.http.stream import Answer, Usage
+from tenuto.client.http.client import Answer
+from tenuto.client.http.request import WORDS, Conversation, TokenIds, Words
+from tenuto.wire.response import Usage
 from tenuto.workload import Job, Span, TurnSpec, count_shared_tokens, load_workload
 
 FORMS = [TokenIds(), Words()]

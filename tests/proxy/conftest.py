@@ -15,11 +15,10 @@ import httpx
 import pytest
 from aiohttp import web
 
-from tenuto.proxy import tokens
-from tenuto.proxy.file import RecordingFile
+from tenuto.proxy import recorder as recorder_module
 from tenuto.proxy.options import RecordOptions
 from tenuto.proxy.proxy import Proxy
-from tenuto.proxy.recorder import Recorder
+from tenuto.proxy.recorder import Recorder, RecordingFile
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -88,7 +87,7 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         checked = RecordOptions(**{"url": upstream, "out": path, "port": 0, **options})
         said: list[str] = []
         file = RecordingFile(checked.out)
-        monkeypatch.setattr(tokens.httpx, "Client", partial(httpx.Client, verify=False))
+        monkeypatch.setattr(recorder_module.httpx, "Client", partial(httpx.Client, verify=False))
         recorder = Recorder(checked, file, said.append)
         try:
             async with (

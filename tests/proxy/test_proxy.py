@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from tenuto.proxy.turn import TurnWriter
+from tenuto.proxy.recorder import TurnWriter
 from tests.client.fake_server import FakeServer, Reply
 from tests.proxy.conftest import Model, make_client, serving_with
 

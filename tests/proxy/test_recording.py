@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from tenuto.core.errors import ConfigError
-from tenuto.proxy import tokens
+from tenuto.proxy import recorder as recorder_module
 from tenuto.proxy.options import RecordOptions
 from tenuto.workload import count_shared_tokens, load_workload
 from tests.proxy.conftest import Model, encode, make_client, render, serving_with
@@ -258,7 +258,7 @@ def test_a_count_that_contradicts_the_tokens_is_complained_about(recording: Any)
 
 
 def test_a_tokenizer_that_hangs_is_asked_once(recording: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "LIMIT_S", 0.05)
+    monkeypatch.setattr(recorder_module, "TOKENIZE_LIMIT_S", 0.05)
     model = Model()
     asked = 0
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.sim.server.ask import Served, make_value, read_ask
-from tenuto.sim.server.body import RequestError
+from tenuto.sim.server.request import Served, make_value, read_request
 from tenuto.sim.server.tokens import PieceTokenizer
+from tenuto.wire.request import RequestError
 from tests.sim_server.live import Live, serve
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -79,7 +79,7 @@ SERVED = Served(model_name="m", max_model_len=1000, answer_tokens=50, tokenizer=
 )
 def test_a_wrong_request_is_told_what_is_wrong(path: str, body: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError) as refused:
-        read_ask(json.dumps(body).encode(), {}, path, SERVED)
+        read_request(json.dumps(body).encode(), {}, path, SERVED)
     assert said in str(refused.value)
     assert refused.value.status == (404 if "not served" in said else 400)
 
@@ -90,7 +90,7 @@ def test_a_wrong_request_is_told_what_is_wrong(path: str, body: dict[str, Any], 
 )
 def test_a_body_that_is_no_request_is_refused(raw: bytes) -> None:
     with pytest.raises(RequestError):
-        read_ask(raw, {}, PLAIN, SERVED)
+        read_request(raw, {}, PLAIN, SERVED)
 
 
 @pytest.mark.parametrize("depth", [100, 400, 980, 2000, 100_000])
@@ -101,10 +101,10 @@ def test_however_deep_a_body_is_it_is_answered_or_refused(depth: int) -> None:
     body = f'{{"messages": [{json.dumps(USER)}], "tools": [{tool}], "vllm_xargs": {arguments}}}'
     large = Served(model_name="m", max_model_len=10**6, answer_tokens=50, tokenizer=SERVED.tokenizer)
     if depth < 500:
-        assert read_ask(body.encode(), {}, CHAT, large).plan.call is not None
+        assert read_request(body.encode(), {}, CHAT, large).plan.call is not None
     else:
         with pytest.raises(RequestError, match=r"deep|not JSON"):
-            read_ask(body.encode(), {}, CHAT, large)
+            read_request(body.encode(), {}, CHAT, large)
 
 
 ANYTHING = st.recursive(
@@ -131,7 +131,7 @@ def test_no_body_does_more_than_be_refused(body: dict[str, Any], path: str, is_r
     if is_right:
         body = {"prompt": "x", "messages": [USER], **body}
     try:
-        ask = read_ask(json.dumps(body).encode(), {}, path, SERVED)
+        ask = read_request(json.dumps(body).encode(), {}, path, SERVED)
     except RequestError as refused:
         json.dumps(refused.to_json())
     else:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.server.body import RequestError, render_chat
-from tenuto.sim.server.tokens import HfTokenizer, PieceTokenizer, Tokenizer
+from tenuto.sim.server.request import render_chat
+from tenuto.sim.server.tokens import HfTokenizer, PieceTokenizer, TokenIds, Tokenizer
+from tenuto.wire.openai_chat import read_prompt
+from tenuto.wire.request import RequestError
 from tests.sim_server.live import serve
 
 PIECES = PieceTokenizer(128_256)
+
+
+def render(messages: list[dict[str, Any]], max_tokens: int = 10**6) -> TokenIds:
+    return render_chat(PIECES, read_prompt({"messages": messages}), (), max_tokens)
 
 
 @pytest.fixture(scope="session")
@@ -83,9 +90,9 @@ def test_pieces_are_about_as_long_as_tokens_are() -> None:
 def test_a_conversation_begins_like_its_beginning(turns: list[tuple[str, str]]) -> None:
     messages = [{"role": role, "content": text} for role, text in turns]
     opening = PIECES.encode("<|assistant|>")
-    whole = render_chat(PIECES, messages, (), 10**6)
+    whole = render(messages)
     for end in range(1, len(messages)):
-        part = render_chat(PIECES, messages[:end], (), 10**6)[: -len(opening)]
+        part = render(messages[:end])[: -len(opening)]
         assert whole[: len(part)] == part
 
 
@@ -94,11 +101,11 @@ def test_content_in_parts_and_lone_surrogates() -> None:
         {"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": " you"}]}
     ]
     whole = [{"role": "user", "content": "Hello you"}]
-    assert render_chat(PIECES, parts, (), 99) == render_chat(PIECES, whole, (), 99)
+    assert render(parts, 99) == render(whole, 99)
     broken = json.loads('[{"role": "user", "content": "\\ud800"}]')
-    assert len(render_chat(PIECES, broken, (), 99)) > 0
+    assert len(render(broken, 99)) > 0
     with pytest.raises(RequestError, match="longer than"):
-        render_chat(PIECES, whole, (), 3)
+        render(whole, 3)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from tenuto.client.http.prompts import TokenIds
-from tenuto.client.http.request import RequestWriter
+from tenuto.client.http.request import RequestWriter, TokenIds
 from tenuto.core.requests.hints import Hints
 from tenuto.core.requests.identity import read_hints
 from tenuto.workload import Job, Span, TurnSpec

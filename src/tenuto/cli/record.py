@@ -36,7 +36,7 @@ def run(given: Given) -> int:
     """Record until Ctrl-C or SIGTERM."""
     options = given.read(RecordOptions)
     with needing("bench"):
-        from tenuto.proxy.run import run_recording
+        from tenuto.proxy.proxy import run_recording
     return run_recording(options)
 
 

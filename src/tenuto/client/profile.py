@@ -29,11 +29,9 @@ from typing import Any, Protocol
 import httpx
 
 from tenuto.client.http.address import check_api_key, check_url
-from tenuto.client.http.client import Client, RequestFailed
+from tenuto.client.http.client import Answer, Client, RequestFailed
 from tenuto.client.http.probe import ServerError, probe_server
-from tenuto.client.http.prompts import Conversation, TokenIds
-from tenuto.client.http.request import RequestWriter
-from tenuto.client.http.stream import Answer
+from tenuto.client.http.request import Conversation, RequestWriter, TokenIds
 from tenuto.client.servers.metrics import Totals, get_growth, parse_totals, read_cache_state
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.settings import Options, option

@@ -1,16 +1,37 @@
-"""One request and its answer, as they passed through the proxy: bytes and times, not parsed yet."""
+"""One request and its answer, as they passed through the proxy: bytes, times, and what can be read in them.
+
+Both may be anything. What cannot be read is left out. What the server reports about itself is checked as far
+as possible. Reading raises nothing except Unreadable, whose message shows nothing of the content.
+"""
 
 from __future__ import annotations
 
+import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from tenuto.core.requests.hints import Hints
+from tenuto.core.requests.identity import read_hints
+from tenuto.core.types import ToolCall
+from tenuto.records.codec import MAX_TOKENS
+from tenuto.wire import PATHS, Format, get_format, openai_chat, openai_completions, openai_responses
+from tenuto.wire.request import RequestError
+from tenuto.wire.response import (
+    LineReader,
+    MalformedEvent,
+    Response,
+    Usage,
+    are_token_ids,
+    get_data,
+    is_error,
+    parse_event,
+)
+from tenuto.workload.formats.conversations import cut_text, find_tool, write_call, write_piece
 
 MAX_BODY_BYTES = 64 * 2**20
 """Larger bodies are passed through, but they are not kept for reading."""
-
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-"""POST requests are recorded if their path ends with one of these. All other requests are only passed on."""
 
 End = Literal["whole", "server broke off", "client left", "no server"]
 
@@ -79,5 +100,166 @@ class Exchange:
 
 
 def is_recorded(method: str, path: str) -> bool:
-    """Whether a request is for a turn, so that it is recorded."""
+    """Whether a request is for a turn, so that it is recorded. All others are only passed on."""
     return method == "POST" and path.endswith(PATHS)
+
+
+class Unreadable(ValueError):
+    """No turn can be made of a request or its answer. The message gives the reason without the content."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """A parsed request."""
+
+    hints: Hints
+    model: str | None
+    is_stream: bool
+    pieces: list[str]
+    """The prompt in pieces (`workload.formats.conversations`)."""
+    token_ids: list[int] | None
+    """The prompt's token ids, if the client sent them."""
+    tokenize: dict[str, Any] | None
+    """The /tokenize request for the prompt's token ids. None if /tokenize does not support the prompt."""
+
+
+_CHAT_TOKENIZE = (
+    "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+    "chat_template", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs",
+)  # fmt: skip
+
+
+def read_request(exchange: Exchange) -> RecordedRequest:
+    """Parse a request. Raises Unreadable."""
+    if exchange.is_too_large:
+        raise Unreadable("too large to be read")
+    if "content-encoding" in exchange.headers:
+        raise Unreadable("its body is packed")
+    try:
+        body = json.loads(bytes(exchange.body).decode())
+    except (ValueError, RecursionError):
+        raise Unreadable("its body is not JSON") from None
+    if not isinstance(body, dict):
+        raise Unreadable("its body is not a JSON object")
+    pieces, token_ids, tokenize = _read_prompt(body, exchange.path)
+    if not pieces and not token_ids:
+        raise Unreadable("it has no prompt")
+    model = body.get("model")
+    return RecordedRequest(
+        hints=read_hints(body, exchange.headers, exchange.path),
+        model=model if isinstance(model, str) else None,
+        is_stream=body.get("stream") is True,
+        pieces=pieces,
+        token_ids=token_ids,
+        tokenize=tokenize,
+    )
+
+
+def _read_prompt(
+    body: Mapping[str, Any], path: str
+) -> tuple[list[str], list[int] | None, dict[str, Any] | None]:
+    form = get_format(path)
+    try:
+        prompt = form.read_prompt(body, strict=False)
+        if not isinstance(prompt, str | list):
+            # Templates put the tools before or into the first message, and the pieces do the same.
+            tools = [json.dumps(body["tools"], sort_keys=True)] if body.get("tools") else []
+            calls = [
+                write_piece(each.role, each.text, [write_call(*call) for call in each.calls])
+                for each in prompt
+            ]
+            ask = {name: body[name] for name in _CHAT_TOKENIZE if name in body}
+            return [*tools, *calls], None, ask if form.PATH == openai_chat.PATH else None
+    except RequestError as error:
+        if form.PATH != openai_completions.PATH:
+            name = (error.param or "").partition("[")[0]
+            raise Unreadable(f"its {name} are no list of objects") from None
+        prompt = [-1]
+    if isinstance(prompt, str):
+        ask = {name: body[name] for name in ("model", "add_special_tokens") if name in body}
+        return cut_text(prompt), None, {**ask, "prompt": prompt}
+    if not are_ids(prompt):
+        raise Unreadable("it has several prompts, or none that is text or token ids")
+    return [], prompt, None
+
+
+def are_ids(value: Any) -> bool:
+    """Whether this is a list of token ids that is no longer than a trace's longest prompt."""
+    return are_token_ids(value) and len(value) <= MAX_TOKENS
+
+
+def read_response(exchange: Exchange) -> Response:
+    """Parse an answer. Raises Unreadable if it is missing or incomplete."""
+    if exchange.end != "whole":
+        raise Unreadable(exchange.end)
+    if exchange.status != 200:
+        raise Unreadable(f"http {exchange.status}")
+    if exchange.is_too_large:
+        raise Unreadable("too large to be read")
+    try:
+        chunks = exchange.get_chunks()
+    except ValueError as error:
+        raise Unreadable(str(error)) from None
+    form, response = get_format(exchange.path), Response()
+    if exchange.content_type.startswith("text/event-stream"):
+        _read_stream(chunks, exchange, form, response)
+    else:
+        try:
+            body = json.loads(b"".join(piece for _, piece in chunks).decode())
+        except (ValueError, RecursionError):
+            raise Unreadable("it is not JSON") from None
+        if not isinstance(body, dict):
+            raise Unreadable("it is not a JSON object")
+        if is_error(body):
+            raise Unreadable("an error within the answer")
+        response.add(form.read_whole(body), exchange.end_s)
+    # What a workload cannot hold counts as missing.
+    response.token_ids = response.token_ids if response.token_ids and are_ids(response.token_ids) else None
+    response.prompt_ids = response.prompt_ids if are_ids(response.prompt_ids) else None
+    usage = response.usage
+    prompt, output, cached = (
+        count if count is not None and count <= MAX_TOKENS else None
+        for count in (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
+    )
+    response.usage = Usage(prompt or None, output or None, cached)
+    return response
+
+
+def _read_stream(
+    chunks: list[tuple[float, bytes]], exchange: Exchange, form: Format, response: Response
+) -> None:
+    lines = LineReader()
+    for at_s, piece in [*chunks, (exchange.end_s, b"\n")]:
+        for line in lines.feed(piece):
+            data = get_data(line)
+            if data is None:
+                continue
+            try:
+                event = parse_event(data)
+            except MalformedEvent as error:
+                raise Unreadable(error.reason.replace("an event is not JSON", "it is not JSON")) from None
+            if event is None:
+                response.is_finished = True
+            elif is_error(event):
+                raise Unreadable("an error within the stream")
+            else:
+                response.add(form.read_event(event), at_s)
+    if not response.is_finished:
+        raise Unreadable("the stream ended early")
+
+
+def get_pieces(response: Response, path: str) -> list[str]:
+    """An answer in the form in which the next prompt will contain it (see `RecordedRequest.pieces`)."""
+    form = get_format(path)
+    if form.PATH == openai_completions.PATH:
+        return cut_text(response.text)
+    calls = [write_call(*call) for call in response.calls.values()]
+    if form.PATH != openai_responses.PATH:
+        return [write_piece("assistant", response.text, calls)]
+    said = [write_piece("assistant", response.text, [])] if response.texts else []
+    return said + [write_piece("assistant", "", [call]) for call in calls]
+
+
+def find_tool_call(response: Response) -> ToolCall | None:
+    """The tool call at the end of an answer."""
+    return find_tool(response.text, list(response.calls.values()))

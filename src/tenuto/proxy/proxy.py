@@ -1,4 +1,4 @@
-"""The proxy: passes every request to the server and every answer back, piece by piece.
+"""`tenuto record`: a proxy that passes every request to the server and every answer back, piece by piece.
 
 If a client disconnects, its request to the server is cancelled. If the server breaks its connection, the
 client's connection is broken too. Recording never delays the traffic, and its errors never affect it.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 from aiohttp import hdrs, web
@@ -21,10 +23,19 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from tenuto.client.http.client import KEEP_ALIVE_S
+from tenuto.core.errors import ConfigError
 from tenuto.core.requests.identity import read_hints
 from tenuto.proxy.exchange import Exchange, is_recorded
-from tenuto.proxy.usage import UsageFilter, ask_for_usage
+from tenuto.proxy.options import RecordOptions
+from tenuto.proxy.recorder import Recorder, RecordingFile
+from tenuto.wire import openai_chat, openai_completions
+from tenuto.wire.response import LineReader, get_data
 
+GRACE_S = 30.0
+"""Time limit in seconds for answers in flight when the recording ends. A second signal ends them at once."""
+SWITCH_S = 0.0005
+"""How many seconds the recorder's thread may hold the interpreter while the proxy waits. Python's default of
+5 ms causes noticeable delays."""
 MAX_HEADER_BYTES = 2**20
 """Larger than any server accepts, so that the server itself refuses headers that are too large."""
 _HOP_BY_HOP = frozenset(
@@ -40,6 +51,70 @@ _AUTO_HEADERS = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTEN
 SESSION_HEADER = "X-Session-ID"
 """By which routers pin sessions."""
 _HEADERS: web.ResponseKey[CIMultiDict[str]] = web.ResponseKey("headers", CIMultiDict)
+
+
+def run_recording(options: RecordOptions) -> int:
+    """Record until SIGINT or SIGTERM. Return the exit status: 1 if not everything was written."""
+    sys.setswitchinterval(SWITCH_S)
+    file = RecordingFile(options.out)
+    recorder = Recorder(options, file, say)
+    try:
+        asyncio.run(serve(options, recorder))
+    except KeyboardInterrupt:
+        say("answers under way were cut")
+    finally:
+        recorder.close()
+        file.close()
+    lost = recorder.num_lost + file.num_lost
+    say(
+        f"{recorder.num_turns} turns in {options.out}, {recorder.num_failed} requests without a whole answer"
+        + (f", {lost} lost" if lost else "")
+    )
+    return 1 if lost else 0
+
+
+async def serve(options: RecordOptions, recorder: Recorder) -> None:
+    """Serve the proxy until a signal arrives. Raises ConfigError if it cannot listen on its port."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        # The next signal has its default effect: it ends the process.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        ended.set()
+
+    async with Proxy(
+        options.upstream, recorder.submit, ask_usage=options.ask_usage, name_jobs=options.name_jobs
+    ) as proxy:
+        runner = web.AppRunner(
+            proxy.make_app(),
+            access_log=None,
+            handler_cancellation=True,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            shutdown_timeout=GRACE_S,
+        )
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, options.host, options.port)
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError(
+                f"cannot listen on {options.host}:{options.port}: {error.strerror or error}; try --port"
+            ) from error
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end)
+        host, port, *_ = runner.addresses[0]
+        say(f"http://{host}:{port} passes to {options.upstream}; turns go to {options.out}; Ctrl-C ends")
+        await ended.wait()
+        await runner.cleanup()
+
+
+def say(text: str) -> None:
+    """Print a message for the user."""
+    print(f"[record] {text}", file=sys.stderr, flush=True)
 
 
 class Proxy:
@@ -185,12 +260,59 @@ def find_job_name(exchange: Exchange, body: bytes) -> str | None:
     """The name of a request's job, as the server will find it. None if the client names a session already."""
     if SESSION_HEADER.lower() in exchange.headers:
         return None
+    request = _parse_object(body)
+    name = None if request is None else read_hints(request, exchange.headers, exchange.path).name
+    return name if name is not None and name.isascii() and name.isprintable() else None
+
+
+def ask_for_usage(path: str, body: bytes) -> bytes | None:
+    """The body with `include_usage` added. None if it is already there or cannot be added."""
+    if not path.endswith((openai_chat.PATH, openai_completions.PATH)):
+        return None
+    request = _parse_object(body)
+    if request is None or request.get("stream") is not True:
+        return None
+    said = request.get("stream_options")
+    said = said if isinstance(said, dict) else {}
+    if said.get("include_usage"):
+        return None
+    return json.dumps({**request, "stream_options": {**said, "include_usage": True}}).encode()
+
+
+class UsageFilter:
+    """Removes the event that contains only the usage from an event stream. Everything else is unchanged."""
+
+    def __init__(self) -> None:
+        self._lines = LineReader()
+        self._is_dropping_blank = False
+
+    def feed(self, piece: bytes) -> bytes:
+        """Process the next bytes. Return the whole lines to pass on to the client."""
+        return b"".join(line + b"\n" for line in self._lines.feed(piece) if self._passes(line))
+
+    def finish(self) -> bytes:
+        """Return the remaining bytes after the stream has ended."""
+        rest = self._lines.finish()
+        return rest if self._passes(rest) else b""
+
+    def _passes(self, line: bytes) -> bool:
+        if self._is_dropping_blank and not line.strip():
+            self._is_dropping_blank = False
+            return False
+        data = get_data(line) if b'"usage"' in line else None
+        event = None if data is None else _parse_object(data)
+        self._is_dropping_blank = (
+            event is not None and event.get("choices") == [] and isinstance(event.get("usage"), dict)
+        )
+        return not self._is_dropping_blank
+
+
+def _parse_object(data: bytes) -> dict[str, Any] | None:
     try:
-        request = json.loads(body)
+        value = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    name = read_hints(request, exchange.headers, exchange.path).name if isinstance(request, dict) else None
-    return name if name is not None and name.isascii() and name.isprintable() else None
+    return value if isinstance(value, dict) else None
 
 
 def _drop(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:

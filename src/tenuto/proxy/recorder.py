@@ -6,24 +6,46 @@ that exchange loses its line and is counted. The traffic is never affected.
 
 from __future__ import annotations
 
+import json
+import os
 import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
 from typing import Any
 
+import httpx
+
+from tenuto.core.errors import ConfigError
 from tenuto.core.requests.hints import Hints
+from tenuto.core.types import ToolCall
 from tenuto.core.version import __version__
-from tenuto.proxy.answered import Answered, UnreadableAnswer, read_answered
-from tenuto.proxy.asked import Asked, UnreadableRequest, read_asked
-from tenuto.proxy.exchange import Exchange
-from tenuto.proxy.file import RecordingFile
+from tenuto.proxy.exchange import (
+    Exchange,
+    RecordedRequest,
+    Unreadable,
+    are_ids,
+    find_tool_call,
+    get_pieces,
+    read_request,
+    read_response,
+)
 from tenuto.proxy.options import RecordOptions
-from tenuto.proxy.sessions import Sessions
-from tenuto.proxy.tokens import Tokenizer
-from tenuto.proxy.turn import TurnWriter
-from tenuto.workload.formats.conversations import Contents, Hasher
+from tenuto.proxy.sessions import Lane, Sessions
+from tenuto.wire.response import Response
+from tenuto.workload.formats.conversations import (
+    BLOCK_TOKENS,
+    CHARS_PER_TOKEN,
+    TOKENS_START,
+    Contents,
+    Hasher,
+    Pieces,
+    get_plain_tool,
+)
+from tenuto.workload.schema import Prompt, Span
 
 MAX_WAITING_BYTES = 2**29
 """Largest size of the exchanges that wait to be written. Exchanges above this limit are lost and counted."""
@@ -101,32 +123,34 @@ class Recorder:
             self._say(f"{why}; traffic goes on, further ones are only counted")
 
     def _record(self, exchange: Exchange) -> None:
-        asked: Asked | None = None
+        request: RecordedRequest | None = None
         why: str | None = None
         try:
-            asked = read_asked(exchange)
-        except UnreadableRequest as error:
+            request = read_request(exchange)
+        except Unreadable as error:
             why = str(error)
         try:
             # Read the answer first: if the server refuses the request, its message explains more.
-            answered = read_answered(exchange)
-        except UnreadableAnswer as error:
+            response = read_response(exchange)
+        except Unreadable as error:
             why = str(error)
-        if asked is not None and why is None:
-            self._write_turn(exchange, asked, answered)
+        if request is not None and why is None:
+            self._write_turn(exchange, request, response)
         else:
             self.num_failed += 1
-            self._write(self._make_failed(exchange, asked, why))
+            self._write(self._make_failed(exchange, request, why))
 
-    def _write_turn(self, exchange: Exchange, asked: Asked, answered: Answered) -> None:
-        job = self._get_job(asked.hints)
-        row = self._turns.make_row(exchange, asked, answered, job)
+    def _write_turn(self, exchange: Exchange, request: RecordedRequest, response: Response) -> None:
+        job = self._get_job(request.hints)
+        row = self._turns.make_row(exchange, request, response, job)
         self.num_turns += 1
         self._write({"timestamp": _get_timestamp_ms(exchange), **row})
 
-    def _make_failed(self, exchange: Exchange, asked: Asked | None, why: str | None) -> dict[str, Any]:
+    def _make_failed(
+        self, exchange: Exchange, request: RecordedRequest | None, why: str | None
+    ) -> dict[str, Any]:
         """Make the line of a request without a complete answer. Readers of workloads skip such lines."""
-        tenant, job_id = (None, None) if asked is None else self._get_job(asked.hints)
+        tenant, job_id = (None, None) if request is None else self._get_job(request.hints)
         row = {
             "kind": "failed",
             "timestamp": _get_timestamp_ms(exchange),
@@ -134,7 +158,7 @@ class Recorder:
             "status": exchange.status,
             "session": job_id,
             "tenant": tenant,
-            "model": None if asked is None else asked.model,
+            "model": None if request is None else request.model,
             "path": exchange.endpoint,
             "latency_ms": round((exchange.end_s - exchange.arrival_s) * 1000, 3),
         }
@@ -154,3 +178,266 @@ class Recorder:
 
 def _get_timestamp_ms(exchange: Exchange) -> float:
     return round((exchange.arrival_s - exchange.start_s) * 1000, 3)
+
+
+class TurnWriter:
+    """Makes the lines of one recording's turns, in the order in which the turns ended."""
+
+    def __init__(
+        self, hasher: Hasher, contents: Contents, sessions: Sessions, tokenizer: Tokenizer, keep_text: bool
+    ) -> None:
+        self._hasher = hasher
+        self._contents = contents
+        self._sessions = sessions
+        self._tokenizer = tokenizer
+        self._keep_text = keep_text
+        self._numbers = count(1)
+
+    def make_row(
+        self,
+        exchange: Exchange,
+        request: RecordedRequest,
+        response: Response,
+        job: tuple[str | None, str | None],
+    ) -> dict[str, Any]:
+        """Make the line, without its timestamp, and remember the turn."""
+        complaints: list[str] = []
+        token_ids = self._find_ids(exchange, request, response, complaints)
+        output_ids = self._find_output_ids(exchange, request, response, has_ids=token_ids is not None)
+        if token_ids is None:
+            pieces = self._hasher.hash_texts(request.pieces)
+            num_prompt = _count_prompt(request, response, complaints)
+        else:
+            pieces, num_prompt = self._hasher.hash_tokens(token_ids), len(token_ids)
+        key, lane = self._sessions.find(job, exchange.arrival_s, pieces, token_ids)
+        output = Span(f"out{next(self._numbers)}", _count_output(response, output_ids))
+        prompt = self._contents.resolve(pieces, num_prompt)
+        if token_ids is None:
+            after = self._hasher.hash_texts(get_pieces(response, exchange.path), pieces.hashes[-1])
+            self._contents.remember((*prompt, output), after, 0, num_prompt)
+            self._sessions.remember(key, pieces, None, ())
+        else:
+            self._remember_tokens(key, pieces, token_ids, (*prompt, output), output_ids or [])
+        row = {
+            **_describe_job(lane, exchange),
+            "input_length": num_prompt,
+            "output_length": output.num_tokens,
+            **self._describe_tool(find_tool_call(response)),
+            "prompt": prompt,
+            "output": output.content_id,
+            **_describe_answer(exchange, request, response, num_prompt),
+            "complaints": complaints or None,
+            "blocks_of": "messages" if token_ids is None else f"{BLOCK_TOKENS} tokens",
+            **self._describe_blocks(lane, pieces),
+            **(_describe_text(request, response) if self._keep_text else {}),
+        }
+        lane.num_turns += 1
+        lane.last_arrival_s, lane.last_end_s = exchange.arrival_s, exchange.end_s
+        lane.last_hashes = pieces.hashes
+        return {name: value for name, value in row.items() if value is not None}
+
+    def _find_ids(
+        self, exchange: Exchange, request: RecordedRequest, response: Response, complaints: list[str]
+    ) -> list[int] | None:
+        """The prompt's token ids: as sent by the client, repeated in the answer, or from /tokenize."""
+        known = request.token_ids or response.prompt_ids or None
+        said = response.usage.prompt_tokens
+        if known is not None:
+            if said not in (None, len(known)):
+                complaints.append(f"prompt count: {len(known)} tokens sent, {said} counted")
+            return known
+        if request.tokenize is None:
+            return None
+        made = self._tokenizer.try_tokenize(request.tokenize, exchange.headers)
+        if made is not None and said not in (None, len(made)):
+            # The prompt contains images, or its template has settings that /tokenize is not told about. These
+            # are not the prompt's token ids.
+            complaints.append(f"prompt count: /tokenize makes {len(made)} tokens, {said} counted")
+            return None
+        return made
+
+    def _find_output_ids(
+        self, exchange: Exchange, request: RecordedRequest, response: Response, *, has_ids: bool
+    ) -> list[int] | None:
+        if response.token_ids is not None:
+            return response.token_ids
+        if not has_ids or response.calls or response.reasoning or not response.text:
+            return None
+        ask = {"prompt": response.text, "add_special_tokens": False}
+        if request.model is not None:
+            ask["model"] = request.model
+        return self._tokenizer.try_tokenize(ask, exchange.headers)
+
+    def _remember_tokens(
+        self, key: str, pieces: Pieces, token_ids: list[int], whole: Prompt, output_ids: list[int]
+    ) -> None:
+        """Remember a prompt and its answer by their blocks. `whole` is the spans of both."""
+        *prompt, output = whole
+        held = output_ids[: output.num_tokens]
+        start = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
+        last_full = pieces.hashes[start // BLOCK_TOKENS - 1 : start // BLOCK_TOKENS] or [TOKENS_START]
+        after = self._hasher.hash_tokens([*token_ids[start:], *held], last_full[0])
+        spans = (*prompt, Span(output.content_id, len(held))) if held else tuple(prompt)
+        self._contents.remember(spans, after, 0, start)
+        full = [each for each, size in zip(after.hashes, after.weights, strict=True) if size == BLOCK_TOKENS]
+        self._sessions.remember(key, pieces, token_ids, full)
+
+    def _describe_tool(self, tool: ToolCall | None) -> dict[str, str]:
+        if tool is None:
+            return {}
+        row = {"tool": get_plain_tool(tool)}
+        return {**row, "command": tool.command} if self._keep_text and tool.command else row
+
+    def _describe_blocks(self, lane: Lane, pieces: Pieces) -> dict[str, Any]:
+        """The salted hashes that come after those shared with the session's previous turn."""
+        num_same = self._sessions.count_same(lane, pieces)
+        return {
+            "num_same_blocks": num_same,
+            "block_hashes": [each.hex() for each in pieces.hashes[num_same:]],
+        }
+
+
+def _count_prompt(request: RecordedRequest, response: Response, complaints: list[str]) -> int:
+    """The server's count if there is one, but at least the number of pieces."""
+    if response.usage.prompt_tokens is not None:
+        return max(len(request.pieces), response.usage.prompt_tokens)
+    complaints.append("no usage: the prompt's length is a guess from its text")
+    return max(len(request.pieces), sum(map(len, request.pieces)) // CHARS_PER_TOKEN)
+
+
+def _count_output(response: Response, output_ids: list[int] | None) -> int:
+    """The number of ids received; otherwise the count of the server, its tokenizer or its events."""
+    if response.token_ids is not None:
+        return len(response.token_ids)
+    known = response.usage.output_tokens or (len(output_ids) if output_ids else 0) or response.num_pieces
+    return known or max(1, len(response.text) // CHARS_PER_TOKEN)
+
+
+def _describe_job(lane: Lane, exchange: Exchange) -> dict[str, Any]:
+    first = lane.num_turns == 0
+    row: dict[str, Any] = {"session": lane.session, "tenant": lane.tenant}
+    if not first:
+        row["delay"] = round(max(0.0, exchange.arrival_s - lane.last_end_s) * 1000, 3)
+        return row
+    row["parent"] = lane.parent
+    if lane.after is not None:
+        session, turn, delay_s = lane.after
+        row["after"] = [
+            {"session": session, "turn": turn, "event": "sent", "delay": round(delay_s * 1000, 3)}
+        ]
+    return row
+
+
+def _describe_answer(
+    exchange: Exchange, request: RecordedRequest, response: Response, num_prompt: int
+) -> dict[str, Any]:
+    cached = response.usage.cached_tokens
+    first_s = response.first_token_s if request.is_stream else None
+    return {
+        "model": request.model,
+        "path": exchange.endpoint,
+        "status": exchange.status,
+        "ttft_ms": None if first_s is None else round((first_s - exchange.arrival_s) * 1000, 3),
+        "latency_ms": round((exchange.end_s - exchange.arrival_s) * 1000, 3),
+        "cached_tokens": cached if cached is not None and cached <= num_prompt else None,
+        "is_last_step": request.hints.is_last,
+    }
+
+
+def _describe_text(request: RecordedRequest, response: Response) -> dict[str, Any]:
+    return {"prompt_text": request.pieces or None, "answer_text": response.text}
+
+
+class RecordingFile:
+    """A new JSONL file that only its owner can read. If the disk fails, the file ends but the caller goes on.
+
+    Raises ConfigError if the file cannot be opened or is not empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.problem: str | None = None
+        """The reason why the file ends early. None if it does not."""
+        self.num_lost = 0
+        """Number of lines lost because they came after the file ended early."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise ConfigError(f"--out: cannot write {path}: {error.strerror or error}") from error
+        if os.fstat(self._file).st_size:
+            os.close(self._file)
+            raise ConfigError(f"--out {path} holds something already; name a new file")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add a line."""
+        if self.problem is not None:
+            self.num_lost += 1
+            return
+        line = json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        start = 0
+        try:
+            # Write each line with one call, so that killing this process cannot leave half a line.
+            while start < len(line):
+                start += os.write(self._file, line[start:])
+        except OSError as error:
+            self._give_up(error, start)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _give_up(self, error: OSError, num_written: int) -> None:
+        self.problem, self.num_lost = error.strerror or str(error), 1
+        try:
+            if num_written:
+                os.ftruncate(self._file, os.fstat(self._file).st_size - num_written)
+        except OSError:
+            pass  # an incomplete line stays in the file; readers report it
+
+
+TOKENIZE_LIMIT_S = 30.0
+_CREDENTIALS = ("authorization", "api-key", "x-api-key")
+"""Headers of the client's request that this request needs too. They are not stored."""
+_MISSING = frozenset({404, 405, 501})
+
+
+class Tokenizer:
+    """Asks one server for token ids. Stops asking when it is clear that the server does not support this."""
+
+    def __init__(self, url: str, say: Callable[[str], None]) -> None:
+        self.is_there = True
+        self._url = f"{url}/tokenize"
+        self._say = say
+        self._client = httpx.Client(timeout=TOKENIZE_LIMIT_S, trust_env=False)
+        self._has_complained = False
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def try_tokenize(self, ask: Mapping[str, Any], headers: Mapping[str, str]) -> list[int] | None:
+        """The token ids of a prompt or a text. None if the server does not provide them."""
+        if not self.is_there:
+            return None
+        credentials = {name: headers[name] for name in _CREDENTIALS if name in headers}
+        try:
+            answer = self._client.post(self._url, json=dict(ask), headers=credentials)
+            if answer.status_code in _MISSING:
+                self.is_there = False
+                self._say("the server has no /tokenize: prompts are told apart by messages, not by tokens")
+                return None
+            tokens = answer.json().get("tokens") if answer.status_code == 200 else None
+            problem = f"http {answer.status_code}"
+        except httpx.TimeoutException:
+            # Give up: every later prompt would wait just as long.
+            self.is_there = False
+            self._say("/tokenize hangs: from here on prompts are told apart by messages, not by tokens")
+            return None
+        except (httpx.HTTPError, ValueError, AttributeError) as error:
+            tokens, problem = None, type(error).__name__
+        if tokens and are_ids(tokens):
+            return list(tokens)
+        if not self._has_complained:
+            self._has_complained = True
+            self._say(f"/tokenize fails ({problem}): such prompts are told apart by messages, not by tokens")
+        return None

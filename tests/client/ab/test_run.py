@@ -20,13 +20,14 @@ from tenuto.client.ab import servers as servers_module
 from tenuto.client.ab.options import AbOptions, Arm
 from tenuto.client.ab.run import run_ab
 from tenuto.client.ab.verdict import MEASURES
-from tenuto.client.http.stream import Answer, Usage
+from tenuto.client.http.client import Answer
 from tenuto.client.load.measured import Flight, Labels, Outcome, Sending, make_record, make_result
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.files import RunFiles
 from tenuto.report.html.sources import read_sources
+from tenuto.wire.response import Usage
 from tenuto.workload import Workload
 from tenuto.workload.turn_driver import Due
 from tests.client.conftest import read_lines

@@ -1,4 +1,4 @@
-"""Sends one streamed request to an OpenAI-compatible server and reports what can go wrong with it."""
+"""Sends one streamed request to an OpenAI-compatible server: the answer, or what went wrong with it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ import io
 import json
 import resource
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 
 from tenuto.client.http.address import get_base_url
-from tenuto.client.http.stream import Answer, AnswerStream, StreamError, get_error_message, make_printable
 from tenuto.core.errors import TenutoError
+from tenuto.wire import Format, get_format
+from tenuto.wire.response import (
+    LineReader,
+    MalformedEvent,
+    Response,
+    Usage,
+    get_data,
+    get_error_message,
+    is_error,
+    parse_event,
+)
 
 KEEP_ALIVE_S = 3.0
 """Idle connections are not used after this time. Uvicorn, under vLLM and SGLang, closes them after 5 s, and a
@@ -23,7 +34,10 @@ AFTER_DONE_S = 1.0
 """How many seconds a connection may stay open after the last event before the client drops it."""
 SHORT_REQUEST_S = 10.0
 """Time limit for questions about the server itself, in seconds."""
+MAX_ANSWER_BYTES = 64 * 2**20
+"""Largest size of one answer's stream. A server that never stops would fill the client's memory."""
 _MAX_ERROR_BYTES = 2000
+_SHOWN_CHARS = 200
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})
 
 
@@ -44,6 +58,38 @@ class RequestFailed(TenutoError):
         """False if the same request would fail again, because the server understood and refused it."""
         self.retry_after_s = retry_after_s
         """How many seconds the server asks to wait."""
+
+
+class StreamError(TenutoError):
+    """The stream is not a complete answer. `kind` is `malformed`, `cut off`, `empty` or `server error`."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(make_printable(detail))
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer. Times are on the clock that was passed to `AnswerStream.feed`."""
+
+    first_token_s: float
+    last_token_s: float
+    token_ids: tuple[int, ...] | None
+    """None if the server did not send the ids, or did not send them for every piece of text."""
+    text: str
+    usage: Usage
+    gaps_s: tuple[float, ...] = field(default=(), compare=False)
+    """Seconds between the pieces that held tokens. A piece may hold several."""
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The number of token ids if they were sent; otherwise the server's own count."""
+        return self.usage.output_tokens if self.token_ids is None else len(self.token_ids)
+
+    def since(self, start_s: float) -> Answer:
+        """The same answer with its times relative to `start_s`."""
+        first_s, last_s = self.first_token_s - start_s, self.last_token_s - start_s
+        return replace(self, first_token_s=first_s, last_token_s=last_s)
 
 
 class Client:
@@ -76,7 +122,7 @@ class Client:
 
     async def stream_answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Send a streaming request and read the whole answer. Raises RequestFailed."""
-        stream = AnswerStream()
+        stream = AnswerStream(get_format(path))
         try:
             try:
                 async with asyncio.timeout(self._timeout_s) as limit:
@@ -165,3 +211,83 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class AnswerStream:
+    """One answer while it is being received; no I/O. `feed` and `finish` raise StreamError.
+
+    The bytes may arrive in pieces of any size. The answer's times are the arrival times of the pieces that
+    contain its first and its last token.
+    """
+
+    def __init__(self, form: Format) -> None:
+        self.is_done = False
+        """The server said that the stream is complete."""
+        self._format = form
+        self._num_bytes = 0
+        self._lines = LineReader()
+        self._response = Response()
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Process the next bytes, which arrived at `now_s`."""
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_ANSWER_BYTES:
+            raise StreamError("malformed", f"the answer has more than {MAX_ANSWER_BYTES // 2**20} MiB")
+        for line in self._lines.feed(data):
+            self._read_line(line, now_s)
+
+    def finish(self) -> Answer:
+        """Return the answer after all bytes have arrived."""
+        response = self._response
+        self._read_line(self._lines.finish(), response.last_token_s)
+        if not (self.is_done or response.is_finished):
+            raise StreamError("cut off", f"the stream ended after {response.num_pieces} pieces of the answer")
+        if response.first_token_s is None:
+            raise StreamError("empty", "the answer holds no token")
+        return Answer(
+            first_token_s=response.first_token_s,
+            last_token_s=response.last_token_s,
+            token_ids=None if response.token_ids is None else tuple(response.token_ids),
+            text=_write_text(response),
+            usage=response.usage,
+            gaps_s=tuple(response.gaps_s),
+        )
+
+    def _read_line(self, line: bytes, now_s: float) -> None:
+        try:
+            data = get_data(line, strict=True)
+            if data is None:
+                return
+            event = parse_event(data)
+        except MalformedEvent as error:
+            raise StreamError("malformed", f"{error.reason}: {_show(error.data)}") from None
+        if event is None:
+            self.is_done = True
+            return
+        if is_error(event):
+            raise StreamError("server error", get_error_message(event) or _show(data))
+        choices = event.get("choices")
+        if choices and not (isinstance(choices, list) and isinstance(choices[0], dict)):
+            raise StreamError("malformed", f"an event's choices are not a list of objects: {_show(data)}")
+        self._response.add(self._format.read_event(event), now_s)
+
+
+def _write_text(response: Response) -> str:
+    """All that the model wrote, as the next prompt quotes it."""
+    calls = [
+        {"index": key, "function": {"name": name, **({"arguments": arguments} if arguments else {})}}
+        for key, (name, arguments) in response.calls.items()
+    ]
+    return "".join(response.reasoning) + response.text + (json.dumps(calls) if calls else "")
+
+
+def make_printable(text: str) -> str:
+    """Turn a server's message into one line of limited length that is safe to print on a terminal."""
+    line = " ".join(text.split())
+    shown = line if len(line) <= 2 * _SHOWN_CHARS else line[: 2 * _SHOWN_CHARS] + "…"
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in shown)
+
+
+def _show(data: bytes) -> str:
+    text = data.decode(errors="replace")
+    return repr(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…")

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tenuto.client.http.client import Client, RequestFailed
-from tenuto.client.http.prompts import Conversation, Form
-from tenuto.client.http.request import RequestWriter
-from tenuto.client.http.stream import Answer, make_printable
+from tenuto.client.http.client import Answer, Client, RequestFailed, make_printable
+from tenuto.client.http.request import Conversation, Form, RequestWriter
 from tenuto.client.load.runner import get_pause_s
 from tenuto.client.servers.metrics import Totals, parse_totals, try_get_block_size, try_get_sim_speed
 from tenuto.core.errors import ConfigError, TenutoError

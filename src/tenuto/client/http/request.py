@@ -1,19 +1,35 @@
-"""Writes a turn's request: the body around its prompt, and the headers."""
+"""Writes a turn's request: the prompt, the body around it, and the headers.
+
+A prompt's texts are a fixed function of the run's salt and their content ids. Of two texts with the same id,
+the longer one begins with the shorter one. So prompts share the same prefixes on the server as their spans
+do. Another run uses another salt and gets no prefix hits from this one. (By chance, 1 of 10,000 pairs of
+texts has the same first token; no pair has the same first block.)
+
+- `TokenIds` sends prompts of token ids to `/v1/completions`. Prompt lengths are exact on every server without
+  a tokenizer. The answer in the next prompt is also exact, because it is made of the server's own token ids.
+- `Words` sends messages of words to `/v1/chat/completions`. Each word is one token in the common
+  vocabularies. A prompt has about the planned length, plus the tokens of the chat template. The records then
+  contain the server's counts.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from hashlib import shake_128
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from tenuto.client.http.prompts import Form
+from tenuto.client.http.client import Answer
 from tenuto.core.errors import ConfigError
 from tenuto.core.requests.hints import get_bounded_id, make_fields
+from tenuto.wire import openai_chat, openai_completions
+from tenuto.wire.request import Message, write_openai_request
 from tenuto.workload.hints import SayHints, say_job
-from tenuto.workload.schema import Job
+from tenuto.workload.schema import Job, Span, TurnSpec
 
 SESSION_HEADER = "X-Session-ID"
 
@@ -46,13 +62,7 @@ class RequestWriter:
     def write_body(self, job: Job, index: int, prompt_field: str) -> bytes:
         """The body of a job's turn. `prompt_field` is the prompt, already written."""
         turn = job.turns[index]
-        fields: dict[str, Any] = {
-            "model": self.model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": turn.num_output_tokens,
-            "temperature": 0,
-        }
+        fields = {**write_openai_request(self.model, turn.num_output_tokens), "temperature": 0}
         if self.forced_format is None:
             fields |= {"min_tokens": turn.num_output_tokens, "ignore_eos": True}
         else:
@@ -71,6 +81,141 @@ class RequestWriter:
     def _make_job_id(self, job_id: str) -> str:
         # A trace's ids may be invalid in a header. The length limit turns those into a digest.
         return get_bounded_id(f"{self.run_id}/{job_id}") or self.run_id
+
+
+class Conversation:
+    """The prompts of one job. Each text is written once and kept while later prompts still contain it.
+
+    `answers` maps the content id of a planned output to the server's answer. It is shared with the jobs that
+    this job started. An output without an entry is written like any other text.
+    """
+
+    def __init__(self, job: Job, form: Form, salt: str, answers: dict[str, Answer]) -> None:
+        self._form = form
+        self._salt = salt
+        self._answers = answers
+        self._outputs = frozenset(turn.output.content_id for turn in job.turns)
+        self._parts: dict[Span, Part] = {}
+
+    def write_prompt(self, turn: TurnSpec) -> str:
+        """The request's field for a turn's prompt, as JSON without the surrounding braces."""
+        self._parts = {span: self._parts.get(span) or self._write_part(span) for span in turn.prompt}
+        return self._form.write_prompt(self._parts[span] for span in turn.prompt)
+
+    def _write_part(self, span: Span) -> Part:
+        answer = self._answers.get(span.content_id)
+        text = None if answer is None else self._form.write_answer(answer, span.num_tokens)
+        if text is None:
+            text = self._form.write_text(f"{self._salt}/{span.content_id}", span.num_tokens)
+        return Part(text, span.content_id in self._outputs)
+
+
+NUM_DIGITS = 4
+"""Token ids are 10,000 to 19,999. Every vocabulary of 20,000 or more tokens contains them, and they avoid the
+special tokens at the beginning or end of vocabularies."""
+_DIGITS = bytes(ord("0") + byte % 10 for byte in range(256))
+
+_WORD_LIST = """
+that with from this have your their they will which more other about were also part into these some self
+when time under there than over know people like year such been help what would need through work import
+many used only first child system between learn where health should well every high world even form water
+sign just make years call then result those each because effect while process found count long after general
+return read using lead list fact test life very being find right person back both follow does much main
+before level great food start good school within class often around made said show same power design again
+small allow care less example down take support human state called point number build play though body must
+plan common three cell pass social method known real public still change better hand another report place
+present project light energy open mean keep others best include direct name history create perform home stand
+move among mark look type large think against group rest control here based pain area family object current
+program early focus access last turn risk success making print certain period land case since local head post
+along value order come text cost areas cause able problem view major course model else press hard line tool
+special future natural plant complex role until second country works always step today given strong little
+results range ways book next percent flow four similar short working past space amount free heart later
+author words give paper
+"""
+WORDS = _WORD_LIST.split()
+"""256 words, one token each in the vocabularies of SmolLM2, Mistral 7B and Mistral Nemo."""
+
+
+class Part(NamedTuple):
+    """A span's text, and whether the model wrote it."""
+
+    text: str
+    is_answer: bool
+
+
+class Form(Protocol):
+    """How a prompt is sent to the server."""
+
+    path: str
+    """The URL path for the request."""
+    is_exact: bool
+    """Whether prompts are token ids and quote answers by their token ids. Lengths then match the plan."""
+
+    def write_text(self, name: str, num_tokens: int) -> str:
+        """The first tokens of the text with that name."""
+
+    def write_answer(self, answer: Answer, num_tokens: int) -> str | None:
+        """The first tokens of an answer. None if they are unknown."""
+
+    def write_prompt(self, parts: Iterable[Part]) -> str:
+        """The request's field for a prompt, as JSON without the surrounding braces."""
+
+
+class TokenIds:
+    """Prompts of token ids."""
+
+    path = openai_completions.PATH
+    is_exact = True
+
+    def write_text(self, name: str, num_tokens: int) -> str:
+        """The token ids, separated by commas."""
+        # Compute each digit for all ids at once. This is 100 times as fast as one id at a time. A client that
+        # is busy with writing prompts delays everything else.
+        digits = _make_bytes(name, NUM_DIGITS * num_tokens).translate(_DIGITS)
+        text = bytearray(b"1....," * num_tokens)
+        for place in range(NUM_DIGITS):
+            text[place + 1 :: NUM_DIGITS + 2] = digits[place::NUM_DIGITS]
+        return text[:-1].decode()
+
+    def write_answer(self, answer: Answer, num_tokens: int) -> str | None:
+        """The token ids that the server sent. None if there are too few."""
+        if answer.token_ids is None or len(answer.token_ids) < num_tokens:
+            return None
+        return ",".join(map(str, answer.token_ids[:num_tokens]))
+
+    def write_prompt(self, parts: Iterable[Part]) -> str:
+        """The prompt as one list of token ids."""
+        return openai_completions.write_prompt(part.text for part in parts)
+
+
+class Words:
+    """Chat messages. The model's answers have the role assistant; all other texts have the role user."""
+
+    path = openai_chat.PATH
+    is_exact = False
+
+    def write_text(self, name: str, num_tokens: int) -> str:
+        """A text with one word per token."""
+        return " ".join([WORDS[byte] for byte in _make_bytes(name, num_tokens)])
+
+    def write_answer(self, answer: Answer, num_tokens: int) -> str | None:
+        """The complete text that the server wrote."""
+        return answer.text or None
+
+    def write_prompt(self, parts: Iterable[Part]) -> str:
+        """Messages with alternating roles, which some chat templates require."""
+        by_role = groupby(parts, lambda part: "assistant" if part.is_answer else "user")
+        return openai_chat.write_prompt(
+            Message(role, [" ".join(part.text for part in group)]) for role, group in by_role
+        )
+
+
+FORMS: dict[str, type[TokenIds] | type[Words]] = {"ids": TokenIds, "words": Words}
+
+
+def _make_bytes(name: str, num_bytes: int) -> bytes:
+    # With an extendable-output function, a longer output begins with every shorter one.
+    return shake_128(name.encode(errors="surrogatepass")).digest(num_bytes)
 
 
 REGEX = "regex:"

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from tenuto.client.http.stream import Answer
+from tenuto.client.http.client import Answer
 from tenuto.client.load.commands import CommandRecord
 from tenuto.client.servers.metrics import Totals
 from tenuto.core.reuse import count_missed_tokens

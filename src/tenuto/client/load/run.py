@@ -19,8 +19,7 @@ from typing import Any, Self
 from tenuto.client.http.address import get_base_url
 from tenuto.client.http.client import Client, RequestFailed
 from tenuto.client.http.probe import Server, check_lengths, probe_server
-from tenuto.client.http.prompts import FORMS
-from tenuto.client.http.request import RequestWriter, read_format
+from tenuto.client.http.request import FORMS, RequestWriter, read_format
 from tenuto.client.load import live
 from tenuto.client.load.commands import CommandRecord, CommandRunner, check_commands
 from tenuto.client.load.measured import (

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from tenuto.client.http.client import RequestFailed
-from tenuto.client.http.prompts import Conversation
-from tenuto.client.http.request import RequestWriter
-from tenuto.client.http.stream import Answer
+from tenuto.client.http.client import Answer, RequestFailed
+from tenuto.client.http.request import Conversation, RequestWriter
 from tenuto.client.load.commands import CommandRunner
 from tenuto.client.load.measured import Flight, Sending, make_record
 from tenuto.client.load.servers import Sender, Servers

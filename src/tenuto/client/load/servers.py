@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from tenuto.client.http.client import Client, RequestFailed
-from tenuto.client.http.stream import Answer
+from tenuto.client.http.client import Answer, Client, RequestFailed
 from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
 from tenuto.core.routing.router import EngineInfo, Sending, load_router
 from tenuto.workload.hints import SayHints, get_turn_id, make_arrival

@@ -19,15 +19,16 @@ from tenuto.core.version import __version__
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.cost import StepBatch
 from tenuto.sim.machine import Machine
-from tenuto.sim.server.answers import Generator
-from tenuto.sim.server.ask import CHAT_PATH, Served
-from tenuto.sim.server.body import RequestError
 from tenuto.sim.server.control import ControlPages, LiveEngine, LiveSettings
 from tenuto.sim.server.engine import Clock, Pacer, ServedEngine
+from tenuto.sim.server.generate import Generator
 from tenuto.sim.server.metrics import EngineMetrics
 from tenuto.sim.server.options import ServerOptions
+from tenuto.sim.server.request import Served
 from tenuto.sim.server.tokens import HfTokenizer, PieceTokenizer
 from tenuto.sim.step_trace import StepTracer
+from tenuto.wire import openai_chat, openai_completions
+from tenuto.wire.request import RequestError
 
 MAX_BODY_BYTES = 32 * 2**20
 """Largest request body. A million tokens of text take about an eighth of it."""
@@ -60,8 +61,7 @@ def make_app(
     app = web.Application(middlewares=[_make_guard(options.api_key)], client_max_size=MAX_BODY_BYTES)
     app.add_routes(
         [
-            web.post("/v1/completions", answer),
-            web.post(CHAT_PATH, answer),
+            *(web.post(each.PATH, answer) for each in (openai_completions, openai_chat)),
             web.get("/v1/models", pages.list_models),
             web.get("/health", pages.get_health),
             web.get("/ping", pages.get_health),

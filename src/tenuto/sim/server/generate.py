@@ -1,0 +1,187 @@
+"""Answers requests: each goes through the engine, and its tokens are sent as they are generated.
+
+An answer is sent in the request's format (`tenuto.wire`): whole, or as a stream of events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+
+from aiohttp import web
+
+from tenuto.core.requests.identity import make_job_header
+from tenuto.core.requests.tool_calls import find_tool_call
+from tenuto.sim.server.engine import Pacer, ServedRequest, ServedTurn
+from tenuto.sim.server.request import (
+    GenerateRequest,
+    Served,
+    choose_words,
+    get_seed,
+    read_request,
+    write_call,
+)
+from tenuto.sim.server.tokens import ContentTree, TokenIds, Words
+from tenuto.wire.request import RequestError
+from tenuto.wire.response import Call, Delta, Head, Usage
+
+LARGE_BODY_BYTES = 2**17
+"""A larger body is parsed in a thread, so that the event loop can send tokens meanwhile."""
+
+
+class Generator:
+    """Answers requests with one engine."""
+
+    def __init__(self, pacer: Pacer, served: Served) -> None:
+        self._pacer = pacer
+        self._served = served
+        self._content = ContentTree()
+        self._numbers = itertools.count()
+        self._run_id = uuid.uuid4().hex[:12]
+
+    async def answer(self, http: web.Request) -> web.StreamResponse:
+        """Handle a request for an answer. If the client disconnects, its turn ends."""
+        request = await self._read(http)
+        # Ids increase with the arrival time, because ties between turns are broken by id.
+        turn_id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{self._run_id}{next(self._numbers):09d}"
+        engine_request, answer_ids = self._make_engine_request(request, turn_id)
+        head = Head(turn_id, self._served.model_name, int(time.time()))
+        answer = Answer(request, answer_ids, head, self._served.tokenizer.words)
+        news = asyncio.Event()
+        header = make_job_header(request.hints.name)
+        headers = {} if header is None else dict([header])
+        turn = self._pacer.submit(engine_request, news.set)
+        try:
+            await _wait(turn, news)
+            if request.sampling.is_stream:
+                return await _stream(http, turn, news, answer, headers)
+            while not turn.is_finished:
+                await _wait(turn, news)
+            return web.json_response(answer.write_whole(turn), headers=headers)
+        finally:
+            self._pacer.abort(turn)
+
+    async def _read(self, http: web.Request) -> GenerateRequest:
+        raw = await http.read()
+        # If a header occurs several times, the first one counts, as in vLLM.
+        headers = {name.lower(): http.headers[name] for name in http.headers}
+        if len(raw) < LARGE_BODY_BYTES:
+            return read_request(raw, headers, http.path, self._served)
+        return await asyncio.to_thread(read_request, raw, headers, http.path, self._served)
+
+    def _make_engine_request(self, request: GenerateRequest, turn_id: str) -> tuple[ServedRequest, TokenIds]:
+        """Make the engine's request and the tokens of its future answer."""
+        plan, sampling, tokenizer = request.plan, request.sampling, self._served.tokenizer
+        seed = get_seed(sampling, request.prompt_ids, turn_id)
+        prompt = self._content.place(request.prompt_ids)
+        output, answer_ids = self._content.place_answer(
+            prompt, lambda number: choose_words(tokenizer, plan, f"{seed}/{number}", begins=request.is_chat)
+        )
+        call = plan.call
+        tool = None if call is None else find_tool_call(write_call(call.name, call.arguments))
+        engine_request = ServedRequest(
+            turn_id=turn_id,
+            prompt=prompt,
+            output=output,
+            arrival_s=0.0,
+            priority=sampling.priority,
+            hints=request.hints,
+            tool=tool,
+            # An answer that ends at its length limit does not say whether the job continues.
+            is_last=None if plan.finish_reason == "length" else tool is None,
+            key=sampling.cache_salt,
+            prompt_ids=request.prompt_ids,
+            ends_by="length" if plan.finish_reason == "length" else "stop",
+        )
+        return engine_request, answer_ids
+
+
+class Answer:
+    """Writes one answer, up to the tokens that the engine has computed."""
+
+    def __init__(self, request: GenerateRequest, answer_ids: TokenIds, head: Head, words: Words) -> None:
+        self._request = request
+        self._answer_ids = answer_ids
+        self._head = head
+        self._words = words
+        self._writer = request.format.Writer(head)
+
+    def write_whole(self, turn: ServedTurn) -> dict[str, object]:
+        """Return the response to a request that does not stream."""
+        delta = self._make_delta(0, self._request.plan.num_tokens)
+        delta.usage = self._get_usage(turn)
+        return self._request.format.write_whole(self._head, delta)
+
+    def write_events(self, start: int, end: int) -> bytes:
+        """Return the events for the answer's tokens from `start` up to, but not including, `end`."""
+        return self._writer.write(self._make_delta(start, end))
+
+    def write_end(self, turn: ServedTurn) -> bytes:
+        """Return the events after the last token."""
+        return self._writer.end(self._get_usage(turn) if self._request.sampling.includes_usage else None)
+
+    def write_failure(self, error: Exception) -> bytes:
+        """Return the end of a stream that an error interrupts."""
+        return self._writer.fail(RequestError(f"the server failed: {type(error).__name__}", status=500))
+
+    def _make_delta(self, start: int, end: int) -> Delta:
+        request, plan = self._request, self._request.plan
+        # The tokens of a tool call are not in the text.
+        token_ids = self._answer_ids[start : min(end, plan.num_words)]
+        delta = Delta(text=self._words.spell(token_ids, begins=request.is_chat and start == 0))
+        if end == plan.num_tokens:
+            delta.finish_reason = plan.finish_reason
+            delta.calls = [] if plan.call is None else [Call(0, plan.call.name, plan.call.arguments)]
+        if request.sampling.returns_ids:
+            delta.token_ids = list(self._answer_ids[start:end])
+            delta.prompt_ids = list(request.prompt_ids) if start == 0 else None
+        return delta
+
+    def _get_usage(self, turn: ServedTurn) -> Usage:
+        return Usage(len(self._request.prompt_ids), turn.num_tokens, turn.num_hit_tokens)
+
+
+async def _wait(turn: ServedTurn, news: asyncio.Event) -> None:
+    """Wait for the next tokens. Raises the turn's error if it has one."""
+    await news.wait()
+    news.clear()
+    if turn.error is not None:
+        raise turn.error
+
+
+async def _stream(
+    http: web.Request, turn: ServedTurn, news: asyncio.Event, answer: Answer, headers: Mapping[str, str]
+) -> web.StreamResponse:
+    """Send tokens as they are generated; several at once if the client or this process is slow."""
+    kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers={**kind, **headers})
+    # If the client has disconnected, `Generator.answer` ends its turn.
+    with suppress(ConnectionResetError):
+        await response.prepare(http)
+        async for data in _write(turn, news, answer):
+            await response.write(data)
+        await response.write_eof()
+    return response
+
+
+async def _write(turn: ServedTurn, news: asyncio.Event, answer: Answer) -> AsyncIterator[bytes]:
+    """Write the pieces of a stream. Call it once the first tokens exist."""
+    num_sent = 0
+    while True:
+        num_tokens, is_finished = turn.num_tokens, turn.is_finished
+        events = answer.write_events(num_sent, num_tokens)
+        if is_finished:
+            yield events + answer.write_end(turn)
+            return
+        yield events
+        num_sent = num_tokens
+        try:
+            await _wait(turn, news)
+        except Exception as error:
+            # It is too late to send an HTTP error status.
+            yield answer.write_failure(error)
+            return

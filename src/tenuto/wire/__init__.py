@@ -1,0 +1,64 @@
+"""The wire: the formats of OpenAI and Anthropic, streamed and whole, read and written.
+
+request     what requests share: messages, sampling, strict fields, refusals
+response    what responses share: deltas and their sum, usage, event streams
+openai_chat, openai_completions, openai_responses, anthropic_messages: one format each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from tenuto.wire import anthropic_messages, openai_chat, openai_completions, openai_responses
+from tenuto.wire.request import Body, Message, RequestError
+from tenuto.wire.response import Delta, Head, Usage
+
+
+class StreamWriter(Protocol):
+    """Writes the events of one streamed response."""
+
+    def write(self, delta: Delta) -> bytes:
+        """The events of a piece of the answer."""
+
+    def end(self, usage: Usage | None) -> bytes:
+        """The events after the last token, with the usage if the client wants it."""
+
+    def fail(self, error: RequestError) -> bytes:
+        """The end of a stream that an error interrupts."""
+
+
+class Format(Protocol):
+    """One format: a module of this package."""
+
+    PATH: str
+    """Requests in this format go to this path, or to one that ends with it."""
+    LIMITS: tuple[str, ...]
+    """Where a request may say how many tokens it wants at most; the first one counts."""
+
+    def read_prompt(self, body: Body, *, strict: bool = True) -> str | list[int] | Iterator[Message]:
+        """A request's prompt: text, token ids or messages. Raises RequestError."""
+
+    def read_whole(self, body: Body) -> Delta:
+        """Read a response that is not streamed."""
+
+    def read_event(self, event: Body) -> Delta:
+        """Read an event of a stream."""
+
+    def write_whole(self, head: Head, delta: Delta) -> dict[str, Any]:
+        """Write a response that is not streamed."""
+
+    def Writer(self, head: Head) -> StreamWriter:
+        """Begin a streamed response."""
+
+
+FORMATS: dict[str, Format] = {
+    each.PATH: each for each in (openai_chat, openai_completions, openai_responses, anthropic_messages)
+}
+"""Each format by its path."""
+PATHS = tuple(FORMATS)
+
+
+def get_format(path: str) -> Format:
+    """The format of requests to a path that ends with one of `PATHS`."""
+    return next(form for end, form in FORMATS.items() if path.endswith(end))

@@ -1,0 +1,204 @@
+"""Anthropic's Messages: a system prompt and messages of blocks; the answer is blocks too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tenuto.wire.request import Body, Message, RequestError, get_objects, read_parts
+from tenuto.wire.response import (
+    Call,
+    Delta,
+    Head,
+    Part,
+    Usage,
+    as_object,
+    as_text,
+    get_count,
+    get_each_object,
+    get_parts,
+    write_typed_events,
+)
+
+PATH = "/v1/messages"
+LIMITS = ("max_tokens",)
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_THOUGHTS = ("thinking", "redacted_thinking")
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+
+
+def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
+    """The system prompt and the messages. Raises RequestError."""
+    if body.get("system"):
+        yield Message("system", read_parts(body["system"]))
+    for message in get_objects(body, "messages"):
+        content = message.get("content")
+        if not isinstance(content, list):
+            yield Message(message.get("role"), read_parts(content))
+            continue
+        blocks = get_each_object(content)
+        calls = [
+            (block.get("name"), block.get("input")) for block in blocks if block.get("type") == "tool_use"
+        ]
+        # Fields that only tell the provider how to cache are not part of the prompt; templates drop thoughts.
+        rest = [
+            {key: value for key, value in block.items() if key != "cache_control"}
+            for block in blocks
+            if block.get("type") not in ("tool_use", *_THOUGHTS)
+        ]
+        yield Message(message.get("role"), read_parts(rest), calls)
+
+
+def read_whole(body: Body) -> Delta:
+    """Read a response that is not streamed."""
+    delta = Delta(usage=_read_usage(body), finish_reason=_read_reason(body), is_last=True)
+    for index, block in enumerate(get_each_object(body.get("content"))):
+        read = _read_block(index, block)
+        delta.text += read.text
+        delta.reasoning += read.reasoning
+        delta.calls = [*delta.calls, *read.calls]
+    return delta
+
+
+def read_event(event: Body) -> Delta:
+    """Read an event of a stream."""
+    kind, index = event.get("type"), event.get("index")
+    index = index if isinstance(index, int | str) else None
+    if kind == "message_start":
+        return Delta(usage=_read_usage(as_object(event.get("message"))))
+    if kind == "content_block_start":
+        return _read_block(index, {**as_object(event.get("content_block")), "input": None})
+    if kind == "content_block_delta":
+        change = as_object(event.get("delta"))
+        arguments = as_text(change.get("partial_json"))
+        return Delta(
+            text=as_text(change.get("text")) or "",
+            reasoning=as_text(change.get("thinking")) or "",
+            calls=[] if arguments is None else [Call(index, None, arguments)],
+        )
+    if kind == "message_delta":
+        return Delta(usage=_read_usage(event), finish_reason=_read_reason(as_object(event.get("delta"))))
+    return Delta(is_last=kind == "message_stop")
+
+
+def _read_block(index: int | str | None, block: Mapping[str, Any]) -> Delta:
+    if block.get("type") == "tool_use":
+        arguments = None if block.get("input") is None else json.dumps(block["input"])
+        return Delta(calls=[Call(index, as_text(block.get("name")), arguments)])
+    if block.get("type") == "thinking":
+        return Delta(reasoning=str(block.get("thinking") or ""))
+    return Delta(text=str(block.get("text") or ""))
+
+
+def _read_reason(body: Mapping[str, Any]) -> str | None:
+    said = as_text(body.get("stop_reason"))
+    return next((reason for reason, name in _REASONS.items() if name == said), said)
+
+
+def _read_usage(body: Mapping[str, Any]) -> Usage | None:
+    """Read the counts. Tokens read from the cache and written to it are counted beside the rest."""
+    usage = body.get("usage")
+    if not isinstance(usage, dict):
+        return None
+    prompt, cached = get_count(usage.get("input_tokens")), get_count(usage.get("cache_read_input_tokens"))
+    if prompt is not None:
+        prompt += (cached or 0) + (get_count(usage.get("cache_creation_input_tokens")) or 0)
+    return Usage(prompt, get_count(usage.get("output_tokens")), cached)
+
+
+def write_whole(head: Head, delta: Delta) -> dict[str, Any]:
+    """Write a response that is not streamed."""
+    blocks = []
+    for number, part in enumerate(get_parts(delta)):
+        block = _write_block(head, number, part)
+        if part.kind == "call":
+            blocks.append({**block, "input": json.loads(part.text or "{}")})
+        else:
+            blocks.append({**block, _FIELDS[part.kind]: part.text})
+    reason = _write_reason(delta.finish_reason)
+    return {**_write_head(head), **reason, "content": blocks, "usage": _write_usage(delta.usage or Usage())}
+
+
+class Writer:
+    """Writes the events of one stream. A block ends where another one begins."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._is_open = False
+        self._block: tuple[str, Any] | None = None
+        self._num_blocks = 0
+        self._reason: str | None = None
+
+    def write(self, delta: Delta) -> bytes:
+        """The events of a piece of the answer."""
+        events = self._open(delta.usage)
+        self._reason = delta.finish_reason or self._reason
+        for part in get_parts(delta):
+            if self._block != part[:2]:
+                events += self._end_block()
+                self._block, self._num_blocks = part[:2], self._num_blocks + 1
+                block = _write_block(self._head, self._num_blocks - 1, part)
+                events.append(self._write("content_block_start", content_block=block))
+            if part.text:
+                kind = {"text": "text_delta", "reasoning": "thinking_delta", "call": "input_json_delta"}
+                name = "partial_json" if part.kind == "call" else _FIELDS[part.kind]
+                change = {"type": kind[part.kind], name: part.text}
+                events.append(self._write("content_block_delta", delta=change))
+        return write_typed_events(events)
+
+    def end(self, usage: Usage | None) -> bytes:
+        """The events after the last token."""
+        counts = _write_usage(usage or Usage())
+        end = {"type": "message_delta", "delta": _write_reason(self._reason), "usage": counts}
+        return write_typed_events([*self._open(usage), *self._end_block(), end, {"type": "message_stop"}])
+
+    def fail(self, error: RequestError) -> bytes:
+        """The end of a stream that an error interrupts."""
+        kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        return write_typed_events([{"type": "error", "error": {"type": kind, "message": str(error)}}])
+
+    def _open(self, usage: Usage | None) -> list[dict[str, Any]]:
+        if self._is_open:
+            return []
+        self._is_open = True
+        counts = {**_write_usage(usage or Usage()), "output_tokens": 0}
+        message = {**_write_head(self._head), **_write_reason(None), "content": [], "usage": counts}
+        return [{"type": "message_start", "message": message}]
+
+    def _end_block(self) -> list[dict[str, Any]]:
+        if self._block is None:
+            return []
+        self._block = None
+        return [self._write("content_block_stop")]
+
+    def _write(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "index": self._num_blocks - 1, **fields}
+
+
+_FIELDS = {"text": "text", "reasoning": "thinking"}
+
+
+def _write_head(head: Head) -> dict[str, Any]:
+    return {"id": head.id, "type": "message", "role": "assistant", "model": head.model}
+
+
+def _write_reason(reason: str | None) -> dict[str, Any]:
+    return {"stop_reason": _REASONS.get(reason or "", reason), "stop_sequence": None}
+
+
+def _write_usage(usage: Usage) -> dict[str, int]:
+    cached = usage.cached_tokens or 0
+    return {
+        "input_tokens": (usage.prompt_tokens or 0) - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.output_tokens or 0,
+    }
+
+
+def _write_block(head: Head, number: int, part: Part) -> dict[str, Any]:
+    """A block without its text or input."""
+    if part.kind == "call":
+        return {"type": "tool_use", "id": f"call-{head.id}-{number}", "name": part.name, "input": {}}
+    return {"type": _FIELDS[part.kind], _FIELDS[part.kind]: ""}

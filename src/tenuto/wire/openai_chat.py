@@ -1,0 +1,197 @@
+"""OpenAI's chat completions: messages with tool calls, with the ids and reasoning of vLLM and SGLang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from tenuto.wire.request import Body, Message, RequestError, get_list, get_object, get_objects, read_parts
+from tenuto.wire.response import (
+    DONE,
+    Call,
+    Delta,
+    Head,
+    Usage,
+    as_object,
+    as_text,
+    get_each_object,
+    read_choice,
+    read_text,
+    write_event,
+    write_usage,
+)
+
+PATH = "/v1/chat/completions"
+LIMITS = ("max_completion_tokens", "max_tokens")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
+    """The messages. Raises RequestError that names what is wrong."""
+    for index, message in enumerate(get_objects(body, "messages")):
+        if strict:
+            _check_message(message, f"messages[{index}]")
+        yield read_message(message)
+
+
+def read_message(message: Mapping[str, Any]) -> Message:
+    """A message of a request or of a response. What is no tool call is left out."""
+    functions = (each.get("function") for each in get_each_object(message.get("tool_calls")))
+    calls = [(each.get("name"), each.get("arguments", "{}")) for each in functions if isinstance(each, dict)]
+    return Message(message.get("role"), read_parts(message.get("content")), calls)
+
+
+def _check_message(message: Mapping[str, Any], where: str) -> None:
+    """Raise RequestError if `read_message` would leave out or change something."""
+    if message.get("role") not in ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+    if not isinstance(message.get("content"), str | list | None):
+        raise RequestError(f"{where}.content must be a string or a list of parts", f"{where}.content")
+    where, calls = f"{where}.tool_calls", message.get("tool_calls")
+    if not isinstance(calls, list | None):
+        raise RequestError(f"{where} must be a list", where)
+    for index, call in enumerate(calls or ()):
+        function = as_object(as_object(call).get("function"))
+        if not (isinstance(function.get("name"), str) and isinstance(function.get("arguments", "{}"), str)):
+            raise RequestError(
+                f"{where}[{index}].function must have a name and arguments, both strings", where
+            )
+
+
+def write_prompt(messages: Iterable[Message]) -> str:
+    """The request's field for messages of text, as JSON without the braces."""
+    written = [{"role": message.role, "content": message.text} for message in messages]
+    return f'"messages": {json.dumps(written)}'
+
+
+def read_tools(body: Body) -> dict[str, Any]:
+    """The schema of each tool's arguments, by the tool's name. Raises RequestError."""
+    schemas: dict[str, Any] = {}
+    for index, tool in enumerate(get_list(body, "tools")):
+        function = as_object(as_object(tool).get("function"))
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"tools[{index}].function.name must be a text", f"tools[{index}]")
+        schemas[name] = function.get("parameters")
+    return schemas
+
+
+def read_tool_choice(body: Body) -> tuple[str, str | None]:
+    """`none`, `auto`, `required` or `function`, and this function's name. Raises RequestError."""
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict):
+        name = (get_object(choice, "function") or {}).get("name")
+        if not isinstance(name, str):
+            raise RequestError("tool_choice.function.name must be a text", "tool_choice")
+        return "function", name
+    if choice not in (None, "none", "auto", "required"):
+        raise RequestError('tool_choice must be "none", "auto", "required" or a function', "tool_choice")
+    if choice == "required" and not body.get("tools"):
+        raise RequestError('tool_choice "required" needs tools', "tool_choice")
+    return choice or "auto", None
+
+
+def read_whole(body: Body) -> Delta:
+    """Read a response that is not streamed."""
+    return _read(body, "message")
+
+
+def read_event(event: Body) -> Delta:
+    """Read an event of a stream."""
+    return _read(event, "delta")
+
+
+def _read(body: Body, place: str) -> Delta:
+    choice, delta = read_choice(body)
+    said = as_object(choice.get(place))
+    delta.text = read_text(said.get("content"))
+    # vLLM calls it `reasoning` now, and sends it under both names for a while.
+    delta.reasoning = as_text(said.get("reasoning_content") or said.get("reasoning")) or ""
+    if said.get("tool_calls"):
+        delta.calls = list(_read_calls(said["tool_calls"]))
+    return delta
+
+
+def _read_calls(calls: Any) -> Iterator[Call]:
+    for position, call in enumerate(get_each_object(calls)):
+        if isinstance(function := call.get("function"), dict):
+            index = call.get("index", position)
+            yield Call(
+                index if isinstance(index, int | str) else None,
+                as_text(function.get("name")),
+                as_text(function.get("arguments")),
+            )
+
+
+def write_whole(head: Head, delta: Delta) -> dict[str, Any]:
+    """Write a response that is not streamed."""
+    message: dict[str, Any] = {"role": "assistant", "content": delta.text or (None if delta.calls else "")}
+    message |= _write_more(head, delta)
+    choice = {"index": 0, "logprobs": None, "finish_reason": delta.finish_reason, "message": message}
+    body = {
+        **_write_head(head, "chat.completion"),
+        "choices": [choice if delta.token_ids is None else {**choice, "token_ids": delta.token_ids}],
+        "usage": write_usage(delta.usage or Usage(), "prompt_tokens", "completion_tokens"),
+    }
+    return body if delta.prompt_ids is None else {**body, "prompt_token_ids": delta.prompt_ids}
+
+
+class Writer:
+    """Writes the events of one stream."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._is_open = False
+
+    def write(self, delta: Delta) -> bytes:
+        """The events of a piece of the answer. The first says who speaks."""
+        opening = b"" if self._is_open else self._open(delta.prompt_ids)
+        change: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        change |= _write_more(self._head, delta, is_delta=True)
+        if not (change or delta.finish_reason) and delta.token_ids is None:
+            return opening
+        choice = {"index": 0, "delta": change, "logprobs": None, "finish_reason": delta.finish_reason}
+        if delta.token_ids is not None:
+            choice["token_ids"] = delta.token_ids
+        return opening + self._write({"choices": [choice]})
+
+    def end(self, usage: Usage | None) -> bytes:
+        """The events after the last token, with the usage if the client wants it."""
+        if usage is None:
+            return DONE
+        counts = write_usage(usage, "prompt_tokens", "completion_tokens")
+        return self._write({"choices": [], "usage": counts}) + DONE
+
+    def fail(self, error: RequestError) -> bytes:
+        """The end of a stream that an error interrupts."""
+        return write_event(error.to_json()) + DONE
+
+    def _open(self, prompt_ids: Any) -> bytes:
+        self._is_open = True
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        ids = {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
+        return self._write({"choices": [choice], **ids})
+
+    def _write(self, event: dict[str, Any]) -> bytes:
+        return write_event({**_write_head(self._head, "chat.completion.chunk"), **event})
+
+
+def _write_head(head: Head, kind: str) -> dict[str, Any]:
+    return {"id": head.id, "created": head.created, "model": head.model, "object": kind}
+
+
+def _write_more(head: Head, delta: Delta, *, is_delta: bool = False) -> dict[str, Any]:
+    """A message's reasoning and tool calls."""
+    more: dict[str, Any] = {"reasoning": delta.reasoning} if delta.reasoning else {}
+    calls = [
+        {
+            **({"index": call.key or 0} if is_delta else {}),
+            "id": f"call-{head.id}" if not call.key else f"call-{head.id}-{call.key}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in delta.calls
+    ]
+    return {**more, "tool_calls": calls} if calls else more

@@ -1,0 +1,204 @@
+"""What requests of all formats share: messages, sampling, strict readers of single fields, refusals.
+
+Requests are untrusted. What is wrong raises RequestError, which names the field in OpenAI's words. A format's
+`read_prompt` has two ways: `strict`, for a server that refuses what it does not know; not strict, for a
+recorder of what another server took: then odd parts of messages stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tenuto.core.errors import TenutoError
+
+Body = Mapping[str, Any]
+"""A request's body, or an object within it."""
+
+_TYPES = {401: "AuthenticationError", 404: "NotFoundError", 413: "RequestTooLargeError"}
+
+
+class RequestError(TenutoError):
+    """A request is refused: the HTTP status, the reason, and the field that caused it."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+
+    @property
+    def kind(self) -> str:
+        """The error's type, as vLLM names it."""
+        return _TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the body of the response."""
+        return write_error(str(self), self.kind, self.status, param=self.param)
+
+
+def write_error(message: str, kind: str, code: int, **more: Any) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, **more, "code": code}}
+
+
+def parse_json(raw: bytes) -> Body:
+    """Parse the body as a JSON object. Raises RequestError."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    return body
+
+
+class Message(NamedTuple):
+    """One message of a prompt."""
+
+    role: Any
+    parts: Sequence[Any]
+    """Its content: texts as `str`, other parts as they were sent."""
+    calls: Sequence[tuple[Any, Any]] = ()
+    """Name and arguments of each tool call, as they were sent."""
+
+    @property
+    def text(self) -> str:
+        """Its content as one text. Parts that are no text stand as their JSON."""
+        return "".join(
+            each if isinstance(each, str) else json.dumps(each, sort_keys=True) for each in self.parts
+        )
+
+
+def read_parts(content: Any) -> list[Any]:
+    """The parts of a message's content; texts as `str`."""
+    if content is None:
+        return []
+    parts = content if isinstance(content, list) else [content]
+    return [
+        part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else part
+        for part in parts
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How many tokens a request wants, how they are drawn, and how they are sent."""
+
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+    is_stream: bool
+    includes_usage: bool
+    returns_ids: bool
+    is_greedy: bool
+    """At temperature 0, equal prompts get equal answers."""
+    seed: int | None
+    priority: int
+    cache_salt: str | None
+
+
+def read_sampling(body: Body, limits: Sequence[str]) -> Sampling:
+    """Read what the formats share. `limits`: where the format may say `max_tokens`. Raises RequestError."""
+    given = (get_int(body, name, 1) for name in limits)
+    max_tokens = next((each for each in given if each is not None), None)
+    min_tokens = get_int(body, "min_tokens", 0) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError(f"min_tokens={min_tokens} is more than max_tokens={max_tokens}", "min_tokens")
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=get_bool(body, "ignore_eos"),
+        is_stream=get_bool(body, "stream"),
+        includes_usage=get_bool(get_object(body, "stream_options") or {}, "include_usage"),
+        returns_ids=get_bool(body, "return_token_ids"),
+        is_greedy=_get_number(body, "temperature") == 0,
+        seed=get_int(body, "seed"),
+        priority=get_int(body, "priority") or 0,
+        cache_salt=get_string(body, "cache_salt"),
+    )
+
+
+def write_openai_request(model: str, max_tokens: int) -> dict[str, Any]:
+    """The fields beside the prompt of a streamed request for a chat answer or a completion, with usage."""
+    return {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": max_tokens,
+    }
+
+
+def get_objects(body: Body, name: str) -> list[dict[str, Any]]:
+    """Return a list of objects that is not empty. Raises RequestError."""
+    values = get_list(body, name)
+    if not values:
+        raise RequestError(f"{name} must be a list that is not empty", name)
+    for index, each in enumerate(values):
+        if not isinstance(each, dict):
+            raise RequestError(f"{name}[{index}] must be an object", f"{name}[{index}]")
+    return values
+
+
+def get_list(body: Body, name: str) -> list[Any]:
+    """Return a list; an empty one if the field is missing. Raises RequestError."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, list):
+        raise RequestError(f"{name} must be a list, got {show(value)}", name)
+    return value or []
+
+
+def get_object(body: Body, name: str) -> Body | None:
+    """Return an object, or None if the field is missing. Raises RequestError."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise RequestError(f"{name} must be an object, got {show(value)}", name)
+    return value
+
+
+def get_string(body: Body, name: str) -> str | None:
+    """Return a non-empty string, or None if the field is missing. Raises RequestError."""
+    value = body.get(name)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise RequestError(f"{name} must be a text that is not empty, got {show(value)}", name)
+    return value
+
+
+def get_bool(body: Body, name: str) -> bool:
+    """Return a boolean; False if the field is missing. Raises RequestError."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {show(value)}", name)
+    return bool(value)
+
+
+def get_int(body: Body, name: str, minimum: int | None = None) -> int | None:
+    """Return an integer, or None if the field is missing. Raises RequestError."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 2**63:
+        raise RequestError(f"{name} must be a whole number, got {show(value)}", name)
+    if minimum is not None and value < minimum:
+        raise RequestError(f"{name} must be at least {minimum}, got {value}", name)
+    return value
+
+
+def _get_number(body: Body, name: str) -> float | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        raise RequestError(f"{name} must be a number, got {show(value)}", name)
+    return value
+
+
+def show(value: Any) -> str:
+    """A value in an error message. Hostile values can be very long, and some cannot be printed at all."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and abs(value) > 2**63:
+        return "a huge number"
+    return repr(value)[:80]

@@ -1,0 +1,308 @@
+"""What responses of all formats share: their parts, usage, errors, and the framing of event streams (SSE).
+
+    data: {"choices": [{"text": "ls", "token_ids": [4741]}]}
+    data: {"choices": [], "usage": {"prompt_tokens": 92, "completion_tokens": 20, …}}
+    data: [DONE]
+
+A format turns an event into a `Delta` and a `Delta` into events. A `Response` is the sum of its deltas; a
+whole response is one delta. Servers may send anything: what cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tenuto.wire.request import Message, read_parts
+
+MAX_COUNT = 2**40
+"""Largest valid number of tokens. Sums of such numbers are still exact as floats."""
+_MAX_TOKEN_ID = 2**31 - 1
+_OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
+"""Lines other than data that an event stream may contain: comments, and fields that nobody here needs."""
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The server's own counts. None if a count is missing or is not a valid number of tokens."""
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class Call(NamedTuple):
+    """A tool call, or what one event adds to it."""
+
+    key: int | str | None
+    """Which of the response's calls it is; None: another one."""
+    name: str | None
+    arguments: str | None
+    """JSON, or a piece of it."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one event adds to a response."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
+    token_ids: Any = None
+    """As sent: `are_token_ids` tells whether they are usable."""
+    prompt_ids: Any = None
+    """The prompt's token ids, as sent."""
+    usage: Usage | None = None
+    finish_reason: str | None = None
+    """`stop`, `length`, `tool_calls`, or what the server says instead."""
+    is_last: bool = False
+    """The response is complete."""
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any token of the answer is in it."""
+        return bool(self.text or self.reasoning or self.calls or self.token_ids)
+
+
+@dataclass(slots=True)
+class Response:
+    """A response so far. Times are the arrival times of the pieces that contain its tokens."""
+
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int | str, tuple[str, str]] = field(default_factory=dict)
+    """Name and arguments of each tool call."""
+    token_ids: list[int] | None = field(default_factory=list)
+    """None if the server did not send the ids of every piece, or none that are usable."""
+    prompt_ids: list[int] | None = None
+    usage: Usage = Usage()
+    finish_reason: str | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    """Seconds between the pieces that held tokens. A piece may hold several."""
+    num_pieces: int = 0
+    """Number of pieces that contain tokens."""
+    is_finished: bool = False
+
+    @property
+    def text(self) -> str:
+        """The answer's text, without reasoning and tool calls."""
+        return "".join(self.texts)
+
+    def add(self, delta: Delta, at_s: float) -> None:
+        """Add a piece that arrived at `at_s`."""
+        if delta.has_tokens:
+            self._add_tokens(delta, at_s)
+        if delta.prompt_ids and are_token_ids(delta.prompt_ids):
+            self.prompt_ids = delta.prompt_ids
+        if delta.usage is not None:
+            new, old = delta.usage, self.usage
+            self.usage = Usage(
+                old.prompt_tokens if new.prompt_tokens is None else new.prompt_tokens,
+                old.output_tokens if new.output_tokens is None else new.output_tokens,
+                old.cached_tokens if new.cached_tokens is None else new.cached_tokens,
+            )
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.is_finished = self.is_finished or delta.is_last
+
+    def get_whole(self) -> Delta:
+        """All of it as one piece."""
+        calls = [Call(key, name, arguments) for key, (name, arguments) in self.calls.items()]
+        return Delta(
+            self.text, "".join(self.reasoning), calls, self.token_ids or None, self.prompt_ids, self.usage,
+            self.finish_reason, self.is_finished,
+        )  # fmt: skip
+
+    def _add_tokens(self, delta: Delta, at_s: float) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = at_s
+        else:
+            self.gaps_s.append(at_s - self.last_token_s)
+        self.last_token_s = at_s
+        self.num_pieces += 1
+        if delta.text:
+            self.texts.append(delta.text)
+        if delta.reasoning:
+            self.reasoning.append(delta.reasoning)
+        for key, name, arguments in delta.calls:
+            key = len(self.calls) if key is None else key
+            known_name, known_arguments = self.calls.get(key, ("", ""))
+            self.calls[key] = (name or known_name, known_arguments + (arguments or ""))
+        if self.token_ids is not None and are_token_ids(delta.token_ids):
+            self.token_ids += delta.token_ids
+        else:
+            self.token_ids = None
+
+
+class Part(NamedTuple):
+    """A part of a delta, for formats that send each kind in blocks of its own."""
+
+    kind: str
+    """`reasoning`, `text` or `call`."""
+    key: int | str | None
+    """Which call it is."""
+    text: str
+    name: str | None = None
+    """The call's name."""
+
+
+class Head(NamedTuple):
+    """What every event of a response repeats."""
+
+    id: str
+    model: str
+    created: int
+    """Seconds since 1970."""
+
+
+def are_token_ids(value: Any) -> bool:
+    """Whether this is a list of token ids."""
+    return isinstance(value, list) and all(type(each) is int and 0 <= each <= _MAX_TOKEN_ID for each in value)
+
+
+def read_usage(usage: Any, prompt: str, output: str) -> Usage | None:
+    """Read the counts of one of OpenAI's formats, which differ in the names of the fields only."""
+    if usage is None:
+        return None
+    values = as_object(usage)
+    details = as_object(values.get(f"{prompt}_details"))
+    return Usage(
+        get_count(values.get(prompt)), get_count(values.get(output)), get_count(details.get("cached_tokens"))
+    )
+
+
+def write_usage(usage: Usage, prompt: str, output: str) -> dict[str, Any]:
+    """The counts as one of OpenAI's formats names them."""
+    num_prompt, num_output = usage.prompt_tokens or 0, usage.output_tokens or 0
+    return {
+        prompt: num_prompt,
+        output: num_output,
+        "total_tokens": num_prompt + num_output,
+        f"{prompt}_details": {"cached_tokens": usage.cached_tokens or 0},
+    }
+
+
+def get_count(value: Any) -> int | None:
+    """A number of tokens. None for anything else."""
+    return value if type(value) is int and 0 <= value <= MAX_COUNT else None
+
+
+def read_text(content: Any) -> str:
+    """The text of a message's content. Parts that are no text stand as their JSON."""
+    return content if isinstance(content, str) else Message(None, read_parts(content)).text
+
+
+def read_choice(body: Mapping[str, Any]) -> tuple[dict[str, Any], Delta]:
+    """The first choice of a chat answer or a completion, and what both have in common."""
+    choice = next(iter(get_each_object(body.get("choices"))), {})
+    reason = choice.get("finish_reason")
+    return choice, Delta(
+        token_ids=choice.get("token_ids"),
+        prompt_ids=body.get("prompt_token_ids", choice.get("prompt_token_ids")),
+        usage=read_usage(body.get("usage"), "prompt_tokens", "completion_tokens"),
+        finish_reason=reason if isinstance(reason, str) else None,
+        is_last=reason is not None,
+    )
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """The value if it is an object; otherwise an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def get_each_object(value: Any) -> list[dict[str, Any]]:
+    """The objects in a list."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def as_text(value: Any) -> str | None:
+    """The value if it is a text."""
+    return value if isinstance(value, str) else None
+
+
+class MalformedEvent(ValueError):
+    """An event cannot be read. `reason` does not show its content, which is `data`."""
+
+    def __init__(self, reason: str, data: bytes) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.data = data
+
+
+class LineReader:
+    """Puts lines together from pieces of any size."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        """Of the current line, which has not ended yet."""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that end in these bytes, without their line feeds."""
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = b"".join((*self._pieces, lines[0]))
+            self._pieces.clear()
+        self._pieces.append(rest)
+        return lines
+
+    def finish(self) -> bytes:
+        """What stands after the last line feed."""
+        return b"".join(self._pieces)
+
+
+def get_data(line: bytes, *, strict: bool = False) -> bytes | None:
+    """The data in an event stream's line; None for another line. Strict: raises for what is none at all."""
+    if line.startswith(b"data:"):
+        return line[5:].strip()
+    if strict and line.rstrip(b"\r") and not line.startswith(_OTHER_FIELDS):
+        raise MalformedEvent("not an event stream", line.rstrip(b"\r"))
+    return None
+
+
+def parse_event(data: bytes) -> dict[str, Any] | None:
+    """The event that a line's data holds. None for the mark of the stream's end. Raises MalformedEvent."""
+    if data == b"[DONE]":
+        return None
+    try:
+        event = json.loads(data.decode())  # decode first: with bytes, json would guess the encoding
+    except (ValueError, RecursionError):
+        raise MalformedEvent("an event is not JSON", data) from None
+    if not isinstance(event, dict):
+        raise MalformedEvent("an event is not an object", data)
+    return event
+
+
+def is_error(event: Mapping[str, Any]) -> bool:
+    """Whether an event, or a whole body, says that the server failed."""
+    return bool(event.get("error")) or event.get("type") in ("error", "response.failed")
+
+
+def get_error_message(body: object) -> str | None:
+    """The message of an OpenAI error object, `{"error": {"message": …}}`. None for any other object."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) and message else None
+
+
+def write_event(event: Mapping[str, Any]) -> bytes:
+    """An event as OpenAI's older formats frame it: without a name."""
+    return b"data: %b\n\n" % json.dumps(event).encode()
+
+
+def write_typed_events(events: Iterable[Mapping[str, Any]]) -> bytes:
+    """Events as the newer formats frame them: each is named by its type."""
+    return b"".join(b"event: %b\n%b" % (event["type"].encode(), write_event(event)) for event in events)
+
+
+def get_parts(delta: Delta) -> Iterator[Part]:
+    """The parts of a delta in the order in which models write them."""
+    if delta.reasoning:
+        yield Part("reasoning", None, delta.reasoning)
+    if delta.text:
+        yield Part("text", None, delta.text)
+    for call in delta.calls:
+        yield Part("call", call.key, call.arguments or "", call.name)
