@@ -98,8 +98,8 @@ FAULTS = (
     ),
     Fault(
         "tenants: /metrics names them",
-        "vllm/metric_parts.py",
-        "named = blocks if self._shows_names else",
+        "vllm/metrics.py",
+        "named = blocks if shows_names else",
         "named = blocks if True else",
         ("vllm/test_server_tenants.py::test_no_page_names_a_tenant_unless_it_is_set",),
     ),
@@ -254,8 +254,8 @@ FAULTS = (
     Fault(
         "memory: the next deadline is a duration",
         "vllm/metrics.py",
-        "0.0 if deadline_s is None else time.time() + deadline_s - now_s",
-        "0.0 if deadline_s is None else deadline_s - now_s",
+        "lambda at_s: time.time() + at_s - now_s",
+        "lambda at_s: at_s - now_s",
         ("vllm/test_metrics.py::test_the_next_deadline_is_a_moment_in_unix_time",),
     ),
     Fault(

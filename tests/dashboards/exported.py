@@ -12,7 +12,6 @@ import pytest
 
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import TierView
-from tenuto.vllm.tiers.metrics import REASONS
 from tests.support.small_policies import KeepFor
 from tests.support.toy_engine import ToyEngine, make_tokens
 
@@ -53,7 +52,7 @@ def make_tier() -> Any:
     nothing = SimpleNamespace(num_too_many=0, num_held_blocks=0)
     return SimpleNamespace(
         get_views=lambda: [TierView("host", 100, 0, 1e-3, 0.0)], loads=link, stores=link, later=nothing,
-        host=SimpleNamespace(num_refused=0, **dict.fromkeys(REASONS.values(), 0)),
+        host=SimpleNamespace(num_refused=0, num_evicted=0, num_dropped=0),
         num_declined_loads=0, prefetch=None,
     )  # fmt: skip
 

@@ -22,8 +22,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests.hints import Hints
 from tenuto.core.types import Decision, EngineView, Keep, Release, ToolCall, Turn
-from tenuto.vllm.metric_parts import NUM_TENANTS
-from tenuto.vllm.metrics import Metrics
+from tenuto.vllm.metrics import NUM_TENANTS, Metrics
 from tests.dashboards.promql import find_uses
 from tests.dashboards.test_dashboards import RULES
 from tests.support.toy_engine import ToyEngine, make_tokens

@@ -7,34 +7,41 @@ The engine runs in its own process, and vLLM's statistics cannot carry our metri
 - several API servers: vLLM sets PROMETHEUS_MULTIPROC_DIR, and prometheus_client shares values in files;
 - one API server (the usual case): the API server makes a folder, and the engine writes its metrics there as
   text. A collector in the API server (`tenuto.vllm.plugin`) reads the folder at every scrape.
+
+What the simulated server exports too is in the table `tenuto.core.exported_metrics`; the rest is here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import heapq
 import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections import Counter as Totals
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
-from tenuto.core.control import CHANGEABLE, MODES
 from tenuto.core.driver import Driver
-from tenuto.core.stats import (
-    DECISION_BUCKETS_S,
-    PARTED_BUCKETS,
-    QUEUE_BUCKETS_S,
-    TOOL_BUCKETS_S,
-    DriverStats,
-    ShadowStats,
+from tenuto.core.exported_metrics import (
+    DRIVER,
+    ENGINE_LABELS,
+    HISTOGRAMS,
+    LEASES,
+    NO_TENANT,
+    Facts,
+    Leases,
+    Metric,
+    Value,
 )
-from tenuto.core.version import __version__
-from tenuto.vllm.metric_parts import GroupMetrics, LeaseMetrics, Maker, ShadowMetrics, TenantMetrics
+from tenuto.core.jobs import NOBODY, UNVERIFIED
+from tenuto.core.stats import QUEUE_BUCKETS_S, DriverStats, GroupStats, ShadowStats
 from tenuto.vllm.settings import Settings, read_settings
 from tenuto.vllm.tenants import TenantVerifier
 
@@ -42,8 +49,149 @@ FOLDER_VARIABLE = "TENUTO_METRICS_DIR"
 OWNER_VARIABLE = "TENUTO_METRICS_OWNER"
 REFRESH_S = 1.0
 """Shortest interval between two updates of the metrics. An engine that becomes idle updates them at once."""
+NUM_TENANTS = 10
+"""Tenants with a series of their own; it bounds the number of series."""
+OTHER_TENANTS = "(others)"
+"""The label of all tenants without a series of their own."""
+_OWN_NAMES = {NOBODY, UNVERIFIED}
+"""The names that are no client's."""
 
 logger = logging.getLogger("vllm.tenuto")
+
+UNVERIFIED_REQUESTS = Metric(
+    "counter",
+    "unverified_requests",
+    "Requests whose tenant could not be verified on a server with tenants; they ran as in stock.",
+    lambda tenants: 0 if tenants is None else tenants.num_unverified,
+)
+SHADOW = (
+    Metric(
+        "counter",
+        "shadow_gained_tokens",
+        "Prompt tokens that leases would have kept in the cache, and stock vLLM did not.",
+        lambda stats: stats.num_gained_tokens,
+    ),
+    Metric(
+        "counter",
+        "shadow_delayed_turns",
+        "Turns that the policy would have started later, by what would have held them back.",
+        lambda stats: stats.num_delayed_turns,
+        ("reason",),
+    ),
+)
+"""What a policy in shadow mode would have changed, beside its leases; they read `ShadowStats`."""
+
+
+def _read_groups(field: str, groups: Mapping[str, GroupStats]) -> Value:
+    return {name: getattr(stats, field) for name, stats in groups.items()}
+
+
+_GROUP_TEXT = "With a canary: {}, by group (policy: jobs under the policy; stock: the others)."
+GROUPS = tuple(
+    Metric(
+        "counter",
+        f"group_{field.removeprefix('num_')}",
+        _GROUP_TEXT.format(what),
+        functools.partial(_read_groups, field),
+        ("group",),
+    )
+    for field, what in (
+        ("num_turns", "turns started"),
+        ("num_prompt_tokens", "prompt tokens of started turns"),
+        ("num_hit_tokens", "prompt tokens of started turns found in cache"),
+        ("num_recomputed_tokens", "tokens of earlier turns computed again"),
+    )
+)
+"""The two parts of a canary, side by side; they read `DriverStats.groups`."""
+GROUP_HISTOGRAMS = (
+    ("queue_s", "group_queue_delay_seconds", "from a turn's arrival to its first step"),
+    (
+        "first_token_s",
+        "group_first_token_seconds",
+        "from a turn's arrival in the engine to its first token",
+    ),
+)
+TIERS = (
+    Metric(
+        "gauge",
+        "tier_used_blocks",
+        "GPU blocks that a tier holds now.",
+        lambda tier: {view.name: view.num_used_blocks for view in tier.get_views()},
+        ("tier",),
+    ),
+    Metric(
+        "gauge",
+        "tier_blocks",
+        "GPU blocks that a tier has room for.",
+        lambda tier: {view.name: view.num_blocks for view in tier.get_views()},
+        ("tier",),
+    ),
+    Metric(
+        "gauge",
+        "tier_wait_seconds",
+        "Until a copy queued now would begin.",
+        lambda tier: {view.name: view.wait_s for view in tier.get_views()},
+        ("tier",),
+    ),
+    Metric(
+        "gauge",
+        "tier_bytes_per_second",
+        "Measured speed of one worker's copies.",
+        lambda tier: {"load": tier.loads.bytes_per_s, "store": tier.stores.bytes_per_s},
+        ("direction",),
+    ),
+    Metric(
+        "counter",
+        "tier_evicted_chunks",
+        "Chunks that host memory gave up, by reason (job-ended: only that job used them).",
+        lambda tier: {"full": tier.host.num_evicted, "job-ended": tier.host.num_dropped},
+        ("reason",),
+    ),
+    Metric(
+        "counter",
+        "tier_refused_chunks",
+        "Chunks not stored: what would have made room goes before them.",
+        lambda tier: tier.host.num_refused,
+    ),
+    Metric(
+        "counter",
+        "tier_declined_loads",
+        "Times a policy chose to compute what host memory had.",
+        lambda tier: tier.num_declined_loads,
+    ),
+    Metric(
+        "gauge",
+        "tier_waiting_blocks",
+        "Blocks that stay taken until they are stored.",
+        lambda tier: tier.later.num_held_blocks,
+    ),
+    Metric(
+        "counter",
+        "tier_skipped_stores",
+        "Offloads not stored because too many blocks waited already.",
+        lambda tier: tier.later.num_too_many,
+    ),
+    Metric(
+        "counter",
+        "tier_prefetches",
+        "Jobs about to return, by what became of their KV (skipped: it would have cost others).",
+        lambda tier: {
+            result: getattr(tier.prefetch, f"num_{result}", 0) for result in ("used", "wasted", "skipped")
+        },
+        ("result",),
+    ),
+    Metric(
+        "counter",
+        "tier_prefetched_blocks",
+        "Blocks loaded before their job came.",
+        lambda tier: 0 if tier.prefetch is None else tier.prefetch.num_blocks,
+    ),
+)
+"""What host memory and disk hold and do; they read `tenuto.vllm.tiers.host.HostTier`.
+
+Bytes and seconds of loads and stores are vLLM's own metrics (`vllm:kv_offload_…`), and so are hits by tier
+(`vllm:external_prefix_cache_hits`).
+"""
 
 
 class Metrics:
@@ -61,116 +209,56 @@ class Metrics:
         self._registry = CollectorRegistry()
         names = vllm_config.model_config.served_model_name
         model = names[0] if isinstance(names, list) else names
-        self._make = make = Maker(self._registry, (str(model), str(engine_index)))
+        self._labels = (str(model), str(engine_index))
         # prometheus_client's histograms have the same `observe` method as ours, so the driver fills them.
-        self.stats = DriverStats(
-            parted_at=make.histogram(
-                "tenuto:prompt_parted_at_tokens",
-                "Turns whose prompt changes text of the job's last prompt, by where the two part.",
-                PARTED_BUCKETS,
-            ),
-            tool_s=make.histogram(
-                "tenuto:tool_time_seconds", "From a turn's finish to its job's next arrival.", TOOL_BUCKETS_S
-            ),
-            queue_s=make.histogram(
-                "tenuto:queue_delay_seconds", "From a turn's arrival to its first step.", QUEUE_BUCKETS_S
-            ),
-            decision_s=make.histogram(
-                "tenuto:decision_time_seconds",
-                "Time in Tenuto per turn arrival or finish.",
-                DECISION_BUCKETS_S,
-            ),
-        )
-        settings = read_settings(vllm_config.additional_config)
-        self._shows_tenants = settings.tenant_labels
+        self.stats = DriverStats()
+        for each in HISTOGRAMS:
+            histogram = self._make_histogram(each.name, each.text, each.buckets)
+            setattr(self.stats, each.field, histogram.labels(*self._labels))
+        for field, name, what in GROUP_HISTOGRAMS:
+            histogram = self._make_histogram(name, _GROUP_TEXT.format(what), QUEUE_BUCKETS_S, "group")
+            for group, stats in self.stats.groups.items():
+                setattr(stats, field, histogram.labels(*self._labels, group))
         self.shadow = DriverStats()
         self.shadow_stats = ShadowStats()
-        self._make_metrics()
+        self._settings = read_settings(vllm_config.additional_config)
+        self._num_changes: Totals[str] = Totals()
+        self._groups: tuple[str, ...] = ()
+        self._tenants: TenantVerifier | None = None
+        self._tier: Any = None
+        self._tables = {
+            "leases": self._make(LEASES),
+            "shadow leases": self._make(LEASES, "shadow_", ", had the policy not been in shadow mode"),
+            "driver": self._make(DRIVER),
+            "tenants": self._make((UNVERIFIED_REQUESTS,)),
+            "shadow": self._make(SHADOW),
+            "groups": self._make(GROUPS),
+        }
         self._forward = _Forward(self._registry) if self._file is None else None
         if self._forward is not None:
             REGISTRY.register(self._forward)
-        self._shown: tuple[str, str] | None = None
-        self.show(settings)
-
-    def _make_metrics(self) -> None:
-        make = self._make
-        self._info = make.gauges("tenuto:info", "Always 1; the labels say what runs.", "policy", "version")
-        mode = make.gauges("tenuto:mode", "1 for the mode that the operator chose, 0 for the others.", "mode")
-        self._modes = {name: mode.labels(name) for name in MODES}
-        self._changes = make.counters(
-            "tenuto:control_changes", "Live changes by an operator, by what changed.", "what", CHANGEABLE
-        )
-        self._leases = LeaseMetrics(make, "tenuto:", "")
-        self._shadow_leases = LeaseMetrics(make, "tenuto:shadow_", ", had the policy not been in shadow mode")
-        self._shadow = ShadowMetrics(make)
-        self._tenants = TenantMetrics(make, shows_names=self._shows_tenants)
-        self._groups = GroupMetrics(make, self.stats.groups)
-        self._idle = make.gauge(
-            "tenuto:idle_retained_blocks",
-            "Blocks under lease that no request uses; vllm:kv_cache_usage_perc counts them as free.",
-        )
-        self._pinned = make.gauge(
-            "tenuto:pinned_blocks",
-            "Blocks of pinned prefixes; those that several prefixes share count for each.",
-        )
-        self._pins = make.counter("tenuto:prefixes_pinned", "Prefixes that several jobs share, pinned.")
-        self._demoted = make.counter("tenuto:prefixes_demoted", "Pinned prefixes that were given up again.")
-        self._size = make.gauge("tenuto:kv_blocks", "KV cache blocks there are.")
-        self._deadline = make.gauge(
-            "tenuto:next_lease_deadline_timestamp_seconds",
-            "Unix time at which the next lease ends; 0 without leases.",
-        )
-        self._figures = make.gauges(
-            "tenuto:policy_figure", "What the policy shows of what it learned, by name.", "figure"
-        )
-        self._shown_figures: set[str] = set()
-        self._hit = make.counter("tenuto:hit_tokens", "Prompt tokens that started turns found in cache.")
-        self._recomputed = make.counter(
-            "tenuto:recomputed_tokens",
-            "Tokens of a job's earlier turns, or of preempted turns, computed again.",
-        )
-        self._short: dict[str, Any] = {}
-        self._tier: Any = None
-        self._faults = make.counter(
-            "tenuto:policy_faults", "Policy hooks that failed; stock's answer was used."
-        )
 
     def watch_tenants(self, tenants: TenantVerifier) -> None:
         """Count the requests that these could not verify."""
-        self._tenants.verifier = tenants
+        self._tenants = tenants
 
     def watch_tier(self, tier: Any) -> None:
         """Show this tier below the GPU (`tenuto.vllm.tiers.host.HostTier`)."""
-        from tenuto.vllm.tiers.metrics import TierMetrics
-
-        self._tier = TierMetrics(self._make, tier)
+        self._tier = tier
+        self._tables["tiers"] = self._make(TIERS)
 
     def watch_groups(self, names: Iterable[str]) -> None:
         """Show which of these kinds of layer groups end hits early."""
-        self._short = self._make.counters(
-            "tenuto:short_hit_tokens",
-            "Prompt tokens that another layer group still had behind a hit, by the group that ended it.",
-            "group",
-            names,
-        )
+        self._groups = tuple(names)
 
     def show(self, settings: Settings) -> None:
-        """Show what runs now: the mode and the policy."""
-        shown = (settings.policy, __version__)
-        if self._shown is not None and self._shown != shown:
-            self._info.remove(*self._shown)
-        self._shown = shown
-        self._info.labels(*shown).set(1)
-        for name, gauge in self._modes.items():
-            gauge.set(name == settings.mode)
-        for figure in self._shown_figures:
-            self._figures.remove(figure)
-        self._shown_figures.clear()
+        """Show at the next refresh that these settings hold now."""
+        self._settings = settings
 
     def count_changes(self, changed: Iterable[str]) -> None:
         """An operator changed these settings."""
-        for what in changed:
-            self._changes[what].inc()
+        self._num_changes.update(changed)
+        self._last_state = None
 
     def refresh(self, driver: Driver, now_s: float, *, idle: bool = False) -> None:
         """Update the exported values, if the interval has passed or the engine is idle."""
@@ -194,37 +282,41 @@ class Metrics:
             self._forward = None
 
     def _refresh_now(self, driver: Driver, now_s: float) -> None:
-        stats, view = self.stats, driver.get_view(now_s)
-        now = (len(driver.leases), driver.get_num_leased_blocks(), view.num_parked)
-        nothing = (0, 0, 0)
-        self._leases.refresh(stats, *(nothing if driver.is_shadow else now))
-        self._shadow_leases.refresh(self.shadow, *(now if driver.is_shadow else nothing))
-        self._shadow.refresh(self.shadow_stats)
-        self._tenants.refresh(driver, now_s)
-        self._groups.refresh(stats.groups)
-        deadline_s = None if driver.is_shadow else driver.get_next_deadline_s()
-        # Export a point in time, not a countdown, because it stays correct while the engine sleeps.
-        self._deadline.set(0.0 if deadline_s is None else time.time() + deadline_s - now_s)
-        self._size.set(view.num_blocks)
-        self._idle.set(driver.get_num_idle_leased_blocks())
-        self._pinned.set(driver.pins.num_blocks)
-        for name, value in driver.get_policy_figures().items():
-            self._shown_figures.add(name)
-            self._figures.labels(name).set(value)
-        for counter, total in (
-            (self._hit, stats.num_hit_tokens),
-            (self._pins, stats.num_prefixes_pinned),
-            (self._demoted, stats.num_prefixes_demoted),
-            (self._recomputed, stats.num_recomputed_tokens),
-            (self._faults, driver.num_policy_faults),
-        ):
-            self._make.count_to(counter, total)
-        for group, counter in self._short.items():
-            self._make.count_to(counter, stats.num_short_tokens[group])
-        if self._tier is not None:
-            self._tier.refresh()
+        view, settings = driver.get_view(now_s), self._settings
+        now, nothing = (len(driver.leases), driver.get_num_leased_blocks(), view.num_parked), (0, 0, 0)
+        blocks = {} if driver.is_shadow else driver.get_tenant_blocks()
+        sources = {
+            "leases": Leases(self.stats, *(nothing if driver.is_shadow else now)),
+            "shadow leases": Leases(self.shadow, *(now if driver.is_shadow else nothing)),
+            "driver": Facts(
+                driver,
+                self.stats,
+                view,
+                policy=settings.policy,
+                mode=settings.mode,
+                num_changes=self._num_changes,
+                tenant_blocks=blocks,
+                shown_tenants=_choose_tenants(blocks, shows_names=settings.tenant_labels),
+                get_unix_time_s=lambda at_s: time.time() + at_s - now_s,
+                groups=self._groups,
+            ),
+            "tenants": self._tenants,
+            "shadow": self.shadow_stats,
+            "groups": self.stats.groups,
+            "tiers": self._tier,
+        }
+        for name, table in self._tables.items():
+            for exported in table:
+                exported.show(sources[name])
         if self._file is not None:
             self._write(self._file)
+
+    def _make(self, table: Iterable[Metric], prefix: str = "", note: str = "") -> list[_Exported]:
+        return [_Exported(each, self._registry, self._labels, prefix, note) for each in table]
+
+    def _make_histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        names = (*ENGINE_LABELS, *labels)
+        return Histogram(f"tenuto:{name}", text, names, buckets=buckets, registry=self._registry)
 
     def _write(self, file: Path) -> None:
         temporary = file.with_suffix(".tmp")
@@ -240,6 +332,55 @@ class Metrics:
             if self._has_failed:
                 logger.info("tenuto: the metrics go on")
             self._has_failed = False
+
+
+class _Exported:
+    """One metric of a table, with its series of one engine."""
+
+    def __init__(
+        self, metric: Metric, registry: CollectorRegistry, labels: tuple[str, str], prefix: str, note: str
+    ) -> None:
+        self._read = metric.read
+        self._labels = labels
+        name, text = f"tenuto:{prefix}{metric.name}", metric.text.replace("{}", note)
+        names = (*ENGINE_LABELS, *metric.labels)
+        self._made: Any
+        if metric.kind == "gauge":
+            self._made = Gauge(name, text, names, registry=registry, multiprocess_mode="mostrecent")
+        else:
+            self._made = Counter(name, text, names, registry=registry)
+        self._totals: dict[tuple[str, ...], float] | None = None if metric.kind == "gauge" else {}
+        self._shown: set[tuple[str, ...]] = set()
+        if not metric.labels:
+            self._set((), 0)
+
+    def show(self, source: Any) -> None:
+        """Take the value from there."""
+        value: Value = self._read(source)
+        if not isinstance(value, Mapping):
+            self._set((), value)
+            return
+        found = {(key,) if isinstance(key, str) else key: number for key, number in value.items()}
+        for key, number in found.items():
+            self._set(key, number)
+        if self._totals is None:
+            for key in self._shown - found.keys():
+                self._remove(key)
+            self._shown = set(found)
+
+    def _set(self, key: tuple[str, ...], number: float) -> None:
+        series = self._made.labels(*self._labels, *key)
+        if self._totals is None:
+            series.set(number)
+        else:
+            series.inc(number - self._totals.get(key, 0))
+            self._totals[key] = number
+
+    def _remove(self, key: tuple[str, ...]) -> None:
+        """Forget a gauge's series. Where processes share files, it cannot be forgotten, and is 0 instead."""
+        self._set(key, 0)
+        if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            self._made.remove(*self._labels, *key)
 
 
 class _Forward(Collector):
@@ -258,6 +399,16 @@ class _Forward(Collector):
     def collect(self) -> Iterable[Any]:
         """The engine's metrics."""
         return self._registry.collect()
+
+
+def _choose_tenants(blocks: Mapping[str, int], *, shows_names: bool) -> dict[str, int]:
+    """The tenants with most blocks, and all others together. `shows_names`: clients' names may be seen."""
+    named = blocks if shows_names else {name: blocks[name] for name in _OWN_NAMES & blocks.keys()}
+    most = heapq.nlargest(NUM_TENANTS, named, named.__getitem__)
+    shown = {name or NO_TENANT: named[name] for name in most}
+    if len(blocks) > len(shown):
+        shown[OTHER_TENANTS] = sum(blocks.values()) - sum(shown.values())
+    return shown
 
 
 def _get_file(engine_index: int) -> Path | None:

@@ -12,15 +12,22 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from tenuto.core.control import CHANGEABLE, MODES
+from tenuto.core.exported_metrics import (
+    DRIVER,
+    ENGINE_LABELS,
+    HISTOGRAMS,
+    LEASES,
+    NO_TENANT,
+    Facts,
+    Leases,
+    Metric,
+    Value,
+)
 from tenuto.core.stats import Histogram
-from tenuto.core.version import __version__
 from tenuto.sim.server.control import LiveEngine
 from tenuto.sim.server.engine import Pacer
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-
-LABELS = ("model_name", "engine")
 
 
 class EngineMetrics(Collector):
@@ -71,8 +78,8 @@ class EngineMetrics(Collector):
         yield self._counter("vllm:num_preemptions", "Preemptions.", stats.num_preemptions)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens of started turns.", stats.num_prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Output tokens.", stats.num_output_tokens)
-        yield self._counters(
-            "vllm:request_success", "Requests that ended.", "finished_reason", stats.num_finished
+        yield self._counter(
+            "vllm:request_success", "Requests that ended.", stats.num_finished, "finished_reason"
         )
 
     def _collect_histograms(self) -> Iterator[Family]:
@@ -94,108 +101,28 @@ class EngineMetrics(Collector):
 
     def _collect_driver(self) -> Iterator[Family]:
         driver = self._engine.scheduler.driver
-        stats, view = driver.stats, driver.get_view(self._engine.now_s)
-        info = GaugeMetricFamily(
-            "tenuto:info", "Always 1; the labels say what runs.", labels=(*LABELS, "policy", "version")
+        view, blocks = driver.get_view(self._engine.now_s), driver.get_tenant_blocks()
+        leases = Leases(driver.stats, len(driver.leases), driver.get_num_leased_blocks(), view.num_parked)
+        for metric in LEASES:
+            yield self._family(metric, metric.text.format(""), metric.read(leases))
+        facts = Facts(
+            driver,
+            driver.stats,
+            view,
+            policy=self._live.settings.policy,
+            mode=self._live.settings.mode,
+            num_changes=self._live.num_changes,
+            tenant_blocks=blocks,
+            shown_tenants={name or NO_TENANT: number for name, number in blocks.items()},
+            get_unix_time_s=self._get_unix_time_s,
         )
-        info.add_metric((*self._values, self._live.settings.policy, __version__), 1)
-        yield info
-        mode = GaugeMetricFamily("tenuto:mode", "1 for the mode that runs.", labels=(*LABELS, "mode"))
-        for name in MODES:
-            mode.add_metric((*self._values, name), float(name == self._live.settings.mode))
-        yield mode
-        changes = {name: self._live.num_changes[name] for name in CHANGEABLE}
-        text = "Live changes by an operator, by what changed."
-        yield self._counters("tenuto:control_changes", text, "what", changes)
-        num_blocks = driver.get_num_leased_blocks()
-        yield self._gauge("tenuto:retained_jobs", "Jobs whose KV cache is leased now.", len(driver.leases))
-        yield self._gauge(
-            "tenuto:retained_blocks", "KV cache blocks of leases and pinned prefixes now.", num_blocks
-        )
-        yield self._gauge(
-            "tenuto:idle_retained_blocks",
-            "Blocks under lease that no request uses; vllm:kv_cache_usage_perc counts them as free.",
-            driver.get_num_idle_leased_blocks(),
-        )
-        yield self._gauge("tenuto:pinned_blocks", "Blocks of pinned prefixes.", driver.pins.num_blocks)
-        yield self._gauge("tenuto:kv_blocks", "KV cache blocks there are.", view.num_blocks)
-        yield self._gauge(
-            "tenuto:next_lease_deadline_timestamp_seconds",
-            "Unix time at which the next lease ends; 0 without leases.",
-            self._get_time_of_day_s(driver.get_next_deadline_s()),
-        )
-        yield self._gauge(
-            "tenuto:parked_jobs", "Jobs that wait because the policy admits none now.", view.num_parked
-        )
-        yield from self._collect_tenants()
-        ended = {why.value: number for why, number in stats.num_leases_ended.items()}
-        yield self._counters("tenuto:leases_ended", "Leases ended, by reason.", "reason", ended)
-        refused = {why.value: number for why, number in stats.num_lease_refusals.items()}
-        yield self._counters(
-            "tenuto:lease_refusals", "Turns that got no lease, by reason.", "reason", refused
-        )
-        reclaims = {taken_by.value: number for taken_by, number in stats.num_takes.items()}
-        yield self._counters(
-            "tenuto:lease_reclaims",
-            "Times a lease lost blocks before its end, by reason.",
-            "reason",
-            reclaims,
-        )
-        yield self._counters(
-            "tenuto:short_hit_tokens",
-            "Tokens by which hits fell short, by the group of layers.",
-            "group",
-            stats.num_short_tokens,
-        )
-        figures = GaugeMetricFamily(
-            "tenuto:policy_figure", "What the policy shows of what it learned.", labels=(*LABELS, "figure")
-        )
-        for name, value in driver.get_policy_figures().items():
-            figures.add_metric((*self._values, name), value)
-        yield figures
-        for name, text, number in (
-            ("tenuto:leases_granted", "Leases granted.", stats.num_leases_granted),
-            ("tenuto:revoked_blocks", "Blocks reclaimed under pressure.", stats.num_revoked_blocks),
-            ("tenuto:prefixes_pinned", "Shared prefixes pinned.", stats.num_prefixes_pinned),
-            ("tenuto:prefixes_demoted", "Pinned prefixes given up again.", stats.num_prefixes_demoted),
-            ("tenuto:hit_tokens", "Prompt tokens of started turns found in cache.", stats.num_hit_tokens),
-            ("tenuto:recomputed_tokens", "Tokens computed again.", stats.num_recomputed_tokens),
-            ("tenuto:admission_waits", "Times a new job was not admitted yet.", stats.num_admission_waits),
-            ("tenuto:overdue_turns", "Turns that waited too long.", stats.num_overdue_turns),
-            ("tenuto:policy_faults", "Policy hooks that failed.", driver.num_policy_faults),
-        ):
-            yield self._counter(name, text, number)
-        yield self._histogram(
-            "tenuto:prompt_parted_at_tokens",
-            "Turns whose prompt changes text of the job's last prompt, by where the two part.",
-            stats.parted_at,
-        )
-        yield self._histogram(
-            "tenuto:tool_time_seconds", "From a turn's finish to its job's next arrival.", stats.tool_s
-        )
-        yield self._histogram(
-            "tenuto:queue_delay_seconds", "From a turn's arrival to its first step.", stats.queue_s
-        )
-
-    def _collect_tenants(self) -> Iterator[Family]:
-        driver = self._engine.scheduler.driver
-        blocks = driver.get_tenant_blocks()
-        largest = max(blocks.values(), default=0) / max(1, sum(blocks.values()))
-        yield self._gauge(
-            "tenuto:oldest_waiting_timestamp_seconds",
-            "Unix time at which the turn arrived that waits longest; 0 if none waits.",
-            self._get_time_of_day_s(driver.shares.get_oldest_arrival_s()),
-        )
-        yield self._gauge(
-            "tenuto:active_tenants", "Tenants with a turn in the engine or a lease.", len(driver.quota)
-        )
-        yield self._gauge("tenuto:largest_tenant_share", "Its share of all leased blocks.", largest)
-        tenants = GaugeMetricFamily(
-            "tenuto:tenant_leased_blocks", "Leased blocks by tenant.", labels=(*LABELS, "tenant")
-        )
-        for name, number in blocks.items():
-            tenants.add_metric((*self._values, name or "(none)"), number)
-        yield tenants
+        for metric in DRIVER:
+            yield self._family(metric, metric.text, metric.read(facts))
+        for shown in HISTOGRAMS:
+            # Nobody measures the time of decisions where the engine's own is simulated.
+            if shown.field != "decision_s":
+                histogram = getattr(driver.stats, shown.field)
+                yield self._histogram(f"tenuto:{shown.name}", shown.text, histogram)
 
     def _collect_time(self) -> Iterator[Family]:
         clock = self._pacer.clock
@@ -207,25 +134,25 @@ class EngineMetrics(Collector):
             self._engine.stats.lag_s,
         )
 
-    def _get_time_of_day_s(self, at_s: float | None) -> float:
-        """The time of day of a simulated time; 0 for None."""
+    def _get_unix_time_s(self, at_s: float) -> float:
+        """The time of day of a simulated time."""
         clock = self._pacer.clock
-        return 0.0 if at_s is None else time.time() + clock.get_real_duration_s(at_s - clock.get_now_s())
+        return time.time() + clock.get_real_duration_s(at_s - clock.get_now_s())
 
-    def _gauge(self, name: str, text: str, value: float) -> Family:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._values, value)
-        return family
+    def _family(self, metric: Metric, text: str, value: Value) -> Family:
+        make = self._gauge if metric.kind == "gauge" else self._counter
+        return make(f"tenuto:{metric.name}", text, value, *metric.labels)
 
-    def _counter(self, name: str, text: str, value: float) -> Family:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._values, value)
-        return family
+    def _gauge(self, name: str, text: str, value: Value, *labels: str) -> Family:
+        return self._fill(GaugeMetricFamily(name, text, labels=(*ENGINE_LABELS, *labels)), value)
 
-    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Family:
-        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
-        for value, number in values.items():
-            family.add_metric((*self._values, value), number)
+    def _counter(self, name: str, text: str, value: Value, *labels: str) -> Family:
+        return self._fill(CounterMetricFamily(name, text, labels=(*ENGINE_LABELS, *labels)), value)
+
+    def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, value: Value) -> Family:
+        for labels, number in value.items() if isinstance(value, Mapping) else [((), value)]:
+            own = (labels,) if isinstance(labels, str) else labels
+            family.add_metric((*self._values, *own), number)
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Family:
@@ -233,6 +160,6 @@ class EngineMetrics(Collector):
         for bound, number in zip((*map(float, histogram.bounds), "+Inf"), histogram.counts, strict=True):
             num_so_far += number
             buckets.append((str(bound), float(num_so_far)))
-        family = HistogramMetricFamily(name, text, labels=LABELS)
+        family = HistogramMetricFamily(name, text, labels=ENGINE_LABELS)
         family.add_metric(self._values, buckets, histogram.total)
         return family

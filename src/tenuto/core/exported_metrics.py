@@ -1,0 +1,276 @@
+"""The metrics of a driver on `/metrics`: of vLLM with Tenuto, and of the simulated server.
+
+One row says a metric's name, kind, help and labels, and where its value is. Each exporter makes of that what
+its page needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from tenuto.core.control import CHANGEABLE, MODES
+from tenuto.core.driver import Driver
+from tenuto.core.stats import DECISION_BUCKETS_S, PARTED_BUCKETS, QUEUE_BUCKETS_S, TOOL_BUCKETS_S, DriverStats
+from tenuto.core.types import EngineView
+from tenuto.core.version import __version__
+
+ENGINE_LABELS = ("model_name", "engine")
+"""Labels of every metric, before its own."""
+NO_TENANT = "(none)"
+"""The label of turns without a tenant."""
+
+Value = float | Mapping[Any, float]
+"""A number; of a metric with labels one for each value of its label, or for each tuple of several labels'."""
+
+
+class Metric(NamedTuple):
+    """One metric. `read` takes what its table says, and returns the value now."""
+
+    kind: Literal["gauge", "counter"]
+    name: str
+    text: str
+    read: Callable[[Any], Value]
+    labels: tuple[str, ...] = ()
+
+
+class Leases(NamedTuple):
+    """What the rows of `LEASES` read. In shadow mode, leases that are not held."""
+
+    stats: DriverStats
+    num_jobs: int
+    num_blocks: int
+    num_parked: int
+
+
+LEASES = (
+    Metric("gauge", "retained_jobs", "Jobs whose KV cache is leased now{}.", lambda of: of.num_jobs),
+    Metric(
+        "gauge",
+        "retained_blocks",
+        "KV cache blocks of leases and pinned prefixes now{}.",
+        lambda of: of.num_blocks,
+    ),
+    Metric("counter", "leases_granted", "Leases granted{}.", lambda of: of.stats.num_leases_granted),
+    Metric(
+        "counter",
+        "leases_ended",
+        "Leases ended{}, by reason (hit: the next turn took the blocks over).",
+        lambda of: _by_value(of.stats.num_leases_ended),
+        ("reason",),
+    ),
+    Metric(
+        "counter",
+        "lease_refusals",
+        "Finished turns that got no lease{}, by reason.",
+        lambda of: _by_value(of.stats.num_lease_refusals),
+        ("reason",),
+    ),
+    Metric(
+        "counter",
+        "lease_reclaims",
+        "Times a lease lost blocks before its end{}, by reason.",
+        lambda of: _by_value(of.stats.num_takes),
+        ("reason",),
+    ),
+    Metric(
+        "counter",
+        "revoked_blocks",
+        "Blocks reclaimed from leases under pressure{}.",
+        lambda of: of.stats.num_revoked_blocks,
+    ),
+    Metric(
+        "gauge",
+        "parked_jobs",
+        "Jobs that wait because the policy admits none now{}.",
+        lambda of: of.num_parked,
+    ),
+    Metric(
+        "counter",
+        "admission_waits",
+        "Times a new job was not admitted yet{}.",
+        lambda of: of.stats.num_admission_waits,
+    ),
+    Metric(
+        "counter",
+        "overdue_turns",
+        "Turns moved to the front because they had waited too long compared with stock vLLM{}.",
+        lambda of: of.stats.num_overdue_turns,
+    ),
+)
+"""What becomes of leases; the help has a place for what holds of all of them."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rows of `DRIVER` read."""
+
+    driver: Driver
+    stats: DriverStats
+    view: EngineView
+    policy: str
+    mode: str
+    num_changes: Mapping[str, int]
+    """Live changes by an operator, by what changed."""
+    tenant_blocks: Mapping[str, int]
+    """Leased blocks of each tenant."""
+    shown_tenants: Mapping[str, int]
+    """The same, of those that may be shown."""
+    get_unix_time_s: Callable[[float], float]
+    """The time of day of a moment on the engine's clock."""
+    groups: tuple[str, ...] = ()
+    """The kinds of layer groups that can end hits early."""
+
+    def get_moment(self, at_s: float | None) -> float:
+        """A moment in Unix time, 0 for None. Unlike a duration it stays correct while the engine sleeps."""
+        return 0.0 if at_s is None else self.get_unix_time_s(at_s)
+
+
+DRIVER = (
+    Metric(
+        "gauge",
+        "info",
+        "Always 1; the labels say what runs.",
+        lambda of: {(of.policy, __version__): 1},
+        ("policy", "version"),
+    ),
+    Metric(
+        "gauge",
+        "mode",
+        "1 for the mode that the operator chose, 0 for the others.",
+        lambda of: {name: float(name == of.mode) for name in MODES},
+        ("mode",),
+    ),
+    Metric(
+        "counter",
+        "control_changes",
+        "Live changes by an operator, by what changed.",
+        lambda of: {name: of.num_changes.get(name, 0) for name in CHANGEABLE},
+        ("what",),
+    ),
+    Metric(
+        "gauge",
+        "idle_retained_blocks",
+        "Blocks under lease that no request uses; vllm:kv_cache_usage_perc counts them as free.",
+        lambda of: of.driver.get_num_idle_leased_blocks(),
+    ),
+    Metric(
+        "gauge",
+        "pinned_blocks",
+        "Blocks of pinned prefixes; those that several prefixes share count for each.",
+        lambda of: of.driver.pins.num_blocks,
+    ),
+    Metric(
+        "counter",
+        "prefixes_pinned",
+        "Prefixes that several jobs share, pinned.",
+        lambda of: of.stats.num_prefixes_pinned,
+    ),
+    Metric(
+        "counter",
+        "prefixes_demoted",
+        "Pinned prefixes that were given up again.",
+        lambda of: of.stats.num_prefixes_demoted,
+    ),
+    Metric("gauge", "kv_blocks", "KV cache blocks there are.", lambda of: of.view.num_blocks),
+    Metric(
+        "gauge",
+        "next_lease_deadline_timestamp_seconds",
+        "Unix time at which the next lease ends; 0 without leases.",
+        lambda of: of.get_moment(None if of.driver.is_shadow else of.driver.get_next_deadline_s()),
+    ),
+    Metric(
+        "gauge",
+        "policy_figure",
+        "What the policy shows of what it learned, by name.",
+        lambda of: of.driver.get_policy_figures(),
+        ("figure",),
+    ),
+    Metric(
+        "counter",
+        "hit_tokens",
+        "Prompt tokens that started turns found in cache.",
+        lambda of: of.stats.num_hit_tokens,
+    ),
+    Metric(
+        "counter",
+        "short_hit_tokens",
+        "Prompt tokens that another layer group still had behind a hit, by the group that ended it.",
+        lambda of: {**dict.fromkeys(of.groups, 0), **of.stats.num_short_tokens},
+        ("group",),
+    ),
+    Metric(
+        "counter",
+        "recomputed_tokens",
+        "Tokens of a job's earlier turns, or of preempted turns, computed again.",
+        lambda of: of.stats.num_recomputed_tokens,
+    ),
+    Metric(
+        "counter",
+        "policy_faults",
+        "Policy hooks that failed; stock's answer was used.",
+        lambda of: of.driver.num_policy_faults,
+    ),
+    Metric(
+        "gauge",
+        "oldest_waiting_timestamp_seconds",
+        "Unix time at which the turn arrived that waits longest for its first step; 0 if none waits.",
+        lambda of: of.get_moment(of.driver.shares.get_oldest_arrival_s()),
+    ),
+    Metric(
+        "gauge",
+        "active_tenants",
+        "Tenants with a turn in the engine or a lease.",
+        lambda of: len(of.driver.quota),
+    ),
+    Metric(
+        "gauge",
+        "largest_tenant_share",
+        "Share of all leased blocks that the tenant with most of them has; 0 without leases.",
+        lambda of: max(of.tenant_blocks.values(), default=0) / max(1, sum(of.tenant_blocks.values())),
+    ),
+    Metric(
+        "gauge",
+        "tenant_leased_blocks",
+        "Leased blocks of the tenants with most of them (if names are shown), and of all others.",
+        lambda of: of.shown_tenants,
+        ("tenant",),
+    ),
+)
+"""Everything else that a driver knows."""
+
+
+class HistogramMetric(NamedTuple):
+    """One histogram of `DriverStats`, which has it in this field."""
+
+    field: str
+    name: str
+    text: str
+    buckets: tuple[float, ...]
+
+
+HISTOGRAMS = (
+    HistogramMetric(
+        "parted_at",
+        "prompt_parted_at_tokens",
+        "Turns whose prompt changes text of the job's last prompt, by where the two part.",
+        PARTED_BUCKETS,
+    ),
+    HistogramMetric(
+        "tool_s", "tool_time_seconds", "From a turn's finish to its job's next arrival.", TOOL_BUCKETS_S
+    ),
+    HistogramMetric(
+        "queue_s", "queue_delay_seconds", "From a turn's arrival to its first step.", QUEUE_BUCKETS_S
+    ),
+    HistogramMetric(
+        "decision_s",
+        "decision_time_seconds",
+        "Time in Tenuto per turn arrival or finish.",
+        DECISION_BUCKETS_S,
+    ),
+)
+
+
+def _by_value(totals: Mapping[Any, int]) -> dict[str, int]:
+    return {each.value: number for each, number in totals.items()}
