@@ -105,7 +105,7 @@ FAULTS = (
     ),
     Fault(
         "tenants: ids are everybody's",
-        "core/requests/hints.py",
+        "core/requests.py",
         'job_id = None if job_id is None else f"{tenant}\\t{job_id}"',
         "pass",
         ("vllm/test_tenants.py::test_who_knows_an_id_has_a_job_of_his_own",),
@@ -136,7 +136,7 @@ FAULTS = (
     ),
     Fault(
         "routers: an id that a client can write for a job without one",
-        "core/routing/dispatcher.py",
+        "core/dispatcher.py",
         'return f"\\tunnamed-{self._num_unnamed}"',
         'return f"unnamed-{self._num_unnamed}"',
         ("core/test_dispatcher.py::test_a_job_that_nobody_names_has_an_id_that_nobody_can_name",),
@@ -164,7 +164,7 @@ FAULTS = (
     ),
     Fault(
         "hints: a year",
-        "core/requests/hints.py",
+        "core/requests.py",
         "return min(seconds, MAX_EXPECTED_TOOL_S)",
         "return seconds",
         ("core/test_hints.py::test_how_long_the_tool_will_take", "core/test_hints.py", "fuzzing: hints"),
@@ -210,21 +210,21 @@ FAULTS = (
     ),
     Fault(
         "clients: two turns of a job each get a lease",
-        "core/retention.py",
+        "core/leases.py",
         "if old is not None and not is_claimed:",
         "if False:",
         ("vllm/test_attacks.py::test_parallel_turns_of_a_few_ids_in_every_order",),
     ),
     Fault(
         "clients: a lease is not compared with the prompt",
-        "core/retention.py",
+        "core/leases.py",
         "num_common = self._engine.count_common_tokens(lease.blocks, turn.arrival.hashes)",
         "num_common = 10**9",
         ("vllm/test_leases.py::test_a_rewritten_prompt_supersedes_the_lease",),
     ),
     Fault(
         "clients: no shell tool is known",
-        "core/requests/tool_calls/__init__.py",
+        "core/tool_calls.py",
         '_SHELL_NAMES = ("bash", "shell", "terminal", "command", "cmd", "exec")',
         '_SHELL_NAMES = ("none",)',
         ("core/test_tool_calls.py",),
@@ -232,7 +232,7 @@ FAULTS = (
     # Engine and memory.
     Fault(
         "memory: leases do not yield",
-        "core/retention.py",
+        "core/leases.py",
         "            while num_freed < num_blocks:\n                chosen",
         "            while False:\n                chosen",
         ("vllm/test_leases.py::test_leases_never_delay_or_preempt_others",),
@@ -495,7 +495,7 @@ FAULTS = (
     ),
     Fault(
         "pins: they do not yield",
-        "core/retention.py",
+        "core/leases.py",
         "while num_freed < num_blocks and self.pins.demote():",
         "while False and self.pins.demote():",
         (
@@ -505,14 +505,14 @@ FAULTS = (
     ),
     Fault(
         "pins: what is not shared is pinned",
-        "core/pinned_prefixes.py",
+        "core/leases.py",
         "if not self.max_blocks or turn.job.num_turns > 1 or not num_tokens:",
         "num_tokens = num_tokens or turn.arrival.num_prompt_tokens - 1\n        if not self.max_blocks:",
         ("vllm/test_pinned_prefixes.py::test_a_pinned_prefix_outlives_a_flood",),
     ),
     Fault(
         "pins: a reset leaves them",
-        "core/retention.py",
+        "core/leases.py",
         "        self.pins.drop_all()\n        for lease in self.leases:",
         "        for lease in self.leases:",
         ("vllm/test_pinned_prefixes.py::test_a_reset_drops_pins_and_so_does_a_live_change",),
@@ -530,7 +530,7 @@ FAULTS = (
     # Routers and ranks.
     Fault(
         "routers: turns of a dead engine are forgotten",
-        "core/routing/dispatcher.py",
+        "core/dispatcher.py",
         "return [sending for turn_id in lost for sending in self.fail(turn_id, now_s)]",
         "return []",
         (
@@ -541,35 +541,35 @@ FAULTS = (
     ),
     Fault(
         "routers: a draining engine gets turns",
-        "core/routing/dispatcher.py",
+        "core/dispatcher.py",
         "        self.engines.drain(name)\n",
         "",
         ("core/test_dispatcher.py::test_a_draining_engine_keeps_its_open_turns_and_gets_no_new_ones",),
     ),
     Fault(
         "routers: without an engine turns go somewhere",
-        "core/routing/dispatcher.py",
+        "core/dispatcher.py",
         "        if not self.engines.ready:\n            self._hold(turn, (now_s,))",
         "        if False:\n            self._hold(turn, (now_s,))",
         ("core/test_dispatcher.py::test_without_an_engine_turns_wait_for_one",),
     ),
     Fault(
         "routers: answers are not checked",
-        "core/routing/dispatcher.py",
+        "core/dispatcher.py",
         "            check_route(answer, turn, fleet)\n",
         "",
         ("core/test_dispatcher.py::test_a_router_that_answers_wrongly_is_counted_and_replaced",),
     ),
     Fault(
         "routers: all turns are of one tenant",
-        "core/routing/dispatcher.py",
+        "core/dispatcher.py",
         "self._tenants.push(name, (num_open,))",
         "self._tenants.push(name, (0,))",
         ("core/test_dispatcher.py::test_a_hot_tenant_waits_behind_its_own_turns",),
     ),
     Fault(
         "routers: idle jobs are kept",
-        "core/routing/dispatcher.py",
+        "core/dispatcher.py",
         "return self._idle.get_first_to_forget() if len(self._idle) > self._max_idle else None",
         "return None",
         ("core/test_dispatcher.py::test_idle_jobs_are_forgotten_in_the_end",),
@@ -583,7 +583,7 @@ FAULTS = (
     ),
     Fault(
         "routers: a prompt may have no tokens",
-        "core/routing/requests.py",
+        "core/dispatcher.py",
         "num_prompt_tokens=max(1, _count_tokens(request, parts)),",
         "num_prompt_tokens=_count_tokens(request, parts),",
         ("core/test_routing_requests.py::test_what_makes_no_sense_is_a_short_prompt", "fuzzing: routed"),

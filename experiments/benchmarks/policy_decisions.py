@@ -14,8 +14,8 @@ import random
 import time
 from collections.abc import Callable
 
+from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.policy import Policy
-from tenuto.core.policy_loader import get_policy_names, load_policy
 from tenuto.core.types import EngineView, Job, ToolCall, Turn
 
 PEER = "continuum-fixed"

@@ -26,7 +26,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from tenuto.core.fairness import FairOrder, Shares
 from tenuto.core.jobs import Arrival, JobState, TurnState
 from tenuto.core.limits import Limits
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.stock_queue import StockQueue
 from tests.vllm.workerless import make_config, make_request, make_scheduler
 

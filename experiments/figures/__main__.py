@@ -18,7 +18,7 @@ from pathlib import Path
 from experiments.figures.draw import draw
 from experiments.figures.figures import FIGURES, Figure, describe
 from experiments.figures.points import make_points
-from tenuto.core.version import __version__
+from tenuto.core import __version__
 from tenuto.sim.sweep.cells import RESULTS, run_cells
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ from typing import Any
 from experiments.fuzz.guard import Wrong
 from experiments.fuzz.requests import SECRET, get_loop, load_json, set_environment
 from tenuto.core.control import ADMIN_VARIABLE, Control
+from tenuto.core.loader import load_policy
 from tenuto.core.policy import Policy
-from tenuto.core.policy_loader import load_policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.sim.machine import build
 from tenuto.sim.server.app import make_parts
 from tenuto.sim.server.control import LiveEngine, LiveSettings

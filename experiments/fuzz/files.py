@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.fuzz.guard import Wrong
-from tenuto.core.check_policy import _get_turns, _get_views
+from tenuto.core.contracts import _get_turns, _get_views
 from tenuto.core.errors import DataError, TenutoError
+from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.policy import Learns
 from tenuto.core.policy_caller import PolicyCaller
-from tenuto.core.policy_loader import get_policy_names, load_policy
 from tenuto.core.types import Lease, StepView, ToolCall
 from tenuto.records.load import identify
 from tenuto.report.decisions import check_decisions, format_verdict

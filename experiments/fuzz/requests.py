@@ -14,23 +14,24 @@ from types import SimpleNamespace
 from typing import Any
 
 from experiments.fuzz.guard import Wrong
+from tenuto.core.dispatcher import MAX_PARTS, read_arrival
 from tenuto.core.errors import ConfigError
-from tenuto.core.policy_loader import get_policy_names, load_policy
-from tenuto.core.requests.conversation import is_head
-from tenuto.core.requests.head_lines import HeadLines
-from tenuto.core.requests.hints import (
+from tenuto.core.head_lines import HeadLines
+from tenuto.core.loader import get_policy_names, load_policy
+from tenuto.core.requests import (
     MAX_EXPECTED_TOOL_S,
     MAX_ID_CHARS,
     MAX_TOOL_CHARS,
     Hints,
+    are_xargs,
     get_header_fields,
+    is_head,
     make_fields,
     parse_hints,
+    read_hints,
 )
-from tenuto.core.requests.identity import are_xargs, read_hints
-from tenuto.core.requests.tool_calls import MAX_COMMAND_CHARS, find_tool_call, is_cut
-from tenuto.core.routing.requests import MAX_PARTS, read_arrival
 from tenuto.core.settings import parse_option, parse_policy_options
+from tenuto.core.tool_calls import MAX_COMMAND_CHARS, find_tool_call, is_cut
 from tenuto.estimators.command_times import load_command_times
 from tenuto.vllm.identity import Middleware
 from tenuto.vllm.ranks import Ranks

@@ -36,8 +36,8 @@ from tenuto.client.ab.run import run_ab
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.profile import ProfileOptions, run_profile
 from tenuto.client.servers.local_server import run_server
+from tenuto.core.engine import read_step_tokens
 from tenuto.core.errors import TenutoError
-from tenuto.core.steps import read_step_tokens
 from tenuto.sim.cost import fit_step_cost, read_observations
 from tenuto.sim.cost.fitted import format_fit, get_errors
 from tenuto.sim.run import run

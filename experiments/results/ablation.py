@@ -6,9 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tenuto.core.policy import Key, Needs
-from tenuto.core.presets import EngineSettings
-from tenuto.core.steps import ADAPTIVE
+from tenuto.core.engine import ADAPTIVE
+from tenuto.core.policy import EngineSettings, Key, Needs
 from tenuto.core.types import Decision, EngineView, Job, Keep, Lease, LoadOffer, Release, Turn
 from tenuto.estimators.remaining_work import RemainingWork
 from tenuto.policies.tenuto import Tenuto

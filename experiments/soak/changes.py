@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.fuzz.hostile import make_value
 from experiments.soak.engine import Failure
-from tenuto.core.policy_loader import get_policy_names
+from tenuto.core.loader import get_policy_names
 
 OWN_POLICIES = [
     "tests.vllm.policies:KeepAll",

@@ -22,8 +22,8 @@ from experiments.soak.changes import OWN_POLICIES, apply
 from experiments.soak.engine import Failure, SoakEngine, SpeakingTokenizer
 from experiments.soak.traffic import Mix, Traffic, make_mix
 from tenuto.core.errors import TenutoError
+from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.policy import Learns
-from tenuto.core.policy_loader import get_policy_names, load_policy
 from tenuto.vllm.tenants import SECRET_VARIABLE, make_introduction
 from tests.support.checks import check_books, check_integrity, check_nothing_is_left
 from tests.vllm.conftest import Clock

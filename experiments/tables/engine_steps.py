@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 
 import tenuto.vllm.scheduler
-from tenuto.core.steps import StepTokens, read_step_tokens
+from tenuto.core.engine import StepTokens, read_step_tokens
 from tenuto.records.metrics import get_geometric_mean, get_job_times_s
 from tenuto.workload import LoadOptions, Workload, make_workload
 from tests.agreement.engines import Sizes, build_machine, make_simulation, run_vllm

@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tenuto.core.version import __version__
+from tenuto.core import __version__
 
 if TYPE_CHECKING:
     from tenuto.api import Comparison, SimulationResult, check_policy, compare, simulate
     from tenuto.core.errors import ConfigError, DataError, PolicyError, TenutoError
-    from tenuto.core.policy import Key, Learns, Needs, Oracle, Policy, Reports
-    from tenuto.core.policy_loader import get_policy_names, load_policy
-    from tenuto.core.presets import PRESETS, EngineSettings
+    from tenuto.core.loader import PRESETS, get_policy_names, load_policy
+    from tenuto.core.policy import EngineSettings, Key, Learns, Needs, Oracle, Policy, Reports
     from tenuto.core.settings import setting
     from tenuto.core.types import (
         Decision,
@@ -80,9 +79,8 @@ __all__ = [
 _MODULES = {
     "tenuto.api": ("Comparison", "SimulationResult", "check_policy", "compare", "simulate"),
     "tenuto.core.errors": ("ConfigError", "DataError", "PolicyError", "TenutoError"),
-    "tenuto.core.policy": ("Key", "Learns", "Needs", "Oracle", "Policy", "Reports"),
-    "tenuto.core.policy_loader": ("get_policy_names", "load_policy"),
-    "tenuto.core.presets": ("EngineSettings", "PRESETS"),
+    "tenuto.core.loader": ("PRESETS", "get_policy_names", "load_policy"),
+    "tenuto.core.policy": ("EngineSettings", "Key", "Learns", "Needs", "Oracle", "Policy", "Reports"),
     "tenuto.core.settings": ("setting",),
     "tenuto.core.types": (
         *("Decision", "EngineView", "Job", "Keep", "Lease", "LeaseRefusal", "LoadOffer", "Offload"),

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenuto.core.check_policy import check_contract
-from tenuto.core.errors import ConfigError, PolicyError
-from tenuto.core.messages import suggest
+from tenuto.core.contracts import check_contract
+from tenuto.core.errors import ConfigError, PolicyError, suggest
+from tenuto.core.loader import get_policy_name, load_policy
 from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import DecisionLog
-from tenuto.core.policy_loader import get_policy_name, load_policy
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import NO_EXTRAS, Extras, Outcome, run
 from tenuto.sim.setup import Setup

@@ -25,8 +25,8 @@ import tenuto.vllm
 from tenuto.client.http.request import Conversation, TokenIds
 from tenuto.client.load import run as run_module
 from tenuto.client.load.options import BenchOptions
-from tenuto.core.requests.hints import make_fields
-from tenuto.core.steps import StepTokens
+from tenuto.core.engine import StepTokens
+from tenuto.core.requests import make_fields
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.machine import Machine, build
 from tenuto.sim.setup import Setup

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tenuto.core.steps import StepTokens
+from tenuto.core.engine import StepTokens
 from tenuto.records.files import RunFiles
 from tenuto.records.metrics import get_job_times_s, summarise
 from tenuto.records.schema import TurnRecord

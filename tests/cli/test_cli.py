@@ -17,8 +17,7 @@ import pytest
 
 from tenuto import __version__, cli
 from tenuto.core.errors import ConfigError, PolicyError
-from tenuto.core.policy_loader import get_policy_names
-from tenuto.core.presets import PRESETS
+from tenuto.core.loader import PRESETS, get_policy_names
 from tenuto.vllm import launch
 from tenuto.vllm.launch import build_command, find_vllm, get_environment
 

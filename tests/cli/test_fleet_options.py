@@ -71,7 +71,7 @@ def test_check_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     file = tmp_path / "mine.py"
     file.write_text(
         "from dataclasses import dataclass\n"
-        "from tenuto.core.routing.router import Router\n"
+        "from tenuto.core.router import Router\n"
         "@dataclass\nclass Mine(Router):\n    '''Mine.'''\n"
         "    def route(self, turn, fleet):\n        return 3\n"
     )

@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Needs, Policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import Lease, Turn
 from tests.support.small_policies import KeepFor
 from tests.support.toy_engine import ToyEngine, make_tokens

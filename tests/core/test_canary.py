@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.core.canary import Canary, get_place, read_canary
 from tenuto.core.errors import ConfigError
+from tenuto.core.limits import Canary, get_place, read_canary
 
 
 def test_without_settings_every_job_is_under_the_policy() -> None:

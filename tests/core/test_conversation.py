@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tenuto.core.jobs import Arrival, JobTable
-from tenuto.core.requests.conversation import get_conversation_id
-from tenuto.core.requests.hints import parse_hints
+from tenuto.core.requests import get_conversation_id, parse_hints
 
 SYSTEM = {"role": "system", "content": "You are an agent."}
 TASK = {"role": "user", "content": "Fix it."}

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import pytest
 
 from tenuto.core.indexed_heap import IndexedHeap
-from tenuto.core.requests.hints import Hints
-from tenuto.core.requests.lineage import Lineage
+from tenuto.core.jobs import Lineage
+from tenuto.core.requests import Hints
 from tenuto.core.types import Keep, ToolCall
 from tests.support.prefix import count_common, hash_blocks
 from tests.support.small_policies import KeepFor

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tenuto.core.dispatcher import Dispatcher, FleetLimits
 from tenuto.core.errors import PolicyError
-from tenuto.core.requests.hints import get_bounded_id
-from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
-from tenuto.core.routing.router import (
+from tenuto.core.requests import get_bounded_id
+from tenuto.core.router import (
     Arrival,
     EngineInfo,
     FleetView,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pytest
 
 from tenuto.core.driver import Driver
+from tenuto.core.engine import StepSize
 from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
-from tenuto.core.requests.hints import Hints
-from tenuto.core.steps import StepSize
+from tenuto.core.requests import Hints
 from tenuto.core.types import Job, ToolCall, Turn
 from tests.support.prefix import hash_blocks
 from tests.support.small_policies import KeepFor

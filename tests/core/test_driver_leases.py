@@ -11,7 +11,7 @@ import pytest
 
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import (
     Keep,
     LeaseEnd,

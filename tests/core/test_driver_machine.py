@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, ToolCall, Turn, Yields
 from tests.support.checks import check_integrity
 from tests.support.toy_engine import ToyEngine, ToyTurn

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.canary import Canary
 from tenuto.core.driver import Driver
-from tenuto.core.limits import Limits
+from tenuto.core.limits import Canary, Limits
+from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.policy import Policy
-from tenuto.core.policy_loader import get_policy_names, load_policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import LeaseEnd, LeaseRefusal, ToolCall
 from tests.support.checks import check_integrity
 from tests.support.small_policies import KeepFor

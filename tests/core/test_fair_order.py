@@ -13,7 +13,7 @@ from tenuto.core.fairness import FairOrder, Shares
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import Arrival, JobState, TurnState
 from tenuto.core.limits import Limits
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tests.support.small_policies import KeepFor
 from tests.support.toy_engine import ToyEngine, make_tokens
 

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 
 from tenuto.core.policy import Policy
-from tenuto.core.requests.foreign import MAX_ACTIONS, write_context_as_text
-from tenuto.core.requests.hints import MAX_EXPECTED_TOOL_S, MAX_ID_CHARS, Hints
-from tenuto.core.requests.identity import are_xargs, read_hints
+from tenuto.core.requests import (
+    MAX_ACTIONS,
+    MAX_EXPECTED_TOOL_S,
+    MAX_ID_CHARS,
+    Hints,
+    are_xargs,
+    read_hints,
+    write_context_as_text,
+)
 from tenuto.core.types import Decision, EngineView, Keep, LeaseRefusal, Turn
 from tests.support.toy_engine import ToyEngine, make_tokens
 

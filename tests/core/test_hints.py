@@ -8,13 +8,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.core.requests.conversation import get_conversation_id
-from tenuto.core.requests.hints import (
+from tenuto.core.requests import (
     MAX_EXPECTED_TOOL_S,
     MAX_ID_CHARS,
     MAX_TOOL_CHARS,
     Hints,
     get_bounded_id,
+    get_conversation_id,
     get_header_fields,
     parse_hints,
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from tenuto.core.jobs import IdleJobs
 from tenuto.core.limits import Limits
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import LeaseEnd, ToolCall
 from tests.support.small_policies import KeepFor
 from tests.support.toy_engine import ToyEngine, make_tokens

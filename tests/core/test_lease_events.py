@@ -5,7 +5,7 @@ from __future__ import annotations
 from tenuto.core.fairness import Quota
 from tenuto.core.leases import LeaseEnded, LeaseState, LeaseTable
 from tenuto.core.limits import Limits
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import Job, Keep, LeaseEnd, Turn
 from tests.core.test_driver_leases import come_back, run
 from tests.support.small_policies import KeepFor

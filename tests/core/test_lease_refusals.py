@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.decision_replay import Replay
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy, Reports
-from tenuto.core.policy_caller import PolicyCaller
-from tenuto.core.requests.hints import Hints
+from tenuto.core.policy_caller import PolicyCaller, Replay
+from tenuto.core.requests import Hints
 from tenuto.core.types import Decision, EngineView, Keep, LeaseRefusal, Offload, Release, Turn
 from tests.support.toy_engine import ToyEngine, make_tokens
 

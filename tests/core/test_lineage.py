@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from tenuto.core.requests.lineage import GENERATION_PROMPT_SLACK, Lineage
+from tenuto.core.jobs import GENERATION_PROMPT_SLACK, Lineage
 from tests.support.prefix import hash_blocks
 
 BLOCK_SIZE = 16

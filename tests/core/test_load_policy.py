@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tenuto.core.errors import ConfigError, PolicyError, TenutoError
+from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.policy import Policy, setting
-from tenuto.core.policy_loader import get_policy_names, load_policy
 
 
 @dataclass

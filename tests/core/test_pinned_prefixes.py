@@ -10,8 +10,8 @@ import pytest
 
 from tenuto.core.engine import Engine
 from tenuto.core.jobs import Arrival, JobState, TurnState
-from tenuto.core.pinned_prefixes import PinnedPrefixes, describe_room
-from tenuto.core.requests.hints import Hints
+from tenuto.core.leases import PinnedPrefixes, describe_room
+from tenuto.core.requests import Hints
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import ShortHit
 from tenuto.core.windows import choose_checkpoint_tokens, get_checkpoints

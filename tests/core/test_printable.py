@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.core.errors import DataError
-from tenuto.core.messages import MAX_MESSAGE_CHARS, bound_message, clean
+from tenuto.core.errors import MAX_MESSAGE_CHARS, DataError, bound_message, clean
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from tenuto.core.policy import Policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import Lease, Turn
 from tests.support.small_policies import KeepFor
 from tests.support.toy_engine import ToyEngine, make_tokens

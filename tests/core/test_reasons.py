@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.core.reasons import ENDS, REFUSALS, TAKERS, WORDS
-from tenuto.core.types import LeaseEnd, LeaseRefusal, TakenBy
+from tenuto.core.types import ENDS, REFUSALS, TAKERS, WORDS, LeaseEnd, LeaseRefusal, TakenBy
 
 OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.core.messages import redact
+from tenuto.core.errors import redact
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.decision_replay import Replay, from_json
 from tenuto.core.errors import DataError
 from tenuto.core.limits import Limits
+from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.policy import ANSWERS, TOLD_HOOKS, Policy
-from tenuto.core.policy_caller import to_json
-from tenuto.core.policy_loader import get_policy_names, load_policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.policy_caller import Replay, from_json, to_json
+from tenuto.core.requests import Hints
 from tenuto.core.types import EngineView, Job, Keep, Lease, ToolCall, Turn, Yields
 from tests.support.toy_engine import ToyEngine, make_tokens
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.routing.dispatcher import Dispatcher
-from tenuto.core.routing.requests import read_arrival
-from tenuto.core.routing.router import Arrival, EngineInfo, Router
+from tenuto.core.dispatcher import Dispatcher, read_arrival
+from tenuto.core.router import Arrival, EngineInfo, Router
 
 CHAT = [{"role": "system", "content": "s" * 400}, {"role": "user", "content": "u" * 4000}]
 MORE = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]

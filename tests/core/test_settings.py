@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.errors import ConfigError
-from tenuto.core.messages import suggest
+from tenuto.core.errors import ConfigError, suggest
 from tenuto.core.settings import Options, check_settings, option, parse_policy_options, setting
 
 

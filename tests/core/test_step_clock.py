@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tenuto.core.steps import StepClock
+from tenuto.core.engine import StepClock
 from tenuto.core.types import StepView
 
 

@@ -10,7 +10,7 @@ import pytest
 from tenuto.core.jobs import Arrival, JobState, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.stock_queue import StockQueue
 from tenuto.core.types import Keep, ToolCall, Turn
 from tests.core.test_cost import ALLOWED_GROWTH, FEW, MANY, count_calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.core.limits import Limits
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import LeaseRefusal, TakenBy, ToolCall
 from tests.support.small_policies import KeepFor
 from tests.support.toy_engine import ToyEngine, make_tokens

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from tenuto.core.policy import Key, Needs, Policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import EngineView, Job, Turn
 from tests.support.toy_engine import ToyEngine, make_tokens
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.core.requests.hints import MAX_TOOL_CHARS
-from tenuto.core.requests.tool_calls import MAX_COMMAND_CHARS, find_tool_call, is_cut
-from tenuto.core.requests.tool_calls.forms import FORMS
+from tenuto.core.requests import MAX_TOOL_CHARS
+from tenuto.core.tool_calls import FORMS, MAX_COMMAND_CHARS, find_tool_call, is_cut
 from tenuto.core.types import ToolCall
 
 LS = ToolCall("ls", "ls -la /src")

@@ -20,7 +20,7 @@ pytest.importorskip("prometheus_client")
 from tenuto.core.jobs import UNVERIFIED
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import Decision, EngineView, Keep, Release, ToolCall, Turn
 from tenuto.vllm.metrics import NUM_TENANTS, Metrics
 from tests.dashboards.promql import find_uses

@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from tenuto.core.requests.hints import parse_hints
+from tenuto.core.requests import parse_hints
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
 from tenuto.sim.kv.pool import Extent

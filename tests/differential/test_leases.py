@@ -14,7 +14,7 @@ import tenuto.vllm
 import tenuto.vllm.scheduler
 from tenuto.core.driver import Driver
 from tenuto.core.limits import Limits
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.loader import load_policy
 from tenuto.core.types import LeaseEnd
 from tenuto.sim.engine.scheduler import Scheduler
 from tests.differential.setups import Conversations, Setup

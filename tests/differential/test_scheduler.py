@@ -18,7 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.loader import load_policy
 from tenuto.sim.engine.scheduler import Scheduler
 from tests.differential.setups import BLOCK_SIZE, Conversations, Setup
 from tests.differential.sides import Decision, Names, SimSide, Turn, VllmSide

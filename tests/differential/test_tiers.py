@@ -20,7 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput
 import tenuto.vllm
 import tenuto.vllm.scheduler
 from tenuto.core.limits import Limits
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.loader import load_policy
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier

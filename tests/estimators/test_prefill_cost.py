@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.loader import load_policy
 from tenuto.core.types import EngineView, Job, StepView, TierView, Turn
 from tenuto.estimators.prefill_cost import (
     MIN_STEPS,

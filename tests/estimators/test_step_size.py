@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tenuto.core.steps import StepSize
+from tenuto.core.engine import StepSize
 from tenuto.core.types import EngineView, Job, StepView, ToolCall, Turn
 from tenuto.estimators.step_size import (
     FIRST_STEP_TOKENS,

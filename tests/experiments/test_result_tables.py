@@ -12,8 +12,7 @@ import pytest
 from experiments.results.__main__ import find_lost
 from experiments.results.rows import DEFAULTS, OPTIONS, TABLES, Row
 from experiments.results.tables import format_means, format_ratios, format_winners, put_section
-from tenuto.core.policy_loader import get_policy_names, load_policy
-from tenuto.core.presets import PRESETS
+from tenuto.core.loader import PRESETS, get_policy_names, load_policy
 from tenuto.policies.tenuto import Tenuto
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.loader import load_policy
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig

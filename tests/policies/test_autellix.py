@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from tenuto.core.loader import load_policy
 from tenuto.core.policy import Policy
-from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import EngineView, Job, Turn
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import (
     EngineView,
     Job,

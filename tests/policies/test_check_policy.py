@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.check_policy import check_contract
+from tenuto.core.contracts import check_contract
 from tenuto.core.errors import PolicyError
 from tenuto.core.policy import Learns, Policy, setting
 from tenuto.core.types import Keep, Release

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.loader import load_policy
 from tenuto.core.types import EngineView, Job, Keep, Lease, Release, StepView, Turn
 from tenuto.policies.oracles.clairvoyant import FIRST, LATE_S, MIN_LOOK_S, Clairvoyant
 from tenuto.records.schema import TurnRecord

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.loader import load_policy
 from tenuto.core.types import EngineView, Job, Turn
 from tenuto.policies.published.concur import Concur
 from tenuto.workload.schema import Job as SimJob

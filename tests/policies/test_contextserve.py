@@ -16,7 +16,7 @@ import pytest
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import (
     Decision,
     EngineView,

@@ -12,8 +12,8 @@ import math
 import pytest
 
 from tenuto.core.limits import Limits
-from tenuto.core.policy_loader import load_policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.loader import load_policy
+from tenuto.core.requests import Hints
 from tenuto.core.types import (
     Decision,
     EngineView,

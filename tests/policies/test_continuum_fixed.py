@@ -11,7 +11,7 @@ import dataclasses
 import pytest
 
 from tenuto.core.limits import Limits
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import EngineView, Job, Keep, Lease, Release, ToolCall, Turn, Yields
 from tenuto.policies.published.continuum_fixed import ContinuumFixed
 from tests.support.toy_engine import ToyEngine, make_tokens

@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from tenuto.core.check_policy import check_contract
-from tenuto.core.policy_loader import get_policy_names, load_policy
+from tenuto.core.contracts import check_contract
+from tenuto.core.loader import get_policy_names, load_policy
 
 every_policy = pytest.mark.parametrize("name", get_policy_names())
 

@@ -10,8 +10,8 @@ import dataclasses
 
 import pytest
 
-from tenuto.core.policy_loader import load_policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.loader import load_policy
+from tenuto.core.requests import Hints
 from tenuto.core.types import (
     EngineView,
     Job,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.core.policy_loader import get_engine_settings, get_policy_names, load_policy
-from tenuto.core.presets import PRESETS, EngineSettings
+from tenuto.core.loader import PRESETS, get_engine_settings, get_policy_names, load_policy
+from tenuto.core.policy import EngineSettings
 from tenuto.sim.machine import build
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup

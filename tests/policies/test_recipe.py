@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.core.check_policy import check_contract
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.contracts import check_contract
+from tenuto.core.loader import load_policy
 from tenuto.core.types import EngineView, Job, Keep, Release, ToolCall, Turn
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"

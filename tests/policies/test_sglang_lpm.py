@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.loader import load_policy
 from tenuto.core.types import Job, Turn
 from tests.policies.simulated import PrefillSteps, count_recomputed, get_ends_s, make_job, simulate
 from tests.support.toy_engine import ToyEngine, make_tokens

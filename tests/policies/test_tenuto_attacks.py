@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, StepView, ToolCall
 from tenuto.policies.tenuto import Tenuto
 from tests.support.toy_engine import ToyEngine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tenuto.core.loader import load_policy
 from tenuto.core.policy import Policy
-from tenuto.core.policy_loader import load_policy
 from tenuto.core.types import EngineView, Job, Turn
 from tenuto.workload.schema import Job as SimJob
 from tests.policies.simulated import PrefillSteps, count_recomputed, get_ends_s, make_job, simulate

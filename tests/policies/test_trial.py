@@ -13,8 +13,8 @@ import pytest
 
 from tenuto import Keep, Needs, Policy, PolicyError, check_policy, cli
 from tenuto.api import TRIALS
+from tenuto.core.loader import load_policy
 from tenuto.core.policy import ANSWERS, TOLD_HOOKS
-from tenuto.core.policy_loader import load_policy
 from tenuto.sim.run import Extras, run
 
 

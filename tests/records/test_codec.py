@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.core.errors import DataError
-from tenuto.core.messages import clean
+from tenuto.core.errors import DataError, clean
 from tenuto.records import codec
 from tenuto.records.codec import Fields, LeftOut, Range
 from tenuto.records.load import read_run, read_sample, read_turn

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tenuto.core.contracts import check_router
+from tenuto.core.dispatcher import Dispatcher
 from tenuto.core.errors import ConfigError, PolicyError
-from tenuto.core.routing.check import check_router
-from tenuto.core.routing.dispatcher import Dispatcher
-from tenuto.core.routing.router import (
+from tenuto.core.loader import ROUTERS, load_router
+from tenuto.core.router import (
     Arrival,
     EngineInfo,
     EngineMetrics,
@@ -22,9 +23,6 @@ from tenuto.core.routing.router import (
     RoutedTurn,
     Router,
     Send,
-    get_router_name,
-    get_router_names,
-    load_router,
 )
 from tenuto.routers.tenuto import Tenuto
 
@@ -40,10 +38,10 @@ def make_turn(turn_id: str = "t", engine: str | None = None, parts: tuple[Part, 
     return RoutedTurn(turn_id, f"job-{turn_id}", 0.0, 1000, parts, engine=engine)
 
 
-@pytest.mark.parametrize("name", get_router_names())
+@pytest.mark.parametrize("name", ROUTERS.get_names())
 def test_every_router_keeps_the_contract(name: str) -> None:
     check_router(load_router(name))
-    assert get_router_name(type(load_router(name))) == name
+    assert ROUTERS.get_name(type(load_router(name))) == name
 
 
 def test_random_spreads_turns_and_round_robin_deals_them_out() -> None:
@@ -314,7 +312,7 @@ def test_routers_of_a_file_are_loaded_and_names_are_suggested(tmp_path: Path) ->
     file = tmp_path / "mine.py"
     file.write_text(
         "from dataclasses import dataclass\n"
-        "from tenuto.core.routing.router import Router\n"
+        "from tenuto.core.router import Router\n"
         "@dataclass\nclass Mine(Router):\n    '''Mine.'''\n"
     )
     assert type(load_router(f"{file}:Mine")).__name__ == "Mine"

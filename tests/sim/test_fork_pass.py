@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import pytest
 
-from tenuto.core.policy_loader import load_policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.loader import load_policy
+from tenuto.core.requests import Hints
 from tenuto.sim.engine.state import Step
 from tests.sim.test_scheduler import make_request, make_scheduler, run
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tenuto.core.policy import Key, Needs, Policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import EngineView, StepView, Turn
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig

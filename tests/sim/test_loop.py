@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
-from tenuto.core.policy_loader import get_engine_settings, load_policy
+from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.records.metrics import make_record
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.batch import StepBatch

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tenuto.core.errors import ConfigError, IntegrityError
+from tenuto.core.loader import load_policy
 from tenuto.core.policy import Key, Policy
-from tenuto.core.policy_loader import load_policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -672,7 +672,7 @@ def test_what_is_loaded_and_stored_adds_up() -> None:
 SCRIPT = """
 import json
 from dataclasses import asdict
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.loader import load_policy
 from tests.sim.test_offload import simulate
 records, simulation = simulate(load_policy("tenuto"), "async", host_chunks=300)
 offloader = simulation.scheduler.offloader

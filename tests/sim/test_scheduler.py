@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tenuto.core.limits import Limits
+from tenuto.core.loader import load_policy
 from tenuto.core.policy import Policy
-from tenuto.core.policy_loader import load_policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler

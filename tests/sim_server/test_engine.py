@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.policy_loader import load_policy
-from tenuto.core.requests.hints import Hints
+from tenuto.core.loader import load_policy
+from tenuto.core.requests import Hints
 from tenuto.core.types import ToolCall
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.requests.hints import Hints, parse_hints
-from tenuto.core.requests.identity import get_own_session_id, read_hints
+from tenuto.core.requests import Hints, get_own_session_id, parse_hints, read_hints
 from tenuto.vllm.identity import Middleware
 from tests.sim_server.live import Live, serve
 

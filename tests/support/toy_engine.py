@@ -12,13 +12,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.core.driver import Driver
+from tenuto.core.engine import StepChooser
 from tenuto.core.fairness import BlockRefCounts, FairOrder
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
-from tenuto.core.requests.hints import Hints
-from tenuto.core.steps import StepChooser
+from tenuto.core.requests import Hints
 from tenuto.core.types import EngineView, ToolCall
 from tests.support.blocks import Block, BlockPool
 from tests.support.checks import count_idle_leased_blocks

@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-from tenuto.core.requests.hints import CONVERSATION_FIELD
+from tenuto.core.requests import CONVERSATION_FIELD
 from tenuto.vllm import Middleware
 
 CHAT = "/v1/chat/completions"

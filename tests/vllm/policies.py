@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenuto.core.policy import Key, Needs, Policy, setting
-from tenuto.core.presets import EngineSettings
+from tenuto.core.policy import EngineSettings, Key, Needs, Policy, setting
 from tenuto.core.types import Decision, EngineView, Keep, Lease, LoadOffer, Offload, Release, StepView, Turn
 
 

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 import tenuto.vllm
-from tenuto.core.policy_loader import get_policy_names
+from tenuto.core.loader import get_policy_names
 from tenuto.core.types import LeaseEnd
 from tenuto.records.load import TRACE, load_file
 from tenuto.report.decisions import check_decisions
@@ -269,7 +269,7 @@ def test_what_changed_is_on_metrics_and_in_the_log(caplog: pytest.LogCaptureFixt
         change(engine, policy="continuum", limits={"max_lease_s": 5})
     assert 'control: test changed policy "tests.vllm.policies:KeepAll" -> "continuum"' in caplog.text
     assert 'limits {"max_lease_s": 600.0} -> {"max_lease_s": 5.0}' in caplog.text
-    version = {"version": tenuto.core.version.__version__}
+    version = {"version": tenuto.core.__version__}
     infos = {
         sample.labels["policy"]: sample.value
         for family in engine.scheduler._metrics._registry.collect()
@@ -362,7 +362,7 @@ def test_a_policy_keeps_what_it_learned(tmp_path: Path) -> None:
 
 
 def load_fresh_state() -> Any:
-    from tenuto.core.policy_loader import load_policy
+    from tenuto.core.loader import load_policy
 
     return load_policy("tenuto").get_state()  # type: ignore[attr-defined]
 

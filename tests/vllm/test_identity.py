@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from tenuto.core.requests.conversation import get_conversation_id
-from tenuto.core.requests.hints import JOB_HEADERS
+from tenuto.core.requests import JOB_HEADERS, get_conversation_id
 from tenuto.vllm import identity
 from tests.vllm.asgi import REQUEST, get_xargs, make_scope, only_names_the_conversation, post
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.core.requests.hints import JOB_HEADERS, parse_hints
+from tenuto.core.requests import JOB_HEADERS, parse_hints
 from tenuto.vllm import Middleware, identity
 from tests.vllm.asgi import CHAT, REQUEST, App, make_scope, post, run
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.core.requests.hints import JOB_HEADERS, parse_hints
+from tenuto.core.requests import JOB_HEADERS, parse_hints
 from tenuto.vllm.identity import Middleware
 
 pytest.importorskip("vllm")

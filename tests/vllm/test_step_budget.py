@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import DraftTokenIds
 
 import tenuto.vllm
+from tenuto.core.engine import StepSize
 from tenuto.core.errors import ConfigError
-from tenuto.core.steps import StepSize
 from tenuto.vllm.compat.scheduler import (
     get_reason_for_full_steps,
     get_tokens_per_prompt,

@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.jobs import UNVERIFIED
-from tenuto.core.requests.hints import parse_hints
+from tenuto.core.requests import parse_hints
 from tenuto.vllm import Middleware, tenants
 from tenuto.vllm.tenants import FIELD, HEADER_VARIABLE, SECRET_VARIABLE, TenantVerifier
 from tests.vllm.asgi import REQUEST, make_scope, post

@@ -8,8 +8,7 @@ import json
 import pytest
 
 from tenuto.client.http.request import RequestWriter, TokenIds
-from tenuto.core.requests.hints import Hints
-from tenuto.core.requests.identity import read_hints
+from tenuto.core.requests import Hints, read_hints
 from tenuto.workload import Job, Span, TurnSpec
 from tenuto.workload.hints import HINTS
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.messages import suggest
-from tenuto.core.version import __version__
+from tenuto.core import __version__
+from tenuto.core.errors import ConfigError, TenutoError, suggest
 
 if TYPE_CHECKING:
     from tenuto.cli.command import Command

@@ -28,8 +28,8 @@ def run(given: Given) -> int:
 
 
 def _check(name: str, options: Mapping[str, Any]) -> None:
-    from tenuto.core.routing.check import check_router
-    from tenuto.core.routing.router import load_router
+    from tenuto.core.contracts import check_router
+    from tenuto.core.loader import load_router
 
     check_router(load_router(name, options))
 

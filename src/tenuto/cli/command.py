@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from tenuto.cli.options import Flag, Given, add_flags, get_flags
-from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.messages import suggest
+from tenuto.core.errors import ConfigError, TenutoError, suggest
 
 RENAMED: Mapping[str, str] = {"--scale": "--scale-lengths", "--speed": "--scale-rate"}
 """Flags of earlier releases, and what they are called now."""

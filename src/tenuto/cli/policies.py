@@ -30,7 +30,7 @@ class PoliciesOptions(Options):
 
 def run(given: Given) -> int:
     """Print the list."""
-    from tenuto.core.policy_loader import format_policies, list_policies
+    from tenuto.core.loader import format_policies, list_policies
 
     listed = list_policies()
     print(json.dumps(listed, indent=2) if given.read(PoliciesOptions).as_json else format_policies(listed))

@@ -10,10 +10,9 @@ from typing import Any
 
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given, get_flags
-from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.messages import redact, suggest
+from tenuto.core.engine import StepTokens, check_step_tokens, read_step_tokens
+from tenuto.core.errors import ConfigError, TenutoError, redact, suggest
 from tenuto.core.settings import Options, option, parse_policy_options
-from tenuto.core.steps import StepTokens, check_step_tokens, read_step_tokens
 
 _SUMMARY = """\
 Run vLLM with Tenuto's scheduler: print the `vllm serve` line, then become it.

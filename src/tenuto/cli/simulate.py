@@ -11,7 +11,7 @@ from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
 from tenuto.cli.progress import Progress
 from tenuto.cli.simulations import PolicyOptions, make_folder, say_notes
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.loader import load_policy
 from tenuto.core.settings import Options, option
 from tenuto.sim.setup import FleetOptions, Setup
 from tenuto.workload.load import LoadOptions

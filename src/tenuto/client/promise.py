@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from tenuto.core.errors import TenutoError
-from tenuto.core.policy_loader import get_policy_names, load_policy
+from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.types import EngineView, Job, Keep, ToolCall, Turn
 
 Promise = Literal["never", "may", "idle"]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tenuto.client.servers.metrics import CacheState, OwnJob
-from tenuto.core.reasons import WORDS
+from tenuto.core.types import WORDS
 
 Gap = Literal["held", "expired", "not granted", "yielded", "not held", "end"]
 """What became of a turn's blocks in its gap. expired: the lease lasted until the deadline that the policy

@@ -43,7 +43,7 @@ from tenuto.client.verdict import (
     judge_gap,
 )
 from tenuto.core.errors import DataError
-from tenuto.core.reasons import WORDS
+from tenuto.core.types import WORDS
 
 PROMPT_BLOCKS = (4, 8, 17, 25, 31)
 """66, 131, 279, 397 and 503 tokens, in blocks of 16."""

@@ -1,1 +1,6 @@
-"""The idea itself: blocks, leases, policies and the driver. Standard library only; no engine, no clock."""
+"""The idea itself: the policy interface, the driver, leases, fairness. Standard library only.
+
+The version is here, and nowhere else.
+"""
+
+__version__ = "0.1.0"

@@ -19,13 +19,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from tenuto.core.canary import Canary, read_canary
 from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.limits import Limits
+from tenuto.core.limits import Canary, Limits, read_canary
+from tenuto.core.loader import PRESETS, get_engine_settings, get_policy_names, load_policy
 from tenuto.core.policy import Learns, Oracle, Policy
-from tenuto.core.policy_loader import get_engine_settings, get_policy_names, load_policy
-from tenuto.core.presets import PRESETS
-from tenuto.core.requests.hints import parse_hints
+from tenuto.core.requests import parse_hints
 from tenuto.core.settings import check_settings
 
 ADMIN_VARIABLE = "TENUTO_ADMIN_KEY"

@@ -1,4 +1,4 @@
-"""Every error Tenuto raises on purpose.
+"""Every error Tenuto raises on purpose, and how texts for people are made safe to print.
 
 TenutoError
 ├── ConfigError       a setting is unknown, of the wrong type or out of range
@@ -10,7 +10,9 @@ TenutoError
 
 from __future__ import annotations
 
-from tenuto.core.messages import bound_message
+import difflib
+import re
+from collections.abc import Iterable, Sequence
 
 
 class TenutoError(Exception):
@@ -39,3 +41,54 @@ class IncompatibleError(TenutoError):
 
 class DataError(TenutoError):
     """An input file is malformed; the message names file, line and field."""
+
+
+MAX_MESSAGE_CHARS = 2000
+"""Longest error message. A message that quotes an input may otherwise be as long as the input."""
+
+_CONTROL = "\x00-\x09\x0b-\x1f\x7f-\x9f"
+_INVISIBLE = "\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\ufffe\uffff"
+"""Zero-width characters, line separators, changes of direction, and what UTF-8 cannot encode."""
+_UNPRINTABLE = re.compile(f"[\n{_CONTROL}{_INVISIBLE}]+")
+_UNPRINTABLE_IN_LINES = re.compile(f"[{_CONTROL}{_INVISIBLE}]+")
+
+
+def clean(text: str) -> str:
+    """Make an untrusted text safe to print: remove control, direction and surrogate characters."""
+    return _UNPRINTABLE.sub(" ", text).strip()
+
+
+def bound_message(text: str) -> str:
+    """Make a message of several lines safe to print, and cut its middle out if it is too long."""
+    text = _UNPRINTABLE_IN_LINES.sub(" ", text)
+    if len(text) <= MAX_MESSAGE_CHARS:
+        return text
+    # The beginning says where it is, and the end may say what to do.
+    return f"{text[: MAX_MESSAGE_CHARS - 500]} … {text[-400:]}"
+
+
+def suggest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The end of an error message, "; did you mean X?", or nothing where no known name is near.
+
+    `cutoff` says how like they must be: 0 is anything, 1 the same but for upper and lower case.
+    """
+    by_folded = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(str(name).lower(), by_folded, n=1, cutoff=cutoff)
+    return f"; did you mean {by_folded[near[0]]}?" if near else ""
+
+
+HIDDEN = "***"
+
+
+def redact(arguments: Sequence[str]) -> list[str]:
+    """The arguments with every value of `--api-key` hidden; the option may have several values."""
+    shown: list[str] = []
+    is_key = False
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, _ = argument.partition("=")
+            is_key = name.replace("_", "-") == "--api-key"
+            shown.append(f"{name}={HIDDEN}" if is_key and equals else argument)
+        else:
+            shown.append(HIDDEN if is_key else argument)
+    return shown

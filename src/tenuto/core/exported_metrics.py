@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from tenuto.core import __version__
 from tenuto.core.control import CHANGEABLE, MODES
 from tenuto.core.driver import Driver
 from tenuto.core.stats import DECISION_BUCKETS_S, PARTED_BUCKETS, QUEUE_BUCKETS_S, TOOL_BUCKETS_S, DriverStats
 from tenuto.core.types import EngineView
-from tenuto.core.version import __version__
 
 ENGINE_LABELS = ("model_name", "engine")
 """Labels of every metric, before its own."""

@@ -10,15 +10,14 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
-from tenuto.core.canary import Canary
 from tenuto.core.engine import Engine
 from tenuto.core.fairness import Fairness
 from tenuto.core.indexed_heap import SortKey, get_sort_key
 from tenuto.core.jobs import TurnState
-from tenuto.core.limits import Limits
+from tenuto.core.leases import Retention
+from tenuto.core.limits import Canary, Limits
 from tenuto.core.policy import Key
 from tenuto.core.policy_caller import PolicyCaller
-from tenuto.core.retention import Retention
 from tenuto.core.stats import DriverStats
 
 

@@ -1,6 +1,6 @@
 """The policy interface: the hooks, what a policy needs from its engine, and the check for misspelt hooks.
 
-The driver (`tenuto.core.driver`) calls the hooks; `tenuto.core.policy_loader` finds policies by name.
+The driver (`tenuto.core.driver`) calls the hooks; `tenuto.core.loader` finds policies by name.
 """
 
 from __future__ import annotations
@@ -8,13 +8,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from tenuto.core.class_loader import check_arguments
-from tenuto.core.errors import PolicyError
-from tenuto.core.messages import suggest
-from tenuto.core.presets import EngineSettings
+from tenuto.core.engine import StepTokens
+from tenuto.core.errors import PolicyError, suggest
 from tenuto.core.settings import setting
 from tenuto.core.types import (
     Decision,
@@ -32,6 +30,32 @@ __all__ = ["ANSWERS", "TOLD_HOOKS", "Key", "Learns", "Needs", "Oracle", "Policy"
 
 Key = tuple[float | int | str, ...]
 """A sort key: the smaller key goes first. All keys of one hook have the same length and types."""
+
+
+OffloadMode = Literal["async", "sync", "serial", "asked"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Engine settings that a policy or a preset asks for. The user's own settings override them."""
+
+    order: Literal["fcfs", "priority"] = "fcfs"
+    """vLLM's `--scheduling-policy`. With "priority", a request's own priority comes before every key."""
+    offload: OffloadMode | None = None
+    """How the KV cache is copied to the tiers below the GPU: in parallel with the steps (async), inside each
+    step (sync), before and after each step's computation (serial), or when `retain` and `reconsider` ask for
+    it (asked)."""
+    long_prefill_token_threshold: int | None = None
+    """The most tokens of one prompt in a step, while other requests wait or run."""
+    watermark: float | None = None
+    """Share of the KV cache blocks that must stay free when a request starts."""
+    step_tokens: StepTokens | None = None
+    """The most tokens of a step: "adaptive", or a number; None for the engine's own budget."""
+    unbounded_kv: bool = False
+    """Whether the KV cache is unlimited; only the simulator supports this."""
+    scheduler: Literal["vllm", "continuum-fork"] = "vllm"
+    """Whose scheduler the simulator imitates where the two differ: vLLM's, or that of the fork of vLLM 0.10.2
+    that is the Continuum prototype. Only the simulator supports this."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,25 +259,46 @@ _OF_0_1 = {
 
 
 def _check_names(cls: type[Policy]) -> None:
-    """Refuse a public name that is neither a hook nor a field, and a hook with the wrong arguments."""
-    annotations = vars(cls).get("__annotations__", {})
-    fields = {name for name, kind in annotations.items() if "ClassVar" not in str(kind)}
     mixins = [base for base in (Learns, Oracle, Reports) if issubclass(cls, base)]
-    known = {*_HOOKS, "needs", "overrides", *(name for base in mixins for name in base.__abstractmethods__)}
-    for name in {**vars(cls), **annotations}:
-        if name.startswith("_") or name in fields:
-            continue
-        if name not in known:
-            raise PolicyError(f"{cls.__qualname__}.{name}: {_explain(name, known)}")
-        if name in _HOOKS:
-            check_arguments(cls, name, _HOOKS[name])
+    check_hooks(cls, _HOOKS, [name for base in mixins for name in base.__abstractmethods__], _explain)
 
 
-def _explain(name: str, known: set[str]) -> str:
+def _explain(name: str) -> str | None:
     if name in _OF_0_1:
         return f"is now {_OF_0_1[name]}"
     for base in (Learns, Oracle, Reports):
         if name in base.__abstractmethods__:
             return f"is for policies that also inherit from tenuto.{base.__name__}"
-    hint = suggest(name, known)
-    return f"no hook has this name{hint}; begin the name of a helper with an underscore"
+    return None
+
+
+def check_hooks(
+    cls: type,
+    hooks: Mapping[str, Callable[..., Any]],
+    further: Iterable[str] = (),
+    explain: Callable[[str], str | None] = lambda name: None,
+) -> None:
+    """Refuse a class's public name that is neither a hook nor a field, and a hook with the wrong arguments.
+
+    `further`: names that are no hooks and allowed. `explain`: what to say of a name that is not known, if
+    there is something to say. Raises PolicyError.
+    """
+    annotations = vars(cls).get("__annotations__", {})
+    fields = {name for name, kind in annotations.items() if "ClassVar" not in str(kind)}
+    known = {*hooks, "needs", "overrides", *further}
+    for name in {**vars(cls), **annotations}:
+        if name.startswith("_") or name in fields:
+            continue
+        if name not in known:
+            what = explain(name) or (
+                f"no hook has this name{suggest(name, known)}; begin the name of a helper with an underscore"
+            )
+            raise PolicyError(f"{cls.__qualname__}.{name}: {what}")
+        if name in hooks:
+            wanted = list(inspect.signature(hooks[name]).parameters)
+            try:
+                inspect.signature(vars(cls)[name]).bind(*wanted)
+            except (TypeError, ValueError):
+                raise PolicyError(
+                    f"{cls.__qualname__}.{name} must be a method {name}({', '.join(wanted)})"
+                ) from None

@@ -15,8 +15,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
-from tenuto.core.errors import ConfigError
-from tenuto.core.messages import suggest
+from tenuto.core.errors import ConfigError, suggest
 
 _BOUNDS = (
     ("minimum", "at least", operator.ge),

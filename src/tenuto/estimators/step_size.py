@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from tenuto.core.steps import ADAPTIVE, StepChooser, StepSize, StepTokens
+from tenuto.core.engine import ADAPTIVE, StepChooser, StepSize, StepTokens
 from tenuto.core.types import EngineView, StepView, Turn
 from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes

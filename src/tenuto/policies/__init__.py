@@ -1,4 +1,4 @@
 """One file per policy; the file's name is the policy's name. Policies never import each other.
 
-Files that begin with an underscore hold base classes. Presets are in `tenuto.core.presets`.
+Files that begin with an underscore hold base classes. Presets are in `tenuto.core.loader`.
 """

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from tenuto.core.policy import Key, Learns, Needs, Policy, Reports, setting
-from tenuto.core.presets import EngineSettings
-from tenuto.core.steps import ADAPTIVE
+from tenuto.core.engine import ADAPTIVE
+from tenuto.core.policy import EngineSettings, Key, Learns, Needs, Policy, Reports, setting
 from tenuto.core.types import (
     Decision,
     EngineView,

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tenuto.core.requests.hints import Hints
-from tenuto.core.requests.identity import read_hints
+from tenuto.core.requests import Hints, read_hints
 from tenuto.core.types import ToolCall
 from tenuto.records.codec import MAX_TOKENS
 from tenuto.wire import PATHS, Format, get_format, openai_chat, openai_completions, openai_responses

@@ -24,7 +24,7 @@ from yarl import URL
 
 from tenuto.client.http.client import KEEP_ALIVE_S
 from tenuto.core.errors import ConfigError
-from tenuto.core.requests.identity import read_hints
+from tenuto.core.requests import read_hints
 from tenuto.proxy.exchange import Exchange, is_recorded
 from tenuto.proxy.options import RecordOptions
 from tenuto.proxy.recorder import Recorder, RecordingFile

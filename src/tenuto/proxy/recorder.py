@@ -19,10 +19,10 @@ from typing import Any
 
 import httpx
 
+from tenuto.core import __version__
 from tenuto.core.errors import ConfigError
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.types import ToolCall
-from tenuto.core.version import __version__
 from tenuto.proxy.exchange import (
     Exchange,
     RecordedRequest,

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tenuto.core.requests.lineage import Lineage
+from tenuto.core.jobs import Lineage
 from tenuto.workload.formats.conversations import BLOCK_TOKENS, Pieces
 
 MAX_JOBS = 100_000

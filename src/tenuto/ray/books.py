@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
-from tenuto.core.routing.requests import read_arrival
-from tenuto.core.routing.router import EngineInfo, Sending, load_router
+from tenuto.core.dispatcher import Dispatcher, FleetLimits, read_arrival
+from tenuto.core.loader import load_router
+from tenuto.core.router import EngineInfo, Sending
 
 MAX_REFUSALS = 8
 """After this many refusals by its replica, a request is routed again: the replica is full, or silent. Ray

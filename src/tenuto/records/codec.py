@@ -17,8 +17,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tenuto.core.errors import DataError
-from tenuto.core.messages import clean
+from tenuto.core.errors import DataError, clean
 
 T = TypeVar("T")
 

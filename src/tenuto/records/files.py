@@ -26,8 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, TextIO
 
-from tenuto.core.errors import ConfigError, DataError
-from tenuto.core.messages import clean
+from tenuto.core.errors import ConfigError, DataError, clean
 from tenuto.records.codec import Fields, show
 from tenuto.records.schema import Sample, TurnRecord
 

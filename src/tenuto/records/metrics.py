@@ -15,8 +15,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from tenuto.core.errors import ConfigError
-from tenuto.core.messages import suggest
+from tenuto.core.errors import ConfigError, suggest
 from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_reusable_tokens
 from tenuto.records.schema import Goodput, RunRecord, Stats, TurnCounts, TurnMeans, TurnRecord
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from tenuto.core import __version__
 from tenuto.core.errors import ConfigError
+from tenuto.core.loader import describe_policy
 from tenuto.core.policy import Policy
-from tenuto.core.policy_loader import describe_policy
-from tenuto.core.version import __version__
 
 Commands = Literal["none", "hash", "full"]
 COMMANDS: tuple[Commands, ...] = ("none", "hash", "full")

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tenuto.core.decision_replay import Difference, Replay
 from tenuto.core.errors import ConfigError, DataError, TenutoError
+from tenuto.core.loader import load_policy
 from tenuto.core.policy import Learns, Oracle, Policy
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.policy_caller import Difference, Replay
 from tenuto.records.codec import Fields, show
 from tenuto.records.files import stream_objects
 from tenuto.records.load import TRACE, UNKNOWN, identify, make_error

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tenuto.core.routing.router import Part
+from tenuto.core.router import Part
 
 
 class _Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenuto.core.routing.router import (
+from tenuto.core.router import (
     EngineSeen,
     FleetView,
     Route,

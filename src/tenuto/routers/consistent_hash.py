@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from tenuto.core.routing.router import EngineSeen, FleetView, Route, RoutedTurn, Router, Send
+from tenuto.core.router import EngineSeen, FleetView, Route, RoutedTurn, Router, Send
 from tenuto.core.settings import setting
 from tenuto.routers._lots import draw
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenuto.core.routing.router import AnsweredTurn, FleetView, Route, RoutedTurn, Router, RouterNeeds, Send
+from tenuto.core.router import AnsweredTurn, FleetView, Route, RoutedTurn, Router, RouterNeeds, Send
 from tenuto.core.settings import setting
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tenuto.core.routing.router import (
+from tenuto.core.router import (
     EngineSeen,
     FleetView,
     Route,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tenuto.core.routing.router import FleetView, Route, RoutedTurn, Router, Send, get_least_loaded
+from tenuto.core.router import FleetView, Route, RoutedTurn, Router, Send, get_least_loaded
 from tenuto.core.settings import setting
 from tenuto.routers._lots import draw
 

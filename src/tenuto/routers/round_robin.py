@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tenuto.core.routing.router import FleetView, Route, RoutedTurn, Router, Send
+from tenuto.core.router import FleetView, Route, RoutedTurn, Router, Send
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenuto.core.routing.router import (
+from tenuto.core.router import (
     AnsweredTurn,
     EngineSeen,
     FleetView,

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from tenuto.core.steps import StepClock
+from tenuto.core.engine import StepClock
 from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step, get_decode_batch

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto.core.dispatcher import Dispatcher, DispatchStats
 from tenuto.core.errors import ConfigError
+from tenuto.core.loader import load_router
 from tenuto.core.policy import Oracle, Policy
-from tenuto.core.routing.dispatcher import Dispatcher, DispatchStats
-from tenuto.core.routing.router import NO_TOKENS, EngineInfo, EngineMetrics, Router, Sending, load_router
+from tenuto.core.router import NO_TOKENS, EngineInfo, EngineMetrics, Router, Sending
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.event_loop import Listener, SteppedEngine

@@ -15,10 +15,9 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
-from tenuto.core.policy import Policy
+from tenuto.core.loader import get_engine_settings, load_policy
+from tenuto.core.policy import EngineSettings, Policy
 from tenuto.core.policy_caller import DecisionLog
-from tenuto.core.policy_loader import get_engine_settings, load_policy
-from tenuto.core.presets import EngineSettings
 from tenuto.sim.cost import (
     BACKENDS,
     VARIANTS,

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tenuto.core import __version__
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Oracle, Policy
 from tenuto.core.policy_caller import DecisionLog
-from tenuto.core.version import __version__
 from tenuto.records.files import RunFiles
 from tenuto.records.metrics import make_record, parse_limits
 from tenuto.records.schema import Sample, TurnCounts, TurnRecord, get_config

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from tenuto.core.engine import StepTokens, check_step_tokens, read_step_tokens
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, get_flag, option, parse_policy_options
-from tenuto.core.steps import StepTokens, check_step_tokens, read_step_tokens
 from tenuto.sim.hardware.gpus import GPUS, get_gpu
 
 

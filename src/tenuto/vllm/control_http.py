@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from tenuto.core.control import OPERATOR_HEADER, check_operator
-from tenuto.core.requests.hints import get_bounded_id
+from tenuto.core.requests import get_bounded_id
 from tenuto.vllm.compat.process import (
     call_engines,
     can_call_engines,

@@ -10,11 +10,11 @@ import logging
 from typing import Any
 
 from tenuto.core.driver import Driver
-from tenuto.core.pinned_prefixes import describe_room
+from tenuto.core.engine import StepTokens, get_max_step_tokens
+from tenuto.core.leases import describe_room
+from tenuto.core.loader import get_engine_settings
 from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_caller import DecisionLog
-from tenuto.core.policy_loader import get_engine_settings
-from tenuto.core.steps import StepTokens, get_max_step_tokens
 from tenuto.estimators.step_size import make_step_chooser
 from tenuto.vllm.compat.groups import EndSpares, FirstCheckpoints
 from tenuto.vllm.compat.scheduler import (

@@ -3,7 +3,7 @@
     vllm serve MODEL --scheduler-cls tenuto.vllm.Scheduler --middleware tenuto.vllm.Middleware
 
 vLLM passes only `vllm_xargs` and its own session id to the scheduler. Clients name their jobs in many other
-ways. The middleware copies these names into `vllm_xargs`, by the rules of `tenuto.core.requests.identity`.
+ways. The middleware copies these names into `vllm_xargs`, by the rules of `tenuto.core.requests`.
 It does not copy vLLM's own session id, because vLLM passes that itself.
 
 The middleware also tells the engine the tenant of every request (`tenuto.vllm.tenants`), and it answers
@@ -26,14 +26,14 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from tenuto.core.requests.foreign import write_context_as_text
-from tenuto.core.requests.head_lines import read_head_lines
-from tenuto.core.requests.hints import parse_hints
-from tenuto.core.requests.identity import (
+from tenuto.core.head_lines import read_head_lines
+from tenuto.core.requests import (
     are_xargs,
     get_new_fields,
     get_own_session_id,
     make_job_header,
+    parse_hints,
+    write_context_as_text,
 )
 from tenuto.vllm import tenants
 from tenuto.vllm.compat.process import get_engine_client, watch_requests

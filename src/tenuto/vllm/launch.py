@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.policy_loader import get_engine_settings, load_policy
-from tenuto.core.presets import EngineSettings
+from tenuto.core.loader import get_engine_settings, load_policy
+from tenuto.core.policy import EngineSettings
 from tenuto.vllm.identity import DP_CHOICE_VARIABLE, DP_SIZE_VARIABLE
 from tenuto.vllm.settings import read_settings
 from tenuto.vllm.tiers.files import prepare_folder
@@ -26,7 +26,7 @@ WANTED_FLAGS = {
     "long_prefill_token_threshold": "--long-prefill-token-threshold",
     "watermark": "--watermark",
 }
-"""vLLM's flags for the engine settings of a policy or a preset (`tenuto.core.presets.EngineSettings`)."""
+"""vLLM's flags for the engine settings of a policy or a preset (`tenuto.core.loader.EngineSettings`)."""
 OFFLOAD_FLAGS = ("--kv-offloading-size", "--kv-transfer-config")
 INTERVAL_FLAG = "--prefix-cache-retention-interval"
 STATES = ("linear_attention", "mamba", "mamba2", "recurrent")

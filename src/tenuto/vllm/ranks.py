@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
-from tenuto.core.routing.requests import read_arrival
-from tenuto.core.routing.router import EngineInfo, load_router
+from tenuto.core.dispatcher import Dispatcher, FleetLimits, read_arrival
+from tenuto.core.loader import load_router
+from tenuto.core.router import EngineInfo
 
 ROUTER = "tenuto"
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tenuto.core.jobs import UNVERIFIED, Arrival, Finish
-from tenuto.core.requests.hints import Hints, parse_hints
-from tenuto.core.requests.tool_calls import find_tool_call, is_cut
+from tenuto.core.requests import Hints, parse_hints
+from tenuto.core.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
 from tenuto.vllm.compat.scheduler import get_end, has_release_hint
 from tenuto.vllm.tenants import TenantVerifier

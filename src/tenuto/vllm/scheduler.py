@@ -18,8 +18,8 @@ from typing import Any
 
 from tenuto.core.control import ADMIN_VARIABLE, Control
 from tenuto.core.errors import IncompatibleError
+from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.core.policy import Policy
-from tenuto.core.policy_loader import get_engine_settings, load_policy
 from tenuto.core.types import LeaseEnd
 from tenuto.records.trace import TraceWriter
 from tenuto.vllm.compat.check import VERSION, check_attributes, find_problems

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from tenuto.core.canary import Canary, read_canary
 from tenuto.core.control import MODES
+from tenuto.core.engine import check_step_tokens
 from tenuto.core.errors import ConfigError
-from tenuto.core.limits import Limits
+from tenuto.core.limits import Canary, Limits, read_canary
 from tenuto.core.settings import check_settings, setting
-from tenuto.core.steps import check_step_tokens
 from tenuto.records.trace import COMMANDS, Commands, TraceOptions
 
 
@@ -27,7 +26,7 @@ class Settings:
         "on", "on, off (as stock vLLM), or shadow (decide and count, change nothing)", choices=MODES
     )
     canary: Canary = field(default_factory=Canary)
-    """The jobs that the policy applies to (see `tenuto.core.canary.Canary`); all by default."""
+    """The jobs that the policy applies to (see `tenuto.core.limits.Canary`); all by default."""
     own_policies: list[str] | None = None
     """Policies, as my.module:Class, that an operator may switch to beside those that ship with Tenuto."""
     step_tokens: str | int | None = setting(

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from tenuto.core.driver import Driver
-from tenuto.core.steps import StepClock
+from tenuto.core.engine import StepClock
 from tenuto.records.trace import TraceWriter
 from tenuto.vllm.compat.scheduler import count_cached_blocks, get_connector_name, get_hit_tokens, get_started
 

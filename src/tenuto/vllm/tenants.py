@@ -25,7 +25,7 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.jobs import UNVERIFIED
-from tenuto.core.requests.hints import get_bounded_id
+from tenuto.core.requests import get_bounded_id
 from tenuto.vllm.compat.process import find_key_check
 
 SECRET_VARIABLE = "TENUTO_SECRET"

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from tenuto.core.requests.hints import Hints
-from tenuto.core.routing.router import NO_TOKENS, Arrival, Part
+from tenuto.core.requests import Hints
+from tenuto.core.router import NO_TOKENS, Arrival, Part
 from tenuto.workload.schema import Job
 from tenuto.workload.turn_driver import Due
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.policy_loader import describe_policy, load_policy
+from tenuto.core.loader import describe_policy, load_policy
 from tenuto.records.metrics import make_record
 from tenuto.records.trace import TraceWriter
 from tenuto.report.diagnosis.run import analyze

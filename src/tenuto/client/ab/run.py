@@ -32,8 +32,7 @@ from tenuto.client.ab.verdict import (
 from tenuto.client.load.options import BenchOptions
 from tenuto.client.load.run import measure
 from tenuto.client.servers.engines import empty_cache
-from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.messages import redact
+from tenuto.core.errors import ConfigError, TenutoError, redact
 from tenuto.records.files import RunFiles
 from tenuto.records.text import write_csv
 from tenuto.workload.load import make_workload

@@ -15,9 +15,8 @@ import httpx
 from tenuto.client.ab.options import AbOptions, Arm, make_command
 from tenuto.client.http.address import get_base_url
 from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
-from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.messages import redact
-from tenuto.core.policy_loader import load_policy
+from tenuto.core.errors import ConfigError, TenutoError, redact
+from tenuto.core.loader import load_policy
 from tenuto.core.settings import parse_option
 
 ANSWER_S = 30.0

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tenuto.client.http.client import Answer
 from tenuto.core.errors import ConfigError
-from tenuto.core.requests.hints import get_bounded_id, make_fields
+from tenuto.core.requests import get_bounded_id, make_fields
 from tenuto.wire import openai_chat, openai_completions
 from tenuto.wire.request import Message, write_openai_request
 from tenuto.workload.hints import SayHints, say_job

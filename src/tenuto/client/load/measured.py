@@ -19,8 +19,8 @@ import aiohttp
 from tenuto.client.http.client import Answer
 from tenuto.client.load.commands import CommandRecord
 from tenuto.client.servers.metrics import Totals
+from tenuto.core import __version__
 from tenuto.core.reuse import count_missed_tokens
-from tenuto.core.version import __version__
 from tenuto.records import metrics as records
 from tenuto.records.metrics import get_percentile
 from tenuto.records.schema import Failure, RunRecord, Stats, Status, TurnCounts, TurnRecord

@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from tenuto.client.http.client import Answer, Client, RequestFailed
-from tenuto.core.routing.dispatcher import Dispatcher, FleetLimits
-from tenuto.core.routing.router import EngineInfo, Sending, load_router
+from tenuto.core.dispatcher import Dispatcher, FleetLimits
+from tenuto.core.loader import load_router
+from tenuto.core.router import EngineInfo, Sending
 from tenuto.workload.hints import SayHints, get_turn_id, make_arrival
 from tenuto.workload.turn_driver import Due
 

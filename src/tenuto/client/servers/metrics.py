@@ -287,7 +287,7 @@ class OwnJob:
 
     num_leased_blocks: int = 0
     news: str | None = None
-    """What happened to its lease (`tenuto.core.reasons.WORDS`); None if it is whole, or there was none."""
+    """What happened to its lease (`tenuto.core.types.WORDS`); None if it is whole, or there was none."""
     reason: str | None = None
     num_reused_tokens: int = 0
     """What its turns hit of what the turn before had computed."""

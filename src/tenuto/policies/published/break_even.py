@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tenuto.core.policy import Needs, setting
-from tenuto.core.presets import EngineSettings
+from tenuto.core.policy import EngineSettings, Needs, setting
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Offload, Turn, Yields
 from tenuto.policies.published._prefill import LearnsPrefill
 

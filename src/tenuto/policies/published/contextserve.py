@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
-from tenuto.core.policy import Needs, setting
-from tenuto.core.presets import EngineSettings
+from tenuto.core.policy import EngineSettings, Needs, setting
 from tenuto.core.types import (
     Decision,
     EngineView,

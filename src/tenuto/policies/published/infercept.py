@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenuto.core.policy import Key, Needs
-from tenuto.core.presets import EngineSettings
+from tenuto.core.policy import EngineSettings, Key, Needs
 from tenuto.core.types import (
     Decision,
     EngineView,

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tenuto.core.reasons import WORDS
+from tenuto.core.types import WORDS
 from tenuto.report.diagnosis.causes import MEANINGS
 
 WIDTH = 100

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tenuto.client.ab.verdict import MEASURES
-from tenuto.core.messages import clean
+from tenuto.core.errors import clean
 from tenuto.records.codec import Fields
 from tenuto.records.files import read_first
 from tenuto.report.html.axes import Looks, label_bars

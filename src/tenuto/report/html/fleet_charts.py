@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from matplotlib.figure import Figure
 
-from tenuto.core.messages import clean
+from tenuto.core.errors import clean
 from tenuto.records.codec import MAX_COUNT
 from tenuto.report.html.chart import Chart, Table
 from tenuto.report.html.colors import LIGHT

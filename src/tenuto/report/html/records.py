@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tenuto.core.messages import clean
+from tenuto.core.errors import clean
 from tenuto.records.metrics import summarise
 from tenuto.records.schema import RunRecord, get_stat
 from tenuto.records.text import is_overloaded

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tenuto.client.ab.files import VERDICT
 from tenuto.client.ab.options import THRESHOLD_PERCENT
-from tenuto.core.errors import DataError
-from tenuto.core.messages import clean
+from tenuto.core.errors import DataError, clean
 from tenuto.records import load
 from tenuto.records.codec import Fields
 from tenuto.records.files import read_objects

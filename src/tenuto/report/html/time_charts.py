@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tenuto.core.messages import clean
+from tenuto.core.errors import clean
 from tenuto.records.schema import Sample, TurnRecord
 from tenuto.report.html.chart import Chart, Table
 from tenuto.report.html.colors import LIGHT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tenuto.core.messages import clean
+from tenuto.core.errors import clean
 from tenuto.records.schema import TurnRecord
 from tenuto.report.html.sources import Detail
 from tenuto.report.html.time_charts import HEIGHTS

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tenuto.core.messages import clean
+from tenuto.core.errors import clean
 from tenuto.records.schema import TurnRecord
 from tenuto.report.html.sources import Detail
 from tenuto.report.html.turns import get_cache_verdicts, get_slices, get_tool_end_s, group_by_job

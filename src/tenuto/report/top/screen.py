@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tenuto.core.reasons import WORDS
+from tenuto.core.types import WORDS
 
 WIDTH = 80
 _LABEL_WIDTH = 10

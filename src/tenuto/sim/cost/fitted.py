@@ -23,8 +23,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from tenuto.core.errors import ConfigError, DataError
-from tenuto.core.messages import clean
+from tenuto.core.errors import ConfigError, DataError, clean
 from tenuto.records.codec import MAX_TOKENS, Fields, show
 from tenuto.records.files import read_first, read_objects
 from tenuto.sim.cost.batch import StepBatch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tenuto.core.engine import StepTokens, check_step_tokens, get_max_step_tokens
 from tenuto.core.errors import ConfigError
-from tenuto.core.steps import StepTokens, check_step_tokens, get_max_step_tokens
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.tiers.offloader import Offload
 

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tenuto.core.errors import ConfigError
-from tenuto.core.messages import suggest
+from tenuto.core.errors import ConfigError, suggest
 
 GIB = 1024**3
 MIB = 1024**2

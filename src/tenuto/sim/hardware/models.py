@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tenuto.core.errors import ConfigError
-from tenuto.core.messages import suggest
+from tenuto.core.errors import ConfigError, suggest
 from tenuto.core.windows import STATE, Layers
 
 KERNEL_BLOCK = 16

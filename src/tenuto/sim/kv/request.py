@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple, overload
 
-from tenuto.core.requests.hints import Hints
+from tenuto.core.requests import Hints
 from tenuto.core.tier_order import Use
 from tenuto.core.types import ToolCall
 from tenuto.core.windows import Layers

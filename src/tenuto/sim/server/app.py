@@ -14,8 +14,8 @@ from contextlib import suppress
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from tenuto.core import __version__
 from tenuto.core.errors import ConfigError
-from tenuto.core.version import __version__
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.cost import StepBatch
 from tenuto.sim.machine import Machine

@@ -19,13 +19,12 @@ from typing import Any
 
 from aiohttp import web
 
-from tenuto.core.canary import Canary
 from tenuto.core.control import MODES, OPERATOR_HEADER, Control, check_operator
 from tenuto.core.driver import Driver
 from tenuto.core.errors import ConfigError
-from tenuto.core.limits import Limits
+from tenuto.core.limits import Canary, Limits
 from tenuto.core.policy import Policy
-from tenuto.core.requests.hints import get_bounded_id
+from tenuto.core.requests import get_bounded_id
 from tenuto.core.settings import setting
 from tenuto.core.types import LeaseEnd
 from tenuto.records.trace import TraceWriter

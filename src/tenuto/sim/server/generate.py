@@ -14,8 +14,8 @@ from contextlib import suppress
 
 from aiohttp import web
 
-from tenuto.core.requests.identity import make_job_header
-from tenuto.core.requests.tool_calls import find_tool_call
+from tenuto.core.requests import make_job_header
+from tenuto.core.tool_calls import find_tool_call
 from tenuto.sim.server.engine import Pacer, ServedRequest, ServedTurn
 from tenuto.sim.server.request import (
     GenerateRequest,

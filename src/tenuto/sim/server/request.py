@@ -23,9 +23,7 @@ from hashlib import blake2b
 from random import Random
 from typing import Any
 
-from tenuto.core.requests.foreign import write_context_as_text
-from tenuto.core.requests.hints import Hints
-from tenuto.core.requests.identity import are_xargs, read_hints
+from tenuto.core.requests import Hints, are_xargs, read_hints, write_context_as_text
 from tenuto.sim.server.tokens import TokenIds, Tokenizer, make_token_ids
 from tenuto.wire import Format, get_format, openai_chat
 from tenuto.wire.request import (

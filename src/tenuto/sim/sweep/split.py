@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from tenuto.core.policy_loader import get_engine_settings, load_policy
+from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.records.metrics import get_geometric_mean
 from tenuto.sim.machine import get_max_num_batched_tokens
 from tenuto.sim.setup import Setup

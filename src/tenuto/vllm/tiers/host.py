@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tenuto.core.loader import get_engine_settings
 from tenuto.core.policy import Policy
-from tenuto.core.policy_loader import get_engine_settings
 from tenuto.core.tier_order import MAX_STORING_S, Use
 from tenuto.core.types import LoadOffer, TierView, Turn
 from tenuto.vllm.compat.offload import ConnectorPort, HostManagerHooks, find_connector

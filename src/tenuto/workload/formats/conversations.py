@@ -29,7 +29,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
-from tenuto.core.requests.tool_calls import find_tool_call
+from tenuto.core.tool_calls import find_tool_call
 from tenuto.core.types import ToolCall
 from tenuto.records.codec import MAX_TOKENS
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec

@@ -1,8 +1,8 @@
-"""The router interface: what a router sees, what it may answer, its hooks, and how it is found by name.
+"""The router interface: what a router sees, what it may answer, and its hooks.
 
 A router sees what a real one can see: requests as they come, its own history, what the operator told it of
 the engines, and the engines' metrics as they were last read. Times are seconds on the router's own clock.
-The dispatcher (`tenuto.core.routing.dispatcher`) calls the hooks.
+The dispatcher (`tenuto.core.dispatcher`) calls the hooks; `tenuto.core.loader` finds routers by name.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from tenuto.core.class_loader import ClassLoader, check_arguments
-from tenuto.core.errors import PolicyError
-from tenuto.core.messages import suggest
-from tenuto.core.policy import Key
-from tenuto.core.settings import check_settings
+from tenuto.core.policy import Key, check_hooks
 
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
@@ -247,45 +243,10 @@ class Router:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check the names and the arguments of the hooks. Raises PolicyError."""
         super().__init_subclass__(**kwargs)
-        annotations = vars(cls).get("__annotations__", {})
-        fields = {name for name, kind in annotations.items() if "ClassVar" not in str(kind)}
-        known = {*HOOKS, "needs", "overrides"}
-        for name in {**vars(cls), **annotations}:
-            if name.startswith("_") or name in fields:
-                continue
-            if name not in known:
-                hint = suggest(name, known)
-                raise PolicyError(
-                    f"{cls.__qualname__}.{name}: no hook has this name{hint}; begin the name of a helper "
-                    "with an underscore"
-                )
-            if name in HOOKS:
-                check_arguments(cls, name, HOOKS[name])
+        check_hooks(cls, HOOKS)
 
 
 HOOKS = {
     name: hook for name, hook in vars(Router).items() if inspect.isfunction(hook) and not name.startswith("_")
 }
 """All hooks by name; those that are told begin with `on_`."""
-
-
-_LOADER = ClassLoader(Router, "router", "routers", "tenuto.routers")
-
-
-def get_router_names() -> list[str]:
-    """Names of the routers that ship with Tenuto: one file each, the file's name is the router's."""
-    return _LOADER.get_names()
-
-
-def load_router(name: str, options: Mapping[str, Any] | None = None) -> Router:
-    """Make a router from its name (`round-robin`), `my.module:Class` or `file.py:Class`, and its options.
-
-    Raises PolicyError if the router cannot be loaded, ConfigError for an unknown option or a bad value.
-    """
-    cls = _LOADER.find(name)
-    return cls(**check_settings(cls, options or {}, f"router {name!r}"))
-
-
-def get_router_name(cls: type[Router]) -> str:
-    """The name by which `load_router` finds this class."""
-    return _LOADER.get_name(cls)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.requests.conversation import MAX_HEAD_MESSAGES, is_head
+from tenuto.core.requests import MAX_HEAD_MESSAGES, is_head
 
 DROP_VARIABLE = "TENUTO_DROP_LINES"
 MOVE_VARIABLE = "TENUTO_MOVE_LINES"

@@ -1,0 +1,350 @@
+"""Finds policies and routers by name: those that ship, presets, and a user's own as `file.py:Class`.
+
+A preset is a named combination of a policy and engine settings. It makes no decisions itself. Its name can be
+used in place of a policy's (`--policy offload-async`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Generic, TypeVar
+
+from tenuto.core.errors import PolicyError, suggest
+from tenuto.core.policy import EngineSettings, Learns, Policy
+from tenuto.core.router import Router
+from tenuto.core.settings import check_settings
+
+T = TypeVar("T")
+
+FILE_MODULE = "tenuto_policy_file_"
+"""Modules made from a path to a file begin with this; a hash of the path and its time follows."""
+
+
+@dataclass(frozen=True)
+class ClassLoader(Generic[T]):
+    """The subclasses of one base class. Every method raises PolicyError for what cannot be loaded."""
+
+    base: type[T]
+    noun: str
+    """What messages call such a class."""
+    plural: str
+    package: str
+    """The package whose modules have one class each; the module's name is the class's."""
+
+    def get_names(self) -> list[str]:
+        """Names of the classes in the package."""
+        return sorted(self._find_modules())
+
+    def find(self, name: str, further_names: Iterable[str] = ()) -> type[T]:
+        """The class with this name: one of the package, `my.module:Class` or `file.py:Class`.
+
+        `further_names` are listed in the message if there is none.
+        """
+        return self._import_class(name) if ":" in name else self._find_class(name, further_names)
+
+    def get_name(self, cls: type[T]) -> str:
+        """The name by which `find` finds this class."""
+        if cls.__module__.startswith(f"{self.package}."):
+            return _get_name_of_module(cls.__module__)
+        module = sys.modules.get(cls.__module__)
+        is_file = module is not None and cls.__module__.startswith(FILE_MODULE)
+        file = module.__file__ if module is not None and is_file else cls.__module__
+        return f"{file}:{cls.__qualname__}"
+
+    def _find_modules(self) -> dict[str, str]:
+        """The module of each class that ships with Tenuto, by the class's name."""
+        package = importlib.import_module(self.package)
+        modules = [
+            each.name
+            for each in pkgutil.walk_packages(package.__path__, f"{self.package}.")
+            if not each.ispkg and not each.name.rpartition(".")[2].startswith("_")
+        ]
+        return {_get_name_of_module(module): module for module in modules}
+
+    def _find_class(self, name: str, further_names: Iterable[str]) -> type[T]:
+        modules = self._find_modules()
+        if name not in modules:
+            known = sorted({*modules, *further_names})
+            raise PolicyError(
+                f"no {self.noun} {name!r}; choose one of: {', '.join(known)}; or name your own as "
+                f"file.py:Class or my.module:Class{suggest(name, known)}"
+            )
+        module_name = modules[name]
+        found = self._get_classes(importlib.import_module(module_name))
+        if len(found) != 1:
+            raise PolicyError(
+                f"{module_name} must define exactly one {self.base.__name__} subclass, found {len(found)}"
+            )
+        return found[0]
+
+    def _get_classes(self, module: ModuleType) -> list[type[T]]:
+        """The subclasses that a module itself defines."""
+        return [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and issubclass(value, self.base)
+            and value.__module__ == module.__name__
+        ]
+
+    def _import_class(self, path: str) -> type[T]:
+        module_name, _, class_name = path.rpartition(":")
+        try:
+            is_file = module_name.endswith(".py")
+            module = _import_file(Path(module_name)) if is_file else _import_module(module_name)
+        except PolicyError as error:
+            raise PolicyError(f"{self.noun} {path!r}: {error}") from error
+        except Exception as error:  # importing runs the module, and anything can go wrong in it
+            raise PolicyError(f"{self.noun} {path!r} cannot be imported: {error!r}") from error
+        cls = getattr(module, class_name, None)
+        if cls is None:
+            known = [each.__name__ for each in self._get_classes(module)]
+            hint = suggest(class_name, known)
+            hint = hint or f"; its {self.plural} are: {', '.join(known) or 'none'}"
+            raise PolicyError(
+                f"{self.noun} {path!r} cannot be imported: there is no {class_name!r} in it{hint}"
+            )
+        if not (isinstance(cls, type) and issubclass(cls, self.base)):
+            raise PolicyError(f"{path!r} is not a subclass of tenuto.{self.base.__name__}")
+        if "__dataclass_fields__" not in vars(cls):  # the base class's own are inherited
+            raise PolicyError(f"{path!r} must be a dataclass, so that its parameters can be checked")
+        return cls
+
+
+def _get_name_of_module(module: str) -> str:
+    return module.rpartition(".")[2].replace("_", "-")
+
+
+def _import_module(name: str) -> ModuleType:
+    with _working_directory_in_path():
+        return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _working_directory_in_path() -> Iterator[None]:
+    """A command that pip installed does not look for modules in the working directory."""
+    here = str(Path.cwd())
+    if here in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Run a file as a module; once, as long as the file does not change."""
+    path = path.resolve()
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError as error:
+        raise PolicyError(f"cannot read the file: {error.strerror or error}") from error
+    name = FILE_MODULE + hashlib.sha256(f"{path}:{changed}".encode()).hexdigest()[:16]
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass looks up its module while it is being created.
+    sys.modules[name] = module
+    try:
+        with _working_directory_in_path():
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+# Policies and presets.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A policy by its name, and the engine's settings that make the preset."""
+
+    policy: str
+    engine: EngineSettings
+    help: str
+    source: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the policy that belong to the preset; options that are given override them."""
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "priority": Preset(
+            policy="stock",
+            engine=EngineSettings(order="priority"),
+            help="vLLM's own priority scheduling: smaller priority first, then earlier arrival.",
+            source="vllm/v1/core/sched/request_queue.py@0.32; as `--scheduling-policy priority`",
+        ),
+        # A prompt's cap of 512 tokens leaves a step's budget of 2,048 or 8,192 to others. A watermark of 0.01
+        # was vLLM's default before V1; it avoids nearly all preemptions. Known weakness: the cap is per
+        # prompt, not per step. Sixteen long prompts still fill a step of 8,192, and each needs 16 times as
+        # many.
+        "stock-tuned": Preset(
+            policy="stock",
+            engine=EngineSettings(long_prefill_token_threshold=512, watermark=0.01, offload="async"),
+            help="Stock vLLM as a good operator sets it: capped prompts, a small reserve, KV in host memory.",
+            source="vLLM 0.32's --long-prefill-token-threshold, --watermark and --kv-offloading-size",
+        ),
+        # Starts every turn that fits, as stock does. Under overload, turns evict each other, and the tier
+        # fills with the blocks of all turns.
+        "offload-async": Preset(
+            policy="stock",
+            engine=EngineSettings(offload="async"),
+            help="Stock vLLM with its own offloading: KV is copied to host memory beside the steps.",
+            source="vllm/v1/kv_offload and the offloading connector@0.32",
+        ),
+        # Good until the link saturates; then every step of every request waits for it.
+        "offload-sync": Preset(
+            policy="stock",
+            engine=EngineSettings(offload="sync"),
+            help="Stock vLLM with LMCache: every step waits for its copies to and from host memory.",
+            source="LMCache 0.3.7 behind vLLM (`start_load_kv` and `wait_for_save` around the forward pass)",
+        ),
+        # The paper's engine swaps preempted turns to the CPU, so this preset is closer to it than `autellix`.
+        # Known weakness: under overload, the tier cannot hold all active jobs; then everything is recomputed.
+        "autellix+": Preset(
+            policy="autellix",
+            engine=EngineSettings(offload="async"),
+            help="Autellix with KV in host memory: a preempted turn loads what it lost.",
+            source="arXiv 2502.13965, section 4.2.2",
+        ),
+        # What the published sweeps measured. The prototype reads an answer's tool call from its only ```bash
+        # block. The 20 tokens that follow random text have none, so nothing was pinned in these sweeps: what
+        # remains is the order by jobs. `continuum-fixed` alone is what the prototype does where it is told
+        # the tool.
+        "continuum-prototype": Preset(
+            policy="continuum-fixed",
+            engine=EngineSettings(scheduler="continuum-fork"),
+            help="The public Continuum prototype as its sweeps ran it: no pin without a call in the answer.",
+            source="estimate_with_func.py and sched/scheduler.py in vllm/v1/core of the fork of vLLM 0.10.2 "
+            "that accompanies arXiv 2511.02230",
+            options=MappingProxyType({"tools": "shown"}),
+        ),
+        # Only useful work remains here. A slower policy wastes work; a faster policy has a better order. No
+        # real server has such a cache.
+        "unbounded": Preset(
+            policy="job-order",
+            engine=EngineSettings(unbounded_kv=True),
+            help="An oracle: jobs in the order of their arrival, with a KV cache that never fills.",
+            source="this project",
+        ),
+    }
+)
+
+
+_POLICIES = ClassLoader(Policy, "policy", "policies", "tenuto.policies")
+
+
+def get_policy_names() -> list[str]:
+    """Names of the policies that ship with Tenuto: one file each, the file's name is the policy's."""
+    return _POLICIES.get_names()
+
+
+def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
+    """Make a policy from its name (`continuum`), `my.module:Class` or `file.py:Class`, and its options.
+
+    A preset's name makes the policy of the preset, with the preset's options under those that are given; its
+    engine settings are those of `get_engine_settings`.
+    Modules are also looked for in the working directory. Raises PolicyError if the policy cannot be loaded,
+    ConfigError for an unknown option or a bad value.
+    """
+    preset = PRESETS.get(name)
+    cls = _POLICIES.find(preset.policy if preset is not None else name, PRESETS)
+    own = {} if preset is None else dict(preset.options)
+    return cls(**check_settings(cls, {**own, **(options or {})}, f"policy {name!r}"))
+
+
+def get_engine_settings(name: str, policy: Policy) -> EngineSettings:
+    """The engine settings that belong to a name: the preset's, or else those that the policy needs."""
+    preset = PRESETS.get(name)
+    return policy.needs.engine if preset is None else preset.engine
+
+
+def describe_policy(policy: Policy, name: str | None = None) -> dict[str, Any]:
+    """A policy's name, its options and what it has learned: enough to make one like it.
+
+    `name` is what it was loaded by, where that is known: a preset's name cannot be told from its policy.
+    """
+    options = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
+    described = {"policy": name or get_policy_name(type(policy)), "options": options}
+    try:
+        state = policy.get_state() if isinstance(policy, Learns) else None
+    except Exception:  # it is code from outside; who keeps its state says what is wrong with it
+        state = None
+    return described if state is None else {**described, "state": state}
+
+
+def get_policy_name(cls: type[Policy]) -> str:
+    """The name by which `load_policy` finds this class."""
+    return _POLICIES.get_name(cls)
+
+
+def list_policies() -> list[dict[str, Any]]:
+    """Policies, then presets, in JSON types; a preset has `preset_of` and its `engine` settings."""
+    listed: list[dict[str, Any]] = []
+    for name in get_policy_names():
+        policy = load_policy(name)
+        options = {
+            field.name: {"default": field.default, "help": field.metadata.get("help", "")}
+            for field in dataclasses.fields(policy)
+            if field.init
+        }
+        listed.append({"name": name, "help": (policy.__doc__ or "").splitlines()[0], "options": options})
+    for name, preset in PRESETS.items():
+        about = {"help": preset.help, "source": preset.source, "preset_of": preset.policy}
+        listed.append({"name": name, **about, "engine": _get_settings(preset.engine)})
+    return listed
+
+
+def format_policies(listed: Sequence[dict[str, Any]]) -> str:
+    """The list as text; presets come last and apart."""
+    lines = []
+    for each in listed:
+        if "preset_of" in each:
+            continue
+        lines.append(f"{each['name']}\n    {each['help']}")
+        lines += [
+            f"    {key} = {option['default']}: {option['help']}" for key, option in each["options"].items()
+        ]
+    lines.append("\nPresets: a policy with settings of the engine; their names go wherever a policy's does.")
+    for each in listed:
+        if "preset_of" in each:
+            engine = ", ".join(f"{key} = {value}" for key, value in each["engine"].items())
+            lines.append(f"{each['name']}\n    {each['help']}\n    {each['preset_of']} with {engine}")
+    return "\n".join(lines)
+
+
+def _get_settings(engine: EngineSettings) -> dict[str, Any]:
+    """The settings that are not at their default."""
+    default = dataclasses.asdict(EngineSettings())
+    return {key: value for key, value in dataclasses.asdict(engine).items() if value != default[key]}
+
+
+# Routers.
+
+ROUTERS = ClassLoader(Router, "router", "routers", "tenuto.routers")
+
+
+def load_router(name: str, options: Mapping[str, Any] | None = None) -> Router:
+    """Make a router from its name (`round-robin`), `my.module:Class` or `file.py:Class`, and its options.
+
+    Raises PolicyError if the router cannot be loaded, ConfigError for an unknown option or a bad value.
+    """
+    cls = ROUTERS.find(name)
+    return cls(**check_settings(cls, options or {}, f"router {name!r}"))

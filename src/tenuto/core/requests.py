@@ -1,0 +1,517 @@
+"""What a request says: whose it is, and what its client hints at. All servers use the same rules.
+
+The first of these that is found names the job:
+
+1. `job_id` in `vllm_xargs`, then at the top level of the body (where Continuum's clients put it), then the
+   program of vllm-router's `agentic_context`
+2. vLLM's own session id: body `session_id`, header `X-Session-ID`, `session_id` in `vllm_xargs`
+3. the headers of `JOB_HEADERS`
+4. `metadata`: `session_id`, or the session inside Claude Code's `user_id`
+
+A request that names no job gets the name of its conversation (`get_conversation_id`).
+
+Keys for routing and billing name no job, because many jobs share one: `prompt_cache_key` is often one for an
+application; `user`, `safety_identifier` and `metadata.user_id` are one for a person. They only tell
+conversations apart that begin alike. The other hints are read from `vllm_xargs`, then from the top level.
+
+Requests are untrusted input. A bad hint never raises an error, and no hint is trusted beyond its bound: it
+can make Tenuto retain more or less for the job that sent it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_ID_CHARS = 128
+"""Longer ids are replaced by a digest, so that a 10 KB id costs no more than a short one."""
+MAX_TOOL_CHARS = 64
+MAX_EXPECTED_TOOL_S = 3600.0
+
+JOB_HEADERS = (
+    "x-session-id",  # vLLM's own header; OpenCode also sends it to providers other than its own
+    "x-dynamo-session-id",  # NVIDIA Dynamo, https://docs.nvidia.com/dynamo/dev/agents/session-i-ds
+    "x-claude-code-session-id",  # https://code.claude.com/docs/en/llm-gateway-protocol
+    "x-opencode-session",  # sst/opencode, packages/opencode/src/session/llm/request.ts
+    "thread-id",  # openai/codex, codex-rs/codex-api/src/requests/headers.rs: one conversation
+    "session-id",  # also Codex: the conversation and the conversations that it spawned
+    "session_id",  # Codex before it renamed its headers
+    "x-litellm-session-id",  # LiteLLM and agents built on it, such as OpenHands
+    "x-openwebui-chat-id",  # Open WebUI, with ENABLE_FORWARD_USER_INFO_HEADERS
+    "x-conversation-id",
+)
+"""Request headers that name a job; the first one found is used.
+
+`x-correlation-id` and `x-request-id` are not used, because most clients make a new one for each request.
+Keys for routers (`x-session-affinity`, `x-smg-routing-key`) are not used either: an application may send one
+for all its jobs.
+"""
+
+SUBAGENT_HEADERS = {"x-claude-code-session-id": "x-claude-code-agent-id"}
+"""Headers that distinguish the subagents of one session: each has its own context and its own KV cache."""
+
+LAST_TURN_HEADERS = (
+    "x-tenuto-last-step",
+    "x-dynamo-session-final",  # NVIDIA Dynamo
+)
+"""Headers that are true on a job's last request."""
+
+GROUP_HEADER = "x-tenuto-group"
+"""A header that names a group of jobs; an operator may try a policy on some groups (`tenuto.core.limits`)."""
+
+CONVERSATION_FIELD = "tenuto_conversation"
+"""The name of the conversation by its beginning, which a server adds to requests that name no job."""
+
+HINT_FIELDS = (
+    "job_id",
+    "is_last_step",
+    "tool",
+    "expected_tool_seconds",
+    "retain_seconds",
+    "deadline_seconds",
+    "parent_job_id",
+    "tenant",
+    "tenuto_group",
+    CONVERSATION_FIELD,
+)
+"""Request fields that carry hints, in `vllm_xargs` or at the top level of the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a request says about its job. A field is None if the request says nothing usable about it."""
+
+    job_id: str | None = None
+    is_last: bool | None = None
+    tool: str | None = None
+    expected_tool_s: float | None = None
+    retain_s: float | None = None
+    """No lease on the turn's blocks shall last longer; 0: no lease. It never makes a lease longer."""
+    deadline_s: float | None = None
+    """How soon the client wants the answer. It is recorded, and changes no order: all clients would hurry."""
+    parent: str | None = None
+    """The job that started this one. It is recorded; leases do not depend on it."""
+    tenant: str | None = None
+    group: str | None = None
+    conversation: str | None = None
+    """A name for the job if neither an id nor its content names it: see `get_conversation_id`."""
+
+    @property
+    def name(self) -> str | None:
+        """How the client may call the job: its id, or its conversation's name, without the tenant."""
+        name = self.job_id or self.conversation
+        return None if name is None else name.rpartition("\t")[2]
+
+
+def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None) -> Hints:
+    """Read hints from request fields. Unusable values are ignored; nothing raises.
+
+    If there is no usable `job_id`, the engine's own `session_id` names the job. If that is a conversation's
+    name, so that a router can pin the session, it says no more here than the content does. A job id is
+    private to its tenant: two tenants with the same id have two jobs.
+    """
+    said = get_usable_fields(fields if isinstance(fields, Mapping) else {})
+    tenant = said.get("tenant")
+    job_id, session_id = said.get("job_id"), get_bounded_id(session_id)
+    conversation = said.get(CONVERSATION_FIELD)
+    if job_id is None and session_id is not None and is_conversation_id(session_id):
+        conversation = session_id
+    else:
+        job_id = job_id or session_id
+    if tenant is not None:
+        # Both are printable, so neither contains a tab. Each pair of tenant and job gets a unique id.
+        job_id = None if job_id is None else f"{tenant}\t{job_id}"
+        conversation = None if conversation is None else f"{tenant}\t{conversation}"
+    return Hints(
+        job_id=job_id,
+        is_last=said.get("is_last_step"),
+        tool=said.get("tool"),
+        expected_tool_s=said.get("expected_tool_seconds"),
+        retain_s=said.get("retain_seconds"),
+        deadline_s=said.get("deadline_seconds"),
+        parent=said.get("parent_job_id"),
+        tenant=tenant,
+        group=said.get("tenuto_group"),
+        conversation=conversation,
+    )
+
+
+def make_fields(hints: Hints) -> dict[str, str | int | float]:
+    """The request fields for these hints, in the types that `vllm_xargs` allows; `parse_hints` reads them."""
+    fields = {
+        "job_id": hints.job_id,
+        "is_last_step": None if hints.is_last is None else int(hints.is_last),
+        "tool": hints.tool,
+        "expected_tool_seconds": hints.expected_tool_s,
+        "retain_seconds": hints.retain_s,
+        "deadline_seconds": hints.deadline_s,
+        "parent_job_id": hints.parent,
+        "tenant": hints.tenant,
+        "tenuto_group": hints.group,
+        CONVERSATION_FIELD: hints.conversation,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def get_usable_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The usable hint fields among these fields, each bounded and converted to its type."""
+    usable = {name: _READERS[name](fields[name]) for name in HINT_FIELDS if name in fields} if fields else {}
+    return {name: value for name, value in usable.items() if value is not None}
+
+
+def get_header_fields(headers: Mapping[str, str]) -> dict[str, Any]:
+    """The hint fields that request headers contain; header names must be in lower case."""
+    fields: dict[str, Any] = {}
+    for name in JOB_HEADERS:
+        job_id = get_bounded_id(headers.get(name))
+        if job_id is not None:
+            subagent = get_bounded_id(headers.get(SUBAGENT_HEADERS.get(name, "")))
+            fields["job_id"] = job_id if subagent is None else f"{job_id}/{subagent}"
+            break
+    said = (_get_bool(headers.get(name)) for name in LAST_TURN_HEADERS)
+    is_last = next((each for each in said if each is not None), None)
+    if is_last is not None:
+        fields["is_last_step"] = is_last
+    group = get_bounded_id(headers.get(GROUP_HEADER))
+    if group is not None:
+        fields["tenuto_group"] = group
+    return fields
+
+
+def get_bounded_id(value: Any) -> str | None:
+    """A usable id of bounded length, or None for an empty or unusable one."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    # Python refuses to convert an int of thousands of digits to a string, and only strings get a digest.
+    if isinstance(value, int) and abs(value) >= 10**MAX_ID_CHARS:
+        return None
+    text = str(value).strip()
+    if not text:
+        return None
+    if len(text) > MAX_ID_CHARS or not text.isprintable():
+        return "digest-" + hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    return text
+
+
+def _get_bool(value: Any) -> bool | None:
+    if isinstance(value, bool | int | float):
+        return None if value != value else bool(value)  # NaN is unusable
+    if isinstance(value, str):
+        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(
+            value.strip().lower()
+        )
+    return None
+
+
+def get_bounded_tool(value: Any) -> str | None:
+    """A usable tool name of bounded length, or None."""
+    if not isinstance(value, str) or not value.strip():
+        return None
+    text = value.strip()[:MAX_TOOL_CHARS].rstrip()
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _get_seconds(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if math.isnan(seconds) or seconds < 0:
+        return None
+    return min(seconds, MAX_EXPECTED_TOOL_S)
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "job_id": get_bounded_id,
+    "is_last_step": _get_bool,
+    "tool": get_bounded_tool,
+    "expected_tool_seconds": _get_seconds,
+    "retain_seconds": _get_seconds,
+    "deadline_seconds": _get_seconds,
+    "parent_job_id": get_bounded_id,
+    "tenant": get_bounded_id,
+    "tenuto_group": get_bounded_id,
+    CONVERSATION_FIELD: get_bounded_id,
+}
+
+
+# The job of an HTTP request.
+
+_CLAUDE_USER_ID = re.compile(r"_session_([0-9A-Za-z-]+)\Z")
+
+
+def read_hints(request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> Hints:
+    """The hints in a request's body, its headers (names in lower case) and its path."""
+    xargs = request.get("vllm_xargs")
+    xargs = xargs if isinstance(xargs, dict) else {}
+    own_session_id = get_own_session_id(request, headers, path)
+    return parse_hints({**xargs, **get_new_fields(request, headers, xargs, own_session_id)}, own_session_id)
+
+
+JOB_HEADER = "X-Tenuto-Job"
+"""The header of an answer that says which job the request belongs to."""
+
+
+def make_job_header(name: str | None) -> tuple[str, str] | None:
+    """The header with a job's name; None without a name, or for one that a header cannot hold."""
+    is_possible = name is not None and name.isascii() and name.isprintable()
+    return (JOB_HEADER, name) if is_possible and name is not None else None
+
+
+def are_xargs(xargs: Any) -> bool:
+    """Whether vLLM accepts these `vllm_xargs`: strings and numbers, and lists of them."""
+    if not isinstance(xargs, dict):
+        return False
+    values = [item for value in xargs.values() for item in (value if isinstance(value, list) else [value])]
+    return all(isinstance(value, str | int | float) for value in values)
+
+
+def get_own_session_id(request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> str | None:
+    """The session id that vLLM itself passes to the scheduler.
+
+    Follows `_get_session_id` in vLLM's entrypoints/generate/base/serving.py.
+    """
+    # The Anthropic protocol has no field `session_id`.
+    in_body = None if path.endswith("/v1/messages") else request.get("session_id")
+    xargs = request.get("vllm_xargs")
+    in_xargs = xargs.get("session_id") if isinstance(xargs, dict) else None
+    for session_id in (in_body, headers.get("x-session-id"), in_xargs):
+        if isinstance(session_id, str) and session_id:
+            return session_id
+    return None
+
+
+def get_new_fields(
+    request: Mapping[str, Any],
+    headers: Mapping[str, str],
+    xargs: Mapping[str, Any],
+    own_session_id: str | None,
+) -> dict[str, Any]:
+    """Hint fields to add to `vllm_xargs`. Fields that are already there stay, whether usable or not."""
+    said = {**get_usable_fields(read_foreign_fields(request, xargs)), **get_usable_fields(request)}
+    fields = {**get_header_fields(headers), **said}
+    if get_bounded_id(own_session_id) is not None and "job_id" not in said:
+        fields.pop("job_id", None)
+    elif "job_id" not in fields:
+        fields["job_id"] = _get_other_job_id(request)
+    names = (fields.get("job_id"), get_bounded_id(own_session_id), get_bounded_id(xargs.get("job_id")))
+    if not any(names):
+        fields.setdefault(CONVERSATION_FIELD, get_conversation_id(request))
+    # vLLM accepts strings and numbers. It would convert True to 1, so convert it here.
+    return {
+        name: int(value) if isinstance(value, bool) else value
+        for name, value in fields.items()
+        if value is not None and name not in xargs
+    }
+
+
+def _get_other_job_id(request: Mapping[str, Any]) -> str | None:
+    metadata = request.get("metadata")
+    metadata = metadata if isinstance(metadata, dict) else {}
+    candidates = (
+        request.get("session_id"),  # reached only if vLLM does not pass it on itself
+        metadata.get("session_id"),
+        _get_claude_session(metadata.get("user_id")),
+    )
+    return next(filter(None, map(get_bounded_id, candidates)), None)
+
+
+def _get_claude_session(user_id: Any) -> Any:
+    """The session id inside Claude Code's user id.
+
+    The user id has the form `user_…_session_ID`, or, since version 2.1.78, it is JSON with a `session_id`.
+    """
+    if not isinstance(user_id, str):
+        return None
+    match = _CLAUDE_USER_ID.search(user_id)
+    if match is not None:
+        return match[1]
+    try:
+        decoded = json.loads(user_id.encode(errors="replace").decode())
+    except (ValueError, RecursionError):
+        return None
+    return decoded.get("session_id") if isinstance(decoded, dict) else None
+
+
+# A conversation's name, for clients that send no id.
+#
+# Most agent frameworks send the whole conversation with every request and name it nowhere. What comes before
+# the model's first answer (instructions, the task) is the same in every request of a conversation. Its digest
+# is the conversation's name. Finding it needs no memory, so every server process and every router finds the
+# same name. Conversations that begin alike, such as several attempts at one task, share it, unless the client
+# sends a key with each, such as `prompt_cache_key`. A key alone is no name: many applications send one for
+# all their jobs. The name is weaker than what the engine knows: see `tenuto.core.jobs`.
+
+PREFIX = "conv-"
+MAX_HEAD_MESSAGES = 256
+"""A conversation in which more messages come before the first answer is named by the first ones."""
+
+_NAME = re.compile(rf"{PREFIX}[0-9a-f]{{24}}")
+_ANSWER_ROLES = ("assistant", "model", "tool", "function")
+_HEAD_TYPES = (None, "message")
+"""Of OpenAI's Responses API: other items (function calls, reasoning) are the model's, or answer it."""
+
+
+def get_conversation_id(request: Mapping[str, Any]) -> str | None:
+    """The name of a request's conversation; None if the request holds no messages."""
+    messages = request.get("messages")
+    messages = request.get("input") if messages is None else messages
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list):
+        return None
+    digest = hashlib.blake2b(digest_size=12)
+    try:
+        # The Anthropic API has `system`, OpenAI's Responses API `instructions`, beside the messages.
+        for part in (*_get_parts(request.get("system")), *_get_parts(request.get("instructions"))):
+            digest.update(part)
+        for name, key in _get_keys(request):
+            digest.update(f"\0{name}\0{key}".encode(errors="replace"))
+        num_messages = 0
+        for message in messages[:MAX_HEAD_MESSAGES]:
+            if not isinstance(message, dict) or not is_head(message):
+                break
+            digest.update(b"\0" + str(message.get("role")).encode(errors="replace") + b"\0")
+            for part in _get_parts(message.get("content")):
+                digest.update(part)
+            num_messages += 1
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return f"{PREFIX}{digest.hexdigest()}" if num_messages else None
+
+
+def is_conversation_id(name: str) -> bool:
+    """Whether a session's id is a conversation's name, which something before the server has found."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_head(message: Mapping[str, Any]) -> bool:
+    """Whether a message comes from the client, as all do before the model's first answer."""
+    return message.get("role") not in _ANSWER_ROLES and message.get("type") in _HEAD_TYPES
+
+
+def _get_keys(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys for routing and billing: the same in all of a conversation, and maybe in many conversations."""
+    metadata = request.get("metadata")
+    named = {name: request.get(name) for name in ("prompt_cache_key", "safety_identifier", "user")}
+    if isinstance(metadata, dict):
+        named["user_id"] = metadata.get("user_id")
+    return ((name, key) for name, key in named.items() if isinstance(key, str) and key)
+
+
+def _get_parts(content: Any) -> Iterator[bytes]:
+    """The content's texts and other parts, however the client writes them.
+
+    Clients write the same text as a string or as a list of parts, and move markers such as `cache_control`
+    from message to message.
+    """
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, str):
+            yield part.encode(errors="replace")
+        elif isinstance(part, dict) and isinstance(part.get("text"), str):
+            yield part["text"].encode(errors="replace")
+        elif isinstance(part, dict):
+            rest = {name: value for name, value in part.items() if name != "cache_control"}
+            yield json.dumps(rest, sort_keys=True).encode()
+
+
+# Hints in the forms of others: vllm-router's `agentic_context`, and upstream vLLM's `kv_hints`.
+#
+# `agentic_context` (in `vllm_xargs`, or at the top level) describes the program, Tenuto's job, that a request
+# belongs to: docs/program_scheduling.md of vllm-project/router. `kv_hints` is an envelope of actions on the
+# cache: vLLM's RFCs 51428 and 53421, `vllm/v1/kv_hints`. vLLM defines the envelope and leaves the actions to
+# those who carry them out; here each becomes a hint about the request's own job. An action about another
+# session is ignored: no client decides about others.
+
+CONTEXT = "agentic_context"
+MAX_ACTIONS = 32
+"""Actions beyond this number in one envelope are not read."""
+MAX_CONTEXT_CHARS = 2**16
+
+_TTL_NAMES = ("ttl_seconds", "ttl_s", "ttl", "duration_seconds", "duration", "bound_seconds")
+_TARGET_NAMES = ("session_id", "session", "program_id", "job_id")
+
+
+def read_foreign_fields(request: Mapping[str, Any], xargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The hint fields that a request's `agentic_context` and `kv_hints` amount to, not bounded yet.
+
+    The context wins, because it is about the program and not about one moment of its cache.
+    """
+    context = _read_context(xargs.get(CONTEXT, request.get(CONTEXT)))
+    said = {name: value for name, value in context.items() if value is not None}
+    return {**_read_actions(request.get("kv_hints"), said.get("job_id")), **said}
+
+
+def write_context_as_text(xargs: Any) -> Any:
+    """`vllm_xargs` with its context as text: vLLM 0.33 and older refuse objects there, which routers send."""
+    if not isinstance(xargs, dict) or not isinstance(xargs.get(CONTEXT), dict):
+        return xargs
+    try:
+        return {**xargs, CONTEXT: json.dumps(xargs[CONTEXT])}
+    except (ValueError, RecursionError):
+        return xargs
+
+
+def _read_context(context: Any) -> dict[str, Any]:
+    if isinstance(context, str) and len(context) <= MAX_CONTEXT_CHARS:
+        try:
+            context = json.loads(context)
+        except (ValueError, RecursionError):
+            return {}
+    if not isinstance(context, dict):
+        return {}
+    return {
+        "job_id": context.get("program_id") or _join_program(context),
+        "parent_job_id": context.get("parent_program_id"),
+        "is_last_step": _negate(context.get("expected_resume")),
+        **_keep_for(context.get("kv_retention_ttl_seconds")),
+        "deadline_seconds": context.get("deadline_seconds"),
+    }
+
+
+def _join_program(context: Mapping[str, Any]) -> Any:
+    """A program that has no id of its own: a task or session, and the agent that works on it."""
+    whole, agent = context.get("task_id") or context.get("session_id"), context.get("agent_id")
+    return f"{whole}:{agent}" if isinstance(whole, str) and isinstance(agent, str) and agent else whole
+
+
+def _read_actions(envelope: Any, own_id: Any) -> dict[str, Any]:
+    """What an envelope's actions say together. Of two that contradict each other, the later one holds."""
+    actions = envelope.get("actions") if isinstance(envelope, dict) else None
+    fields: dict[str, Any] = {}
+    for action in actions[:MAX_ACTIONS] if isinstance(actions, list) else ():
+        if not isinstance(action, dict) or not isinstance(action.get("action_type"), str):
+            continue
+        payload = action.get("payload")
+        payload = payload if isinstance(payload, dict) else {}
+        if any(payload.get(name) not in (None, own_id) for name in _TARGET_NAMES):
+            continue
+        ttl = next((payload[name] for name in _TTL_NAMES if name in payload), None)
+        match action["action_type"].strip().lower():
+            case "retain" | "pin":
+                fields |= {"is_last_step": False, **_keep_for(ttl)}
+            case "prefetch":
+                # Nothing can be loaded without a request. But the job will come back.
+                fields |= {"is_last_step": False}
+            case "demote":
+                # Its blocks go to the tiers below like all others, and are not held on the GPU.
+                fields |= {"is_last_step": False, "retain_seconds": 0}
+            case "evict" | "release":
+                fields |= {"is_last_step": True}
+    return fields
+
+
+def _keep_for(ttl: Any) -> dict[str, Any]:
+    """A time to keep the cache: the job is expected back by then, and no lease is to last longer."""
+    return {"expected_tool_seconds": ttl, "retain_seconds": ttl}
+
+
+def _negate(value: Any) -> bool | None:
+    return not value if isinstance(value, bool) else None

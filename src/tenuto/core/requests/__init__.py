@@ -1,1 +1,0 @@
-"""What requests say: whose they are, what they hint at, which tool they call."""

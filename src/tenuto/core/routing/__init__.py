@@ -1,1 +1,0 @@
-"""Routing over several engines: what a router is, and the books that are kept for it."""
