@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.estimators.backlog import Backlog
+from tenuto.estimators.returns import Backlog
 
 
 def make_backlog(tool_s: float = 2.0) -> Backlog:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tenuto.estimators.backlog import TurnTimes
+from tenuto.estimators.returns import TurnTimes
 
 
 def test_the_mean_is_of_turns_that_ended() -> None:

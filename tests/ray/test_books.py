@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tenuto.ray.books import MAX_REFUSALS, ReplicaBooks
+from tenuto.ray.router import MAX_REFUSALS, ReplicaBooks
 
 
 def ask(number: int, turn: int = 0) -> dict[str, Any]:

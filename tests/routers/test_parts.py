@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.routers._away import MAX_AWAY_S, PATIENCE, AwayJobs
-from tenuto.routers._placements import Placed, Placements
+from tenuto.routers.tenuto import MAX_AWAY_S, PATIENCE, AwayJobs, Placed, Placements
 
 
 def test_jobs_that_grow_together_are_never_all_at_their_longest() -> None:

@@ -8,6 +8,7 @@ The dispatcher (`tenuto.core.dispatcher`) calls the hooks; `tenuto.core.loader` 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,9 +169,6 @@ class Sending(NamedTuple):
     num_copied_tokens: int = 0
 
 
-__all__ = ["HOOKS", "Router", "RouterNeeds", "get_least_loaded"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterNeeds:
     """What a router needs, in addition to the hooks that it overrides."""
@@ -181,6 +179,12 @@ class RouterNeeds:
     """Whether it reads `EngineSeen.metrics`."""
     kv_events: bool = False
     """Whether it reads `RoutedTurn.cached_tokens`."""
+
+
+def draw(*names: object) -> int:
+    """A 64-bit number that looks random and depends on the names alone: the same in every process and run."""
+    text = "\0".join(map(str, names)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
 def get_least_loaded(engines: Iterable[EngineSeen]) -> EngineSeen:
@@ -194,7 +198,7 @@ class Router:
 
     Fields made with `setting` are the router's parameters. Fields with `init=False` hold what it learns.
     *Asked* hooks return a decision and change nothing: asked again, they answer the same. So a router that
-    draws lots draws them from the turn's id. *Told* hooks (`on_…`) update what the router remembers.
+    draws lots draws them from the turn's id (`draw`). *Told* hooks (`on_…`) update what the router remembers.
     """
 
     needs: ClassVar[RouterNeeds] = RouterNeeds()

@@ -23,9 +23,8 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
-from tenuto.estimators.backlog import Backlog, TurnTimes
 from tenuto.estimators.remaining_work import RemainingWork, get_mean_left_s
-from tenuto.estimators.returns import PlainKinds, PlainShare, Returns
+from tenuto.estimators.returns import Backlog, PlainKinds, PlainShare, Returns, TurnTimes
 from tenuto.estimators.step_times import StepTimes
 from tenuto.estimators.tool_times import ToolSamples
 

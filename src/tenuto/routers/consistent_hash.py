@@ -5,9 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from tenuto.core.router import EngineSeen, FleetView, Route, RoutedTurn, Router, Send
+from tenuto.core.router import EngineSeen, FleetView, Route, RoutedTurn, Router, Send, draw
 from tenuto.core.settings import setting
-from tenuto.routers._lots import draw
 
 
 @dataclass

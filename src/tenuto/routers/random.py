@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tenuto.core.router import FleetView, Route, RoutedTurn, Router, Send
+from tenuto.core.router import FleetView, Route, RoutedTurn, Router, Send, draw
 from tenuto.core.settings import setting
-from tenuto.routers._lots import draw
 
 
 @dataclass

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.router import (
     AnsweredTurn,
     EngineSeen,
@@ -20,9 +21,151 @@ from tenuto.core.router import (
 from tenuto.core.settings import setting
 from tenuto.core.types import Job
 from tenuto.estimators.remaining_work import RemainingWork
-from tenuto.routers._away import AwayJobs
-from tenuto.routers._placements import Placed, Placements
 from tenuto.routers._prefixes import Prefixes
+
+# Which jobs are on which engine, the work that they still need, and the KV that they will hold together.
+
+
+@dataclass(slots=True)
+class Placed:
+    """A job on an engine, all in tokens. Work counts a generated token as several prompt tokens."""
+
+    engine: str
+    work: float = 0.0
+    """Expected, of all its turns to come."""
+    held: float = 0.0
+    """Its KV now."""
+    peak: float = 0.0
+    """Its KV at its longest."""
+
+
+@dataclass(slots=True)
+class _Engine:
+    work: float = 0.0
+    most: float = 0.0
+    jobs: dict[str, Placed] = field(default_factory=dict)
+
+
+_NOTHING = _Engine()
+
+
+class Placements:
+    """The jobs of each engine. A change takes O(n log n) in the jobs of that engine alone."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Placed] = {}
+        self._engines: dict[str, _Engine] = {}
+
+    def get(self, job_id: str) -> Placed | None:
+        """The job; None if it is on no engine."""
+        return self._jobs.get(job_id)
+
+    def count_jobs(self, engine: str) -> int:
+        """Jobs there, those in tool calls included."""
+        return len(self._engines.get(engine, _NOTHING).jobs)
+
+    def get_work(self, engine: str) -> float:
+        """The work that all jobs there still need."""
+        return self._engines.get(engine, _NOTHING).work
+
+    def get_most_tokens(self, engine: str, num_prompt_tokens: int) -> float:
+        """The most KV that the jobs there will hold at one time, if one with such a prompt joins them now.
+
+        All are taken to grow at one pace, and each leaves at its longest. So when one leaves, the others are
+        not at their longest yet: less is needed than the sum of all peaks.
+        """
+        return self._engines.get(engine, _NOTHING).most + num_prompt_tokens
+
+    def put(self, job_id: str, placed: Placed) -> None:
+        """A job is on an engine, or something of it changed."""
+        before = self._jobs.get(job_id)
+        if before is not None and before.engine != placed.engine:
+            self.remove(job_id)
+        self._jobs[job_id] = placed
+        engine = self._engines.setdefault(placed.engine, _Engine())
+        engine.jobs[job_id] = placed
+        _renew(engine)
+
+    def remove(self, job_id: str) -> Placed | None:
+        """A job ended. Returns what was known of it."""
+        placed = self._jobs.pop(job_id, None)
+        if placed is not None:
+            engine = self._engines[placed.engine]
+            del engine.jobs[job_id]
+            _renew(engine)
+            if not engine.jobs:
+                del self._engines[placed.engine]
+        return placed
+
+    def leave(self, engine: str) -> None:
+        """An engine is gone, and no job is there any more."""
+        for job_id in self._engines.pop(engine, _NOTHING).jobs:
+            del self._jobs[job_id]
+
+    def __repr__(self) -> str:
+        return f"Placements({self._jobs!r})"
+
+
+def _renew(engine: _Engine) -> None:
+    jobs = sorted((max(0.0, job.peak - job.held), job.held) for job in engine.jobs.values())
+    held, most = sum(each for _, each in jobs), 0.0
+    for num_gone, (growth, own) in enumerate(jobs):
+        # Just before this one leaves. The one that joins has grown as much, too.
+        most = max(most, held + (len(jobs) - num_gone + 1) * growth)
+        held -= own
+    engine.most = most
+    engine.work = sum(job.work for job in engine.jobs.values())
+
+
+# Jobs whose client is away, in a tool call or for good: which of them are not expected back soon.
+
+MAX_AWAY_S = 30.0
+"""A job that is away for longer is not expected back soon, even if its client says that it comes back."""
+PATIENCE = 3.0
+"""Where clients do not say whether a job goes on, one that is away for so many times the mean has ended."""
+DECAY = 0.02
+"""Weight of the latest time away in the moving average."""
+
+
+@dataclass
+class AwayJobs:
+    """Told when jobs leave and come back; says once of each job that it is silent. O(log n) a change."""
+
+    _left: dict[str, tuple[float, bool]] = field(default_factory=dict)
+    """When it left, and whether its client said that it comes back."""
+    _deadlines: IndexedHeap = field(default_factory=IndexedHeap, repr=False)
+    mean_s: float = 0.0
+    """Of the times away; 0 until one was seen."""
+
+    def leave(self, job_id: str, now_s: float, *, will_return: bool) -> None:
+        """A turn was answered, and no other turn of the job is open."""
+        self._left[job_id] = (now_s, will_return)
+        is_known = self.mean_s > 0 and not will_return
+        away_s = min(MAX_AWAY_S, PATIENCE * self.mean_s) if is_known else MAX_AWAY_S
+        self._deadlines.push(job_id, (now_s + away_s,))
+
+    def come_back(self, job_id: str, now_s: float) -> None:
+        """A turn of the job came."""
+        if job_id in self._left:
+            away_s = now_s - self._left[job_id][0]
+            self.mean_s += (DECAY if self.mean_s else 1.0) * (away_s - self.mean_s)
+            self.end(job_id)
+
+    def end(self, job_id: str) -> None:
+        """The job ended."""
+        self._left.pop(job_id, None)
+        self._deadlines.discard(job_id)
+
+    def pop_silent(self, now_s: float) -> list[tuple[str, bool]]:
+        """The jobs that have become silent, and whether each is taken to have ended."""
+        silent = []
+        while (key := self._deadlines.get_first_key()) is not None and key <= (now_s,):
+            job_id = self._deadlines.pop()
+            silent.append((job_id, not self._left.pop(job_id)[1]))
+        return silent
+
+
+# The router.
 
 PEAK_DECAY = 0.02
 """Weight of the latest job in the moving average of how long contexts become."""

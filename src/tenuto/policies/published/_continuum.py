@@ -1,12 +1,252 @@
-"""Base of `continuum` and `contextserve`: the order of jobs, and what the TTL of a pin is learned from."""
+"""How long a job's cache is worth keeping: Continuum's rule (arXiv 2511.02230).
+
+A cache that is still there when the tool returns saves `benefit_s` = T·η + PR: the queueing delay that an
+evicted turn sees (T, weighted by how far jobs are from memoryless, η) and the time to reload or recompute
+(PR). Keeping it for τ costs τ, whenever the tool returns:
+
+    τ* = argmax over τ in {0} ∪ samples of  P(tool time ≤ τ) · benefit_s − τ
+"""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tenuto.core.policy import Key, Learns, Policy
 from tenuto.core.types import EngineView, Job, Lease, StepView, Turn
-from tenuto.estimators.ttl import TtlEstimate
+from tenuto.estimators.tool_times import MIN_SAMPLES, ToolSamples
+from tenuto.policies.published._prefill import PrefillCost, PrefillProfile, get_reload_s
+
+_CHUNK = 32
+
+
+def get_ttl_s(
+    samples: ToolSamples,
+    tool: str,
+    *,
+    queue_delay_s: float,
+    eta: float,
+    reload_s: float,
+    min_samples: int = MIN_SAMPLES,
+) -> float:
+    """τ* for a tool, by its own times, by those of all tools, or by the default: see `ToolSamples`."""
+    times = samples.try_get_trusted(tool, min_samples)
+    if times is None:
+        return get_default_ttl_s(queue_delay_s + reload_s)
+    return get_best_ttl_s(times.get_sorted(), queue_delay_s * eta + reload_s)
+
+
+def get_default_ttl_s(benefit_s: float) -> float:
+    """τ* for an unknown tool: as if its times were exponential with mean 1 s.
+
+    (1 − e^−τ)·B − τ is largest where B·e^−τ = 1, so at ln B; at 0 where B ≤ 1 s.
+    """
+    return math.log(benefit_s) if benefit_s > 1 else 0.0
+
+
+def get_best_ttl_s(sorted_s: Sequence[float], benefit_s: float) -> float:
+    """τ* over samples in ascending order; the shortest of equally good ones, 0 if none is worth its cost.
+
+    Exact, and below O(n): the last samples of all chunks give a gain to beat, and a chunk is looked into
+    only if its last sample's share at its first sample's cost would beat that.
+    """
+    if not sorted_s:
+        return 0.0
+    gain_per_sample = benefit_s / len(sorted_s)
+    # What takes as long as it could gain is worth nothing.
+    num = bisect_left(sorted_s, benefit_s)
+    if num == 0:
+        return 0.0
+    ends = [min(first + _CHUNK, num) for first in range(0, num, _CHUNK)]
+    to_beat = max(end * gain_per_sample - sorted_s[end - 1] for end in ends)
+    best_s, best_gain = 0.0, 0.0
+    for first, end in zip(range(0, num, _CHUNK), ends, strict=True):
+        bound = end * gain_per_sample - sorted_s[first]
+        if bound < to_beat or bound <= best_gain:
+            continue
+        for rank, sample_s in enumerate(sorted_s[first:end], first + 1):
+            gain = rank * gain_per_sample - sample_s
+            if gain > best_gain:
+                best_s, best_gain = sample_s, gain
+    return best_s
+
+
+MAX_JOBS = 1000
+"""Finished jobs remembered."""
+MAX_TURNS = 100_000
+"""A job counted as longer than this is counted as this long."""
+
+
+class JobLengths:
+    """Numbers of turns of the last finished jobs.
+
+    η = −Corr(k, N − k) over all turns k = 1 … N of these jobs: 1 where all jobs are equally long (each turn
+    served brings the end nearer), 0 where jobs are memoryless (turns served say nothing about the rest).
+    """
+
+    def __init__(self, num_turns: Iterable[int] = (), max_jobs: int = MAX_JOBS) -> None:
+        self._max_jobs = max_jobs
+        self._lengths: deque[int] = deque()
+        # Sums over the turns of all jobs: 1, k, N − k, k², (N − k)², k·(N − k); exact, being integers.
+        self._sums = [0] * 6
+        for length in num_turns:
+            self.observe(length)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def observe(self, num_turns: int) -> None:
+        """Count one finished job. O(1)."""
+        if num_turns < 1:
+            raise ValueError(f"a finished job has a turn at least, got {num_turns!r}")
+        num_turns = min(int(num_turns), MAX_TURNS)
+        if len(self._lengths) == self._max_jobs:
+            self._add(self._lengths.popleft(), -1)
+        self._lengths.append(num_turns)
+        self._add(num_turns, +1)
+
+    def get_eta(self, default: float = 1.0) -> float:
+        """η, at least 0; `default` while it is undefined, as no finished job had two turns.
+
+        Where long jobs tend to get longer the correlation is positive: turns served then promise no end,
+        and 0 stands for that too.
+        """
+        num, sum_k, sum_r, sum_kk, sum_rr, sum_kr = self._sums
+        variances = (num * sum_kk - sum_k * sum_k) * (num * sum_rr - sum_r * sum_r)
+        if variances == 0:
+            return default
+        return max(0.0, (sum_k * sum_r - num * sum_kr) / math.sqrt(variances))
+
+    def get_state(self) -> list[int]:
+        """The lengths, oldest first, as JSON can hold them; the constructor takes them back."""
+        return list(self._lengths)
+
+    def _add(self, n: int, sign: int) -> None:
+        sum_k, sum_r = n * (n + 1) // 2, n * (n - 1) // 2
+        sum_kk, sum_rr = n * (n + 1) * (2 * n + 1) // 6, (n - 1) * n * (2 * n - 1) // 6
+        added = (n, sum_k, sum_r, sum_kk, sum_rr, n * sum_k - sum_kk)
+        self._sums = [total + sign * more for total, more in zip(self._sums, added, strict=True)]
+
+    def __repr__(self) -> str:
+        return f"JobLengths({list(self._lengths)})"
+
+
+MAX_DELAYS = 100
+"""Number of turns in the mean; small, because the queue changes within minutes."""
+
+
+class QueueDelay:
+    """Sliding mean of the queueing delays of turns that came back and found nothing pinned.
+
+    Pinned jobs go first, so all of such a turn's wait counts as extra.
+    """
+
+    def __init__(self, delays_s: Iterable[float] = (), max_delays: int = MAX_DELAYS) -> None:
+        self._delays: deque[float] = deque(maxlen=max_delays)
+        for delay_s in delays_s:
+            self.observe(delay_s)
+
+    def observe(self, delay_s: float) -> None:
+        """Count one turn's wait from its arrival to its first step."""
+        if not (math.isfinite(delay_s) and delay_s >= 0):
+            raise ValueError(f"a delay must be finite and not negative, got {delay_s!r}")
+        self._delays.append(delay_s)
+
+    def get_mean_s(self) -> float:
+        """T in seconds; 0 while no such turn was seen."""
+        return math.fsum(self._delays) / len(self._delays) if self._delays else 0.0
+
+    def get_state(self) -> list[float]:
+        """The delays, oldest first, as JSON can hold them; the constructor takes them back."""
+        return list(self._delays)
+
+    def __repr__(self) -> str:
+        return f"QueueDelay({list(self._delays)})"
+
+
+class TtlEstimate:
+    """τ* per tool. A policy calls the methods from its told hooks of the same names."""
+
+    def __init__(self, profile: PrefillProfile | None = None, min_samples: int = MIN_SAMPLES) -> None:
+        """`profile`: measured prefill times; without, they are learned from the steps."""
+        self._min_samples = min_samples
+        self._tool_times = ToolSamples()
+        self._job_lengths = JobLengths()
+        self._queue_delay = QueueDelay()
+        self._prefill = PrefillCost(profile)
+        self._evicted: set[str] = set()
+        """Waiting turns of jobs that came back and found no lease."""
+
+    def get_ttl_s(self, tool: str, turn: Turn, view: EngineView) -> float:
+        """τ* for the cache of a finished turn while a tool runs; 0 if it is not worth keeping."""
+        return get_ttl_s(
+            self._tool_times,
+            tool,
+            queue_delay_s=self._queue_delay.get_mean_s(),
+            eta=self._job_lengths.get_eta(),
+            reload_s=get_reload_s(turn.num_prompt_tokens + turn.num_output_tokens, self._prefill, view),
+            min_samples=self._min_samples,
+        )
+
+    def on_tool_returned(self, tool: str, tool_s: float) -> None:
+        """A call of the tool took so long."""
+        self._tool_times.observe(tool, tool_s)
+
+    def on_turn_arrived(self, turn: Turn) -> None:
+        """Remember a turn that has to wait because nothing of its job was kept."""
+        if turn.job.num_turns > 1 and not turn.has_lease:
+            self._evicted.add(turn.turn_id)
+
+    def on_turn_started(self, turn: Turn, now_s: float) -> None:
+        """Count the wait of such a turn."""
+        self._prefill.on_started(turn)
+        if turn.turn_id in self._evicted:
+            self._evicted.remove(turn.turn_id)
+            self._queue_delay.observe(max(0.0, now_s - turn.arrival_s))
+
+    def on_turn_stopped(self, turn: Turn) -> None:
+        """A turn finished, was preempted or aborted."""
+        self._prefill.on_stopped(turn)
+        self._evicted.discard(turn.turn_id)
+
+    def on_job_ended(self, job: Job) -> None:
+        """Count the job's turns."""
+        self._job_lengths.observe(job.num_turns)
+
+    def on_step(self, step: StepView) -> None:
+        """Learn what prefill costs."""
+        self._prefill.observe(step)
+
+    def get_state(self) -> dict[str, Any]:
+        """What was learned, as JSON can hold it."""
+        return {
+            "tool_times": self._tool_times.get_state(),
+            "job_lengths": self._job_lengths.get_state(),
+            "queue_delay": self._queue_delay.get_state(),
+            "prefill": self._prefill.get_state(),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take up what an earlier run learned; raises if it is not a state, and then changes nothing."""
+        job_lengths, queue_delay = JobLengths(state["job_lengths"]), QueueDelay(state["queue_delay"])
+        tool_times, prefill = ToolSamples(), PrefillCost()
+        tool_times.set_state(state["tool_times"])
+        prefill.set_state(state["prefill"])
+        self._prefill.set_state(state["prefill"])
+        self._job_lengths, self._queue_delay, self._tool_times = job_lengths, queue_delay, tool_times
+
+    def __repr__(self) -> str:
+        return (
+            f"TtlEstimate({self._tool_times}, {self._job_lengths}, {self._queue_delay}, {self._prefill}, "
+            f"{sorted(self._evicted)})"
+        )
+
+
+# The base of `continuum` and `contextserve`: the order of jobs, and what the TTL of a pin is learned from.
 
 RENEW_S = 600.0
 """How far an expired pin's deadline moves while a turn of its job waits; that turn's start ends it."""

@@ -18,8 +18,7 @@ from tenuto.core.types import (
     Yields,
 )
 from tenuto.estimators.tool_times import MIN_SAMPLES
-from tenuto.estimators.ttl import TtlEstimate
-from tenuto.policies.published._continuum import RENEW_S, LearnsTtl
+from tenuto.policies.published._continuum import RENEW_S, LearnsTtl, TtlEstimate
 from tenuto.policies.published._prefill import TakesPrefillProfile
 
 

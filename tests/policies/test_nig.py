@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from tenuto.estimators.nig import MAX_KAPPA, NormalInverseGamma, get_t_quantile
+from tenuto.policies.published.contextserve import MAX_KAPPA, NormalInverseGamma, get_t_quantile
 
 
 def test_updates_by_hand() -> None:

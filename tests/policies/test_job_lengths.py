@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.estimators.ttl import JobLengths, QueueDelay
+from tenuto.policies.published._continuum import JobLengths, QueueDelay
 
 
 def test_jobs_of_one_length_are_fully_predictable() -> None:

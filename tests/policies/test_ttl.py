@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from tenuto.estimators.tool_times import ToolSamples
-from tenuto.estimators.ttl import get_best_ttl_s, get_default_ttl_s, get_ttl_s
+from tenuto.policies.published._continuum import get_best_ttl_s, get_default_ttl_s, get_ttl_s
 
 
 def test_by_hand() -> None:

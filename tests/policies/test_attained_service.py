@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.estimators.attained_service import ServiceQueues
+from tenuto.policies.published.autellix import ServiceQueues
 
 NEVER = 1e9
 

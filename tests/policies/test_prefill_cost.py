@@ -11,7 +11,7 @@ import pytest
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.loader import load_policy
 from tenuto.core.types import EngineView, Job, StepView, TierView, Turn
-from tenuto.estimators.prefill_cost import (
+from tenuto.policies.published._prefill import (
     MIN_STEPS,
     PrefillCost,
     PrefillProfile,
