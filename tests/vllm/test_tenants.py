@@ -228,6 +228,12 @@ def test_an_engine_keeps_what_it_cannot_verify_apart_counts_it_and_says_so_once(
     [
         (["vllm", "serve", "m", "--api-key", "k"], None, True),
         (["vllm", "serve", "m", "--api_key=k"], None, True),
+        (["vllm", "serve", "m", "--api-k", "k"], None, True),
+        (["vllm", "serve", "m", "--api-server-count", "2"], None, False),
+        (["vllm", "serve", "m", "--config", "keys.yaml"], None, True),
+        (["vllm", "serve", "--config", "quoted.yaml", "m"], None, True),
+        (["vllm", "serve", "m", "--config", "none.yaml"], None, False),
+        (["vllm", "serve", "m", "--config", "not-there.yaml"], None, False),
         (["/x/api_server.py", "--api-key", "k"], None, True),
         (["vllm", "serve", "m"], "VLLM_API_KEY", True),
         (["vllm", "serve", "m"], HEADER_VARIABLE, True),
@@ -237,9 +243,13 @@ def test_an_engine_keeps_what_it_cannot_verify_apart_counts_it_and_says_so_once(
 )
 @pytest.mark.parametrize("secret", [SECRET, None, "", " ", "short"])
 def test_a_server_with_tenants_and_without_a_secret_does_not_start(
-    monkeypatch, argv, variable, expected, secret
+    monkeypatch, tmp_path, argv, variable, expected, secret
 ):
     monkeypatch.setattr("sys.argv", argv)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys.yaml").write_text("port: 8000\napi-key:\n  - k1\n  - k2\n")
+    (tmp_path / "quoted.yaml").write_text('"api_key" : k1\n')
+    (tmp_path / "none.yaml").write_text("api-server-count: 2\nserved-model-name: api-key\n# api-key: k1\n")
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     if variable is not None:
         monkeypatch.setenv(variable, "x")

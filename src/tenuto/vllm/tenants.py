@@ -16,11 +16,13 @@ import hmac
 import json
 import logging
 import os
+import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from pathlib import PurePath
+from itertools import pairwise
+from pathlib import Path, PurePath
 from typing import Any
 
 from tenuto.core.errors import ConfigError, TenutoError
@@ -39,6 +41,9 @@ INTRODUCE = "tenuto_tenants"
 """The name under which an API server tells the engines that it has tenants."""
 LOG_EVERY_S = 60.0
 
+_KEY_FLAG = "--api-key"
+_KEY_LINE = re.compile(r"""^[\s"']*api[-_]key["']?\s*:""", re.MULTILINE)
+"""A line with keys in vLLM's file of arguments."""
 _INTRODUCTION = "this server has tenants"
 _KEY_NAME = "key-"
 _MADE = "made-at-start-"
@@ -257,12 +262,20 @@ def _get_header_name() -> str:
 def _is_started_with_tenants() -> bool:
     """Whether this server has tenants, as far as its environment and its command line tell.
 
-    Child processes have the command line of the first one. Keys in a file of `--config` are not seen here:
-    the API server that reads them introduces itself.
+    Child processes have the command line of the first one. What it does not tell, the API server says when it
+    introduces itself; one without our middleware does not.
     """
     if _get_header_name():
         return True
     program, arguments = PurePath(sys.argv[0]).name if sys.argv else "", sys.argv[1:]
     is_server = arguments[:1] == ["serve"] or program.startswith("api_server")
-    has_flag = any(each.partition("=")[0] in ("--api-key", "--api_key") for each in arguments)
-    return is_server and (has_flag or bool(os.environ.get("VLLM_API_KEY")))
+    return is_server and (bool(os.environ.get("VLLM_API_KEY")) or _names_keys(arguments))
+
+
+def _names_keys(arguments: Sequence[str]) -> bool:
+    """Whether API keys are among a server's arguments, in full or cut short, or in the file of `--config`."""
+    flags = (each.partition("=")[0].replace("_", "-") for each in arguments)
+    if any(_KEY_FLAG.startswith(flag) and len(flag) > len("--api-") for flag in flags):
+        return True
+    files = [Path(file) for name, file in pairwise(arguments) if name == "--config"]
+    return any(_KEY_LINE.search(each.read_text(errors="replace")) for each in files if each.is_file())
