@@ -19,7 +19,7 @@ from experiments.figures.draw import draw
 from experiments.figures.figures import FIGURES, Figure, describe
 from experiments.figures.points import make_points
 from tenuto.core import __version__
-from tenuto.sim.sweep.cells import RESULTS, run_cells
+from tenuto.sim.compare import RESULTS, run_cells
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "experiments" / "out" / "figures"

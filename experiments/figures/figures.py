@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tenuto.sim.compare import Cell
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.cells import Cell
 from tenuto.workload.load import LoadOptions
 
 RIVALS = ("stock", "autellix", "infercept", "continuum", "tenuto")

@@ -19,12 +19,19 @@ from tenuto.core.loader import get_policy_name, load_policy
 from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.records.schema import TurnRecord
+from tenuto.sim.compare import (
+    Cell,
+    check_cells,
+    format_rows,
+    make_arms,
+    make_grid,
+    make_rows,
+    run_cells,
+    run_here,
+)
 from tenuto.sim.run import NO_EXTRAS, Extras, Outcome, run
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Watch
-from tenuto.sim.sweep.cells import Cell, check_cells, make_grid, run_cells, run_here
-from tenuto.sim.sweep.split import make_arms
-from tenuto.sim.sweep.table import format_rows, make_rows
 from tenuto.workload import LoadOptions, Workload
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.sim.sweep.cells import RESULTS, read_results
+from tenuto.sim.compare import RESULTS, read_results
 
 LOAD = ("--gpu", "L40S", "--step-cost", "roofline", "--workload", "ab8")
 LONG = {

@@ -16,10 +16,9 @@ from tenuto.cli.progress import Progress, format_time
 from tenuto.cli.simulations import GridOptions, make_folder, say_notes
 from tenuto.core.settings import option
 from tenuto.records.text import is_overloaded, write_csv
+from tenuto.sim.compare import Cell, check_cells, format_rows, make_arms, make_grid, read_results
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import FleetOptions, Setup
-from tenuto.sim.sweep.cells import Cell, check_cells, make_grid, read_results
-from tenuto.sim.sweep.split import make_arms
 from tenuto.workload.load import JPS_HELP, LoadOptions
 
 _SUMMARY = """\
@@ -83,9 +82,10 @@ def run(given: Given) -> int:
     except KeyboardInterrupt:
         runs.say_kept(options.out)
         raise
+    rows = result.rows
     if options.csv:
-        write_csv(options.csv, result.rows)
-    print(json.dumps(result.rows) if options.as_json else result)
+        write_csv(options.csv, rows)
+    print(json.dumps(rows) if options.as_json else format_rows(rows))
     return 0
 
 

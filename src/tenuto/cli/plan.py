@@ -15,13 +15,25 @@ from tenuto.cli.simulations import GridOptions, say_notes
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
 from tenuto.records.text import write_csv
+from tenuto.sim.compare import Cell, check_cells
 from tenuto.sim.hardware.gpus import get_gpu
+from tenuto.sim.plan import (
+    NUM_CHANGES,
+    Effect,
+    Plan,
+    SeedRunner,
+    drop_too_small,
+    format_effects,
+    format_meaning,
+    format_plans,
+    get_best,
+    make_plans,
+    name_gpu,
+    name_policy,
+    try_changes,
+)
 from tenuto.sim.setup import FleetOptions, Setup
-from tenuto.sim.sweep.cells import Cell, check_cells
-from tenuto.sim.sweep.plan import NUM_CHANGES, Effect, Plan, drop_too_small, get_best, make_plans, try_changes
-from tenuto.sim.sweep.plan_text import format_effects, format_meaning, format_plans, name_gpu, name_policy
-from tenuto.sim.sweep.point import SeedRunner
-from tenuto.sim.sweep.target import Target
+from tenuto.sim.steady import Target
 from tenuto.workload.load import LoadOptions
 
 _SUMMARY = """\

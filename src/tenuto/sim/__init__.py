@@ -12,12 +12,16 @@
 Rooms, each built on those below it:
 
     server       the engine behind an OpenAI-compatible server, in real time
-    sweep        many runs: a grid of setups and loads, its table; the fewest GPUs that meet a target
-    run          one run, and its record (`result`)
-    machine      from the names and numbers of a setup to the parts of an engine
+    plan         the fewest GPUs that meet a target; a search, and its table
+    steady       one machine, simulated until it is steady
+    compare      a grid of setups and loads, and its table
+    memory       where a machine's memory goes; no simulation
+    run          one run, and its record
     fleet        what stands before several engines: a router, faults, links
     simulation   the clients of one engine or of several
     event_loop   what happens next: the one loop of a simulation, a fleet and the server
+    machine      from the names and numbers of a setup to the parts of an engine
+    setup        these names and numbers: the options of a machine and of a fleet
     engine       vLLM V1's scheduler, decision by decision
     tiers        copies between the GPU and the tiers below it
     kv           the KV cache: requests' blocks, prefix hits, the free queue

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tenuto.records.metrics import get_geometric_mean, get_mean
 from tenuto.report.html.pairs import Contrast, Pair, contrast, make_pairs
 from tenuto.report.html.records import Run, Setting
-from tenuto.sim.sweep.split import Arm, Split, Timed, find_best_stock, split_gains
+from tenuto.sim.compare import Arm, Split, Timed, find_best_stock, split_gains
 
 BASELINE = "stock"
 """The baseline of everything but `tenuto ab`, which names its own."""

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tenuto.sim.sweep.settling import find_warm_up, fit_trend, look
+from tenuto.sim.steady import find_warm_up, fit_trend, look
 
 
 def serve(load: float, num_jobs: int, seed: int, num_servers: int = 1) -> tuple[list[float], list[float]]:

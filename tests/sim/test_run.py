@@ -50,7 +50,7 @@ def test_a_job_alone_has_a_slowdown_of_one() -> None:
 @pytest.mark.slow
 def test_the_same_under_every_hash_seed() -> None:
     code = (
-        "import json; from tests.sweep.test_run import SMALL, LOAD; from tenuto.sim.run import run\n"
+        "import json; from tests.sim.test_run import SMALL, LOAD; from tenuto.sim.run import run\n"
         "import dataclasses\n"
         "for policy in ('stock', 'continuum-fixed', 'offload-async', 'tenuto'):\n"
         "    record = run(dataclasses.replace(SMALL, policy=policy), LOAD).record; del record['wall_s']\n"

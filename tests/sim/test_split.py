@@ -10,12 +10,21 @@ from typing import Any
 import pytest
 
 from tenuto.cli import main
+from tenuto.sim.compare import (
+    Arm,
+    Cell,
+    Timed,
+    find_best_stock,
+    format_rows,
+    make_arms,
+    make_grid,
+    make_rows,
+    read_results,
+    split_gains,
+)
 from tenuto.sim.machine import build
 from tenuto.sim.run import NO_EXTRAS
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.cells import Cell, make_grid, read_results
-from tenuto.sim.sweep.split import Arm, Timed, find_best_stock, make_arms, split_gains
-from tenuto.sim.sweep.table import format_rows, make_rows
 from tenuto.workload import LoadOptions
 
 

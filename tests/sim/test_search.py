@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tenuto.sim.plan import Plan, SeedRunner, find_fewest, get_most_jps, make_plans, try_changes
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.plan import Plan, find_fewest, get_most_jps, make_plans, try_changes
-from tenuto.sim.sweep.point import SeedRunner
-from tenuto.sim.sweep.steady import Steady, simulate_until_steady
-from tenuto.sim.sweep.target import Target
+from tenuto.sim.steady import Steady, Target, simulate_until_steady
 from tenuto.workload import LoadOptions
 
 L40S = Setup(gpu="L40S", step_cost="roofline")
@@ -86,7 +84,7 @@ def test_runs_that_went_on_long_enough_are_not_run_again(monkeypatch: pytest.Mon
         asked.append((load.seed, min_jobs))
         return make_run(1.0)
 
-    monkeypatch.setattr("tenuto.sim.sweep.point.simulate_until_steady", simulate)
+    monkeypatch.setattr("tenuto.sim.plan.simulate_until_steady", simulate)
     load = LoadOptions(jps=1.0)
     with SeedRunner((1, 2), workers=1, max_jobs=5000, say=lambda words: None) as measure:
         for min_jobs in (300, 600, 900, 1000):
@@ -97,7 +95,7 @@ def test_runs_that_went_on_long_enough_are_not_run_again(monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_several_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each of these runs may end within the usual wait.
-    monkeypatch.setattr("tenuto.sim.sweep.point.WAIT_S", 0.01)
+    monkeypatch.setattr("tenuto.sim.plan.WAIT_S", 0.01)
     load = LoadOptions(workload="random", random_output_len=16, jps=20.0)
     target = Target(p95_s=2.0)
     setups = [L40S, Setup(gpu="L40S", step_cost="roofline", policy="stock", max_num_seqs=32)]
@@ -126,7 +124,7 @@ def test_one_seed_is_enough_where_the_target_is_clearly_kept(monkeypatch: pytest
         asked.append(load.seed)
         return make_run(time_s)
 
-    monkeypatch.setattr("tenuto.sim.sweep.point.simulate_until_steady", simulate)
+    monkeypatch.setattr("tenuto.sim.plan.simulate_until_steady", simulate)
     target = Target(p95_s=10.0)  # 60 % of it are 6 s
     with SeedRunner((1, 2, 3), workers=1, max_jobs=900, say=lambda words: None, target=target) as measure:
         assert len(measure.probe(L40S, LoadOptions(jps=1.0), 300)) == 1
@@ -179,8 +177,8 @@ def test_machines_near_their_capacity_get_more_jobs(
 
 def test_the_time_left_is_that_of_the_points_that_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr("tenuto.sim.sweep.point.time.monotonic", lambda: now_s)
-    monkeypatch.setattr("tenuto.sim.sweep.point.simulate_until_steady", lambda *args, **words: make_run(1.0))
+    monkeypatch.setattr("tenuto.sim.plan.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("tenuto.sim.plan.simulate_until_steady", lambda *args, **words: make_run(1.0))
     with SeedRunner((1,), workers=1, max_jobs=900, say=lambda words: None) as measure:
         measure.expect(0, 3)
         measure.expect(1, 4)

@@ -12,8 +12,7 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
-from tenuto.sim.sweep.cells import RESULTS, read_results
-from tenuto.sim.sweep.table import format_rows, make_rows
+from tenuto.sim.compare import RESULTS, format_rows, make_rows, read_results
 
 COMPARE = [
     *("compare", "--gpu", "L40S", "--policies", "stock,continuum-fixed", "--jps", "0.5,1", "--window", "6"),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from tenuto.sim.plan import format_plans, make_plans
 from tenuto.sim.setup import Fleet, Setup
-from tenuto.sim.sweep.plan import make_plans
-from tenuto.sim.sweep.plan_text import format_plans
-from tenuto.sim.sweep.steady import Steady, simulate_until_steady
-from tenuto.sim.sweep.target import Target
+from tenuto.sim.steady import Steady, Target, simulate_until_steady
 from tenuto.workload import LoadOptions
 
 ROUTED = Setup(gpu="H100", fleet=Fleet(servers=("",), router="random"))

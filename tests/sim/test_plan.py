@@ -11,15 +11,21 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import ConfigError
+from tenuto.sim.plan import (
+    Plan,
+    Point,
+    SeedRunner,
+    format_effects,
+    format_meaning,
+    format_plans,
+    get_best,
+    make_plans,
+    try_changes,
+)
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.plan import Plan, get_best, make_plans, try_changes
-from tenuto.sim.sweep.plan_text import format_effects, format_meaning, format_plans
-from tenuto.sim.sweep.point import Point, SeedRunner
-from tenuto.sim.sweep.settling import COHORT, Settling
-from tenuto.sim.sweep.steady import Steady, make_long_workload, simulate_until_steady
-from tenuto.sim.sweep.target import Target
+from tenuto.sim.steady import COHORT, Settling, Steady, Target, make_long_workload, simulate_until_steady
 from tenuto.workload import LoadOptions
-from tests.sweep.test_trend import serve
+from tests.sim.test_trend import serve
 
 H100 = Setup(gpu="H100")
 

@@ -1,0 +1,588 @@
+"""What `tenuto compare` does: a grid of runs, each run once; the runs beside them; the table.
+
+*The grid.* Each cell is run on one of all cores, or on a Ray cluster. Cells with a result are not run again.
+
+*Where a gain over stock comes from*: smaller steps, another order, or KV that is kept. One thing changes from
+each run to the next, so the three ratios of mean job times multiply to the whole:
+
+stock as shipped ──steps──> stock with the policy's size of steps ──order──> the policy, keeping no KV
+                                                                   ──cache──> the policy
+
+An operator can set smaller steps without any policy. So stock is also run with each of a few sizes, and the
+best of them stands beside stock as shipped.
+
+*The table.* One row per GPU, load and policy, over all seeds, the winner marked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tenuto.core.errors import ConfigError, DataError
+from tenuto.core.loader import get_engine_settings, load_policy
+from tenuto.records.codec import Fields
+from tenuto.records.files import read_objects
+from tenuto.records.load import read_run
+from tenuto.records.metrics import get_geometric_mean
+from tenuto.records.schema import get_config
+from tenuto.records.text import is_overloaded
+from tenuto.sim.fleet import check_fleet
+from tenuto.sim.machine import build, get_max_num_batched_tokens
+from tenuto.sim.run import NO_EXTRAS, Extras, run
+from tenuto.sim.setup import Setup, name_gpus
+from tenuto.workload.load import LoadOptions, make_workload
+
+RESULTS = "results.jsonl"
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid."""
+
+    setup: Setup
+    load: LoadOptions
+    extras: Extras = NO_EXTRAS
+
+    @property
+    def key(self) -> str:
+        """Its configuration as text: equal runs have equal keys."""
+        return json.dumps(get_config(self.setup, self.load), sort_keys=True)
+
+    @property
+    def title(self) -> str:
+        """Its name in the progress output."""
+        load = "" if self.load.jps is None else f" {self.load.jps:g}/s"
+        setup = self.setup
+        router = "" if setup.fleet is None else f"@{setup.fleet.router}"
+        steps = "" if setup.step_tokens is None else f" @{setup.step_tokens}"
+        kept = "" if setup.keep_kv else " keeping no KV"
+        return (
+            f"{name_gpus(setup, setup.gpu)} {setup.policy}{steps}{kept}{router}{load} seed {self.load.seed}"
+        )
+
+
+def make_grid(
+    setups: Iterable[tuple[Setup, Extras]],
+    load: LoadOptions,
+    rates: Sequence[float | None],
+    seeds: Sequence[int],
+) -> list[Cell]:
+    """Every setup under the load at every rate with every seed, each once. `rates`: jobs per second."""
+    loads = [replace(load, jps=rate, seed=seed) for rate in rates for seed in seeds]
+    cells = (Cell(setup, each, extras) for (setup, extras), each in itertools.product(setups, loads))
+    return list({cell.key: cell for cell in cells}.values())
+
+
+def check_cells(cells: Sequence[Cell]) -> list[str]:
+    """Build every machine and read every workload once, so that mistakes are found before the runs.
+
+    Returns the machines' notes.
+    """
+    machines = {json.dumps(get_config(cell.setup, LoadOptions())): cell for cell in cells}.values()
+    notes = [note for cell in machines for note in _get_notes(cell)]
+    for load in dict.fromkeys(cell.load for cell in cells if cell.extras.workload is None):
+        make_workload(load)
+    return notes
+
+
+def _get_notes(cell: Cell) -> Sequence[str]:
+    if cell.setup.fleet is not None:
+        return check_fleet(cell.setup, cell.extras.policy)
+    return build(cell.setup, cell.extras.policy).notes
+
+
+def run_cells(
+    cells: Iterable[Cell], folder: Path, *, workers: int | None = None, ray: str | None = None
+) -> Iterator[tuple[Cell, Record]]:
+    """Run the cells that are not done yet. Yields each record as it comes and appends it to the results."""
+    done = read_results(folder)
+    missing = []
+    for cell in cells:
+        if cell.key in done:
+            yield cell, done[cell.key]
+        else:
+            missing.append(cell)
+    if not missing:
+        return
+    with open(folder / RESULTS, "a", encoding="utf-8") as file:
+        for cell, record in _run_on_ray(missing, ray) if ray else run_here(missing, workers):
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            yield cell, record
+
+
+def run_here(cells: list[Cell], workers: int | None) -> Iterator[tuple[Cell, Record]]:
+    """Run cells on this machine, in `workers` processes (None: one per core); in this one if that is 1."""
+    workers = min(workers or len(os.sched_getaffinity(0)), len(cells))
+    if workers == 1:
+        yield from ((cell, run_cell(cell)) for cell in cells)
+        return
+    # The longest runs first, so that no core waits for one at the end.
+    cells = sorted(cells, key=lambda cell: -(cell.load.jps or 0))
+    with open_processes(workers) as pool:
+        futures = {pool.submit(run_cell, cell): cell for cell in cells}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+@contextmanager
+def open_processes(num: int) -> Iterator[ProcessPoolExecutor]:
+    """So many processes, until the context ends. If it ends by an error, they end at once.
+
+    Ctrl-C in a terminal reaches every process of the command. Only this one answers it.
+    """
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"))
+    # A process inherits the mask. Each of the first tasks starts a process, as none is idle yet.
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for _ in range(num):
+            pool.submit(int)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+    try:
+        yield pool
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def run_cell(cell: Cell) -> Record:
+    """One run's record."""
+    return run(cell.setup, cell.load, extras=cell.extras).record
+
+
+def _run_on_ray(cells: list[Cell], address: str) -> Iterator[tuple[Cell, Record]]:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("--ray needs Ray: pip install ray") from None
+    if not ray.is_initialized():
+        ray.init(address=address)
+    remote = ray.remote(run_cell)
+    futures = {remote.remote(cell): cell for cell in cells}
+    waiting = list(futures)
+    while waiting:
+        [ready], waiting = ray.wait(waiting, num_returns=1)
+        yield futures[ready], ray.get(ready)
+
+
+def read_results(folder: Path) -> dict[str, Record]:
+    """Records of the runs that are done, by key. An incomplete last line is removed from the file.
+
+    Raises DataError, and does not change the file, for any other line that is not a record of this version.
+    """
+    path, done = folder / RESULTS, {}
+    if not path.exists():
+        return {}
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    whole = data[: data.rfind(b"\n") + 1]
+    cut: list[str] = []
+    try:
+        objects = read_objects(path, cut.append) if data else []
+    except DataError:
+        if whole:
+            raise
+        objects = []  # the first record was cut off
+    for fields in objects:
+        _check_record(fields)
+        done[json.dumps(fields.values["config"], sort_keys=True)] = fields.values
+    if data != whole:
+        path.write_bytes(whole if cut or not objects else data + b"\n")
+    return done
+
+
+def _check_record(fields: Fields) -> None:
+    """Raise DataError if a record lacks what the table needs."""
+    read_run(fields)
+    for name in ("gpu", "model", "workload", "policy"):
+        fields.text(name)
+    for name in ("mean", "p95"):
+        fields.part("job_s").number(name)
+    for name in ("recomputed_tokens", "prompt_tokens"):
+        fields.count(name)
+    fields.part("config")
+
+
+# Where a gain comes from.
+
+
+STOCK = "stock"
+STEP_SIZES = (256, 512, 1024, 2048)
+"""Most tokens of a step that stock is tried with, beside its own: those below its own."""
+
+
+class Arm(NamedTuple):
+    """What ran."""
+
+    policy: str
+    step_tokens: str | None
+    """The most tokens of a step, or adaptive; None for the engine's own budget."""
+    keeps_kv: bool
+
+    @property
+    def name(self) -> str:
+        """The policy, with its size of steps: stock @512."""
+        return self.policy if self.step_tokens is None else f"{self.policy} @{self.step_tokens}"
+
+
+class Timed(NamedTuple):
+    """One run's mean job time."""
+
+    arm: Arm
+    seed: int | None
+    mean_s: float
+
+
+@dataclass(frozen=True)
+class Split:
+    """One policy at one load, against stock: ratios of mean job times, below 1 where something helps."""
+
+    steps: float
+    """Stock with the policy's size of steps, over stock as shipped."""
+    order: float
+    """The policy without the KV that it keeps, over stock with its size of steps."""
+    cache: float
+    """The policy, over itself without the KV that it keeps."""
+    over_best: float
+    """The policy, over stock with the best size of steps."""
+    best: Arm
+    """Stock with that size."""
+
+    @property
+    def over_stock(self) -> float:
+        """The policy, over stock as shipped."""
+        return self.steps * self.order * self.cache
+
+
+def make_arms(cells: Sequence[Cell]) -> list[Cell]:
+    """The runs, beside those of a grid, that its splits need: none without stock and another policy.
+
+    For stock one with each smaller size of steps; for each other policy one without the KV that it keeps, and
+    one of stock with its size of steps. None for several engines.
+    """
+    made: dict[str, Cell] = {}
+    for stock in (cell for cell in cells if _is_stock(cell) and cell.setup.fleet is None):
+        others = [cell for cell in cells if not _is_stock(cell) and _get_place(cell) == _get_place(stock)]
+        if not others:
+            continue
+        arms = [replace(cell, setup=replace(cell.setup, keep_kv=False)) for cell in others]
+        if stock.setup.step_tokens is None:
+            own = get_max_num_batched_tokens(stock.setup)
+            sizes = [*(size for size in STEP_SIZES if size < own), *map(_get_wanted_steps, others)]
+            arms += [
+                replace(stock, setup=replace(stock.setup, step_tokens=size))
+                for size in sizes
+                if size is not None
+            ]
+        made |= {cell.key: cell for cell in arms}
+    asked = {cell.key for cell in cells}
+    return [cell for key, cell in made.items() if key not in asked]
+
+
+def _is_stock(cell: Cell) -> bool:
+    return cell.setup.policy == STOCK and cell.setup.keep_kv and cell.extras.policy is None
+
+
+def _get_place(cell: Cell) -> tuple[Setup, LoadOptions]:
+    return replace(cell.setup, policy=STOCK, options={}), cell.load
+
+
+def _get_wanted_steps(cell: Cell) -> Any:
+    policy = cell.extras.policy or load_policy(cell.setup.policy, cell.setup.options)
+    return get_engine_settings(cell.setup.policy, policy).step_tokens
+
+
+def get_arm(record: Mapping[str, Any]) -> Arm:
+    """What a simulated run's record is of."""
+    config = record.get("config") or {}
+    return Arm(record["policy"], record.get("step_tokens"), config.get("keep_kv", True))
+
+
+def find_best_stock(asked: Iterable[Timed], arms: Iterable[Timed]) -> Arm | None:
+    """Stock with its best size of steps, of those that ran with all its seeds; None without stock."""
+    means = _average([*asked, *arms])
+    stock = _find_stock(asked)
+    if stock is None or stock not in means:
+        return None
+    sizes = [arm for arm in means if (arm.policy, arm.keeps_kv) == (STOCK, True) and _is_size(arm)]
+    whole = [arm for arm in (stock, *sizes) if means[arm].keys() == means[stock].keys()]
+    return min(whole, key=lambda arm: _get_mean(means[arm]))
+
+
+def split_gains(asked: Sequence[Timed], arms: Sequence[Timed]) -> dict[Arm, Split]:
+    """The split of each policy of one cell, where all that it needs ran with the same seeds."""
+    stock, best = _find_stock(asked), find_best_stock(asked, arms)
+    if stock is None or best is None:
+        return {}
+    by_seed = _average([*asked, *arms])
+    means = {arm: _get_mean(each) for arm, each in by_seed.items() if each.keys() == by_seed[stock].keys()}
+    found = {}
+    for arm in dict.fromkeys(timed.arm for timed in asked):
+        same_steps = stock._replace(step_tokens=arm.step_tokens)
+        keeps_none = arm._replace(keeps_kv=False)
+        if arm.policy != STOCK and means.keys() >= {arm, same_steps, keeps_none}:
+            found[arm] = Split(
+                steps=means[same_steps] / means[stock],
+                order=means[keeps_none] / means[same_steps],
+                cache=means[arm] / means[keeps_none],
+                over_best=means[arm] / means[best],
+                best=best,
+            )
+    return found
+
+
+def _find_stock(asked: Iterable[Timed]) -> Arm | None:
+    return next((timed.arm for timed in asked if timed.arm.policy == STOCK), None)
+
+
+def _is_size(arm: Arm) -> bool:
+    """Whether anybody can set these steps: `--max-num-batched-tokens` of vLLM is a number."""
+    return arm.step_tokens is not None and arm.step_tokens.isdecimal()
+
+
+def _average(runs: Iterable[Timed]) -> dict[Arm, dict[int | None, float]]:
+    """Mean job time by arm and seed. A run that is there twice counts once."""
+    found: dict[Arm, dict[int | None, float]] = {}
+    for arm, seed, mean_s in runs:
+        if mean_s > 0:
+            found.setdefault(arm, {})[seed] = mean_s
+    return found
+
+
+def _get_mean(by_seed: Mapping[int | None, float]) -> float:
+    """The geometric mean, as in the table."""
+    return get_geometric_mean(by_seed.values())
+
+
+# The table.
+
+
+TIE = 1.02
+"""Policies within 2 % of the best share the cell."""
+
+MARKS = {
+    "overloaded": ("o", "more jobs arrive than finish: times depend on how long is simulated"),
+    "roofline": ("r", "step times of a roofline, a rougher guess than measured tables"),
+    "one seed": ("1", "another seed may change times by some per cent, and one proves nothing"),
+}
+"""What a reader must know of a row's numbers: the letter in the table, and what it means."""
+
+Row = dict[str, Any]
+
+
+def make_rows(records: Sequence[dict[str, Any]], arms: Sequence[dict[str, Any]] = ()) -> list[Row]:
+    """One row per GPU, load and policy: geometric means over seeds, and who has the lowest.
+
+    `arms`: records of the runs that `make_arms` asks for. With them each cell has a row of stock with its
+    best size of steps, and rows say where a policy's gain comes from.
+    """
+    best: list[dict[str, Any]] = []
+    splits: dict[tuple[Any, ...], Split] = {}
+    for cell in dict.fromkeys(map(_get_cell, records)):
+        asked, beside = ([each for each in some if _get_cell(each) == cell] for some in (records, arms))
+        runs, runs_beside = list(map(_get_timed, asked)), list(map(_get_timed, beside))
+        found = find_best_stock(runs, runs_beside) if beside else None
+        best += [{**each, "policy": found.name} for each in beside if found and get_arm(each) == found]
+        for arm, split in split_gains(runs, runs_beside).items():
+            splits[*cell, arm.policy] = split
+    rows = _make_rows([*records, *best])
+    for row in rows:
+        known = splits.get((*_get_cell(row), row["policy"]))
+        row["best_stock"] = known and known.best.name
+        row["over_best_stock"] = known and known.over_best
+        row["steps_ratio"] = known and known.steps
+        row["order_ratio"] = known and known.order
+        row["cache_ratio"] = known and known.cache
+    return rows
+
+
+def _get_timed(record: dict[str, Any]) -> Timed:
+    return Timed(get_arm(record), record["seed"], record["job_s"]["mean"])
+
+
+def _make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((*_get_cell(record), record["policy"]), []).append(record)
+    rows = [_make_row(group) for group in groups.values()]
+    for row in rows:
+        rivals = [each for each in rows if _get_cell(each) == _get_cell(row)]
+        best_s = min(each["mean_job_s"] for each in rivals)
+        stock = [each["mean_job_s"] for each in rivals if each["policy"] == "stock"]
+        row["wins"] = row["mean_job_s"] <= TIE * best_s
+        row["over_stock"] = row["mean_job_s"] / stock[0] if stock else None
+    places = {policy: place for place, policy in enumerate(dict.fromkeys(row["policy"] for row in rows))}
+
+    def rank(row: Row) -> tuple[Any, ...]:
+        # Stock with other steps stands below stock.
+        name = STOCK if row["policy"].startswith(f"{STOCK} @") else row["policy"]
+        return (row["gpu"], row["workload"], row["jps"] or 0.0, places.get(name, places[row["policy"]]))
+
+    return sorted(rows, key=rank)
+
+
+def _make_row(group: Sequence[dict[str, Any]]) -> Row:
+    """The runs of one policy at one place, one for each seed."""
+    return {
+        **{name: group[0][name] for name in ("gpu", "model", "workload", "jps", "policy")},
+        "seeds": len(group),
+        "mean_job_s": get_geometric_mean([each["job_s"]["mean"] for each in group]),
+        "lowest_mean_job_s": min(each["job_s"]["mean"] for each in group),
+        "highest_mean_job_s": max(each["job_s"]["mean"] for each in group),
+        "p95_job_s": get_geometric_mean([each["job_s"]["p95"] for each in group]),
+        "p99_job_s": _mean_known(each["job_s"].get("p99") for each in group),
+        "p95_ttft_s": _mean_known((each.get("ttft_s") or {}).get("p95") for each in group),
+        "offered_jps": _mean_known(each.get("offered_jps") for each in group),
+        "finished_jps": _mean_known(each.get("finished_jps") for each in group),
+        "goodput_turns_per_s": _mean_known((each.get("goodput") or {}).get("turns_per_s") for each in group),
+        "overloaded": any(is_overloaded(each) for each in group),
+        "best_hits_share": _get_best_share(group),
+        "recomputed_share": sum(each["recomputed_tokens"] for each in group)
+        / sum(each["prompt_tokens"] for each in group),
+        "marks": ", ".join(_find_marks(group)),
+        "policy_faults": sum(each.get("policy_faults") or 0 for each in group),
+    }
+
+
+def _find_marks(group: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What a reader must know of these runs' numbers, of `MARKS`."""
+    if any(is_overloaded(each) for each in group):
+        yield "overloaded"
+    if any((each.get("step_cost") or "").startswith("roofline") for each in group):
+        yield "roofline"
+    if len({each["seed"] for each in group}) == 1:
+        yield "one seed"
+
+
+class Column(NamedTuple):
+    """A column of the printed table."""
+
+    head: str
+    """As wide as what stands below it."""
+    show: Callable[[Row], str]
+
+
+COLUMNS = (
+    Column(f"  {'policy':18}", lambda row: f"  {row['policy']:18}"),
+    Column(f" {'mean':>9}", lambda row: f" {row['mean_job_s']:8.2f}s{'*' if row['wins'] else ' '}"),
+    Column(f" {'':3}", lambda row: f" {_get_letters(row):3}"),
+    Column(f" {'spread':>15}", lambda row: f" {_format_spread(row):>15}"),
+    Column(f" {'P95':>9}", lambda row: f" {row['p95_job_s']:8.1f}s"),
+    Column(f" {'/stock':>7}", lambda row: f" {_format(row['over_stock'], '.2f'):>7}"),
+    Column(f" {'recomp.':>7}", lambda row: f" {row['recomputed_share']:6.1%}"),
+    Column(f" {'hits':>6}", lambda row: f" {_format(row['best_hits_share'], '.1%'):>6}"),
+    Column(
+        f" {'done/s':>7}",
+        lambda row: f" {_format(row['finished_jps'], '.3g'):>7}{'+' if row['overloaded'] else ' '}",
+    ),
+)
+GOODPUT = Column(f" {'goodput':>9}", lambda row: f" {_format(row['goodput_turns_per_s'], '.3g'):>8}")
+"""Only where there are limits."""
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """The table as text. A star marks the best policy of a cell and all policies within 2 % of it."""
+    has_goodput = any(row["goodput_turns_per_s"] is not None for row in rows)
+    columns = (*COLUMNS, GOODPUT) if has_goodput else COLUMNS
+    lines = [f"{'gpu':11} {'jobs/s':>6}{''.join(column.head for column in columns)}"]
+    cell = None
+    for row in rows:
+        same = _get_cell(row) == cell
+        cell = _get_cell(row)
+        if not same and len(lines) > 1:
+            lines.append("")
+        place = f"{row['gpu']:11} {_format(row['jps'], 'g'):>6}"
+        shown = "".join(column.show(row) for column in columns)
+        failed = "  !" if row["policy_faults"] else ""
+        lines.append(f"{' ' * len(place) if same else place}{shown}{failed}".rstrip())
+    lines.append(
+        "\n*: the lowest mean, and what is within 2 % of it; `tenuto report` says whether that is sure\n"
+        "hits: share of the reusable tokens; done/s: jobs finished per second, + where more arrive"
+    )
+    if has_goodput:
+        lines.append("goodput: turns per second that keep the limits")
+    lines += [f"{sign}: {words}" for mark, (sign, words) in MARKS.items() if _has_mark(rows, mark)]
+    lines += _format_splits(rows)
+    num_faults = sum(row["policy_faults"] for row in rows)
+    if num_faults:
+        lines.append(
+            f"\n! hooks of the policy failed ({num_faults} times in all); stock's answer was used there"
+        )
+    return "\n".join(lines)
+
+
+def _format_splits(rows: Sequence[Row]) -> list[str]:
+    """Where each policy's gain over stock comes from."""
+    split = [row for row in rows if row["steps_ratio"] is not None]
+    if not split:
+        return []
+    lines = [
+        "\nmean job time over stock's, and where the difference comes from",
+        f"{'gpu':11} {'jobs/s':>6}  {'policy':18} {'/stock':>7} {'':3} = {'steps':>6} × {'order':>5} × "
+        f"{'cache':>5}    over stock at its best size of steps",
+    ]
+    for row in split:
+        lines.append(
+            f"{row['gpu']:11} {_format(row['jps'], 'g'):>6}  {row['policy']:18} "
+            f"{row['over_stock']:7.2f} {_get_letters(row):3} = {row['steps_ratio']:6.2f} × "
+            f"{row['order_ratio']:5.2f} × {row['cache_ratio']:5.2f}    "
+            f"{row['over_best_stock']:.2f} of {row['best_stock']}"
+        )
+    lines.append(
+        "steps: stock with the policy's size of steps, over stock; order: the policy without the KV that it "
+        "keeps, over that;\ncache: the policy, over that"
+    )
+    return lines
+
+
+def _get_letters(row: Row) -> str:
+    return "".join(sign for mark, (sign, _) in MARKS.items() if _has_mark([row], mark))
+
+
+def _has_mark(rows: Sequence[Row], mark: str) -> bool:
+    return any(mark in row["marks"].split(", ") for row in rows)
+
+
+def _get_cell(row: Row) -> tuple[Any, ...]:
+    return (row["gpu"], row["model"], row["workload"], row["jps"])
+
+
+def _get_best_share(group: Sequence[dict[str, Any]]) -> float | None:
+    """Hits as a share of the reusable tokens: 1 is the best possible."""
+    known = [each for each in group if each.get("reused_tokens") is not None and each["reusable_tokens"]]
+    if not known:
+        return None
+    reusable = sum(each["reusable_tokens"] for each in known)
+    return float(sum(each["reused_tokens"] for each in known) / reusable)
+
+
+def _mean_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value]
+    return get_geometric_mean(known) if known else None
+
+
+def _format_spread(row: Row) -> str:
+    return f"{row['lowest_mean_job_s']:.1f}-{row['highest_mean_job_s']:.1f}" if row["seeds"] > 1 else ""
+
+
+def _format(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

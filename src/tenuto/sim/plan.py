@@ -1,0 +1,852 @@
+"""What `tenuto plan` does: the fewest GPUs that serve a load within its targets, found by simulation.
+
+Without a router's name, the router is taken to be perfect and to keep each job on one machine: then each of
+N machines serves its share of the jobs and does not depend on the others, and one machine is simulated at
+1/N of the rate. With a router's name, all N machines are simulated behind it. Either is simulated until it
+is steady. A machine that is overloaded has no P95: the longer it runs, the longer its jobs take.
+
+The search takes few points, because each takes seconds to simulate:
+
+    P95 / target     │ ╲
+                     │   ╲
+                   1 ├┄┄┄┄┄×┄┄┄┄┄        the next number is where the line through the two nearest points
+                     │       ╲           crosses 1, both axes being logarithmic
+                     └────────────── machines
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from statistics import fmean, stdev
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tenuto.core.errors import ConfigError
+from tenuto.sim.compare import open_processes
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.hardware.kv_budget import ModelTooLargeError
+from tenuto.sim.machine import build
+from tenuto.sim.setup import Setup, name_gpus
+from tenuto.sim.steady import (
+    NUM_SAMPLED,
+    VERDICTS,
+    Steady,
+    Target,
+    Tell,
+    Verdict,
+    get_p95,
+    make_long_workload,
+    simulate_until_steady,
+)
+from tenuto.workload.load import LoadOptions
+from tenuto.workload.schema import Span, count_shared_tokens
+
+# So many machines under a load: what came of simulating them, with one seed or with several.
+
+QUICK, PRECISE = 300, 600
+"""Fewest jobs for each seed: while searching; and for answers, and where the seeds leave a doubt."""
+NEAR, TOLERANCE, NUM_ERRORS = 0.15, 0.05, 3
+"""A P95 leaves a doubt if it is nearer to the target than this share of it, or than so many standard errors
+of the seeds' mean (Student's t for three seeds: one chance in twenty), and that error is above the
+tolerance."""
+
+CLEAR = 0.6
+"""A target is clearly kept if the P95 takes up so much of it at most."""
+
+Measure = Callable[[Setup, LoadOptions, int], Sequence[Steady]]
+"""Simulates one machine with each seed, with so many jobs at least. One that is not steady ends the rest."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """So many machines under the load: a run of one of them for each seed. Times are over all seeds."""
+
+    num_machines: int
+    jps: float
+    """Of the whole load."""
+    runs: tuple[Steady, ...]
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The worst of the seeds'."""
+        return min((run.verdict for run in self.runs), key=VERDICTS.index)
+
+    @cached_property
+    def p95_s(self) -> float:
+        """P95 of the job times."""
+        return get_p95(tuple(time_s for run in self.runs for time_s in run.job_times_s))
+
+    @cached_property
+    def p95_ttft_s(self) -> float:
+        """P95 of the times to first token."""
+        return get_p95(tuple(time_s for run in self.runs for time_s in run.ttfts_s))
+
+    @property
+    def finished_jps(self) -> float:
+        """Jobs that all machines finish per second, by the seeds that are not steady if there are any."""
+        rough = [run for run in self.runs if run.verdict == self.verdict]
+        share = fmean(run.finished_jps / run.offered_jps if run.offered_jps else 1.0 for run in rough)
+        return share * self.jps
+
+    def __str__(self) -> str:
+        """What came of it, in words: times only if it is steady."""
+        rates = f"{self.jps:.3g} jobs/s offered, {self.finished_jps:.3g} finished"
+        if self.verdict == "overloaded":
+            return f"overloaded: {rates}"
+        if self.verdict == "late":
+            return f"too slow: {rates}"
+        if self.verdict == "unsettled":
+            return f"not steady after {max(run.num_jobs for run in self.runs)} jobs: {rates}"
+        one_seed = " (one seed)" if len(self.runs) == 1 else ""
+        return f"P95 {format_s(self.p95_s)}, TTFT P95 {format_s(self.p95_ttft_s)}{one_seed}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values. Times are null unless the machines are steady."""
+        is_steady = self.verdict == "steady"
+        return {
+            "machines": self.num_machines,
+            "verdict": self.verdict,
+            "offered_jps": self.jps,
+            "finished_jps": self.finished_jps,
+            "p95_s": self.p95_s if is_steady else None,
+            "p95_ttft_s": self.p95_ttft_s if is_steady and math.isfinite(self.p95_ttft_s) else None,
+            "seeds": [
+                {
+                    "verdict": run.verdict,
+                    "p95_s": run.p95_s if run.verdict == "steady" else None,
+                    "jobs": run.num_jobs,
+                    "counted_jobs": len(run.job_times_s),
+                    "warm_up_s": run.warm_up_s,
+                    "simulated_s": run.simulated_s,
+                }
+                for run in self.runs
+            ],
+        }
+
+
+def measure_point(
+    setup: Setup, load: LoadOptions, num_machines: int, target: Target, measure: Measure
+) -> Point:
+    """So many machines under the load: quickly, then precisely if that leaves a doubt about the target."""
+    point = measure_jobs(setup, load, num_machines, measure, QUICK)
+    if point.verdict == "steady" and _is_doubtful(point, target):
+        point = measure_jobs(setup, load, num_machines, measure, PRECISE)
+    return point
+
+
+def measure_jobs(
+    setup: Setup, load: LoadOptions, num_machines: int, measure: Measure, min_jobs: int = PRECISE
+) -> Point:
+    """So many machines under so many jobs: each simulated at its share, or all of them behind a router."""
+    assert load.jps is not None
+    if setup.fleet is not None:
+        servers = setup.fleet.servers if len(setup.fleet.servers) == num_machines else ("",) * num_machines
+        fleet = replace(setup.fleet, servers=servers)
+        return Point(num_machines, load.jps, tuple(measure(replace(setup, fleet=fleet), load, min_jobs)))
+    share = replace(load, jps=load.jps / num_machines)
+    return Point(num_machines, load.jps, tuple(measure(setup, share, min_jobs)))
+
+
+def is_clear(run: Steady | Point, target: Target) -> bool:
+    """Whether steady machines keep a target so well that more jobs or seeds would hardly change it."""
+    return run.verdict == "steady" and target.get_use(run) <= CLEAR * (1 - target.margin)
+
+
+def _is_doubtful(point: Point, target: Target) -> bool:
+    uses = [target.get_use(run) / (1 - target.margin) for run in point.runs]
+    distance = abs(target.get_use(point) / (1 - target.margin) - 1)
+    if len(uses) == 1:
+        return distance < NEAR
+    error = stdev(uses) / math.sqrt(len(uses))
+    return error > TOLERANCE and distance < max(NEAR, NUM_ERRORS * error)
+
+
+def format_s(seconds: float) -> str:
+    """Seconds with three digits or so."""
+    if not math.isfinite(seconds):
+        return "–"
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
+
+
+# The search.
+
+FIRST_STRIDE = 1 / 8
+"""Where no line helps, the second number is away from the first by this share of it. Further strides
+double."""
+NEAR_CAPACITY = 0.8
+"""A machine is near its capacity if it gets more than this share of the jobs per second that an overloaded
+one finishes."""
+FIRST_GUESS, NEXT_GUESS = 4, 3
+"""Points that a search takes, as far as is known before the first and while no number is enough yet."""
+
+Expect = Callable[[int], None]
+"""Told how many points are still to be measured."""
+
+
+def get_most_jps(setup: Setup, load: LoadOptions) -> float:
+    """Jobs a second of one machine whose steps are full and which computes no token twice.
+
+    A first guess, mostly a little too high: machines wait for tool calls, and lose KV.
+    """
+    assert load.jps is not None
+    machine = build(setup)
+    kv, seconds = machine.make_scheduler().kv, machine.step_cost.seconds
+    budget = machine.config.max_num_batched_tokens
+    jobs = make_long_workload(load, NUM_SAMPLED / load.jps).jobs
+    length = round(
+        fmean(turn.num_prompt_tokens + turn.num_output_tokens for job in jobs for turn in job.turns)
+    )
+    num_fitting = kv.pool.num_blocks // kv.count_most_blocks(length)
+    num_seqs = max(1, min(machine.config.max_num_seqs, num_fitting))
+    s_per_output = seconds(StepBatch.of(decodes=[length] * num_seqs)) / num_seqs
+    total_s = 0.0
+    for job in jobs:
+        context: tuple[Span, ...] = ()
+        for turn in job.turns:
+            num_new = turn.num_prompt_tokens - count_shared_tokens(context, turn.prompt)
+            step = StepBatch.of(prefills=[(budget, turn.num_prompt_tokens)])
+            total_s += seconds(step) * num_new / budget + s_per_output * turn.num_output_tokens
+            context = (*turn.prompt, turn.output)
+    return sum(job.parent is None for job in jobs) / total_s
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found."""
+
+    num_machines: int | None
+    """None if even the most allowed do not keep the target."""
+    point: Point
+    """With that many machines, or with the most allowed."""
+    fewer: Point | None
+    """With one machine less; None for a single machine."""
+
+
+def find_fewest(  # noqa: PLR0913 - how to search, by keyword
+    setup: Setup,
+    load: LoadOptions,
+    target: Target,
+    measure: Measure,
+    max_machines: int,
+    *,
+    probe: Measure | None = None,
+    expect: Expect = lambda num_points: None,
+) -> Found:
+    """The number of machines that keeps the target where one less does not.
+
+    `probe`: measures while the number is looked for, and may take one seed where that is clear. The answer is
+    always measured with `measure`.
+    """
+    assert load.jps is not None
+    points: dict[int, Point] = {}
+    enough, too_few = max_machines + 1, 0
+    num = min(math.ceil(load.jps / get_most_jps(setup, load)), max_machines)
+    stride = math.ceil(FIRST_STRIDE * num)
+    while enough - too_few > 1:
+        points[num] = measure_point(setup, load, num, target, probe or measure)
+        if target.is_met(points[num]):
+            enough = num
+        else:
+            too_few = num
+        if enough - too_few == 1 and enough <= max_machines:
+            expect(1)
+            points[enough] = _confirm(points[enough], points.get(too_few), setup, load, target, measure)
+            if not target.is_met(points[enough]):
+                enough, too_few = max_machines + 1, enough
+        is_between = too_few and enough <= max_machines
+        expect(math.ceil(math.log2(enough - too_few)) + 1 if is_between else NEXT_GUESS)
+        guess = _cross(points, target)
+        if guess is None and too_few and enough <= max_machines:
+            guess = (enough + too_few) // 2
+        elif guess is None:
+            guess = too_few + stride if too_few else enough - stride
+            stride *= 2
+        num = min(max(guess, too_few + 1), enough - 1)
+    expect(0)
+    if enough > max_machines:
+        return Found(None, points[max_machines], None)
+    return Found(enough, points[enough], points.get(too_few))
+
+
+def _confirm(
+    point: Point,
+    fewer: Point | None,
+    setup: Setup,
+    load: LoadOptions,
+    target: Target,
+    measure: Measure,
+) -> Point:
+    """The answer with every seed; with many jobs if the machines may be near their capacity.
+
+    There a machine looks steady for a while. They are far from it if they keep the target clearly and one
+    machine less, although overloaded, finishes clearly more jobs than each of these gets.
+    """
+    num = point.num_machines
+    whole = measure_point(setup, load, num, target, measure)
+    if not target.is_met(whole) or _is_steady(fewer):
+        return whole
+    if (
+        fewer is not None
+        and fewer.verdict == "overloaded"
+        and all(is_clear(run, target) for run in whole.runs)
+        and point.jps / num <= NEAR_CAPACITY * fewer.finished_jps / fewer.num_machines
+    ):
+        return whole
+    return measure_jobs(setup, load, num, measure)
+
+
+def _is_steady(point: Point | None) -> bool:
+    return point is not None and point.verdict == "steady"
+
+
+def _cross(points: Mapping[int, Point], target: Target) -> int | None:
+    """The fewest machines that keep the target, by two steady points; None without two that tell."""
+    heights = {
+        num: math.log(target.get_use(point) / (1 - target.margin))
+        for num, point in points.items()
+        if _is_steady(point) and 0 < target.get_use(point) < math.inf
+    }
+    nearest = sorted(heights, key=lambda num: abs(heights[num]))[:2]
+    if len(nearest) < 2:
+        return None
+    low, high = sorted(nearest)
+    slope = (heights[high] - heights[low]) / (math.log(high) - math.log(low))
+    if slope >= 0:
+        return None
+    num = math.log(low) - heights[low] / slope
+    # Far from both points the line is no more than a direction.
+    return math.ceil(math.exp(min(max(num, math.log(low / 2)), math.log(2 * high))) - 1e-9)
+
+
+# Plans.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many machines of one kind, under one policy, meet the target."""
+
+    setup: Setup
+    num_machines: int | None
+    """None if even the most allowed do not."""
+    point: Point
+    """With that many machines; with the most that were tried if even these do not meet the target."""
+    fewer: Point | None
+    """With one machine less; None for a single machine."""
+    usd_per_hour: float | None = None
+    """The price of all its GPUs; None if it is not known."""
+
+    @property
+    def num_gpus(self) -> int | None:
+        """Tensor parallelism counted."""
+        return None if self.num_machines is None else self.num_machines * self.setup.tp
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "gpu": self.setup.gpu,
+            "model": self.setup.model,
+            "policy": self.setup.policy,
+            "router": None if self.setup.fleet is None else self.setup.fleet.router,
+            "num_machines": self.num_machines,
+            "num_gpus": self.num_gpus,
+            "usd_per_hour": self.usd_per_hour,
+            "step_cost": self.point.runs[0].step_cost,
+            "point": self.point.to_json(),
+            "with_one_machine_less": None if self.fewer is None else self.fewer.to_json(),
+        }
+
+
+def make_plans(  # noqa: PLR0913 - how to search, by keyword
+    setups: Sequence[Setup],
+    load: LoadOptions,
+    target: Target,
+    measure: Measure,
+    *,
+    judge: Measure | None = None,
+    probe: Measure | None = None,
+    expect: Callable[[int, int], None] = lambda who, num_points: None,
+    max_machines: int | None = 64,
+    prices: Mapping[str, float] | None = None,
+    num_at_once: int = 1,
+) -> Iterator[Plan]:
+    """The fewest machines for each setup. `prices`: US dollars per GPU and hour. Raises ConfigError.
+
+    `judge`: measures while searching, and may stop once a target is surely missed; `measure` unless given.
+    `probe`: as in `find_fewest`. `expect`: told of each setup, by its place, how many points it still takes.
+    `max_machines`: None to judge only the servers of each setup's fleet, and try no other number.
+    `num_at_once`: setups that are searched for at the same time, in threads.
+    """
+    if load.jps is None or load.jps <= 0:
+        raise ConfigError("--jps: a plan needs the rate at which jobs arrive")
+    if max_machines is not None and max_machines < 1:
+        raise ConfigError("--max-machines must be positive")
+
+    def make(place: int) -> Plan:
+        setup = setups[place]
+        if max_machines is None:
+            plan = _judge_servers(setup, load, target, measure)
+            expect(place, 0)
+        else:
+            found = find_fewest(
+                setup,
+                load,
+                target,
+                judge or measure,
+                max_machines,
+                probe=probe,
+                expect=partial(expect, place),
+            )
+            plan = Plan(setup, found.num_machines, found.point, found.fewer)
+            if found.num_machines is None and judge is not None:
+                # It is said how many jobs they finish in the end.
+                plan = replace(plan, point=measure_jobs(setup, load, max_machines, measure, QUICK))
+        return replace(plan, usd_per_hour=_get_price(plan, prices or {}))
+
+    for place in range(len(setups)):
+        expect(place, 1 if max_machines is None else FIRST_GUESS)
+    yield from each_at_once(make, range(len(setups)), num_at_once)
+
+
+def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:
+    """The setups whose GPUs have enough memory for their model, and a line about each kind that has not.
+
+    Raises ConfigError if none has, and for anything else that is wrong with a setup.
+    """
+    fitting, lines = [], []
+    for setup in setups:
+        try:
+            build(setup)
+        except ModelTooLargeError as error:
+            lines.append(str(error).partition(":")[0])
+        else:
+            fitting.append(setup)
+    if not fitting:
+        raise ConfigError("; ".join(dict.fromkeys(lines)))
+    return fitting, [f"{line}: left out" for line in dict.fromkeys(lines)]
+
+
+def get_best(plans: Sequence[Plan]) -> Plan | None:
+    """The cheapest plan that meets the target; the one with the fewest GPUs if not all prices are known.
+
+    Of several, the one with the lowest P95.
+    """
+    meeting = [plan for plan in plans if plan.num_gpus is not None]
+    has_prices = all(plan.usd_per_hour is not None for plan in meeting)
+
+    def rank(plan: Plan) -> tuple[float, float]:
+        cost = plan.usd_per_hour if has_prices else plan.num_gpus
+        return cost or 0.0, plan.point.p95_s
+
+    return min(meeting, key=rank, default=None)
+
+
+def _judge_servers(setup: Setup, load: LoadOptions, target: Target, measure: Measure) -> Plan:
+    assert setup.fleet is not None
+    num = len(setup.fleet.servers)
+    point = measure_jobs(setup, load, num, measure)
+    return Plan(setup, num if target.is_met(point) else None, point, None)
+
+
+def _get_price(plan: Plan, prices: Mapping[str, float]) -> float | None:
+    """Dollars per hour of all GPUs of a plan; None if one of its prices is not known."""
+    if plan.num_machines is None:
+        return None
+    servers = plan.setup.fleet.servers if plan.setup.fleet is not None else ()
+    if len(servers) != plan.num_machines:
+        servers = ("",) * plan.num_machines
+    known = [prices.get(gpu or plan.setup.gpu) for gpu in servers]
+    return plan.setup.tp * sum(price or 0.0 for price in known) if None not in known else None
+
+
+# What a plan depends on.
+
+NUM_CHANGES = 5
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that may come out differently from what was planned with."""
+
+    name: str
+    setup: Setup
+    load: LoadOptions
+    is_lighter: bool = False
+    """The machines have less to do than in the plan, which they are known to do."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a change makes of a plan."""
+
+    name: str
+    point: Point
+    is_enough: bool
+    """Whether the target is still kept, without the margin."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"change": self.name, "is_enough": self.is_enough, **self.point.to_json()}
+
+
+def make_changes(setup: Setup, load: LoadOptions) -> Iterator[Change]:
+    """More load, longer jobs, and an error of 10 % in the step times."""
+    assert load.jps is not None
+    yield Change("load +20 %", setup, replace(load, jps=1.2 * load.jps))
+    yield Change("turns of a job +20 %", setup, replace(load, scale_turns=1.2 * load.scale_turns))
+    yield Change("lengths of texts +20 %", setup, replace(load, scale_lengths=1.2 * load.scale_lengths))
+    for name, factor in (("steps 10 % slower", 1.1), ("steps 10 % faster", 0.9)):
+        changed = replace(setup, step_cost_factor=factor * setup.step_cost_factor)
+        yield Change(name, changed, load, is_lighter=factor < 1)
+
+
+def try_changes(
+    plan: Plan,
+    load: LoadOptions,
+    target: Target,
+    measure: Measure,
+    *,
+    probe: Measure | None = None,
+    num_at_once: int = 1,
+) -> Iterator[Effect]:
+    """Each change's effect on a plan that meets its target, for the changes that the load can have.
+
+    `probe`: measures what is lighter than the plan; it may take one seed where that is clear.
+    `num_at_once`: changes that are tried at the same time, in threads.
+    """
+    plain = replace(target, margin=0.0)
+
+    def measure_change(change: Change) -> Point | None:
+        assert plan.num_machines is not None
+        try:
+            if change.is_lighter:
+                return measure_jobs(change.setup, change.load, plan.num_machines, probe or measure, QUICK)
+            # Near its capacity a machine looks steady for a while.
+            return measure_jobs(change.setup, change.load, plan.num_machines, measure)
+        except ConfigError:
+            return None  # turns that wait for other jobs cannot be multiplied
+
+    changes = list(make_changes(plan.setup, load))
+    points = each_at_once(measure_change, changes, num_at_once)
+    for change, point in zip(changes, points, strict=True):
+        if point is not None:
+            yield Effect(change.name, point, plain.is_met(point))
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def each_at_once(function: Callable[[T], R], things: Sequence[T], num_at_once: int) -> Iterator[R]:
+    """What a function makes of each thing, in their order; so many are made at a time, in threads.
+
+    After an error nothing more begins, and threads that still work are not waited for.
+    """
+    if num_at_once == 1 or len(things) < 2:
+        yield from map(function, things)
+        return
+    threads = ThreadPoolExecutor(num_at_once)
+    try:
+        yield from threads.map(function, things)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+# The runs of several seeds, in processes.
+
+Say = Callable[[Callable[[], str]], None]
+"""Told often how far the runs are. It calls its argument if it wants the words."""
+WAIT_S = 0.5
+
+
+class SeedRunner:
+    """Measures machines, as `Measure` says. A context manager: it ends its processes.
+
+    With several processes, several threads may measure at the same time.
+    """
+
+    def __init__(
+        self, seeds: Sequence[int], *, workers: int, max_jobs: int, say: Say, target: Target | None = None
+    ) -> None:
+        """`workers`: processes; 1 for this one. `max_jobs`: see `simulate_until_steady`.
+
+        `target`: what `probe` may stop for.
+        """
+        self._seeds = seeds
+        self._max_jobs = max_jobs
+        self._say = say
+        self._target = target
+        self._names: dict[Future[Steady], str] = {}
+        """Of the runs that have not ended, in other processes."""
+        self._num_done = 0
+        self._known: dict[tuple[str, str], Steady] = {}
+        """Steady runs of each setup and load."""
+        self._started_s = time.monotonic()
+        self._num_begun, self._num_measured = 0, 0
+        self._num_left: dict[int, int] = {}
+        """Points that are still to be measured, by who said so."""
+        self._workers = workers
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Start the processes."""
+        self._pool = self._stack.enter_context(open_processes(self._workers)) if self._workers > 1 else None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the processes; at once after an error."""
+        self._stack.__exit__(kind, error, trace)
+
+    def expect(self, who: int, num_points: int) -> None:
+        """So many points are still to be measured for somebody."""
+        self._num_left[who] = num_points
+
+    def get_left_s(self) -> float | None:
+        """About how many seconds the points take that are expected; None before the first is measured."""
+        if not self._num_measured:
+            return None
+        # Those that are being measured are half done in the mean.
+        spent_s = (time.monotonic() - self._started_s) / ((self._num_begun + self._num_measured) / 2)
+        return spent_s * sum(self._num_left.values())
+
+    def __call__(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+        """A run for each seed; only the first that is not steady, if one is not."""
+        return self._measure(setup, load, min_jobs, None, lambda run: False)
+
+    def judge(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+        """The same, but a run ends once the target is surely missed: it is "late"."""
+        return self._measure(setup, load, min_jobs, self._target, lambda run: False)
+
+    def probe(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+        """The same, but only the first seed's run if that keeps the target clearly."""
+        target = self._target
+        assert target is not None
+        return self._measure(setup, load, min_jobs, target, lambda run: is_clear(run, target))
+
+    def _measure(
+        self,
+        setup: Setup,
+        load: LoadOptions,
+        min_jobs: int,
+        target: Target | None,
+        is_enough: Callable[[Steady], bool],
+    ) -> list[Steady]:
+        min_jobs = min(min_jobs, self._max_jobs)
+        simulate = partial(
+            simulate_until_steady, setup, min_jobs=min_jobs, max_jobs=self._max_jobs, target=target
+        )
+        loads = [replace(load, seed=seed) for seed in self._seeds]
+        known = [self._known.get((repr(setup), repr(load))) for load in loads]
+        # A run that went on for long enough would come out the same again.
+        known = [run if run is not None and run.num_jobs >= min_jobs else None for run in known]
+        new = [load for load, run in zip(loads, known, strict=True) if run is None]
+        names = [f"{setup.gpu} {setup.policy} at {load.jps:.3g} jobs/s, seed {load.seed}" for load in new]
+        simulated = (self._run_here if self._pool is None else self._run_apart)(simulate, new, names)
+        runs: list[Steady] = []
+        self._num_begun += 1
+        for load, old in zip(loads, known, strict=True):
+            run = next(simulated) if old is None else old
+            runs = [*runs, run] if run.verdict == "steady" else [run]
+            if run.verdict != "steady":
+                break
+            self._known[repr(setup), repr(load)] = run
+            if len(runs) == 1 and is_enough(run):
+                break
+        self._num_measured += 1
+        return runs
+
+    def _run_here(
+        self, simulate: Callable[..., Steady], loads: list[LoadOptions], names: list[str]
+    ) -> Iterator[Steady]:
+        for load, name in zip(loads, names, strict=True):
+            yield simulate(load, tell=self._make_tell(name))
+
+    def _make_tell(self, name: str) -> Tell:
+        def tell(now_s: float, num_jobs: int, backlog: int) -> None:
+            jobs = f"{num_jobs} jobs came, {backlog} are there"
+            self._say(lambda: f"{self._describe_left()}{name}: {now_s:.0f} s simulated, {jobs}")
+
+        return tell
+
+    def _run_apart(
+        self, simulate: Callable[..., Steady], loads: list[LoadOptions], names: list[str]
+    ) -> Iterator[Steady]:
+        assert self._pool is not None
+        # Most machines that are not steady show it with the first seed. The others run only after that.
+        for batch in (slice(1), slice(1, None)):
+            futures = [self._pool.submit(simulate, load) for load in loads[batch]]
+            self._names.update(zip(futures, names[batch], strict=True))
+            try:
+                # In the order of the seeds, so that the answer does not depend on which is quicker.
+                for future in futures:
+                    while (run := _try_get(future)) is None:
+                        self._say(self._describe)
+                    yield run
+            finally:
+                for future in futures:
+                    future.cancel()
+                    del self._names[future]
+                    self._num_done += 1
+
+    def _describe(self) -> str:
+        running = [name for future, name in list(self._names.items()) if future.running()]
+        return f"{self._describe_left()}{self._num_done} runs done; now {'; '.join(running)}"
+
+    def _describe_left(self) -> str:
+        left_s = self.get_left_s()
+        return "" if left_s is None else f"about {int(left_s) // 60}:{int(left_s) % 60:02} left; "
+
+
+def _try_get(future: Future[Steady]) -> Steady | None:
+    try:
+        return future.result(timeout=WAIT_S)
+    except NotYet:
+        return None
+
+
+# The text: a table, the answer in words, and what it depends on.
+
+
+def format_plans(plans: Sequence[Plan], target: Target) -> str:
+    """The table and the answer."""
+    has_prices = any(plan.usd_per_hour is not None for plan in plans)
+    price = f" {'$/hour':>8}" if has_prices else ""
+    wide = max(18, *(len(name_policy(plan)) for plan in plans))
+    lines = [f"{'gpu':11} {'policy':{wide}} {'GPUs':>5}{price}  {'result':34}  with one machine less"]
+    for plan in plans:
+        count = "none" if plan.num_gpus is None else str(plan.num_gpus)
+        cost = f" {'' if plan.usd_per_hour is None else f'{plan.usd_per_hour:.2f}':>8}" if has_prices else ""
+        result = str(plan.point)
+        if plan.num_gpus is None:
+            result = f"{plan.point.num_machines} machines: {result}"
+        fewer = "" if plan.fewer is None else str(plan.fewer)
+        lines.append(
+            f"{name_gpu(plan):11} {name_policy(plan):{wide}} {count:>5}{cost}  {result:34}  {fewer}".rstrip()
+        )
+    return "\n".join((*lines, "", _format_answer(plans, target)))
+
+
+def _format_answer(plans: Sequence[Plan], target: Target) -> str:
+    best = get_best(plans)
+    if best is None:
+        return f"Nothing that was tried keeps {target}; allow more with --max-machines."
+    runs = best.point.runs
+    has_prices = all(plan.usd_per_hour is not None for plan in plans if plan.num_gpus is not None)
+    low, high = (pick(run.p95_s for run in runs) for pick in (min, max))
+    lines = [
+        f"{'Cheapest' if has_prices else 'Fewest'}: {_name_gpus(best)} with policy "
+        f"{name_policy(best)}{'' if best.usd_per_hour is None else f', {best.usd_per_hour:.2f} $/hour'}.",
+        f"P95 job time {format_s(best.point.p95_s)} ({format_s(low)} to {format_s(high)} over {len(runs)} "
+        f"seeds), P95 TTFT {format_s(best.point.p95_ttft_s)}. Target: {target}.",
+        f"{_describe_share(best)} until steady: {min(run.simulated_s for run in runs):.0f} to "
+        f"{max(run.simulated_s for run in runs):.0f} s, less a warm-up of "
+        f"{min(run.warm_up_s for run in runs):.0f} to {max(run.warm_up_s for run in runs):.0f} s."
+        f"{_describe_router(best)}",
+        f"Step times: {describe_step_cost(runs[0].step_cost)}.",
+    ]
+    if num_cut := max(run.num_cut for run in runs):
+        lines.append(
+            f"{num_cut} turns are too long for this machine and were left out: their jobs end early."
+        )
+    return "\n".join(lines)
+
+
+def format_meaning(plans: Sequence[Plan]) -> str:
+    """What the plans mean, in a sentence for each kind of machine; the best plan's kind first."""
+    best = get_best(plans)
+    if best is None:
+        return ""
+    kinds: dict[tuple[str, str | None], list[Plan]] = {_get_kind(best): []}
+    for plan in plans:
+        kinds.setdefault(_get_kind(plan), []).append(plan)
+    sentences = [_describe_kind(each) for each in kinds.values()]
+    return f"In short: {' '.join(sentence for sentence in sentences if sentence)}"
+
+
+def _get_kind(plan: Plan) -> tuple[str, str | None]:
+    return name_gpu(plan), plan.setup.fleet.router if plan.setup.fleet is not None else None
+
+
+def _describe_kind(plans: Sequence[Plan]) -> str:
+    """The best policy on one kind of machine against stock; against the next best if it is stock."""
+    best = get_best(plans)
+    if best is None:
+        return f"No number of {name_gpu(plans[0])} that was tried is enough."
+    others = [plan for plan in plans if plan is not best]
+    other = next((plan for plan in others if plan.setup.policy == "stock"), get_best(others))
+    policy, gpus = name_policy(best), _name_gpus(best)
+    if other is None:
+        return f"{gpus} {'is' if best.num_gpus == 1 else 'are'} enough with {policy}."
+    if other.num_gpus is None:
+        return f"{gpus} with {policy}; with {name_policy(other)} no number that was tried is enough."
+    p95s = f"{format_s(best.point.p95_s)} against {format_s(other.point.p95_s)}"
+    if best.num_gpus != other.num_gpus:
+        return f"{gpus} with {policy}, {other.num_gpus} with {name_policy(other)}; P95 job time {p95s}."
+    return (
+        f"The same number of GPUs, {gpus}, with {policy} and {name_policy(other)}; with {policy} the P95 job "
+        f"time {_describe_ratio(best.point.p95_s / other.point.p95_s)} ({p95s})."
+    )
+
+
+def _describe_ratio(ratio: float) -> str:
+    if 0.45 <= ratio <= 0.55:
+        return "halves"
+    percent = abs(round(100 * (ratio - 1)))
+    if percent < 5:
+        return "hardly changes"
+    return f"is {percent} % {'shorter' if ratio < 1 else 'longer'}"
+
+
+def name_gpu(plan: Plan) -> str:
+    """The kind of GPU, or the kinds if several were given."""
+    kinds = set(plan.setup.fleet.servers) if plan.setup.fleet is not None else {""}
+    return plan.setup.gpu if kinds == {""} else name_gpus(plan.setup, plan.setup.gpu)
+
+
+def name_policy(plan: Plan) -> str:
+    """The policy, and the router if one was simulated."""
+    return plan.setup.policy + ("" if plan.setup.fleet is None else f"@{plan.setup.fleet.router}")
+
+
+def _name_gpus(plan: Plan) -> str:
+    name = name_gpu(plan)
+    return f"{plan.num_gpus} × {name}" if name == plan.setup.gpu else name
+
+
+def _describe_share(plan: Plan) -> str:
+    if plan.setup.fleet is not None:
+        return f"All machines were simulated behind the router {plan.setup.fleet.router}"
+    share_jps = plan.point.jps / plan.point.num_machines
+    return f"One machine was simulated at its share, {share_jps:.3g} jobs/s,"
+
+
+def _describe_router(plan: Plan) -> str:
+    if plan.setup.fleet is not None:
+        return ""
+    return " A perfect router with session affinity keeps each job on one machine; --router simulates one."
+
+
+def describe_step_cost(name: str) -> str:
+    """Where step times come from, in words."""
+    known = {
+        "tables": "measured operator tables (aiconfigurator-core)",
+        "roofline": "a roofline model, a rougher guess than measured tables",
+    }
+    return known.get(name, f"a fit to observed steps, {name}")
+
+
+def format_effects(effects: Sequence[Effect], plan: Plan) -> str:
+    """What the plan depends on."""
+    lines = [f"With the same {_name_gpus(plan)}, if:"]
+    for effect in effects:
+        verdict = "still enough" if effect.is_enough else "not enough"
+        lines.append(f"  {effect.name:24} {verdict:13} {effect.point}")
+    return "\n".join(lines)

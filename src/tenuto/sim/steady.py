@@ -1,0 +1,513 @@
+"""One machine under a load that never ends: simulated until it is steady, or surely overloaded.
+
+    jobs in the system │            growing                 │   steady
+                       │         ⟋                          │   ╭∿∿∿∿∿∿∿
+                       │     ⟋                              │  ╱
+                       │ ⟋                                  │ ╱ warm-up
+                       └───────────────── time              └────────── time
+
+That is judged from when jobs arrived and when they left, by nothing else. The backlog is the number of jobs
+in the system. Its warm-up is cut by MSER (White 1997: cut where the standard error of the mean of the rest is
+smallest). The rest must have no trend.
+
+A system is watched until the second look in a row that finds it steady, or until it surely grows. The looks
+are at moments that do not depend on how long the user asked to watch. So neither does the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from statistics import fmean
+from typing import Literal, Protocol, get_args
+
+from tenuto.core.errors import ConfigError
+from tenuto.records.metrics import get_percentile
+from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.machine import build
+from tenuto.sim.run import Extras, Prepared, get_isolated_time_s, prepare
+from tenuto.sim.setup import Setup
+from tenuto.sim.simulation import Simulation
+from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
+from tenuto.workload.schema import Workload
+from tenuto.workload.transform import arrival_times, reassign_arrivals, repeat_jobs, within
+
+State = Literal["steady", "growing", "unclear"]
+
+NUM_POINTS = 200
+"""Points in time at which the backlog is looked at."""
+NUM_BATCHES = 20
+"""Means of neighbouring points, for the trend."""
+MAX_LIKENESS = 0.8
+"""Bound of the correlation of neighbouring batches."""
+MAX_DRIFT = 0.25
+"""A steady backlog grows or shrinks by this share of its mean at most, from the warm-up to the end."""
+MIN_GROWTH = 0.6
+"""A growing backlog grows by this share of its mean at least, over the last three quarters of the time. It
+would be 1.2 for a backlog that grows evenly from nothing."""
+MIN_ENDS = 40
+"""Jobs that must have left in a quarter of the time, for the rate at which they leave."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look at a system showed. Rates are jobs per second after the warm-up."""
+
+    state: State
+    warm_up_s: float
+    offered_jps: float
+    finished_jps: float
+    backlog: float
+    """Mean jobs in the system after the warm-up."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The line through equally spaced values. Both figures are over the whole length of the values."""
+
+    growth: float
+    error: float
+    """Standard error of `growth`."""
+
+
+def look(arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float) -> Look:
+    """Look at a system at a moment. Both lists are sorted; what comes later is not looked at."""
+    points_s = [now_s * (number + 1) / NUM_POINTS for number in range(NUM_POINTS)]
+    backlog = [float(bisect_right(arrivals_s, at_s) - bisect_right(ends_s, at_s)) for at_s in points_s]
+    cut = find_warm_up(backlog)
+    warm_up_s = now_s * cut / NUM_POINTS
+    rest = backlog[cut:]
+    trend, mean = fit_trend(rest), fmean(rest)
+    if _is_growing(arrivals_s, ends_s, now_s, backlog):
+        state: State = "growing"
+    elif abs(trend.growth) <= max(MAX_DRIFT * mean, 2 * trend.error):
+        state = "steady"
+    else:
+        state = "unclear"
+    return Look(
+        state,
+        warm_up_s,
+        _get_rate(arrivals_s, warm_up_s, now_s),
+        _get_rate(ends_s, warm_up_s, now_s),
+        mean,
+    )
+
+
+def find_warm_up(values: Sequence[float]) -> int:
+    """How many values to cut at the beginning, by MSER: half of them at most."""
+    best, cut = math.inf, 0
+    total = sum(values)
+    squares = sum(value * value for value in values)
+    num = len(values)
+    for start in range(len(values) // 2 + 1):
+        variance = max(0.0, squares / num - (total / num) ** 2)
+        if variance / num < best:
+            best, cut = variance / num, start
+        total -= values[start]
+        squares -= values[start] ** 2
+        num -= 1
+    return cut
+
+
+def fit_trend(values: Sequence[float]) -> Trend:
+    """The line through the means of `NUM_BATCHES` batches of the values."""
+    size = len(values) / NUM_BATCHES
+    means = [fmean(values[int(n * size) : int((n + 1) * size)]) for n in range(NUM_BATCHES)]
+    middle, mean = (NUM_BATCHES - 1) / 2, fmean(means)
+    spread = sum((n - middle) ** 2 for n in range(NUM_BATCHES))
+    slope = sum((n - middle) * (value - mean) for n, value in enumerate(means)) / spread
+    residuals = [value - mean - slope * (n - middle) for n, value in enumerate(means)]
+    squares = sum(each * each for each in residuals)
+    error = math.sqrt(squares / (NUM_BATCHES - 2) / spread)
+    # A busy queue changes slowly: batches beside each other are alike, so there are fewer than it seems.
+    likeness = sum(a * b for a, b in pairwise(residuals)) / squares if squares else 0.0
+    likeness = min(max(likeness, 0.0), MAX_LIKENESS)
+    error *= math.sqrt((1 + likeness) / (1 - likeness))
+    return Trend(slope * NUM_BATCHES, error * NUM_BATCHES)
+
+
+def _is_growing(
+    arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float, backlog: Sequence[float]
+) -> bool:
+    """Whether the backlog surely grows, and not because the system still fills.
+
+    While it fills, jobs leave faster and faster. When it is overloaded, they leave at one rate, which is less
+    than that of the arrivals by more than chance.
+    """
+    late = backlog[len(backlog) // 4 :]
+    trend = fit_trend(late)
+    if trend.growth < MIN_GROWTH * fmean(late) or trend.growth < 3 * trend.error:
+        return False
+    num_arrivals = _count(arrivals_s, now_s / 2, now_s)
+    third, fourth = _count(ends_s, now_s / 2, 0.75 * now_s), _count(ends_s, 0.75 * now_s, now_s)
+    if third < MIN_ENDS or fourth > third + 3 * math.sqrt(2 * third):
+        return False
+    return num_arrivals - (third + fourth) > max(0.05 * num_arrivals, 3 * math.sqrt(num_arrivals))
+
+
+def _count(times_s: Sequence[float], start_s: float, end_s: float) -> int:
+    return bisect_right(times_s, end_s) - bisect_right(times_s, start_s)
+
+
+def _get_rate(times_s: Sequence[float], start_s: float, end_s: float) -> float:
+    return _count(times_s, start_s, end_s) / (end_s - start_s)
+
+
+Verdict = Literal["overloaded", "late", "unsettled", "steady"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+"""From the worst to the best. Late: stopped because a target is surely missed."""
+
+STRETCH = 1.3
+"""Each look is this much later than the one before."""
+COHORT = 0.8
+"""Jobs that arrived until this share of the time count. Most of the later ones are not done yet."""
+
+
+@dataclass(kw_only=True)
+class Settling:
+    """Decides after each look whether to go on."""
+
+    first_look_s: float
+    """Several times as long as a job takes alone, so that the system has had time to fill."""
+    min_jobs: int
+    max_jobs: int
+    shortest_s: float = 0.0
+    """A steady system is watched for so long at least."""
+    longest_s: float = 0.0
+    """The limit in jobs does not end the watch before this time."""
+    next_look_s: float = field(init=False)
+    last: Look | None = field(init=False, default=None)
+    _num_steady: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Plan the first look."""
+        self.next_look_s = self.first_look_s
+
+    def decide(self, arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float) -> Verdict | None:
+        """Look at the system. Both lists are sorted and may reach beyond now. None: look again later."""
+        self.last = seen = look(arrivals_s, ends_s, now_s)
+        num_jobs = bisect_right(arrivals_s, now_s)
+        self.next_look_s = now_s * STRETCH
+        if seen.state == "growing":
+            return "overloaded"
+        has_seen_enough = num_jobs >= self.min_jobs and now_s >= self.shortest_s
+        self._num_steady = self._num_steady + 1 if seen.state == "steady" else 0
+        if has_seen_enough and self._num_steady > 1:
+            return "steady"
+        if num_jobs >= self.max_jobs and now_s >= self.longest_s:
+            return "unsettled"
+        return None
+
+
+def are_done(arrivals_s: Sequence[float], times_s: Sequence[float], now_s: float) -> bool:
+    """Whether the times of the cohort's jobs are known well enough: its P95 is shorter than it was watched.
+
+    `times_s` has for each arrival the job's time, or its age if it is not done.
+    """
+    cohort = times_s[: bisect_right(arrivals_s, COHORT * now_s)]
+    return bool(cohort) and get_percentile(cohort, 95) <= (1 - COHORT) * now_s
+
+
+# What a machine must keep.
+
+
+class Judged(Protocol):
+    """What was measured of machines. Both times are infinite where nothing was."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """What came of the simulation: unless it is steady, the times mean nothing."""
+        ...
+
+    @property
+    def p95_s(self) -> float:
+        """P95 of the job times."""
+        ...
+
+    @property
+    def p95_ttft_s(self) -> float:
+        """P95 of the times to first token."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The P95 of job times, of times to first token, or both. Raises ConfigError without any."""
+
+    p95_s: float | None = None
+    p95_ttft_s: float | None = None
+    margin: float = 0.0
+    """Share of the targets that must be left over."""
+
+    def __post_init__(self) -> None:
+        """Check that there is a target."""
+        if self.p95_s is None and self.p95_ttft_s is None:
+            raise ConfigError("say what the GPUs must keep: --p95 or --p95-ttft, in seconds")
+
+    def get_use(self, judged: Judged) -> float:
+        """The largest share of a target that the P95s take up; 1 is just enough, without the margin."""
+        uses = []
+        if self.p95_s is not None:
+            uses.append(judged.p95_s / self.p95_s)
+        if self.p95_ttft_s is not None:
+            uses.append(judged.p95_ttft_s / self.p95_ttft_s)
+        return max(uses)
+
+    def is_met(self, judged: Judged) -> bool:
+        """Whether the targets are kept, with the margin, in a steady state."""
+        return judged.verdict == "steady" and self.get_use(judged) <= 1 - self.margin
+
+    def __str__(self) -> str:
+        """The targets in words."""
+        names = (("P95 job time", self.p95_s), ("P95 TTFT", self.p95_ttft_s))
+        words = " and ".join(f"{name} {value:g} s" for name, value in names if value is not None)
+        return f"{words}, less a margin of {self.margin:.0%}" if self.margin else words
+
+
+# The simulation.
+
+
+FIRST_LOOK = 12
+"""A machine is looked at first after so many times the time of a job alone."""
+LONGEST = 40
+"""And it is watched for so many times that time at least, before it is given up."""
+FEW = 3
+"""A first run has so many times the least jobs."""
+MOST_JOBS = 20_000
+"""Jobs that are made for one run at most."""
+NUM_SAMPLED = 60
+"""Jobs whose mean time alone is taken for that of all."""
+
+HOPELESS = 1.3
+"""A target is surely missed if the P95 of the jobs that came is so many times as long; those that are not
+done count with their age."""
+MIN_COHORT = 60
+"""Jobs or turns that this takes at least."""
+GLANCE = 1.15
+"""Each check of that is this much later than the one before."""
+
+Tell = Callable[[float, int, int], None]
+"""Told the simulated seconds, the jobs that arrived and the jobs in the system."""
+
+
+@dataclass(frozen=True)
+class Steady:
+    """What one machine does under one load, with one seed. Rates are per second and machine."""
+
+    verdict: Verdict
+    offered_jps: float
+    finished_jps: float
+    job_times_s: tuple[float, ...]
+    """Of the jobs that arrived after the warm-up and long enough before the end. One that is not done counts
+    with its age."""
+    ttfts_s: tuple[float, ...]
+    """Of the turns that were due in that time."""
+    simulated_s: float
+    warm_up_s: float
+    num_jobs: int
+    """Jobs that arrived in all."""
+    num_cut: int
+    """Turns that are too long for the machine, of all turns that were made."""
+    step_cost: str
+
+    @property
+    def p95_s(self) -> float:
+        """P95 of the job times; infinite without jobs."""
+        return get_p95(self.job_times_s)
+
+    @property
+    def p95_ttft_s(self) -> float:
+        """P95 of the times to first token; infinite without turns."""
+        return get_p95(self.ttfts_s)
+
+
+def get_p95(times_s: tuple[float, ...]) -> float:
+    """The P95; infinite without values."""
+    return get_percentile(times_s, 95) if times_s else math.inf
+
+
+def simulate_until_steady(
+    setup: Setup,
+    load: LoadOptions,
+    *,
+    min_jobs: int,
+    max_jobs: int,
+    target: Target | None = None,
+    tell: Tell | None = None,
+) -> Steady:
+    """Simulate `load.jps` jobs a second on one machine. `load.window_s` is the shortest time to watch it.
+
+    Gives up after `max_jobs`; with a target also once that is surely missed. Raises as `tenuto.sim.run.run`.
+    """
+    alone_s = _get_time_alone_s(setup, load)
+    # Most machines settle early, and making jobs takes time: the run with all jobs is for those that do not.
+    few = FEW * min_jobs if FEW * min_jobs * STRETCH < max_jobs else max_jobs
+    for most in dict.fromkeys((few, max_jobs)):
+        steady = _simulate(setup, load, alone_s, min_jobs, most, target, tell)
+        if steady.verdict != "unsettled":
+            break
+    return steady
+
+
+def _simulate(  # noqa: PLR0913 - a run's own
+    setup: Setup,
+    load: LoadOptions,
+    alone_s: float,
+    min_jobs: int,
+    max_jobs: int,
+    target: Target | None,
+    tell: Tell | None,
+) -> Steady:
+    assert load.jps is not None
+    settling = Settling(
+        first_look_s=FIRST_LOOK * alone_s,
+        min_jobs=min_jobs,
+        max_jobs=max_jobs,
+        shortest_s=load.window_s or 0.0,
+        longest_s=LONGEST * alone_s,
+    )
+    needed_s = max(max_jobs / load.jps, settling.shortest_s, settling.longest_s)
+    horizon_s = max(min(needed_s * STRETCH, MOST_JOBS / load.jps), settling.first_look_s * STRETCH)
+    observer = _Observer(settling, horizon_s, target, tell)
+    prepared = prepare(
+        setup, load, extras=Extras(workload=make_long_workload(load, horizon_s)), watch=observer
+    )
+    observer.follow(prepared)
+    prepared.simulation.run()
+    return observer.make_result()
+
+
+@lru_cache(maxsize=8)
+def make_long_workload(load: LoadOptions, window_s: float) -> Workload:
+    """Jobs at the load's rate for so many seconds. The jobs of a trace come again and again."""
+    assert load.jps is not None
+    if load.workload in GENERATORS:
+        return make_workload(replace(load, window_s=window_s))
+    trace = make_workload(replace(load, jps=None, window_s=None, arrival=LoadOptions.arrival))
+    times_s = list(within(arrival_times(load.arrival, load.jps, load.seed), window_s))
+    return reassign_arrivals(repeat_jobs(trace, len(times_s), load.seed), iter(times_s))
+
+
+def _get_time_alone_s(setup: Setup, load: LoadOptions) -> float:
+    """Mean seconds of the load's first jobs, each alone on the machine."""
+    assert load.jps is not None
+    machine = build(setup)
+    jobs = [job for job in make_long_workload(load, NUM_SAMPLED / load.jps).jobs if job.parent is None]
+    budget = machine.config.max_num_batched_tokens
+    return fmean(get_isolated_time_s(job, machine.step_cost, budget) for job in jobs[:NUM_SAMPLED])
+
+
+class _Observer:
+    """Watches a simulation and stops it when there is a verdict."""
+
+    def __init__(
+        self, settling: Settling, horizon_s: float, target: Target | None, tell: Tell | None
+    ) -> None:
+        self._settling = settling
+        self._horizon_s = horizon_s
+        self._target = target
+        self._tell = tell
+        # No job is older than the simulation.
+        self._next_glance_s = math.inf if target is None else HOPELESS * (target.p95_s or 0.0)
+        self._verdict: Verdict = "unsettled"
+        self._seen: Look | None = None
+        self._now_s = 0.0
+        self._num_read = 0
+
+    def follow(self, prepared: Prepared) -> None:
+        """Say which simulation this is. Call it before the simulation runs."""
+        self._prepared = prepared
+        self._simulation: Simulation = prepared.simulation
+        jobs = sorted(
+            (job for job in prepared.workload.jobs if job.parent is None), key=lambda job: job.arrival_s
+        )
+        self._arrivals_s = [job.arrival_s for job in jobs]
+        self._job_ids = [job.job_id for job in jobs]
+        self._num_left = {job.job_id: len(job.turns) for job in jobs}
+        self._end_s: dict[str, float] = {}
+        self._ends_s: list[float] = []
+
+    def __call__(self, now_s: float, scheduler: Scheduler) -> None:
+        """Look at the machine, if it is time to."""
+        if self._tell is not None:
+            self._read()
+            num_jobs = bisect_right(self._arrivals_s, now_s)
+            self._tell(now_s, num_jobs, num_jobs - len(self._ends_s))
+        if self._next_glance_s <= now_s < self._settling.next_look_s:
+            self._glance(now_s)
+        if now_s < self._settling.next_look_s:
+            return
+        self._read()
+        self._now_s = now_s
+        verdict = self._settling.decide(self._arrivals_s, self._ends_s, now_s)
+        self._seen = self._settling.last
+        is_over = self._settling.next_look_s > self._horizon_s
+        if verdict == "steady" and not is_over and not are_done(self._arrivals_s, self._get_times_s(), now_s):
+            return
+        if verdict is not None or is_over:
+            self._verdict = verdict or "unsettled"
+            self._simulation.stop()
+
+    def _glance(self, now_s: float) -> None:
+        """Stop the simulation if its target is surely missed."""
+        assert self._target is not None
+        self._next_glance_s = max(self._next_glance_s * GLANCE, now_s)
+        if bisect_right(self._arrivals_s, COHORT * now_s) < MIN_COHORT:
+            return
+        self._read()
+        self._now_s = now_s
+        self._seen = look(self._arrivals_s, self._ends_s, now_s)
+        so_far = self.make_result()
+        if (
+            min(len(so_far.job_times_s), len(so_far.ttfts_s)) >= MIN_COHORT
+            and self._target.get_use(so_far) >= HOPELESS
+        ):
+            self._verdict = "late"
+            self._simulation.stop()
+
+    def _read(self) -> None:
+        """Note the jobs that ended since the last call. Turns are recorded in the order of their ends."""
+        records = self._simulation.records
+        for turn in records[self._num_read :]:
+            if turn.job in self._num_left and turn.last_token_s is not None:
+                self._num_left[turn.job] -= 1
+                if self._num_left[turn.job] == 0:
+                    self._end_s[turn.job] = turn.last_token_s
+                    self._ends_s.append(turn.last_token_s)
+        self._num_read = len(records)
+
+    def _get_times_s(self) -> list[float]:
+        """The time or the age of each job that arrived until now, in order of arrival."""
+        num = bisect_right(self._arrivals_s, self._now_s)
+        return [
+            self._end_s.get(job_id, self._now_s) - arrival_s
+            for job_id, arrival_s in zip(self._job_ids[:num], self._arrivals_s[:num], strict=True)
+        ]
+
+    def make_result(self) -> Steady:
+        """What was seen until the last look."""
+        seen = self._seen
+        assert seen is not None, "a simulation is looked at before it ends"
+        start_s, end_s = seen.warm_up_s, COHORT * self._now_s
+        first, last = (bisect_right(self._arrivals_s, at_s) for at_s in (start_s, end_s))
+        ttfts_s = [
+            turn.ttft_s
+            for turn in self._simulation.records
+            if start_s < turn.due_s <= end_s and turn.ttft_s is not None
+        ]
+        return Steady(
+            verdict=self._verdict,
+            offered_jps=seen.offered_jps,
+            finished_jps=seen.finished_jps,
+            job_times_s=tuple(self._get_times_s()[first:last]),
+            ttfts_s=tuple(ttfts_s),
+            simulated_s=self._now_s,
+            warm_up_s=start_s,
+            num_jobs=bisect_right(self._arrivals_s, self._now_s),
+            num_cut=self._prepared.num_cut,
+            step_cost=self._prepared.machine.step_cost_name,
+        )
