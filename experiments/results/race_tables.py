@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from experiments.results.row import Row, Table
 from experiments.results.settings import OURS, YARDSTICKS, Runs, Setting, format_step, get_settings
-from experiments.results.tables import format_markdown
+from experiments.results.tables import MARKS, format_markdown, get_marks
 from experiments.results.verdicts import (
     P95,
     P99,
@@ -51,7 +51,7 @@ def format_race(table: Table, rows: Sequence[Row], runs: Runs) -> str:
             about,
             "Mean job time in seconds, each policy at its best size of steps in hindsight (behind the @; "
             "none: the default). Bold: the best, and what is within 2 % of it. A policy that ran fewer seeds "
-            "than `tenuto` is shown by its ratio to `tenuto` on those that both ran.",
+            f"than `tenuto` is shown by its ratio to `tenuto` on those that both ran. {MARKS}",
             format_best(verdicts, by_row),
             "`tenuto` with adaptive steps over the best of the others; then what the jobs feel: `tenuto`'s "
             "figure / the best other's.",
@@ -79,7 +79,7 @@ def format_best(verdicts: Mapping[str, Verdict], by_row: Mapping[str, Mapping[Se
         settings = by_row[row]
         ours = settings[OURS]
         ratio = verdict.ratio.mean
-        cells = [row, _mark(get_mean(ours), is_best=ratio <= TIE)]
+        cells = [row, _mark(get_mean(ours), is_best=ratio <= TIE) + get_marks(ours.values())]
         for policy in policies:
             setting = verdict.best.get(policy)
             if setting is None:
@@ -91,7 +91,8 @@ def format_best(verdicts: Mapping[str, Verdict], by_row: Mapping[str, Mapping[Se
             mean_s = get_mean(ours) * relative.mean
             is_best = relative.mean <= TIE * min(1, 1 / ratio)
             step = "" if setting.step is None else f" @{format_step(setting.step)}"
-            cells.append(_mark(mean_s, is_best=is_best) + step)
+            marks = get_marks(settings[setting].values())
+            cells.append(_mark(mean_s, is_best=is_best) + marks + step)
         lines.append(cells)
     heads = ["mean, s", "tenuto", *(policy.replace("/", " / ") for policy in policies)]
     return format_markdown(heads, lines)
@@ -116,13 +117,15 @@ def format_details(verdicts: Mapping[str, Verdict], by_row: Mapping[str, Mapping
             for each in (ours, theirs)
         )
         ratios = [compare(ours, theirs, get) for get in (P95, P99, TTFT_P95)]
+        # A letter of either is one of the ratio.
+        marks = max(get_marks(ours.values()), get_marks(theirs.values()), key=len)
         sign = SIGNS[verdict.outcome] + (" ⚠ harm" if verdict.is_harmed else "")
         lines.append(
             [
                 row,
                 sign,
                 verdict.rival.label,
-                str(verdict.ratio),
+                f"{verdict.ratio}{marks}",
                 *(f"{ratio.mean:.2f}" if ratio else "–" for ratio in ratios),
                 both("ttft_s", "p50"),
                 both("ttft_s", "p95"),

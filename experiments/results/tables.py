@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.results.row import Row, Table
@@ -17,6 +17,30 @@ OURS, STOCK = "tenuto", "stock"
 Records = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 """By row's title and policy: one record per seed."""
 
+BEHIND, SLOWED = 0.9, 1.25
+MARKS = (
+    f"ᵒ: less than {100 * BEHIND:.0f} % of the row's jobs per second finish, and jobs take {SLOWED} times as "
+    "long as alone, or longer: more jobs may arrive than finish, and then the mean depends on how long they "
+    "arrive. ¹: one seed, which proves nothing."
+)
+"""What stands behind numbers. Kept records do not say how job times grow, as `is_overloaded` asks."""
+
+
+def get_marks(records: Collection[Mapping[str, Any]]) -> str:
+    """What to put behind a number that is made of these records, one per seed."""
+    return ("ᵒ" if any(map(_is_behind, records)) else "") + ("¹" if len(records) == 1 else "")
+
+
+def _is_behind(record: Mapping[str, Any]) -> bool:
+    offered_jps, finished_jps = record["jps"], record["finished_jps"]
+    # A trace keeps its own times; the title of its row says the rate.
+    if offered_jps is None and (rate := re.search(r"([\d.]+)/s", record["row"])):
+        offered_jps = float(rate[1])
+    if not offered_jps or not finished_jps or finished_jps >= BEHIND * offered_jps:
+        return False
+    slowdown = record.get("slowdown")
+    return slowdown is None or slowdown["mean"] >= SLOWED
+
 
 def format_section(table: Table, rows: Sequence[Row], records: Records) -> str:
     """Everything there is to say of one table."""
@@ -28,7 +52,7 @@ def format_section(table: Table, rows: Sequence[Row], records: Records) -> str:
     if OURS in policies and STOCK in policies and all(row.group for row in rows):
         parts.append(format_winners(rows, policies, records))
     seeds = sorted({record["seed"] for each in records.values() for record in each})
-    about = f"{table.about} Seeds: {', '.join(map(str, seeds))}."
+    about = f"{table.about} Seeds: {', '.join(map(str, seeds))}. {MARKS}"
     return "\n\n".join([f"### {table.title}", about, *parts])
 
 
@@ -56,6 +80,7 @@ def format_means(rows: Sequence[Row], policies: Sequence[str], records: Records)
                 text = f"**{text}**"
             elif policy == OURS:
                 text = f"🔴 {text}"
+            text += get_marks(records[row.title, policy])
             cells.append(f"{text} !" if count_faults(records[row.title, policy]) else text)
         lines.append([row.title, *cells])
     table = format_markdown(["mean, s", *map(get_label, policies)], lines)
@@ -107,7 +132,7 @@ def format_percentiles(rows: Sequence[Row], policies: Sequence[str], records: Re
         cells = [row.title, get_label(best)]
         for policy in (STOCK, best, OURS):
             of_row = records[row.title, policy]
-            cells.append(" / ".join(f"{get_mean(of_row, key):.0f}" for key in keys))
+            cells.append(" / ".join(f"{get_mean(of_row, key):.0f}" for key in keys) + get_marks(of_row))
         for policy in (STOCK, best, OURS):
             slowdowns = [record["slowdown"] for record in records[row.title, policy]]
             cells.append(f"{statistics.fmean(each['max'] / each['p50'] for each in slowdowns):.1f}")

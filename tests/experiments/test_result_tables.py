@@ -11,7 +11,7 @@ import pytest
 
 from experiments.results.__main__ import find_lost
 from experiments.results.rows import DEFAULTS, OPTIONS, TABLES, Row
-from experiments.results.tables import format_means, format_ratios, format_winners, put_section
+from experiments.results.tables import format_means, format_ratios, format_winners, get_marks, put_section
 from tenuto.core.loader import PRESETS, get_policy_names, load_policy
 from tenuto.policies.tenuto import Tenuto
 from tenuto.sim.machine import build
@@ -23,7 +23,9 @@ ROWS = [Row(f"H100, {jps}/s", Setup(), LoadOptions(jps=jps), "H100", f"{jps}/s")
 
 def make_records(times: dict[str, tuple[float, float]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     return {
-        (row.title, policy): [{"job_s": {"mean": each[n]}, "seed": 42}]
+        (row.title, policy): [
+            {"job_s": {"mean": each[n]}, "seed": 42, "row": row.title, "jps": 1, "finished_jps": 1}
+        ]
         for policy, each in times.items()
         for n, row in enumerate(ROWS)
     }
@@ -61,8 +63,8 @@ def test_the_best_is_bold_and_a_loss_is_red() -> None:
     times = {"stock": (10.0, 20.0), "concur": (9.0, 10.0), "unbounded": (1.0, 1.0), "tenuto": (8.0, 11.0)}
     records = make_records(times)
     first, second = format_means(ROWS, policies, records).splitlines()[2:]
-    assert first == "| H100, 1/s | 10.0 | 9.0 | 1.0 | **8.0** |"
-    assert second == "| H100, 2/s | 20.0 | **10.0** | 1.0 | 🔴 11.0 |"
+    assert first == "| H100, 1/s | 10.0¹ | 9.0¹ | 1.0¹ | **8.0**¹ |"
+    assert second == "| H100, 2/s | 20.0¹ | **10.0**¹ | 1.0¹ | 🔴 11.0¹ |"
     best = format_ratios(ROWS, policies, records).splitlines()[2]
     # 8 / 9 and 11 / 10; their geometric mean is 0.989.
     assert best == "| the best other of each row | 0.99 | 0.89 | 1.10 | H100, 2/s |"
@@ -78,9 +80,30 @@ def test_a_policy_whose_hooks_failed_is_marked() -> None:
     assert "!" not in format_means(ROWS, policies, records)
     records["H100, 2/s", "tenuto"][0]["policy_faults"] = 3
     first, second, _, note = format_means(ROWS, policies, records).splitlines()[2:]
-    assert first == "| H100, 1/s | 10.0 | **8.0** |"
-    assert second == "| H100, 2/s | 20.0 | **11.0** ! |"
+    assert first == "| H100, 1/s | 10.0¹ | **8.0**¹ |"
+    assert second == "| H100, 2/s | 20.0¹ | **11.0**¹ ! |"
     assert note.startswith("! Hooks of the policy failed (3 times in all)")
+
+
+@pytest.mark.parametrize(
+    ("jps", "finished_jps", "slowdown", "title", "marks"),
+    [
+        (2.0, 1.7, 3.0, "H100", "ᵒ"),
+        (2.0, 1.8, 3.0, "H100", ""),
+        (2.0, 1.7, 1.2, "H100", ""),
+        (2.0, None, 3.0, "H100", ""),
+        (None, 0.096, 2.4, "50 turns, 0.15/s", "ᵒ"),
+        (None, 0.14, 2.4, "50 turns, 0.15/s", ""),
+        (None, 0.1, 2.4, "a trace", ""),
+    ],
+)
+def test_what_a_reader_must_know_stands_at_the_number(
+    jps: float | None, finished_jps: float | None, slowdown: float, title: str, marks: str
+) -> None:
+    record = {"row": title, "jps": jps, "finished_jps": finished_jps, "slowdown": {"mean": slowdown}}
+    steady = {"row": title, "jps": 1.0, "finished_jps": 1.0, "slowdown": None}
+    assert get_marks([record, steady]) == marks
+    assert get_marks([record]) == f"{marks}¹"
 
 
 def test_a_section_takes_its_own_place() -> None:
