@@ -12,6 +12,7 @@ from typing import Any
 
 from tenuto.core import __version__
 from tenuto.core.errors import ConfigError
+from tenuto.core.limits import Limits
 from tenuto.core.policy import Oracle, Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.records.files import RunFiles
@@ -47,6 +48,8 @@ class Extras:
     """Whether a fault of the policy ends the run with PolicyError."""
     trace: TraceWriter | None = None
     """Gets every step and every turn that starts. Decisions and jobs come through `log`."""
+    limits: Limits | None = None
+    """Used instead of those that the setup names."""
     tell: Callable[[float, int, int], None] | None = None
     """Told after every step: the simulated seconds, how many turns have finished, and how many there are."""
 
@@ -149,6 +152,8 @@ def prepare(
     if setup.fleet is not None:
         return _prepare_fleet(setup, load, given, extras, watch)
     machine = build(setup, copy.deepcopy(extras.policy))
+    if extras.limits is not None:
+        machine = replace(machine, limits=extras.limits)
     scheduler = machine.make_scheduler(log, strict=extras.strict)
     workload, num_cut = _truncate(given, scheduler.kv, "this machine")
     if isinstance(machine.policy, Oracle):

@@ -1,0 +1,107 @@
+"""Stock, every rival at several settings and `tenuto` on whole scenarios that are drawn at random.
+
+    python -m experiments.random_scenarios --seed 11 --count 30          draw, run and report
+    python -m experiments.random_scenarios --seed 11 --count 30 --report report what has run
+    python -m experiments.random_scenarios --seed 11 --count 3 --list    what they are
+    python -m experiments.random_scenarios --seed 11 --count 30 --against OLD.jsonl   two codes of tenuto
+
+What has run is kept in --out and not run again, unless the code that decides has changed since. A scenario
+takes a minute or two of processor time with all rivals; `--policies stock` has ours, stock and the bounds.
+docs/random_scenarios.md has the prior, and which seeds were used for choosing something: these are never
+reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from experiments.random_scenarios.draw import draw_scenario
+from experiments.random_scenarios.report import (
+    Found,
+    compare_codes,
+    draw_picture,
+    format_codes,
+    format_report,
+    get_worst,
+)
+from experiments.random_scenarios.runs import EXPLAINING, RIVALS, STEPS, Book, list_settings, run_all
+from experiments.results.settings import Step
+
+OUT = Path(__file__).parents[1] / "out" / "random_scenarios.jsonl"
+CHOSEN_ON = Path(__file__).with_name("chosen_on.txt")
+
+
+def read_chosen() -> set[int]:
+    """The seeds that something was chosen on."""
+    lines = CHOSEN_ON.read_text(encoding="utf-8").splitlines()
+    return {int(line.split()[0]) for line in lines if line and not line.startswith("#")}
+
+
+def read_step(text: str) -> Step:
+    """A size of steps; `default` is what the policy wants, else the engine's whole budget."""
+    return None if text == "default" else int(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, required=True, help="a seed of scenarios: any number")
+    parser.add_argument("--count", type=int, default=30, help="how many of them (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=1, help="draws of the jobs of each (%(default)s)")
+    parser.add_argument("--policies", default=",".join(RIVALS), help="the rivals, with commas")
+    parser.add_argument("--steps", default="default,512,2048", help="their sizes of steps, with commas")
+    parser.add_argument("--out", type=Path, default=OUT, help="the file of what has run (%(default)s)")
+    parser.add_argument("--against", type=Path, help="another such file: compare `tenuto` of two codes")
+    parser.add_argument("--picture", type=Path, help="write the picture to this SVG file")
+    parser.add_argument("--workers", type=int, help="processes; default: one per core")
+    parser.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster: auto, or its address")
+    parser.add_argument("--report", action="store_true", help="run nothing, report what has run")
+    parser.add_argument("--list", action="store_true", help="print the scenarios, and run nothing")
+    args = parser.parse_args()
+    if args.count < 1 or args.first < 0 or args.repeats < 1:
+        parser.error("--count and --repeats must be at least 1, --first must not be negative")
+    scenarios = [(args.seed, number) for number in range(args.first, args.first + args.count)]
+    if args.list:
+        for place in scenarios:
+            scenario = draw_scenario(*place)
+            print(f"{scenario.name}  {scenario.describe()}")
+        return 0
+    steps = [read_step(text) for text in args.steps.split(",")] if args.steps else STEPS
+    settings = list_settings(args.policies.split(","), steps)
+    book = Book(args.out)
+    how = {"repeats": args.repeats, "workers": args.workers, "ray": args.ray}
+    if args.report:
+        settings = []
+    records = run_all([] if args.report else scenarios, settings, book, **how)
+    if args.report:
+        wanted = set(scenarios)
+        records = [each for each in book.read()[1] if (each["seed"], each["number"]) in wanted]
+        codes = {each["code"] for each in records}
+        if len(codes) > 1:
+            latest = records[-1]["code"]
+            print(f"Records of {len(codes)} codes; only those of the last, {latest}, count.", file=sys.stderr)
+            records = [each for each in records if each["code"] == latest]
+    else:
+        worst = get_worst(Found(records))
+        records += [
+            each
+            for each in run_all(worst, EXPLAINING, book, workers=args.workers, ray=args.ray)
+            if each not in records
+        ]
+    found = Found(records)
+    if args.seed in read_chosen():
+        print(f"Seed {args.seed} was used to choose something: not to be reported.\n")
+    print(format_report(found))
+    if args.against is not None:
+        print("\n" + format_codes(compare_codes(records, Book(args.against).read()[1])))
+    if args.picture is not None:
+        draw_picture(found, args.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""What the runs of scenarios say: distributions of ratios, never single rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from experiments.random_scenarios.runs import (
+    CLAIRVOYANT,
+    EXPLAINING,
+    OURS,
+    STOCK,
+    UNLIMITED,
+    get_scenario,
+)
+from experiments.results.settings import YARDSTICKS, Setting
+from tenuto.records.metrics import get_geometric_mean, get_percentile
+
+MATTERS = 1.1
+"""The policy matters where stock as shipped takes more than this much of the best."""
+SAME = 0.02
+"""Ratios that differ from 1 by less say nothing."""
+METRICS = {
+    "mean job time": ("job_s", "mean"),
+    "P95 job time": ("job_s", "p95"),
+    "P99 job time": ("job_s", "p99"),
+    "mean slowdown": ("slowdown", "mean"),
+    "P95 TTFT": ("ttft_s", "p95"),
+    "plain P95 TTFT": ("plain_ttft_s", "p95"),
+    "longest wait": ("queue_s", "max"),
+}
+"""By name, where a record has it. All are times: less is better."""
+MEAN = "mean job time"
+
+Record = Mapping[str, Any]
+Id = tuple[int, int]
+"""A scenario's seed and number."""
+
+
+def get_value(record: Record, metric: str) -> float | None:
+    """A metric of a run; None where there is none, such as plain requests."""
+    part, name = METRICS[metric]
+    return None if record[part] is None else float(record[part][name])
+
+
+@dataclass(frozen=True)
+class Found:
+    """The runs of all scenarios; a scenario's figure is the geometric mean over its repeats."""
+
+    records: Sequence[Record]
+
+    @cached_property
+    def by_setting(self) -> dict[Setting, dict[Id, list[Record]]]:
+        """The runs by setting and scenario, in the order of the repeats."""
+        found: dict[Setting, dict[Id, list[Record]]] = {}
+        for each in sorted(self.records, key=lambda each: each["repeat"]):
+            runs = found.setdefault(Setting(each["policy"], each["step"]), {})
+            runs.setdefault((each["seed"], each["number"]), []).append(each)
+        return found
+
+    @cached_property
+    def scenarios(self) -> list[Id]:
+        """Those with a run of stock and one of ours."""
+        return sorted(self.by_setting.get(OURS, {}).keys() & self.by_setting.get(STOCK, {}).keys())
+
+    @cached_property
+    def rivals(self) -> list[Setting]:
+        """What competes: no yardsticks, not ours."""
+        return [
+            each for each in self.by_setting if each.policy != OURS.policy and each.policy not in YARDSTICKS
+        ]
+
+    @cached_property
+    def matters(self) -> list[Id]:
+        """The scenarios where the policy matters at all: see `MATTERS`."""
+        best = {each: self._get_best_mean(each) for each in self.scenarios}
+        return [each for each in self.scenarios if self.get(STOCK, each, MEAN) > MATTERS * best[each]]
+
+    def get(self, setting: Setting, scenario: Id, metric: str) -> float:
+        """A scenario's figure; raises KeyError if it was not run, or has none."""
+        values = [get_value(each, metric) for each in self.by_setting[setting][scenario]]
+        known = [each for each in values if each is not None]
+        if not known:
+            raise KeyError(metric)
+        return get_geometric_mean(known)
+
+    def get_ratios(
+        self, over: Setting | Mapping[Id, Setting], metric: str, scenarios: Iterable[Id], of: Setting = OURS
+    ) -> dict[Id, float]:
+        """`of` over another setting, by scenario; those where one of the two has no figure are left out."""
+        found = {}
+        for scenario in scenarios:
+            try:
+                base = self.get(over if isinstance(over, Setting) else over[scenario], scenario, metric)
+                value = self.get(of, scenario, metric)
+            except KeyError:
+                continue
+            if base > 0:
+                found[scenario] = value / base
+        return found
+
+    def get_range(self, scenario: Id, metric: str) -> tuple[float, float]:
+        """The least and the largest ratio to stock of one repeat."""
+        pairs = zip(self.by_setting[OURS][scenario], self.by_setting[STOCK][scenario], strict=False)
+        ratios = [(get_value(own, metric) or 0) / (get_value(base, metric) or 1) for own, base in pairs]
+        return min(ratios), max(ratios)
+
+    def get_best(self, scenario: Id, settings: Iterable[Setting] | None = None) -> Setting:
+        """The setting with the least mean job time in this scenario: what one knows in hindsight."""
+        ran = [each for each in (settings or self.rivals) if scenario in self.by_setting[each]]
+        return min(ran, key=lambda each: self.get(each, scenario, MEAN))
+
+    def _get_best_mean(self, scenario: Id) -> float:
+        best = self.get_best(scenario)
+        return min(self.get(best, scenario, MEAN), self.get(OURS, scenario, MEAN))
+
+    def get_best_for_all(self, policy: str) -> Setting | None:
+        """The one size of steps at which this policy does best over all scenarios. None if it was not run."""
+        ran = [
+            each
+            for each in self.rivals
+            if each.policy == policy and set(self.scenarios) <= self.by_setting[each].keys()
+        ]
+        if not ran:
+            return None
+        return min(ran, key=lambda each: get_geometric_mean(self.get(each, s, MEAN) for s in self.scenarios))
+
+
+def format_report(found: Found) -> str:
+    """The tables, in Markdown."""
+    if not found.scenarios:
+        return "No scenario has run under both stock and tenuto yet."
+    return "\n\n".join(
+        (
+            _format_answer(found),
+            _format_over_stock(found),
+            _format_rivals(found),
+            _format_bounds(found),
+            _format_worst(found),
+        )
+    )
+
+
+def _format_answer(found: Found) -> str:
+    means = found.get_ratios(STOCK, MEAN, found.scenarios)
+    worse = {each: ratio for each, ratio in means.items() if ratio > 1 + SAME}
+    tails = found.get_ratios(STOCK, "P95 TTFT", found.scenarios)
+    late = sum(ratio > 1.1 for ratio in tails.values())
+    plain = found.get_ratios(STOCK, "plain P95 TTFT", found.scenarios)
+    best = found.get_ratios({each: found.get_best(each) for each in found.scenarios}, MEAN, found.scenarios)
+    lines = [
+        f"Over {len(means)} scenarios, `tenuto` takes **{get_geometric_mean(means.values()):.2f}** of the mean "
+        f"job time of stock vLLM as it ships ({min(means.values()):.2f} to {max(means.values()):.2f}; worse by "
+        f"more than {SAME:.0%} in {len(worse)}).",
+        f"In the {len(found.matters)} where the policy matters (stock takes more than {MATTERS:g} of the best) "
+        + (f"it takes {_mean_of(means, found.matters)}." if found.matters else "there is nothing to say."),
+        f"The P95 time to the first token is more than 1.1 of stock's in {late} of {len(tails)} scenarios (at "
+        f"most {max(tails.values()):.1f})"
+        + (
+            f", that of plain requests in {sum(r > 1.1 for r in plain.values())} of {len(plain)} (at most "
+            f"{max(plain.values()):.1f})."
+            if plain
+            else "."
+        ),
+        f"Over the best rival in hindsight, at its best size of steps: "
+        f"{get_geometric_mean(best.values()):.3f} ({min(best.values()):.2f} to {max(best.values()):.2f}).",
+    ]
+    return "\n".join(lines)
+
+
+def _mean_of(ratios: Mapping[Id, float], scenarios: Iterable[Id]) -> str:
+    return f"{get_geometric_mean(ratios[each] for each in scenarios if each in ratios):.2f}"
+
+
+def _format_ratios(ratios: Mapping[Id, float]) -> str:
+    """Geometric mean, median, 95th percentile, range, and in how many it is better and worse."""
+    if not ratios:
+        return "| – | – | – | – | – |"
+    values = list(ratios.values())
+    better, worse = sum(each < 1 - SAME for each in values), sum(each > 1 + SAME for each in values)
+    return (
+        f"| {get_geometric_mean(values):.3f} | {get_percentile(values, 50):.3f} "
+        f"| {get_percentile(values, 95):.2f} | {min(values):.2f} to {max(values):.2f} "
+        f"| {better} / {worse} of {len(values)} |"
+    )
+
+
+HEAD = "| geometric mean | median | P95 | range | better / worse by 2 % |\n"
+
+
+def _format_over_stock(found: Found) -> str:
+    lines = [
+        "### Over stock vLLM as it ships\n",
+        "| metric | scenarios " + HEAD + "|---|---|---|---|---|---|---|",
+    ]
+    for metric in METRICS:
+        for title, scenarios in (("all", found.scenarios), ("policy matters", found.matters)):
+            ratios = found.get_ratios(STOCK, metric, scenarios)
+            lines.append(f"| {metric} | {title} {_format_ratios(ratios)}")
+    return "\n".join(lines)
+
+
+def _format_rivals(found: Found) -> str:
+    lines = [
+        "### Over each rival, at the one size of steps that is best for it over all scenarios\n",
+        "| rival | scenarios " + HEAD + "|---|---|---|---|---|---|---|",
+    ]
+    policies = list(dict.fromkeys(each.policy for each in found.rivals))
+    settings = [each for policy in policies if (each := found.get_best_for_all(policy)) is not None]
+    for setting in settings:
+        for title, scenarios in (("all", found.scenarios), ("policy matters", found.matters)):
+            lines.append(
+                f"| `{setting.label}` | {title} {_format_ratios(found.get_ratios(setting, MEAN, scenarios))}"
+            )
+    hindsight = {each: found.get_best(each) for each in found.scenarios}
+    for title, scenarios in (("all", found.scenarios), ("policy matters", found.matters)):
+        for metric in (MEAN, "P95 job time", "P95 TTFT"):
+            ratios = found.get_ratios(hindsight, metric, scenarios)
+            lines.append(f"| the best in hindsight: {metric} | {title} {_format_ratios(ratios)}")
+    return "\n".join(lines)
+
+
+def _format_bounds(found: Found) -> str:
+    lines = [
+        "### What is left: over a policy that knows the future, and over memory for all\n",
+        "| bound | scenarios " + HEAD + "|---|---|---|---|---|---|---|",
+    ]
+    for name, setting in (("`clairvoyant @512`", CLAIRVOYANT), ("`tenuto` with unlimited memory", UNLIMITED)):
+        for title, scenarios in (("all", found.scenarios), ("policy matters", found.matters)):
+            for metric in (MEAN, "P95 TTFT"):
+                if setting in found.by_setting:
+                    ratios = found.get_ratios(setting, metric, scenarios)
+                    lines.append(f"| {name}: {metric} | {title} {_format_ratios(ratios)}")
+    return "\n".join(lines)
+
+
+def get_worst(found: Found, number: int = 5) -> list[Id]:
+    """The scenarios with the largest ratio of the mean job time to the best rival's."""
+    ratios = found.get_ratios({each: found.get_best(each) for each in found.scenarios}, MEAN, found.scenarios)
+    return sorted(ratios, key=lambda each: -ratios[each])[:number]
+
+
+def _format_worst(found: Found) -> str:
+    lines = ["### The worst five against the best rival, and what in them makes it so\n"]
+    for scenario in get_worst(found):
+        best = found.get_best(scenario)
+        own, base = found.by_setting[OURS][scenario][0], found.by_setting[best][scenario][0]
+        ratio = found.get(OURS, scenario, MEAN) / found.get(best, scenario, MEAN)
+        lines.append(
+            f"- **{scenario[0]}/{scenario[1]}**: {ratio:.3f} of `{best.label}`. {get_scenario(*scenario).describe()}."
+        )
+        lines.append(f"  {_compare_work(own, base)}")
+        changes = {
+            each: found.get(each, scenario, MEAN) / found.get(OURS, scenario, MEAN)
+            for each in EXPLAINING
+            if scenario in found.by_setting.get(each, {})
+        }
+        if changes:
+            words = ", ".join(
+                f"{each.step}: {value:.3f}" for each, value in sorted(changes.items(), key=by_value)
+            )
+            lines.append(f"  `tenuto` with one thing changed, over itself: {words}.")
+    return "\n".join(lines)
+
+
+def by_value(item: tuple[Setting, float]) -> float:
+    """What changes are ordered by."""
+    return item[1]
+
+
+def _compare_work(own: Record, base: Record) -> str:
+    parts = []
+    for name, key in (("computed again", "recomputed_tokens"), ("loaded", "loaded_tokens")):
+        parts.append(f"{name} {own[key] or 0:,} tokens, the rival {base[key] or 0:,}")
+    parts.append(f"preemptions {own['preemptions']}, {base['preemptions']}")
+    return "; ".join(parts) + "."
+
+
+def draw_picture(found: Found, path: Path) -> None:
+    """The ratios to stock of three metrics, sorted, with the range of the repeats, as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    metrics = (MEAN, "P95 job time", "P95 TTFT")
+    figure, panels = pyplot.subplots(1, len(metrics), figsize=(10, 3.6), sharey=True, layout="constrained")
+    for panel, metric in zip(panels, metrics, strict=True):
+        ratios = found.get_ratios(STOCK, metric, found.scenarios)
+        for at, scenario in enumerate(sorted(ratios, key=lambda each: ratios[each])):
+            low, high = found.get_range(scenario, metric)
+            color = "tab:blue" if scenario in found.matters else "silver"
+            panel.plot([at, at], [low, high], color=color, linewidth=1)
+            panel.plot(at, ratios[scenario], marker="o", markersize=3, color=color)
+        panel.axhline(1, color="black", linewidth=0.8)
+        panel.set_yscale("log")
+        ticks = (0.25, 0.5, 0.75, 1, 1.5, 2, 4, 8)
+        panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        panel.minorticks_off()
+        panel.set_title(metric)
+        panel.set_xlabel("scenarios, sorted")
+    panels[0].set_ylabel("tenuto / stock vLLM as it ships")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def compare_codes(records: Iterable[Record], other: Iterable[Record]) -> Callable[[str], dict[Id, float]]:
+    """By metric and scenario, `tenuto` of the first records over `tenuto` of the others: two codes."""
+    new, old = Found(list(records)), Found(list(other))
+
+    def get_ratios(metric: str) -> dict[Id, float]:
+        shared = new.by_setting.get(OURS, {}).keys() & old.by_setting.get(OURS, {}).keys()
+        ratios = {}
+        for scenario in sorted(shared):
+            try:
+                ratios[scenario] = new.get(OURS, scenario, metric) / old.get(OURS, scenario, metric)
+            except KeyError:
+                continue
+        return ratios
+
+    return get_ratios
+
+
+def format_codes(ratios: Callable[[str], dict[Id, float]]) -> str:
+    """The present code over another one, metric by metric."""
+    lines = [
+        "### `tenuto` of this code over `tenuto` of the other\n",
+        "| metric " + HEAD + "|---|---|---|---|---|---|",
+    ]
+    lines += [f"| {metric} {_format_ratios(ratios(metric))}" for metric in METRICS]
+    worst = sorted(itertools.islice(sorted(ratios(MEAN).items(), key=lambda item: -item[1]), 5))
+    lines.append(
+        "\nWorst means: " + ", ".join(f"{seed}/{number} {ratio:.3f}" for (seed, number), ratio in worst)
+    )
+    return "\n".join(lines)

@@ -1,0 +1,318 @@
+"""Runs scenarios: finds each one's rate, then every policy at every setting; what has run is not run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from experiments.random_scenarios.draw import Flow, Scenario, draw_scenario, make_jobs
+from experiments.results.row import Row
+from experiments.results.settings import Setting, Step
+from experiments.same_decisions import digest_code
+from tenuto.core.limits import Limits
+from tenuto.records.schema import TurnRecord
+from tenuto.sim.run import Extras, run
+from tenuto.sim.setup import Setup
+from tenuto.sim.sweep.at_once import open_processes
+from tenuto.workload.load_options import LoadOptions
+
+UNLIMITED_TOKENS = 20_000_000
+"""A cache that holds every job of a scenario."""
+RIVALS = (
+    *("stock", "stock-tuned", "continuum/async", "contextserve/async", "infercept/asked", "autellix+"),
+    *("sglang-lpm/async", "thunderagent/async", "concur/async", "break-even/asked"),
+)
+"""With host memory where the scenario has some, also for those whose authors left it out."""
+STEPS: tuple[Step, ...] = (None, 512, 2048)
+OURS, STOCK, CLAIRVOYANT = Setting("tenuto"), Setting("stock"), Setting("clairvoyant/async", 512)
+UNLIMITED = Setting("tenuto", "unlimited memory")
+EXPLAINING = (
+    Setting("tenuto", "no bound on waits"),
+    Setting("tenuto", 512),
+    Setting("tenuto", 2048),
+    Setting("tenuto", "no host memory"),
+    UNLIMITED,
+)
+"""One thing changed at a time, to see what makes a scenario bad."""
+KNEE = 2.5
+"""What stock can do is the highest rate at which a job takes at most this much longer on the engine (tools
+and people aside) than at a rate so low that jobs are alone."""
+MAX_TURNS = 4000
+"""A scenario has about so many turns at most, so that a run takes seconds."""
+MIN_JOBS, MAX_JOBS = 40, 600
+PROBES = 7
+"""Runs of a search for the knee."""
+SHORTEST = 1 / 64
+"""Tools and people take at least this share of what was drawn."""
+KEPT = (
+    *("gpu", "model", "jobs", "prompt_tokens", "output_tokens", "hit_tokens", "reused_tokens"),
+    *("reusable_tokens", "recomputed_tokens", "loaded_tokens", "preemptions", "policy_faults", "makespan_s"),
+    *("offered_jps", "finished_jps", "step_cost"),
+)
+STATS = {
+    "job_s": ("mean", "p95", "p99"),
+    "slowdown": ("mean",),
+    "ttft_s": ("mean", "p95"),
+    "plain_ttft_s": ("p95",),
+    "queue_s": ("max",),
+}
+
+
+class Place(NamedTuple):
+    """One run."""
+
+    seed: int
+    number: int
+    repeat: int
+    setting: Setting
+    flow: Flow
+
+
+@cache
+def get_scenario(seed: int, number: int) -> Scenario:
+    """The scenario; drawing one builds its machine, so it is kept."""
+    return draw_scenario(seed, number)
+
+
+def probe(seed: int, number: int) -> Flow:
+    """Find what stock can do (see `KNEE`), and take the scenario's share of it.
+
+    A flow is steady only with two generations of jobs at least. Where so many would be more than `MAX_TURNS`
+    allows, tools and people take half as long, and so on.
+    """
+    scenario = get_scenario(seed, number)
+    sample = make_jobs(scenario, Flow(1.0, MIN_JOBS))
+    mean_turns = sum(len(job.turns) for job in sample.jobs) / MIN_JOBS
+    most = max(MIN_JOBS, min(MAX_JOBS, int(MAX_TURNS / mean_turns)))
+    waits_s = fmean(sum(turn.tool_s for turn in job.turns) for job in sample.jobs)
+    # So far apart that hardly two jobs meet.
+    alone_s = _measure_busy_s(scenario, Flow(1 / (20 * (waits_s + 60)), MIN_JOBS))
+    waits = 1.0
+    while True:
+        job_s = waits * waits_s + KNEE * alone_s
+        knee = _find_knee(scenario, alone_s, job_s, waits, most)
+        if 2 * knee * job_s <= most or waits <= SHORTEST:
+            break
+        waits /= 2
+    rate = scenario.load * knee
+    return Flow(rate, _count_jobs(rate, job_s, most), waits)
+
+
+def _find_knee(scenario: Scenario, alone_s: float, job_s: float, waits: float, most: int) -> float:
+    rate = 4 / alone_s
+    low: float | None = None
+    high: float | None = None
+    for _ in range(PROBES):
+        flow = Flow(rate, _count_jobs(rate, job_s, most), waits)
+        if _measure_busy_s(scenario, flow) > KNEE * alone_s:
+            high = rate
+        else:
+            low = rate
+        if low is not None and 2 * low * job_s > most:
+            break
+        if low is not None and high is not None:
+            rate = (low * high) ** 0.5
+        else:
+            rate = rate / 4 if low is None else rate * 4
+    return low or rate
+
+
+def _count_jobs(rate: float, job_s: float, most: int) -> int:
+    """Jobs of two generations, and of a minute at least."""
+    return max(MIN_JOBS, min(most, round(rate * max(60.0, 2 * job_s))))
+
+
+def _measure_busy_s(scenario: Scenario, flow: Flow) -> float:
+    """Mean seconds of a job under stock vLLM, tools and people aside."""
+    row = Row("", scenario.setup, LoadOptions(hints=scenario.hints))
+    setup, load = row.place(STOCK.policy, 0)
+    outcome = run(setup, load, extras=Extras(workload=make_jobs(scenario, flow)))
+    return sum(map(_get_turn_s, outcome.turns)) / flow.num_jobs
+
+
+def _get_turn_s(turn: TurnRecord) -> float:
+    return (turn.last_token_s or turn.due_s) - turn.due_s
+
+
+def run_place(place: Place) -> dict[str, Any]:
+    """Run one setting of one scenario; returns what is kept of its record."""
+    started_s = time.process_time()
+    scenario = get_scenario(place.seed, place.number)
+    setup, limits = get_setup(scenario, place.setting)
+    load = LoadOptions(hints=scenario.hints)
+    workload = make_jobs(scenario, place.flow, place.repeat)
+    record = run(setup, load, extras=Extras(workload=workload, limits=limits)).record
+    kept = {name: record[name] for name in KEPT}
+    for name, wanted in STATS.items():
+        kept[name] = None if record[name] is None else {each: record[name][each] for each in wanted}
+    return {
+        "seed": place.seed, "number": place.number, "repeat": place.repeat,
+        "policy": place.setting.policy, "step": place.setting.step,
+        **_shorten(kept),
+        "code": digest_code(),
+        "cpu_s": round(time.process_time() - started_s, 2),
+    }
+
+
+def get_setup(scenario: Scenario, setting: Setting) -> tuple[Setup, Limits | None]:
+    """The machine for a setting; `Limits` where they are not those that the setup names."""
+    step = setting.step
+    is_size = step is None or isinstance(step, int)
+    row = Row("", scenario.setup, LoadOptions())
+    setup, _ = row.place(setting.policy, 0, step if is_size else None)
+    if step == "unlimited memory":
+        setup = replace(setup, kv_tokens=UNLIMITED_TOKENS)
+    elif step == "no host memory":
+        setup = replace(setup, host_gb=0.0)
+    elif step == "no bound on waits":
+        return setup, Limits(max_wait_over_stock=None)
+    return setup, None
+
+
+def _shorten(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, Mapping):
+        return {key: _shorten(each) for key, each in value.items()}
+    return value
+
+
+def list_settings(policies: Sequence[str], steps: Sequence[Step]) -> list[Setting]:
+    """All settings of a scenario: ours, the bounds, and each rival at each size of steps."""
+    rivals = [Setting(policy, step) for policy in policies for step in steps]
+    return [*dict.fromkeys((STOCK, OURS, UNLIMITED, CLAIRVOYANT, *rivals))]
+
+
+@dataclass(frozen=True)
+class Book:
+    """The file of what has run: a line for each scenario's flow, and one for each run."""
+
+    path: Path
+
+    def read(self) -> tuple[dict[tuple[int, int], Flow], list[dict[str, Any]]]:
+        """The flows by seed and number, and the records. A line that was cut off is left out."""
+        flows: dict[tuple[int, int], Flow] = {}
+        records = []
+        if self.path.exists():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    found = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                if "policy" in found:
+                    records.append(found)
+                else:
+                    place = found.pop("seed"), found.pop("number")
+                    flows[place] = Flow(**found)
+        return flows, records
+
+    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines. One that was cut off before is ended first."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a+b") as file:
+            if file.tell() and not self.path.read_bytes().endswith(b"\n"):
+                file.write(b"\n")
+            for line in lines:
+                file.write(json.dumps(line).encode() + b"\n")
+
+
+def run_all(
+    scenarios: Sequence[tuple[int, int]],
+    settings: Sequence[Setting],
+    book: Book,
+    *,
+    repeats: int = 1,
+    workers: int | None = None,
+    ray: str | None = None,
+) -> list[dict[str, Any]]:
+    """Run what is missing, and return the records of these scenarios. Says on stderr how far it is."""
+    flows, records = book.read()
+    # A flow is found once, with the code of that day: a scenario stays the same when policies change.
+    missing = [each for each in scenarios if each not in flows]
+    begun_s = time.monotonic()
+    for done, ((seed, number), flow) in enumerate(_submit(probe_one, missing, workers, ray), start=1):
+        flows[seed, number] = flow
+        book.write([{"seed": seed, "number": number, **asdict(flow)}])
+        _say("rates", done, len(missing), begun_s, f"{seed}/{number}: {flow.rate:.3g} jobs/s")
+    code = digest_code()
+    have = {_key(each) for each in records if each["code"] == code}
+    places = [
+        Place(seed, number, repeat, setting, flows[seed, number])
+        for seed, number in scenarios
+        for repeat in range(repeats)
+        for setting in settings
+        if (seed, number, repeat, setting.policy, setting.step) not in have
+    ]
+    begun_s = time.monotonic()
+    for done, (place, record) in enumerate(_submit(run_one, places, workers, ray), start=1):
+        book.write([record])
+        records.append(record)
+        what = f"{place.seed}/{place.number}, {place.setting.label}, {record['job_s']['mean']:.3g} s"
+        _say("runs", done, len(places), begun_s, what)
+    wanted = set(scenarios)
+    return [each for each in records if (each["seed"], each["number"]) in wanted and each["code"] == code]
+
+
+def _key(record: Mapping[str, Any]) -> tuple[int, int, int, str, Step]:
+    return (record["seed"], record["number"], record["repeat"], record["policy"], record["step"])
+
+
+def _say(what: str, done: int, of: int, begun_s: float, last: str) -> None:
+    spent_s = time.monotonic() - begun_s
+    left_min = spent_s / done * (of - done) / 60
+    print(f"{done} of {of} {what}, about {left_min:.0f} min left; {last}", file=sys.stderr, flush=True)
+
+
+def probe_one(place: tuple[int, int]) -> tuple[tuple[int, int], Flow]:
+    """`probe`, with the scenario that it is of."""
+    return place, probe(*place)
+
+
+def run_one(place: Place) -> tuple[Place, dict[str, Any]]:
+    """`run_place`, with the place."""
+    return place, run_place(place)
+
+
+def _submit(call: Any, places: Sequence[Any], workers: int | None, ray: str | None) -> Iterator[Any]:
+    """What `call` returns for each place, as it comes: from processes here, or from a Ray cluster."""
+    if not places:
+        return
+    if ray is not None:
+        yield from _submit_to_ray(call, places, ray)
+        return
+    workers = min(workers or len(os.sched_getaffinity(0)), len(places))
+    if workers == 1:
+        yield from map(call, places)
+        return
+    rest = iter(places)
+    with open_processes(workers) as pool:
+        flying: set[Future[Any]] = set()
+        while True:
+            while len(flying) < 2 * workers and (place := next(rest, None)) is not None:
+                flying.add(pool.submit(call, place))
+            if not flying:
+                return
+            done, flying = wait(flying, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+
+
+def _submit_to_ray(call: Any, places: Sequence[Any], address: str) -> Iterator[Any]:
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address=address)
+    remote = ray.remote(call)
+    waiting = [remote.remote(place) for place in places]
+    while waiting:
+        [ready], waiting = ray.wait(waiting, num_returns=1)
+        yield ray.get(ready)
