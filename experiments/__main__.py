@@ -16,6 +16,7 @@ VLLM = "vLLM"
 MODEL = "vLLM and a small model (make demo gets both)"
 GROUPS: dict[str, dict[str, str]] = {
     "Results: tables and figures of the docs, simulated": {
+        "random_scenarios": "",
         "results": "",
         "results.held_out": "",
         "fleet": "",

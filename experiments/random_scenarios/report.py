@@ -152,20 +152,21 @@ def _format_answer(found: Found) -> str:
     late = sum(ratio > 1.1 for ratio in tails.values())
     plain = found.get_ratios(STOCK, "plain P95 TTFT", found.scenarios)
     best = found.get_ratios({each: found.get_best(each) for each in found.scenarios}, MEAN, found.scenarios)
+    where = f"it takes {_mean_of(means, found.matters)}" if found.matters else "there is nothing to say"
+    of_plain = (
+        f", that of plain requests in {sum(ratio > 1.1 for ratio in plain.values())} of {len(plain)} "
+        f"(at most {max(plain.values()):.1f})"
+        if plain
+        else ""
+    )
     lines = [
-        f"Over {len(means)} scenarios, `tenuto` takes **{get_geometric_mean(means.values()):.2f}** of the mean "
-        f"job time of stock vLLM as it ships ({min(means.values()):.2f} to {max(means.values()):.2f}; worse by "
-        f"more than {SAME:.0%} in {len(worse)}).",
-        f"In the {len(found.matters)} where the policy matters (stock takes more than {MATTERS:g} of the best) "
-        + (f"it takes {_mean_of(means, found.matters)}." if found.matters else "there is nothing to say."),
-        f"The P95 time to the first token is more than 1.1 of stock's in {late} of {len(tails)} scenarios (at "
-        f"most {max(tails.values()):.1f})"
-        + (
-            f", that of plain requests in {sum(r > 1.1 for r in plain.values())} of {len(plain)} (at most "
-            f"{max(plain.values()):.1f})."
-            if plain
-            else "."
-        ),
+        f"Over {len(means)} scenarios, `tenuto` takes **{get_geometric_mean(means.values()):.2f}** of the "
+        f"mean job time of stock vLLM as it ships ({min(means.values()):.2f} to {max(means.values()):.2f}; "
+        f"worse by more than {SAME:.0%} in {len(worse)}).",
+        f"In the {len(found.matters)} where the policy matters (stock takes more than {MATTERS:g} of the "
+        f"best) {where}.",
+        f"The P95 time to the first token is more than 1.1 of stock's in {late} of {len(tails)} scenarios "
+        f"(at most {max(tails.values()):.1f}){of_plain}.",
         f"Over the best rival in hindsight, at its best size of steps: "
         f"{get_geometric_mean(best.values()):.3f} ({min(best.values()):.2f} to {max(best.values()):.2f}).",
     ]
@@ -250,9 +251,8 @@ def _format_worst(found: Found) -> str:
         best = found.get_best(scenario)
         own, base = found.by_setting[OURS][scenario][0], found.by_setting[best][scenario][0]
         ratio = found.get(OURS, scenario, MEAN) / found.get(best, scenario, MEAN)
-        lines.append(
-            f"- **{scenario[0]}/{scenario[1]}**: {ratio:.3f} of `{best.label}`. {get_scenario(*scenario).describe()}."
-        )
+        what = get_scenario(*scenario)
+        lines.append(f"- **{what.name}**: {ratio:.3f} of `{best.label}`. {what.describe()}.")
         lines.append(f"  {_compare_work(own, base)}")
         changes = {
             each: found.get(each, scenario, MEAN) / found.get(OURS, scenario, MEAN)

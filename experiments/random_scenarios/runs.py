@@ -1,4 +1,4 @@
-"""Runs scenarios: finds each one's rate, then every policy at every setting; what has run is not run again."""
+"""Runs scenarios: each one's rate first, then every policy at every setting. What has run is kept."""
 
 from __future__ import annotations
 
@@ -155,8 +155,11 @@ def run_place(place: Place) -> dict[str, Any]:
     for name, wanted in STATS.items():
         kept[name] = None if record[name] is None else {each: record[name][each] for each in wanted}
     return {
-        "seed": place.seed, "number": place.number, "repeat": place.repeat,
-        "policy": place.setting.policy, "step": place.setting.step,
+        "seed": place.seed,
+        "number": place.number,
+        "repeat": place.repeat,
+        "policy": place.setting.policy,
+        "step": place.setting.step,
         **_shorten(kept),
         "code": digest_code(),
         "cpu_s": round(time.process_time() - started_s, 2),

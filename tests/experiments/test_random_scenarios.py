@@ -1,0 +1,165 @@
+"""Random scenarios: what is drawn is whole and repeatable, and what has run is told truly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.random_scenarios import __main__ as command
+from experiments.random_scenarios import runs
+from experiments.random_scenarios.draw import Flow, draw_scenario, make_jobs
+from experiments.random_scenarios.report import MATTERS, Found, compare_codes, draw_picture, format_report
+from experiments.random_scenarios.runs import CLAIRVOYANT, OURS, STOCK, UNLIMITED, Book, Place, get_setup
+from experiments.results.settings import Setting
+
+RIVAL = Setting("thunderagent/async", 512)
+
+
+def make_record(number: int, setting: Setting, mean_s: float, *, repeat: int = 0, **more: Any) -> dict:
+    stats = {"mean": mean_s, "p95": 2 * mean_s, "p99": 3 * mean_s}
+    return {
+        "seed": 1,
+        "number": number,
+        "repeat": repeat,
+        "policy": setting.policy,
+        "step": setting.step,
+        "job_s": stats,
+        "slowdown": {"mean": mean_s},
+        "ttft_s": {"mean": mean_s, "p95": mean_s},
+        "plain_ttft_s": None,
+        "queue_s": {"max": mean_s},
+        "recomputed_tokens": 7,
+        "loaded_tokens": None,
+        "preemptions": 0,
+        "code": "now",
+        **more,
+    }
+
+
+def make_found(*means: tuple[float, float, float]) -> Found:
+    """One scenario for each: the means of stock, of the rival and of ours."""
+    records = []
+    for number, (stock, rival, ours) in enumerate(means):
+        records += [make_record(number, STOCK, stock), make_record(number, RIVAL, rival)]
+        records += [make_record(number, OURS, ours), make_record(number, UNLIMITED, ours / 2)]
+    return Found(records)
+
+
+@pytest.mark.slow
+def test_a_scenario_depends_on_its_seed_and_number_only() -> None:
+    one, again, other = draw_scenario(101, 3), draw_scenario(101, 3), draw_scenario(101, 4)
+    assert one == again != other
+    jobs = make_jobs(one, Flow(2.0, 30))
+    assert jobs == make_jobs(again, Flow(2.0, 30)) != make_jobs(one, Flow(2.0, 30), repeat=1)
+    # A longer flow begins with the same jobs.
+    longer = {job.job_id: job.turns for job in make_jobs(one, Flow(2.0, 40)).jobs}
+    assert all(longer[job.job_id] == job.turns for job in jobs.jobs)
+    for job in jobs.jobs:
+        assert job.turns[-1].tool is None
+        assert all(turn.num_prompt_tokens + turn.num_output_tokens <= one.max_context for turn in job.turns)
+
+
+@pytest.mark.slow
+def test_a_ramp_arrives_ever_faster_and_keeps_its_mean_rate() -> None:
+    ramp = replace(draw_scenario(101, 3), arrival="ramp")
+    times = sorted(job.arrival_s for job in make_jobs(ramp, Flow(5.0, 400)).jobs if job.parent is None)
+    assert times[-1] == pytest.approx(400 / 5.0, rel=0.15)
+    half = sum(time < times[-1] / 2 for time in times)
+    assert 0.25 * 400 < half < 0.42 * 400  # a third of them
+
+
+def test_settings_change_the_machine_as_their_names_say() -> None:
+    scenario = draw_scenario(101, 3)
+    assert get_setup(scenario, UNLIMITED)[0].kv_tokens == runs.UNLIMITED_TOKENS
+    assert get_setup(scenario, RIVAL)[0].step_tokens == 512
+    assert get_setup(scenario, Setting("tenuto", "no host memory"))[0].host_gb == 0
+    unbound = get_setup(scenario, Setting("tenuto", "no bound on waits"))[1]
+    assert unbound is not None and unbound.max_wait_over_stock is None
+    # Ours has the plugin's limits, rivals their own.
+    assert get_setup(scenario, OURS)[0].limits == "plugin" != get_setup(scenario, CLAIRVOYANT)[0].limits
+
+
+def test_ratios_are_told_with_their_losses() -> None:
+    found = make_found((10, 9, 5), (10, 10, 10.5), (10, 4, 8))
+    assert found.matters == [(1, 0), (1, 2)]
+    assert found.get_ratios(STOCK, "mean job time", found.scenarios) == pytest.approx(
+        {(1, 0): 0.5, (1, 1): 1.05, (1, 2): 0.8}
+    )
+    assert found.get_best((1, 1)) in (STOCK, RIVAL)
+    text = format_report(found)
+    assert "worse by more than 2% in 1" in text
+    assert "0.50 to 1.05" in text
+    # The worst is named first, with what was computed again.
+    worst = text[text.index("The worst five") :]
+    assert worst.index("1/2") < worst.index("1/0") and "computed again 7 tokens" in worst
+
+
+def test_a_policy_stands_at_one_setting_for_all() -> None:
+    fast = Setting("thunderagent/async", 2048)
+    records = [*make_found((10, 4, 5), (10, 9, 5)).records]
+    records += [make_record(0, fast, 8), make_record(1, fast, 4)]
+    found = Found(records)
+    # 4 and 9 have a smaller geometric mean than 8 and 4? No: 6 and 5.7.
+    assert found.get_best_for_all("thunderagent/async") == fast
+    assert found.get_best((1, 0)) == RIVAL
+
+
+def test_a_rule_that_helps_one_row_only_is_shown() -> None:
+    """A fault in a policy: it gains on one scenario, and loses on the others."""
+    before = make_found((10, 9, 5), (10, 9, 5), (10, 9, 5)).records
+    after = make_found((10, 9, 4), (10, 9, 6), (10, 9, 6)).records
+    ratios = compare_codes(after, before)("mean job time")
+    assert sorted(ratios.values()) == pytest.approx([0.8, 1.2, 1.2])
+
+
+def test_repeats_give_the_range(tmp_path: Path) -> None:
+    records = [
+        make_record(0, setting, mean_s, repeat=repeat)
+        for repeat, (stock, ours) in enumerate(((10, 5), (10, 8)))
+        for setting, mean_s in ((STOCK, stock), (OURS, ours))
+    ]
+    found = Found(records)
+    assert found.get_range((1, 0), "mean job time") == (0.5, 0.8)
+    draw_picture(found, tmp_path / "ratios.svg")
+    assert (tmp_path / "ratios.svg").read_text(encoding="utf-8").lstrip().startswith("<?xml")
+
+
+def test_what_has_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+
+    def run_place(place: Place) -> dict[str, Any]:
+        ran.append(place)
+        return make_record(place.number, place.setting, 1.0) | {"code": runs.digest_code()}
+
+    monkeypatch.setattr(runs, "probe", lambda seed, number: Flow(1.0, 10))
+    monkeypatch.setattr(runs, "run_place", run_place)
+    book = Book(tmp_path / "kept.jsonl")
+    runs.run_all([(1, 0)], [STOCK, OURS], book, workers=1)
+    with open(book.path, "a", encoding="utf-8") as file:
+        file.write('{"policy": "cut of')
+    records = runs.run_all([(1, 0), (1, 1)], [STOCK, OURS], book, workers=1)
+    assert [(place.number, place.setting) for place in ran] == [(0, STOCK), (0, OURS), (1, STOCK), (1, OURS)]
+    assert len(records) == 4
+    # With other code the scenario stays as it is, and its runs are made anew.
+    monkeypatch.setattr(runs, "digest_code", lambda: "other")
+    monkeypatch.setattr(runs, "probe", pytest.fail)
+    runs.run_all([(1, 0)], [STOCK], book, workers=1)
+    assert len(ran) == 5
+
+
+def test_a_seed_that_something_was_chosen_on_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = tmp_path / "kept.jsonl"
+    seed = min(command.read_chosen())
+    records = [record | {"seed": seed, "number": 0} for record in make_found((10, 9, 5)).records]
+    book.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
+    arguments = ["--seed", str(seed), "--count", "1", "--report", "--out", str(book)]
+    monkeypatch.setattr("sys.argv", ["random_scenarios", *arguments])
+    assert command.main() == 0
+    assert f"Seed {seed} was used to choose something" in capsys.readouterr().out
+    assert MATTERS > 1
