@@ -18,9 +18,8 @@ from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.hardware.models import bundled_models
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
-from tenuto.workload.arrivals import arrival_times
-from tenuto.workload.scaling import scale_tools
 from tenuto.workload.schema import After, Job, Span, TurnSpec, Workload
+from tenuto.workload.transform import arrival_times, scale_tools
 
 HALF_OF_THEM = "llama-3.1-8b", "qwen3-8b"
 """Half of the scenarios have a model of 8B, the size that most single cards serve."""

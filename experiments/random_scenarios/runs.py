@@ -20,10 +20,10 @@ from experiments.results.settings import Setting, Step
 from experiments.same_decisions import digest_code
 from tenuto.core.limits import Limits
 from tenuto.records.schema import TurnRecord
+from tenuto.sim.compare import open_processes
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
-from tenuto.sim.sweep.at_once import open_processes
-from tenuto.workload.load_options import LoadOptions
+from tenuto.workload.load import LoadOptions
 
 UNLIMITED_TOKENS = 20_000_000
 """A cache that holds every job of a scenario."""
