@@ -16,7 +16,7 @@ from tenuto.core.requests import Hints, read_hints
 from tenuto.core.types import ToolCall
 from tenuto.records.codec import MAX_TOKENS
 from tenuto.wire import PATHS, Format, get_format, openai_chat, openai_completions, openai_responses
-from tenuto.wire.request import RequestError
+from tenuto.wire.request import Message, RequestError
 from tenuto.wire.response import (
     LineReader,
     MalformedEvent,
@@ -27,7 +27,7 @@ from tenuto.wire.response import (
     is_error,
     parse_event,
 )
-from tenuto.workload.formats.conversations import cut_text, find_tool, write_call, write_piece
+from tenuto.workload.formats.conversations import cut_text, find_tool, write_piece
 
 MAX_BODY_BYTES = 64 * 2**20
 """Larger bodies are passed through, but they are not kept for reading."""
@@ -72,6 +72,11 @@ class Exchange:
     def endpoint(self) -> str:
         """The matching one of `PATHS`. The part of the path before it is omitted: it may hold a key."""
         return next((path for path in PATHS if self.path.endswith(path)), "")
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the server answers with an event stream."""
+        return self.content_type.startswith("text/event-stream")
 
     @property
     def is_too_large(self) -> bool:
@@ -163,12 +168,8 @@ def _read_prompt(
         if not isinstance(prompt, str | list):
             # Templates put the tools before or into the first message, and the pieces do the same.
             tools = [json.dumps(body["tools"], sort_keys=True)] if body.get("tools") else []
-            calls = [
-                write_piece(each.role, each.text, [write_call(*call) for call in each.calls])
-                for each in prompt
-            ]
             ask = {name: body[name] for name in _CHAT_TOKENIZE if name in body}
-            return [*tools, *calls], None, ask if form.PATH == openai_chat.PATH else None
+            return [*tools, *map(write_piece, prompt)], None, ask if form.PATH == openai_chat.PATH else None
     except RequestError as error:
         if form.PATH != openai_completions.PATH:
             name = (error.param or "").partition("[")[0]
@@ -200,7 +201,7 @@ def read_response(exchange: Exchange) -> Response:
     except ValueError as error:
         raise Unreadable(str(error)) from None
     form, response = get_format(exchange.path), Response()
-    if exchange.content_type.startswith("text/event-stream"):
+    if exchange.is_stream:
         _read_stream(chunks, exchange, form, response)
     else:
         try:
@@ -252,11 +253,11 @@ def get_pieces(response: Response, path: str) -> list[str]:
     form = get_format(path)
     if form.PATH == openai_completions.PATH:
         return cut_text(response.text)
-    calls = [write_call(*call) for call in response.calls.values()]
+    calls = list(response.calls.values())
     if form.PATH != openai_responses.PATH:
-        return [write_piece("assistant", response.text, calls)]
-    said = [write_piece("assistant", response.text, [])] if response.texts else []
-    return said + [write_piece("assistant", "", [call]) for call in calls]
+        return [write_piece(Message("assistant", [response.text], calls))]
+    said = [Message("assistant", response.texts)] if response.texts else []
+    return [write_piece(each) for each in [*said, *(Message("assistant", [], [call]) for call in calls)]]
 
 
 def find_tool_call(response: Response) -> ToolCall | None:

@@ -210,7 +210,7 @@ class TurnWriter:
         else:
             pieces, num_prompt = self._hasher.hash_tokens(token_ids), len(token_ids)
         key, lane = self._sessions.find(job, exchange.arrival_s, pieces, token_ids)
-        output = Span(f"out{next(self._numbers)}", _count_output(response, output_ids))
+        output = Span(f"out{next(self._numbers)}", _count_output(exchange, response, output_ids))
         prompt = self._contents.resolve(pieces, num_prompt)
         if token_ids is None:
             after = self._hasher.hash_texts(get_pieces(response, exchange.path), pieces.hashes[-1])
@@ -305,11 +305,12 @@ def _count_prompt(request: RecordedRequest, response: Response, complaints: list
     return max(len(request.pieces), sum(map(len, request.pieces)) // CHARS_PER_TOKEN)
 
 
-def _count_output(response: Response, output_ids: list[int] | None) -> int:
+def _count_output(exchange: Exchange, response: Response, output_ids: list[int] | None) -> int:
     """The number of ids received; otherwise the count of the server, its tokenizer or its events."""
     if response.token_ids is not None:
         return len(response.token_ids)
-    known = response.usage.output_tokens or (len(output_ids) if output_ids else 0) or response.num_pieces
+    num_pieces = response.num_pieces if exchange.is_stream else 0
+    known = response.usage.output_tokens or (len(output_ids) if output_ids else 0) or num_pieces
     return known or max(1, len(response.text) // CHARS_PER_TOKEN)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from tenuto.wire.request import Body, Message, RequestError, get_objects, read_parts
 from tenuto.wire.response import (
+    BlockWriter,
     Call,
     Delta,
+    Events,
     Head,
     Part,
     Usage,
@@ -18,7 +20,6 @@ from tenuto.wire.response import (
     get_count,
     get_each_object,
     get_parts,
-    write_typed_events,
 )
 
 PATH = "/v1/messages"
@@ -107,76 +108,45 @@ def _read_usage(body: Mapping[str, Any]) -> Usage | None:
     return Usage(prompt, get_count(usage.get("output_tokens")), cached)
 
 
+_FIELDS = {"text": "text", "reasoning": "thinking", "call": "partial_json"}
+"""Where a block's text stands, or what is added to it."""
+_CHANGES = {"text": "text_delta", "reasoning": "thinking_delta", "call": "input_json_delta"}
+
+
 def write_whole(head: Head, delta: Delta) -> dict[str, Any]:
     """Write a response that is not streamed."""
-    blocks = []
-    for number, part in enumerate(get_parts(delta)):
-        block = _write_block(head, number, part)
-        if part.kind == "call":
-            blocks.append({**block, "input": json.loads(part.text or "{}")})
-        else:
-            blocks.append({**block, _FIELDS[part.kind]: part.text})
+    blocks = [_write_block(f"{head.id}-{number}", part) for number, part in enumerate(get_parts(delta))]
     reason = _write_reason(delta.finish_reason)
-    return {**_write_head(head), **reason, "content": blocks, "usage": _write_usage(delta.usage or Usage())}
+    return {**_write_head(head), **reason, "content": blocks, "usage": _write_usage(delta.usage)}
 
 
-class Writer:
-    """Writes the events of one stream. A block ends where another one begins."""
-
-    def __init__(self, head: Head) -> None:
-        self._head = head
-        self._is_open = False
-        self._block: tuple[str, Any] | None = None
-        self._num_blocks = 0
-        self._reason: str | None = None
-
-    def write(self, delta: Delta) -> bytes:
-        """The events of a piece of the answer."""
-        events = self._open(delta.usage)
-        self._reason = delta.finish_reason or self._reason
-        for part in get_parts(delta):
-            if self._block != part[:2]:
-                events += self._end_block()
-                self._block, self._num_blocks = part[:2], self._num_blocks + 1
-                block = _write_block(self._head, self._num_blocks - 1, part)
-                events.append(self._write("content_block_start", content_block=block))
-            if part.text:
-                kind = {"text": "text_delta", "reasoning": "thinking_delta", "call": "input_json_delta"}
-                name = "partial_json" if part.kind == "call" else _FIELDS[part.kind]
-                change = {"type": kind[part.kind], name: part.text}
-                events.append(self._write("content_block_delta", delta=change))
-        return write_typed_events(events)
-
-    def end(self, usage: Usage | None) -> bytes:
-        """The events after the last token."""
-        counts = _write_usage(usage or Usage())
-        end = {"type": "message_delta", "delta": _write_reason(self._reason), "usage": counts}
-        return write_typed_events([*self._open(usage), *self._end_block(), end, {"type": "message_stop"}])
+class Writer(BlockWriter):
+    """Writes the events of one stream."""
 
     def fail(self, error: RequestError) -> bytes:
         """The end of a stream that an error interrupts."""
         kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        return write_typed_events([{"type": "error", "error": {"type": kind, "message": str(error)}}])
+        return self._frame([{"type": "error", "error": {"type": kind, "message": str(error)}}])
 
-    def _open(self, usage: Usage | None) -> list[dict[str, Any]]:
-        if self._is_open:
-            return []
-        self._is_open = True
-        counts = {**_write_usage(usage or Usage()), "output_tokens": 0}
-        message = {**_write_head(self._head), **_write_reason(None), "content": [], "usage": counts}
+    def _begin(self) -> Events:
+        usage = {**_write_usage(self._so_far.usage), "output_tokens": 0}
+        message = {**_write_head(self._head), **_write_reason(None), "content": [], "usage": usage}
         return [{"type": "message_start", "message": message}]
 
-    def _end_block(self) -> list[dict[str, Any]]:
-        if self._block is None:
-            return []
-        self._block = None
-        return [self._write("content_block_stop")]
+    def _begin_block(self, block: Part) -> Events:
+        content = _write_block(f"{self._head.id}-{self._index}", block)
+        return [{"type": "content_block_start", "index": self._index, "content_block": content}]
 
-    def _write(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return {"type": kind, "index": self._num_blocks - 1, **fields}
+    def _continue_block(self, part: Part) -> dict[str, Any]:
+        change = {"type": _CHANGES[part.kind], _FIELDS[part.kind]: part.text}
+        return {"type": "content_block_delta", "index": self._index, "delta": change}
 
+    def _end_block(self, block: Part) -> Events:
+        return [{"type": "content_block_stop", "index": self._index}]
 
-_FIELDS = {"text": "text", "reasoning": "thinking"}
+    def _end(self, whole: Delta) -> Events:
+        reason, usage = _write_reason(whole.finish_reason), _write_usage(whole.usage)
+        return [{"type": "message_delta", "delta": reason, "usage": usage}, {"type": "message_stop"}]
 
 
 def _write_head(head: Head) -> dict[str, Any]:
@@ -187,7 +157,8 @@ def _write_reason(reason: str | None) -> dict[str, Any]:
     return {"stop_reason": _REASONS.get(reason or "", reason), "stop_sequence": None}
 
 
-def _write_usage(usage: Usage) -> dict[str, int]:
+def _write_usage(usage: Usage | None) -> dict[str, int]:
+    usage = usage or Usage()
     cached = usage.cached_tokens or 0
     return {
         "input_tokens": (usage.prompt_tokens or 0) - cached,
@@ -197,8 +168,8 @@ def _write_usage(usage: Usage) -> dict[str, int]:
     }
 
 
-def _write_block(head: Head, number: int, part: Part) -> dict[str, Any]:
-    """A block without its text or input."""
+def _write_block(block_id: str, part: Part) -> dict[str, Any]:
     if part.kind == "call":
-        return {"type": "tool_use", "id": f"call-{head.id}-{number}", "name": part.name, "input": {}}
-    return {"type": _FIELDS[part.kind], _FIELDS[part.kind]: ""}
+        arguments = json.loads(part.text or "{}")
+        return {"type": "tool_use", "id": f"call-{block_id}", "name": part.name, "input": arguments}
+    return {"type": _FIELDS[part.kind], _FIELDS[part.kind]: part.text}

@@ -8,18 +8,16 @@ from typing import Any
 
 from tenuto.wire.request import Body, Message, RequestError, get_list, get_object, get_objects, read_parts
 from tenuto.wire.response import (
-    DONE,
     Call,
+    ChoiceWriter,
     Delta,
     Head,
-    Usage,
     as_object,
     as_text,
     get_each_object,
     read_choice,
     read_text,
-    write_event,
-    write_usage,
+    write_choice_body,
 )
 
 PATH = "/v1/chat/completions"
@@ -127,45 +125,32 @@ def _read_calls(calls: Any) -> Iterator[Call]:
 def write_whole(head: Head, delta: Delta) -> dict[str, Any]:
     """Write a response that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": delta.text or (None if delta.calls else "")}
-    message |= _write_more(head, delta)
+    message |= _write_more(head.id, delta)
     choice = {"index": 0, "logprobs": None, "finish_reason": delta.finish_reason, "message": message}
-    body = {
-        **_write_head(head, "chat.completion"),
-        "choices": [choice if delta.token_ids is None else {**choice, "token_ids": delta.token_ids}],
-        "usage": write_usage(delta.usage or Usage(), "prompt_tokens", "completion_tokens"),
-    }
+    if delta.token_ids is not None:
+        choice["token_ids"] = delta.token_ids
+    body = write_choice_body(head, "chat.completion", choice, delta.usage)
     return body if delta.prompt_ids is None else {**body, "prompt_token_ids": delta.prompt_ids}
 
 
-class Writer:
-    """Writes the events of one stream."""
+class Writer(ChoiceWriter):
+    """Writes the events of one stream. The first says who speaks."""
 
     def __init__(self, head: Head) -> None:
-        self._head = head
+        super().__init__(head, "chat.completion.chunk")
         self._is_open = False
 
     def write(self, delta: Delta) -> bytes:
-        """The events of a piece of the answer. The first says who speaks."""
+        """The events of a piece of the answer."""
         opening = b"" if self._is_open else self._open(delta.prompt_ids)
         change: dict[str, Any] = {"content": delta.text} if delta.text else {}
-        change |= _write_more(self._head, delta, is_delta=True)
+        change |= _write_more(self._head["id"], delta, is_delta=True)
         if not (change or delta.finish_reason) and delta.token_ids is None:
             return opening
         choice = {"index": 0, "delta": change, "logprobs": None, "finish_reason": delta.finish_reason}
         if delta.token_ids is not None:
             choice["token_ids"] = delta.token_ids
         return opening + self._write({"choices": [choice]})
-
-    def end(self, usage: Usage | None) -> bytes:
-        """The events after the last token, with the usage if the client wants it."""
-        if usage is None:
-            return DONE
-        counts = write_usage(usage, "prompt_tokens", "completion_tokens")
-        return self._write({"choices": [], "usage": counts}) + DONE
-
-    def fail(self, error: RequestError) -> bytes:
-        """The end of a stream that an error interrupts."""
-        return write_event(error.to_json()) + DONE
 
     def _open(self, prompt_ids: Any) -> bytes:
         self._is_open = True
@@ -174,21 +159,14 @@ class Writer:
         ids = {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
         return self._write({"choices": [choice], **ids})
 
-    def _write(self, event: dict[str, Any]) -> bytes:
-        return write_event({**_write_head(self._head, "chat.completion.chunk"), **event})
 
-
-def _write_head(head: Head, kind: str) -> dict[str, Any]:
-    return {"id": head.id, "created": head.created, "model": head.model, "object": kind}
-
-
-def _write_more(head: Head, delta: Delta, *, is_delta: bool = False) -> dict[str, Any]:
+def _write_more(response_id: str, delta: Delta, *, is_delta: bool = False) -> dict[str, Any]:
     """A message's reasoning and tool calls."""
     more: dict[str, Any] = {"reasoning": delta.reasoning} if delta.reasoning else {}
     calls = [
         {
             **({"index": call.key or 0} if is_delta else {}),
-            "id": f"call-{head.id}" if not call.key else f"call-{head.id}-{call.key}",
+            "id": f"call-{response_id}" if not call.key else f"call-{response_id}-{call.key}",
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tenuto.wire.request import Body, RequestError
-from tenuto.wire.response import DONE, Delta, Head, Usage, as_text, read_choice, write_event, write_usage
+from tenuto.wire.response import ChoiceWriter, Delta, Head, as_text, read_choice, write_choice_body
 
 PATH = "/v1/completions"
 LIMITS = ("max_completion_tokens", "max_tokens")
@@ -43,46 +43,26 @@ def read_whole(body: Body) -> Delta:
     return delta
 
 
-def read_event(event: Body) -> Delta:
-    """Read an event of a stream."""
-    return read_whole(event)
+read_event = read_whole
+"""An event of a stream has the same form."""
 
 
 def write_whole(head: Head, delta: Delta) -> dict[str, Any]:
     """Write a response that is not streamed."""
-    return {
-        **_write_head(head),
-        "choices": [_write_choice(delta)],
-        "usage": write_usage(delta.usage or Usage(), "prompt_tokens", "completion_tokens"),
-    }
+    return write_choice_body(head, "text_completion", _write_choice(delta), delta.usage)
 
 
-class Writer:
+class Writer(ChoiceWriter):
     """Writes the events of one stream."""
 
     def __init__(self, head: Head) -> None:
-        self._head = _write_head(head)
+        super().__init__(head, "text_completion")
 
     def write(self, delta: Delta) -> bytes:
         """The event of a piece of the answer."""
         if not (delta.text or delta.finish_reason) and delta.token_ids is None:
             return b""
-        return write_event({**self._head, "choices": [_write_choice(delta)]})
-
-    def end(self, usage: Usage | None) -> bytes:
-        """The events after the last token, with the usage if the client wants it."""
-        if usage is None:
-            return DONE
-        counts = write_usage(usage, "prompt_tokens", "completion_tokens")
-        return write_event({**self._head, "choices": [], "usage": counts}) + DONE
-
-    def fail(self, error: RequestError) -> bytes:
-        """The end of a stream that an error interrupts."""
-        return write_event(error.to_json()) + DONE
-
-
-def _write_head(head: Head) -> dict[str, Any]:
-    return {"id": head.id, "created": head.created, "model": head.model, "object": "text_completion"}
+        return self._write({"choices": [_write_choice(delta)]})
 
 
 def _write_choice(delta: Delta) -> dict[str, Any]:

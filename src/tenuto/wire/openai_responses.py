@@ -8,11 +8,12 @@ from typing import Any
 from tenuto.wire.openai_chat import read_message
 from tenuto.wire.request import Body, Message, RequestError, get_objects, read_parts
 from tenuto.wire.response import (
+    BlockWriter,
     Call,
     Delta,
+    Events,
     Head,
     Part,
-    Response,
     Usage,
     as_object,
     as_text,
@@ -20,7 +21,6 @@ from tenuto.wire.response import (
     get_parts,
     read_text,
     read_usage,
-    write_typed_events,
     write_usage,
 )
 
@@ -105,88 +105,56 @@ def write_whole(head: Head, delta: Delta) -> dict[str, Any]:
     }
 
 
-class Writer:
-    """Writes the events of one stream. An item ends where another one begins."""
-
-    def __init__(self, head: Head) -> None:
-        self._head = head
-        self._so_far = Response()
-        self._item: Part | None = None
-        """The item under way, without its text."""
-        self._texts: list[str] = []
-        self._num_items = 0
-        self._num_events = 0
-
-    def write(self, delta: Delta) -> bytes:
-        """The events of a piece of the answer."""
-        self._so_far.add(delta, 0.0)
-        events = self._open()
-        for part in get_parts(delta):
-            if self._item is None or self._item[:2] != part[:2]:
-                events += self._end_item()
-                events += self._begin_item(part._replace(text=""))
-            if part.text:
-                self._texts.append(part.text)
-                events.append(self._write(f"{_EVENTS[part.kind]}.delta", delta=part.text))
-        return self._number(events)
-
-    def end(self, usage: Usage | None) -> bytes:
-        """The events after the last token."""
-        whole = self._so_far.get_whole()
-        whole.usage = usage or whole.usage
-        body = write_whole(self._head, whole)
-        end = {"type": f"response.{body['status']}", "response": body}
-        return self._number([*self._open(), *self._end_item(), end])
+class Writer(BlockWriter):
+    """Writes the events of one stream. An item is a block; all but calls have one part."""
 
     def fail(self, error: RequestError) -> bytes:
         """The end of a stream that an error interrupts."""
-        return self._number([{"type": "error", "code": error.kind, "message": str(error), "param": None}])
+        return self._frame([{"type": "error", "code": error.kind, "message": str(error), "param": None}])
 
-    def _open(self) -> list[dict[str, Any]]:
-        if self._num_events:
-            return []
+    def _begin(self) -> Events:
         response = {**_write_head(self._head), "status": "in_progress", "output": [], "usage": None}
         return [{"type": "response.created", "response": response}]
 
-    def _begin_item(self, part: Part) -> list[dict[str, Any]]:
-        self._item, self._texts, self._num_items = part, [], self._num_items + 1
-        item = _write_item(self._get_item_id(), part)
-        events = [{"type": "response.output_item.added", "output_index": self._num_items - 1, "item": item}]
-        if part.kind != "call":
+    def _begin_block(self, block: Part) -> Events:
+        item = _write_item(self._item_id, block)
+        events = [{"type": "response.output_item.added", "output_index": self._index, "item": item}]
+        if block.kind != "call":
             item["content"], (content,) = [], item["content"]
             events.append(self._write("content_part.added", part=content))
         return events
 
-    def _end_item(self) -> list[dict[str, Any]]:
-        if self._item is None:
-            return []
-        text = "".join(self._texts)
-        item = _write_item(self._get_item_id(), self._item._replace(text=text))
-        name = "arguments" if self._item.kind == "call" else "text"
-        events = [self._write(f"{_EVENTS[self._item.kind]}.done", **{name: text})]
-        if self._item.kind != "call":
+    def _continue_block(self, part: Part) -> dict[str, Any]:
+        return self._write(f"{_EVENTS[part.kind]}.delta", delta=part.text)
+
+    def _end_block(self, block: Part) -> Events:
+        item = _write_item(self._item_id, block)
+        name = "arguments" if block.kind == "call" else "text"
+        events = [self._write(f"{_EVENTS[block.kind]}.done", **{name: block.text})]
+        if block.kind != "call":
             events.append(self._write("content_part.done", part=item["content"][0]))
-        self._item = None
         return [
             *events,
-            {"type": "response.output_item.done", "output_index": self._num_items - 1, "item": item},
+            {"type": "response.output_item.done", "output_index": self._index, "item": item},
         ]
 
-    def _get_item_id(self) -> str:
-        return f"{self._head.id}-{self._num_items - 1}"
+    def _end(self, whole: Delta) -> Events:
+        body = write_whole(self._head, whole)
+        return [{"type": f"response.{body['status']}", "response": body}]
+
+    @property
+    def _item_id(self) -> str:
+        return f"{self._head.id}-{self._index}"
 
     def _write(self, name: str, **fields: Any) -> dict[str, Any]:
         """An event within the item under way."""
-        place = {"item_id": self._get_item_id(), "output_index": self._num_items - 1}
+        place = {"item_id": self._item_id, "output_index": self._index}
         is_call = name.startswith(_EVENTS["call"])
         return {"type": f"response.{name}", **place, **({} if is_call else {"content_index": 0}), **fields}
 
-    def _number(self, events: list[dict[str, Any]]) -> bytes:
-        first = self._num_events
-        self._num_events += len(events)
-        return write_typed_events(
-            {**event, "sequence_number": number} for number, event in enumerate(events, first)
-        )
+    def _frame(self, events: Events) -> bytes:
+        numbered = [{**event, "sequence_number": n} for n, event in enumerate(events, self._num_events)]
+        return super()._frame(numbered)
 
 
 def _write_head(head: Head) -> dict[str, Any]:
@@ -203,8 +171,8 @@ def _write_item(item_id: str, part: Part) -> dict[str, Any]:
     if part.kind == "call":
         call = {"call_id": f"call-{item_id}", "name": part.name, "arguments": part.text}
         return {"type": "function_call", "id": item_id, **call}
+    content = {"type": _EVENTS[part.kind], "text": part.text}
     if part.kind == "reasoning":
-        content = [{"type": "reasoning_text", "text": part.text}]
-        return {"type": "reasoning", "id": item_id, "summary": [], "content": content}
-    content = [{"type": "output_text", "text": part.text, "annotations": []}]  # type: ignore[dict-item]
-    return {"type": "message", "id": item_id, "role": "assistant", "content": content}
+        return {"type": "reasoning", "id": item_id, "summary": [], "content": [content]}
+    item = {"type": "message", "id": item_id, "status": "completed", "role": "assistant"}
+    return {**item, "content": [{**content, "annotations": []}]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ def read_sampling(body: Body, limits: Sequence[str]) -> Sampling:
         is_stream=get_bool(body, "stream"),
         includes_usage=get_bool(get_object(body, "stream_options") or {}, "include_usage"),
         returns_ids=get_bool(body, "return_token_ids"),
-        is_greedy=_get_number(body, "temperature") == 0,
+        is_greedy=_get(body, "temperature", _is_number, "a number") == 0,
         seed=get_int(body, "seed"),
         priority=get_int(body, "priority") or 0,
         cache_salt=get_string(body, "cache_salt"),
@@ -144,54 +144,46 @@ def get_objects(body: Body, name: str) -> list[dict[str, Any]]:
 
 def get_list(body: Body, name: str) -> list[Any]:
     """Return a list; an empty one if the field is missing. Raises RequestError."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, list):
-        raise RequestError(f"{name} must be a list, got {show(value)}", name)
-    return value or []
+    return _get(body, name, lambda value: isinstance(value, list), "a list") or []
 
 
 def get_object(body: Body, name: str) -> Body | None:
     """Return an object, or None if the field is missing. Raises RequestError."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise RequestError(f"{name} must be an object, got {show(value)}", name)
-    return value
+    found: Body | None = _get(body, name, lambda value: isinstance(value, dict), "an object")
+    return found
 
 
 def get_string(body: Body, name: str) -> str | None:
     """Return a non-empty string, or None if the field is missing. Raises RequestError."""
-    value = body.get(name)
-    if value is not None and (not isinstance(value, str) or not value):
-        raise RequestError(f"{name} must be a text that is not empty, got {show(value)}", name)
-    return value
+    found: str | None = _get(
+        body, name, lambda value: isinstance(value, str) and value, "a text that is not empty"
+    )
+    return found
 
 
 def get_bool(body: Body, name: str) -> bool:
     """Return a boolean; False if the field is missing. Raises RequestError."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {show(value)}", name)
-    return bool(value)
+    return bool(_get(body, name, lambda value: isinstance(value, bool), "true or false"))
 
 
 def get_int(body: Body, name: str, minimum: int | None = None) -> int | None:
     """Return an integer, or None if the field is missing. Raises RequestError."""
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 2**63:
-        raise RequestError(f"{name} must be a whole number, got {show(value)}", name)
-    if minimum is not None and value < minimum:
+    value: int | None = _get(
+        body, name, lambda value: type(value) is int and abs(value) <= 2**63, "a whole number"
+    )
+    if value is not None and minimum is not None and value < minimum:
         raise RequestError(f"{name} must be at least {minimum}, got {value}", name)
     return value
 
 
-def _get_number(body: Body, name: str) -> float | None:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _get(body: Body, name: str, is_right: Callable[[Any], object], what: str) -> Any:
     value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-        raise RequestError(f"{name} must be a number, got {show(value)}", name)
+    if value is not None and not is_right(value):
+        raise RequestError(f"{name} must be {what}, got {show(value)}", name)
     return value
 
 

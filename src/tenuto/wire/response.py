@@ -11,11 +11,11 @@ whole response is one delta. Servers may send anything: what cannot be read is l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tenuto.wire.request import Message, read_parts
+from tenuto.wire.request import Message, RequestError, read_parts
 
 MAX_COUNT = 2**40
 """Largest valid number of tokens. Sums of such numbers are still exact as floats."""
@@ -209,6 +209,19 @@ def read_choice(body: Mapping[str, Any]) -> tuple[dict[str, Any], Delta]:
     )
 
 
+def write_choice_body(
+    head: Head, kind: str, choice: Mapping[str, Any], usage: Usage | None
+) -> dict[str, Any]:
+    """A whole chat answer or completion."""
+    counts = write_usage(usage or Usage(), "prompt_tokens", "completion_tokens")
+    return {**write_head(head, kind), "choices": [choice], "usage": counts}
+
+
+def write_head(head: Head, kind: str) -> dict[str, Any]:
+    """What every event of a chat answer or completion repeats."""
+    return {"id": head.id, "created": head.created, "model": head.model, "object": kind}
+
+
 def as_object(value: Any) -> dict[str, Any]:
     """The value if it is an object; otherwise an empty one."""
     return value if isinstance(value, dict) else {}
@@ -293,9 +306,91 @@ def write_event(event: Mapping[str, Any]) -> bytes:
     return b"data: %b\n\n" % json.dumps(event).encode()
 
 
-def write_typed_events(events: Iterable[Mapping[str, Any]]) -> bytes:
-    """Events as the newer formats frame them: each is named by its type."""
-    return b"".join(b"event: %b\n%b" % (event["type"].encode(), write_event(event)) for event in events)
+class ChoiceWriter:
+    """What chat answers and completions share as streams: events without names, and the mark of the end."""
+
+    def __init__(self, head: Head, kind: str) -> None:
+        self._head = write_head(head, kind)
+
+    def end(self, usage: Usage | None) -> bytes:
+        """The events after the last token, with the usage if the client wants it."""
+        if usage is None:
+            return DONE
+        counts = write_usage(usage, "prompt_tokens", "completion_tokens")
+        return self._write({"choices": [], "usage": counts}) + DONE
+
+    def fail(self, error: RequestError) -> bytes:
+        """The end of a stream that an error interrupts."""
+        return write_event(error.to_json()) + DONE
+
+    def _write(self, event: Mapping[str, Any]) -> bytes:
+        return write_event({**self._head, **event})
+
+
+Events = list[dict[str, Any]]
+
+
+class BlockWriter:
+    """What the newer formats share as streams: events named by their type, content in blocks of one kind.
+
+    A block ends where another one begins.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._so_far = Response()
+        self._block: Part | None = None
+        """The block under way, without its text."""
+        self._texts: list[str] = []
+        self._index = -1
+        """The number of the last block."""
+        self._num_events = 0
+
+    def write(self, delta: Delta) -> bytes:
+        """The events of a piece of the answer."""
+        self._so_far.add(delta, 0.0)
+        events = self._open()
+        for part in get_parts(delta):
+            if self._block is None or self._block[:2] != part[:2]:
+                events += self._close_block()
+                self._block, self._texts, self._index = part._replace(text=""), [], self._index + 1
+                events += self._begin_block(self._block)
+            if part.text:
+                self._texts.append(part.text)
+                events.append(self._continue_block(part))
+        return self._frame(events)
+
+    def end(self, usage: Usage | None) -> bytes:
+        """The events after the last token."""
+        whole = self._so_far.get_whole()
+        whole.usage = usage or whole.usage
+        return self._frame(self._open() + self._close_block() + self._end(whole))
+
+    def _open(self) -> Events:
+        return [] if self._num_events else self._begin()
+
+    def _close_block(self) -> Events:
+        block, self._block = self._block, None
+        return [] if block is None else self._end_block(block._replace(text="".join(self._texts)))
+
+    def _frame(self, events: Events) -> bytes:
+        self._num_events += len(events)
+        return b"".join(b"event: %b\n%b" % (each["type"].encode(), write_event(each)) for each in events)
+
+    def _begin(self) -> Events:
+        raise NotImplementedError
+
+    def _begin_block(self, block: Part) -> Events:
+        raise NotImplementedError
+
+    def _continue_block(self, part: Part) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _end_block(self, block: Part) -> Events:
+        raise NotImplementedError
+
+    def _end(self, whole: Delta) -> Events:
+        raise NotImplementedError
 
 
 def get_parts(delta: Delta) -> Iterator[Part]:

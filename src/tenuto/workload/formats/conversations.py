@@ -32,6 +32,8 @@ from typing import Any
 from tenuto.core.tool_calls import find_tool_call
 from tenuto.core.types import ToolCall
 from tenuto.records.codec import MAX_TOKENS
+from tenuto.wire.openai_chat import read_message
+from tenuto.wire.request import Message
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
 GUESSED = "guessed_lengths"
@@ -98,19 +100,19 @@ class JobMaker:
     def _make_turn(self, output_id: str, said: Said) -> tuple[Prompt, Span, Any, dict[str, object]]:
         pieces = self._hasher.hash_texts(said.prompt)
         num_prompt, num_output = _get_counts(said)
-        answer = said.message or {}
+        answer = read_message({"role": "assistant", **(said.message or {})})
         is_guessed = num_prompt is None or num_output is None
         num_chars = sum(map(len, said.prompt))
         prompt = self._contents.resolve(
             pieces, max(len(said.prompt), num_prompt or num_chars // CHARS_PER_TOKEN)
         )
-        written = write_message({"role": "assistant", **answer})
+        written = write_piece(answer)
         output = Span(output_id, num_output or max(1, len(written) // CHARS_PER_TOKEN))
         if said.message is not None:
             after = self._hasher.hash_texts([written], pieces.hashes[-1])
             num_before = sum(span.num_tokens for span in prompt)
             self._contents.remember((*prompt, output), after, 0, num_before)
-        tool = find_tool(read_text(answer.get("content")), said.calls or get_calls(answer))
+        tool = find_tool(answer.text, said.calls or answer.calls)
         return self._rename(prompt), output, tool, {GUESSED: True} if is_guessed else {}
 
     def _rename(self, prompt: Prompt) -> Prompt:
@@ -237,13 +239,12 @@ def cut_text(text: str) -> list[str]:
 
 def write_message(message: Mapping[str, Any]) -> str:
     """A chat message as a piece."""
-    written = [write_call(name, arguments) for name, arguments in get_calls(message)]
-    return write_piece(message.get("role"), read_text(message.get("content")), written)
+    return write_piece(read_message(message))
 
 
-def write_piece(role: Any, text: str, calls: list[str]) -> str:
+def write_piece(message: Message) -> str:
     """The form that all messages are compared in."""
-    return "\x00".join([str(role), text, *calls])
+    return "\x00".join([str(message.role), message.text, *(write_call(*call) for call in message.calls)])
 
 
 def write_call(name: Any, arguments: Any) -> str:
@@ -254,32 +255,6 @@ def write_call(name: Any, arguments: Any) -> str:
         except (ValueError, RecursionError):
             return f"{name}\x01{arguments}"
     return f"{name}\x01{json.dumps(arguments, sort_keys=True)}"
-
-
-def read_text(content: Any) -> str:
-    """The text of a message's content; parts that are no text stand as their JSON."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    return "".join(
-        part["text"]
-        if isinstance(part, dict) and isinstance(part.get("text"), str)
-        else json.dumps(part, sort_keys=True)
-        for part in parts
-    )
-
-
-def get_calls(message: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Name and arguments of each tool call of a chat message."""
-    calls = message.get("tool_calls")
-    functions = [
-        call["function"]
-        for call in (calls if isinstance(calls, list) else [])
-        if isinstance(call, dict) and isinstance(call.get("function"), dict)
-    ]
-    return [(function.get("name"), function.get("arguments")) for function in functions]
 
 
 def find_tool(text: str, calls: Sequence[tuple[Any, Any]]) -> ToolCall | None:

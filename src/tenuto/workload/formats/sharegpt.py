@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import Fields
+from tenuto.wire.request import Message
 from tenuto.workload.formats.conversations import JobMaker, Said, write_piece
 from tenuto.workload.schema import Job
 
@@ -54,5 +55,5 @@ def _read_answers(record: Fields) -> list[Said]:
             raise part.error("value", "must be text")
         if role == "assistant" and text and any(pieces):
             said.append(Said(tuple(pieces), {"content": text}, {}))
-        pieces.append(write_piece(role, text, []))
+        pieces.append(write_piece(Message(role, [text])))
     return said
