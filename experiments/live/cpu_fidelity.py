@@ -38,8 +38,7 @@ from tenuto.client.profile import ProfileOptions, run_profile
 from tenuto.client.servers.local_server import run_server
 from tenuto.core.engine import read_step_tokens
 from tenuto.core.errors import TenutoError
-from tenuto.sim.cost import fit_step_cost, read_observations
-from tenuto.sim.cost.fitted import format_fit, get_errors
+from tenuto.sim.cost.fitted import fit_step_cost, format_fit, get_errors, read_observations
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions

@@ -19,8 +19,8 @@ from tenuto.policies.published._prefill import (
     get_reload_s,
     read_prefill_profile,
 )
-from tenuto.sim.cost import FittedStepCost, StepBatch
-from tenuto.sim.cost.fitted import Line
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.fitted import FittedStepCost, Line
 
 TRUE = PrefillProfile(fixed_s=0.02, token_s=1e-4, token_pair_s=3e-9)
 """A GPU three times as slow as the one that is assumed, at attention six times."""

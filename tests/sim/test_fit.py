@@ -9,7 +9,8 @@ import pytest
 
 from tenuto import cli
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.sim.cost import FittedStepCost, StepBatch
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.fitted import FittedStepCost
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
 

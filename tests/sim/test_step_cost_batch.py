@@ -1,7 +1,8 @@
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.cost import HostedStepCost, HostOverhead, StepBatch, default_backend, load_step_cost, tables
+from tenuto.sim.cost import default_backend, load_step_cost, tables
+from tenuto.sim.cost.batch import HostedStepCost, HostOverhead, StepBatch
 from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.hardware.models import load_model
 

@@ -8,15 +8,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import DataError
-from tenuto.sim.cost import (
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.fitted import (
     FittedStepCost,
     ObservedStep,
     ObservedTransfer,
-    StepBatch,
+    fit_line,
     fit_step_cost,
     read_observations,
 )
-from tenuto.sim.cost.fitted import fit_line
 
 PREFILLS = [StepBatch.of(prefills=[(n, c)]) for n in (256, 1024, 2048) for c in (0, 4096, 8192)]
 DECODES = [StepBatch.of(decodes=[c] * num) for num in (1, 8, 64) for c in (512, 4096)]

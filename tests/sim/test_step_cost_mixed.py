@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.cost import MixedStepCost, RooflineStepCost, StepBatch, split_variant
-from tenuto.sim.cost.mixed import PIECEWISE_S_PER_LAYER, StepParts
+from tenuto.sim.cost.batch import PIECEWISE_S_PER_LAYER, MixedStepCost, StepBatch, StepParts, split_variant
+from tenuto.sim.cost.roofline import RooflineStepCost
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.hardware.models import load_model
 from tenuto.sim.machine import build

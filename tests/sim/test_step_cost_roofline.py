@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.cost import RooflineStepCost, StepBatch
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.roofline import RooflineStepCost
 from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.hardware.models import load_model
 

@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.cost import RooflineStepCost, StepBatch, load_table_step_cost
-from tenuto.sim.cost.tables import AICONFIGURATOR_VERSION, LENGTHS, TableStepCost, installed_version
+from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.roofline import RooflineStepCost
+from tenuto.sim.cost.tables import (
+    AICONFIGURATOR_VERSION,
+    LENGTHS,
+    TableStepCost,
+    installed_version,
+    load_table_step_cost,
+)
 from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.hardware.models import bundled_models, load_model
 from tenuto.sim.machine import build

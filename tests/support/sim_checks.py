@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tenuto.core.errors import IntegrityError
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.kv.pool import Extent, ExtentPool, Row
+from tenuto.sim.kv.pool import Extent, ExtentPool, Row, skip_to
 
 
 def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
@@ -70,8 +70,17 @@ def check_pool(pool: ExtentPool, held: Iterable[Row], *, num_blanks: int = 0) ->
 
 
 def _count(rows: Iterable[Row]) -> Counter[Extent]:
-    return Counter(extent for row in rows for extent in row.get_extents())
+    return Counter(extent for row in rows for extent in _get_extents(row))
 
 
 def _count_blocks(extents: Iterable[Extent]) -> int:
     return sum(extent.end - extent.first for extent in extents)
+
+
+def _get_extents(row: Row) -> Iterator[Extent]:
+    """The extents that hold a row's blocks, in order; some may hold blocks beside them."""
+    for extent, first, end in row.ranges:
+        while first < end:
+            extent = skip_to(extent, first)
+            yield extent
+            first = extent.end

@@ -18,18 +18,10 @@ from tenuto.core.limits import Limits
 from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.core.policy import EngineSettings, Policy
 from tenuto.core.policy_caller import DecisionLog
-from tenuto.sim.cost import (
-    BACKENDS,
-    VARIANTS,
-    FittedStepCost,
-    HostOverhead,
-    NoTablesError,
-    ScaledStepCost,
-    StepCost,
-    default_backend,
-    load_step_cost,
-    split_variant,
-)
+from tenuto.sim.cost import BACKENDS, default_backend, load_step_cost
+from tenuto.sim.cost.batch import VARIANTS, HostOverhead, ScaledStepCost, StepCost, split_variant
+from tenuto.sim.cost.fitted import FittedStepCost
+from tenuto.sim.cost.tables import NoTablesError
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import PUBLISHED, Scheduler
 from tenuto.sim.hardware.gpus import GIB, PCIE_GEN4_BYTES_PER_S, Gpu, get_gpu

@@ -8,7 +8,7 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.windows import STATE, Layers, count_tail_blocks, get_window
-from tenuto.sim.cost import StepBatch
+from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.hardware.gpus import GIB
 from tenuto.sim.hardware.kv_budget import KvBudget, ProfileRun, kv_budget
 from tenuto.sim.kv.kv_cache import KvCache

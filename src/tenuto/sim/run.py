@@ -19,7 +19,7 @@ from tenuto.records.files import RunFiles
 from tenuto.records.metrics import make_record, parse_limits
 from tenuto.records.schema import Sample, TurnCounts, TurnRecord, get_config
 from tenuto.records.trace import TraceWriter
-from tenuto.sim.cost import StepBatch, StepCost
+from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.fleet import FleetFront, add_fleet, build_servers

@@ -7,45 +7,11 @@ step_cost.seconds(StepBatch.of(prefills=[(2048, 0)], decodes=[8192] * 64))
 from __future__ import annotations
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.cost.batch import HostedStepCost, HostOverhead, ScaledStepCost, StepBatch, StepCost
-from tenuto.sim.cost.fitted import (
-    FittedStepCost,
-    ObservedStep,
-    ObservedTransfer,
-    fit_step_cost,
-    read_observations,
-)
-from tenuto.sim.cost.mixed import VARIANTS, MixedStepCost, Variant, split_variant
+from tenuto.sim.cost.batch import HostedStepCost, HostOverhead, MixedStepCost, Variant
 from tenuto.sim.cost.roofline import RooflineStepCost
-from tenuto.sim.cost.tables import (
-    AICONFIGURATOR_VERSION,
-    NoTablesError,
-    installed_version,
-    load_table_step_cost,
-)
+from tenuto.sim.cost.tables import AICONFIGURATOR_VERSION, installed_version, load_table_step_cost
 from tenuto.sim.hardware.gpus import Gpu
 from tenuto.sim.hardware.models import Model
-
-__all__ = [
-    "VARIANTS",
-    "FittedStepCost",
-    "HostOverhead",
-    "HostedStepCost",
-    "MixedStepCost",
-    "NoTablesError",
-    "ObservedStep",
-    "ObservedTransfer",
-    "RooflineStepCost",
-    "ScaledStepCost",
-    "StepBatch",
-    "StepCost",
-    "default_backend",
-    "fit_step_cost",
-    "load_step_cost",
-    "load_table_step_cost",
-    "read_observations",
-    "split_variant",
-]
 
 BACKENDS = ("tables", "roofline")
 

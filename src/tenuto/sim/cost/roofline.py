@@ -7,8 +7,7 @@ and the shares of them that kernels reach; the constants below are the same for 
 from __future__ import annotations
 
 from tenuto.core.windows import STATE
-from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.cost.mixed import StepParts
+from tenuto.sim.cost.batch import StepBatch, StepParts
 from tenuto.sim.hardware.gpus import Gpu
 from tenuto.sim.hardware.models import DTYPE_BYTES, Model
 

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.cost.mixed import StepParts
+from tenuto.sim.cost.batch import StepBatch, StepParts
 from tenuto.sim.hardware.gpus import GPUS, Gpu
 from tenuto.sim.hardware.models import Model
 

@@ -6,13 +6,13 @@ advertised size: vLLM multiplies the reported one by `gpu_memory_utilization`.
 The efficiencies are what Llama-3.1-8B in bf16 reaches in aiconfigurator-core 0.12.0's measured operator
 tables: GEMMs and causal attention of one 8,192-token prefill as shares of `flops`; the weight reads of a
 one-token step and the KV reads of 64 decodes at 8,192 tokens as shares of `memory_bytes_per_s`. A GPU without
-tables has those of a GPU with the same architecture, which a comment names.
+tables has those of a GPU with the same die: see `replace` below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tenuto.core.errors import ConfigError, suggest
@@ -62,73 +62,63 @@ class Gpu:
     measured_kv_tokens: tuple[tuple[str, int], ...] = ()
 
 
+# NVIDIA RTX Blackwell PRO whitepaper (Workstation Edition).
+_RTXPRO6000 = Gpu(
+    name="RTXPRO6000",
+    memory_bytes=97_250 * MIB,
+    flops=503.8e12,
+    fp8_flops=1007.6e12,
+    memory_bytes_per_s=1.792e12,
+    gemm_efficiency=0.79,
+    attention_efficiency=0.55,
+    weight_read_efficiency=0.80,
+    kv_read_efficiency=0.84,
+    peer_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
+    host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
+    host_memory_bytes=None,
+    table_system="rtx_pro_6000_server",
+)
+# NVIDIA A100 datasheet, the SXM module with 80 GB of HBM2e.
+_A100_80 = Gpu(
+    name="A100-80",
+    memory_bytes=int(79.15 * GIB),
+    flops=312e12,
+    fp8_flops=None,
+    memory_bytes_per_s=2.039e12,
+    gemm_efficiency=0.85,
+    attention_efficiency=0.56,
+    weight_read_efficiency=0.67,
+    kv_read_efficiency=0.72,
+    peer_bytes_per_s=300e9,
+    host_link_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
+    host_memory_bytes=None,
+    table_system="a100_sxm",
+)
+
 _GPUS = (
-    # Sizes and rates: NVIDIA RTX Blackwell architecture whitepaper. Efficiencies: RTX PRO 6000 (same die).
-    Gpu(
+    # Sizes and rates: NVIDIA RTX Blackwell architecture whitepaper.
+    replace(
+        _RTXPRO6000,
         name="RTX5090",
         memory_bytes=int(31.36 * GIB),
         flops=209.5e12,
         fp8_flops=419e12,
-        memory_bytes_per_s=1.792e12,
-        gemm_efficiency=0.79,
-        attention_efficiency=0.55,
-        weight_read_efficiency=0.80,
-        kv_read_efficiency=0.84,
-        peer_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
-        host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
-        host_memory_bytes=None,
         table_system=None,
         measured_kv_tokens=(("llama-3.1-8b", 5402 * 16),),
     ),
-    # NVIDIA RTX Blackwell PRO whitepaper (Workstation Edition).
-    Gpu(
-        name="RTXPRO6000",
-        memory_bytes=97_250 * MIB,
-        flops=503.8e12,
-        fp8_flops=1007.6e12,
-        memory_bytes_per_s=1.792e12,
-        gemm_efficiency=0.79,
-        attention_efficiency=0.55,
-        weight_read_efficiency=0.80,
-        kv_read_efficiency=0.84,
-        peer_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
-        host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
-        host_memory_bytes=None,
-        table_system="rtx_pro_6000_server",
-    ),
-    # NVIDIA A100 datasheet, the PCIe card with 40 GB of HBM2. Efficiencies: A100-80 (same die).
-    Gpu(
+    _RTXPRO6000,
+    # NVIDIA A100 datasheet, the PCIe card with 40 GB of HBM2.
+    replace(
+        _A100_80,
         name="A100-40",
         memory_bytes=40_326 * MIB,
-        flops=312e12,
-        fp8_flops=None,
         memory_bytes_per_s=1.555e12,
-        gemm_efficiency=0.85,
-        attention_efficiency=0.56,
-        weight_read_efficiency=0.67,
-        kv_read_efficiency=0.72,
         peer_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
-        host_link_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
         host_memory_bytes=200 * GIB,
         table_system=None,
         measured_kv_tokens=(("llama-3.1-8b", 139_000),),
     ),
-    # NVIDIA A100 datasheet, the SXM module with 80 GB of HBM2e.
-    Gpu(
-        name="A100-80",
-        memory_bytes=int(79.15 * GIB),
-        flops=312e12,
-        fp8_flops=None,
-        memory_bytes_per_s=2.039e12,
-        gemm_efficiency=0.85,
-        attention_efficiency=0.56,
-        weight_read_efficiency=0.67,
-        kv_read_efficiency=0.72,
-        peer_bytes_per_s=300e9,
-        host_link_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
-        host_memory_bytes=None,
-        table_system="a100_sxm",
-    ),
+    _A100_80,
     # NVIDIA L40S datasheet.
     Gpu(
         name="L40S",

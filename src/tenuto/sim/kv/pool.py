@@ -197,18 +197,6 @@ class Row:
                 self.ranges.append(Range(extent, first, min(end, first + left)))
             left -= end - first
 
-    def get_extents(self) -> Iterator[Extent]:
-        """The extents that hold these blocks, in order; some may hold blocks beside them.
-
-        range            [first ········· end)
-        extents     │ A ──┼──│ B    │ C ──┼──│      A has blocks before `first`, C has some from `end` on
-        """
-        for extent, first, end in self.ranges:
-            while first < end:
-                extent = skip_to(extent, first)
-                yield extent
-                first = extent.end
-
     def append(self, extent: Extent, first: int, end: int) -> None:
         """Add blocks at the end."""
         self.ranges.append(Range(extent, first, end))

@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 from tenuto.core import __version__
 from tenuto.core.errors import ConfigError
 from tenuto.records.trace import TraceWriter
-from tenuto.sim.cost import StepBatch
+from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.machine import Machine
 from tenuto.sim.server.control import ControlPages, LiveEngine, LiveSettings
 from tenuto.sim.server.engine import Clock, Pacer, ServedEngine
