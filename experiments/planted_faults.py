@@ -234,7 +234,7 @@ FAULTS = (
     ),
     Fault(
         "verify: whatever became of the lease is the memory of others",
-        "client/verdict.py",
+        "client/verify.py",
         '    return "not held"\n',
         '    return "yielded"\n',
         ("client/test_verify.py::test_memory_that_others_take_neither_fails_the_check_nor_passes_it",),

@@ -32,10 +32,9 @@ from experiments.attacks.plans import Attack, Scene, is_probe, make_say, make_wo
 from experiments.attacks.table import Outcome, make_outcome, show
 from tenuto.client.http.client import Client
 from tenuto.client.http.request import RequestWriter, TokenIds
-from tenuto.client.load.measured import Sending
-from tenuto.client.load.runner import Load
-from tenuto.client.load.servers import OneServer
-from tenuto.client.servers.local_server import ServerError, run_server
+from tenuto.client.load import Load, OneServer
+from tenuto.client.local_server import ServerError, run_server
+from tenuto.client.result import Sending
 from tenuto.records.schema import TurnRecord
 from tenuto.workload.turn_driver import TurnDriver
 

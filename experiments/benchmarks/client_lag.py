@@ -17,8 +17,8 @@ import time
 from typing import Any
 
 from experiments.benchmarks.light_server import serve
-from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.run import measure
+from tenuto.client.bench import measure
+from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
 from tenuto.workload.load import LoadOptions, make_workload
 

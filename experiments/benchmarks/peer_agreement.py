@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 import httpx
 
 from experiments.benchmarks.light_server import serve
-from tenuto.client.ab.verdict import estimate_ratio
+from tenuto.client.ab_verdict import estimate_ratio
+from tenuto.client.bench import measure
 from tenuto.client.http.request import Conversation, RequestWriter, TokenIds
-from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.run import measure
+from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
 from tenuto.workload.load import LoadOptions, make_workload
 from tenuto.workload.schema import Workload

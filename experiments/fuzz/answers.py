@@ -8,7 +8,7 @@ from typing import Any
 from experiments.fuzz.guard import Wrong
 from experiments.fuzz.requests import GENERATION_PATHS, check_hints
 from tenuto.client.http.client import AnswerStream, StreamError
-from tenuto.client.servers.metrics import parse_page
+from tenuto.client.metrics import parse_page
 from tenuto.proxy import exchange as recorded
 from tenuto.proxy.exchange import Exchange, Unreadable
 from tenuto.proxy.proxy import UsageFilter, ask_for_usage

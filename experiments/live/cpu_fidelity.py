@@ -31,11 +31,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tenuto.client.ab.options import AbOptions, Arm, make_command
-from tenuto.client.ab.run import run_ab
-from tenuto.client.load.options import BenchOptions
-from tenuto.client.profile import ProfileOptions, run_profile
-from tenuto.client.servers.local_server import run_server
+from tenuto.client.ab import make_command, run_ab
+from tenuto.client.local_server import run_server
+from tenuto.client.options import AbOptions, Arm, BenchOptions, ProfileOptions
+from tenuto.client.profile import run_profile
 from tenuto.core.engine import read_step_tokens
 from tenuto.core.errors import TenutoError
 from tenuto.sim.cost.fitted import fit_step_cost, format_fit, get_errors, read_observations

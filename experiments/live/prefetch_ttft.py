@@ -26,9 +26,10 @@ from typing import Any
 import httpx
 
 from experiments.live import slow_link
-from tenuto.client.ab.options import Arm, make_command
-from tenuto.client.servers.local_server import run_server
-from tenuto.client.servers.metrics import parse_totals
+from tenuto.client.ab import make_command
+from tenuto.client.local_server import run_server
+from tenuto.client.metrics import parse_totals
+from tenuto.client.options import Arm
 from tenuto.vllm.launch import Tiers
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}

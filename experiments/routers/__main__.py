@@ -38,8 +38,8 @@ from experiments.routers.processes import (
     run_router,
     run_vllm,
 )
-from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.run import measure
+from tenuto.client.bench import measure
+from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
 from tenuto.workload.load import LoadOptions, make_workload
 

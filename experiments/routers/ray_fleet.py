@@ -23,8 +23,8 @@ from typing import Any
 import httpx
 
 from experiments.routers.processes import ENGINE, get_free_port, run_engine
-from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.run import measure
+from tenuto.client.bench import measure
+from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
 from tenuto.workload.load import LoadOptions, make_workload
 

@@ -11,7 +11,7 @@ import httpx
 
 from experiments.soak.book import Book
 from experiments.soak.live_memory import Rest, get_cpu_s, get_memory_mb
-from tenuto.client.servers.metrics import Page, parse_page
+from tenuto.client.metrics import Page, parse_page
 
 EVERY_S = 5.0
 SILENT_S = 60.0

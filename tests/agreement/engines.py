@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 import tenuto.vllm
+from tenuto.client import bench as run_module
 from tenuto.client.http.request import Conversation, TokenIds
-from tenuto.client.load import run as run_module
-from tenuto.client.load.options import BenchOptions
+from tenuto.client.options import BenchOptions
 from tenuto.core.engine import StepTokens
 from tenuto.core.requests import make_fields
 from tenuto.sim.cost.batch import StepBatch, StepCost

@@ -111,7 +111,13 @@ def test_core_estimators_and_policies_need_the_standard_library_only() -> None:
 
 
 @pytest.mark.skipif(not (PACKAGE / "cli").exists(), reason="there is no command line yet")
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], ["policies"], ["bench", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([], ["--help"], ["--version"], ["policies"]),
+        *([command, "--help"] for command in ("bench", "replay", "ab", "profile")),
+    ],
+)
 def test_the_command_line_loads_nothing_heavy(arguments: list[str]) -> None:
     loaded = get_loaded(
         "from tenuto.cli import main\n"
@@ -124,3 +130,7 @@ def test_the_command_line_loads_nothing_heavy(arguments: list[str]) -> None:
     assert "tenuto" in loaded
     heavy = {"torch", "vllm", "httpx", "transformers", "prometheus_client", "numpy", "scipy", "aiohttp"}
     assert not loaded & (heavy | {"jinja2", "matplotlib", "rich", "pandas"})
+
+
+def test_verify_and_top_need_no_extra_for_what_they_read() -> None:
+    assert "aiohttp" not in get_loaded("import tenuto.client.verify, tenuto.client.metrics")

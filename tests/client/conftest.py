@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.load import measured as validity
-from tenuto.client.load import run as run_module
-from tenuto.client.load import runner as load_module
-from tenuto.client.load.options import BenchOptions
+from tenuto.client import bench as run_module
+from tenuto.client import load as load_module
+from tenuto.client import result as validity
+from tenuto.client.options import BenchOptions
 from tenuto.records.files import METRICS, TURNS, RunFiles
 from tenuto.workload import Workload
 from tenuto.workload.load import LoadOptions, make_workload

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.client.load import commands as commands_module
-from tenuto.client.load.commands import CommandRecord, CommandRunner, check_commands
-from tenuto.client.load.options import BenchOptions
+from tenuto.client import commands as commands_module
+from tenuto.client.commands import CommandRecord, CommandRunner, check_commands
+from tenuto.client.options import BenchOptions
 from tenuto.core.errors import ConfigError
 from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload

@@ -10,11 +10,10 @@ from typing import cast
 
 import pytest
 
-from tenuto.client.load import live
-from tenuto.client.load.live import Progress, show
-from tenuto.client.load.run import SAMPLE_S, sample_lag
-from tenuto.client.load.runner import Load
-from tenuto.client.servers.metrics import get_growth, parse_totals, try_get_block_size
+from tenuto.client import load as live
+from tenuto.client.bench import SAMPLE_S, sample_lag
+from tenuto.client.load import Load, Progress, show
+from tenuto.client.metrics import get_growth, parse_totals, try_get_block_size
 from tests.client.test_metrics import WHOLE, make_outcome, make_record
 
 PAGE = """\

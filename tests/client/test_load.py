@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.load.runner import get_pause_s
+from tenuto.client.load import get_pause_s
 from tenuto.workload.load import LoadOptions
 from tests.client.conftest import GAP_S, OUTPUT_TOKENS, SYSTEM_TOKENS, TOOL_S, Ran
 from tests.client.fake_server import BLOCK_SIZE, FakeServer, Reply, Request

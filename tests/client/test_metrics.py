@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.load import measured as metrics
-from tenuto.client.load.measured import (
-    Labels,
+from tenuto.client import result as metrics
+from tenuto.client.result import (
     Outcome,
     Sending,
     format_result,
@@ -79,7 +78,7 @@ def test_figures_of_a_whole_run() -> None:
 
 def test_figures_of_half_a_run() -> None:
     outcome = make_outcome(*WHOLE[:2], make_record("a", 2, 3.0, None), make_record("b", 2, 5.0, 9.0))
-    result = make_result(outcome, LABELS)
+    result = make_result(outcome, {"url": "u"}, **FACTS)
     assert (result.jobs, result.jobs_planned, dict(result.job_times_s)) == (1, 2, {"b": 7.0})
     assert result.prompt_tokens == 400
     assert asdict(metrics.count_turns(outcome)) == count_turns(ok=3, ok_after_retries=1, failed=1)
@@ -140,11 +139,11 @@ def test_words_are_counted_by_the_server() -> None:
     assert metrics.get_prompt_tokens(make_outcome(is_exact=False), unknown) == 100
 
 
-LABELS = Labels(model="m", policy="stock", seed=1, config={}, settings={"url": "u"}, wall_s=9.5)
+FACTS: dict[str, Any] = {"model": "m", "policy": "stock", "gpu": None, "jps": None, "seed": 1, "wall_s": 9.5}
 
 
 def test_the_result_reads_well() -> None:
-    result = make_result(make_outcome(*WHOLE, loop_lags_s=[0.001, 0.003]), LABELS).to_json()
+    result = make_result(make_outcome(*WHOLE, loop_lags_s=[0.001, 0.003]), {"url": "u"}, **FACTS).to_json()
     assert result["job_s"]["p50"] == 6.0
     assert result["job_s"]["p90"] == pytest.approx(6.8)
     assert result["ttft_s"]["p95"] == 0.5
@@ -163,7 +162,7 @@ def test_the_result_reads_well() -> None:
 
 
 def test_the_result_of_nothing_reads_too() -> None:
-    text = format_result(make_result(make_outcome(is_interrupted=True), LABELS).to_json())
+    text = format_result(make_result(make_outcome(is_interrupted=True), {"url": "u"}, **FACTS).to_json())
     assert "0 of 2 finished" in text
     assert "interrupted" in text
     assert "job time     –" in text

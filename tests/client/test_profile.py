@@ -15,11 +15,11 @@ from tenuto.client import profile as run_module
 from tenuto.client.http.client import Answer
 from tenuto.client.http.probe import ServerError
 from tenuto.client.http.request import RequestWriter, TokenIds
+from tenuto.client.options import ProfileOptions
 from tenuto.client.profile import (
     OUTPUT_TOKENS,
     Decode,
     Prefill,
-    ProfileOptions,
     ProfilePlan,
     get_max_context,
     make_plan,

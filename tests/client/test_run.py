@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tenuto.cli import parse as parse_command
+from tenuto.client import bench as run_module
+from tenuto.client.bench import run_bench
 from tenuto.client.http.probe import ServerError
-from tenuto.client.load import run as run_module
-from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.run import run_bench
+from tenuto.client.options import BenchOptions
 from tenuto.core.errors import ConfigError
 from tenuto.records.files import RunFiles
 from tenuto.records.schema import RunRecord

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.run import run_bench
-from tenuto.client.servers.local_server import LocalServer, run_server
+from tenuto.client.bench import run_bench
+from tenuto.client.local_server import LocalServer, run_server
+from tenuto.client.options import BenchOptions
 from tenuto.workload.load import LoadOptions
 from tests.client.conftest import read_lines
 from tests.vllm.test_server import BLOCK_SIZE, ENV, get_command, get_free_port

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tenuto.client import load as servers_module
 from tenuto.client.http.client import Answer, Client, RequestFailed
-from tenuto.client.load import servers as servers_module
-from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.servers import RoutedServers
+from tenuto.client.load import RoutedServers
+from tenuto.client.options import BenchOptions
 from tenuto.core.errors import ConfigError, PolicyError
 from tenuto.wire.response import Usage
 from tenuto.workload.hints import HINTS
@@ -135,7 +135,7 @@ def test_other_failures_leave_the_server_in() -> None:
 
 
 def test_bench_routes_over_several_servers(trace: Any, tmp_path: Any) -> None:
-    from tenuto.client.load.run import measure
+    from tenuto.client.bench import measure
     from tenuto.records.files import RunFiles
     from tenuto.workload.load import LoadOptions, make_workload
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.load import measured as validity
-from tenuto.client.load.measured import SimulatedServer, find_invalid, format_result, read_simulated_server
-from tenuto.client.load.run import INVALID, get_status
-from tenuto.client.servers.metrics import try_get_sim_speed
+from tenuto.client import result as validity
+from tenuto.client.bench import INVALID, get_status
+from tenuto.client.metrics import try_get_sim_speed
+from tenuto.client.result import SimulatedServer, find_invalid, format_result, read_simulated_server
 from tenuto.records.schema import TurnRecord
 
 FLOOR_S = 0.01

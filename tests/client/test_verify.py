@@ -14,11 +14,8 @@ import httpx
 import pytest
 
 from tenuto import cli
-from tenuto.client import promise
 from tenuto.client import verify as module
-from tenuto.client.promise import get_promise
-from tenuto.client.verify import verify
-from tenuto.client.verify_text import format_verdict
+from tenuto.client.verify import format_verdict, get_promise, verify
 from tenuto.core.errors import DataError
 
 BLOCK_SIZE = 16
@@ -241,5 +238,5 @@ def test_promises() -> None:
 
 
 def test_a_server_s_word_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promise, "load_policy", lambda name: pytest.fail(f"loaded {name}"))
+    monkeypatch.setattr(module, "load_policy", lambda name: pytest.fail(f"loaded {name}"))
     assert get_promise("evil.py:Policy") == get_promise("os:system") == "may"

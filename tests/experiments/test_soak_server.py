@@ -17,7 +17,7 @@ from experiments.soak.live_memory import Life, Rest, compare_growth, get_cpu_s, 
 from experiments.soak.live_server import STOCK, check_log, check_trace, get_command, prepare_state
 from experiments.soak.live_watch import Watch, find_processes
 from experiments.soak.server import get_policy
-from tenuto.client.servers.metrics import Page, parse_page
+from tenuto.client.metrics import Page, parse_page
 
 SOUND = {
     "vllm:num_requests_running": 1,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.ab.verdict import MEASURES, format_verdict
-from tenuto.client.ab.verdict import compare as compare_arms
+from tenuto.client.ab_verdict import MEASURES, format_verdict
+from tenuto.client.ab_verdict import compare as compare_arms
 from tenuto.core.errors import DataError
 from tenuto.report.html.compare import Group, Winner, group_runs
 from tenuto.report.html.page import make_report, render_page

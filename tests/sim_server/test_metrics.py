@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tenuto.client.servers.metrics import parse_totals, read_cache_state, try_get_block_size
+from tenuto.client.metrics import parse_totals, read_cache_state, try_get_block_size
 from tests.sim_server.live import Live, serve
 
 OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"

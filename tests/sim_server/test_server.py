@@ -22,8 +22,8 @@ import httpx
 import pytest
 
 from tenuto import cli
-from tenuto.client.load import run as run_module
-from tenuto.client.load.options import BenchOptions
+from tenuto.client import bench as run_module
+from tenuto.client.options import BenchOptions
 from tenuto.records.files import METRICS, TURNS, RunFiles
 from tenuto.records.metrics import get_job_times_s
 from tenuto.records.trace import TraceWriter

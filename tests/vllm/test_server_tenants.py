@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
-from tenuto.client.servers.metrics import parse_page
+from tenuto.client.local_server import LocalServer, ServerError, run_server
+from tenuto.client.metrics import parse_page
 from tenuto.vllm import tenants
 from tests.vllm import test_server
 from tests.vllm.test_server import ADMIN_KEY, ENV, get_command, get_free_port

@@ -13,11 +13,10 @@ import httpx
 import pytest
 
 from experiments.routers.processes import ENGINE, WATCH, kill, run_engine, run_router
-from tenuto.client.load.options import BenchOptions
-from tenuto.client.load.run import measure
-from tenuto.client.servers.local_server import LocalServer
-from tenuto.client.verify import verify
-from tenuto.client.verify_text import format_verdict
+from tenuto.client.bench import measure
+from tenuto.client.local_server import LocalServer
+from tenuto.client.options import BenchOptions
+from tenuto.client.verify import format_verdict, verify
 from tenuto.records.files import RunFiles
 from tenuto.workload.load import LoadOptions, make_workload
 from tests.vllm_router.conftest import Start

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tenuto.cli.command import Command, Part, needing
 from tenuto.cli.options import Given
-from tenuto.client.ab.options import AbOptions, ArmOptions
-from tenuto.client.load.options import BenchOptions
+from tenuto.client.options import AbOptions, ArmOptions, BenchOptions
 
 _SUMMARY = """\
 Compare servers or policies under the same load, and say in words what came out.
@@ -48,7 +47,7 @@ def run(given: Given) -> int:
     """Compare. Status 0: every turn was answered; 1: not every; 130: interrupted."""
     options = read_ab_options(given)
     with needing("bench"):
-        from tenuto.client.ab.run import run_ab
+        from tenuto.client.ab import run_ab
     return run_ab(options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tenuto.cli.command import Command, Part, needing
 from tenuto.cli.options import Given
-from tenuto.client.load.options import BenchOptions, SweepOptions
+from tenuto.client.options import BenchOptions, SweepOptions
 from tenuto.workload.load import LoadOptions
 
 _SUMMARY = """\
@@ -53,8 +53,7 @@ Exit status: 0 if every turn was answered, 1 if not, 2 if nothing could be run, 
 def run(given: Given) -> int:
     """Measure a server. Status 0: every turn was answered; 1: not every; 130: interrupted."""
     with needing("bench"):
-        from tenuto.client.load.run import run_bench
-        from tenuto.client.load.sweep import run_sweep
+        from tenuto.client.bench import run_bench, run_sweep
     loads = given.read(SweepOptions).jps
     runs = [given.read(BenchOptions, load=given.read(LoadOptions, jps=jps)) for jps in loads or (None,)]
     return run_bench(runs[0]) if len(runs) == 1 else run_sweep(runs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tenuto.cli.command import Command, Part, needing
 from tenuto.cli.options import Given
-from tenuto.client.profile import FitOptions, ProfileOptions
+from tenuto.client.options import FitOptions, ProfileOptions
 from tenuto.core.errors import ConfigError
 
 _SUMMARY = """\

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tenuto.cli.command import Command, Part, needing
 from tenuto.cli.options import Given
-from tenuto.client.load.options import BenchOptions
+from tenuto.client.options import BenchOptions
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option, parse_policy_options
 from tenuto.workload.load import LoadOptions
@@ -72,7 +72,7 @@ def run(given: Given) -> int:
         raise ConfigError("--option is for --decisions; a server's policy is set where it is started")
     bench = given.read(BenchOptions, load=given.read(LoadOptions, workload=options.trace))
     with needing("bench"):
-        from tenuto.client.load.run import run_bench
+        from tenuto.client.bench import run_bench
     return run_bench(bench)
 
 

@@ -55,8 +55,7 @@ def run(given: Given) -> int:
     """Check a server."""
     import httpx
 
-    from tenuto.client.verify import verify
-    from tenuto.client.verify_text import format_verdict
+    from tenuto.client.verify import format_verdict, verify
 
     def say(text: str) -> None:
         print(f"[verify] {text}", file=sys.stderr, flush=True)

@@ -21,79 +21,20 @@ import json
 import secrets
 import statistics
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import MISSING, dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
-from tenuto.client.http.address import check_api_key, check_url
 from tenuto.client.http.client import Answer, Client, RequestFailed
 from tenuto.client.http.probe import ServerError, probe_server
 from tenuto.client.http.request import Conversation, RequestWriter, TokenIds
-from tenuto.client.servers.metrics import Totals, get_growth, parse_totals, read_cache_state
+from tenuto.client.metrics import Totals, connect, get_growth, parse_totals, read_cache_state
+from tenuto.client.options import ProfileOptions
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.core.settings import Options, option
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions(Options):
-    """The options for timing a live server, checked. Raises ConfigError."""
-
-    GROUP = "the server"
-
-    url: str = option(MISSING, "a live server, e.g. http://localhost:8000", metavar="URL")
-    model: str | None = option(
-        None, "the model to ask for", metavar="NAME", shown_default="the first that /v1/models names"
-    )
-    api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
-    step_tokens: int = option(
-        2048,
-        "longest prefill to time; no more than the server's --max-num-batched-tokens, or it takes several "
-        "steps",
-        minimum=512,
-    )
-    max_context: int | None = option(
-        None,
-        "longest context to time",
-        minimum=1024,
-        shown_default="16384, or what the model and half of the KV cache allow",
-    )
-    max_batch: int = option(16, "most decodes at once; no more than the server's --max-num-seqs", minimum=2)
-    repeats: int = option(3, "each is timed N times, and the median counts", minimum=1)
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_url(self.url)
-        check_api_key(self.api_key)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions(Options):
-    """What to fit, and where to write the fit."""
-
-    GROUP = "the fit"
-
-    observations: tuple[Path, ...] = option(
-        (), "observed steps and copies, JSONL as below; --url may be given too", is_repeatable=True
-    )
-    out: Path = option(Path("costs.json"), "the fit")
-    save: Path | None = option(
-        None,
-        "what --url measured, as JSONL",
-        shown_default="beside --out, its name ending in .observations.jsonl",
-    )
-    force: bool = option(False, "write a poor fit too; every simulation with it then says that it is poor")
-    as_json: bool = option(False, "print JSON instead of tables", flag="--json")
-
-    @property
-    def save_path(self) -> Path:
-        """The file for the measured steps."""
-        return self.save or self.out.with_suffix(".observations.jsonl")
-
 
 UNIT = 128
 """Contexts are multiples of this number of tokens, so they end at a block boundary for usual block sizes."""
@@ -101,6 +42,79 @@ FEWEST_CHUNK_TOKENS = 32
 DEFAULT_MAX_CONTEXT = 16384
 OUTPUT_TOKENS = 24
 """Output tokens of each timed decode. The time per step is the average over them."""
+STORED = "vllm:kv_offload_store_bytes_total"
+LOADED = "vllm:kv_offload_load_bytes_total"
+MARGIN = 1.2
+"""Fill the cache so many times over: a server may hold some blocks for others."""
+LIMIT_S = 600.0
+"""Time limit for one answer, in seconds."""
+SHOW_EVERY = 10
+"""Number of timed steps between two lines of progress."""
+_HITS = "vllm:prefix_cache_hits_total"
+
+Observation = dict[str, Any]
+"""One line of the observations file."""
+
+
+def run_profile(options: ProfileOptions, path: Path) -> None:
+    """Time the server's steps and write them to a file, one per line.
+
+    Raises ServerError for a server that cannot be timed, and ConfigError if the file cannot be written.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+    observations = asyncio.run(measure(options, _try_get_kv_tokens(options)))
+    try:
+        path.write_text("".join(json.dumps(each) + "\n" for each in observations), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    say(f"the steps are in {path}")
+
+
+def say(text: str) -> None:
+    """Print a message for the user, separate from the result."""
+    print(f"[profile] {text}", file=sys.stderr, flush=True)
+
+
+async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Observation]:
+    """Time the steps of `make_plan`. Each observation is the median of its repeats."""
+    async with Client(options.url, api_key=options.api_key, timeout_s=LIMIT_S) as client:
+        server = await probe_server(client, TokenIds(), options.model, f"probe-{secrets.token_hex(4)}")
+        max_context = get_max_context(options.max_context, server.max_model_len, num_kv_tokens)
+        plan = make_plan(options.step_tokens, max_context, options.max_batch, num_kv_tokens)
+        if len(plan.prefills) < 4 or len(plan.decodes) < 4:
+            raise ServerError(
+                f"{client.url} leaves room for contexts of {max_context} tokens, which is too little to fit"
+            )
+        say(
+            f"{server.model}: {options.repeats} x {len(plan.prefills)} prefills and {len(plan.decodes)} "
+            f"batches of decodes, contexts up to {max_context} tokens"
+        )
+        # Ask for token ids, because a single token may have no text.
+        writer = RequestWriter(server.model, TokenIds(), f"profile-{secrets.token_hex(4)}")
+        try:
+            asker = Asker(client, writer)
+            observations = await _time_plan(asker, plan, options.repeats)
+            await _check_hits(client, server.totals)
+
+            async def read_totals() -> Totals:
+                return parse_totals(await client.get_text("/metrics"))
+
+            lengths = choose_lengths(max_context, num_kv_tokens)
+            copies = await time_copies(asker, read_totals, lengths, num_kv_tokens, options.repeats, say)
+            return [*observations, *copies]
+        except RequestFailed as error:
+            raise ServerError(f"{client.url} failed: {error.kind}: {error}") from error
+
+
+def _try_get_kv_tokens(options: ProfileOptions) -> int | None:
+    """The size of the server's KV cache in tokens, if its metrics report it."""
+    try:
+        with connect(options.url, options.api_key) as client:
+            state = read_cache_state(client)
+    except (httpx.HTTPError, DataError):
+        return None
+    return state.num_blocks * state.block_size
 
 
 @dataclass(frozen=True)
@@ -180,139 +194,6 @@ def _double(first: int, last: int) -> list[int]:
     return [*values, last] if values or first == last else []
 
 
-STORED = "vllm:kv_offload_store_bytes_total"
-LOADED = "vllm:kv_offload_load_bytes_total"
-MARGIN = 1.2
-"""Fill the cache so many times over: a server may hold some blocks for others."""
-
-
-class Asks(Protocol):
-    """Sends one prompt and waits for its answer (`tenuto.client.profile.Asker`)."""
-
-    async def ask(self, name: str, prompt: Prompt, num_tokens: int) -> tuple[float, Answer]:
-        """When it was sent, and its answer of so many tokens. Raises RequestFailed."""
-
-
-def choose_lengths(max_context: int, num_kv_tokens: int | None) -> list[int]:
-    """Prompts to time, in tokens: four, evenly up to the longest, which half of the cache can hold."""
-    longest = min(max_context, (num_kv_tokens or max_context) // 2)
-    return [longest * n // 4 for n in range(1, 5)]
-
-
-async def time_copies(
-    asker: Asks,
-    read_totals: Callable[[], Awaitable[Totals]],
-    lengths: Sequence[int],
-    num_kv_tokens: int | None,
-    repeats: int,
-    say: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """The copies as lines of an observations file; none if the server has no tier, or hides its cache's size.
-
-    Every prompt is evicted and loaded `repeats` times.
-    """
-    if STORED not in await read_totals() or num_kv_tokens is None:
-        return []
-    say(f"host memory: {repeats} x {len(lengths)} copies")
-    observations: list[dict[str, Any]] = []
-    for repeat in range(repeats):
-        name = f"copies{repeat}"
-        prompts = {n: (Span(f"{name}/{n}", n),) for n in lengths}
-        hit_s: dict[int, float] = {}
-        for length, prompt in prompts.items():
-            await asker.ask(name, prompt, 1)
-            hit_s[length] = await _time(asker, name, prompt)
-        await _fill(asker, name, num_kv_tokens, max(lengths))
-        for length, prompt in prompts.items():
-            before = (await read_totals()).get(LOADED, 0.0)
-            seconds = await _time(asker, name, prompt) - hit_s[length]
-            num_bytes = int((await read_totals()).get(LOADED, 0.0) - before)
-            if num_bytes > 0 and seconds > 0:
-                observations.append({"num_bytes": num_bytes, "seconds": seconds})
-    num_missing = repeats * len(lengths) - len(observations)
-    if num_missing:
-        say(
-            f"{num_missing} copies are left out: the prompts were still on the GPU (does the policy hold "
-            "leases?), or no more in host memory"
-        )
-    return observations
-
-
-async def _time(asker: Asks, name: str, prompt: Prompt) -> float:
-    """Seconds to the first token."""
-    sent_s, answer = await asker.ask(name, prompt, 1)
-    return answer.first_token_s - sent_s
-
-
-async def _fill(asker: Asks, name: str, num_kv_tokens: int, length: int) -> None:
-    """Ask other prompts until nothing older can be left on the GPU."""
-    for number in range(int(MARGIN * num_kv_tokens / length) + 1):
-        await asker.ask(f"{name}/filler{number}", (Span(f"{name}/filler{number}", length),), 1)
-
-
-LIMIT_S = 600.0
-"""Time limit for one answer, in seconds."""
-SHOW_EVERY = 10
-"""Number of timed steps between two lines of progress."""
-_HITS = "vllm:prefix_cache_hits_total"
-
-Observation = dict[str, Any]
-"""One line of the observations file."""
-Times = dict[TimedStep, list[float]]
-"""By step, the times of its repeats in seconds."""
-
-
-def run_profile(options: ProfileOptions, path: Path) -> None:
-    """Time the server's steps and write them to a file, one per line.
-
-    Raises ServerError for a server that cannot be timed, and ConfigError if the file cannot be written.
-    """
-    if not path.parent.is_dir():
-        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-    observations = asyncio.run(measure(options, _try_get_kv_tokens(options)))
-    try:
-        path.write_text("".join(json.dumps(each) + "\n" for each in observations), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-    say(f"the steps are in {path}")
-
-
-def say(text: str) -> None:
-    """Print a message for the user, separate from the result."""
-    print(f"[profile] {text}", file=sys.stderr, flush=True)
-
-
-async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Observation]:
-    """Time the steps of `make_plan`. Each observation is the median of its repeats."""
-    async with Client(options.url, api_key=options.api_key, timeout_s=LIMIT_S) as client:
-        server = await probe_server(client, TokenIds(), options.model, f"probe-{secrets.token_hex(4)}")
-        max_context = get_max_context(options.max_context, server.max_model_len, num_kv_tokens)
-        plan = make_plan(options.step_tokens, max_context, options.max_batch, num_kv_tokens)
-        if len(plan.prefills) < 4 or len(plan.decodes) < 4:
-            raise ServerError(
-                f"{client.url} leaves room for contexts of {max_context} tokens, which is too little to fit"
-            )
-        say(
-            f"{server.model}: {options.repeats} x {len(plan.prefills)} prefills and {len(plan.decodes)} "
-            f"batches of decodes, contexts up to {max_context} tokens"
-        )
-        # Ask for token ids, because a single token may have no text.
-        writer = RequestWriter(server.model, TokenIds(), f"profile-{secrets.token_hex(4)}")
-        try:
-            asker = Asker(client, writer)
-            observations = await _time_plan(asker, plan, options.repeats)
-            await _check_hits(client, server.totals)
-
-            async def read_totals() -> Totals:
-                return parse_totals(await client.get_text("/metrics"))
-
-            lengths = choose_lengths(max_context, num_kv_tokens)
-            copies = await time_copies(asker, read_totals, lengths, num_kv_tokens, options.repeats, say)
-            return [*observations, *copies]
-        except RequestFailed as error:
-            raise ServerError(f"{client.url} failed: {error.kind}: {error}") from error
-
-
 class Asker:
     """Sends prompts of random tokens and times the answers."""
 
@@ -370,7 +251,7 @@ class Asker:
 
 async def _time_plan(asker: Asker, plan: ProfilePlan, repeats: int) -> list[Observation]:
     """Time the whole plan `repeats` times, so that a slow minute affects all steps in the same way."""
-    times: Times = {}
+    times: dict[TimedStep, list[float]] = {}
     num_steps = repeats * len(plan.steps)
     num_done = 0
     for repeat in range(repeats):
@@ -385,7 +266,7 @@ async def _time_plan(asker: Asker, plan: ProfilePlan, repeats: int) -> list[Obse
     return [step.describe(statistics.median(seconds)) for step, seconds in times.items()]
 
 
-def _say_what_is_missing(asker: Asker, plan: ProfilePlan, times: Times) -> None:
+def _say_what_is_missing(asker: Asker, plan: ProfilePlan, times: Mapping[TimedStep, list[float]]) -> None:
     if asker.num_unlike:
         say(
             f"{asker.num_unlike} prefills found something else in the prefix cache than was put there; they "
@@ -410,13 +291,58 @@ async def _check_hits(client: Client, before: Totals | None) -> None:
         )
 
 
-def _try_get_kv_tokens(options: ProfileOptions) -> int | None:
-    """The size of the server's KV cache in tokens, if its metrics report it."""
-    url = options.url.rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    try:
-        with httpx.Client(base_url=url, headers=headers, timeout=10) as client:
-            state = read_cache_state(client)
-    except (httpx.HTTPError, DataError):
-        return None
-    return state.num_blocks * state.block_size
+def choose_lengths(max_context: int, num_kv_tokens: int | None) -> list[int]:
+    """Prompts to time, in tokens: four, evenly up to the longest, which half of the cache can hold."""
+    longest = min(max_context, (num_kv_tokens or max_context) // 2)
+    return [longest * n // 4 for n in range(1, 5)]
+
+
+async def time_copies(
+    asker: Asker,
+    read_totals: Callable[[], Awaitable[Totals]],
+    lengths: Sequence[int],
+    num_kv_tokens: int | None,
+    repeats: int,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """The copies as lines of an observations file; none if the server has no tier, or hides its cache's size.
+
+    Every prompt is evicted and loaded `repeats` times.
+    """
+    if STORED not in await read_totals() or num_kv_tokens is None:
+        return []
+    say(f"host memory: {repeats} x {len(lengths)} copies")
+    observations: list[dict[str, Any]] = []
+    for repeat in range(repeats):
+        name = f"copies{repeat}"
+        prompts = {n: (Span(f"{name}/{n}", n),) for n in lengths}
+        hit_s: dict[int, float] = {}
+        for length, prompt in prompts.items():
+            await asker.ask(name, prompt, 1)
+            hit_s[length] = await _time(asker, name, prompt)
+        await _fill(asker, name, num_kv_tokens, max(lengths))
+        for length, prompt in prompts.items():
+            before = (await read_totals()).get(LOADED, 0.0)
+            seconds = await _time(asker, name, prompt) - hit_s[length]
+            num_bytes = int((await read_totals()).get(LOADED, 0.0) - before)
+            if num_bytes > 0 and seconds > 0:
+                observations.append({"num_bytes": num_bytes, "seconds": seconds})
+    num_missing = repeats * len(lengths) - len(observations)
+    if num_missing:
+        say(
+            f"{num_missing} copies are left out: the prompts were still on the GPU (does the policy hold "
+            "leases?), or no more in host memory"
+        )
+    return observations
+
+
+async def _time(asker: Asker, name: str, prompt: Prompt) -> float:
+    """Seconds to the first token."""
+    sent_s, answer = await asker.ask(name, prompt, 1)
+    return answer.first_token_s - sent_s
+
+
+async def _fill(asker: Asker, name: str, num_kv_tokens: int, length: int) -> None:
+    """Ask other prompts until nothing older can be left on the GPU."""
+    for number in range(int(MARGIN * num_kv_tokens / length) + 1):
+        await asker.ask(f"{name}/filler{number}", (Span(f"{name}/filler{number}", length),), 1)

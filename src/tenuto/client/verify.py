@@ -12,38 +12,30 @@ competes for the cache. The check separates this from a server that should hold 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import httpx
 
 from tenuto.client.http.address import check_api_key, check_engine_urls, check_url, get_base_url
-from tenuto.client.promise import get_promise
-from tenuto.client.servers.engines import find_engines
-from tenuto.client.servers.metrics import (
+from tenuto.client.metrics import (
     CacheState,
     OwnJob,
     add_jobs,
     add_states,
+    connect,
+    find_engines,
     read_cache_state,
     read_job,
 )
-from tenuto.client.verdict import (
-    Gap,
-    TurnCheck,
-    Verdict,
-    find_short_group,
-    is_disturbed,
-    is_own_choice,
-    join,
-    judge_gap,
-)
-from tenuto.core.errors import DataError
-from tenuto.core.types import WORDS
+from tenuto.core.errors import DataError, TenutoError
+from tenuto.core.loader import get_policy_names, load_policy
+from tenuto.core.types import WORDS, EngineView, Job, Keep, ToolCall, Turn
 
 PROMPT_BLOCKS = (4, 8, 17, 25, 31)
 """66, 131, 279, 397 and 503 tokens, in blocks of 16."""
@@ -53,6 +45,95 @@ SPARE_BLOCKS = 4
 """Room for outputs, markers and words that tokenize longer than most."""
 PROBE_WORDS = 50
 POLL_S = 0.1
+LIMIT_S = 120.0
+"""For one answer."""
+
+Gap = Literal["held", "expired", "not granted", "yielded", "not held", "end"]
+"""What became of a turn's blocks in its gap. expired: the lease lasted until the deadline that the policy
+gave it. not granted: the policy asked for no lease. yielded: other turns, or a limit, took the memory. end:
+after the last turn."""
+
+_EXPIRED = ("expired", "time-limit", "idle", "price", "not-expected-back")
+"""The policy, or the longest lease, ended it at its deadline (`tenuto.core.types.LeaseEnd`)."""
+_NOT_GRANTED = ("policy-released", "too-late", "idle", "price", "not-expected-back")
+"""The policy wanted none (`tenuto.core.types.LeaseRefusal`)."""
+_YIELDED = ("over-share", "tenant-share", "tenant-leases")
+"""There was no room beside the leases of others."""
+
+Promise = Literal["never", "may", "idle"]
+"""never: the policy holds nothing, like stock vLLM. may: it may hold blocks, but not on an idle server,
+or this is unknown. idle: it also holds blocks on an idle server, unless it learned a reason against it."""
+
+_IDLE = EngineView(
+    now_s=0.0,
+    block_size=16,
+    num_blocks=1000,
+    num_free_blocks=1000,
+    num_running=0,
+    num_waiting=0,
+    max_num_batched_tokens=2048,
+)
+_TURN = Turn("turn", Job("job", 0.0, 1), 0.0, 200, 7, tool=ToolCall("ls", "ls"), is_last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCheck:
+    """The result of one turn."""
+
+    turn: int
+    tool: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    min_cached_tokens: int
+    """Full blocks of the previous prompt, in tokens. A smaller hit means that blocks were lost."""
+    expected_blocks: int
+    """Full blocks of the prompt and output, without the last token, which is never computed. 0 after the last
+    turn."""
+    held_blocks: int
+    """The lowest number seen in the gap; after the last turn, the number still held when polling ended."""
+    latency_s: float
+    ok: bool
+    gap: Gap = "not held"
+    reason: str | None = None
+    """Why it has no lease, or has lost blocks of it, in words."""
+    rank: str | None = None
+    """The data-parallel rank. None if there is only one engine."""
+    short_group: str | None = None
+    """The layer group that ended the hit, while another one still had more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of the whole check."""
+
+    ok: bool
+    model: str
+    block_size: int
+    num_blocks: int
+    turns: list[TurnCheck]
+    policy: str | None = None
+    """The policy named by `tenuto:info`. None on stock vLLM."""
+    num_faults: int = 0
+    """Policy hooks that failed during the check."""
+    engine_urls: tuple[str, ...] = ()
+    """The engines behind a router. Empty if `url` is no router."""
+    is_disturbed: bool = False
+    """It is not ok only because the server's other work kept the memory from the job, as it may."""
+    groups: tuple[str, ...] = ()
+    """On a hybrid model: the kinds of layer groups that can end a hit, such as `window 1024`."""
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens hit beyond the prompts of the turns before: answers.
+
+        With the default retention interval, stock vLLM computes them again on a hybrid model.
+        """
+        return sum(max(0, turn.cached_tokens - turn.min_cached_tokens) for turn in self.turns)
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as JSON values."""
+        return asdict(self)
 
 
 def verify(
@@ -73,14 +154,11 @@ def verify(
     check_url(url)
     check_engine_urls(engine_urls)
     check_api_key(api_key)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with ExitStack() as stack:
-
-        def connect(where: str) -> httpx.Client:
-            return stack.enter_context(httpx.Client(base_url=where, headers=headers, timeout=120))
-
-        client = connect(get_base_url(url))
-        engines = [connect(each) for each in find_engines(client, engine_urls)]
+        client = stack.enter_context(connect(url, api_key, LIMIT_S))
+        engines = [
+            stack.enter_context(connect(each, api_key, LIMIT_S)) for each in find_engines(client, engine_urls)
+        ]
         if engines:
             say(f"a router; metrics come from {', '.join(str(each.base_url) for each in engines)}")
         # Send a request first: some of vLLM's metrics appear only after the first request.
@@ -93,7 +171,7 @@ def verify(
             )
         ranks = state.engines if len(state.engines) > 1 else (None,)
         verdicts = [_Check(client, engines or [client], gap_s, say, rank).run() for rank in ranks]
-        return dataclasses.replace(
+        return replace(
             join(verdicts), engine_urls=tuple(get_base_url(str(each.base_url)) for each in engines)
         )
 
@@ -141,7 +219,7 @@ class _Check:
             promise == "idle" and any(t.gap in ("held", "expired") for t in turns)
         )
         if forgives:
-            turns = [dataclasses.replace(t, ok=t.ok or is_own_choice(t)) for t in turns]
+            turns = [replace(t, ok=t.ok or is_own_choice(t)) for t in turns]
         num_faults = int(self._read_state().num_faults - before.num_faults)
         ok = all(t.ok for t in turns) and not num_faults
         groups = tuple(before.num_short_tokens)
@@ -287,3 +365,155 @@ def _read_model(client: httpx.Client) -> tuple[str, int | None]:
         raise DataError(
             f"{models.url} does not name a model; is this an OpenAI-compatible server?"
         ) from error
+
+
+def join(verdicts: Sequence[Verdict]) -> Verdict:
+    """Combine the verdicts of all ranks into one."""
+    return replace(
+        verdicts[0],
+        ok=all(each.ok for each in verdicts),
+        is_disturbed=any(each.is_disturbed for each in verdicts)
+        and all(each.ok or each.is_disturbed for each in verdicts),
+        num_blocks=sum(each.num_blocks for each in verdicts),
+        turns=[turn for each in verdicts for turn in each.turns],
+        num_faults=sum(each.num_faults for each in verdicts),
+    )
+
+
+def judge_gap(job: OwnJob, held: int, expected: int) -> Gap:
+    """Decide what happened to a turn's blocks in its gap; `held` of them were leased throughout."""
+    if held >= expected:
+        return "held"
+    match job.news:
+        case "ended" if job.reason in _EXPIRED:
+            return "expired"
+        case "not granted" if job.reason in _NOT_GRANTED:
+            return "not granted"
+        case "not granted" if job.reason in _YIELDED:
+            return "yielded"
+        case "taken back":
+            return "yielded"
+    return "not held"
+
+
+def is_disturbed(turns: Sequence[TurnCheck]) -> bool:
+    """Whether the server's other work explains each turn that is not ok: in its gap, or in the one before.
+
+    Other turns take the memory, or the policy decides by what it saw of them.
+    """
+    learned = [WORDS["not granted"][why] for why in ("price", "not-expected-back")]
+    lost = [turn.gap == "yielded" or (turn.gap == "not granted" and turn.reason in learned) for turn in turns]
+    return all(
+        turn.ok or own or (before and (turn.gap in ("held", "expired") or not turn.held_blocks))
+        for turn, own, before in zip(turns, lost, [False, *lost], strict=False)
+    )
+
+
+def find_short_group(before: CacheState, after: CacheState) -> str | None:
+    """The layer group that made the turn between two readings hit less than another group had."""
+    new = {
+        group: number - before.num_short_tokens.get(group, 0.0)
+        for group, number in after.num_short_tokens.items()
+    }
+    group = max(new, key=lambda each: new[each], default=None)
+    return group if group is not None and new[group] > 0 else None
+
+
+def is_own_choice(turn: TurnCheck) -> bool:
+    """Whether the policy asked for no lease, and nothing was lost."""
+    return turn.gap == "not granted" and turn.cached_tokens >= turn.min_cached_tokens
+
+
+def get_promise(policy: str | None) -> Promise:
+    """The promise of the policy named by `tenuto:info`. `policy` is None if the server has no such metric.
+
+    Only policies that ship with Tenuto are created: a name sent by a server must not run code here.
+    """
+    if policy is None:
+        return "never"
+    if policy not in get_policy_names():
+        return "may"
+    try:
+        made = load_policy(policy)
+        if not made.overrides("retain"):
+            return "never"
+        return "idle" if isinstance(made.retain(_TURN, _IDLE), Keep) else "may"
+    except TenutoError:
+        return "may"
+
+
+def format_verdict(verdict: Verdict) -> str:
+    """The verdict as a table and a sentence."""
+    policy = "stock vLLM" if verdict.policy is None else f"policy {verdict.policy}"
+    lines = [
+        f"{verdict.model}: {verdict.num_blocks} blocks of {verdict.block_size} tokens, {policy}",
+        "turn  tool    prompt  output  cached (at least)  held in the gap (expected)  latency",
+    ]
+    rank: str | None = None
+    for t in verdict.turns:
+        if t.rank != rank:
+            rank = t.rank
+            lines.append(f"rank {rank}")
+        lines.append(
+            f"{t.turn:>4}  {t.tool:<6}  {t.prompt_tokens:>6}  {t.output_tokens:>6}  {t.cached_tokens:>6} "
+            f"({t.min_cached_tokens:>8})  {t.held_blocks:>15} ({t.expected_blocks:>8})  {t.latency_s:>6.2f} s"
+            f"  {'ok' if t.ok else 'FAILED'}{'' if t.gap in ('held', 'end') else f', {t.gap}'}"
+            f"{'' if t.reason is None else f': {t.reason}'}"
+        )
+    return "\n".join([*lines, *_conclude(verdict), *_describe_groups(verdict)])
+
+
+def _describe_groups(verdict: Verdict) -> list[str]:
+    """On a hybrid model: which layer groups can end a hit, whether one did, and what stock would lose."""
+    if not verdict.groups:
+        return []
+    names = ", ".join(verdict.groups)
+    lines = [f"Hybrid model: beside full attention it has {names}. A hit needs all of them."]
+    for turn in verdict.turns:
+        if turn.short_group is not None and turn.cached_tokens < turn.min_cached_tokens:
+            lines.append(
+                f"Turn {turn.turn}: {turn.short_group} ended the hit at {turn.cached_tokens} tokens; its "
+                "blocks before the prompt's end were not held. See docs/operating.md, models with windows."
+            )
+    if verdict.ok and verdict.num_answer_tokens:
+        lines.append(
+            f"{verdict.num_answer_tokens} tokens of answers were hit too. At vLLM's default retention "
+            "interval stock vLLM computes them again, and the second job on a shared prefix hits nothing."
+        )
+    return lines
+
+
+def _conclude(verdict: Verdict) -> list[str]:
+    """Summarize the results of the turns in sentences."""
+    lines = []
+    if verdict.num_faults:
+        lines.append(f"{verdict.num_faults} hooks of the policy FAILED; the server's log has the reason.")
+    gaps = Counter(turn.gap for turn in verdict.turns)
+    if verdict.is_disturbed:
+        lines.append(
+            "Not shown: the server's other work kept the memory from this job, as it may; the reasons are "
+            "above. Run it again when the server has less to do."
+        )
+    elif not verdict.ok:
+        if get_promise(verdict.policy) == "never" and verdict.policy is not None:
+            lines.append(f"Policy {verdict.policy} holds nothing, by design.")
+        lines.append(
+            "NOT held: this server gives a job's KV cache away during its tool calls, or keeps it after."
+        )
+        if len(verdict.engine_urls) > 1:
+            lines.append(
+                "The turns went through a router, which may have sent them to different engines. Make sure "
+                "that it pins sessions (X-Session-ID), and check each engine with its own --url."
+            )
+    elif not gaps["not granted"] and not gaps["expired"]:
+        lines.append("Held in every gap, hit on return, released at the end.")
+    else:
+        lines.append("Healthy: hit on return, released at the end. But not shown in every gap:")
+    if gaps["expired"]:
+        lines.append(f"{gaps['expired']} leases ended in the gap, at the policy's own deadline; see --gap.")
+    if verdict.ok and gaps["not granted"]:
+        lines.append(
+            f"{gaps['not granted']} times the policy asked for no lease. Holding is not shown on an idle "
+            "server: nothing evicts the cache here, and some policies hold only under load."
+        )
+    return lines

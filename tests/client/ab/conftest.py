@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.cli import ab
 from tenuto.cli import parse as parse_command
-from tenuto.client.ab.options import AbOptions
+from tenuto.client.options import AbOptions
 
 
 def parse(*arguments: str) -> AbOptions:

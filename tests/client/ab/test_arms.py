@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tenuto.client.ab.options import Arm, make_command, parse_arm
+from tenuto.client.ab import make_command
+from tenuto.client.options import Arm, parse_arm
 from tenuto.core.errors import ConfigError
 
 

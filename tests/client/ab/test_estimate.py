@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tenuto.client.ab.verdict import MIN_PAIRS, estimate_ratio
+from tenuto.client.ab_verdict import MIN_PAIRS, estimate_ratio
 
 
 def draw(rng: random.Random, ratio: float, scatter: float, num: int) -> list[float]:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.client.ab.files import AbFolder
-from tenuto.client.ab.options import Slot, make_order
-from tenuto.client.ab.verdict import read_pair
+from tenuto.client.ab import AbFolder, Slot, make_order
+from tenuto.client.ab_verdict import read_pair
 from tenuto.core.errors import ConfigError, DataError
 
 SLOT = Slot(0, "a")

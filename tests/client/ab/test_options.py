@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.client.ab.options import AbOptions
+from tenuto.client.options import AbOptions
 from tenuto.core.errors import ConfigError
 from tests.client.ab.conftest import parse
 

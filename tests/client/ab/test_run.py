@@ -15,15 +15,13 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.ab import run as run_module
-from tenuto.client.ab import servers as servers_module
-from tenuto.client.ab.options import AbOptions, Arm
-from tenuto.client.ab.run import run_ab
-from tenuto.client.ab.verdict import MEASURES
+from tenuto.client import ab as run_module
+from tenuto.client.ab import run_ab
+from tenuto.client.ab_verdict import MEASURES
 from tenuto.client.http.client import Answer
-from tenuto.client.load.measured import Flight, Labels, Outcome, Sending, make_record, make_result
-from tenuto.client.load.options import BenchOptions
-from tenuto.client.servers.local_server import LocalServer, ServerError, run_server
+from tenuto.client.local_server import LocalServer, ServerError, run_server
+from tenuto.client.options import AbOptions, Arm, BenchOptions
+from tenuto.client.result import Flight, Outcome, Sending, make_record, make_result
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.files import RunFiles
 from tenuto.report.html.sources import read_sources
@@ -77,10 +75,8 @@ def measure_by_heart(slower: dict[str, float]) -> Callable[..., Any]:
             block_size=None,
             is_exact=True,
         )
-        labels = Labels(
-            model="m", policy=options.policy, seed=options.load.seed, config={}, settings={}, wall_s=1.0
-        )
-        return make_result(outcome, labels).to_json()
+        facts = {"gpu": None, "jps": None, "seed": options.load.seed, "wall_s": 1.0}
+        return make_result(outcome, {}, model="m", policy=options.policy, **facts).to_json()
 
     return measure
 
@@ -248,7 +244,7 @@ def replace_servers(monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
     def make(arm: Arm, model: str, port: int, serve_args: object) -> list[str]:
         return [word.replace("PORT", str(port)) for word in command]
 
-    monkeypatch.setattr(servers_module, "make_command", make)
+    monkeypatch.setattr(run_module, "make_command", make)
     monkeypatch.chdir(ROOT)
 
 
@@ -269,7 +265,7 @@ def test_servers_are_started_and_stopped(
             started.append(server)
             yield server
 
-    monkeypatch.setattr(servers_module, "run_server", watch)
+    monkeypatch.setattr(run_module, "run_server", watch)
     port = get_free_port()
     more = ("--keep-up",) if keep_up else ()
     assert run_ab(options(*LOCAL, *QUICK, "--repeats", "2", "--port", str(port), *more)) == 0

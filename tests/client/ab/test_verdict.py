@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.client.ab.verdict import (
+from tenuto.client.ab_verdict import (
     MEASURES,
     Values,
     compare,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tenuto.client.servers.metrics import parse_page
+from tenuto.client.metrics import parse_page
 from tenuto.core.errors import DataError
 from tenuto.report.top.state import make_state
 from tenuto.report.top.window import Window, get_percentile

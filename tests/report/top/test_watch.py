@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tenuto.cli import main
-from tenuto.client.servers.metrics import parse_page
+from tenuto.client.metrics import parse_page
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.report.top import watch as watch_module
 from tenuto.report.top.options import TopOptions

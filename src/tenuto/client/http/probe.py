@@ -9,8 +9,8 @@ from typing import Any
 
 from tenuto.client.http.client import Answer, Client, RequestFailed, make_printable
 from tenuto.client.http.request import Conversation, Form, RequestWriter
-from tenuto.client.load.runner import get_pause_s
-from tenuto.client.servers.metrics import Totals, parse_totals, try_get_block_size, try_get_sim_speed
+from tenuto.client.load import get_pause_s
+from tenuto.client.metrics import Totals, parse_totals, try_get_block_size, try_get_sim_speed
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.workload.hints import SayHints, say_job
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload

@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tenuto.client.ab.verdict import MEASURES
+from tenuto.client.ab_verdict import MEASURES
 from tenuto.core.errors import clean
 from tenuto.records.codec import Fields
 from tenuto.records.files import read_first

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tenuto.client.ab.verdict import MIN_PAIRS, Estimate, describe_change, describe_span
+from tenuto.client.ab_verdict import MIN_PAIRS, Estimate, describe_change, describe_span
 from tenuto.report.html.compare import BEST_STOCK, Group, Load, PolicyCell, Winner, sort_policies
 from tenuto.report.html.pairs import Contrast
 from tenuto.report.html.records import NO_GPU, Setting, shorten

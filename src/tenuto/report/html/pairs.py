@@ -11,8 +11,8 @@ from functools import lru_cache
 from statistics import fmean
 from typing import NamedTuple
 
-from tenuto.client.ab.options import THRESHOLD_PERCENT
-from tenuto.client.ab.verdict import Estimate, estimate_ratio
+from tenuto.client.ab_verdict import Estimate, estimate_ratio
+from tenuto.client.options import THRESHOLD_PERCENT
 from tenuto.records.metrics import get_percentile
 from tenuto.report.html.records import Run
 

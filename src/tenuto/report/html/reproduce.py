@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.client.ab.verdict import MIN_PAIRS
-from tenuto.client.load.options import BenchOptions
+from tenuto.client.ab_verdict import MIN_PAIRS
+from tenuto.client.options import BenchOptions
 from tenuto.core.settings import get_flag
 from tenuto.report.html.chart import Table
 from tenuto.report.html.compare import sort_loads

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tenuto.client.ab.files import VERDICT
-from tenuto.client.ab.options import THRESHOLD_PERCENT
+from tenuto.client.ab_verdict import VERDICT
+from tenuto.client.options import THRESHOLD_PERCENT
 from tenuto.core.errors import DataError, clean
 from tenuto.records import load
 from tenuto.records.codec import Fields

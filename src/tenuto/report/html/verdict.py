@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tenuto.client.ab.verdict import MIN_PAIRS, describe_change
+from tenuto.client.ab_verdict import MIN_PAIRS, describe_change
 from tenuto.report.html.compare import (
     Group,
     Load,

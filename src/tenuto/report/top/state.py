@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tenuto.client.servers.metrics import Page
+from tenuto.client.metrics import Page
 from tenuto.report.top.window import Window
 
 HIT_SOURCES = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")

@@ -18,8 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tenuto.client.http.address import get_base_url
-from tenuto.client.servers.engines import find_engines
-from tenuto.client.servers.metrics import Page, join_pages, parse_page
+from tenuto.client.metrics import Page, find_engines, join_pages, parse_page
 from tenuto.core.errors import DataError, TenutoError
 from tenuto.report.top.options import TopOptions
 from tenuto.report.top.screen import WIDTH, make_line, make_screen, make_trouble

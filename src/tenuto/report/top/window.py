@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from tenuto.client.servers.metrics import Buckets, Page
+from tenuto.client.metrics import Buckets, Page
 
 _RESET_SIGNS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "tenuto:leases_granted_total")
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import aiohttp
 
+from tenuto.client.commands import CommandRecord
 from tenuto.client.http.client import Answer
-from tenuto.client.load.commands import CommandRecord
-from tenuto.client.servers.metrics import Totals
+from tenuto.client.metrics import Totals
 from tenuto.core import __version__
 from tenuto.core.reuse import count_missed_tokens
-from tenuto.records import metrics as records
+from tenuto.records import metrics
 from tenuto.records.metrics import get_percentile
 from tenuto.records.schema import Failure, RunRecord, Stats, Status, TurnCounts, TurnRecord
 from tenuto.records.text import format_run, format_stats
@@ -241,7 +241,7 @@ def get_prompt_tokens(outcome: Outcome, record: TurnRecord) -> int:
 
 def get_hit_tokens(outcome: Outcome) -> int | None:
     """Hit tokens by the answers' counts. If one is missing: by the server's metrics (hits and loads)."""
-    said = records.add_up(record.hit_tokens for record in outcome.done)
+    said = metrics.add_up(record.hit_tokens for record in outcome.done)
     found = _get_growth(outcome, "vllm:prefix_cache_hits_total")
     return said if said is not None or found is None else found + (get_loaded_tokens(outcome) or 0)
 
@@ -251,7 +251,7 @@ def get_recomputed_tokens(outcome: Outcome) -> int | None:
 
     A client does not see preemptions. If there were any, the server's count is used if it reports one.
     """
-    missed = records.add_up(record.recomputed_tokens for record in outcome.done)
+    missed = metrics.add_up(record.recomputed_tokens for record in outcome.done)
     if missed is not None and not get_preemptions(outcome):
         return missed
     counted = _get_growth(outcome, "tenuto:recomputed_tokens_total")
@@ -329,41 +329,22 @@ def _get_growth(outcome: Outcome, name: str) -> int | None:
     return round(growth[name]) if name in growth else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Labels:
-    """Facts about a run that its records do not contain."""
+def make_result(
+    outcome: Outcome, settings: Mapping[str, object], *, server_version: str | None = None, **facts: Any
+) -> RunRecord:
+    """Make the record. Metrics that only a client knows are under `client`.
 
-    model: str
-    policy: str | None = None
-    gpu: str | None = None
-    jps: float | None = None
-    seed: int
-    server_version: str | None = None
-    config: Mapping[str, Any]
-    """The load's options, as in `RunRecord`."""
-    settings: Mapping[str, object]
-    """How the client sent the load. Stored as part of `client` in the record."""
-    wall_s: float
-    goodput_limits_ms: Mapping[str, float] = field(default_factory=dict)
-
-
-def make_result(outcome: Outcome, labels: Labels) -> RunRecord:
-    """Make the record. Metrics that only a client knows are under `client`."""
+    `settings`: how the client sent the load; they go there too. `facts`: as in `records.metrics.make_record`.
+    """
     turns = [
         replace(turn, prompt_tokens=get_prompt_tokens(outcome, turn)) if turn.status == "ok" else turn
         for turn in outcome.records
     ]
-    return records.make_record(
+    return metrics.make_record(
         turns,
         num_turns=outcome.num_turns,
         parents=outcome.parents,
-        goodput_limits_ms=labels.goodput_limits_ms,
-        policy=labels.policy,
-        gpu=labels.gpu,
-        model=labels.model,
         workload=outcome.workload.name,
-        jps=labels.jps,
-        seed=labels.seed,
         simulated=False,
         jobs_planned=sum(parent is None for parent in outcome.parents.values()),
         turns=count_turns(outcome),
@@ -377,33 +358,28 @@ def make_result(outcome: Outcome, labels: Labels) -> RunRecord:
         policy_faults=get_policy_faults(outcome),
         block_size=outcome.block_size,
         notes=get_notes(outcome),
-        config=labels.config,
         versions={
             "tenuto": __version__,
             "python": platform.python_version(),
             "aiohttp": aiohttp.__version__,
-            "server": labels.server_version,
+            "server": server_version,
         },
-        wall_s=labels.wall_s,
-        client=_make_client_part(outcome, labels),
+        client={
+            "interrupted": outcome.is_interrupted,
+            "invalid": list(find_invalid(outcome.done, outcome.loop_lags_s, outcome.server)),
+            "simulated_server": None if outcome.server is None else asdict(outcome.server),
+            "failed_attempts": count_failures(outcome),
+            "complaints": count_complaints(outcome),
+            "send_lag_s": _summarise(turn.lag_s for turn in outcome.records),
+            "event_loop_lag_s": _summarise(outcome.loop_lags_s),
+            "commands": count_commands(outcome),
+            "command_s": _summarise(each.seconds for each in outcome.commands),
+            "metrics_growth": outcome.growth,
+            **settings,
+        },
         fleet=outcome.fleet,
+        **facts,
     )
-
-
-def _make_client_part(outcome: Outcome, labels: Labels) -> dict[str, Any]:
-    return {
-        "interrupted": outcome.is_interrupted,
-        "invalid": list(find_invalid(outcome.done, outcome.loop_lags_s, outcome.server)),
-        "simulated_server": None if outcome.server is None else asdict(outcome.server),
-        "failed_attempts": count_failures(outcome),
-        "complaints": count_complaints(outcome),
-        "send_lag_s": _to_json(turn.lag_s for turn in outcome.records),
-        "event_loop_lag_s": _to_json(outcome.loop_lags_s),
-        "commands": count_commands(outcome),
-        "command_s": _to_json(each.seconds for each in outcome.commands),
-        "metrics_growth": outcome.growth,
-        **labels.settings,
-    }
 
 
 def _format_simulated_server(server: Mapping[str, Any] | None) -> list[str]:
@@ -415,8 +391,8 @@ def _format_simulated_server(server: Mapping[str, Any] | None) -> list[str]:
     return [f"server       simulated, at speed {speed:g}{scale}{late}"]
 
 
-def _to_json(values: Iterable[float | None]) -> dict[str, float] | None:
-    stats = records.summarise(values)
+def _summarise(values: Iterable[float | None]) -> dict[str, float] | None:
+    stats = metrics.summarise(values)
     return None if stats is None else asdict(stats)
 
 

@@ -1,53 +1,153 @@
-"""The options of `tenuto ab`, what it compares, and the order in which the arms take turns."""
+"""The options of runs against live servers: of `bench`, `replay`, `ab` and `profile`.
+
+They need nothing but the base install, so that `--help` is quick and works without the extras.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from tenuto.client.http.address import check_url
-from tenuto.client.load.options import BenchOptions
+from tenuto.client.http.address import check_api_key, check_engine_urls, check_url, get_base_url
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
-
-
-class Slot(NamedTuple):
-    """One run: one arm in one repeat."""
-
-    repeat: int
-    """Number of the repeat, counted from 0."""
-    arm: str
-
-    @property
-    def name(self) -> str:
-        """The name of the run's folder. Names sort by repeat."""
-        return f"{self.repeat + 1:03}-{self.arm}"
-
-
-def make_order(arms: Sequence[str], repeats: int) -> list[Slot]:
-    """Order the runs so that each repeat reverses the order of the one before: A B, B A, A B.
-
-    If the machine becomes slower or faster at a constant rate, two repeats affect all arms equally.
-    """
-    return [
-        Slot(repeat, arm)
-        for repeat in range(repeats)
-        for arm in (arms if repeat % 2 == 0 else reversed(arms))
-    ]
-
+from tenuto.workload.load import JPS_HELP, LoadOptions
 
 SYNTAX = "NAME=URL[,URL…], NAME=vllm, NAME=policy:POLICY[,key=value…] or NAME=sim:POLICY[,key=value…]"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
-_DETAILS = "--enable-prompt-tokens-details"
-"""Makes vLLM report the number of cached tokens in each answer; the bench counts them."""
-_HOST = "127.0.0.1"
 
 Kind = Literal["url", "vllm", "policy", "sim"]
+THRESHOLD_PERCENT = 1.0
+"""Differences below it do not matter, unless --threshold says something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions(Options):
+    """How turns are sent; independent of the server and the run."""
+
+    GROUP = "the requests"
+
+    api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
+    prompts: Literal["ids", "words"] = option(
+        "ids",
+        "ids: token ids to /v1/completions, exact. words: chat messages of common words, one token each in "
+        "most vocabularies, plus what the chat template adds; records show the server's count",
+    )
+    answers: Literal["server", "workload"] = option(
+        "server",
+        "what later prompts quote as the model's words: what the server really answered, or the workload's "
+        "own text, which makes prompts independent of the server",
+    )
+    run_commands: bool = option(
+        False,
+        "run the command lines that a trace holds, instead of sleeping as long as they took. They run as "
+        "you, with your files and network in reach: only for traces you trust. Each job has a temporary "
+        "folder, an environment without your variables, and no input; commands.jsonl says how each ended",
+    )
+    command_limit_s: float = option(
+        60.0, "end a command, and all it started, after S seconds or 1 MiB of output", above=0
+    )
+    force_format: str | None = option(
+        None,
+        "force the answers' format by vLLM's structured output: json, regex:PATTERN, or a file with a JSON "
+        "schema. Answers may then be shorter than planned, and prompts quote the workload's own text",
+        metavar="FORMAT",
+    )
+    metrics_interval_s: float = option(
+        2.0,
+        "read the server's /metrics every S seconds, for metrics.jsonl. 0: only before and after, because "
+        "writing the page costs a server that is short of processor time",
+        minimum=0,
+    )
+    timeout_s: float = option(3600.0, "give up a request that has no whole answer after S seconds", above=0)
+    retries: int = option(
+        0,
+        "repeat a failed request up to N times, after a pause; its latency goes on counting. A turn that "
+        "fails for good ends its job, and what waits for it is not sent",
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options. Raises ConfigError."""
+        super().__post_init__()
+        check_api_key(self.api_key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(RequestOptions):
+    """All options of a run, checked. Raises ConfigError."""
+
+    GROUP = "the run"
+
+    urls: tuple[str, ...] = option(
+        MISSING,
+        "the server or router, e.g. http://localhost:8000; several, for engines without a router in front",
+        flag="--url",
+        metavar="URL",
+        is_repeatable=True,
+    )
+    router: str = option(
+        "tenuto",
+        "with several --url: which of them a turn goes to, a router's name (see docs/fleet.md) or "
+        "file.py:Class",
+        metavar="NAME",
+    )
+    engine_urls: tuple[str, ...] = option(
+        (),
+        "an engine behind a router: metrics come from there, turns go to --url. May be repeated",
+        flag="--engine-url",
+        metavar="URL",
+        is_repeatable=True,
+        shown_default="the engines that a router names at /list_workers",
+    )
+    load: LoadOptions = field(default_factory=LoadOptions)
+    model: str | None = option(
+        None, "the model to ask for", metavar="NAME", shown_default="the first that /v1/models names"
+    )
+    run_id: str | None = option(
+        None,
+        "goes into all content and job ids, so that no run hits another's cache",
+        shown_default="random",
+    )
+    policy: str | None = option(None, "label in the result: the server's policy", metavar="NAME")
+    gpu: str | None = option(None, "label in the result", metavar="NAME")
+    out: Path | None = option(
+        None,
+        "write result.json, turns.jsonl (a line per turn, as it ends) and the server's metrics.jsonl",
+        metavar="DIR",
+    )
+    csv: Path | None = option(None, "write the result as a row of CSV too", is_written=True)
+    as_json: bool = option(False, "print the result as JSON instead of text", flag="--json")
+
+    def __post_init__(self) -> None:
+        """Check the options. Raises ConfigError."""
+        for url in self.urls:
+            check_url(url)
+        if len({get_base_url(url) for url in self.urls}) < len(self.urls):
+            raise ConfigError(f"--url names an engine twice: {', '.join(self.urls)}")
+        check_engine_urls(self.engine_urls)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(Options):
+    """The loads of a bench."""
+
+    GROUP = "the load"
+
+    jps: tuple[float, ...] = option(
+        (), f"{JPS_HELP}. Several, as 1,2,4: one run after the other", above=0, alias="--request-rate"
+    )
+
+    def __post_init__(self) -> None:
+        """Check the loads. Raises ConfigError."""
+        super().__post_init__()
+        if len(set(self.jps)) < len(self.jps):
+            raise ConfigError(f"--jps names a load twice: {','.join(f'{jps:g}' for jps in self.jps)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,29 +192,6 @@ def parse_arm(text: str) -> Arm:
         if not re.match(r"\w+=", given):
             raise ConfigError(f"--arm {name}: after the policy come key=value pairs, got {given!r}")
     return Arm(name, "sim" if kind == "sim" else "policy", target, tuple(options))
-
-
-def make_command(arm: Arm, model: str, port: int, serve_args: Sequence[str]) -> list[str]:
-    """The command that starts a local arm's server."""
-    where = ["--host", _HOST, "--port", str(port), *serve_args]
-    if arm.kind == "vllm":
-        return [_find_vllm(), "serve", model, _DETAILS, *where]
-    # Use the command line of `tenuto serve`, so that an arm is served in exactly the same way.
-    serve = [sys.executable, "-m", "tenuto.cli", "serve"]
-    policy = ["--policy", arm.target, *(word for each in arm.options for word in ("--option", each))]
-    if arm.kind == "sim":
-        return [*serve, "--engine", "sim", "--model", model, *policy, *where]
-    return [*serve, model, *policy, _DETAILS, *where]
-
-
-def _find_vllm() -> str:
-    """The `vllm` of this environment; otherwise the one that the shell finds."""
-    beside = Path(sys.executable).parent / "vllm"
-    return str(beside) if beside.exists() else "vllm"
-
-
-THRESHOLD_PERCENT = 1.0
-"""Differences below it do not matter, unless --threshold says something else."""
 
 
 def _read_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
@@ -272,3 +349,60 @@ class AbOptions(ArmOptions):
             run_id=run_id,
             policy=arm.name,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions(Options):
+    """The options for timing a live server, checked. Raises ConfigError."""
+
+    GROUP = "the server"
+
+    url: str = option(MISSING, "a live server, e.g. http://localhost:8000", metavar="URL")
+    model: str | None = option(
+        None, "the model to ask for", metavar="NAME", shown_default="the first that /v1/models names"
+    )
+    api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
+    step_tokens: int = option(
+        2048,
+        "longest prefill to time; no more than the server's --max-num-batched-tokens, or it takes several "
+        "steps",
+        minimum=512,
+    )
+    max_context: int | None = option(
+        None,
+        "longest context to time",
+        minimum=1024,
+        shown_default="16384, or what the model and half of the KV cache allow",
+    )
+    max_batch: int = option(16, "most decodes at once; no more than the server's --max-num-seqs", minimum=2)
+    repeats: int = option(3, "each is timed N times, and the median counts", minimum=1)
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_url(self.url)
+        check_api_key(self.api_key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(Options):
+    """What to fit, and where to write the fit."""
+
+    GROUP = "the fit"
+
+    observations: tuple[Path, ...] = option(
+        (), "observed steps and copies, JSONL as below; --url may be given too", is_repeatable=True
+    )
+    out: Path = option(Path("costs.json"), "the fit")
+    save: Path | None = option(
+        None,
+        "what --url measured, as JSONL",
+        shown_default="beside --out, its name ending in .observations.jsonl",
+    )
+    force: bool = option(False, "write a poor fit too; every simulation with it then says that it is poor")
+    as_json: bool = option(False, "print JSON instead of tables", flag="--json")
+
+    @property
+    def save_path(self) -> Path:
+        """The file for the measured steps."""
+        return self.save or self.out.with_suffix(".observations.jsonl")

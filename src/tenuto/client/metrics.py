@@ -2,14 +2,19 @@
 
 Pages read during a load are parsed by hand. A Prometheus parser takes tens of milliseconds for a page of
 vLLM, and during this time the client could not read tokens or send turns.
+
+A router's own `/metrics` says nothing about its engines. vllm-router and SGLang's router list them at
+`/list_workers`. (vllm-router answers `/metrics` with the page of one engine, whichever it is.) For other
+routers the user names the engines: `--engine-url`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
@@ -17,10 +22,8 @@ from urllib.parse import quote
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tenuto.client.http.address import get_base_url
-from tenuto.client.http.client import Client, RequestFailed
-from tenuto.client.servers.engines import LIST_PATH, parse_engines
-from tenuto.core.errors import DataError
+from tenuto.client.http.address import check_url, get_base_url
+from tenuto.core.errors import ConfigError, DataError
 
 _WRITTEN = ("vllm:", "tenuto:")
 
@@ -156,22 +159,6 @@ def get_growth(before: Totals, after: Totals) -> Totals:
     """
     growth = {name: after[name] - before.get(name, 0.0) for name in after if is_counter(name)}
     return {name: value for name, value in growth.items() if 0 <= value < math.inf}
-
-
-async def follow(
-    get_totals: Callable[[], Awaitable[Totals]],
-    get_now_s: Callable[[], float],
-    on_sample: Callable[[Totals], None],
-    interval_s: float,
-) -> None:
-    """Read the metrics at a fixed interval in seconds, until cancelled. `at_s` is the time of each sample."""
-    while True:
-        try:
-            totals = await get_totals()
-        except RequestFailed:
-            totals = {}  # a server under load may not answer; the sample stays in the file, empty
-        on_sample({"at_s": get_now_s(), **totals})
-        await asyncio.sleep(interval_s)
 
 
 def _get_value(line: str) -> float | None:
@@ -338,81 +325,78 @@ def _get_int(labels: Mapping[str, str], name: str) -> int:
         ) from None
 
 
-class Engines:
-    """The metrics of the engines behind one URL, added up. One engine that fails does not lose the others."""
-
-    def __init__(self, clients: Sequence[Client]) -> None:
-        self._clients = tuple(clients)
-        self._first: dict[str, Totals] = {}
-        self._last: dict[str, Totals] = {}
-
-    @property
-    def urls(self) -> list[str]:
-        """The engines' addresses."""
-        return [client.url for client in self._clients]
-
-    def summarise(self) -> dict[str, Any] | None:
-        """What each engine did since the first reading, as the `fleet` of a record; None for one engine.
-
-        A client does not see jobs by engine, nor what the router did.
-        """
-        if len(self._clients) < 2:
-            return None
-        engines = [_describe(url, self._first.get(url, {}), self._last.get(url, {})) for url in self.urls]
-        turns = [each["turns"] for each in engines]
-        return {"engines": engines, "imbalance": max(turns) * len(turns) / sum(turns) if any(turns) else None}
-
-    async def get_pages(self) -> dict[str, str]:
-        """The `/metrics` page of each engine that answers, by address. Raises RequestFailed if none does."""
-        pages: dict[str, str] = {}
-        failure: RequestFailed | None = None
-        for client in self._clients:
-            try:
-                pages[client.url] = await client.get_text("/metrics")
-            except RequestFailed as error:
-                failure = error
-        if not pages and failure is not None:
-            raise failure
-        return pages
-
-    async def get_totals(self) -> Totals:
-        """The sum of all engines' metrics. Raises RequestFailed if none answers.
-
-        An engine that does not answer counts with its last counters, so that the sums never decrease.
-        """
-        pages = await self.get_pages()
-        totals: Totals = {}
-        for url in self.urls:
-            if url in pages:
-                self._last[url] = parse_totals(pages[url])
-            else:
-                last = self._last.get(url, {})
-                self._last[url] = {name: value for name, value in last.items() if is_counter(name)}
-            self._first.setdefault(url, self._last[url])
-            for name, value in self._last[url].items():
-                totals[name] = totals.get(name, 0.0) + value
-        return totals
+def connect(url: str, api_key: str | None, timeout_s: float = 10.0) -> httpx.Client:
+    """A client for what a server says of itself. It sends the key, if there is one."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.Client(base_url=get_base_url(url), headers=headers, timeout=timeout_s)
 
 
-async def ask_engines(client: Client, given: Sequence[str] = ()) -> tuple[str, ...]:
-    """Like `find_engines`, for the bench's client."""
+LIST_PATH = "/list_workers"
+MAX_ENGINES = 1024
+"""More names than this in one answer are not read."""
+
+
+def parse_engines(text: str) -> tuple[str, ...]:
+    """The engines that a router's answer to `/list_workers` names; empty for any other answer."""
+    try:
+        found = json.loads(text)
+        urls = found["urls"][:MAX_ENGINES]
+        # vllm-router writes a data-parallel rank behind the address: http://host:8000@1.
+        named = dict.fromkeys(get_base_url(url.rpartition("@")[0] or url) for url in urls)
+        for url in named:
+            check_url(url)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ConfigError):
+        return ()
+    return tuple(named)
+
+
+def find_engines(client: httpx.Client, given: Sequence[str] = ()) -> tuple[str, ...]:
+    """The engines behind a server: those given, else those that it names; empty if it is no router."""
     if given:
         return tuple(map(get_base_url, given))
     try:
-        return parse_engines(await client.get_text(LIST_PATH))
-    except RequestFailed:
+        answer = client.get(LIST_PATH)
+    except httpx.HTTPError:
         return ()
+    return parse_engines(answer.text) if answer.is_success else ()
 
 
-def _describe(url: str, first: Totals, last: Totals) -> dict[str, Any]:
-    growth = get_growth(first, last)
-    looked_up = growth.get("vllm:prefix_cache_queries_total")
-    hits = growth.get("vllm:prefix_cache_hits_total", 0.0)
-    return {
-        "name": url,
-        "turns": round(growth.get("vllm:request_success_total", 0.0)),
-        "computed_tokens": None if looked_up is None else round(looked_up - hits),
-        "output_tokens": round(growth.get("vllm:generation_tokens_total", 0.0)),
-        # Of an engine that does not answer, only its counters are kept.
-        "died": all(map(is_counter, last)),
-    }
+RESET_LIMIT_S = 30.0
+"""If a server still holds blocks this many seconds after a run, its cache counts as not emptied."""
+
+
+def empty_cache(urls: Sequence[str], api_key: str | None, engine_urls: Sequence[str] = ()) -> bool:
+    """Empty the prefix caches of servers, or those of the engines behind routers.
+
+    False if a server does not support this or keeps holding blocks.
+    """
+    emptied = []  # a list: all are emptied, even if one of them cannot be
+    for url in map(get_base_url, urls):
+        with connect(url, api_key) as client:
+            emptied += [_empty_one(client, each) for each in find_engines(client, engine_urls) or (url,)]
+    return all(emptied)
+
+
+def _empty_one(client: httpx.Client, url: str) -> bool:
+    end_s = time.monotonic() + RESET_LIMIT_S
+    while True:
+        try:
+            answer = client.post(f"{url}/reset_prefix_cache")
+        except httpx.HTTPError:
+            return False
+        if answer.status_code in (401, 403, 404, 405, 501):
+            return False
+        if answer.is_success and _says_success(answer):
+            return True
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.5)
+
+
+def _says_success(answer: httpx.Response) -> bool:
+    # Before version 0.32, vLLM's answer is empty both on success and on failure.
+    try:
+        body = answer.json()
+    except ValueError:
+        return True
+    return not isinstance(body, dict) or bool(body.get("success", True))

@@ -21,6 +21,8 @@ from tenuto.records.load import load_folder
 from tenuto.records.metrics import get_geometric_mean, get_ok, summarise
 from tenuto.records.schema import RunRecord, TurnRecord
 
+VERDICT = "verdict.json"
+"""Its file in the folder of a comparison."""
 CONFIDENCE = 0.95
 MIN_PAIRS = 6
 """With fewer pairs, all pairs agree on the better arm by chance in more than 1 of 20 cases (2/2⁵)."""

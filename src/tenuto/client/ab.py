@@ -1,0 +1,548 @@
+"""`tenuto ab`: from options to a verdict.
+
+Every run is saved in the comparison's folder when it ends, and a later command continues from there:
+
+ab.json         what is compared, and under which load; a folder holds one comparison
+runs/001-A/     result.json, turns.jsonl, metrics.jsonl of one run, as tenuto bench writes them
+cut/            interrupted runs; they are kept but not counted
+logs/           logs of the servers started here
+results.jsonl   the results of all complete runs, for tenuto report
+verdict.json    the verdict
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import secrets
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import httpx
+
+from tenuto.client.ab_verdict import (
+    VERDICT,
+    Comparison,
+    Values,
+    compare,
+    describe_caches,
+    describe_complaints,
+    describe_errors,
+    describe_faults,
+    describe_lag,
+    find_invalid,
+    format_verdict,
+    read_pair,
+)
+from tenuto.client.bench import measure
+from tenuto.client.local_server import LocalServer, ServerError, run_server
+from tenuto.client.metrics import connect, empty_cache
+from tenuto.client.options import AbOptions, Arm, BenchOptions
+from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
+from tenuto.core.loader import load_policy
+from tenuto.core.settings import parse_option
+from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first
+from tenuto.records.load import read_run
+from tenuto.records.text import write_csv
+from tenuto.workload.load import make_workload
+
+_UNLIKE = ("url", "engine_urls", "api_key", "out", "as_json", "policy", "run_id", "csv")
+"""Options of bench that do not define the comparison, or that differ between runs."""
+ANSWER_S = 30.0
+"""Time limit for a server to list its models, in seconds."""
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Makes vLLM's server accept requests to empty its prefix cache."""
+SETTINGS = "ab.json"
+_DETAILS = "--enable-prompt-tokens-details"
+"""Makes vLLM report the number of cached tokens in each answer; the bench counts them."""
+_HOST = "127.0.0.1"
+
+
+def run_ab(options: AbOptions) -> int:
+    """Run what is still missing, print the verdict and write the files; return the command's exit status.
+
+    Raises TenutoError if an arm could not be run. The folder then holds the earlier runs and their verdict.
+    """
+    make_workload(options.bench.load)  # what is wrong with the load is said before a server is started
+    for arm in options.arms:
+        check_arm(arm, options.bench.api_key)
+    slots = make_order([arm.name for arm in options.arms], options.repeats)
+    is_interrupted = False
+    with AbFolder(options.out, describe(options)) as folder:
+        failure: TenutoError | None = None
+        try:
+            with _sigterm_as_sigint():
+                _run_slots(options, folder, slots)
+        except KeyboardInterrupt:
+            is_interrupted = True
+            say("interrupted; the same command again goes on from here")
+        except TenutoError as error:
+            failure = error
+        is_whole = _conclude(options, folder, slots)
+        if failure is not None:
+            raise failure
+    if is_interrupted:
+        return 130
+    return 0 if is_whole else 1
+
+
+def say(text: str) -> None:
+    """Print a message for the user, separate from the verdict."""
+    print(f"[ab] {text}", file=sys.stderr, flush=True)
+
+
+def describe(options: AbOptions) -> dict[str, Any]:
+    """Describe what is compared and under which load. Runs belong together only if all of this is equal."""
+    bench = {name: value for name, value in asdict(options.bench).items() if name not in _UNLIKE}
+    return {
+        "arms": [str(arm) for arm in options.arms],
+        "model": options.model,
+        "serve_args": redact(options.serve_args),
+        "arm_args": {arm: redact(arguments) for arm, arguments in options.arm_args.items()},
+        "engine_urls": {arm: list(urls) for arm, urls in options.engine_urls.items()},
+        "keep_up": options.keep_up,
+        "warmup_jobs": options.warmup_jobs,
+        **bench.pop("load"),
+        **{name: value for name, value in bench.items() if name != "model"},
+    }
+
+
+def _run_slots(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> None:
+    arms = {arm.name: arm for arm in options.arms}
+    todo = [slot for slot in slots if not folder.has_run(slot)]
+    if len(todo) < len(slots):
+        say(f"{len(slots) - len(todo)} of {len(slots)} runs are there already")
+    with Servers(options, folder.make_log_path, say) as servers:
+        for slot in todo:
+            say(f"repeat {slot.repeat + 1} of {options.repeats}: {slot.arm}")
+            folder.clear(slot)
+            with servers.open(arms[slot.arm]) as server:
+                _run_slot(options, folder, slot, server)
+
+
+def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, server: Ready) -> None:
+    """Do one run and save it only if it is complete. Raises KeyboardInterrupt if it was interrupted."""
+    arm = next(arm for arm in options.arms if arm.name == slot.arm)
+    run_options = options.get_run_options(
+        arm, server.url, slot.repeat, f"ab-{secrets.token_hex(4)}-{slot.name}"
+    )
+    if server.is_fresh and options.warmup_jobs:
+        _warm_up(run_options, options.warmup_jobs)
+    is_emptied = empty_cache(run_options.urls, run_options.api_key, run_options.engine_urls)
+    with RunFiles(folder.get_run(slot)) as files:
+        result = _measure(run_options, files)
+        server.check()
+        result["client"]["cache_emptied"] = is_emptied
+        # result.json marks the run as complete, so it must not exist without all of the run's turns.
+        if files.problem is None:
+            files.write_result(result)
+        if files.problem is not None:
+            raise ConfigError(f"--out: {folder.get_run(slot)}: {files.problem}")
+
+
+def _warm_up(options: BenchOptions, num_jobs: int) -> None:
+    """Run a few jobs with content of their own; their times are not used."""
+    load = replace(options.load, max_jobs=min(num_jobs, options.load.max_jobs or num_jobs))
+    say(f"warming up with {num_jobs} job{'s' if num_jobs > 1 else ''}")
+    warm_up = replace(options, load=load, run_id=f"{options.run_id}-warm-up")
+    with RunFiles(None) as files:
+        _measure(warm_up, files)
+
+
+def _measure(options: BenchOptions, files: RunFiles) -> dict[str, Any]:
+    try:
+        result = asyncio.run(measure(options, make_workload(options.load), files))
+    finally:
+        # The event loop resets the signal handlers to their defaults.
+        signal.signal(signal.SIGTERM, _interrupt)
+    if result["client"]["interrupted"]:
+        raise KeyboardInterrupt
+    return result
+
+
+def _conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> bool:
+    """Write and print the verdict so far. Return whether all turns of all existing runs were answered."""
+    folder.write_results(slots, _describe_terms(options))
+    pairs = _read_pairs(options.arms, folder, options.repeats)
+    done: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in options.arms}
+    for slot in slots:
+        if folder.has_run(slot):
+            done[slot.arm].append(folder.read_result(slot))
+    if not any(done.values()):
+        return True
+    invalid = find_invalid(done)
+    comparisons = compare(pairs, options.threshold, is_valid=not invalid)
+    remarks = [*invalid, *_make_notes(done)]
+    verdict = _make_record(options, comparisons, len(pairs), remarks)
+    folder.write_verdict(verdict)
+    if options.csv:
+        write_csv(options.csv, verdict["comparisons"])
+    if options.as_json:
+        print(json.dumps(verdict))
+    else:
+        print(format_verdict(comparisons, len(pairs), options.repeats, remarks))
+    say(f"all of it: {folder.path / VERDICT}; charts: tenuto report {folder.path}")
+    return all(run["turns"]["ok"] == run["turns"]["planned"] for runs in done.values() for run in runs)
+
+
+def _describe_terms(options: AbOptions) -> dict[str, Any]:
+    return {
+        "arms": [str(arm) for arm in options.arms],
+        "baseline": options.arms[0].name,
+        "threshold": options.threshold,
+        "repeats": options.repeats,
+        "first_seed": options.bench.load.seed,
+        "model": options.model,
+        "serve_args": redact(options.serve_args),
+        "arm_args": [f"{arm}={shlex.join(redact(args))}" for arm, args in options.arm_args.items()],
+    }
+
+
+def _read_pairs(arms: Sequence[Arm], folder: AbFolder, repeats: int) -> list[dict[str, Values]]:
+    pairs = []
+    for repeat in range(repeats):
+        slots = [Slot(repeat, arm.name) for arm in arms]
+        if all(folder.has_run(slot) for slot in slots):
+            pair = read_pair({slot.arm: folder.get_run(slot) for slot in slots})
+            if pair is None:
+                say(f"repeat {repeat + 1}: no job finished on all arms; it does not count")
+            else:
+                pairs.append(pair)
+    return pairs
+
+
+def _make_notes(done: dict[str, list[dict[str, Any]]]) -> list[str]:
+    not_emptied = [
+        arm for arm, runs in done.items() if not all(run["client"].get("cache_emptied", True) for run in runs)
+    ]
+    return [
+        *describe_errors(done),
+        *describe_faults(done),
+        *describe_complaints(done),
+        *describe_lag(done),
+        *describe_caches(not_emptied),
+    ]
+
+
+def _make_record(
+    options: AbOptions, comparisons: Sequence[Comparison], num_pairs: int, remarks: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "arms": [str(arm) for arm in options.arms],
+        "baseline": options.arms[0].name,
+        "pairs": num_pairs,
+        "pairs_planned": options.repeats,
+        "threshold": options.threshold,
+        "comparisons": [each.to_json() for each in comparisons],
+        "notes": list(remarks),
+    }
+
+
+@contextmanager
+def _sigterm_as_sigint() -> Iterator[None]:
+    """Make SIGTERM end the comparison like Ctrl-C does, so that the servers are stopped."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+class Slot(NamedTuple):
+    """One run: one arm in one repeat."""
+
+    repeat: int
+    """Number of the repeat, counted from 0."""
+    arm: str
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder. Names sort by repeat."""
+        return f"{self.repeat + 1:03}-{self.arm}"
+
+
+def make_order(arms: Sequence[str], repeats: int) -> list[Slot]:
+    """Order the runs so that each repeat reverses the order of the one before: A B, B A, A B.
+
+    If the machine becomes slower or faster at a constant rate, two repeats affect all arms equally.
+    """
+    return [
+        Slot(repeat, arm)
+        for repeat in range(repeats)
+        for arm in (arms if repeat % 2 == 0 else reversed(arms))
+    ]
+
+
+class AbFolder:
+    """A comparison's folder. A context manager; the folder is locked inside its block.
+
+    Raises ConfigError if the folder cannot be written, is in use, or contains another comparison.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        # Store the values as they will be read again: tuples become lists.
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+
+    def __enter__(self) -> Self:
+        """Create the folder, or open it to continue an earlier comparison."""
+        try:
+            for part in ("runs", "logs"):
+                (self.path / part).mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / SETTINGS, "a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out: cannot write to {self.path}: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take_up()
+        except OSError as error:
+            self._lock.close()
+            raise ConfigError(f"--out {self.path}: another tenuto ab is at work there") from error
+        except ConfigError:
+            self._lock.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Unlock the folder."""
+        self._lock.close()
+
+    def _take_up(self) -> None:
+        self._lock.seek(0)
+        text = self._lock.read()
+        if not text.strip():
+            self._lock.write(json.dumps(self._settings, indent=1) + "\n")
+            self._lock.flush()
+            return
+        try:
+            before = json.loads(text)
+        except ValueError:
+            before = None
+        if not isinstance(before, dict):
+            raise ConfigError(f"{self.path / SETTINGS} was not written by tenuto ab; name another --out")
+        if differing := [
+            name for name in {**before, **self._settings} if before.get(name) != self._settings.get(name)
+        ]:
+            name = differing[0]
+            raise ConfigError(
+                f"--out {self.path} holds a comparison with another {name}: {before.get(name)!r} there, "
+                f"{self._settings.get(name)!r} now; name another folder, or repeat the same command to go on"
+            )
+
+    def get_run(self, slot: Slot) -> Path:
+        """The folder for a run's files. It may not exist yet."""
+        return self.path / "runs" / slot.name
+
+    def has_run(self, slot: Slot) -> bool:
+        """Whether the run was completed."""
+        return (self.get_run(slot) / RESULT).exists()
+
+    def clear(self, slot: Slot) -> None:
+        """Move the files of an interrupted run away."""
+        folder = self.get_run(slot)
+        if not folder.exists() or self.has_run(slot):
+            return
+        (self.path / "cut").mkdir(exist_ok=True)
+        folder.rename(_find_free(self.path / "cut", slot.name, ""))
+
+    def make_log_path(self, arm: str) -> Path:
+        """The path of a new log file that does not exist yet."""
+        return _find_free(self.path / "logs", arm, ".log")
+
+    def read_result(self, slot: Slot) -> dict[str, Any]:
+        """The result of a complete run. Raises DataError."""
+        path = self.get_run(slot) / RESULT
+        try:
+            fields = read_first(path)
+            fields.part("client")
+            read_run(fields)
+        except DataError as error:
+            raise DataError(f"{error}; remove its folder to run it again") from error
+        return fields.values
+
+    def write_results(self, slots: Iterable[Slot], terms: Mapping[str, Any]) -> None:
+        """Rewrite results.jsonl with all complete runs among the slots. Raises ConfigError.
+
+        `terms`: what a reader of one record needs to know about the comparison.
+        """
+        rows = [
+            {**self.read_result(slot), "ab": {"repeat": slot.repeat + 1, "arm": slot.arm, **terms}}
+            for slot in slots
+            if self.has_run(slot)
+        ]
+        self._write(RESULTS, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_verdict(self, verdict: Mapping[str, Any]) -> None:
+        """Write verdict.json. Raises ConfigError."""
+        self._write(VERDICT, json.dumps(verdict, indent=1) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        # Replace the file as a whole: the old file is better than half of the new one.
+        temporary = self.path / f"{name}.new"
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.path / name)
+        except OSError as error:
+            raise ConfigError(f"--out: cannot write {self.path / name}: {error}") from error
+
+
+def _find_free(folder: Path, name: str, suffix: str) -> Path:
+    number = 1
+    while (path := folder / f"{name}-{number}{suffix}").exists():
+        number += 1
+    return path
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A server that is ready for a run."""
+
+    url: str
+    is_fresh: bool
+    """The server has not run anything for us yet."""
+    local: LocalServer | None = None
+
+    def check(self) -> None:
+        """Raise ServerError if the server was started here and has ended."""
+        if self.local is not None and (status := self.local.process.poll()) is not None:
+            raise ServerError(f"the server died with status {status}; its log: {self.local.log}")
+
+
+class Servers:
+    """Keeps one server running at a time or, with `keep_up`, all servers used so far. A context manager."""
+
+    def __init__(
+        self, options: AbOptions, make_log_path: Callable[[str], Path], say: Callable[[str], None]
+    ) -> None:
+        self._options = options
+        self._make_log_path = make_log_path
+        self._say = say
+        self._kept: dict[str, LocalServer] = {}
+        self._used: set[str] = set()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Servers:
+        """Start nothing; servers start when they are needed."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop all running servers."""
+        self._stack.close()
+
+    @contextmanager
+    def open(self, arm: Arm) -> Iterator[Ready]:
+        """Provide an arm's server for the duration of a run. Raises TenutoError if it does not start."""
+        if arm.is_local and not self._options.keep_up:
+            with self._start(arm, self._options.port) as server:
+                yield Ready(server.url, True, server)
+            return
+        local = self._keep(arm) if arm.is_local else None
+        yield Ready(local.url if local else arm.target, arm.name not in self._used, local)
+        self._used.add(arm.name)
+
+    def _keep(self, arm: Arm) -> LocalServer:
+        if arm.name not in self._kept:
+            port = self._options.port + len(self._kept)
+            self._kept[arm.name] = self._stack.enter_context(self._start(arm, port))
+        return self._kept[arm.name]
+
+    @contextmanager
+    def _start(self, arm: Arm, port: int) -> Iterator[LocalServer]:
+        options = self._options
+        _check_port(port)
+        serve_args = (*options.serve_args, *options.arm_args.get(arm.name, ()))
+        command = make_command(arm, options.model or "", port, serve_args)
+        log = self._make_log_path(arm.name)
+        self._say(f"{arm.name}: {shlex.join(redact(command))}")
+        with ExitStack() as stack:
+            try:
+                server = stack.enter_context(
+                    run_server(
+                        command,
+                        port,
+                        log,
+                        env=ENVIRONMENT,
+                        say=lambda text: self._say(f"{arm.name}: {text}"),
+                        limit_s=options.start_limit_s,
+                    )
+                )
+            except FileNotFoundError:
+                raise TenutoError(
+                    f"--arm {arm.name}: there is no `vllm` command here; install it with: "
+                    "pip install 'tenuto[vllm]'"
+                ) from None
+            except ServerError as error:
+                raise ServerError(
+                    f"--arm {arm.name}: {error}\nThe whole log: {log}. Arguments for the server go into "
+                    "--serve-args or --arm-args; --start-limit gives it more time."
+                ) from error
+            yield server
+
+
+def check_arm(arm: Arm, api_key: str | None) -> None:
+    """Check early that an arm can be run, before hours are spent on the other arms.
+
+    Raises TenutoError if the server does not answer, or if the policy or an option does not exist.
+    """
+    try:
+        if arm.is_local:
+            if arm.target:
+                load_policy(arm.target, dict(parse_option(each) for each in arm.options))
+            return
+        for url in arm.target.split(","):
+            with connect(url, api_key, ANSWER_S) as client:
+                client.get("/v1/models")
+    except httpx.HTTPError as error:
+        raise ServerError(
+            f"--arm {arm.name}: {arm.target} does not answer ({error or type(error).__name__}); is the "
+            "server up, and is this its address?"
+        ) from error
+    except TenutoError as error:
+        raise ConfigError(f"--arm {arm.name}: {error}") from error
+
+
+def _check_port(port: int) -> None:
+    # Any process that already answers on this port would be mistaken for the server that is about to start.
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} is not free ({os.strerror(error.errno or 0)}); choose with --port"
+            ) from error
+
+
+def make_command(arm: Arm, model: str, port: int, serve_args: Sequence[str]) -> list[str]:
+    """The command that starts a local arm's server."""
+    where = ["--host", _HOST, "--port", str(port), *serve_args]
+    if arm.kind == "vllm":
+        return [_find_vllm(), "serve", model, _DETAILS, *where]
+    # Use the command line of `tenuto serve`, so that an arm is served in exactly the same way.
+    serve = [sys.executable, "-m", "tenuto.cli", "serve"]
+    policy = ["--policy", arm.target, *(word for each in arm.options for word in ("--option", each))]
+    if arm.kind == "sim":
+        return [*serve, "--engine", "sim", "--model", model, *policy, *where]
+    return [*serve, model, *policy, _DETAILS, *where]
+
+
+def _find_vllm() -> str:
+    """The `vllm` of this environment; otherwise the one that the shell finds."""
+    beside = Path(sys.executable).parent / "vllm"
+    return str(beside) if beside.exists() else "vllm"

@@ -1,1 +1,0 @@
-"""Comparing servers and policies under the same load: alternating runs, paired ratios, a verdict in words."""

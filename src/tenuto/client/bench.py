@@ -1,0 +1,589 @@
+"""`tenuto bench`: from options to a result. The one runner of live loads: `ab` and sweeps use it too."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import secrets
+import signal
+import sys
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tenuto.client.commands import CommandRecord, CommandRunner, check_commands
+from tenuto.client.http.address import get_base_url
+from tenuto.client.http.client import Client, RequestFailed
+from tenuto.client.http.probe import Server, check_lengths, probe_server
+from tenuto.client.http.request import FORMS, RequestWriter, read_format
+from tenuto.client.load import Load, OneServer, Progress, RoutedServers, show
+from tenuto.client.metrics import (
+    LIST_PATH,
+    Totals,
+    empty_cache,
+    get_growth,
+    is_counter,
+    parse_engines,
+    parse_totals,
+    try_get_block_size,
+    try_get_sim_speed,
+)
+from tenuto.client.options import BenchOptions
+from tenuto.client.result import (
+    Outcome,
+    Sending,
+    format_result,
+    make_result,
+    read_simulated_server,
+)
+from tenuto.core.errors import ConfigError
+from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first
+from tenuto.records.metrics import parse_limits
+from tenuto.records.schema import TurnRecord, get_config
+from tenuto.records.text import format_time_s, is_overloaded, write_csv
+from tenuto.workload.hints import HINTS
+from tenuto.workload.load import make_workload
+from tenuto.workload.schema import Workload
+from tenuto.workload.turn_driver import TurnDriver
+
+INVALID = 3
+"""Exit status: every turn was answered, but the figures do not describe the server."""
+SETTLE_S = 1.0
+"""Seconds to wait after the load: servers update their metrics some time after the last token."""
+SAMPLE_S = 0.01
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_MAX_SIGNALS = 2
+"""Signals handled here. The next signal has its default effect: it ends the process without a result."""
+Result = dict[str, Any]
+"""A run's record in JSON types."""
+
+
+def run_bench(options: BenchOptions) -> int:
+    """Run the load, print the result and write the files; return the command's exit status.
+
+    Raises ConfigError for invalid options, DataError for invalid traces, and ServerError for a server that
+    cannot be measured.
+    """
+    workload = make_workload(options.load)
+    with RunFiles(options.out) as files:
+        result = asyncio.run(measure(options, workload, files))
+        files.write_result(result)
+    if options.csv:
+        write_csv(options.csv, [result])
+    print(json.dumps(result) if options.as_json else format_result(result))
+    if files.problem:
+        say(f"not all was written: {files.problem}")
+    if result["client"]["interrupted"]:
+        return 130
+    return get_status(result, is_written=not files.problem)
+
+
+def get_status(result: Mapping[str, Any], *, is_written: bool) -> int:
+    """The exit status for a run that was not interrupted."""
+    turns = result["turns"]
+    if turns["ok"] != turns["planned"] or not is_written:
+        return 1
+    return INVALID if result["client"]["invalid"] else 0
+
+
+def say(text: str) -> None:
+    """Print a message for the user on stderr, separate from the result."""
+    print(f"[bench] {text}", file=sys.stderr, flush=True)
+
+
+async def measure(options: BenchOptions, workload: Workload, files: RunFiles) -> dict[str, Any]:
+    """Run a workload against a server and return the record. SIGINT and SIGTERM end the run early."""
+    started_s = time.monotonic()
+    if options.run_commands:
+        say(
+            f"--run-commands: {check_commands(workload)} commands of {workload.name} will run as you, in "
+            "temporary folders; they can reach your files and the network"
+        )
+    turns = TurnDriver(
+        workload,
+        options.load.users,
+        keeps_arrivals=options.load.keeps_arrivals,
+        runs_commands=options.run_commands,
+    )
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(_make_client(options, url)) for url in options.urls]
+        urls = [url for client in clients for url in await ask_engines(client, options.engine_urls)]
+        behind = [await stack.enter_async_context(_make_client(options, url)) for url in dict.fromkeys(urls)]
+        setup = await _prepare(clients, Engines(behind or clients), options, workload)
+        where = ", ".join(client.url for client in clients)
+        say(f"{len(workload.jobs)} jobs of {workload.name} on {setup.server.model} at {where}")
+        outcome = await _run_load(setup, turns, files)
+    return make_result(
+        outcome,
+        _get_settings(setup),
+        server_version=setup.server.version,
+        model=setup.server.model,
+        policy=options.policy,
+        gpu=options.gpu,
+        jps=options.load.jps,
+        seed=options.load.seed,
+        config=get_config(options.load),
+        wall_s=time.monotonic() - started_s,
+        goodput_limits_ms=parse_limits(options.load.goodput),
+    ).to_json()
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """The settings that are fixed before the load starts."""
+
+    options: BenchOptions
+    workload: Workload
+    server: Server
+    writer: RequestWriter
+    engines: Engines
+    """Whose metrics are read: the server's own, or those of the engines behind a router."""
+    servers: OneServer | RoutedServers
+    """Where turns go."""
+
+
+def _make_client(options: BenchOptions, url: str) -> Client:
+    return Client(url, api_key=options.api_key, timeout_s=options.timeout_s)
+
+
+async def _prepare(
+    clients: Sequence[Client], engines: Engines, options: BenchOptions, workload: Workload
+) -> _Setup:
+    form = FORMS[options.prompts]()
+    run_id = options.run_id or f"run-{secrets.token_hex(4)}"
+    forced_format = None if options.force_format is None else read_format(options.force_format)
+    say_hints = HINTS[options.load.hints]
+    first, *others = clients
+    server = await probe_server(first, form, options.model, run_id, say_hints, forced_format)
+    for each in others:
+        server = server.also(await probe_server(each, form, server.model, run_id, say_hints, forced_format))
+    if engines.urls != [first.url]:
+        server = await _read_engines(server, engines)
+    check_lengths(workload, server)
+    quotes_answers = options.answers == "server" and forced_format is None
+    if quotes_answers and form.is_exact and not server.sends_ids:
+        say("the server does not send its answers' token ids: prompts quote the workload's own text")
+        quotes_answers = False
+    writer = RequestWriter(
+        server.model,
+        form,
+        run_id,
+        say_hints,
+        quotes_answers=quotes_answers,
+        forced_format=forced_format,
+    )
+    servers = RoutedServers(clients, options.router, say_hints) if others else OneServer(first)
+    return _Setup(options, workload, server, writer, engines, servers)
+
+
+async def _read_engines(server: Server, engines: Engines) -> Server:
+    """What a router's engines report takes the place of the router's own page."""
+    try:
+        pages = await engines.get_pages()
+        totals = await engines.get_totals()
+    except RequestFailed as error:
+        say(f"no engine shows its metrics here ({error}): there are none in the result")
+        return replace(server, block_size=None, totals=None)
+    if missing := [url for url in engines.urls if url not in pages]:
+        say(f"no metrics of {', '.join(missing)}")
+    say(f"several engines; metrics come from {', '.join(pages)}")
+    text = "\n".join(pages.values())
+    return replace(
+        server,
+        block_size=try_get_block_size(text),
+        totals=totals or None,
+        sim_speed=try_get_sim_speed(text),
+    )
+
+
+async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcome:
+    records: list[TurnRecord] = []
+    commands: list[CommandRecord] = []
+    progress = Progress(setup.workload)
+    lags_s = array("d")
+
+    def on_record(record: TurnRecord) -> None:
+        records.append(record)
+        progress.add(record)
+        files.add_turn(record)
+
+    def on_command(record: CommandRecord) -> None:
+        commands.append(record)
+        files.add_command(record.to_json())
+
+    options = setup.options
+    runner = CommandRunner(options.command_limit_s, on_command) if options.run_commands else None
+    with Interruption() as interruption, runner or nullcontext():
+        load = Load(
+            turns,
+            setup.servers,
+            setup.writer,
+            on_record,
+            sending=Sending(
+                is_exact=setup.writer.form.is_exact,
+                has_fixed_length=setup.writer.forced_format is None,
+                quotes_answers=setup.writer.quotes_answers,
+                block_size=setup.server.block_size,
+                is_open_loop=setup.workload.loop == "open",
+                retries=options.retries,
+            ),
+            commands=runner,
+        )
+        companions = [sample_lag(lags_s), show(progress, load, sys.stderr)]
+        if setup.server.totals is not None and options.metrics_interval_s:
+            companions.append(
+                follow(
+                    setup.engines.get_totals, load.get_now_s, files.add_metrics, options.metrics_interval_s
+                )
+            )
+        interruption.on_signal = load.stop
+        await _drive(load, companions)
+        growth = await _get_growth(setup.engines, setup.server, interruption)
+    return Outcome(
+        workload=setup.workload,
+        records=records,
+        growth=growth,
+        block_size=setup.server.block_size,
+        server=read_simulated_server(setup.server.sim_speed, growth),
+        is_exact=setup.writer.form.is_exact,
+        is_interrupted=interruption.has_come,
+        loop_lags_s=lags_s,
+        itl_s=load.gaps.summarise(),
+        commands=commands,
+        fleet=_summarise(setup) if growth is not None else None,
+    )
+
+
+def _summarise(setup: _Setup) -> dict[str, Any] | None:
+    """What the engines did, and the router if the bench itself was one."""
+    fleet = setup.engines.summarise()
+    if fleet is not None and isinstance(setup.servers, RoutedServers):
+        fleet |= setup.servers.summarise()
+    return fleet
+
+
+async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run the load, with the companions running at the same time."""
+    tasks = [asyncio.create_task(companion) for companion in companions]
+    # Garbage collection takes up to 0.1 s, and during this time nothing is sent or read. A run leaves almost
+    # no garbage that reference counts do not free.
+    gc.collect()
+    gc.disable()
+    try:
+        await load.run()
+    finally:
+        gc.enable()
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end
+
+
+async def _get_growth(engines: Engines, server: Server, interruption: Interruption) -> Totals | None:
+    """Growth of the server's metrics. None if the server does not report them or the user interrupts."""
+    if server.totals is None:
+        return None
+    if interruption.has_come:
+        say("interrupted; the server is asked for its last counts (Ctrl-C again: not even that)")
+    question = asyncio.create_task(_ask_totals(engines, 0.0 if interruption.has_come else SETTLE_S))
+    interruption.on_signal = question.cancel
+    await asyncio.wait([question])
+    if question.cancelled() or isinstance(question.exception(), RequestFailed):
+        return None
+    return get_growth(server.totals, question.result())
+
+
+async def _ask_totals(engines: Engines, settle_s: float) -> Totals:
+    await asyncio.sleep(settle_s)
+    return await engines.get_totals()
+
+
+def _get_settings(setup: _Setup) -> dict[str, object]:
+    options = setup.options
+    return {
+        "url": ",".join(options.urls),
+        "router": options.router if len(options.urls) > 1 else None,
+        "engine_urls": setup.engines.urls if setup.engines.urls != [get_base_url(options.urls[0])] else [],
+        "run_id": setup.writer.run_id,
+        "prompts": options.prompts,
+        "answers": "server" if setup.writer.quotes_answers else "workload",
+        "run_commands": options.run_commands,
+        "force_format": options.force_format,
+        "metrics_interval_s": options.metrics_interval_s,
+        "timeout_s": options.timeout_s,
+        "retries": options.retries,
+    }
+
+
+async def sample_lag(lags_s: array[float]) -> None:
+    """Every 10 ms, append how late the event loop was for that moment. Runs until cancelled."""
+    loop = asyncio.get_running_loop()
+    due_s = loop.time() + SAMPLE_S
+    while True:
+        await asyncio.sleep(due_s - loop.time())
+        # All moments that passed in the meantime count: one long stall must not look like one late moment.
+        while (late_s := loop.time() - due_s) >= 0:
+            lags_s.append(late_s)
+            due_s += SAMPLE_S
+
+
+class Interruption:
+    """Handles SIGINT and SIGTERM while its block runs. The block must run in an event loop.
+
+    The first signal stops the load. The second one stops the queries to the server after the load. So a user
+    who presses Ctrl-C twice does not lose the result.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self.on_signal: Callable[[], Any] = lambda: None
+        """Stops what is running now."""
+        self._num_left = _MAX_SIGNALS
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> Self:
+        """Install the signal handlers."""
+        for number in _SIGNALS:
+            self._loop.add_signal_handler(number, self._interrupt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the signal handlers."""
+        self._release()
+
+    def _interrupt(self) -> None:
+        self.has_come = True
+        self._num_left -= 1
+        if not self._num_left:
+            self._release()
+        self.on_signal()
+
+    def _release(self) -> None:
+        for number in _SIGNALS:
+            self._loop.remove_signal_handler(number)
+
+
+class Engines:
+    """The metrics of the engines behind one URL, added up. One engine that fails does not lose the others."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self._clients = tuple(clients)
+        self._first: dict[str, Totals] = {}
+        self._last: dict[str, Totals] = {}
+
+    @property
+    def urls(self) -> list[str]:
+        """The engines' addresses."""
+        return [client.url for client in self._clients]
+
+    def summarise(self) -> dict[str, Any] | None:
+        """What each engine did since the first reading, as the `fleet` of a record; None for one engine.
+
+        A client does not see jobs by engine, nor what the router did.
+        """
+        if len(self._clients) < 2:
+            return None
+        engines = [_describe(url, self._first.get(url, {}), self._last.get(url, {})) for url in self.urls]
+        turns = [each["turns"] for each in engines]
+        return {"engines": engines, "imbalance": max(turns) * len(turns) / sum(turns) if any(turns) else None}
+
+    async def get_pages(self) -> dict[str, str]:
+        """The `/metrics` page of each engine that answers, by address. Raises RequestFailed if none does."""
+        pages: dict[str, str] = {}
+        failure: RequestFailed | None = None
+        for client in self._clients:
+            try:
+                pages[client.url] = await client.get_text("/metrics")
+            except RequestFailed as error:
+                failure = error
+        if not pages and failure is not None:
+            raise failure
+        return pages
+
+    async def get_totals(self) -> Totals:
+        """The sum of all engines' metrics. Raises RequestFailed if none answers.
+
+        An engine that does not answer counts with its last counters, so that the sums never decrease.
+        """
+        pages = await self.get_pages()
+        totals: Totals = {}
+        for url in self.urls:
+            if url in pages:
+                self._last[url] = parse_totals(pages[url])
+            else:
+                last = self._last.get(url, {})
+                self._last[url] = {name: value for name, value in last.items() if is_counter(name)}
+            self._first.setdefault(url, self._last[url])
+            for name, value in self._last[url].items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+
+async def ask_engines(client: Client, given: Sequence[str] = ()) -> tuple[str, ...]:
+    """Like `find_engines`, for the bench's client."""
+    if given:
+        return tuple(map(get_base_url, given))
+    try:
+        return parse_engines(await client.get_text(LIST_PATH))
+    except RequestFailed:
+        return ()
+
+
+def _describe(url: str, first: Totals, last: Totals) -> dict[str, Any]:
+    growth = get_growth(first, last)
+    looked_up = growth.get("vllm:prefix_cache_queries_total")
+    hits = growth.get("vllm:prefix_cache_hits_total", 0.0)
+    return {
+        "name": url,
+        "turns": round(growth.get("vllm:request_success_total", 0.0)),
+        "computed_tokens": None if looked_up is None else round(looked_up - hits),
+        "output_tokens": round(growth.get("vllm:generation_tokens_total", 0.0)),
+        # Of an engine that does not answer, only its counters are kept.
+        "died": all(map(is_counter, last)),
+    }
+
+
+async def follow(
+    get_totals: Callable[[], Awaitable[Totals]],
+    get_now_s: Callable[[], float],
+    on_sample: Callable[[Totals], None],
+    interval_s: float,
+) -> None:
+    """Read the metrics at a fixed interval in seconds, until cancelled. `at_s` is the time of each sample."""
+    while True:
+        try:
+            totals = await get_totals()
+        except RequestFailed:
+            totals = {}  # a server under load may not answer; the sample stays in the file, empty
+        on_sample({"at_s": get_now_s(), **totals})
+        await asyncio.sleep(interval_s)
+
+
+def run_sweep(runs: Sequence[BenchOptions]) -> int:
+    """Run the loads that DIR does not have yet, print a table, write the files; return the exit status.
+
+    `runs`: equal in everything but the load. Raises ConfigError for a folder with other runs in it, and what
+    `run_bench` raises.
+    """
+    for options in runs:
+        make_workload(options.load)  # what is wrong with a load is said before the first run
+    results: list[Result] = []
+    is_written = True
+    for number, options in enumerate(runs, 1):
+        name = f"{options.load.jps:g} jobs/s"
+        folder = options.out / f"jps-{options.load.jps:g}" if options.out else None
+        if found := _try_read(folder, options):
+            say(f"{number} of {len(runs)}: {name} is there already")
+            results.append(found)
+            continue
+        say(f"{number} of {len(runs)}: {name}")
+        is_emptied = empty_cache(options.urls, options.api_key, options.engine_urls)
+        run_id = f"{options.run_id}-{options.load.jps:g}" if options.run_id else None
+        with RunFiles(folder, replaces=True) as files:
+            result = asyncio.run(measure(replace(options, run_id=run_id), make_workload(options.load), files))
+            result["client"]["cache_emptied"] = is_emptied
+            files.write_result(result)
+        if files.problem:
+            say(f"not all was written: {files.problem}")
+            is_written = False
+        results.append(result)
+        if options.out:
+            _write_results(options.out / RESULTS, results)
+        if result["client"]["interrupted"]:
+            break
+    _print(results, runs[0])
+    if results[-1]["client"]["interrupted"]:
+        return 130
+    statuses = [get_status(result, is_written=is_written) for result in results]
+    return 1 if 1 in statuses else max(statuses)
+
+
+def _try_read(folder: Path | None, options: BenchOptions) -> Result | None:
+    """A run that is there and whole. Raises ConfigError if it is of another load."""
+    if folder is None or not (folder / RESULT).exists():
+        return None
+    values = read_first(folder / RESULT).values
+    client = values.get("client")
+    if not isinstance(client, dict) or client.get("interrupted"):
+        return None
+    now: Result = json.loads(json.dumps(get_config(options.load)))
+    if values.get("config") != now or client.get("url") != ",".join(options.urls):
+        raise ConfigError(
+            f"--out: {folder} holds a run of another load or server; name another folder, or repeat the same "
+            "command to go on"
+        )
+    return values
+
+
+def _write_results(path: Path, results: Sequence[Result]) -> None:
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        temporary.write_text("".join(json.dumps(each) + "\n" for each in results), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write {path}: {error.strerror or error}") from error
+
+
+def _print(results: Sequence[Result], options: BenchOptions) -> None:
+    if options.csv:
+        write_csv(options.csv, results)
+    if options.as_json:
+        print(json.dumps(results))
+        return
+    print(format_sweep(results))
+    if options.out:
+        say(f"all of it: {options.out}; charts: tenuto report {options.out}")
+
+
+COLUMNS = (
+    ("mean", "job_s", "mean"), ("P95", "job_s", "p95"), ("TTFT P50", "ttft_s", "p50"),
+    ("TTFT P95", "ttft_s", "p95"), ("TPOT P50", "tpot_s", "p50"), ("ITL P95", "itl_s", "p95"),
+    ("E2E P95", "latency_s", "p95"),
+)  # fmt: skip
+"""Heading, field and statistic of the table's times."""
+
+
+def format_sweep(results: Sequence[Result]) -> str:
+    """A row for each load, and below it what a reader must know about it."""
+    heads = ("jobs/s", "done/s", "jobs", *(head for head, *_ in COLUMNS), "tok/s", "hits")
+    goodput = any(result["goodput"] for result in results)
+    rows = [(*heads, *(("good/s",) if goodput else ()))]
+    for result in results:
+        makespan_s, reused = result["makespan_s"], result["reused_tokens"]
+        rows.append(
+            (
+                f"{result['jps']:g}" + ("+" if is_overloaded(result) else ""),
+                "–" if result["finished_jps"] is None else f"{result['finished_jps']:.3g}",
+                f"{result['jobs']}/{result['jobs_planned']}",
+                *(format_time_s((result[field] or {}).get(name)) for _, field, name in COLUMNS),
+                "–" if not makespan_s else f"{(result['output_tokens'] or 0) / makespan_s:,.0f}",
+                f"{reused / result['reusable_tokens']:.1%}" if reused and result["reusable_tokens"] else "–",
+                *(() if not goodput else (_format_goodput(result["goodput"]),)),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines += [
+        "",
+        "mean, P95: job time; tok/s: output tokens; hits: share of the reusable tokens; + overloaded",
+    ]
+    for result in results:
+        lines += [f"INVALID at {result['jps']:g} jobs/s: {why}." for why in result["client"]["invalid"]]
+        turns = result["turns"]
+        if turns["ok"] != turns["planned"]:
+            lines.append(f"{turns['planned'] - turns['ok']} turns got no answer at {result['jps']:g} jobs/s")
+    return "\n".join(lines)
+
+
+def _format_goodput(goodput: Result | None) -> str:
+    return "–" if not goodput or goodput["turns_per_s"] is None else f"{goodput['turns_per_s']:.2f}"

@@ -1,0 +1,397 @@
+"""Runs a workload against servers: sends each turn when it is due and records the result.
+
+A turn is a task only while it is in flight. A job in a tool call costs only one timer, so one process can run
+thousands of jobs. Turns go to one server, or to several, among which one of Tenuto's routers chooses. Then
+the client is the router. It keeps the same books as a simulated router, and sees what any router sees: what
+it sent where, and what came back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, Protocol, TextIO
+
+from tenuto.client.commands import CommandRunner
+from tenuto.client.http.client import Answer, Client, RequestFailed
+from tenuto.client.http.request import Conversation, RequestWriter
+from tenuto.client.result import Flight, Sending, make_record
+from tenuto.core import router as routing
+from tenuto.core.dispatcher import Dispatcher, FleetLimits
+from tenuto.core.loader import load_router
+from tenuto.core.router import EngineInfo
+from tenuto.records.metrics import Gaps, get_percentile
+from tenuto.records.schema import Failure, Status, TurnRecord
+from tenuto.workload.hints import SayHints, get_turn_id, make_arrival
+from tenuto.workload.schema import Job, Workload
+from tenuto.workload.turn_driver import Due, TurnDriver
+
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 60.0
+AWAY_S = 10.0
+"""A server that refuses connections gets no turns for this long."""
+TERMINAL_S = 1.0
+"""Seconds between two views on a terminal, where each view replaces the one before it."""
+LOG_S = 10.0
+"""Seconds between two lines if stderr is not a terminal."""
+_NUM_RECENT = 1000
+_CLEAR_LINE = "\r\x1b[2K"
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """A job and all the jobs that it started. They may quote each other's answers."""
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    conversations: dict[str, Conversation] = field(default_factory=dict)
+
+
+class Load:
+    """One run. `on_record` is called for every turn that ended, in the order in which the turns end.
+
+    With `commands`, tool calls with a known command are executed; `turns` must be set up for this.
+    """
+
+    def __init__(
+        self,
+        turns: TurnDriver,
+        servers: Servers,
+        writer: RequestWriter,
+        on_record: Callable[[TurnRecord], None],
+        *,
+        sending: Sending,
+        commands: CommandRunner | None = None,
+    ) -> None:
+        self.num_in_flight = 0
+        """Turns that were sent, or are about to be sent, and have not ended."""
+        self.num_started_jobs = 0
+        self._turns = turns
+        self._servers = servers
+        self._writer = writer
+        self._on_record = on_record
+        self._sending = sending
+        self.gaps = Gaps()
+        """Seconds between the tokens of each answer."""
+        self._commands = commands
+        self._last_finished: dict[str, int] = {}
+        """By job, the index of its most recently finished turn."""
+        self._families: dict[str, _Family] = {}
+        self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._start_s = self._loop.time()
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run until every turn has ended or was given up, or until `stop` is called."""
+        async with asyncio.TaskGroup() as self._group:
+            self._start_s = self._loop.time()
+            self._schedule(self._turns.start())
+            await self._over.wait()
+
+    def stop(self) -> None:
+        """Send no more turns and cancel the turns in flight."""
+        for timer in self._timers.values():
+            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        self._over.set()
+
+    def get_now_s(self) -> float:
+        """Seconds since the start of the run."""
+        return self._loop.time() - self._start_s
+
+    def _schedule(self, turns: Iterable[Due]) -> None:
+        for due in turns:
+            at_s = self._start_s + due.at_s
+            self._timers[due.job.job_id, due.turn] = self._loop.call_at(at_s, self._begin, due)
+
+    def _begin(self, due: Due) -> None:
+        del self._timers[due.job.job_id, due.turn]
+        self.num_in_flight += 1
+        self.num_started_jobs += due.turn == 0
+        self._start(self._run_turn(Flight(due)))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_turn(self, flight: Flight) -> None:
+        job, index, _ = flight.due
+        try:
+            await self._fetch_answer(flight)
+        except asyncio.CancelledError:
+            self._record(flight, "cancelled")
+            raise
+        if flight.answer is None:
+            self._record(flight, "failed")
+            self._schedule(self._turns.on_failed(job.job_id, index, self.get_now_s()))
+        else:
+            self._record(flight, "ok")
+            self._last_finished[job.job_id] = index
+            if self._writer.quotes_answers:
+                self._get_family(job).answers[job.turns[index].output.content_id] = flight.answer
+            self._schedule(self._turns.on_finished(job.job_id, index, flight.answer.last_token_s))
+            if self._commands is not None and job.turns[index].command is not None:
+                self._start(self._run_command(self._commands, job, index))
+        if self._turns.has_ended(root := self._turns.get_root(job.job_id)):
+            self._families.pop(root, None)
+        if self._turns.is_over():
+            self._over.set()
+
+    async def _run_command(self, commands: CommandRunner, job: Job, index: int) -> None:
+        if index < len(job.turns) - 1:
+            await commands.run(job, index)
+            self._schedule(self._turns.on_returned(job.job_id, index, self.get_now_s()))
+
+    async def _fetch_answer(self, flight: Flight) -> None:
+        """Send the turn until it succeeds or no retry is allowed."""
+        job, index, _ = flight.due
+        prompt = self._get_conversation(job).write_prompt(job.turns[index])
+        body, headers = self._writer.write_body(job, index, prompt), self._writer.write_headers(job, index)
+        if job.job_id in self._last_finished:
+            flight.before = job.turns[self._last_finished[job.job_id]]
+        flight.sent_s = self.get_now_s()
+        self._schedule(self._turns.on_sent(job.job_id, index, flight.sent_s))
+        with self._servers.open_turn(flight.due) as sender:
+            await self._try_to_send(flight, sender, body, headers)
+
+    async def _try_to_send(
+        self, flight: Flight, sender: Sender, body: bytes, headers: Mapping[str, str]
+    ) -> None:
+        job, index, _ = flight.due
+        for attempt in count():
+            sent_s = self.get_now_s()
+            try:
+                answer = await sender.stream_answer(self._writer.form.path, body, headers)
+            except RequestFailed as error:
+                flight.failures.append(Failure(error.kind, str(error), sent_s, self.get_now_s()))
+                if attempt == self._sending.retries or not error.can_retry:
+                    return
+                await asyncio.sleep(get_pause_s(attempt, error.retry_after_s, f"{job.job_id}/{index}"))
+            else:
+                for gap_s in answer.gaps_s:
+                    self.gaps.add(gap_s)
+                # Answers that later prompts quote are kept; their gaps are counted and need not be.
+                flight.answer = replace(answer.since(self._start_s), gaps_s=())
+                return
+
+    def _get_family(self, job: Job) -> _Family:
+        return self._families.setdefault(self._turns.get_root(job.job_id), _Family())
+
+    def _get_conversation(self, job: Job) -> Conversation:
+        family = self._get_family(job)
+        if job.job_id not in family.conversations:
+            family.conversations[job.job_id] = Conversation(
+                job, self._writer.form, self._writer.run_id, family.answers
+            )
+        return family.conversations[job.job_id]
+
+    def _record(self, flight: Flight, status: Status) -> None:
+        self.num_in_flight -= 1
+        self._on_record(make_record(flight, status, self._sending))
+
+
+def get_pause_s(attempt: int, retry_after_s: float | None, seed: str) -> float:
+    """How many seconds to wait before a failed attempt (counted from 0) is repeated.
+
+    The pause is what the server asks for; otherwise it doubles with each attempt. It is at most one minute.
+    A random extra of up to half the pause, drawn from the seed, spreads out the repeats of requests that
+    failed together.
+    """
+    pause_s = FIRST_PAUSE_S * 2.0**attempt if retry_after_s is None else retry_after_s
+    return min(pause_s, MAX_PAUSE_S) * random.Random(seed).uniform(1.0, 1.5)
+
+
+class Sender(Protocol):
+    """Carries one turn."""
+
+    async def stream_answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        """Send the turn and read its whole answer; to be tried again, if at all. Raises RequestFailed."""
+
+
+class Servers(Protocol):
+    """What a load runs against."""
+
+    def open_turn(self, due: Due) -> AbstractContextManager[Sender]:
+        """What carries a turn, until the block ends."""
+
+
+class OneServer:
+    """A server, or a router in front of several."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @contextmanager
+    def open_turn(self, due: Due) -> Iterator[Sender]:
+        """All turns go there."""
+        yield self._client
+
+
+class RoutedServers:
+    """Several servers. A new job is never held back here: the engines have their own admission."""
+
+    def __init__(self, clients: Sequence[Client], router: str, say_hints: SayHints) -> None:
+        """Raises PolicyError or ConfigError for a router that does not exist."""
+        self._clients = {client.url: client for client in clients}
+        self._dispatcher = Dispatcher(load_router(router), FleetLimits(max_held=0))
+        self._say_hints = say_hints
+        self._where: dict[str, str] = {}
+        """By open turn, the server that it was sent to."""
+        self._away: dict[str, float] = {}
+        """Servers that refused a connection, and until when they get no turns."""
+        for url in self._clients:
+            self._dispatcher.join(EngineInfo(url), 0.0)
+
+    @contextmanager
+    def open_turn(self, due: Due) -> Iterator[Sender]:
+        """The router chooses, for each attempt."""
+        turn = _RoutedTurn(self, due)
+        try:
+            yield turn
+        finally:
+            self._note(self._dispatcher.abort(get_turn_id(due), _get_now_s()))
+            self._where.pop(get_turn_id(due), None)
+
+    def summarise(self) -> dict[str, Any]:
+        """What the router did, as in the `fleet` of a simulated run's record."""
+        stats = self._dispatcher.stats
+        return {
+            "sent": stats.num_sent,
+            "moves": stats.num_moves,
+            "moved_tokens": stats.num_moved_tokens,
+            "resent": stats.num_resent,
+            "router_faults": sum(self._dispatcher.faults.values()),
+        }
+
+    def choose(self, due: Due) -> Client | None:
+        """The server for a turn. None while none takes turns."""
+        now_s, turn_id = _get_now_s(), get_turn_id(due)
+        for url in [url for url, until_s in self._away.items() if until_s <= now_s]:
+            del self._away[url]
+            self._note(self._dispatcher.join(EngineInfo(url), now_s))
+        if not self._dispatcher.is_open(turn_id):
+            needs = self._dispatcher.router.needs
+            hints = self._say_hints(due.job, due.turn)
+            arrival = make_arrival(due, hints, needs_prompt=needs.prompts)
+            self._note(self._dispatcher.arrive(arrival, now_s))
+        found = self._where.get(turn_id)
+        return None if found is None else self._clients[found]
+
+    def fail(self, due: Due, client: Client, error: RequestFailed) -> None:
+        """A server did not answer a turn: the turn goes elsewhere next time, or there again."""
+        now_s, turn_id = _get_now_s(), get_turn_id(due)
+        if error.kind == "connect" and client.url not in self._away:
+            self._away[client.url] = now_s + AWAY_S
+            lost = [each for each, url in self._where.items() if url == client.url]
+            for each in lost:
+                del self._where[each]
+            self._note(self._dispatcher.die(client.url, now_s))
+        elif self._where.get(turn_id) == client.url:  # else it was routed again when the server died
+            del self._where[turn_id]
+            self._note(self._dispatcher.fail(turn_id, now_s))
+
+    def finish(self, due: Due, answer: Answer) -> None:
+        """A turn was answered."""
+        self._where.pop(get_turn_id(due), None)
+        hints = self._say_hints(due.job, due.turn)
+        sendings = self._dispatcher.finish(
+            get_turn_id(due),
+            _get_now_s(),
+            answer.num_tokens or 0,
+            num_hit_tokens=answer.usage.cached_tokens,
+            is_last=hints.is_last,
+        )
+        self._note(sendings)
+
+    def _note(self, sendings: Sequence[routing.Sending]) -> None:
+        self._where.update((each.turn_id, each.engine) for each in sendings)
+
+
+class _RoutedTurn:
+    def __init__(self, servers: RoutedServers, due: Due) -> None:
+        self._servers = servers
+        self._due = due
+
+    async def stream_answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        client = self._servers.choose(self._due)
+        if client is None:
+            raise RequestFailed("connect", "no server takes turns now", can_retry=True)
+        try:
+            answer = await client.stream_answer(path, body, headers)
+        except RequestFailed as error:
+            self._servers.fail(self._due, client, error)
+            raise
+        self._servers.finish(self._due, answer)
+        return answer
+
+
+def _get_now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Progress:
+    """Counts of the turns that ended so far. Rates and latencies cover the latest 1,000 turns."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._num_jobs = len(workload.jobs)
+        self._num_turns_left = {job.job_id: len(job.turns) for job in workload.jobs}
+        self._num_done_jobs = 0
+        self._failed_jobs: set[str] = set()
+        self._recent: deque[TurnRecord] = deque(maxlen=_NUM_RECENT)
+
+    def add(self, record: TurnRecord) -> None:
+        """Count a turn that ended."""
+        if record.status != "ok":
+            self._failed_jobs.add(record.job)
+            return
+        self._num_turns_left[record.job] -= 1
+        self._num_done_jobs += self._num_turns_left[record.job] == 0
+        self._recent.append(record)
+
+    def format(self, now_s: float, num_started_jobs: int, num_in_flight: int) -> str:
+        """The progress as one line of text."""
+        num_running = num_started_jobs - self._num_done_jobs - len(self._failed_jobs)
+        parts = [
+            f"{int(now_s) // 60}:{int(now_s) % 60:02}",
+            f"jobs: {self._num_done_jobs} of {self._num_jobs} done, {num_running} running, "
+            f"{len(self._failed_jobs)} failed",
+            f"turns: {num_in_flight} in flight",
+        ]
+        if self._recent:
+            parts += [self._format_rates(now_s)]
+            parts += [self._format_times("ttft", "ttft_s"), self._format_times("turn", "latency_s")]
+        return " | ".join(parts)
+
+    def _format_rates(self, now_s: float) -> str:
+        # The period starts at the end of the first of these turns. At least 1 s, to avoid misleading rates.
+        span_s = max(now_s - (self._recent[0].last_token_s or 0.0), 1.0)
+        num_output_tokens = sum(record.output_tokens or 0 for record in self._recent)
+        return f"{len(self._recent) / span_s:.1f} turns/s, {num_output_tokens / span_s:.0f} tok/s"
+
+    def _format_times(self, label: str, name: str) -> str:
+        values = [value for record in self._recent if (value := getattr(record, name)) is not None]
+        return f"{label} p50 {get_percentile(values, 50):.2f} p95 {get_percentile(values, 95):.2f} s"
+
+
+async def show(progress: Progress, load: Load, stream: TextIO) -> None:
+    """Print the view repeatedly until cancelled; on a terminal, each view overwrites the last one."""
+    is_terminal = stream.isatty()
+    start, end = (_CLEAR_LINE, "") if is_terminal else ("", "\n")
+    try:
+        while True:
+            await asyncio.sleep(TERMINAL_S if is_terminal else LOG_S)
+            line = progress.format(load.get_now_s(), load.num_started_jobs, load.num_in_flight)
+            width = shutil.get_terminal_size().columns - 1 if is_terminal else None
+            print(f"{start}{f'[bench] {line}'[:width]}", end=end, file=stream, flush=True)
+    finally:
+        if is_terminal:
+            print(file=stream, flush=True)

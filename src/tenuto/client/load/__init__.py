@@ -1,1 +1,0 @@
-"""`tenuto bench`: runs a workload against a server and records the results."""

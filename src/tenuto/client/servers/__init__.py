@@ -1,1 +1,0 @@
-"""Servers on this machine, and their `/metrics`."""
