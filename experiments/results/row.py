@@ -10,7 +10,7 @@ from experiments.results.settings import Step
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
 
-OURS = ("tenuto", "experiments.results.ablation:")
+OURS = ("tenuto", "experiments.ablation:")
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "experiments" / "out"
 

@@ -124,7 +124,7 @@ TABLES = {
     ),
     "ablation": Table(
         "What each part of `tenuto` is worth",
-        "`experiments/results/ablation.py` has the parts: `FirstJobFirst` orders by arrival, `NoKinds` "
+        "`experiments/ablation.py` has the parts: `FirstJobFirst` orders by arrival, `NoKinds` "
         "takes all jobs for alike, `NoPauses` ignores that a turn is short and its job pauses, "
         "`WholeJobs` counts all turns to come in a short queue, too, "
         "`NoPlainFirst` orders plain requests as jobs, `NoLookUps` ignores what first turns hit, "
@@ -135,7 +135,7 @@ TABLES = {
         "lose, `OrderedTier` gives up the last job in host memory first, `NoTier` has no host memory, "
         "`AlwaysLoads` waits for every load. The "
         "figures beside a part say what the job takes without it.",
-        ("tenuto", *(f"experiments.results.ablation:{part}" for part in PARTS)),
+        ("tenuto", *(f"experiments.ablation:{part}" for part in PARTS)),
         make_ablation,
     ),
 }
