@@ -45,6 +45,12 @@ def test_the_matrix_has_the_supported_releases() -> None:
     assert jobs["quick"]["strategy"]["matrix"]["python"] == versions
 
 
+def test_every_change_is_checked_with_its_history() -> None:
+    """For tests/experiments/test_kept_records.py."""
+    [checkout, *_] = read("ci.yml")["jobs"]["quick"]["steps"]
+    assert checkout["with"] == {"fetch-depth": 0}
+
+
 def test_only_the_job_that_publishes_may_ask_for_a_token() -> None:
     for path in WORKFLOWS.glob("*.yml"):
         workflow = read(path.name)

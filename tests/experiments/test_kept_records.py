@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from experiments.results.__main__ import PAGE, RECORDS, make_section
 from experiments.results.rows import TABLES
 from experiments.results.runs import Race, read_runs
 
-COUNTS = json.loads((Path(__file__).parent / "kept_records.json").read_text(encoding="utf-8"))
-"""Records by file. A smaller number needs a reason in the commit that lowers it."""
+LIST = Path(__file__).parent / "kept_records.json"
+COUNTS = json.loads(LIST.read_text(encoding="utf-8"))
+"""Records by file. The message of a commit that lowers a number names the file, and says why."""
 PAGES = Path(PAGE).parent
 
 
@@ -32,6 +34,49 @@ def test_a_record_that_goes_is_seen(tmp_path: Path) -> None:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         (tmp_path / path.name).write_text("".join(lines[:-1]), encoding="utf-8")
     assert all(number == COUNTS[name] - 1 for name, number in count_records(tmp_path).items())
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    done = subprocess.run(
+        ["git", "-C", folder, *identity, *words], capture_output=True, text=True, check=False
+    )
+    return done.stdout
+
+
+def find_silent_losses(path: Path) -> list[str]:
+    """The changes of a list of counts that lower a number, and do not name its file in their message."""
+    found = []
+    commits = git(path.parent, "log", "--format=%H", "--", path.name).split()
+    for commit in commits:
+        now, before = (git(path.parent, "show", f"{each}:./{path.name}") for each in (commit, f"{commit}^"))
+        counts, message = json.loads(now or "{}"), git(path.parent, "log", "-1", "--format=%B", commit)
+        for name, number in json.loads(before or "{}").items():
+            if counts.get(name, 0) < number and name.removesuffix(".jsonl") not in message:
+                found.append(f"{commit[:8]}: {name} has {counts.get(name, 0)} records, {number} before")
+    return found
+
+
+def test_no_commit_lowers_a_number_without_a_word() -> None:
+    if git(LIST.parent, "rev-parse", "--is-shallow-repository").strip() != "false":
+        pytest.skip("no whole git history here")
+    assert find_silent_losses(LIST) == []
+
+
+def test_a_number_that_is_lowered_without_a_word_is_seen(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    path = tmp_path / "counts.json"
+    for counts, message in (
+        ({"a.jsonl": 5, "b.jsonl": 5}, "first"),
+        ({"a.jsonl": 4, "b.jsonl": 6}, "Results: a without what no row has any more"),
+        ({"a.jsonl": 4, "b.jsonl": 6, "c.jsonl": 1}, "more"),
+        ({"a.jsonl": 4, "c.jsonl": 1}, "Results written anew"),
+    ):
+        path.write_text(json.dumps(counts), encoding="utf-8")
+        git(tmp_path, "add", ".")
+        git(tmp_path, "commit", "-q", "-m", message)
+    [loss] = find_silent_losses(path)
+    assert loss.endswith("b.jsonl has 0 records, 6 before")
 
 
 @pytest.mark.slow
