@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -174,7 +174,7 @@ class _Engine:
     def switch(self, hooks: Any) -> None:
         self.settings, self.configured_policy = hooks
 
-    def count_changes(self, changed: list[str]) -> None:
+    def count_changes(self, changed: Iterable[str]) -> None:
         """Nothing counts here."""
 
     def release(self, job_id: str) -> bool:
