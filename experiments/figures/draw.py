@@ -7,8 +7,9 @@ from pathlib import Path
 
 from experiments.figures.figures import Figure
 from experiments.figures.points import Point
-from tenuto.report.html.axes import add_legend, plot, set_value_axis
-from tenuto.report.html.style import make_looks, make_panels, styled
+from tenuto.report.html.draw import draw as draw_chart
+from tenuto.report.html.draw import styled
+from tenuto.report.html.spec import Axis, Chart, Panel, Series, make_looks, stretch
 
 MEASURES = (
     ("mean_job_s", "mean job time", "{:g} s"),
@@ -21,21 +22,21 @@ MEASURES = (
 
 def draw(figure: Figure, points: Sequence[Point], path: Path) -> None:
     """Write an SVG or a PNG, as the name ends."""
+    looks = make_looks(list(dict.fromkeys(point.policy for point in points)))
     workloads = list(dict.fromkeys(point.workload for point in points))
-    policies = list(dict.fromkeys(point.policy for point in points))
-    looks = make_looks(policies)
+    panels = []
+    for workload in workloads:
+        drawn = sorted((p for p in points if p.workload == workload), key=lambda p: p.value)
+        x = Axis(label=figure.axis, ends=stretch([p.value for p in drawn], 0.5))
+        for name, title, form in MEASURES:
+            curves = []
+            for policy, look in looks.items():
+                line = [p for p in drawn if p.policy == policy]
+                values = [getattr(p, name) for p in line]
+                curves.append(Series(look=look, at=[p.value for p in line], values=values))
+            title = f"{workload}: {title}" if len(workloads) > 1 else title
+            panels.append(Panel(marks=curves, x=x, y=Axis(write=form.format), title=title, height=2.9))
     with styled():
-        drawing, panels = make_panels(len(MEASURES) * len(workloads), 2.9, is_narrow=False, columns=2)
-        for number, axes in enumerate(panels):
-            workload = workloads[number // len(MEASURES)]
-            name, title, form = MEASURES[number % len(MEASURES)]
-            drawn = [point for point in points if point.workload == workload]
-            for policy in policies:
-                line = sorted((p for p in drawn if p.policy == policy), key=lambda p: p.value)
-                plot(axes, [p.value for p in line], [getattr(p, name) for p in line], looks[policy])
-            axes.set_title(f"{workload}: {title}" if len(workloads) > 1 else title)
-            axes.set_xlabel(figure.axis)
-            set_value_axis(axes, [getattr(p, name) for p in drawn], form.format)
-        add_legend(drawing, looks, is_narrow=False)
+        drawing = draw_chart(Chart(name=path.stem, title=path.stem, panels=panels, columns=2))
         path.parent.mkdir(parents=True, exist_ok=True)
         drawing.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

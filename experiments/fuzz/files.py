@@ -21,8 +21,8 @@ from tenuto.core.policy import Learns
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.types import Lease, StepView, ToolCall
 from tenuto.records.load import identify
+from tenuto.report.analyze import analyze
 from tenuto.report.decisions import check_decisions, format_verdict
-from tenuto.report.diagnosis.run import analyze
 from tenuto.report.html.sources import read_sources
 from tenuto.sim.cost.fitted import FittedStepCost, fit_step_cost, read_observations
 from tenuto.vllm.state import StateFile

@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.soak.book import Book
 from tenuto.client.local_server import LocalServer, run_server
 from tenuto.core.control import ADMIN_VARIABLE
-from tenuto.report.diagnosis.run import analyze
+from tenuto.report.analyze import analyze
 from tenuto.vllm.launch import find_vllm
 
 STOCK = "stock"

@@ -15,7 +15,7 @@ from tenuto.core.engine import StepTokens
 from tenuto.records.files import RunFiles
 from tenuto.records.metrics import get_job_times_s, summarise
 from tenuto.records.schema import TurnRecord
-from tenuto.report.diagnosis.run import analyze
+from tenuto.report.analyze import analyze
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.workload import Workload
 from tests.agreement.engines import BLOCK_SIZE, Sizes, make_simulation, run_bench, run_vllm, serve_simulated

@@ -12,8 +12,8 @@ import pytest
 from tenuto.cli import main
 from tenuto.core.errors import DataError
 from tenuto.records.load import UNKNOWN, identify, load_file
+from tenuto.report.analyze import analyze
 from tenuto.report.decisions import check_decisions
-from tenuto.report.diagnosis.run import analyze
 from tenuto.report.html.sources import read_sources
 from tenuto.workload.load import read_trace
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tenuto.report.html.colors import (
+from tenuto.report.html.spec import (
     BLOCK_STATES,
     DARK,
     LIGHT,

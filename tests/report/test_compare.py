@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tenuto.records.codec import Fields
 from tenuto.records.load import read_run
+from tenuto.report.html.charts import make_tile
 from tenuto.report.html.compare import Group, get_seed_spread, group_runs
+from tenuto.report.html.draw import draw
 from tenuto.report.html.page import make_report, render_page
-from tenuto.report.html.records import Run, make_run
-from tenuto.report.html.sources import Sources
+from tenuto.report.html.sources import Run, Sources, make_run
+from tenuto.report.html.spec import Look
 from tenuto.report.html.verdict import describe
-from tenuto.report.html.winners import _name_winner, get_shade
 from tenuto.report.html.words import format_seconds
 from tests.report.data import make_record
 
@@ -69,7 +69,7 @@ def test_the_winner_is_found_over_seeds_that_all_ran() -> None:
     winner = cells.try_winner(1.0)
     assert winner is not None
     assert (winner.policies, winner.speed_up, winner.is_tie) == (("keep",), 2.0, False)
-    assert get_shade(winner) > 0.3
+    assert make_tile(winner, {"keep": Look("keep", "p1")}).shade > 0.3
 
 
 @pytest.mark.parametrize("mean_s", [102.0, 1000.0])
@@ -165,7 +165,8 @@ def test_the_spread_between_seeds() -> None:
 
 def test_missing_statistics_come_from_the_job_times() -> None:
     (run,) = read(make_record("a", job_s=None, job_times_s={"a": 1, "b": 2, "c": 3, "d": 4}))
-    assert (run.mean_s, run.p95_s) == (2.5, pytest.approx(3.85))
+    assert run.mean_s == 2.5 and run.record.job_s is not None
+    assert run.record.job_s.p95 == pytest.approx(3.85)
 
 
 def test_a_policy_whose_hooks_failed_is_marked_everywhere() -> None:
@@ -195,19 +196,8 @@ def test_seconds_have_three_digits() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("means", "room", "name"),
-    [
-        ((10, 20), None, "ab"),
-        ((10, 20), 1.0, "X"),
-        ((10, 10), None, "tie"),
-        ((10, 10), 1.0, "tie XY"),
-        ((10, 10), 0.3, "XY"),
-    ],
-)
-def test_a_cell_of_the_map_says_as_much_as_fits(
-    means: tuple[int, int], room: float | None, name: str
-) -> None:
+@pytest.mark.parametrize(("means", "texts"), [((10, 20), ("ab", "X")), ((10, 10), ("tie", "tie XY", "XY"))])
+def test_a_tile_of_the_map_has_a_text_for_each_room(means: tuple[int, int], texts: tuple[str, ...]) -> None:
     records = [
         make_record(policy, 1, seed, mean_s=mean_s)
         for policy, mean_s in zip(("ab", "b"), means, strict=True)
@@ -216,10 +206,36 @@ def test_a_cell_of_the_map_says_as_much_as_fits(
     winner = group(*records).try_winner(1.0)
     unsure = group(*records[::2]).try_winner(1.0)
     assert winner is not None and unsure is not None
-    looks = {policy: SimpleNamespace(label=policy, key=key) for policy, key in (("ab", "X"), ("b", "Y"))}
-    assert _name_winner(winner, looks, room) == name  # type: ignore[arg-type]
+    looks = {policy: Look(policy, "p1", key=key) for policy, key in (("ab", "X"), ("b", "Y"))}
+    assert make_tile(winner, looks).texts == texts
     # Nothing is proved by one seed.
-    assert _name_winner(unsure, looks, room) == ("ab?" if room is None else "X?")  # type: ignore[arg-type]
+    assert make_tile(unsure, looks).texts == ("ab?", "X?")
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_loads", "is_narrow", "tie"),
+    [
+        (1, 3, False, "tie"),
+        (1, 8, True, "tie"),  # the loads go down the page
+        (2, 8, True, "tie"),
+        (3, 3, True, "tie AB"),
+        (9, 9, True, "AB"),
+        (1, 9, False, "tie AB"),
+    ],
+)
+def test_a_tile_says_as_much_as_fits(num_gpus: int, num_loads: int, is_narrow: bool, tie: str) -> None:
+    records = [
+        make_record(policy, load, seed, gpu=f"g{gpu}", mean_s=mean_s)
+        for gpu in range(num_gpus)
+        for load in range(num_loads)
+        for policy, mean_s in (("a-longer-name", 10), ("another", 20 if load else 10))
+        for seed in (1, 2)
+    ]
+    (section,) = (each for each in make_report(Sources(read(*records))).sections if each.name == "winners")
+    (axes,) = draw(section.charts[0], is_narrow=is_narrow).axes
+    said = {each.get_text().splitlines()[0] for each in axes.texts}
+    assert said == {tie, "a-longer-name" if tie == "tie" else "A"}
+    assert axes.get_ylabel() == ("load, jobs/s" if is_narrow and num_loads > num_gpus else "")
 
 
 def make_split() -> list[dict[str, Any]]:

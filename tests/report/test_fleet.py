@@ -6,8 +6,9 @@ from typing import Any
 
 from tenuto.records.codec import Fields
 from tenuto.records.load import read_run
-from tenuto.report.html.fleet_charts import MAX_FLEETS, make_fleet_charts
-from tenuto.report.html.records import Run, make_run
+from tenuto.report.html.charts import MAX_FLEETS, plot_fleets
+from tenuto.report.html.draw import draw
+from tenuto.report.html.sources import Run, make_run
 from tests.report.data import make_record
 
 NAMES = ("name", "jobs", "turns", "computed_tokens", "output_tokens", "busy_s", "died")
@@ -23,12 +24,12 @@ def make(fleet: Any) -> Run:
 
 
 def test_what_each_engine_did_and_what_moving_cost() -> None:
-    (chart,) = make_fleet_charts([make(FLEET), make(None), make({"engines": ENGINES[:1]})])
+    (chart,) = plot_fleets([make(FLEET), make(None), make({"engines": ENGINES[:1]})])
     assert chart.title == "2 engines: the busiest did 1.50 times the mean"
     assert "1 move of jobs, with 5,000 tokens of context" in chart.caption
     assert "2 turns held back at first" in chart.caption
     assert chart.table.rows[0] == ("0", "3", "6", "600", "60", "3", "yes")
-    assert chart.make_figure(is_narrow=True).axes and chart.make_figure(is_narrow=False).axes
+    assert draw(chart, is_narrow=True).axes and draw(chart).axes
 
 
 def test_a_bench_knows_less() -> None:
@@ -36,14 +37,14 @@ def test_a_bench_knows_less() -> None:
         {"name": "http://a:8000", "turns": 6, "computed_tokens": None},
         {"name": "http://b:8000", "turns": 2},
     ]
-    (chart,) = make_fleet_charts([make({"engines": engines, "imbalance": 1.5})])
+    (chart,) = plot_fleets([make({"engines": engines, "imbalance": 1.5})])
     assert "an engine's turns" in chart.caption
     assert "does not say what the router did" in chart.caption
     assert chart.table.rows[1] == ("http://b:8000", "–", "2", "–", "–", "–", "")
 
 
 def test_what_makes_no_sense_draws_nothing_or_little() -> None:
-    assert make_fleet_charts([make({"engines": 3}), make({}), make({"engines": [1, "x"]})]) == []
-    (chart,) = make_fleet_charts([make({"engines": [{}, {}]})])
-    assert chart.make_figure(is_narrow=False).axes
-    assert len(make_fleet_charts([make(FLEET)] * 20)) == MAX_FLEETS
+    assert plot_fleets([make({"engines": 3}), make({}), make({"engines": [1, "x"]})]) == []
+    (chart,) = plot_fleets([make({"engines": [{}, {}]})])
+    assert draw(chart).axes
+    assert len(plot_fleets([make(FLEET)] * 20)) == MAX_FLEETS

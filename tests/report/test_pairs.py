@@ -13,6 +13,7 @@ from tenuto.client.ab_verdict import MEASURES, format_verdict
 from tenuto.client.ab_verdict import compare as compare_arms
 from tenuto.core.errors import DataError
 from tenuto.report.html.compare import Group, Winner, group_runs
+from tenuto.report.html.draw import draw
 from tenuto.report.html.page import make_report, render_page
 from tenuto.report.html.reproduce import make_recipe
 from tenuto.report.html.sources import Sources, read_sources
@@ -168,7 +169,7 @@ def test_whiskers_and_curves_that_would_be_empty(tmp_path: Path) -> None:
     sources = read_sources([write_lines(tmp_path / "r.jsonl", rows)])
     (section,) = make_report(sources).sections
     assert [chart.name for chart in section.charts] == ["jct-1", "hits-1", "cdf-1"]
-    figure = section.charts[0].make_figure(False)
+    figure = draw(section.charts[0])
     (axes,) = figure.axes
     assert axes.get_ylim()[1] >= 9
 

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from tenuto.cli import main
 from tenuto.records.schema import RunRecord, Sample, Stats, TurnRecord
-from tenuto.report.html.page import make_report
-from tenuto.report.html.run import summarise
+from tenuto.report.html.draw import draw, styled
+from tenuto.report.html.page import make_report, summarise
 from tenuto.report.html.sources import read_sources
-from tenuto.report.html.style import styled
 from tests.report.data import write_lines
 from tests.support.records import JSON, NUMBERS, TEXT, objects_of, values_of
 
@@ -133,7 +132,7 @@ def test_any_sound_records_are_summed_up_and_drawn(files: Files) -> None:
         json.dumps(summarise(report))
         for section in report.sections:
             for chart in section.charts:
-                chart.make_figure(False)
+                draw(chart)
 
 
 @settings(ANY, max_examples=8)

@@ -265,9 +265,7 @@ def test_what_cannot_be_written_is_said(
 def test_without_the_library_it_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [
-        each for each in sys.modules if each.startswith("tenuto.report.html") and "options" not in each
-    ]:
+    for name in [each for each in sys.modules if each.startswith("tenuto.report.html")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(tmp_path)]) == 2

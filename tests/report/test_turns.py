@@ -14,11 +14,19 @@ from tenuto.records.load import read_sample, read_turn
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import TurnRecord
 from tenuto.records.trace_reader import read_trace
+from tenuto.report.html.charts import MAX_SAMPLES, average_samples
 from tenuto.report.html.sources import Detail
-from tenuto.report.html.time_charts import MAX_SAMPLES, average_samples
-from tenuto.report.html.timeline import MAX_TURNS, choose_jobs, make_timeline
-from tenuto.report.html.trace_events import make_events, write_trace_events
-from tenuto.report.html.turns import get_cache_verdicts, get_slices, get_tool_end_s, group_by_job
+from tenuto.report.html.timeline import (
+    MAX_TURNS,
+    choose_jobs,
+    get_cache_verdicts,
+    get_slices,
+    get_tool_end_s,
+    group_by_job,
+    make_events,
+    make_timeline,
+    write_trace_events,
+)
 from tests.report.data import make_job, make_sample, make_turn
 
 

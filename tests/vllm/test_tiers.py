@@ -14,8 +14,7 @@ from prometheus_client import generate_latest
 
 from tenuto.core.errors import IncompatibleError
 from tenuto.records.load import TRACE, load_file
-from tenuto.report.diagnosis.causes import Cause, get_cause
-from tenuto.report.diagnosis.history import make_stories
+from tenuto.report.causes import Cause, get_cause, make_stories
 from tenuto.vllm.compat.check import check_connector
 from tests.vllm.conftest import Clock
 from tests.vllm.slow_copies import SlowCopies

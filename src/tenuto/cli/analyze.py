@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
-from tenuto.report.diagnosis.options import AnalyzeOptions
+from tenuto.core.settings import Options, option
 
 _SUMMARY = """\
 Say what happened in a run, what was lost and why.
@@ -34,9 +37,27 @@ collapse, preemption storm, leases too short or reclaimed, prompts that change.
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeOptions(Options):
+    """All options."""
+
+    files: tuple[Path, ...] = option(MISSING, "a file or a run's folder", metavar="FILE", is_positional=True)
+    jobs: tuple[str, ...] = option(
+        (),
+        "show this job turn by turn; a pattern with * and ? shows several",
+        flag="--job",
+        metavar="ID",
+        is_repeatable=True,
+    )
+    timestamps: Path | None = option(
+        None, "write the run as the Continuum prototype's scheduler_timestamps; of one file", metavar="OUT"
+    )
+    as_json: bool = option(False, "print the report as JSON instead of text", flag="--json")
+
+
 def run(given: Given) -> int:
     """Print the analysis of each file."""
-    from tenuto.report.diagnosis.run import run_analyze, write_timestamps
+    from tenuto.report.analyze import run_analyze, write_timestamps
 
     options = given.read(AnalyzeOptions)
     if options.timestamps:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, asdict, dataclass
+from pathlib import Path
+
 from tenuto.cli.command import Command, Part, needing
 from tenuto.cli.options import Given
-from tenuto.report.html.options import ReportOptions
+from tenuto.core.settings import Options, option
 
 _SUMMARY = """\
 Make one HTML page from the records of runs: who wins where, and by how much. It needs no network.
@@ -40,12 +43,27 @@ The page is made from:
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
+    """All options."""
+
+    GROUP = "the page"
+
+    records: tuple[Path, ...] = option(
+        MISSING, "files, and folders that are searched", metavar="RECORDS", is_positional=True
+    )
+    out: Path = option(Path("report.html"), "the page")
+    figures: Path | None = option(None, "write every picture there, as PNG and SVG", metavar="DIR")
+    trace_events: Path | None = option(None, "write the turns as Chrome trace events, for Perfetto")
+    as_json: bool = option(False, "print what came out as JSON instead of text", flag="--json")
+
+
 def run(given: Given) -> int:
     """Write the page."""
     options = given.read(ReportOptions)
     with needing("report"):
-        from tenuto.report.html.run import run_report
-    return run_report(options)
+        from tenuto.report.html.page import run_report
+    return run_report(**asdict(options))
 
 
 COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(ReportOptions),), run, notes=_NOTES)

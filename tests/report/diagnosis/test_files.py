@@ -12,7 +12,7 @@ import pytest
 from tenuto.core.errors import DataError
 from tenuto.records import files
 from tenuto.records.files import stream_objects
-from tenuto.report.diagnosis.run import analyze
+from tenuto.report.analyze import analyze
 from tests.report.diagnosis.conftest import HEADER, TraceFile
 
 

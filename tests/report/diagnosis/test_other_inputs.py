@@ -11,7 +11,7 @@ import pytest
 from tenuto.cli import main
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.records.trace import TraceWriter
-from tenuto.report.diagnosis.run import analyze, write_timestamps
+from tenuto.report.analyze import analyze, write_timestamps
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions

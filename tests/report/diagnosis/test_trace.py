@@ -12,8 +12,7 @@ import pytest
 from tenuto.core.loader import describe_policy, load_policy
 from tenuto.records.metrics import make_record
 from tenuto.records.trace import TraceWriter
-from tenuto.report.diagnosis.run import analyze
-from tenuto.report.diagnosis.text import format_report
+from tenuto.report.analyze import analyze, format_report
 from tenuto.sim.cost import load_step_cost
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler

@@ -7,21 +7,19 @@ import json
 import re
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tenuto.cli import main
+from tenuto.cli.top import TopOptions
 from tenuto.client.metrics import parse_page
 from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.report.top import watch as watch_module
-from tenuto.report.top.options import TopOptions
-from tenuto.report.top.screen import make_line, make_screen, make_spark
-from tenuto.report.top.state import make_state
-from tenuto.report.top.watch import watch
-from tenuto.report.top.window import Window
+from tenuto.report import top
+from tenuto.report.top import make_line, make_screen, make_spark, watch
+from tenuto.report.top_state import Window, make_state
 from tests.report.top.conftest import FakeMetrics, FakeServer
 
 HISTORY: dict[str, list[float | None]] = {
@@ -136,13 +134,13 @@ def test_once(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_once_without_a_server(server: FakeServer) -> None:
     with pytest.raises(TenutoError, match="no answer from"):
-        watch(TopOptions(urls=("http://127.0.0.1:1",), once=True))
+        watch(["http://127.0.0.1:1"], once=True)
     server.metrics.status = 503
     with pytest.raises(TenutoError, match="status 503"):
-        watch(TopOptions(urls=(server.url,), once=True))
+        watch([server.url], once=True)
     server.metrics.status, server.body = 200, "hello 1\n"
     with pytest.raises(TenutoError, match="is this a vLLM server"):
-        watch(TopOptions(urls=(server.url,), once=True))
+        watch([server.url], once=True)
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, looks: int, before: Callable[[int], None]) -> None:
@@ -155,7 +153,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, looks: int, before: Callable[[in
             raise KeyboardInterrupt
         before(number)
 
-    monkeypatch.setattr(watch_module, "time", _Clock(sleep))
+    monkeypatch.setattr(top, "time", _Clock(sleep))
 
 
 class _Clock:
@@ -174,7 +172,8 @@ def test_a_server_that_goes_and_comes_back(server: FakeServer, monkeypatch: pyte
 
     stop_after(monkeypatch, 3, change)
     out = io.StringIO()
-    assert watch(TopOptions(urls=(server.url,)), out) == 0
+    with redirect_stdout(out):
+        assert watch([server.url]) == 0
     lines = out.getvalue().splitlines()
     assert "running 0 waiting 0" in lines[0]
     assert lines[1].endswith("answers /metrics with status 503; trying again")
@@ -187,7 +186,8 @@ def test_json_lines(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None
 
     stop_after(monkeypatch, 2, change)
     out = io.StringIO()
-    watch(TopOptions(urls=(server.url,), as_json=True), out)
+    with redirect_stdout(out):
+        watch([server.url], as_json=True)
     states = [json.loads(line) for line in out.getvalue().splitlines()]
     assert "requests" in states[0]
     assert "status 500" in states[1]["problem"]
@@ -205,7 +205,8 @@ def test_the_live_picture_and_its_trouble(server: FakeServer, monkeypatch: pytes
     monkeypatch.setenv("TERM", "xterm-256color")
     stop_after(monkeypatch, 2, change)
     out = _Terminal()
-    watch(TopOptions(urls=(server.url,)), out)
+    with redirect_stdout(out):
+        watch([server.url])
     first, _, rest = out.getvalue().partition("status 500")
     assert "KV cache" in first and "trying again" not in first
     # The last picture stays, marked with its age.
@@ -222,7 +223,8 @@ def test_while_a_busy_server_lets_a_look_wait_the_last_picture_stays(
     monkeypatch.setenv("TERM", "xterm-256color")
     stop_after(monkeypatch, 3, change)
     out = _Terminal()
-    watch(TopOptions(urls=(server.url,), interval_s=0.3), out)
+    with redirect_stdout(out):
+        watch([server.url], interval_s=0.3)
     first, _, rest = out.getvalue().partition(f"no answer from {server.url} for")
     assert "KV cache" in first
     assert re.search(r"This is .*s old; trying again", rest)
@@ -233,10 +235,12 @@ def test_while_a_busy_server_lets_a_look_wait_the_last_picture_stays(
 def test_several_servers_are_one_picture(server: FakeServer) -> None:
     with closing(FakeServer(FakeMetrics())) as other:
         out = io.StringIO()
-        watch(TopOptions(urls=(server.url, other.url), once=True, as_json=True, interval_s=0.1), out)
+        with redirect_stdout(out):
+            watch([server.url, other.url], once=True, as_json=True, interval_s=0.1)
     both = json.loads(out.getvalue())
     out = io.StringIO()
-    watch(TopOptions(urls=(server.url, other.url), once=True, as_json=True, interval_s=0.1), out)
+    with redirect_stdout(out):
+        watch([server.url, other.url], once=True, as_json=True, interval_s=0.1)
     one = json.loads(out.getvalue())
     assert both["cache"]["blocks"] == 2 * one["cache"]["blocks"] > 0
     names = [engine["engine"] for engine in both["engines"]]

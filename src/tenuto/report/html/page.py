@@ -1,52 +1,87 @@
-"""The page: one HTML file that needs no network access."""
+"""`tenuto report`: read, draw, write. The page is one HTML file that needs no network access."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from tenuto.report.html.ab_chart import make_ab_chart
-from tenuto.report.html.axes import Looks
-from tenuto.report.html.chart import Chart
-from tenuto.report.html.colors import DARK, LIGHT
-from tenuto.report.html.compare import Group, group_runs, sort_policies
-from tenuto.report.html.fleet_charts import make_fleet_charts
-from tenuto.report.html.hit_chart import make_hit_chart
-from tenuto.report.html.jct_chart import make_jct_chart
-from tenuto.report.html.panel_charts import make_cdf_chart, make_turn_chart
-from tenuto.report.html.records import shorten
+from tenuto.core.errors import ConfigError
+from tenuto.report.html.charts import Section, make_sections, plot_timeline
+from tenuto.report.html.compare import Group, Winner, group_runs, sort_policies
+from tenuto.report.html.draw import draw, styled, to_inline_svg
 from tenuto.report.html.reproduce import make_recipe
-from tenuto.report.html.sources import Sources
-from tenuto.report.html.speed_chart import make_speed_up_chart
-from tenuto.report.html.style import make_looks, styled
-from tenuto.report.html.svg import to_inline_svg
-from tenuto.report.html.time_charts import make_occupancy_chart
-from tenuto.report.html.timeline import make_timeline
+from tenuto.report.html.sources import Sources, read_sources
+from tenuto.report.html.spec import DARK, LIGHT, Looks, make_looks
+from tenuto.report.html.timeline import make_timeline, write_trace_events
 from tenuto.report.html.verdict import ReportVerdict, describe
-from tenuto.report.html.winners import make_winner_map
-from tenuto.report.html.words import count, describe_setting
+from tenuto.report.html.words import count, shorten
 
-MAX_SETTINGS = 12
-"""Maximum number of settings with their own charts; each takes about 300 kB."""
-MAX_OCCUPANCY = 8
 MAX_SENTENCES = 4
 """Maximum number of sentences of one kind on the first screen. More are collapsed."""
+MAX_STILL_TIMELINES = 8
+DPI = 200
+Say = Callable[[str], None]
+"""Hears how far it is."""
 
 
-@dataclass(frozen=True)
-class Section:
-    """A heading and the charts under it."""
+def run_report(
+    records: Sequence[Path],
+    *,
+    out: Path,
+    figures: Path | None = None,
+    trace_events: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Write the page and what else is wanted; prints the verdict. Raises DataError or ConfigError."""
+    say = _Progress()
+    report = make_report(read_sources(records))
+    with _writing("--out", "cannot write", out):
+        _write_text(out, render_page(report, say))
+    written = [f"{out}: the page, {out.stat().st_size / 1e6:.1f} MB"]
+    if figures is not None:
+        with _writing("--figures", "cannot write to", figures):
+            number = _write_figures(report, figures, say)
+        written.append(f"{figures}: {count(number, 'picture')}, as PNG and SVG")
+    if trace_events is not None:
+        with _writing("--trace-events", "cannot write", trace_events):
+            trace_events.parent.mkdir(parents=True, exist_ok=True)
+            number = write_trace_events(report.sources.details, trace_events)
+        found = f"{count(number, 'event')}, for ui.perfetto.dev"
+        written.append(
+            f"{trace_events}: {found if number else 'no turns, as no turns.jsonl lay beside the records'}"
+        )
+    if as_json:
+        print(json.dumps(summarise(report), indent=1))
+    else:
+        print("\n".join([*report.verdict.sentences, *report.notes, "", *written]))
+    return 0
 
-    name: str
-    title: str
-    charts: tuple[Chart, ...]
+
+class _Progress:
+    """Says on stderr how far it is, from the second second on."""
+
+    def __init__(self) -> None:
+        self._said_s = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._said_s >= 2:
+            self._said_s = now_s
+            print(f"[report] {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -61,73 +96,39 @@ class Report:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Picture:
-    chart: Chart
-    wide: Markup
-    narrow: Markup
-
-
 def make_report(sources: Sources) -> Report:
     """What to show of what was read."""
     groups = group_runs(sources.runs)
     looks = make_looks(
         sort_policies(cell.policy for group in groups for cell in group.cells),
-        faulty={run.policy for run in sources.runs if run.policy_faults},
+        faulty={run.policy for run in sources.runs if run.record.policy_faults},
     )
-    notes = [*sources.notes, *_find_complaints(sources)]
-    sections = [_make_map_section(groups, looks), _make_ab_section(sources, looks)]
-    for number, group in enumerate(groups[:MAX_SETTINGS]):
-        charts = [
-            make(group, looks, f"{name}-{number + 1}")
-            for name, make in (
-                ("jct", make_jct_chart),
-                ("speed-up", make_speed_up_chart),
-                ("hits", make_hit_chart),
-                ("turns", make_turn_chart),
-                ("cdf", make_cdf_chart),
-            )
-        ]
-        sections.append(
-            _make_section(f"setting-{number + 1}", describe_setting(group), charts, group.setting.mark)
-        )
-    if len(groups) > MAX_SETTINGS:
-        drawn = f"{MAX_SETTINGS} of {len(groups)} settings"
-        notes.append(f"Charts are drawn for {drawn}; give fewer records to see the others.")
-    sections.append(Section("fleet", "Several engines", tuple(make_fleet_charts(sources.runs))))
-    seen = [detail for detail in sources.details if detail.samples]
-    kv_charts = [
-        replace(chart, mark=detail.mark)
-        for index, detail in enumerate(seen[:MAX_OCCUPANCY])
-        if (chart := make_occupancy_chart(detail, f"kv-{index + 1}"))
-    ]
-    sections.append(Section("kv", "KV cache over time", tuple(kv_charts)))
-    if len(seen) > MAX_OCCUPANCY:
-        notes.append(
-            f"The KV cache is drawn for {MAX_OCCUPANCY} of {len(seen)} runs; give fewer to see the others."
-        )
+    complaints = [f"{run.place} {run.complaint}." for run in sources.runs if run.complaint]
+    if len(complaints) > 5:
+        complaints[5:] = [f"{count(len(complaints) - 5, 'run')} more are not whole either."]
+    sections, left_out = make_sections(sources, groups, looks)
     return Report(
         sources,
         tuple(groups),
         looks,
         describe(sources.runs, groups),
-        tuple(section for section in sections if section.charts),
-        tuple(notes),
+        tuple(sections),
+        (*sources.notes, *complaints, *left_out),
     )
 
 
-def render_page(report: Report, say: Callable[[str], None] = lambda text: None) -> str:
-    """The page as HTML. `say` hears how far it is."""
-    sections, total = [], sum(len(section.charts) for section in report.sections)
-    number = 0
+def render_page(report: Report, say: Say = lambda text: None) -> str:
+    """The page as HTML."""
+    total = sum(len(section.charts) for section in report.sections)
+    pictures: dict[str, dict[str, Markup]] = {}
     with styled():
         for section in report.sections:
-            pictures = []
             for chart in section.charts:
-                number += 1
-                say(f"drawing {number} of {total}: {chart.title}")
-                pictures.append(_draw(chart))
-            sections.append({"name": section.name, "title": section.title, "pictures": pictures})
+                say(f"drawing {len(pictures) + 1} of {total}: {chart.title}")
+                pictures[chart.name] = {
+                    name: Markup(to_inline_svg(chart, is_narrow=name == "narrow"))
+                    for name in ("wide", "narrow")
+                }
     say("writing the page")
     script = _read("timeline.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -139,7 +140,8 @@ def render_page(report: Report, say: Callable[[str], None] = lambda text: None) 
         verdict=first,
         more=more,
         notes=report.notes,
-        sections=sections,
+        sections=report.sections,
+        pictures=pictures,
         timeline=make_timeline(report.sources.details),
         reproduce=make_recipe(
             [run for run in report.sources.runs if id(run) not in arms],
@@ -153,57 +155,14 @@ def render_page(report: Report, say: Callable[[str], None] = lambda text: None) 
     )
 
 
-def _draw(chart: Chart) -> _Picture:
-    wide, narrow = (
-        Markup(
-            to_inline_svg(chart.make_figure(is_narrow), f"{chart.name}-{'narrow' if is_narrow else 'wide'}")
-        )
-        for is_narrow in (False, True)
-    )
-    return _Picture(chart, wide, narrow)
-
-
 def _fold(verdict: ReportVerdict) -> tuple[list[str], list[str]]:
     """Split the sentences into those on the first screen and the collapsed rest."""
     first = [verdict.headline]
     more: list[str] = []
-    for sentences in (verdict.splits, verdict.speed_ups, verdict.places):
+    for sentences in (verdict.splits, verdict.places, verdict.speed_ups):
         first += sentences[:MAX_SENTENCES]
         more += sentences[MAX_SENTENCES:]
     return [*first, *verdict.caveats], more
-
-
-def _make_map_section(groups: Sequence[Group], looks: Looks) -> Section:
-    """A map for each workload, model and origin; GPUs side by side."""
-    maps: dict[tuple[object, ...], list[Group]] = {}
-    for group in groups:
-        maps.setdefault((*group.setting[:2], *group.setting[3:]), []).append(group)
-    charts: list[Chart] = []
-    for index, each in enumerate(list(maps.values())[:MAX_SETTINGS]):
-        if chart := make_winner_map(each, looks, f"map-{index + 1}"):
-            charts.append(replace(chart, mark=each[0].setting.mark))
-    return Section("winners", "Winners", tuple(charts))
-
-
-def _make_ab_section(sources: Sources, looks: Looks) -> Section:
-    """The verdicts of `tenuto ab`. All runs of a comparison have one origin."""
-    marks = {run.setting.mark for run in sources.runs if run.ab}
-    charts = [
-        make_ab_chart(verdict, looks, f"ab-{index + 1}")
-        for index, verdict in enumerate(sources.verdicts[:MAX_SETTINGS])
-    ]
-    return _make_section("ab", "A/B comparison", charts, marks.pop() if len(marks) == 1 else "")
-
-
-def _make_section(name: str, title: str, charts: Sequence[Chart | None], mark: str = "") -> Section:
-    return Section(name, title, tuple(replace(chart, mark=mark) for chart in charts if chart is not None))
-
-
-def _find_complaints(sources: Sources) -> list[str]:
-    found = [f"{run.place} {run.complaint}." for run in sources.runs if run.complaint]
-    if len(found) > 5:
-        return [*found[:5], f"{count(len(found) - 5, 'run')} more are not whole either."]
-    return found
 
 
 def _make_title(report: Report) -> str:
@@ -222,3 +181,92 @@ def _read(name: str) -> str:
 def _get_template() -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(_read("page.html.j2"))
+
+
+def summarise(report: Report) -> dict[str, Any]:
+    """What the page says, in JSON types."""
+    return {
+        "runs": len(report.sources.runs),
+        "verdict": report.verdict.sentences,
+        "notes": report.notes,
+        "cells": [_summarise_load(group, load) for group in report.groups for load in group.loads],
+    }
+
+
+def _summarise_load(group: Group, load: float | None) -> dict[str, Any]:
+    winner = group.try_winner(load)
+    means, speed_ups = {}, {}
+    for policy in group.policies:
+        cell, speed_up = group.try_cell(policy, load), group.try_speed_up(policy, load)
+        if cell and (mean := cell.get("job_s", "mean")):
+            means[policy] = mean.middle
+        if speed_up:
+            speed_ups[policy] = speed_up._asdict()
+    return {
+        **group.setting._asdict(),
+        "jps": load,
+        "mean_s": means,
+        "speed_up": speed_ups,
+        "baseline": group.baseline,
+        "best": list(winner.policies) if winner else None,
+        "outcome": _get_outcome(winner),
+        "doubts": list(group.get_doubts(load)),
+        "split": {
+            policy: {**asdict(split), "best": split.best.name}
+            for policy, split in group.get_splits(load).items()
+        },
+        # Ratios are of job times: below 1 the best policy is faster.
+        "against": winner and {
+            "policy": winner.against.policy,
+            "other": winner.against.other,
+            "mean": asdict(winner.against.mean),
+            "p95": winner.against.p95 and asdict(winner.against.p95),
+            "differs": winner.against.differs,
+        },
+    }  # fmt: skip
+
+
+def _get_outcome(winner: Winner | None) -> str | None:
+    """`win`, `tie` (inside the interval nobody wins) or `open` (nothing is proved); None without rivals."""
+    if winner is None:
+        return None
+    return "open" if winner.is_open else "tie" if winner.is_tie else "win"
+
+
+@contextlib.contextmanager
+def _writing(option: str, problem: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option}: {problem} {path}: {error.strerror or error}") from error
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write a file atomically; a device or pipe is written directly. Raises OSError."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def _write_figures(report: Report, folder: Path, say: Say) -> int:
+    """Every picture of the page and still timelines, as files. Raises OSError."""
+    charts = [chart for section in report.sections for chart in section.charts]
+    stills = [detail for detail in report.sources.details if detail.turns][:MAX_STILL_TIMELINES]
+    charts += map(plot_timeline, stills, range(1, len(stills) + 1))
+    folder.mkdir(parents=True, exist_ok=True)
+    with styled():
+        for chart in charts:
+            say(f"writing {chart.name}: {chart.title}")
+            figure = draw(chart)
+            figure.savefig(folder / f"{chart.name}.png", dpi=DPI)
+            figure.savefig(folder / f"{chart.name}.svg", metadata={"Date": None, "Title": chart.title})
+    return len(charts)

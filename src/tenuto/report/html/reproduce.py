@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from tenuto.client.ab_verdict import MIN_PAIRS
 from tenuto.client.options import BenchOptions
+from tenuto.core.errors import clean
 from tenuto.core.settings import get_flag
-from tenuto.report.html.chart import Table
 from tenuto.report.html.compare import sort_loads
-from tenuto.report.html.records import AbRun, Run, shorten
-from tenuto.report.html.words import count, format_seconds
+from tenuto.report.html.sources import AbRun, Run
+from tenuto.report.html.spec import Table
+from tenuto.report.html.words import count, format_seconds, shorten
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
 
@@ -78,12 +79,12 @@ def _find_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
     by_rest: dict[str, list[Run]] = {}
     left = []
     for run in runs:
-        if run.config.get("options") or not all(
-            isinstance(run.config.get(name), str | int | float) for name in GRID
+        if run.record.config.get("options") or not all(
+            isinstance(run.record.config.get(name), str | int | float) for name in GRID
         ):
             left.append(run)
         else:
-            rest = {name: value for name, value in run.config.items() if name not in GRID}
+            rest = {name: value for name, value in run.record.config.items() if name not in GRID}
             by_rest.setdefault(json.dumps(rest, sort_keys=True), []).append(run)
     commands = []
     for rest_text, members in by_rest.items():
@@ -121,8 +122,8 @@ def _find_live_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
 
 def _try_grid(runs: Sequence[Run]) -> dict[str, list[object]] | None:
     """Return the values on each axis if the runs form a complete grid. A single run is not a grid."""
-    axes = {name: list(dict.fromkeys(run.config[name] for run in runs)) for name in GRID}
-    points = {tuple(run.config[name] for name in GRID) for run in runs}
+    axes = {name: list(dict.fromkeys(run.record.config[name] for run in runs)) for name in GRID}
+    points = {tuple(run.record.config[name] for name in GRID) for run in runs}
     is_grid = 1 < len(points) == math.prod(map(len, axes.values()))
     return axes if is_grid else None
 
@@ -152,9 +153,9 @@ def try_command(run: Run) -> str | None:
         return _make_ab_command(run, run.ab)
     if "url" in run.client:
         return _make_bench_command(run)
-    if run.config:
+    if run.record.config:
         # Older versions had it off by default, and did not write defaults down.
-        config = {"async_scheduling": False, **run.config}
+        config = {"async_scheduling": False, **run.record.config}
         return shlex.join(["tenuto", "simulate", *_make_options(config)])
     return None
 
@@ -167,7 +168,7 @@ def _make_bench_command(run: Run, loads: str | None = None) -> str:
     }
     if run.jps is None:
         said.pop("arrival", None)  # The value then means that there was no such process.
-    options |= {**said, **run.config}
+    options |= {**said, **run.record.config}
     if loads is not None:
         options["jps"] = loads
     return shlex.join(["tenuto", "bench", *_make_options(options)])
@@ -183,7 +184,7 @@ def _make_ab_command(run: Run, ab: AbRun) -> str:
     if serve_args := lists.get("serve_args"):
         words.append(f"--serve-args={shlex.join(map(str, serve_args))}")
     words += [f"--arm-args={each}" for each in lists.get("arm_args", ())]
-    load = {**run.config, "seed": known.get("first_seed", run.seed)}
+    load = {**run.record.config, "seed": known.get("first_seed", run.seed)}
     words += [*_make_options(load), "--repeats", str(known.get("repeats", MIN_PAIRS)), "--out", "ab"]
     return shlex.join(["tenuto", "ab", *words])
 
@@ -212,8 +213,8 @@ def _get_flag(name: str) -> str:
 def _describe_versions(runs: Sequence[Run]) -> list[str]:
     found: dict[str, set[str]] = {}
     for run in runs:
-        for name, version in run.versions.items():
-            found.setdefault(name, set()).add(version)
+        for name, version in run.record.versions.items():
+            found.setdefault(clean(name), set()).add(clean(version or ""))
     if not found:
         return ["The records name no versions."]
     parts = [f"{name} {' and '.join(sorted(versions))}" for name, versions in sorted(found.items())]
@@ -226,8 +227,8 @@ def _make_row(run: Run, policies: Mapping[str, str]) -> tuple[str, ...]:
         shorten(run.setting.gpu),
         "–" if run.jps is None else f"{run.jps:g}",
         "–" if run.seed is None else str(run.seed),
-        "–" if run.num_jobs is None else f"{run.num_jobs:,}",
+        "–" if run.record.jobs is None else f"{run.record.jobs:,}",
         format_seconds(run.mean_s),
-        format_seconds(run.wall_s),
+        format_seconds(run.record.wall_s),
         run.place,
     )

@@ -1,23 +1,34 @@
-"""From files and folders to runs and their details; what a file holds is told by its first object."""
+"""From files and folders to runs and what happened inside them; a file's first object tells what it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
-from tenuto.client.ab_verdict import VERDICT
+from tenuto.client.ab_verdict import MEASURES, VERDICT
 from tenuto.client.options import THRESHOLD_PERCENT
 from tenuto.core.errors import DataError, clean
 from tenuto.records import load
 from tenuto.records.codec import Fields
-from tenuto.records.files import read_objects
+from tenuto.records.files import read_first, read_objects
 from tenuto.records.load import identify, load_file, read_run, read_sample
+from tenuto.records.metrics import summarise
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, RunData
-from tenuto.records.schema import Sample, TurnRecord
-from tenuto.report.html.ab_chart import AbVerdict, read_verdict
-from tenuto.report.html.records import NO_GPU, AbRun, Run, make_run, shorten
+from tenuto.records.schema import RunRecord, Sample, TurnRecord, get_stat
+from tenuto.records.text import is_overloaded
+from tenuto.report.html.words import format_load, shorten
 
+NO_POLICY, NO_GPU = "unnamed policy", "unnamed GPU"
+IDENTITY = ("policy", "options", "gpu", "model", "workload", "jps", "seed", "step_tokens", "keep_kv")
+"""The fields that runs are compared by. All other fields of the configuration must be equal."""
+COUNTED = ("goodput",)
+"""Options that change what is counted, and not the run."""
+BENCH_LOAD = {"users": None, "loop": "closed", "scale_lengths": 1.0, "scale_rate": 1.0, "window_s": None}
+"""The bench's settings that change the load, with the default values, which are not shown."""
 OUR_NAMES = {"result.json", "results.jsonl", "turns.jsonl", "occupancy.jsonl"}
 """In a folder, these files must be readable. Others are used only if their kind is known."""
 OTHERS = {"metrics.jsonl", "commands.jsonl", "ab.json"}
@@ -27,6 +38,219 @@ TRACE_NOTE = (
     "From a scheduler's trace: first tokens are taken to be there at the next step, and the most blocks ever "
     "free for the size of the cache."
 )
+
+
+class Setting(NamedTuple):
+    """The conditions that must be equal to compare two policies."""
+
+    workload: str
+    model: str
+    gpu: str
+    is_simulated: bool | None
+    """None if the record does not contain it."""
+    variant: str = ""
+    """Other options of the machine and the load that differ from their defaults."""
+    sim_speed: float | None = None
+    """Measured by a client, but on a simulated server: its speed, 0 if the record does not say which."""
+
+    @property
+    def mark(self) -> str:
+        """What pictures say about numbers that do not come from a real machine."""
+        return self.kind if self.is_simulated or self.sim_speed is not None else ""
+
+    @property
+    def kind(self) -> str:
+        """Where the numbers come from, in a few words."""
+        if self.sim_speed is not None:
+            speed = f" at speed {self.sim_speed:g}" if self.sim_speed else ""
+            return f"simulated server{speed}"
+        return {True: "simulated", False: "measured", None: "origin unknown"}[self.is_simulated]
+
+    @property
+    def words(self) -> str:
+        """The setting in a line."""
+        gpu = [] if self.gpu == NO_GPU else [self.gpu]
+        names = ", ".join(map(shorten, (*gpu, self.model, self.workload)))
+        return f"{names} ({self.kind}{f'; {self.variant}' if self.variant else ''})"
+
+
+class AbRun(NamedTuple):
+    """What a record of `tenuto ab` says about its comparison."""
+
+    baseline: str | None
+    """The first arm; None in records of older versions."""
+    threshold: float
+    """Relative differences below it do not matter."""
+    options: Mapping[str, object]
+    """The options of `tenuto ab` that are known, by the names of their fields."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one policy."""
+
+    record: RunRecord
+    place: str
+    """Where the record was read."""
+    policy: str
+    """With its options: two settings of one policy are two policies."""
+    setting: Setting
+    ab: AbRun | None = None
+    """Set for the runs of a `tenuto ab`."""
+
+    @property
+    def jps(self) -> float | None:
+        """Jobs arriving per second; None for recorded arrivals and for users who wait for their jobs."""
+        return self.record.jps
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of its workload."""
+        return self.record.seed
+
+    @property
+    def mean_s(self) -> float | None:
+        """Mean JCT."""
+        return get_stat(self.record.job_s, "mean")
+
+    @property
+    def given_steps(self) -> str | None:
+        """The most tokens of a simulation's steps, if the user set it."""
+        return None if (given := self.record.config.get("step_tokens")) is None else _to_text(given)
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether the policy was let keep KV."""
+        return self.record.config.get("keep_kv") is not False
+
+    @property
+    def client(self) -> Mapping[str, object]:
+        """How the bench drove the load."""
+        return self.record.client or {}
+
+    @cached_property
+    def doubts(self) -> tuple[str, ...]:
+        """What a reader must know of its numbers: it was overloaded, or a roofline gave the step times."""
+        is_rough = (self.record.step_cost or "").startswith("roofline")
+        found = {"overloaded": is_overloaded(self.record.to_json()), "roofline": is_rough}
+        return tuple(doubt for doubt, is_there in found.items() if is_there)
+
+    @property
+    def invalid(self) -> tuple[str, ...]:
+        """Why the figures do not describe the server, if the record says that they are INVALID."""
+        said = self.client.get("invalid")
+        return tuple(clean(str(each)) for each in said) if isinstance(said, list) else ()
+
+    @property
+    def complaint(self) -> str | None:
+        """Why the run is incomplete, if the record says that it is."""
+        planned, done = self.record.jobs_planned, self.record.jobs
+        if self.client.get("interrupted"):
+            return f"was interrupted: {done} of {planned} jobs finished"
+        if planned is not None and done is not None and done < planned:
+            return f"{done} of {planned} jobs finished; the times are of those alone"
+        return None
+
+    @property
+    def words(self) -> str:
+        """The run in a line."""
+        load = "" if self.jps is None else f", {format_load(self.jps)}"
+        seed = "" if self.seed is None else f", seed {self.seed}"
+        gpu = "" if self.setting.gpu == NO_GPU else f", {shorten(self.setting.gpu)}"
+        mark = f" ({self.setting.mark})" if self.setting.mark else ""
+        return f"{shorten(self.policy)}{gpu}{load}{seed}{mark}"
+
+
+def make_run(record: RunRecord, place: str, ab: AbRun | None = None) -> Run:
+    """A result record as the report shows it."""
+    options = record.config.get("options")
+    shown = (
+        [f"{clean(key)}={_to_text(options[key])}" for key in sorted(options)]
+        if isinstance(options, dict)
+        else []
+    )
+    setting = Setting(
+        clean(record.workload),
+        clean(record.model),
+        clean(record.gpu or "") or NO_GPU,
+        record.simulated,
+        _describe_variant(record),
+        _find_sim_speed(record.client or {}),
+    )
+    policy = (clean(record.policy or "") or NO_POLICY) + (f" ({', '.join(shown)})" if shown else "")
+    record = replace(record, job_s=record.job_s or summarise(record.job_times_s.values()))
+    return Run(record, place, policy, setting, ab)
+
+
+def _describe_variant(record: RunRecord) -> str:
+    client = record.client or {}
+    found = {key: value for key, value in record.config.items() if key not in (*IDENTITY, *COUNTED)}
+    found |= {key: client[key] for key, usual in BENCH_LOAD.items() if client.get(key, usual) != usual}
+    return ", ".join(f"{clean(key)} {_to_text(found[key])}" for key in sorted(found))
+
+
+def _to_text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return clean(value if isinstance(value, str) else json.dumps(value))
+
+
+def _find_sim_speed(client: Mapping[str, object]) -> float | None:
+    server, growth = client.get("simulated_server"), client.get("metrics_growth")
+    if isinstance(server, dict):
+        speed = server.get("speed")
+        return float(speed) if isinstance(speed, int | float) else 0.0
+    # Records of older versions show it by the counters of the simulated server.
+    return 0.0 if isinstance(growth, dict) and "tenuto:sim_lag_seconds_count" in growth else None
+
+
+@dataclass(frozen=True)
+class AbRow:
+    """One measure of one arm, compared with the baseline's."""
+
+    arm: str
+    measure: str
+    ratio: float
+    """The arm's value over the baseline's."""
+    low: float | None
+    """Lower end of the 95 % interval; None with one pair."""
+    high: float | None
+    differs: bool
+    words: str
+
+
+@dataclass(frozen=True)
+class AbVerdict:
+    """What a verdict.json says."""
+
+    place: str
+    baseline: str
+    num_pairs: int
+    rows: tuple[AbRow, ...]
+
+
+def _read_verdict(path: Path) -> AbVerdict:
+    titles = {measure.name: measure.title for measure in MEASURES}
+
+    def read_row(fields: Fields) -> AbRow:
+        measure = fields.text("measure")
+        return AbRow(
+            arm=clean(fields.text("arm")),
+            measure=titles.get(measure, clean(measure)),
+            ratio=fields.number("ratio"),
+            low=fields.optional(fields.number, "low"),
+            high=fields.optional(fields.number, "high"),
+            differs=fields.values.get("differs") is True,
+            words=clean(fields.text("words")),
+        )
+
+    fields = read_first(path)
+    return AbVerdict(
+        clean(path.parent.resolve().name),
+        clean(fields.text("baseline")),
+        fields.integer("pairs"),
+        tuple(map(read_row, fields.records("comparisons"))),
+    )
 
 
 @dataclass
@@ -91,7 +315,7 @@ class _Reader:
     def read(self, path: Path, is_named: bool) -> None:
         """Read one file; what is not ours is noted, or an error if it was named."""
         if path.name == VERDICT:
-            self._sources.verdicts.append(read_verdict(path))
+            self._sources.verdicts.append(_read_verdict(path))
             return
         must_be_ours = is_named or path.name in OUR_NAMES
         try:
@@ -140,7 +364,7 @@ class _Reader:
         for folder, detail in self._folders.items():
             # A folder's single record describes its turns. With several records, the match is unknown.
             if len(runs := self._runs.get(folder, [])) == 1:
-                detail.label = describe_run(runs[0])
+                detail.label = runs[0].words
                 detail.mark = runs[0].setting.mark
         sources.details = sorted([*sources.details, *self._folders.values()], key=lambda each: each.label)
         sources.runs = [run for runs in self._runs.values() for run in runs]
@@ -177,15 +401,6 @@ def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
                 yield each, each == path
 
 
-def describe_run(run: Run) -> str:
-    """A run in a line."""
-    load = "" if run.jps is None else f", {run.jps:g} {'job' if run.jps == 1 else 'jobs'}/s"
-    seed = "" if run.seed is None else f", seed {run.seed}"
-    gpu = "" if run.setting.gpu == NO_GPU else f", {shorten(run.setting.gpu)}"
-    mark = f" ({run.setting.mark})" if run.setting.mark else ""
-    return f"{shorten(run.policy)}{gpu}{load}{seed}{mark}"
-
-
 def _make_unique(details: Sequence[Detail]) -> None:
     counts: dict[str, int] = {}
     for detail in details:
@@ -216,6 +431,7 @@ def _drop_copies(sources: Sources) -> None:
 
 
 def _is_copy(run: Run, other: Run) -> bool:
-    return (run.job_times_s, run.mean_s, run.hit_tokens, run.turn_latency_s) == (
-        other.job_times_s, other.mean_s, other.hit_tokens, other.turn_latency_s,
+    one, two = run.record, other.record
+    return (one.job_times_s, run.mean_s, one.hit_tokens, one.get_turn_latencies()) == (
+        two.job_times_s, other.mean_s, two.hit_tokens, two.get_turn_latencies(),
     )  # fmt: skip

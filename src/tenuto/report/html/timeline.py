@@ -1,20 +1,116 @@
-"""What the page's timeline is drawn from: whole jobs, few enough that the page stays small."""
+"""What happened in a run turn by turn: a turn's time in states, what it hit, and both for two viewers.
+
+The page's own timeline shows whole jobs, few enough that the page stays small. Chrome trace events have all
+turns, and the KV cache; Perfetto (ui.perfetto.dev) and chrome://tracing open them. There each job is a
+process, with a slice for each stretch of queue, prefill, decode and tool call; turns of a job that overlap
+are on threads of their own. Each run's KV cache is a process of counters.
+Format: "Trace Event Format", docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from tenuto.core.errors import clean
+from tenuto.records.metrics import estimate_reusable_tokens
 from tenuto.records.schema import TurnRecord
 from tenuto.report.html.sources import Detail
-from tenuto.report.html.time_charts import HEIGHTS
-from tenuto.report.html.turns import get_cache_verdicts, get_tool_end_s, group_by_job
+from tenuto.report.html.spec import BLOCK_STATES
 from tenuto.report.html.words import count
 
+State = Literal["queue", "wait", "prefill", "decode", "tool", "failed"]
+CacheVerdict = Literal["first", "hit", "part", "miss", "unknown"]
+HEIGHTS: dict[State, float] = {
+    "queue": 0.18, "wait": 0.32, "prefill": 0.8, "decode": 0.5, "tool": 0.08, "failed": 0.5,
+}  # fmt: skip
+"""How tall a state's bar is, of a row: states differ in more than colour."""
+LABELS: dict[State, str] = {
+    **{state: state for state in HEIGHTS},
+    "wait": "waiting for the first token",
+    "failed": "failed turn",
+}
+
+Event = dict[str, Any]
+"""A Chrome trace event."""
 MAX_TURNS = 20_000
 """Maximum number of turns in the page over all runs; each takes about 60 bytes."""
-LABELS = {"queue": "queue", "wait": "waiting for the first token", "failed": "failed turn"}
+
+HIT_SHARE = 0.9
+"""A turn counts as a hit if it hit at least this share of the reusable tokens."""
+MISS_SHARE = 0.1
+
+
+class Slice(NamedTuple):
+    """A stretch of a job's time."""
+
+    state: State
+    start_s: float
+    end_s: float
+
+
+def group_by_job(turns: Sequence[TurnRecord]) -> dict[str, list[TurnRecord]]:
+    """Each job's turns in the order they were due; jobs in the order of their first turns."""
+    jobs: dict[str, list[TurnRecord]] = {}
+    for turn in sorted(turns, key=lambda each: (each.due_s, each.turn)):
+        jobs.setdefault(turn.job, []).append(turn)
+    return jobs
+
+
+def get_tool_end_s(turn: TurnRecord, following: TurnRecord | None) -> float | None:
+    """When the turn's tool call was over: the next turn was due; without one, as long as it was to take."""
+    if turn.last_token_s is None:
+        return None
+    if following is not None and following.due_s >= turn.last_token_s:
+        return following.due_s
+    if following is None and turn.tool is not None and turn.tool_s:
+        return turn.last_token_s + turn.tool_s
+    return None
+
+
+def get_slices(turn: TurnRecord, tool_end_s: float | None) -> list[Slice]:
+    """Split the turn's time since its due time into states.
+
+    Without `start_s` queue and prefill are one state, "wait": for the first token.
+    """
+    waiting: State = "wait" if turn.start_s is None else "queue"
+    marks: list[tuple[State, float | None]] = [
+        (waiting, turn.start_s if turn.start_s is not None else turn.first_token_s),
+        ("prefill", turn.first_token_s if turn.start_s is not None else None),
+        ("decode", turn.last_token_s),
+        ("tool", tool_end_s),
+    ]
+    slices, at_s = [], turn.due_s
+    for state, end_s in marks:
+        if end_s is not None and end_s > at_s:
+            slices.append(Slice(state if turn.status == "ok" else "failed", at_s, end_s))
+            at_s = end_s
+    return slices
+
+
+def get_cache_verdicts(turns: Sequence[TurnRecord], block_size: int) -> list[CacheVerdict]:
+    """For each turn of one job in order: did it hit the tokens that it could reuse?"""
+    verdicts: list[CacheVerdict] = ["first"] if turns else []
+    for before, turn in pairwise(turns):
+        reusable = estimate_reusable_tokens(before, turn, block_size)
+        if turn.hit_tokens is None or reusable is None:
+            verdicts.append("unknown")
+            continue
+        share = turn.hit_tokens / reusable if reusable else 1.0
+        verdicts.append("hit" if share >= HIT_SHARE else "miss" if share < MISS_SHARE else "part")
+    return verdicts
+
+
+def follow_job(
+    turns: Sequence[TurnRecord], block_size: int
+) -> Iterator[tuple[TurnRecord, float | None, CacheVerdict]]:
+    """Each turn of one job in order, with the end of its tool call and whether it hit."""
+    verdicts = get_cache_verdicts(turns, block_size)
+    for turn, following, verdict in zip(turns, [*turns[1:], None], verdicts, strict=True):
+        yield turn, get_tool_end_s(turn, following), verdict
 
 
 def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
@@ -23,7 +119,7 @@ def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
     if not details:
         return None
     room = MAX_TURNS // len(details)
-    runs, states, notes = [], set(), []
+    runs, states, notes = [], {"decode", "tool"}, []
     for detail in details:
         jobs = group_by_job(detail.turns)
         chosen = choose_jobs(jobs, room)
@@ -35,7 +131,9 @@ def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
                 "jobs": [[clean(name), _make_rows(jobs[name], detail.block_size)] for name in chosen],
             }
         )
-        states |= _find_states(detail.turns)
+        for turn in detail.turns:
+            states |= {"wait"} if turn.start_s is None else {"queue", "prefill"}
+            states |= {"failed"} if turn.status != "ok" else set()
     inferred = dict.fromkeys(detail.note for detail in details if detail.note)
     note = (
         f"Not every job is shown, to keep the page small: {'; '.join(notes)}, taken evenly over the run. "
@@ -43,9 +141,7 @@ def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
         if notes
         else ""
     )
-    shown = [
-        (state, height, LABELS.get(state, state)) for state, height in HEIGHTS.items() if state in states
-    ]
+    shown = [(state, height, LABELS[state]) for state, height in HEIGHTS.items() if state in states]
     return {
         "data": {"runs": runs, "heights": HEIGHTS},
         "states": shown,
@@ -71,15 +167,8 @@ def choose_jobs(jobs: dict[str, list[TurnRecord]], max_turns: int) -> list[str]:
 def _make_rows(turns: Sequence[TurnRecord], block_size: int) -> list[list[Any]]:
     """The job's turns, each in the order of fields that timeline.js names."""
     rows = []
-    verdicts = get_cache_verdicts(turns, block_size)
-    for turn, following, verdict in zip(turns, [*turns[1:], None], verdicts, strict=True):
-        times = (
-            turn.due_s,
-            turn.start_s,
-            turn.first_token_s,
-            turn.last_token_s,
-            get_tool_end_s(turn, following),
-        )
+    for turn, tool_end_s, verdict in follow_job(turns, block_size):
+        times = (turn.due_s, turn.start_s, turn.first_token_s, turn.last_token_s, tool_end_s)
         rows.append(
             [
                 turn.turn,
@@ -95,10 +184,73 @@ def _make_rows(turns: Sequence[TurnRecord], block_size: int) -> list[list[Any]]:
     return rows
 
 
-def _find_states(turns: Sequence[TurnRecord]) -> set[str]:
-    states = {"decode", "tool"}
-    for turn in turns:
-        states |= {"queue", "prefill"} if turn.start_s is not None else {"wait"}
-        if turn.status != "ok":
-            states.add("failed")
-    return states
+def write_trace_events(details: Sequence[Detail], path: Path) -> int:
+    """Write all turns and samples of all runs; returns the number of events. Raises OSError."""
+    number = 0
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        for event in make_events(details):
+            file.write(("," if number else "") + "\n" + json.dumps(event, separators=(",", ":")))
+            number += 1
+        file.write("\n]}\n")
+    return number
+
+
+def make_events(details: Sequence[Detail]) -> Iterator[Event]:
+    """The events, one process after the other; times in microseconds since the run's start."""
+    process = 0
+    for detail in details:
+        if detail.samples:
+            process += 1
+            yield from _name_process(process, f"{detail.label}: KV cache, blocks")
+            for sample in detail.samples:
+                counts = {
+                    name: value
+                    for name in BLOCK_STATES
+                    if (value := getattr(sample, f"{name}_blocks")) is not None
+                }
+                at_us = _us(sample.now_s)
+                yield {"name": "blocks", "ph": "C", "pid": process, "tid": 0, "ts": at_us, "args": counts}
+        for job, turns in group_by_job(detail.turns).items():
+            process += 1
+            yield from _name_process(process, f"{detail.label}: {clean(job)}")
+            yield from _make_job_events(turns, process, detail.block_size)
+
+
+def _name_process(process: int, name: str) -> Iterator[Event]:
+    yield {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
+    yield {"name": "process_sort_index", "ph": "M", "pid": process, "tid": 0, "args": {"sort_index": process}}
+
+
+def _make_job_events(turns: Sequence[TurnRecord], process: int, block_size: int) -> Iterator[Event]:
+    ends_s: list[float] = []
+    """When each thread is free again."""
+    for turn, tool_end_s, verdict in follow_job(turns, block_size):
+        slices = get_slices(turn, tool_end_s)
+        thread = next((index for index, end_s in enumerate(ends_s) if end_s <= turn.due_s), len(ends_s))
+        if thread == len(ends_s):
+            ends_s.append(0.0)
+            args = {"name": "turns" if thread == 0 else f"turns at the same time, {thread + 1}"}
+            yield {"name": "thread_name", "ph": "M", "pid": process, "tid": thread + 1, "args": args}
+        ends_s[thread] = slices[-1].end_s if slices else turn.due_s
+        facts = {
+            "turn": turn.turn,
+            "ok": turn.status == "ok",
+            "prompt_tokens": turn.prompt_tokens,
+            "hit_tokens": turn.hit_tokens,
+            "output_tokens": turn.output_tokens,
+            "cache": verdict,
+            "tool": clean(turn.tool or "") or None,
+        }
+        known = {key: value for key, value in facts.items() if value is not None}
+        for state, start_s, end_s in slices:
+            # Ends are rounded, not lengths: neighbours must meet without overlap.
+            start_us, end_us = _us(start_s), _us(end_s)
+            yield {
+                "name": state, "cat": "turn", "ph": "X", "pid": process, "tid": thread + 1,
+                "ts": start_us, "dur": round(end_us - start_us, 3), "args": known,
+            }  # fmt: skip
+
+
+def _us(time_s: float) -> float:
+    return round(time_s * 1e6, 3)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from tenuto.client.ab_verdict import MIN_PAIRS, describe_change
+from tenuto.client.ab_verdict import MIN_PAIRS, Estimate, describe_change, describe_span
 from tenuto.report.html.compare import (
+    BEST_STOCK,
+    Contrast,
     Group,
     Load,
-    Spread,
+    PolicyCell,
     Winner,
     get_seed_spread,
     sort_policies,
 )
-from tenuto.report.html.headline import describe_difference, write_headline
-from tenuto.report.html.pairs import Contrast
-from tenuto.report.html.records import FAULT_MARK, Run, shorten
-from tenuto.report.html.words import count, describe_load, describe_place, describe_setting, format_load
+from tenuto.report.html.sources import NO_GPU, Run, Setting
+from tenuto.report.html.spec import FAULT_MARK
+from tenuto.report.html.words import count, format_load, format_seconds, shorten
+
+MAX_NAMED = 3
+"""Winners whose names are in the headline; the others are in the map."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +34,10 @@ class ReportVerdict:
 
     headline: str
     """Who wins, by how much, at which load, against whom."""
-    places: tuple[str, ...] = ()
-    """One sentence per setting: which policy wins at which loads."""
     splits: tuple[str, ...] = ()
     """Where each policy's difference to stock comes from: one for each policy and setting."""
+    places: tuple[str, ...] = ()
+    """One sentence per setting: which policy wins at which loads."""
     speed_ups: tuple[str, ...] = ()
     """How much faster than the baseline: one for each policy, the fastest first."""
     caveats: tuple[str, ...] = ()
@@ -42,95 +49,273 @@ class ReportVerdict:
         return [self.headline, *self.splits, *self.places, *self.speed_ups, *self.caveats]
 
 
+class Place(NamedTuple):
+    """Where policies were compared, and what came out."""
+
+    group: Group
+    load: Load
+    winner: Winner
+
+    @property
+    def words(self) -> str:
+        """Load and GPU."""
+        gpu = self.group.setting.gpu
+        on = "" if gpu == NO_GPU else f" on {shorten(gpu)}"
+        at = "with arrivals as recorded" if self.load is None else f"at {format_load(self.load)}"
+        doubts = self.group.get_doubts(self.load)
+        return f"{at}{on}" + (f" ({', '.join(doubts)})" if doubts else "")
+
+
 def describe(runs: Sequence[Run], groups: Sequence[Group]) -> ReportVerdict:
     """What came out of runs."""
     if not runs:
         return ReportVerdict("There are no result records here, only what happened turn by turn.")
+    places = [
+        Place(group, load, winner)
+        for group in groups
+        for load in group.loads
+        if (winner := group.try_winner(load))
+    ]
     policies = sort_policies(run.policy for run in runs)
     speed_ups = sorted(filter(None, (_describe_speed_up(policy, groups) for policy in policies)))
-    num_places = sum(group.try_winner(load) is not None for group in groups for load in group.loads)
-    headline = write_headline(groups)
+    is_one = len(places) < 2
     return ReportVerdict(
-        headline[0].upper() + headline[1:] if headline.startswith("no") else headline,
+        _write_headline(groups, places),
         tuple(_describe_splits(groups)),
-        tuple(_describe_where(group) for group in groups if _has_winner(group)) if num_places > 1 else (),
+        () if is_one else tuple(_describe_where(places)),
         # With two policies at one load, the headline has said it.
-        tuple(sentence for _, sentence in speed_ups) if num_places > 1 or len(speed_ups) > 1 else (),
-        (
-            *_describe_invalid(runs),
-            *_describe_faults(runs),
-            *_describe_rule(groups),
-            *_describe_doubts(groups),
-            _describe_spread(runs, groups),
-            _describe_origin(runs, groups),
-        ),
+        () if is_one and len(speed_ups) < 2 else tuple(sentence for _, sentence in speed_ups),
+        tuple(_find_caveats(runs, groups, places)),
     )
+
+
+def _write_headline(groups: Sequence[Group], places: Sequence[Place]) -> str:
+    """Who wins, by how much, at which load, against whom; and whether it is simulated."""
+    if not places:
+        text = _describe_no_comparison(groups)
+    elif len(places) == 1:
+        text = _describe_one(places[0])
+    else:
+        text = _describe_several(places)
+    if any(run.invalid for group in groups for cell in group.cells for run in cell.runs):
+        text = f"INVALID figures: {text}"
+    text = _mark(text, [group.setting for group in groups])
+    return text[0].upper() + text[1:] if text.startswith(("no ", "nobody ", "nothing ")) else text
+
+
+def _mark(text: str, settings: Sequence[Setting]) -> str:
+    """Say first that numbers are simulated."""
+    kinds = {setting.kind for setting in settings}
+    if kinds == {"simulated"}:
+        return f"Simulated: {text}"
+    if len(kinds) == 1 and settings[0].sim_speed is not None:
+        return f"On a {kinds.pop()}: {text}"
+    if any(setting.is_simulated or setting.sim_speed is not None for setting in settings):
+        return f"Partly simulated: {text}"
+    return text
+
+
+def _describe_one(place: Place) -> str:
+    winner, against = place.winner, place.winner.against
+    best = shorten(winner.policies[0])
+    if winner.is_open:
+        return (
+            f"nothing is proved {place.words}: {_describe_reason(against)}. {_describe_difference(against)}."
+        )
+    if len(winner.policies) == len(place.group.policies) == 2:
+        small = "that matters " if _is_sure_but_small(against) else ""
+        return (
+            f"no difference {small}between {best} and {shorten(winner.policies[1])} was seen {place.words}: "
+            f"{_describe_values(against)}."
+        )
+    if winner.is_tie:
+        others = " and ".join(map(shorten, winner.policies[1:4]))
+        more = f" and {count(len(winner.policies) - 4, 'other')}" if len(winner.policies) > 4 else ""
+        return (
+            f"nobody wins {place.words}: {best} and {others}{more} are not told apart. "
+            f"{_describe_difference(against)}."
+        )
+    num_others = len([cell for cell in place.group.cells if cell.load == place.load]) - 1
+    rivals = f"than all {num_others} others" if num_others > 1 else f"than {shorten(against.other)}"
+    to = f" than {shorten(against.other)}'s" if num_others > 1 else ""
+    return f"{best} is faster {rivals} {place.words}: {_describe_values(against, to)}."
+
+
+def _is_sure_but_small(each: Contrast) -> bool:
+    low, high = each.mean.low, each.mean.high
+    return low is not None and high is not None and not low <= 1 <= high
+
+
+def _describe_reason(each: Contrast) -> str:
+    """Why runs show nothing."""
+    if not each.is_valid:
+        return "figures of these runs are INVALID"
+    if not each.is_paired:
+        return "no two policies ran with the same seed"
+    if each.is_simulated:
+        return "one seed shows no interval, it takes two or more (--seeds 1,2,3)"
+    pairs = count(each.mean.num_pairs, "measured pair")
+    return f"{pairs} {'is' if each.mean.num_pairs == 1 else 'are'} too few, it takes {MIN_PAIRS}"
+
+
+def _describe_difference(each: Contrast) -> str:
+    """One policy against another, without saying who wins."""
+    return f"{shorten(each.policy)} against {shorten(each.other)}: {_describe_values(each)}"
+
+
+def _describe_values(each: Contrast, than: str = "") -> str:
+    """Mean and P95, how they differ, and how sure that is."""
+    mean = (
+        f"mean job time {format_seconds(each.values.mean_s)} against "
+        f"{format_seconds(each.other_values.mean_s)} ({_describe_estimate(each.mean)}{than})"
+    )
+    if each.p95 is None or each.values.p95_s is None:
+        return mean
+    return (
+        f"{mean}, P95 {format_seconds(each.values.p95_s)} against {format_seconds(each.other_values.p95_s)} "
+        f"({describe_change(each.p95.ratio, is_time=True)})"
+    )
+
+
+def _describe_estimate(estimate: Estimate) -> str:
+    """A ratio of times with its interval."""
+    change = describe_change(estimate.ratio, is_time=True)
+    if estimate.low is None or estimate.high is None:
+        return f"{change}; one pair"
+    span = describe_span(estimate.low, estimate.high, is_time=True)
+    return f"{change}; 95 % interval: {span}; {count(estimate.num_pairs, 'pair')}"
+
+
+def _describe_several(places: Sequence[Place]) -> str:
+    total = count(len(places), "comparison")
+    wins = Counter(place.winner.policies[0] for place in places if not place.winner.is_tie)
+    num_open = sum(place.winner.is_open for place in places)
+    if not wins:
+        most = _describe_range(_get_most_named(places), places)
+        if num_open == len(places):
+            return f"nothing is proved in {total}. {most}"
+        open_ones = f" ({num_open} not proved)" if num_open else ""
+        return f"nobody wins in any of {total}{open_ones}. {most}"
+    (best, number), *others = sorted(wins.items(), key=lambda item: (-item[1], item[0]))
+    parts = [f"{shorten(best)} is the fastest in {number} of {total}"]
+    parts += [f"{shorten(policy)} in {number}" for policy, number in others[: MAX_NAMED - 1]]
+    if hidden := others[MAX_NAMED - 1 :]:
+        parts.append(f"{count(len(hidden), 'other')} in {sum(number for _, number in hidden)}")
+    if num_ties := sum(place.winner.is_tie for place in places) - num_open:
+        parts.append(f"nobody in {num_ties}")
+    if num_open:
+        parts.append(f"not proved in {num_open}")
+    return f"{', '.join(parts)}. {_describe_range(best, places)}"
+
+
+def _get_most_named(places: Sequence[Place]) -> str:
+    """The policy that most often has the shortest mean."""
+    every = [place.winner.policies[0] for place in places]
+    first = [policy for policy in every if policy != BEST_STOCK] or every
+    return max(sort_policies(first), key=first.count)
+
+
+def _describe_range(policy: str, places: Sequence[Place]) -> str:
+    """How much faster or slower a policy is than the baseline, over all comparisons with it."""
+    found: list[tuple[Place, Contrast]] = []
+    for place in places:
+        baseline = place.group.baseline
+        each = place.group.contrast(policy, baseline, place.load) if policy != baseline else None
+        if each is None and place.winner.policies[0] == policy:
+            each = place.winner.against
+        if each is not None:
+            found.append((place, each))
+    rivals = {each.other for _, each in found}
+    if not found:
+        return ""
+    rival = shorten(rivals.pop()) if len(rivals) == 1 else "the next best"
+    parts = [f"mean job time {_describe_ends([(each.mean.ratio, place) for place, each in found])}"]
+    if all(each.p95 for _, each in found):
+        p95s = [(each.p95.ratio, None) for _, each in found if each.p95]
+        parts.append(f"P95 {_describe_ends(p95s)}")
+    return f"{shorten(policy)} against {rival}: {', '.join(parts)}."
+
+
+def _describe_ends(ratios: Sequence[tuple[float, Place | None]]) -> str:
+    """From the smallest to the largest change, with their places."""
+    by_ratio = sorted(ratios, key=lambda item: item[0])
+    first, last = by_ratio[0], by_ratio[-1]
+    if last[0] < 1.0005:  # all are shorter
+        first, last = last, first
+    changes = [describe_change(ratio, is_time=True) for ratio, _ in (first, last)]
+    if changes[0] == changes[1]:
+        return f"{changes[0]} everywhere"
+    return " to ".join(
+        change + (f" ({place.group.describe_place(place.load)})" if place else "")
+        for change, (_, place) in zip(changes, (first, last), strict=True)
+    )
+
+
+def _describe_no_comparison(groups: Sequence[Group]) -> str:
+    policies = sort_policies(cell.policy for group in groups for cell in group.cells)
+    if not any(cell.mean_s_by_seed for group in groups for cell in group.cells):
+        return "no record has a job completion time: no job finished, or none was measured."
+    if len(policies) > 1:
+        return "no two policies ran in the same setting at the same load, so there is nothing to compare."
+    cells = [(group, cell) for group in groups for cell in group.cells if cell.mean_s_by_seed]
+    cells.sort(key=lambda each: statistics.fmean(each[1].mean_s_by_seed.values()))
+    alone = f"{shorten(policies[0])} ran alone: mean job time"
+    if len(cells) == 1:
+        return f"{alone} {_describe_times(cells[0][1])}, {format_load(cells[0][1].load)}."
+    ends = [
+        f"{_describe_times(cell)} ({group.describe_place(cell.load)})"
+        for group, cell in (cells[0], cells[-1])
+    ]
+    return f"{alone} from {' to '.join(ends)}. There is nothing to compare it with."
+
+
+def _describe_times(cell: PolicyCell) -> str:
+    p95 = cell.get("job_s", "p95")
+    mean = format_seconds(statistics.fmean(cell.mean_s_by_seed.values()))
+    return mean + (f", P95 {format_seconds(p95.middle)}" if p95 else "")
 
 
 def _describe_splits(groups: Sequence[Group]) -> Iterator[str]:
     """How much of each policy's difference to stock is due to steps, order and cache."""
-    is_explained = False
+    words = (
+        " Steps: what the policy's size of steps does to stock; order: what the policy does with these steps "
+        "and no KV kept; cache: what keeping KV adds. stock @N: stock with the best of a few sizes of steps, "
+        "which anybody can set."
+    )
     for group in groups:
         splits = {load: group.get_splits(load) for load in group.loads}
         for policy in sort_policies(policy for each in splits.values() for policy in each):
             parts = [
                 f"{found.over_stock:.2f} = {found.steps:.2f} × {found.order:.2f} × {found.cache:.2f}, and "
-                f"{found.over_best:.2f} of {found.best.name}, at {describe_load(group, load)}"
+                f"{found.over_best:.2f} of {found.best.name}, at {group.describe_load(load)}"
                 for load, each in splits.items()
                 if (found := each.get(policy))
             ]
-            words = (
-                ""
-                if is_explained
-                else " Steps: what the policy's size of steps does to stock; order: what the policy does "
-                "with these steps and no KV kept; cache: what keeping KV adds. stock @N: stock with the best "
-                "of a few sizes of steps, which anybody can set."
-            )
-            is_explained = True
             yield (
                 f"{shorten(policy)} on {shorten(group.setting.gpu)}, mean job time over stock's = steps × "
                 f"order × cache: {'; '.join(parts)}.{words}"
             )
+            words = ""  # once is enough
 
 
-def _describe_doubts(groups: Sequence[Group]) -> Iterator[str]:
-    """What overloaded and roofline mean, where a place is marked so."""
-    doubts = {doubt for group in groups for load in group.loads for doubt in group.get_doubts(load)}
-    if "overloaded" in doubts:
-        yield (
-            "Overloaded: more jobs arrive than finish, so means and their ratios depend on how long the run "
-            "was."
-        )
-    if "roofline" in doubts:
-        yield "Roofline: step times are a rougher guess than measured tables."
+def _describe_where(places: Sequence[Place]) -> Iterator[str]:
+    """For each setting, who wins at which loads; neighbours with one outcome are one part."""
+    for _, same in groupby(places, key=lambda place: id(place.group)):
+        here = list(same)
+        parts = [
+            f"{outcome} {_format_loads([place.load for place in stretch])}"
+            for outcome, stretch in groupby(here, key=_name_outcome)
+        ]
+        yield f"{here[0].group.setting.words}: {'; '.join(parts)}."
 
 
-def _has_winner(group: Group) -> bool:
-    return any(group.try_winner(load) for load in group.loads)
-
-
-def _describe_where(group: Group) -> str:
-    """One sentence: who wins at which loads of one setting; neighbours with one outcome are one part."""
-    stretches: list[tuple[str, list[Load]]] = []
-    for load in group.loads:
-        winner = group.try_winner(load)
-        if winner is None:
-            continue
-        outcome = _name_outcome(winner, group)
-        if stretches and stretches[-1][0] == outcome:
-            stretches[-1][1].append(load)
-        else:
-            stretches.append((outcome, [load]))
-    parts = [f"{outcome} {_format_loads(loads)}" for outcome, loads in stretches]
-    return f"{describe_setting(group)}: {'; '.join(parts)}."
-
-
-def _name_outcome(winner: Winner, group: Group) -> str:
+def _name_outcome(place: Place) -> str:
+    winner = place.winner
     if not winner.is_tie:
         return shorten(winner.policies[0])
     if winner.is_open:
         return "nothing proved"
-    if set(winner.policies) == set(group.policies):
+    if set(winner.policies) == set(place.group.policies):
         return "a tie of all" if len(winner.policies) > 2 else "a tie"
     return "a tie of " + " and ".join(map(shorten, sort_policies(winner.policies)))
 
@@ -158,11 +343,11 @@ def _describe_speed_up(policy: str, groups: Sequence[Group]) -> tuple[float, str
         return None
     middle = statistics.median(each.mean.ratio for each, _, _ in found)
     if len(found) == 1:
-        return middle, f"{describe_difference(found[0][0])}."
+        return middle, f"{_describe_difference(found[0][0])}."
     found.sort(key=lambda item: item[0].mean.ratio)
     rivals = {each.other for each, _, _ in found}
     ends = [
-        f"{describe_change(each.mean.ratio, is_time=True)} ({describe_place(group, load)})"
+        f"{describe_change(each.mean.ratio, is_time=True)} ({group.describe_place(load)})"
         for each, group, load in (found[0], found[-1])
     ]
     num_shown = sum(each.differs for each, _, _ in found)
@@ -174,93 +359,69 @@ def _describe_speed_up(policy: str, groups: Sequence[Group]) -> tuple[float, str
     )
 
 
-def _describe_invalid(runs: Sequence[Run]) -> list[str]:
-    """Say which runs' figures do not count."""
-    invalid = [run for run in runs if run.invalid]
-    if not invalid:
-        return []
-    return [
-        f"INVALID: the figures of {len(invalid)} of {count(len(runs), 'run')} do not describe the server, so "
-        f"nobody wins by them. The first: {invalid[0].invalid[0]}"
-    ]
-
-
-def _describe_faults(runs: Sequence[Run]) -> list[str]:
-    """A sentence for each policy whose hooks failed."""
-    sentences = []
-    for policy in sort_policies(run.policy for run in runs if run.policy_faults):
-        these = [run for run in runs if run.policy == policy]
-        num_faults = sum(run.policy_faults or 0 for run in these)
-        num_faulty = sum(bool(run.policy_faults) for run in these)
-        sentences.append(
-            f"Hooks of {shorten(policy)} failed {count(num_faults, 'time')} in {num_faulty} of "
-            f"{count(len(these), 'run')}; the engine's default was used instead. Its label ends in"
+def _find_caveats(runs: Sequence[Run], groups: Sequence[Group], places: Sequence[Place]) -> Iterator[str]:
+    """How sure all that is, and what was measured."""
+    if invalid := [run for run in runs if run.invalid]:
+        yield (
+            f"INVALID: the figures of {len(invalid)} of {count(len(runs), 'run')} do not describe the "
+            f"server, so nobody wins by them. The first: {invalid[0].invalid[0]}"
+        )
+    for policy in sort_policies(run.policy for run in runs if run.record.policy_faults):
+        faults = [run.record.policy_faults or 0 for run in runs if run.policy == policy]
+        yield (
+            f"Hooks of {shorten(policy)} failed {count(sum(faults), 'time')} in {sum(map(bool, faults))} of "
+            f"{count(len(faults), 'run')}; the engine's default was used instead. Its label ends in"
             f"{FAULT_MARK}."
         )
-    return sentences
-
-
-def _describe_rule(groups: Sequence[Group]) -> list[str]:
-    """When somebody wins, by the kinds of runs that are there."""
-    winners = [winner for group in groups for load in group.loads if (winner := group.try_winner(load))]
-    if not winners:
-        return []
-    if all(winner.against.is_simulated for winner in winners if winner.is_open):
-        return []
-    if any(winner.is_open for winner in winners):
-        return [
+    if any(place.winner.is_open and not place.winner.against.is_simulated for place in places):
+        yield (
             "A policy wins if the 95 % interval of the ratio leaves 1 out. Measured runs need "
             f"{MIN_PAIRS} pairs for this, one for each seed; tenuto ab makes such pairs."
-        ]
-    return []
-
-
-def _describe_spread(runs: Sequence[Run], groups: Sequence[Group]) -> str:
-    seeds = {run.seed for run in runs if run.seed is not None}
-    spread: Spread | None = get_seed_spread(groups)
-    if spread is None:
-        return "One seed for each setting: how much another would change is not known, and nothing is proved."
-    return (
-        f"{count(len(seeds), 'seed')}: between seeds a policy's mean job completion time in one setting "
-        f"differs by {spread.middle:.0%} in the median, {spread.high:.0%} at most. Ratios are taken seed by "
-        "seed."
-    )
+        )
+    doubts = {doubt for group in groups for load in group.loads for doubt in group.get_doubts(load)}
+    if "overloaded" in doubts:
+        yield (
+            "Overloaded: more jobs arrive than finish, so means and their ratios depend on how long the run "
+            "was."
+        )
+    if "roofline" in doubts:
+        yield "Roofline: step times are a rougher guess than measured tables."
+    if spread := get_seed_spread(groups):
+        seeds = {run.seed for run in runs if run.seed is not None}
+        yield (
+            f"{count(len(seeds), 'seed')}: between seeds a policy's mean job completion time in one setting "
+            f"differs by {spread.middle:.0%} in the median, {spread.high:.0%} at most. Ratios are taken seed "
+            "by seed."
+        )
+    else:
+        yield "One seed for each setting: how much another would change is not known, and nothing is proved."
+    yield _describe_origin(runs, groups)
 
 
 def _describe_origin(runs: Sequence[Run], groups: Sequence[Group]) -> str:
-    kinds: dict[str, int] = {}
-    for run in runs:
-        kinds[run.setting.kind] = kinds.get(run.setting.kind, 0) + 1
-    words = {
+    cells = [cell for group in groups for cell in group.cells]
+    counted: dict[str, set[Any]] = {
+        "policy": {cell.policy for cell in cells},
+        "GPU": {group.setting.gpu for group in groups},
+        "workload": {group.setting.workload for group in groups},
+        "load": {cell.load for cell in cells},
+    }
+    total = ", ".join([count(len(runs), "run"), *(count(len(each), noun) for noun, each in counted.items())])
+    known = {
         "simulated": "simulated",
         "measured": "measured on a live server",
         "origin unknown": "of unknown origin",
     }
-    total = f"{count(len(runs), 'run')}, {_count_all(groups)}: "
-    speeds = {run.setting.sim_speed for run in runs if run.setting.sim_speed} - {1.0}
+    kinds = sorted(Counter(run.setting.kind for run in runs).items())
+    words = [known.get(kind, f"on a {kind}") for kind, _ in kinds]
+    if len(kinds) > 1:
+        words = [f"{number} {each}" for (_, number), each in zip(kinds, words, strict=True)]
+    elif len(runs) > 1:
+        words[0] = f"all {words[0]}"
     scale = (
         " A simulated server at speed N sends everything N times as fast as the machine that it simulates "
         "would: times are real seconds, 1/N of the simulated ones, and loads are real too."
-        if speeds
+        if {run.setting.sim_speed for run in runs if run.setting.sim_speed} - {1.0}
         else ""
     )
-    if len(kinds) == 1:
-        (kind,) = kinds
-        return total + ("all " if len(runs) > 1 else "") + f"{words.get(kind, f'on a {kind}')}.{scale}"
-    parts = (f"{number} {words.get(kind, f'on a {kind}')}" for kind, number in sorted(kinds.items()))
-    return total + ", ".join(parts) + f".{scale}"
-
-
-def _count_all(groups: Sequence[Group]) -> str:
-    def distinct(values: Iterable[object]) -> int:
-        return len(set(values))
-
-    cells = [cell for group in groups for cell in group.cells]
-    return ", ".join(
-        [
-            count(distinct(cell.policy for cell in cells), "policy"),
-            count(distinct(group.setting.gpu for group in groups), "GPU"),
-            count(distinct(group.setting.workload for group in groups), "workload"),
-            count(distinct(cell.load for cell in cells), "load"),
-        ]
-    )
+    return f"{total}: {', '.join(words)}.{scale}"

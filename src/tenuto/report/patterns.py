@@ -11,16 +11,16 @@ in seconds at 6 and 15 jobs per second:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 GROWS = 3.0
 """Linear growth: T8/T1 is at least this. Published healthy cells have 2.1 to 2.5, because prompts grow and
 the first prompt is short. Overloaded stock has 4.5 and 6.3."""
 GROWS_FROM_SECOND = 1.5
 """Linear growth also needs T8/T2 of at least this. On an idle server, the short first prompt alone makes
-T8/T1
-large, but not T8/T2."""
+T8/T1 large,
+but not T8/T2."""
 EXPLODES = 2.0
 """Turn-2 explosion: turn 1 or 2 takes this many times the mean of the later turns. Early prompts are the
 shortest, so even a ratio of 1 is slow. Overloaded continuum-fixed has 3.7 and over 10 (2.3 in our
@@ -35,8 +35,7 @@ offload-sync has 10.4."""
 SLOWS_DOWN = 5.0
 """Link collapse, second test: T8/T1 is at least `GROWS`, and turn 1 takes this many times its latency at the
 sweep's lightest load. The published value is 3.1 where offloading is still the best of the three policies,
-and
-11.6 where it has collapsed."""
+and 11.6 where it has collapsed."""
 TIER_LOSES = 0.3
 """Share of prompt tokens that could have been hit but were no longer in any tier. Rounding to a tier's chunks
 alone causes less than a tenth."""
@@ -99,26 +98,30 @@ class Finding:
     means: str
     do: str
 
-    def to_json(self) -> dict[str, str]:
-        """As JSON values."""
-        return asdict(self)
-
 
 def diagnose(evidence: Evidence) -> list[Finding]:
     """Return the findings, most serious first; empty if no known pattern is seen."""
-    finders: tuple[Callable[[Evidence], Finding | None], ...] = (
-        _find_shape,
-        _find_storm,
-        _find_short_leases,
-        _find_revoked_leases,
-        _find_changed_prompts,
+    found = (
+        # Of the patterns of latency over the turns a run has at most one.
+        _find_explosion(evidence) or _find_collapse(evidence) or _find_growth(evidence),
+        _find_storm(evidence),
+        _find_lease_ends(
+            evidence,
+            "expired",
+            "leases too short",
+            "Tools return after the deadline: memory was held and nothing came of it.",
+            "Longer leases for these tools, or none at all for those that are always slow.",
+        ),
+        _find_lease_ends(
+            evidence,
+            "revoked",
+            "leases reclaimed",
+            "There is less memory than what is leased: running turns need the blocks before the jobs return.",
+            "Fewer jobs at a time, or a tier below the GPU for what is reclaimed.",
+        ),
+        _find_changed_prompts(evidence),
     )
-    return [finding for find in finders if (finding := find(evidence)) is not None]
-
-
-def _find_shape(evidence: Evidence) -> Finding | None:
-    """Find the latency pattern over the turns. A run has at most one."""
-    return _find_explosion(evidence) or _find_collapse(evidence) or _find_growth(evidence)
+    return [finding for finding in found if finding is not None]
 
 
 def _find_explosion(evidence: Evidence) -> Finding | None:
@@ -252,26 +255,6 @@ def _find_storm(evidence: Evidence) -> Finding | None:
     )
 
 
-def _find_short_leases(evidence: Evidence) -> Finding | None:
-    return _find_lease_ends(
-        evidence,
-        "expired",
-        "leases too short",
-        "Tools return after the deadline: memory was held and nothing came of it.",
-        "Longer leases for these tools, or none at all for those that are always slow.",
-    )
-
-
-def _find_revoked_leases(evidence: Evidence) -> Finding | None:
-    return _find_lease_ends(
-        evidence,
-        "revoked",
-        "leases reclaimed",
-        "There is less memory than what is leased: running turns need the blocks before the jobs return.",
-        "Fewer jobs at a time, or a tier below the GPU for what is reclaimed.",
-    )
-
-
 def _find_lease_ends(evidence: Evidence, reason: str, mode: str, means: str, do: str) -> Finding | None:
     total, count = sum(evidence.lease_ends.values()), evidence.lease_ends.get(reason, 0)
     if not total or count < MANY_LEASES * total:
@@ -285,10 +268,8 @@ def _find_lease_ends(evidence: Evidence, reason: str, mode: str, means: str, do:
 
 
 def _find_changed_prompts(evidence: Evidence) -> Finding | None:
-    total, count = (
-        sum(evidence.missed_tokens_by_cause.values()),
-        evidence.missed_tokens_by_cause.get("prompt changed", 0),
-    )
+    tokens = evidence.missed_tokens_by_cause
+    total, count = sum(tokens.values()), tokens.get("prompt changed", 0)
     if not total or count < MANY_TOKENS * total:
         return None
     return Finding(

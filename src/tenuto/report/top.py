@@ -1,17 +1,33 @@
-"""The view on a terminal, eighty columns wide, and the line that stands for it elsewhere."""
+"""`tenuto top`: a live view of servers on a terminal, eighty columns wide; elsewhere a line for each look."""
 
 from __future__ import annotations
 
+import json
+import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
 
-from rich.console import Group, RenderableType
+import httpx
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tenuto.client.http.address import get_base_url
+from tenuto.client.metrics import Page, find_engines, join_pages, parse_page
+from tenuto.core.errors import DataError, TenutoError
 from tenuto.core.types import WORDS
+from tenuto.report.top_state import Window, make_state
 
+TIMEOUT_S = 10.0
+"""A server that computes a large step answers late."""
+_NUM_HISTORY = 120
 WIDTH = 80
 _LABEL_WIDTH = 10
 _BAR_WIDTH = 40
@@ -21,6 +37,184 @@ _MAX_ENGINES = 8
 _MAX_REASONS = 2
 _MAX_TENANTS = 5
 RUNNING, LEASED, FREE = "green", "yellow", "bright_black"
+Show = Callable[[dict[str, Any] | None, str], None]
+"""Shows a state, or None and why there is none."""
+
+
+def watch(
+    urls: Sequence[str],
+    *,
+    interval_s: float = 2.0,
+    window_s: float = 60.0,
+    once: bool = False,
+    as_json: bool = False,
+    api_key: str | None = None,
+) -> int:
+    """Watch until Ctrl-C, or once; returns the exit status. Raises TenutoError if `once` sees no server."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(
+                httpx.Client(base_url=get_base_url(url), timeout=TIMEOUT_S, headers=headers, trust_env=False)
+            )
+            for url in urls
+        ]
+        watched = Watch(clients, ", ".join(urls), window_s)
+        if once:
+            _show_once(watched, interval_s, as_json)
+            return 0
+        with suppress(KeyboardInterrupt, BrokenPipeError):
+            if as_json or not sys.stdout.isatty():
+                _look_forever(watched, interval_s, partial(_print_line, watched, as_json))
+            with Live(Text("…"), console=Console(), screen=True, auto_refresh=False) as live:
+                _look_forever(watched, interval_s, partial(_show_live, watched, live))
+    return 0
+
+
+def _show_once(watched: Watch, interval_s: float, as_json: bool) -> None:
+    try:
+        watched.look()
+        time.sleep(interval_s)
+        state = watched.look()
+    except (httpx.HTTPError, DataError) as error:
+        raise TenutoError(_explain(error, watched.where)) from None
+    if as_json:
+        print(json.dumps(state, allow_nan=False))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else WIDTH)
+        console.print(make_screen(state, watched.history))
+
+
+def _show_live(watched: Watch, live: Live, state: dict[str, Any] | None, problem: str) -> None:
+    picture: RenderableType
+    if state is not None:
+        picture = make_screen(state, watched.history)
+    elif watched.last is None:
+        title = (("tenuto top ", "bold"), f"{watched.where}\n\n")
+        picture = Text.assemble(*title, (f"{problem}\n", "red"), "not seen yet; trying again")
+    else:
+        # A server that is busy answers late. What it said last is better than nothing.
+        age_s = time.time() - watched.last["at_s"]
+        trouble = Text.assemble((problem, "red"), f"\nThis is {_s(age_s)} old; trying again.")
+        picture = Group(trouble, Text(), make_screen(watched.last, watched.history))
+    live.update(picture, refresh=True)
+
+
+def _print_line(watched: Watch, as_json: bool, state: dict[str, Any] | None, problem: str) -> None:
+    if as_json:
+        seen_s = None if watched.last is None else watched.last["at_s"]
+        trouble = {"at_s": time.time(), "problem": problem, "seen_at_s": seen_s}
+        line = json.dumps(state or trouble, allow_nan=False)
+    else:
+        line = make_line(state) if state else f"{time.strftime('%H:%M:%S')} | {problem}; trying again"
+    print(line, flush=True)
+
+
+def _look_forever(watched: Watch, interval_s: float, show: Show) -> NoReturn:
+    """Look and show; while the server lets a look wait, say so at each interval."""
+    looked: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
+
+    def look() -> None:
+        try:
+            looked.put(watched.look())
+        except Exception as error:  # for the other thread
+            looked.put(error)
+
+    while True:
+        began_s = time.monotonic()
+        threading.Thread(target=look, name="top", daemon=True).start()
+        while True:
+            try:
+                found = looked.get(timeout=interval_s)
+                break
+            except Empty:
+                show(None, f"no answer from {watched.where} for {time.monotonic() - began_s:.0f} s")
+        if isinstance(found, httpx.HTTPError | DataError):
+            watched.forget_server()
+            show(None, _explain(found, watched.where))
+        elif isinstance(found, Exception):
+            raise found
+        else:
+            show(found, "")
+        time.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))
+
+
+def _explain(error: Exception, url: str) -> str:
+    """Why there is nothing to show."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"{url} answers /metrics with status {error.response.status_code}"
+    if isinstance(error, DataError):
+        return f"{url}: {error}"
+    return f"no answer from {url}: {error or type(error).__name__}"
+
+
+class Watch:
+    """One server, or several together, watched."""
+
+    def __init__(self, clients: Sequence[httpx.Client], where: str, window_s: float) -> None:
+        self.where = where
+        """The servers, in words."""
+        self.history: dict[str, deque[float | None]] = {
+            name: deque(maxlen=_NUM_HISTORY) for name in ("running", "leased", "hit_ratio")
+        }
+        self._given = tuple(clients)
+        self._clients: tuple[httpx.Client, ...] = ()
+        self._window = Window(window_s)
+        self._server: dict[str, str | None] | None = None
+        self.last: dict[str, Any] | None = None
+        """The last state; None before the first."""
+
+    def look(self) -> dict[str, Any]:
+        """The state now. Raises httpx.HTTPError if there is no answer, DataError if it is not a server's.
+
+        Of several servers, those that do not answer are left out; only if none answers, that is an error.
+        """
+        if self._server is None:
+            self._clients = tuple(each for client in self._given for each in _find_servers(client))
+        pages: dict[str, Page] = {}
+        for client in self._clients:
+            try:
+                response = client.get("/metrics")
+                response.raise_for_status()
+            except httpx.HTTPError:
+                if client is self._clients[-1] and not pages:
+                    raise
+                continue
+            pages[client.base_url.netloc.decode()] = parse_page(response.text, time.time())
+        page = next(iter(pages.values())) if len(self._clients) == 1 else join_pages(pages)
+        if self._server is None:
+            self._server = {"vllm": self._ask_version()}
+        self._server["url"] = ", ".join(
+            get_base_url(str(client.base_url))
+            + ("" if client.base_url.netloc.decode() in pages else " (no answer)")
+            for client in self._clients
+        )
+        self._window.add(page)
+        state = self.last = make_state(self._window, self._server)
+        self.history["running"].append(state["requests"]["running"])
+        self.history["leased"].append(state["leases"]["blocks"])
+        self.history["hit_ratio"].append(state["hits"]["ratio"])
+        return state
+
+    def forget_server(self) -> None:
+        """Forget the server after a failed request, because a different one may answer next time."""
+        self._server = None
+
+    def _ask_version(self) -> str | None:
+        try:
+            answer = self._clients[0].get("/version").raise_for_status().json()
+        except (httpx.HTTPError, ValueError):
+            return None
+        version = answer.get("version") if isinstance(answer, dict) else None
+        return version if isinstance(version, str) else None
+
+
+def _find_servers(client: httpx.Client) -> list[httpx.Client]:
+    """The client itself, or a client for each engine of the router that it leads to."""
+    return [
+        httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=client.headers, trust_env=False)
+        for url in find_engines(client)
+    ] or [client]
 
 
 def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float | None]]) -> RenderableType:
@@ -82,17 +276,6 @@ def make_line(state: Mapping[str, Any]) -> str:
         if (mode := state["server"].get("mode")) not in (None, "on"):
             parts.append(f"mode {mode}")
     return " | ".join(parts)
-
-
-def make_trouble(problem: str, url: str, since_s: float | None) -> Text:
-    """Make the text that is shown while the server does not answer.
-
-    `since_s`: the age of the picture that is shown below it, in seconds; None if there is none.
-    """
-    if since_s is None:
-        seen = "not seen yet; trying again"
-        return Text.assemble(("tenuto top ", "bold"), f"{url}\n\n", (f"{problem}\n", "red"), seen)
-    return Text.assemble((problem, "red"), f"\nThis is {_s(since_s)} old; trying again.")
 
 
 def make_spark(values: Sequence[float | None], highest: float | None = None) -> str:

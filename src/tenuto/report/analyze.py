@@ -1,0 +1,714 @@
+"""`tenuto analyze`: what happened in a run, what was lost and why, in JSON types and as text.
+
+docs/glossary.md defines the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tenuto.core.errors import ConfigError, DataError
+from tenuto.core.types import WORDS
+from tenuto.records import load, metrics
+from tenuto.records.files import RESULTS, Say, read_objects
+from tenuto.records.load import LOADABLE, identify, load_file, load_folder, make_wrong_kind_error, read_run
+from tenuto.records.prototype import write_prototype
+from tenuto.records.run_data import Gauge, RunData
+from tenuto.records.schema import RunRecord, Sample, Stats, get_stat
+from tenuto.report.causes import Cause, JobStory, TurnStory, get_cause, get_policy, make_stories
+from tenuto.report.patterns import Evidence, diagnose
+
+GROWTH_TURN = 8
+"""The published figure is T8/T1. Shorter jobs are compared at the last turn that half of them reach."""
+
+
+class Growth(NamedTuple):
+    """The ratio of a late turn's latency to the first turn's."""
+
+    turn: int
+    ratio: float
+
+
+LABELS = ("policy", "gpu", "model", "workload", "jps", "seed")
+WIDTH = 100
+_MAX_TURN_ROWS = 40
+_NOTHING = (
+    "Nothing: none of the known shapes (linear growth, turn-2 explosion, link collapse, preemption storm)."
+)
+
+
+def run_analyze(paths: Sequence[Path], *, jobs: Sequence[str] = (), as_json: bool = False) -> int:
+    """Analyse each file and print the findings. Raises DataError or ConfigError."""
+    reports = [analyze(path, jobs=jobs) for path in paths]
+    if jobs and not any(report.get("jobs_shown") for report in reports):
+        raise ConfigError(f"--job {' '.join(jobs)}: no such job in {', '.join(map(str, paths))}")
+    if as_json:
+        print(json.dumps({"schema": 1, "runs": reports}, indent=1, allow_nan=False))
+    else:
+        print("\n\n".join(format_report(report) for report in reports))
+    return 0
+
+
+def write_timestamps(paths: Sequence[Path], out: Path) -> None:
+    """Write the one run among these as the prototype's file. Raises DataError or ConfigError."""
+    if len(paths) != 1:
+        raise ConfigError(f"--timestamps is for one run, got {len(paths)} files")
+    write_prototype(out, _load(paths[0], identify(paths[0]), _say_on_stderr))
+
+
+def _say_on_stderr(text: str) -> None:
+    """Print progress to stderr, apart from the result."""
+    print(f"[analyze] {text}", file=sys.stderr, flush=True)
+
+
+def analyze(path: Path, *, jobs: Sequence[str] = (), say: Say = _say_on_stderr) -> dict[str, Any]:
+    """Return the report on one file or folder, in JSON types. Raises DataError."""
+    kind = identify(path)
+    if kind in (load.RUN, load.RESULTS_FOLDER):
+        notes: list[str] = []
+        file = path if kind is load.RUN else path / RESULTS
+        records = [read_run(fields) for fields in read_objects(file, notes.append)]
+        return _summarise_results(str(path), records, notes)
+    data = _load(path, kind, say)
+    stories = make_stories(data)
+    return {**_summarise(data, stories), "jobs_shown": _show_jobs(stories, data.block_size, jobs)}
+
+
+def _load(path: Path, kind: load.Kind, say: Say) -> RunData:
+    """Read one run. Raises DataError."""
+    if kind is load.RUN_FOLDER:
+        return load_folder(path, say=say)
+    if kind in LOADABLE:
+        return load_file(path, kind, say=say, with_samples=False)
+    raise make_wrong_kind_error(path, kind)
+
+
+def _show_jobs(stories: Sequence[JobStory], block_size: int, patterns: Sequence[str]) -> list[dict[str, Any]]:
+    """Describe the requested jobs turn by turn; by default, the job that missed the most tokens."""
+    if patterns:
+        names = [(show_id(job.job_id), job) for job in stories]
+        wanted = [job for name, job in names if any(name == p or fnmatchcase(name, p) for p in patterns)]
+        return [_describe_job(job, block_size) for job in wanted]
+    worst = _describe_job(max(stories, key=_count_missed), block_size)
+    because = "it computed most again; others: --job ID"
+    return [{**worst, "shown_because": because}] if worst["missed_tokens"] else []
+
+
+# The figures of one run.
+
+
+def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
+    """Return all figures that `tenuto analyze` shows for one run."""
+    turns = [turn for job in jobs for turn in job.turns]
+    report: dict[str, Any] = {
+        "source": data.source,
+        "kind": data.kind,
+        "labels": _get_labels(data.record) if data.record else {"policy": data.policy} if data.policy else {},
+        "notes": data.notes,
+        "jobs": _get_job_counts(jobs),
+        "job_s": describe(job.duration_s for job in jobs),
+        "turns": {"total": len(turns), "aborted": sum(turn.record.status != "ok" for turn in turns)},
+        "latency_s": describe(turn.latency_s for turn in turns),
+        "queue_s": describe(turn.record.queue_s for turn in turns),
+        "ttft_s": describe(turn.record.ttft_s for turn in turns),
+        "tool_s": describe(turn.tool_s for turn in turns),
+        "tokens": _get_tokens(turns),
+        "short_groups": dict(data.short_tokens.most_common()),
+        "parted": _get_parted(data),
+        "block_size": data.block_size,
+        "causes": _get_causes(turns, data.block_size),
+        "leases": _get_leases(data),
+        "preemptions": sum(turn.record.preemptions or 0 for turn in turns),
+        "engine": {name: gauge.to_json() for name, gauge in _get_gauges(data).items()},
+        "step_s": describe(data.step_s),
+        "by_turn": _get_by_turn(turns),
+    }
+    growth = _get_growth(_get_latencies(report), {row["turn"]: row["count"] for row in report["by_turn"]})
+    evidence = _make_evidence(report, data, turns, growth)
+    return {
+        **report,
+        "growth": growth._asdict() if growth else None,
+        "diagnosis": [asdict(finding) for finding in diagnose(evidence)],
+    }
+
+
+def _get_parted(data: RunData) -> dict[str, Any] | None:
+    """Turns whose prompts change text of the job's last prompt, and where; None if there are none.
+
+    `at_tokens`: the place that most of them have. `jobs`: those with most such turns, at most five.
+    """
+    if not data.parted_at:
+        return None
+    places = Counter(data.parted_at.values())
+    jobs = Counter(job for job, _ in data.parted_at)
+    at_tokens, num_there = places.most_common(1)[0]
+    return {
+        "turns": len(data.parted_at),
+        "at_tokens": at_tokens,
+        "turns_there": num_there,
+        "num_jobs": len(jobs),
+        "jobs": dict(jobs.most_common(5)),
+    }
+
+
+def _get_labels(record: RunRecord) -> dict[str, object]:
+    """Return the description of what was run, as far as the record has it."""
+    return {name: getattr(record, name) for name in LABELS if getattr(record, name) is not None}
+
+
+def _get_gauges(data: RunData) -> dict[str, Gauge]:
+    """Return the engine's state, from a trace's steps or from samples of the KV cache."""
+    if data.gauges or not data.samples:
+        return data.gauges
+    gauges: dict[str, Gauge] = {}
+    names = [each.name for each in fields(Sample) if each.name not in ("now_s", "num_blocks")]
+    for sample in data.samples:
+        for name in names:
+            if (value := getattr(sample, name)) is not None:
+                gauges.setdefault(f"num_{name}", Gauge()).add(value)
+    return gauges
+
+
+def _make_evidence(
+    report: Mapping[str, Any], data: RunData, turns: Sequence[TurnStory], growth: Growth | None
+) -> Evidence:
+    tokens, leases = report["tokens"], report["leases"]
+    moved = None
+    if data.record is not None:
+        counts = (data.record.loaded_tokens, data.record.stored_tokens)
+        moved = sum(count for count in counts if count is not None)
+    return Evidence(
+        latency_s=_get_latencies(report),
+        last_turn=growth.turn if growth else None,
+        num_turns=report["turns"]["total"],
+        num_preemptions=report["preemptions"],
+        hit_share=tokens["hit_ratio"],
+        best_share=tokens["best_ratio"],
+        queue_share=_get_queue_share(turns),
+        num_moved_tokens=moved or tokens["loaded"],
+        lease_ends=leases["ended"],
+        lease_p50_s=leases["held_s"]["p50"],
+        tool_p50_s=report["tool_s"]["p50"],
+        missed_tokens_by_cause={name: row["tokens"] for name, row in report["causes"].items()},
+        policy=get_policy(data),
+    )
+
+
+def describe(values: Iterable[float | None]) -> dict[str, float | None]:
+    """Return mean, percentiles, maximum and minimum of the known values; each is None if there are none."""
+    stats = metrics.summarise(values)
+    names = [each.name for each in fields(Stats)]
+    return dict.fromkeys(names) if stats is None else asdict(stats)
+
+
+def _get_job_counts(jobs: Sequence[JobStory]) -> dict[str, int]:
+    """Count completed jobs, jobs with a failed turn, and jobs that were unfinished when the records ended."""
+    aborted = sum(any(turn.record.status != "ok" for turn in job.turns) for job in jobs)
+    finished = sum(job.duration_s is not None for job in jobs)
+    return {
+        "total": len(jobs),
+        "finished": finished,
+        "aborted": aborted,
+        "unfinished": len(jobs) - finished - aborted,
+    }
+
+
+def _get_tokens(turns: Iterable[TurnStory]) -> dict[str, Any]:
+    """Count prompt tokens, hits and possible hits, over started turns with known hits."""
+    known = [turn for turn in turns if turn.record.hit_tokens is not None and turn.record.prompt_tokens]
+    prompt = sum(turn.record.prompt_tokens or 0 for turn in known)
+    hit = sum(turn.record.hit_tokens or 0 for turn in known)
+    missed = sum(turn.missed_tokens or 0 for turn in known)
+    # Tokens from other jobs (a shared system prompt) are hit too, although they do not count as reusable.
+    best = hit + missed
+    return {
+        "turns": len(known),
+        "prompt": prompt,
+        "computed": prompt - hit,
+        "hit": hit,
+        "loaded": sum(turn.record.loaded_tokens or 0 for turn in known),
+        "reusable": sum(turn.reusable_tokens or 0 for turn in known),
+        "missed": missed,
+        "hit_ratio": hit / prompt if prompt else None,
+        "best_ratio": best / prompt if prompt else None,
+    }
+
+
+def _get_causes(turns: Iterable[TurnStory], block_size: int) -> dict[str, dict[str, int]]:
+    """Count turns and missed tokens by cause, largest first."""
+    counts: Counter[Cause] = Counter()
+    tokens: Counter[Cause] = Counter()
+    for turn in turns:
+        missed, cause = turn.missed_tokens, get_cause(turn, block_size)
+        if missed and cause is not Cause.NONE:
+            counts[cause] += 1
+            tokens[cause] += missed
+    return {cause.value: {"turns": counts[cause], "tokens": number} for cause, number in tokens.most_common()}
+
+
+def _get_leases(data: RunData) -> dict[str, Any]:
+    """Return the number of leases, how they ended and how long they lasted; and why some were refused."""
+    leases = data.leases
+    ended = [lease for lease in leases if lease.ended_s is not None]
+    held: defaultdict[str, list[float]] = defaultdict(list)
+    for lease in ended:
+        held[lease.reason or "untold"].append((lease.ended_s or 0.0) - lease.granted_s)
+    return {
+        "granted": len(leases),
+        "open": len(leases) - len(ended),
+        "ended": {reason: len(times) for reason, times in sorted(held.items())},
+        "refused": dict(sorted(data.refusals.items())),
+        "taken_by": dict(sorted(data.takes.items())),
+        "held_s": describe(time for times in held.values() for time in times),
+        "held_s_by_end": {reason: describe(times) for reason, times in sorted(held.items())},
+        "blocks": describe(lease.num_blocks for lease in leases),
+    }
+
+
+def _get_by_turn(turns: Iterable[TurnStory]) -> list[dict[str, Any]]:
+    """Return means over all first turns, all second turns, and so on."""
+    by_number: defaultdict[int, list[TurnStory]] = defaultdict(list)
+    for turn in turns:
+        by_number[turn.record.turn].append(turn)
+    return [_describe_turns(number, by_number[number]) for number in sorted(by_number)]
+
+
+def _describe_turns(number: int, turns: Sequence[TurnStory]) -> dict[str, Any]:
+    tokens = _get_tokens(turns)
+    return {
+        "turn": number,
+        "count": len(turns),
+        "latency_s": _mean(turn.latency_s for turn in turns),
+        "queue_s": _mean(turn.record.queue_s for turn in turns),
+        "prompt_tokens": _mean(turn.record.prompt_tokens for turn in turns),
+        "hit_ratio": tokens["hit_ratio"],
+        "best_ratio": tokens["best_ratio"],
+        "preemptions": sum(turn.record.preemptions or 0 for turn in turns),
+    }
+
+
+def _get_growth(latency_s: Mapping[int, float], counts: Mapping[int, int] | None = None) -> Growth | None:
+    """Return T8/T1, or the same ratio for the last turn that half of the jobs reach."""
+    known = {number: value for number, value in latency_s.items() if value}
+    if 1 not in known:
+        return None
+    reached = [number for number in known if counts is None or counts.get(number, 0) * 2 >= counts.get(1, 0)]
+    last = GROWTH_TURN if GROWTH_TURN in reached else max(reached, default=1)
+    if last == 1:
+        return None
+    return Growth(last, known[last] / known[1])
+
+
+def _describe_job(job: JobStory, block_size: int) -> dict[str, Any]:
+    """Describe one job turn by turn."""
+    tokens = _get_tokens(job.turns)
+    return {
+        "job": job.job_id,
+        "turns": len(job.turns),
+        "job_s": job.duration_s,
+        "hit_ratio": tokens["hit_ratio"],
+        "best_ratio": tokens["best_ratio"],
+        "missed_tokens": _count_missed(job),
+        "turn_by_turn": [_describe_turn(turn, block_size) for turn in job.turns],
+    }
+
+
+def _describe_turn(turn: TurnStory, block_size: int) -> dict[str, Any]:
+    record, reusable = turn.record, turn.reusable_tokens
+    prompt, hit = record.prompt_tokens, record.hit_tokens
+    return {
+        "turn": record.turn,
+        "due_s": record.due_s,
+        "tool_s": turn.tool_s,
+        "queue_s": record.queue_s,
+        "latency_s": turn.latency_s,
+        "prompt_tokens": prompt,
+        "output_tokens": record.output_tokens,
+        "hit_tokens": hit,
+        "loaded_tokens": record.loaded_tokens,
+        "reusable_tokens": reusable,
+        "missed_tokens": turn.missed_tokens,
+        "hit_ratio": None if hit is None or not prompt else hit / prompt,
+        "reusable_ratio": None if reusable is None or not prompt else reusable / prompt,
+        "cause": get_cause(turn, block_size).value,
+        "lease_end": turn.lease.reason if turn.lease else None,
+        "preemptions": record.preemptions or 0,
+        "aborted": record.status != "ok",
+    }
+
+
+def _count_missed(job: JobStory) -> int:
+    return sum(turn.missed_tokens or 0 for turn in job.turns)
+
+
+def _get_queue_share(turns: Iterable[TurnStory]) -> float | None:
+    pairs = [(turn.record.queue_s, turn.latency_s) for turn in turns]
+    both = [(queue, latency) for queue, latency in pairs if queue is not None and latency is not None]
+    total = sum(latency for _, latency in both)
+    return sum(queue for queue, _ in both) / total if total else None
+
+
+def _get_latencies(report: Mapping[str, Any]) -> dict[int, float]:
+    return {row["turn"]: row["latency_s"] for row in report["by_turn"] if row["latency_s"] is not None}
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+# A diagnosis for each result record.
+
+
+def _summarise_results(source: str, records: Sequence[RunRecord], notes: list[str]) -> dict[str, Any]:
+    """Summarise all records of a file, with figures and diagnosis. Raises DataError if there are none."""
+    if not records:
+        raise DataError(f"{source}: holds no record")
+    light: dict[tuple[object, ...], RunRecord] = {}
+    stock = {_get_load(record): record for record in records if record.policy == "stock"}
+    for record in records:
+        known = light.get(_get_series(record))
+        if record.jps is not None and (known is None or record.jps < (known.jps or 0.0)):
+            light[_get_series(record)] = record
+    return {
+        "source": source,
+        "kind": "results",
+        "notes": notes,
+        "records": [
+            _describe(record, light.get(_get_series(record)), stock.get(_get_load(record)))
+            for record in records
+        ],
+    }
+
+
+def _get_series(record: RunRecord) -> tuple[object, ...]:
+    """Return the key of runs that differ only in load."""
+    return record.policy, record.gpu, record.model, record.workload
+
+
+def _get_load(record: RunRecord) -> tuple[object, ...]:
+    """Return the key of runs that differ only in policy."""
+    return tuple(getattr(record, name) for name in LABELS if name != "policy")
+
+
+def _count_turns(record: RunRecord) -> int:
+    """Count turns as the client did. If it did not, assume equal jobs."""
+    return record.turns.ok or (record.jobs or 0) * len(record.by_turn)
+
+
+def _get_best_share(record: RunRecord) -> float | None:
+    """Return the share of prompt tokens that were hit or could have been hit."""
+    hit, recomputed = record.hit_tokens, record.recomputed_tokens
+    if not record.prompt_tokens or hit is None or recomputed is None:
+        return None
+    return min(1.0, (hit + recomputed) / record.prompt_tokens)
+
+
+def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | None) -> dict[str, Any]:
+    latency_s, num_turns = record.get_turn_latencies(), _count_turns(record)
+    growth = _get_growth(latency_s)
+    prompt, hit, preemptions = record.prompt_tokens, record.hit_tokens, record.preemptions
+    hit_ratio = hit / prompt if prompt and hit is not None else None
+    job_s = get_stat(record.job_s, "mean")
+    evidence = Evidence(
+        latency_s=latency_s,
+        last_turn=growth.turn if growth else None,
+        num_turns=num_turns,
+        num_preemptions=preemptions,
+        hit_share=hit_ratio,
+        best_share=_get_best_share(record),
+        num_moved_tokens=(record.loaded_tokens or 0) + (record.stored_tokens or 0),
+        light_first_s=light.get_turn_latencies().get(1)
+        if light is not None and light is not record
+        else None,
+        policy=record.policy,
+        job_s=job_s,
+        stock_job_s=get_stat(stock.job_s, "mean") if stock is not None and stock is not record else None,
+    )
+    return {
+        "labels": _get_labels(record),
+        "jobs": record.jobs,
+        "job_s": job_s,
+        "p95_job_s": get_stat(record.job_s, "p95"),
+        "prompt_tokens": prompt,
+        "hit_tokens": hit,
+        "recomputed_tokens": record.recomputed_tokens,
+        "preemptions": preemptions,
+        "loaded_tokens": record.loaded_tokens,
+        "stored_tokens": record.stored_tokens,
+        "hit_ratio": hit_ratio,
+        "best_ratio": _get_best_share(record),
+        "preemptions_per_turn": preemptions / num_turns if preemptions is not None and num_turns else None,
+        "latency_s": {str(number): value for number, value in latency_s.items()},
+        "growth": growth._asdict() if growth else None,
+        "diagnosis": [asdict(finding) for finding in diagnose(evidence)],
+    }
+
+
+# All of it as text: tables of at most 100 characters width, and the diagnosis.
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """Format the report on one file."""
+    body = _format_results(report) if report["kind"] == "results" else _format_run(report)
+    notes = [f"note: {note}" for note in report["notes"]]
+    return "\n".join([f"{report['source']} ({report['kind']})", *notes, *body])
+
+
+def _format_run(report: Mapping[str, Any]) -> list[str]:
+    lines = _format_head(report)
+    lines += ["", "Per turn, means:", *_format_per_turn(report["by_turn"])]
+    if report["causes"]:
+        lines += ["", "Why tokens of the turn before were computed again:", *_format_causes(report)]
+    if report.get("parted"):
+        lines += ["", *_format_parted(report["parted"])]
+    if reasons := _format_reasons(report["leases"]):
+        lines += ["", "What became of leases, and why:", *reasons]
+    for job in report["jobs_shown"]:
+        lines += ["", *_format_job(job)]
+    return [*lines, "", "Diagnosis:", *_format_findings(report["diagnosis"])]
+
+
+def _format_head(report: Mapping[str, Any]) -> list[str]:
+    jobs, turns, tokens, growth = (report[name] for name in ("jobs", "turns", "tokens", "growth"))
+    rows = [("what", ", ".join(f"{name} {value}" for name, value in report["labels"].items()))]
+    rows += [
+        ("jobs", _say_counts(jobs, ("finished", "aborted", "unfinished"))),
+        ("job time", _format_times(report["job_s"])),
+        ("turns", _say_counts(turns, ("aborted",)) + f", {_n(report['preemptions'])} preemptions"),
+        ("turn time", _format_times(report["latency_s"])),
+        ("queue", _format_times(report["queue_s"])),
+        ("ttft", _format_times(report["ttft_s"])),
+        ("tool calls", _format_times(report["tool_s"])),
+    ]
+    if growth:
+        rows.append((f"T{growth['turn']}/T1", f"{growth['ratio']:.2f}"))
+    if tokens["turns"]:
+        rows += [("hit ratio", _format_ratio(tokens)), ("prefill", _format_savings(tokens))]
+    rows += [("leases", _format_leases(report["leases"])), ("held", _format_held(report["leases"]))]
+    rows += [("engine", _format_engine(report))]
+    return [line for name, text in rows if text for line in _wrap(f"  {name:<11}", text)]
+
+
+def _wrap(label: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label))
+
+
+def _say_counts(counts: Mapping[str, int], names: Iterable[str]) -> str:
+    return f"{_n(counts['total'])}: " + ", ".join(f"{_n(counts[name])} {name}" for name in names)
+
+
+def _format_ratio(tokens: Mapping[str, Any]) -> str:
+    hit, best = _p(tokens["hit_ratio"]), _p(tokens["best_ratio"])
+    return f"{hit} of {_n(tokens['prompt'])} prompt tokens; {best} at best"
+
+
+def _format_savings(tokens: Mapping[str, Any]) -> str:
+    loaded = f" ({_n(tokens['loaded'])} of them loaded from a tier)" if tokens["loaded"] else ""
+    return (
+        f"{_n(tokens['hit'])} tokens saved{loaded}, {_n(tokens['computed'])} computed, "
+        f"{_n(tokens['missed'])} of these for the second time"
+    )
+
+
+def _format_leases(leases: Mapping[str, Any]) -> str:
+    if not leases["granted"]:
+        return ""
+    ends = [f"{why} {_n(count)}" for why, count in leases["ended"].items()]
+    still = [f"{_n(leases['open'])} with no end in these records"] if leases["open"] else []
+    return f"{_n(leases['granted'])} granted; " + ", ".join([*ends, *still])
+
+
+def _format_reasons(leases: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (what, why, _n(count), WORDS[what].get(why, ""))
+        for what, name in (("not granted", "refused"), ("taken back", "taken_by"), ("ended", "ended"))
+        for why, count in sorted(leases[name].items(), key=lambda item: -item[1])
+    ]
+    return format_table(("leases", "reason", "times", "that is"), rows, left=(0, 1, 3)) if rows else []
+
+
+def _format_held(leases: Mapping[str, Any]) -> str:
+    parts = [
+        f"{why} p50 {_s(times['p50'])} p95 {_s(times['p95'])}"
+        for why, times in leases["held_s_by_end"].items()
+    ]
+    return ("; ".join(parts) + f"; {_n(leases['blocks']['p50'])} blocks (median)") if parts else ""
+
+
+def _format_engine(report: Mapping[str, Any]) -> str:
+    names = [("num_running", "running"), ("num_running_turns", "running"), ("num_waiting", "waiting"),
+             ("num_waiting_turns", "waiting"), ("num_free_blocks", "free blocks"),
+             ("num_retained_blocks", "leased blocks"), ("num_leased_blocks", "leased blocks")]  # fmt: skip
+    seen = [(label, report["engine"][name]) for name, label in names if name in report["engine"]]
+    parts = [
+        f"{label} mean {gauge['mean']:.1f}, {gauge['min']:g} to {gauge['max']:g}" for label, gauge in seen
+    ]
+    if report["step_s"]["p50"] is not None:
+        parts.append(f"step p50 {_s(report['step_s']['p50'])} p95 {_s(report['step_s']['p95'])}")
+    return "; ".join(parts)
+
+
+def _format_per_turn(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    shown = [
+        (row["turn"], row["count"], _s(row["latency_s"]), _s(row["queue_s"]), _n(row["prompt_tokens"]),
+         _p(row["hit_ratio"]), _p(row["best_ratio"]), _n(row["preemptions"]))
+        for row in rows[:_MAX_TURN_ROWS]
+    ]  # fmt: skip
+    lines = format_table(("turn", "count", "latency", "queue", "prompt", "hit", "best", "preempted"), shown)
+    left = len(rows) - _MAX_TURN_ROWS
+    return [*lines, f"  … and {left} more turns (--json has all)"] if left > 0 else lines
+
+
+def _format_parted(parted: Mapping[str, Any]) -> list[str]:
+    jobs = ", ".join(parted["jobs"])
+    return [
+        f"{_n(parted['turns'])} turns of {_n(parted['num_jobs'])} jobs change text of the job's last prompt, "
+        "so all behind it is computed again.",
+        f"Most of these prompts ({_n(parted['turns_there'])}) part at about token {_n(parted['at_tokens'])}. "
+        f"Look there for a date, a counter or a billing line. Jobs: {jobs}",
+    ]
+
+
+def _format_causes(report: Mapping[str, Any]) -> list[str]:
+    total = sum(row["tokens"] for row in report["causes"].values()) or 1
+    meanings = {cause.value: cause.meaning for cause in Cause}
+    rows = [
+        (cause, _n(row["turns"]), _n(row["tokens"]), _p(row["tokens"] / total), meanings[cause])
+        for cause, row in report["causes"].items()
+    ]
+    lines = format_table(("cause", "turns", "tokens", "share", "that is"), rows, left=(0, 4))
+    cut = [f"{group} {_n(number)}" for group, number in report["short_groups"].items()]
+    # Other jobs' prefixes count here too, so the sum may be larger than the cause's.
+    return (
+        [
+            *lines,
+            f"tokens that another layer group still had, by the group that ended the hit: {', '.join(cut)}",
+        ]
+        if cut
+        else lines
+    )
+
+
+def _format_job(job: Mapping[str, Any]) -> list[str]:
+    why = f" ({job['shown_because']})" if "shown_because" in job else ""
+    rows = [
+        (
+            turn["turn"],
+            *(_s(turn[name]) for name in ("tool_s", "queue_s", "latency_s")),
+            *(_n(turn[name]) for name in ("prompt_tokens", "hit_tokens")),
+            *(_p(turn[name]) for name in ("hit_ratio", "reusable_ratio")),
+            _n(turn["missed_tokens"]),
+            "" if turn["cause"] == "none" else turn["cause"],
+        )
+        for turn in job["turn_by_turn"]
+    ]
+    columns = ("turn", "tool", "queue", "latency", "prompt", "hit", "hit", "reusable", "missed", "because")
+    return [f"Job {show_id(job['job'])}{why}: {_s(job['job_s'])}", *format_table(columns, rows, left=(9,))]
+
+
+def _format_results(report: Mapping[str, Any]) -> list[str]:
+    cells = sorted(report["records"], key=_get_place)
+    labels = ["policy", "gpu", "workload", "jps"]
+    if len({str(cell["labels"].get("seed")) for cell in cells}) > 1:
+        labels.append("seed")
+    rows = [(*(_show_label(cell, name) for name in labels), *_format_cell(cell)) for cell in cells]
+    head = (*labels, "job time", "T1", "T2", "T8", "T8/T1", "hit", "diagnosis")
+    lines = format_table(head, rows, left=(0, 1, 2, len(head) - 1))
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for cell in cells:
+        name = ", ".join(f"{label} {_show_label(cell, label)}" for label in cell["labels"])
+        name = f"{name}: " if len(cells) > 1 else ""
+        for finding in cell["diagnosis"]:
+            kind = finding["mode"], finding["means"], finding["do"]
+            found.setdefault(kind, []).append(f"{name}{finding['seen']}")
+    for (mode, means, do), seen in found.items():
+        # The meaning and the advice are the same for all of them, so they are printed once.
+        lines += ["", f"{mode.upper()}, in {len(seen)} of {len(cells)}:"]
+        for label, text in (("means", means), ("do", do), *(("seen", each) for each in seen)):
+            lines += _wrap(f"    {label:<6}", text)
+    if not found:
+        lines += ["", "Diagnosis:", f"  {_NOTHING}"]
+    return lines
+
+
+def _get_place(cell: Mapping[str, Any]) -> tuple[tuple[float, str], ...]:
+    """Return a cell's sort key: the load comes first, so that policies under the same load are neighbours."""
+    values = (cell["labels"].get(name, "") for name in ("workload", "gpu", "model", "jps", "policy", "seed"))
+    return tuple((value, "") if isinstance(value, int | float) else (0.0, str(value)) for value in values)
+
+
+def _format_cell(cell: Mapping[str, Any]) -> tuple[str, ...]:
+    latencies, growth = cell["latency_s"], cell["growth"]
+    last = latencies[str(growth["turn"])] if growth else None
+    times = (cell["job_s"], latencies.get("1"), latencies.get("2"), last)
+    modes = ", ".join(finding["mode"] for finding in cell["diagnosis"])
+    return *map(_s, times), f"{growth['ratio']:.1f}" if growth else "–", _p(cell["hit_ratio"]), modes
+
+
+def _show_label(cell: Mapping[str, Any], name: str) -> str:
+    return show_id(str(cell["labels"].get(name, "–")))
+
+
+def _format_findings(findings: Sequence[Mapping[str, str]]) -> list[str]:
+    if not findings:
+        return [f"  {_NOTHING}"]
+    lines = []
+    for finding in findings:
+        lines.append(f"  {finding['mode'].upper()}")
+        for label in ("seen", "means", "do"):
+            lines += _wrap(f"    {label:<6}", finding[label])
+    return lines
+
+
+def format_table(
+    head: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[int] = ()
+) -> list[str]:
+    """Format a table with columns as wide as needed.
+
+    Columns in `left` are left-aligned, others right-aligned.
+    """
+    cells = [[str(value) for value in row] for row in (head, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    return [
+        "  "
+        + "  ".join(
+            text.ljust(width) if column in left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def show_id(job_id: str) -> str:
+    """Format a job's id on one line. Ids that the driver makes up begin with a tab."""
+    return job_id if job_id.isprintable() else repr(job_id)[1:-1]
+
+
+def _format_times(times: Mapping[str, float | None]) -> str:
+    if times["mean"] is None:
+        return ""
+    return ", ".join(f"{name} {_s(value)}" for name, value in times.items())
+
+
+def _s(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{seconds * 1000:.0f} ms"
+
+
+def _n(number: float | None) -> str:
+    return "–" if number is None else f"{round(number):,}"
+
+
+def _p(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"

@@ -1,0 +1,266 @@
+"""What a chart can say: panels of marks, their axes, the words around them. `draw.py` draws it.
+
+Policies and states have a palette each. Within a palette any two colours differ by 25 or more (CIELAB) for
+usual and for colour-blind eyes, by the model of G. Machado and others, "A Physiologically-based Model for
+Simulation of Color Vision Deficiency" (2009). Each stands out from its background by 3 to 1; `free` is quiet
+on purpose. No colour is in both palettes. The tests check all of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from tenuto.report.html.words import MAX_NAME, format_seconds, shorten
+
+POLICIES_LIGHT = {
+    "p0": "#888f97", "p1": "#2095df", "p2": "#d47a1c", "p3": "#005540",
+    "p4": "#780174", "p5": "#8f642d", "p6": "#5e00c3",
+}  # fmt: skip
+POLICIES_DARK = {
+    "p0": "#7c7c7c", "p1": "#79d4fa", "p2": "#f84b00", "p3": "#98c699",
+    "p4": "#b740b1", "p5": "#f1e079", "p6": "#a446ee",
+}  # fmt: skip
+
+TURN_STATES = ("queue", "wait", "prefill", "decode", "tool", "failed")
+BLOCK_STATES = ("running", "leased", "cached", "free", "host", "disk")
+"""The states of turns and those of blocks are never in one picture."""
+STATES_LIGHT = {
+    "queue": "#a98c07", "wait": "#850ea9", "prefill": "#7a2b00", "decode": "#199dba", "tool": "#464658",
+    "failed": "#e0666b", "running": "#316077", "leased": "#f45b17", "cached": "#4d4920", "free": "#c3c9d0",
+    "host": "#8e5cf7", "disk": "#a48b6f",
+}  # fmt: skip
+STATES_DARK = {
+    "queue": "#f3da9f", "wait": "#bb73fc", "prefill": "#d75e67", "decode": "#3189a8", "tool": "#bed4e1",
+    "failed": "#df2220", "running": "#3ff7fa", "leased": "#c84d1a", "cached": "#d3e99d", "free": "#4a535d",
+    "host": "#0485ff", "disk": "#a5866c",
+}  # fmt: skip
+
+LIGHT = {
+    "fg": "#1b1f24", "soft": "#59626c", "grid": "#d5d9de", "bg": "#fefefe", "link": "#0062a3",
+    **POLICIES_LIGHT, **STATES_LIGHT,
+}  # fmt: skip
+DARK = {
+    "fg": "#e8ebee", "soft": "#a9b2bc", "grid": "#3a424b", "bg": "#14181d", "link": "#7cc0f5",
+    **POLICIES_DARK, **STATES_DARK,
+}  # fmt: skip
+"""The same names; every colour of LIGHT is different, as the page tells them apart by it."""
+
+BASELINE = "stock"
+"""The baseline of everything but `tenuto ab`, which names its own."""
+FAULT_MARK = " !"
+"""Added to a policy's label if some of its hooks failed in a run."""
+Dashes = tuple[float, Sequence[float]]
+"""A line's dashes: offset, and lengths of dashes and gaps."""
+SOLID: Dashes = (0, ())
+_MARKERS = "oXs^DPv*<>h"
+_DASHES: tuple[Dashes, ...] = (SOLID, (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1, 1.5)))
+
+
+class Look(NamedTuple):
+    """How one policy is drawn, everywhere: never by colour alone."""
+
+    label: str
+    color: str
+    """As in LIGHT."""
+    marker: str = "o"
+    dashes: Dashes = SOLID
+    key: str = "A"
+    """A letter for places where the label does not fit."""
+    is_baseline: bool = False
+
+
+Looks = Mapping[str, Look]
+"""By policy."""
+
+
+def make_looks(policies: Sequence[str], faulty: Collection[str] = ()) -> dict[str, Look]:
+    """Make a look for each policy, in order, with distinct labels.
+
+    The label of a policy in `faulty`, whose hooks failed, ends in `FAULT_MARK`.
+    """
+    looks: dict[str, Look] = {}
+    labels: set[str] = set()
+    # The first look is reserved for the baseline, even if it did not run.
+    first = 0 if BASELINE in policies else 1
+    for index, policy in enumerate(policies, first):
+        mark = FAULT_MARK if policy in faulty else ""
+        label, number = shorten(policy, MAX_NAME - len(mark)), 2
+        while label in labels:
+            label, number = f"{shorten(policy)} ({number})", number + 1
+        labels.add(label)
+        round_, letter = divmod(index - first, 26)
+        looks[policy] = Look(
+            label=label + mark,
+            color=f"p{index % len(POLICIES_LIGHT)}",
+            marker=_MARKERS[index % len(_MARKERS)],
+            dashes=_DASHES[index % len(_DASHES)],
+            key=chr(ord("A") + letter) + (str(round_ + 1) if round_ else ""),
+            is_baseline=policy == BASELINE,
+        )
+    return looks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A policy's values: a curve, or one row of a panel of rows."""
+
+    look: Look
+    at: Sequence[float]
+    """Where each value stands on the other axis."""
+    values: Sequence[float]
+    ranges: Sequence[tuple[float, float]] = ()
+    """Whiskers: from where to where, for each value."""
+    bands: Sequence[tuple[float, float]] = ()
+    """A shade beside the curve, or a bar in the row."""
+    unproved: Sequence[bool] = ()
+    """Which values get a light centre."""
+    every: int = 1
+    """A marker at every so many of the values."""
+
+
+class Area(NamedTuple):
+    """The share of a state in a stack."""
+
+    state: str
+    at: Sequence[float]
+    lows: Sequence[float]
+    highs: Sequence[float]
+
+
+class Trace(NamedTuple):
+    """A state's amount over time."""
+
+    state: str
+    at: Sequence[float]
+    values: Sequence[float]
+
+
+class Bars(NamedTuple):
+    """Bars of one kind, each from one value to another in a row."""
+
+    color: str
+    label: str
+    """In the legend; none if empty."""
+    spans: Sequence[tuple[int, float, float]]
+    """Row, start and end."""
+    height: float
+    """Of a row."""
+
+
+Fill = Literal["full", "left", "none"]
+
+
+class Rings(NamedTuple):
+    """Rings in rows, filled, half filled or empty."""
+
+    label: str
+    fill: Fill
+    points: Sequence[tuple[float, int]]
+    """Value and row."""
+
+
+Mark = Series | Area | Trace | Bars | Rings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis. Without ends it reaches from 0 over all values, or is logarithmic where they differ widely."""
+
+    label: str = ""
+    write: Callable[[float], str] = "{:g}".format
+    """How a value is written on it."""
+    ends: tuple[float, float] | None = None
+    places: Mapping[float, str] = field(default_factory=dict)
+    """Names that stand on it instead of numbers."""
+    is_whole: bool = False
+    """It has whole numbers only."""
+
+
+TIME = Axis(write=format_seconds)
+
+
+def stretch(values: Sequence[float], least: float) -> tuple[float, float]:
+    """Both ends of an axis on which all values are seen, with some room beside them."""
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low) or least
+    return low - margin, high + margin
+
+
+class Reference(NamedTuple):
+    """A line at a value with which the others are compared."""
+
+    value: float
+    label: str = ""
+    """Written beside the panel."""
+    color: str = "p0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Marks between two axes."""
+
+    marks: Sequence[Mark]
+    x: Axis
+    y: Axis
+    title: str = ""
+    height: float = 2.8
+    """In inches."""
+    has_rows: bool = False
+    """`y` has rows, the first one on top, and the values of series run along `x`."""
+    reference: Reference | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A square of a map."""
+
+    texts: tuple[str, ...]
+    """The same from long to short; the first that has room is written."""
+    note: str
+    """A second line."""
+    color: str
+    shade: float
+    """How opaque it is, from 0 to 1."""
+    edge: Dashes = SOLID
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A map of tiles, rows by columns. Where the screen is narrow, the longer side goes down the page."""
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    label: str
+    """What the columns are."""
+    tiles: Mapping[tuple[int, int], Tile]
+    """By row and column."""
+    keys: Mapping[str, str]
+    """What the short texts stand for; shown unless all long ones have room."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers as text."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One picture and what stands around it."""
+
+    name: str
+    """For files and ids; unique in a report."""
+    title: str
+    """The main message of the chart."""
+    caption: str = ""
+    """How to read the chart; also used as its text alternative."""
+    panels: Sequence[Panel | Grid]
+    table: Table = Table((), ())
+    columns: int = 3
+    """So many panels side by side where the screen is wide."""
+    mark: str = ""
+    """Written into the picture: what its numbers come from, if not from a real machine."""

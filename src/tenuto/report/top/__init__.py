@@ -1,1 +1,0 @@
-"""`tenuto top`: a live view of a server, from its `/metrics` alone."""
