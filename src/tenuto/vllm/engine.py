@@ -15,6 +15,7 @@ from tenuto.vllm.compat.scheduler import (
     get_num_cached_tokens,
     get_own_cached_blocks,
     has_content,
+    reads_cache,
     try_take_blocks,
 )
 
@@ -33,7 +34,6 @@ class VllmEngine:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._pool = scheduler.kv_cache_manager.block_pool
         self._block_size = get_block_size(scheduler)
         self._leased: LeasedBlocks = scheduler.leased_blocks
         self.hash_block_size = int(scheduler.hash_block_size)
@@ -51,8 +51,8 @@ class VllmEngine:
         return EngineView(
             now_s=now_s,
             block_size=self._block_size,
-            num_blocks=self._pool.num_gpu_blocks - 1,
-            num_free_blocks=self._pool.get_num_free_blocks(),
+            num_blocks=self._leased.num_blocks,
+            num_free_blocks=self._leased.get_num_free_blocks(),
             num_running=num_running,
             num_waiting=num_waiting - num_parked,
             max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
@@ -64,7 +64,7 @@ class VllmEngine:
 
     def get_num_free_blocks(self) -> int:
         """Number of blocks that an allocation could take now."""
-        return int(self._pool.get_num_free_blocks())
+        return self._leased.get_num_free_blocks()
 
     def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
         """Cached blocks of a finishing request."""
@@ -74,14 +74,14 @@ class VllmEngine:
             self._finishing = turn_id, found
             return found
         self._cache_ends(request)
-        if request.skip_reading_prefix_cache:
+        if not reads_cache(request):
             return []
         return self._find(request.block_hashes, request.num_tokens - 1)
 
     def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[list[Any], int]:
         """All groups' blocks of a prefix of a running request, and its tokens."""
         request = self._scheduler.requests[turn_id]
-        if request.skip_reading_prefix_cache:
+        if not reads_cache(request):
             return [], 0
         found = self._find(request.block_hashes, max_tokens)
         return found, found.num_tokens

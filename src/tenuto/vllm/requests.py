@@ -11,7 +11,7 @@ from tenuto.core.jobs import UNVERIFIED, Arrival, Finish
 from tenuto.core.requests import Hints, parse_hints
 from tenuto.core.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
-from tenuto.vllm.compat.scheduler import get_end, has_release_hint
+from tenuto.vllm.compat.scheduler import get_end, get_session_id, has_release_hint
 from tenuto.vllm.tenants import TenantVerifier
 
 logger = logging.getLogger("vllm.tenuto")
@@ -29,8 +29,7 @@ def describe(request: Any, tenants: TenantVerifier) -> Arrival:
     params, num_prompt_tokens = request.sampling_params, request.num_prompt_tokens
     fields = tenants.read(None if params is None else params.extra_args)
     # What cannot be verified runs as in stock: it shares no job with anybody, and keeps nothing.
-    session_id = getattr(request, "session_id", None)
-    hints = Hints(tenant=UNVERIFIED) if fields is None else parse_hints(fields, session_id)
+    hints = Hints(tenant=UNVERIFIED) if fields is None else parse_hints(fields, get_session_id(request))
     plain = params is not None and request.prompt_token_ids is not None
     if fields is None or not plain or request.has_encoder_inputs or request.resumable:
         outside = dataclasses.replace(OUTSIDE, tenant=hints.tenant)

@@ -58,16 +58,13 @@ cost of a step even with 10,000 leases."""
 class _DrivenScheduler(PrivateHooks):
     """A vLLM scheduler with a driver; mixed into vLLM's synchronous and asynchronous scheduler below."""
 
-    # vLLM's own attributes that we use (see ATTRIBUTES).
+    # vLLM's own attributes.
     requests: dict[str, Any]
     running: list[Any]
     waiting: Any
-    policy: Any
     max_num_scheduled_tokens: int
-    scheduler_config: Any
     hash_block_size: int
     get_request_counts: Any
-    kv_cache_manager: Any
 
     _hooks: Any = None
     _was_cut = True
@@ -100,8 +97,7 @@ class _DrivenScheduler(PrivateHooks):
         self.short_hits = ShortHits(self)
         self._metrics.watch_tenants(self.tenants)
         self._metrics.watch_groups(self.short_hits.names.values())
-        pool = self.kv_cache_manager.block_pool
-        self.leased_blocks = LeasedBlocks(pool, lambda: self.driver.limits.always_yield)
+        self.leased_blocks = LeasedBlocks(self, lambda: self.driver.limits.always_yield)
         self.tier = _find_tier(self, settings, policy)
         if self.tier is not None:
             self._metrics.watch_tier(self.tier)

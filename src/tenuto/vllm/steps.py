@@ -77,7 +77,6 @@ class StepTracer:
                 }
             )
         started = {*new, *resumed}
-        pool = scheduler.kv_cache_manager.block_pool
         num_running, num_waiting = scheduler.get_request_counts()
         driver = scheduler.driver
         self._trace.write(
@@ -87,8 +86,8 @@ class StepTracer:
                 "num_in_flight": self._num_in_flight,
                 "num_running": num_running,
                 "num_waiting": num_waiting,
-                "num_free_blocks": pool.get_num_free_blocks(),
-                "num_cached_blocks": count_cached_blocks(pool),
+                "num_free_blocks": scheduler.leased_blocks.get_num_free_blocks(),
+                "num_cached_blocks": count_cached_blocks(scheduler),
                 "num_retained_blocks": 0 if driver.is_shadow else driver.get_num_leased_blocks(),
                 "num_retained_jobs": 0 if driver.is_shadow else len(driver.leases),
                 **_count_tier_blocks(scheduler),

@@ -398,6 +398,30 @@ class PrimaryManager(HostManagerHooks, CPUPrimaryTierOffloadingManager):  # type
         return found if found is not None and found.keys_to_store else None
 
 
+def get_tensors(kv_caches: Any) -> list[tuple[Any, int]]:
+    """The tensors of a worker's KV cache, of all layers, with the bytes of one block in each."""
+    return [(each.tensor, each.page_size_bytes) for each in kv_caches.tensors]
+
+
+def get_group_layers(kv_caches: Any) -> list[list[int]]:
+    """Of each layer group, where its layers are among the tensors."""
+    return [[each.tensor_idx for each in group] for group in kv_caches.group_data_refs]
+
+
+def get_copied_blocks(spec: Any) -> list[tuple[int, Any]]:
+    """Of each layer group, the request's number of the first block that a copy moves, and the blocks' ids."""
+    found, first = [], 0
+    for number, index in zip(spec.group_sizes, spec.block_indices, strict=True):
+        found.append((index, spec.block_ids[first : first + number]))
+        first += number
+    return found
+
+
+def get_copied_chunks(spec: Any) -> Any:
+    """The ids of the chunks that a copy moves, of all layer groups in a row."""
+    return spec.block_ids
+
+
 class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
     """A tier behind host memory."""
 
@@ -593,10 +617,9 @@ class ConnectorPort:
     GPU's blocks with that content.
     """
 
-    def __init__(self, connector: Any, pool: Any) -> None:
-        """`pool`: the GPU's blocks."""
+    def __init__(self, connector: Any, scheduler: Any) -> None:
         self._connector = connector
-        self._pool = pool
+        self._pool = scheduler.kv_cache_manager.block_pool
         self._scheduler = connector.connector_scheduler
         check_connector(self._scheduler)
         self._manager: Any = self._scheduler.manager
@@ -619,6 +642,8 @@ class ConnectorPort:
         self._loads: dict[str, Copy] = {}
         """Loads of ours that the workers have not reported yet; after a reset vLLM knows them no more."""
         self._take_reports()
+        if scheduler.connector is not connector:
+            self._watch_loads_of_others(scheduler.connector)
 
     # Requests.
 
@@ -651,14 +676,12 @@ class ConnectorPort:
 
         self._connector.get_num_new_matched_tokens = get_num_new_matched_tokens
 
-    def watch_loads_of_others(self, whole: Any) -> None:
+    def _watch_loads_of_others(self, whole: Any) -> None:
         """Let stores that read blocks come before another connector's load into them.
 
         `whole`: the scheduler's connector. vLLM's MultiConnector tells only the connector that loads of the
         blocks, and a request that waits for its load is in no step, where the others would see it.
         """
-        if whole is self._connector:
-            return
         tell = whole.update_state_after_alloc
 
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:

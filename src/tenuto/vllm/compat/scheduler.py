@@ -155,6 +155,16 @@ def has_release_hint(request: Any) -> bool:
     return any(str(getattr(each, "action_type", "")).lower() == "release" for each in actions)
 
 
+def get_session_id(request: Any) -> str | None:
+    """The session that vLLM itself knows of a request, since 0.31."""
+    return getattr(request, "session_id", None)
+
+
+def reads_cache(request: Any) -> bool:
+    """Whether a request may hit what is cached."""
+    return not request.skip_reading_prefix_cache
+
+
 def has_content(block: Any, block_hash: Any) -> bool:
     """Whether a block holds the content with this hash."""
     return block.block_hash is not None and get_block_hash(block.block_hash) == block_hash
@@ -243,9 +253,9 @@ def count_missing_blocks(scheduler: Any, request: Any, num_new_tokens: int, kwar
     return int(wanted - manager.block_pool.get_num_free_blocks())
 
 
-def count_cached_blocks(pool: Any) -> int:
+def count_cached_blocks(scheduler: Any) -> int:
     """Number of distinct block contents in the prefix cache."""
-    return len(pool.cached_block_hash_to_block)
+    return len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
 
 
 def get_hit_tokens(request: Any) -> tuple[int, int]:
@@ -364,9 +374,13 @@ def try_take_blocks(scheduler: Any, request_id: str, blocks: list[Any]) -> bool:
 class LeasedBlocks:
     """The references of leases to blocks of one vLLM block pool, and how many blocks only leases hold."""
 
-    def __init__(self, pool: Any, do_yield: Callable[[], bool]) -> None:
+    def __init__(self, scheduler: Any, do_yield: Callable[[], bool]) -> None:
         """`do_yield`: whether leases always yield now. If not, the reported usage is vLLM's own."""
-        self._pool = pool
+        pool = scheduler.kv_cache_manager.block_pool
+        self.num_blocks = int(pool.num_gpu_blocks) - 1
+        """Blocks that the pool has; the first one holds no tokens, and does not count."""
+        self.get_num_free_blocks: Callable[[], int] = pool.get_num_free_blocks
+        """How many blocks an allocation could take now."""
         self._do_yield = do_yield
         self._leased = BlockRefCounts()
         self._in_use: set[Hashable] = set()
@@ -412,13 +426,11 @@ class LeasedBlocks:
 
     def get_usage(self) -> float:
         """Share of the KV cache, from 0 to 1, that something else than yielding leases uses."""
-        # Block 0 of the pool holds no tokens.
-        num_blocks = self._pool.num_gpu_blocks - 1
-        if not num_blocks or not self._do_yield():
+        if not self.num_blocks or not self._do_yield():
             return float(self._get_vllm_usage())
         # A difference of two shares would not be 0 on an idle engine, but 5e-17.
-        num_used = num_blocks - self._pool.get_num_free_blocks() - self.count_idle()
-        return float(max(0, num_used) / num_blocks)
+        num_used = self.num_blocks - self.get_num_free_blocks() - self.count_idle()
+        return float(max(0, num_used) / self.num_blocks)
 
     # vLLM calls these in place of its own.
 

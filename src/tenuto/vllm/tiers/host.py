@@ -36,9 +36,7 @@ def try_make_tier(scheduler: Any, settings: Settings, policy: Policy, clock: Any
     connector = find_connector(scheduler)
     if connector is None:
         return None
-    port = ConnectorPort(connector, scheduler.kv_cache_manager.block_pool)
-    port.watch_loads_of_others(scheduler.connector)
-    return HostTier(scheduler, port, settings, policy, clock)
+    return HostTier(scheduler, ConnectorPort(connector, scheduler), settings, policy, clock)
 
 
 class HostTier:
@@ -217,10 +215,9 @@ class HostTier:
 
     def _try_clean(self) -> None:
         """Reset the GPU's cache if nothing but leases is in the way."""
-        scheduler = self._scheduler
-        pool = scheduler.kv_cache_manager.block_pool
-        if pool.get_num_free_blocks() + scheduler.leased_blocks.count_idle() == pool.num_gpu_blocks - 1:
-            scheduler.reset_prefix_cache()
+        leased = self._scheduler.leased_blocks
+        if leased.get_num_free_blocks() + leased.count_idle() == leased.num_blocks:
+            self._scheduler.reset_prefix_cache()
 
     def _get_turn(self, request_id: str) -> Turn | None:
         return self._scheduler.driver.get_turn(request_id) if self._is_followed else None

@@ -21,14 +21,23 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from tenuto.vllm.compat.offload import DiskSpecBase, HostSpecBase, OffloadingWorker, TransferResult
+from tenuto.vllm.compat.offload import (
+    DiskSpecBase,
+    HostSpecBase,
+    OffloadingWorker,
+    TransferResult,
+    get_copied_blocks,
+    get_copied_chunks,
+    get_group_layers,
+    get_tensors,
+)
 
 logger = logging.getLogger("vllm.tenuto")
 
@@ -278,25 +287,18 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         """
         self._blocks_per_chunk = blocks_per_chunk
         self._memory = memory
-        caches: list[Array] = []
-        hosts: list[Array] = []
         self._tensors: list[torch.Tensor] = []
-        for each in kv_caches.tensors:
-            page = each.page_size_bytes
-            cache = each.tensor.view(torch.int8)
-            num_bytes = page * blocks_per_chunk
+        arrays: list[tuple[Array, Array]] = []
+        for tensor, page in get_tensors(kv_caches):
+            cache, num_bytes = tensor.view(torch.int8), page * blocks_per_chunk
             if memory is None:
                 host = torch.zeros((num_chunks, num_bytes), dtype=torch.int8)
             else:
                 host = memory.create_next_worker_view(num_bytes)
             self._tensors += [cache, host]
-            caches.append(cache.numpy())
-            hosts.append(host.unflatten(1, (blocks_per_chunk, page)).numpy())
+            arrays.append((cache.numpy(), host.unflatten(1, (blocks_per_chunk, page)).numpy()))
         # A group's layers; a layer's padding at the end of each page is copied too.
-        self._layers = [
-            [(caches[ref.tensor_idx], hosts[ref.tensor_idx]) for ref in refs]
-            for refs in kv_caches.group_data_refs
-        ]
+        self._layers = [[arrays[number] for number in group] for group in get_group_layers(kv_caches)]
         self._copies = copies or Copies()
         self._failed_loads: set[int] = set()
 
@@ -336,18 +338,17 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
     def _make_job(self, job_id: int, gpu: Any, host: Any, *, is_load: bool) -> Job:
         """The rows of one job. `gpu`: blocks by layer group; `host`: the chunks of all groups in a row."""
         parts: list[Part] = []
-        first_block = first_chunk = 0
-        groups: Sequence[tuple[int, int]] = list(zip(gpu.group_sizes, gpu.block_indices, strict=True))
-        for layers, (num_blocks, index) in zip(self._layers, groups, strict=True):
+        first_chunk, size, all_chunks = 0, self._blocks_per_chunk, get_copied_chunks(host)
+        for layers, (index, blocks) in zip(self._layers, get_copied_blocks(gpu), strict=True):
+            num_blocks = len(blocks)
             if not num_blocks:
                 continue
-            blocks = gpu.block_ids[first_block : first_block + num_blocks]
-            num_chunks = -(-(index % self._blocks_per_chunk + num_blocks) // self._blocks_per_chunk)
-            chunks = host.block_ids[first_chunk : first_chunk + num_chunks]
-            rows = get_rows(chunks, index, num_blocks, self._blocks_per_chunk)
+            num_chunks = -(-(index % size + num_blocks) // size)
+            chunks = all_chunks[first_chunk : first_chunk + num_chunks]
+            rows = get_rows(chunks, index, num_blocks, size)
             parts += [make_part(cache, memory, blocks, rows, is_load=is_load) for cache, memory in layers]
-            first_block, first_chunk = first_block + num_blocks, first_chunk + num_chunks
-        return Job(job_id, is_load, parts, tuple(map(int, host.block_ids)))
+            first_chunk += num_chunks
+        return Job(job_id, is_load, parts, tuple(map(int, all_chunks)))
 
 
 class HostSpec(HostSpecBase):
