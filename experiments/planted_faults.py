@@ -83,6 +83,20 @@ FAULTS = (
         ),
     ),
     Fault(
+        "tenants: keys in a file are not seen",
+        "vllm/tenants.py",
+        'if name == "--config"]',
+        "if False]",
+        ("vllm/test_tenants.py::test_a_server_with_tenants_and_without_a_secret_does_not_start",),
+    ),
+    Fault(
+        "tenants: a client's own word chooses the rank",
+        "vllm/identity.py",
+        "if self._tenants.has_tenants else xargs",
+        "if tenants.get_carried() else xargs",
+        ("vllm/test_tenants.py::test_one_job_s_turns_keep_to_the_rank_of_the_tenant_s_job",),
+    ),
+    Fault(
         "tenants: an engine with another secret is served",
         "vllm/identity.py",
         'return "; ".join(each for each in wrong if not each.endswith(STOCK)) or None',

@@ -362,8 +362,10 @@ def test_requests_that_cannot_be_verified_share_one_small_weight_and_keep_nothin
 def test_one_job_s_turns_keep_to_the_rank_of_the_tenant_s_job(monkeypatch):
     monkeypatch.setenv(HEADER_VARIABLE, "x-tenant")
 
-    def get_rank(tenant):
-        return post({"job_id": "j"}, {"x-tenant": tenant}, dp_size=64).headers["x-data-parallel-rank"]
+    def get_rank(header, **more):
+        headers = {} if header is None else {"x-tenant": header}
+        return post({"job_id": "j", **more}, headers, dp_size=64).headers["x-data-parallel-rank"]
 
-    assert get_rank("ann") == get_rank("ann")
+    assert get_rank("ann") == get_rank("ann") != get_rank(None)
+    assert get_rank(None, tenant="ann") == get_rank(None, vllm_xargs={"tenant": "ann"}) == get_rank(None)
     assert len({get_rank(f"t{number}") for number in range(20)}) > 1

@@ -183,8 +183,8 @@ class Middleware:
         if not is_usable:
             _set_headers(scope, new_headers)
             return body
-        tenant = tenants.get_carried()
-        known = xargs if tenant is None else {**xargs, "tenant": tenant}
+        # A client's own word does not count for the ranks either.
+        known = {**xargs, "tenant": tenants.get_carried()} if self._tenants.has_tenants else xargs
         hints = parse_hints(known, own_session_id)
         found.job_name = hints.name
         job_id = hints.job_id or hints.conversation
