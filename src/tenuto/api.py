@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,17 +19,8 @@ from tenuto.core.loader import get_policy_name, load_policy
 from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.records.schema import TurnRecord
-from tenuto.sim.compare import (
-    Cell,
-    check_cells,
-    format_rows,
-    make_arms,
-    make_grid,
-    make_rows,
-    run_cells,
-    run_here,
-)
-from tenuto.sim.run import NO_EXTRAS, Extras, Outcome, run
+from tenuto.sim.compare import check_cells, format_rows, make_arms, make_grid, make_rows, run_grid
+from tenuto.sim.run import Extras, Outcome, run
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Watch
 from tenuto.workload import LoadOptions, Workload
@@ -54,7 +45,10 @@ class SimulationResult:
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per turn. Raises ImportError without pandas."""
-        return _load_pandas().DataFrame([_to_row(turn) for turn in self.turns])
+        rows = [turn.to_json() for turn in self.turns]
+        return _load_pandas().DataFrame(
+            [{key: value for key, value in row.items() if key not in ("kind", "schema")} for row in rows]
+        )
 
     def __repr__(self) -> str:
         return format_rows(make_rows([self.record]))
@@ -118,18 +112,6 @@ def simulate(  # noqa: PLR0913 - what a user chooses, all by keyword
     given = Extras(strict=strict, workload=jobs)
     setup, extras = _place(dataclasses.replace(setup, gpu=gpu), policy, options, given)
     load = dataclasses.replace(load, jps=jps, seed=seed)
-    return run_simulation(setup, load, extras=extras, watch=watch, log=log)
-
-
-def run_simulation(
-    setup: Setup,
-    load: LoadOptions,
-    *,
-    extras: Extras = NO_EXTRAS,
-    watch: Watch | None = None,
-    log: DecisionLog | None = None,
-) -> SimulationResult:
-    """`simulate`, for options that are in their dataclasses already."""
     outcome = run(setup, load, extras=extras, watch=watch, log=log)
     return SimulationResult(outcome.record, outcome.turns, outcome)
 
@@ -171,45 +153,27 @@ def compare(  # noqa: PLR0913 - as above
     )
     cells = make_grid(placed, load, rates, seeds)
     check_cells(cells)
-    if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    return compare_cells(
-        cells,
-        Path(out) if out is not None else None,
-        arms=make_arms(cells) if split else (),
-        workers=workers,
-    )
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    return Comparison(*run_grid(cells, make_arms(cells) if split else [], folder, workers=workers))
 
 
-def compare_cells(
-    cells: Iterable[Cell],
-    out: Path | None = None,
-    *,
-    arms: Iterable[Cell] = (),
-    workers: int | None = None,
-    ray: str | None = None,
-    tell: Callable[[Cell, dict[str, Any]], None] = lambda cell, record: None,
-) -> Comparison:
-    """`compare`, for cells that are made already; `tell` is called with each record as it comes.
-
-    `arms`: the runs beside them, made by `make_arms`.
-    """
-    asked = list(cells)
-    every = [*asked, *arms]
-    if out is None:
-        done: Iterable[tuple[Cell, dict[str, Any]]] = run_here(every, workers)
-    else:
-        done = run_cells(every, out, workers=workers, ray=ray)
-    places = {cell.key: place for place, cell in enumerate(every)}
-    records = {}
-    for cell, record in done:
-        records[places[cell.key]] = record
-        tell(cell, record)
-    ordered = [(place < len(asked), records[place]) for place in sorted(records)]
-    return Comparison(
-        [record for is_asked, record in ordered if is_asked],
-        [record for is_asked, record in ordered if not is_asked],
-    )
+TRIALS = {
+    "little memory, host memory below": (
+        Setup(step_cost="roofline", kv_tokens=60_000, host_gb=32.0, offload="async"),
+        LoadOptions(jps=2.0, window_s=8.0, seed=1),
+    ),
+    "little memory, no hints, leases as inside vLLM": (
+        Setup(step_cost="roofline", kv_tokens=40_000, host_gb=0.0, offload="none", limits="plugin"),
+        LoadOptions(jps=2.0, window_s=6.0, seed=2, hints="none"),
+    ),
+    "so little memory that turns are preempted, times of tools said": (
+        Setup(step_cost="roofline", kv_tokens=14_000, host_gb=0.0, offload="none"),
+        LoadOptions(workload="bfcl", jps=8.0, window_s=4.0, seed=1, hints="tool-time"),
+    ),
+}
+"""What each trial is about, its machine and its load; a trial takes less than a second."""
 
 
 def check_policy(policy: str | Policy, options: Mapping[str, Any] | None = None) -> None:
@@ -218,7 +182,22 @@ def check_policy(policy: str | Policy, options: Mapping[str, Any] | None = None)
     Takes a few seconds and needs no vLLM. Raises PolicyError naming the hook, what is wrong and the inputs.
     """
     made = policy if isinstance(policy, Policy) else load_policy(policy, options)
-    _try_out(made)
+    check_contract(copy.deepcopy(made))
+    extras = Extras(policy=made, strict=True)
+    for about, (setup, load) in TRIALS.items():
+        try:
+            first, second = (
+                [(turn.job, turn.turn, turn.last_token_s) for turn in run(setup, load, extras=extras).turns]
+                for _ in range(2)
+            )
+        except PolicyError as error:
+            raise PolicyError(f"in a simulation ({about}): {error}") from error
+        if first != second:
+            raise PolicyError(
+                f"policy {get_policy_name(type(made))}: the same simulation ({about}) came out differently "
+                "the second time; a policy may use no clock and no random numbers but those that it seeds "
+                "itself"
+            )
 
 
 def _split(settings: Mapping[str, Any]) -> tuple[Setup, LoadOptions]:
@@ -268,50 +247,9 @@ def _choose_workload(
     return dataclasses.replace(load, workload=workload.name), workload
 
 
-def _to_row(turn: TurnRecord) -> dict[str, Any]:
-    return {key: value for key, value in turn.to_json().items() if key not in ("kind", "schema")}
-
-
 def _load_pandas() -> Any:
     try:
         import pandas
     except ImportError:
         raise ImportError("to_frame needs pandas: pip install pandas") from None
     return pandas
-
-
-TRIALS = {
-    "little memory, host memory below": (
-        Setup(step_cost="roofline", kv_tokens=60_000, host_gb=32.0, offload="async"),
-        LoadOptions(jps=2.0, window_s=8.0, seed=1),
-    ),
-    "little memory, no hints, leases as inside vLLM": (
-        Setup(step_cost="roofline", kv_tokens=40_000, host_gb=0.0, offload="none", limits="plugin"),
-        LoadOptions(jps=2.0, window_s=6.0, seed=2, hints="none"),
-    ),
-    "so little memory that turns are preempted, times of tools said": (
-        Setup(step_cost="roofline", kv_tokens=14_000, host_gb=0.0, offload="none"),
-        LoadOptions(workload="bfcl", jps=8.0, window_s=4.0, seed=1, hints="tool-time"),
-    ),
-}
-"""What each trial is about, its machine and its load; a trial takes less than a second."""
-
-
-def _try_out(policy: Policy) -> None:
-    """Raise PolicyError if the policy breaks its contract, fails in a simulation or is not deterministic."""
-    check_contract(copy.deepcopy(policy))
-    extras = Extras(policy=policy, strict=True)
-    name = get_policy_name(type(policy))
-    for about, (setup, load) in TRIALS.items():
-        try:
-            first, second = (
-                [(turn.job, turn.turn, turn.last_token_s) for turn in run(setup, load, extras=extras).turns]
-                for _ in range(2)
-            )
-        except PolicyError as error:
-            raise PolicyError(f"in a simulation ({about}): {error}") from error
-        if first != second:
-            raise PolicyError(
-                f"policy {name}: the same simulation ({about}) came out differently the second time; a "
-                "policy may use no clock and no random numbers but those that it seeds itself"
-            )

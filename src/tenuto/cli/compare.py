@@ -9,14 +9,22 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from tenuto.api import compare_cells
 from tenuto.cli.command import Command, Part
 from tenuto.cli.options import Given
 from tenuto.cli.progress import Progress, format_time
 from tenuto.cli.simulations import GridOptions, make_folder, say_notes
 from tenuto.core.settings import option
 from tenuto.records.text import is_overloaded, write_csv
-from tenuto.sim.compare import Cell, check_cells, format_rows, make_arms, make_grid, read_results
+from tenuto.sim.compare import (
+    Cell,
+    check_cells,
+    format_rows,
+    make_arms,
+    make_grid,
+    make_rows,
+    read_results,
+    run_grid,
+)
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import FleetOptions, Setup
 from tenuto.workload.load import JPS_HELP, LoadOptions
@@ -76,13 +84,13 @@ def run(given: Given) -> int:
     runs = Runs(every, len({cell.key for cell in every} & set(read_results(options.out))))
     try:
         with runs.show_waiting():
-            result = compare_cells(
-                cells, options.out, arms=arms, workers=options.workers, ray=options.ray, tell=runs.say
+            records, beside = run_grid(
+                cells, arms, options.out, workers=options.workers, ray=options.ray, tell=runs.say
             )
     except KeyboardInterrupt:
         runs.say_kept(options.out)
         raise
-    rows = result.rows
+    rows = make_rows(records, beside)
     if options.csv:
         write_csv(options.csv, rows)
     print(json.dumps(rows) if options.as_json else format_rows(rows))

@@ -61,10 +61,10 @@ class SimulateOptions(Options):
 
 def run(given: Given) -> int:
     """Simulate one run."""
-    from tenuto.api import run_simulation
     from tenuto.records.text import format_beside, format_run, write_csv
     from tenuto.records.trace import TraceOptions, TraceWriter
     from tenuto.sim.run import Extras, Occupancy, write_run
+    from tenuto.sim.run import run as simulate
 
     options = given.read(SimulateOptions)
     setup = given.read(PolicyOptions).read_setup(given)
@@ -81,22 +81,22 @@ def run(given: Given) -> int:
     try:
         log = trace.write if trace else None
         extras = Extras(strict=options.strict, tell=_make_tell(progress, ""), trace=trace)
-        result = run_simulation(setup, load, extras=extras, watch=watch, log=log)
+        outcome = simulate(setup, load, extras=extras, watch=watch, log=log)
     finally:
         progress.clear()
         if trace:
             trace.close()
-    say_notes(result.record["notes"])
+    record = outcome.record
+    say_notes(record["notes"])
     if options.out and occupancy:
-        write_run(options.out, result.outcome, occupancy)
+        write_run(options.out, outcome, occupancy)
     if not options.as_json:
-        print(format_run(result.record), flush=True)
-    record = result.record
+        print(format_run(record), flush=True)
     shipped = replace(setup, policy="stock", options={}, step_tokens=None, keep_kv=True)
     if options.beside_stock and setup != shipped:
         with progress.cleared():
             extras = Extras(tell=_make_tell(progress, "stock, to compare with: "))
-            stock = run_simulation(shipped, load, extras=extras).record
+            stock = simulate(shipped, load, extras=extras).record
         record = {**record, "stock": {name: stock[name] for name in _OF_STOCK}}
         if not options.as_json:
             print(format_beside(record, stock))

@@ -103,8 +103,30 @@ def _get_notes(cell: Cell) -> Sequence[str]:
     return build(cell.setup, cell.extras.policy).notes
 
 
+def run_grid(
+    cells: Sequence[Cell],
+    arms: Sequence[Cell],
+    folder: Path | None,
+    *,
+    workers: int | None = None,
+    ray: str | None = None,
+    tell: Callable[[Cell, Record], None] = lambda cell, record: None,
+) -> tuple[list[Record], list[Record]]:
+    """The records of some cells, and of the runs beside them that `make_arms` asked for.
+
+    `folder`: where results are kept, and are there already; None to keep none. `tell`: called with each
+    record as it comes.
+    """
+    records: dict[str, Record] = {}
+    every = [*cells, *arms]
+    for cell, record in run_cells(every, folder, workers, ray) if folder else run_here(every, workers):
+        records[cell.key] = record
+        tell(cell, record)
+    return [records[cell.key] for cell in cells], [records[cell.key] for cell in arms]
+
+
 def run_cells(
-    cells: Iterable[Cell], folder: Path, *, workers: int | None = None, ray: str | None = None
+    cells: Iterable[Cell], folder: Path, workers: int | None = None, ray: str | None = None
 ) -> Iterator[tuple[Cell, Record]]:
     """Run the cells that are not done yet. Yields each record as it comes and appends it to the results."""
     done = read_results(folder)
