@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.fuzz.guard import Wrong
 from experiments.fuzz.requests import GENERATION_PATHS, check_hints
-from tenuto.client.http.client import AnswerStream, StreamError
+from tenuto.client.http.client import AnswerStream, RequestFailed
 from tenuto.client.metrics import parse_page
 from tenuto.proxy import exchange as recorded
 from tenuto.proxy.exchange import Exchange, Unreadable
@@ -71,7 +71,7 @@ def read_answers(data: bytes) -> None:
             for at_s, piece in exchange.chunks:
                 stream.feed(piece, at_s)
             stream.finish()
-        except StreamError as error:
+        except RequestFailed as error:
             str(error).encode()
 
 

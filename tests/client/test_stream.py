@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.client.http import client as client_module
-from tenuto.client.http.client import Answer, AnswerStream, StreamError
+from tenuto.client.http.client import Answer, AnswerStream, RequestFailed
 from tenuto.wire import Format, openai_chat, openai_completions
 from tenuto.wire.response import Usage, get_error_message
 
@@ -125,7 +125,7 @@ def test_a_usage_that_counts_nothing_says_nothing(usage: Any, read_as: Usage) ->
     ],
 )
 def test_what_is_no_answer_says_why(data: bytes, kind: str, words: str) -> None:
-    with pytest.raises(StreamError) as caught:
+    with pytest.raises(RequestFailed) as caught:
         read(data)
     assert caught.value.kind == kind
     assert words in str(caught.value)
@@ -147,18 +147,18 @@ def test_an_answer_without_end_is_broken_off(piece: bytes, monkeypatch: pytest.M
         for _ in range(2**20):
             stream.feed(piece, 0.0)
 
-    with pytest.raises(StreamError, match="the answer has more than 1 MiB"):
+    with pytest.raises(RequestFailed, match="the answer has more than 1 MiB"):
         feed_for_ever()
 
 
 def test_a_servers_words_do_nothing_to_a_terminal() -> None:
-    with pytest.raises(StreamError) as caught:
+    with pytest.raises(RequestFailed) as caught:
         read(b'data: {"error": {"message": "bad\\n\\u001b[31m \\ud800 caf\\u00e9"}}\n')
     assert str(caught.value) == "bad \\x1b[31m \\ud800 café"
 
 
 def test_long_nonsense_is_shortened() -> None:
-    with pytest.raises(StreamError) as caught:
+    with pytest.raises(RequestFailed) as caught:
         read(b"x" * 10_000 + b"\n")
     assert len(str(caught.value)) < 300
 

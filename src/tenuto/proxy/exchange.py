@@ -69,6 +69,16 @@ class Exchange:
             self.chunks.append((now_s, piece))
 
     @property
+    def timestamp_ms(self) -> float:
+        """When the request arrived."""
+        return round((self.arrival_s - self.start_s) * 1000, 3)
+
+    @property
+    def latency_ms(self) -> float:
+        """From the request's arrival to the answer's end."""
+        return round((self.end_s - self.arrival_s) * 1000, 3)
+
+    @property
     def endpoint(self) -> str:
         """The matching one of `PATHS`. The part of the path before it is omitted: it may hold a key."""
         return next((path for path in PATHS if self.path.endswith(path)), "")

@@ -22,7 +22,6 @@ import httpx
 from tenuto.core import __version__
 from tenuto.core.errors import ConfigError
 from tenuto.core.requests import Hints
-from tenuto.core.types import ToolCall
 from tenuto.proxy.exchange import (
     Exchange,
     RecordedRequest,
@@ -69,7 +68,7 @@ class Recorder:
         self._hasher = Hasher(salt)
         self._tokenizer = Tokenizer(options.upstream, say)
         self._tokenizer.is_there = options.tokens == "server"
-        self._turns = TurnWriter(self._hasher, Contents(), Sessions(), self._tokenizer, options.keep_text)
+        self._turns = TurnWriter(self._hasher, self._tokenizer, options.keep_text)
         self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
         self._num_waiting_bytes = 0
         self._lock = threading.Lock()
@@ -134,17 +133,13 @@ class Recorder:
             response = read_response(exchange)
         except Unreadable as error:
             why = str(error)
-        if request is not None and why is None:
-            self._write_turn(exchange, request, response)
-        else:
+        if request is None or why is not None:
             self.num_failed += 1
             self._write(self._make_failed(exchange, request, why))
-
-    def _write_turn(self, exchange: Exchange, request: RecordedRequest, response: Response) -> None:
-        job = self._get_job(request.hints)
-        row = self._turns.make_row(exchange, request, response, job)
+            return
+        row = self._turns.make_row(exchange, request, response, self._get_job(request.hints))
         self.num_turns += 1
-        self._write({"timestamp": _get_timestamp_ms(exchange), **row})
+        self._write({"timestamp": exchange.timestamp_ms, **row})
 
     def _make_failed(
         self, exchange: Exchange, request: RecordedRequest | None, why: str | None
@@ -153,14 +148,14 @@ class Recorder:
         tenant, job_id = (None, None) if request is None else self._get_job(request.hints)
         row = {
             "kind": "failed",
-            "timestamp": _get_timestamp_ms(exchange),
+            "timestamp": exchange.timestamp_ms,
             "why": why,
             "status": exchange.status,
             "session": job_id,
             "tenant": tenant,
             "model": None if request is None else request.model,
             "path": exchange.endpoint,
-            "latency_ms": round((exchange.end_s - exchange.arrival_s) * 1000, 3),
+            "latency_ms": exchange.latency_ms,
         }
         return {key: value for key, value in row.items() if value is not None}
 
@@ -176,19 +171,13 @@ class Recorder:
         return None if tenant is None else hide(tenant), None if job_id is None else hide(job_id)
 
 
-def _get_timestamp_ms(exchange: Exchange) -> float:
-    return round((exchange.arrival_s - exchange.start_s) * 1000, 3)
-
-
 class TurnWriter:
     """Makes the lines of one recording's turns, in the order in which the turns ended."""
 
-    def __init__(
-        self, hasher: Hasher, contents: Contents, sessions: Sessions, tokenizer: Tokenizer, keep_text: bool
-    ) -> None:
+    def __init__(self, hasher: Hasher, tokenizer: Tokenizer, keep_text: bool) -> None:
         self._hasher = hasher
-        self._contents = contents
-        self._sessions = sessions
+        self._contents = Contents()
+        self._sessions = Sessions()
         self._tokenizer = tokenizer
         self._keep_text = keep_text
         self._numbers = count(1)
@@ -218,18 +207,31 @@ class TurnWriter:
             self._sessions.remember(key, pieces, None, ())
         else:
             self._remember_tokens(key, pieces, token_ids, (*prompt, output), output_ids or [])
+        tool, cached = find_tool_call(response), response.usage.cached_tokens
+        first_s = response.first_token_s if request.is_stream else None
+        num_same = self._sessions.count_same(lane, pieces)
         row = {
             **_describe_job(lane, exchange),
             "input_length": num_prompt,
             "output_length": output.num_tokens,
-            **self._describe_tool(find_tool_call(response)),
+            "tool": None if tool is None else get_plain_tool(tool),
+            "command": tool.command or None if tool is not None and self._keep_text else None,
             "prompt": prompt,
             "output": output.content_id,
-            **_describe_answer(exchange, request, response, num_prompt),
+            "model": request.model,
+            "path": exchange.endpoint,
+            "status": exchange.status,
+            "ttft_ms": None if first_s is None else round((first_s - exchange.arrival_s) * 1000, 3),
+            "latency_ms": exchange.latency_ms,
+            "cached_tokens": cached if cached is not None and cached <= num_prompt else None,
+            "is_last_step": request.hints.is_last,
             "complaints": complaints or None,
             "blocks_of": "messages" if token_ids is None else f"{BLOCK_TOKENS} tokens",
-            **self._describe_blocks(lane, pieces),
-            **(_describe_text(request, response) if self._keep_text else {}),
+            # The salted hashes that come after those shared with the session's previous turn.
+            "num_same_blocks": num_same,
+            "block_hashes": [each.hex() for each in pieces.hashes[num_same:]],
+            "prompt_text": request.pieces or None if self._keep_text else None,
+            "answer_text": response.text if self._keep_text else None,
         }
         lane.num_turns += 1
         lane.last_arrival_s, lane.last_end_s = exchange.arrival_s, exchange.end_s
@@ -282,20 +284,6 @@ class TurnWriter:
         full = [each for each, size in zip(after.hashes, after.weights, strict=True) if size == BLOCK_TOKENS]
         self._sessions.remember(key, pieces, token_ids, full)
 
-    def _describe_tool(self, tool: ToolCall | None) -> dict[str, str]:
-        if tool is None:
-            return {}
-        row = {"tool": get_plain_tool(tool)}
-        return {**row, "command": tool.command} if self._keep_text and tool.command else row
-
-    def _describe_blocks(self, lane: Lane, pieces: Pieces) -> dict[str, Any]:
-        """The salted hashes that come after those shared with the session's previous turn."""
-        num_same = self._sessions.count_same(lane, pieces)
-        return {
-            "num_same_blocks": num_same,
-            "block_hashes": [each.hex() for each in pieces.hashes[num_same:]],
-        }
-
 
 def _count_prompt(request: RecordedRequest, response: Response, complaints: list[str]) -> int:
     """The server's count if there is one, but at least the number of pieces."""
@@ -327,26 +315,6 @@ def _describe_job(lane: Lane, exchange: Exchange) -> dict[str, Any]:
             {"session": session, "turn": turn, "event": "sent", "delay": round(delay_s * 1000, 3)}
         ]
     return row
-
-
-def _describe_answer(
-    exchange: Exchange, request: RecordedRequest, response: Response, num_prompt: int
-) -> dict[str, Any]:
-    cached = response.usage.cached_tokens
-    first_s = response.first_token_s if request.is_stream else None
-    return {
-        "model": request.model,
-        "path": exchange.endpoint,
-        "status": exchange.status,
-        "ttft_ms": None if first_s is None else round((first_s - exchange.arrival_s) * 1000, 3),
-        "latency_ms": round((exchange.end_s - exchange.arrival_s) * 1000, 3),
-        "cached_tokens": cached if cached is not None and cached <= num_prompt else None,
-        "is_last_step": request.hints.is_last,
-    }
-
-
-def _describe_text(request: RecordedRequest, response: Response) -> dict[str, Any]:
-    return {"prompt_text": request.pieces or None, "answer_text": response.text}
 
 
 class RecordingFile:

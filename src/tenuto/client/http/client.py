@@ -50,7 +50,7 @@ class RequestFailed(TenutoError):
     """
 
     def __init__(
-        self, kind: str, detail: str, *, can_retry: bool, retry_after_s: float | None = None
+        self, kind: str, detail: str, *, can_retry: bool = True, retry_after_s: float | None = None
     ) -> None:
         super().__init__(make_printable(detail))
         self.kind = kind
@@ -58,14 +58,6 @@ class RequestFailed(TenutoError):
         """False if the same request would fail again, because the server understood and refused it."""
         self.retry_after_s = retry_after_s
         """How many seconds the server asks to wait."""
-
-
-class StreamError(TenutoError):
-    """The stream is not a complete answer. `kind` is `malformed`, `cut off`, `empty` or `server error`."""
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(make_printable(detail))
-        self.kind = kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +116,13 @@ class Client:
         """Send a streaming request and read the whole answer. Raises RequestFailed."""
         stream = AnswerStream(get_format(path))
         try:
-            try:
-                async with asyncio.timeout(self._timeout_s) as limit:
-                    await self._read_stream(path, body, headers, stream, limit)
-            except (TimeoutError, aiohttp.ClientError, OSError) as error:
-                # A server may fail to end the response, or break the connection after a complete answer.
-                if not stream.is_done:
-                    raise _explain(error, self._timeout_s) from error
-            return stream.finish()
-        except StreamError as error:
-            raise RequestFailed(error.kind, str(error), can_retry=True) from None
+            async with asyncio.timeout(self._timeout_s) as limit:
+                await self._read_stream(path, body, headers, stream, limit)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            # A server may fail to end the response, or break the connection after a complete answer.
+            if not stream.is_done:
+                raise _explain(error, self._timeout_s) from error
+        return stream.finish()
 
     async def _read_stream(
         self,
@@ -197,13 +186,13 @@ def _parse_seconds(text: str | None) -> float | None:
 
 def _explain(error: Exception, timeout_s: float) -> RequestFailed:
     if isinstance(error, TimeoutError):
-        return RequestFailed("timeout", f"no whole answer within {timeout_s:g} s", can_retry=True)
+        return RequestFailed("timeout", f"no whole answer within {timeout_s:g} s")
     kind = "connect" if isinstance(error, aiohttp.ClientConnectorError) else "reset"
     if isinstance(error, aiohttp.ClientResponseError):
-        return RequestFailed("malformed", f"not HTTP: {error.message}", can_retry=True)
+        return RequestFailed("malformed", f"not HTTP: {error.message}")
     if isinstance(error, aiohttp.InvalidURL):
         return RequestFailed("connect", f"not a URL: {error}", can_retry=False)
-    return RequestFailed(kind, str(error) or type(error).__name__, can_retry=True)
+    return RequestFailed(kind, str(error) or type(error).__name__)
 
 
 def _raise_file_limit() -> None:
@@ -214,7 +203,7 @@ def _raise_file_limit() -> None:
 
 
 class AnswerStream:
-    """One answer while it is being received; no I/O. `feed` and `finish` raise StreamError.
+    """One answer while it is being received; no I/O. `feed` and `finish` raise RequestFailed.
 
     The bytes may arrive in pieces of any size. The answer's times are the arrival times of the pieces that
     contain its first and its last token.
@@ -232,7 +221,7 @@ class AnswerStream:
         """Process the next bytes, which arrived at `now_s`."""
         self._num_bytes += len(data)
         if self._num_bytes > MAX_ANSWER_BYTES:
-            raise StreamError("malformed", f"the answer has more than {MAX_ANSWER_BYTES // 2**20} MiB")
+            raise RequestFailed("malformed", f"the answer has more than {MAX_ANSWER_BYTES // 2**20} MiB")
         for line in self._lines.feed(data):
             self._read_line(line, now_s)
 
@@ -241,9 +230,11 @@ class AnswerStream:
         response = self._response
         self._read_line(self._lines.finish(), response.last_token_s)
         if not (self.is_done or response.is_finished):
-            raise StreamError("cut off", f"the stream ended after {response.num_pieces} pieces of the answer")
+            raise RequestFailed(
+                "cut off", f"the stream ended after {response.num_pieces} pieces of the answer"
+            )
         if response.first_token_s is None:
-            raise StreamError("empty", "the answer holds no token")
+            raise RequestFailed("empty", "the answer holds no token")
         return Answer(
             first_token_s=response.first_token_s,
             last_token_s=response.last_token_s,
@@ -260,15 +251,15 @@ class AnswerStream:
                 return
             event = parse_event(data)
         except MalformedEvent as error:
-            raise StreamError("malformed", f"{error.reason}: {_show(error.data)}") from None
+            raise RequestFailed("malformed", f"{error.reason}: {_show(error.data)}") from None
         if event is None:
             self.is_done = True
             return
         if is_error(event):
-            raise StreamError("server error", get_error_message(event) or _show(data))
+            raise RequestFailed("server error", get_error_message(event) or _show(data))
         choices = event.get("choices")
         if choices and not (isinstance(choices, list) and isinstance(choices[0], dict)):
-            raise StreamError("malformed", f"an event's choices are not a list of objects: {_show(data)}")
+            raise RequestFailed("malformed", f"an event's choices are not a list of objects: {_show(data)}")
         self._response.add(self._format.read_event(event), now_s)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from hashlib import shake_128
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tenuto.client.http.client import Answer
 from tenuto.core.errors import ConfigError
@@ -143,32 +143,15 @@ class Part(NamedTuple):
     is_answer: bool
 
 
-class Form(Protocol):
-    """How a prompt is sent to the server."""
-
-    path: str
-    """The URL path for the request."""
-    is_exact: bool
-    """Whether prompts are token ids and quote answers by their token ids. Lengths then match the plan."""
-
-    def write_text(self, name: str, num_tokens: int) -> str:
-        """The first tokens of the text with that name."""
-
-    def write_answer(self, answer: Answer, num_tokens: int) -> str | None:
-        """The first tokens of an answer. None if they are unknown."""
-
-    def write_prompt(self, parts: Iterable[Part]) -> str:
-        """The request's field for a prompt, as JSON without the surrounding braces."""
-
-
 class TokenIds:
     """Prompts of token ids."""
 
     path = openai_completions.PATH
     is_exact = True
+    """Prompts quote answers by their token ids, so that all lengths match the plan."""
 
     def write_text(self, name: str, num_tokens: int) -> str:
-        """The token ids, separated by commas."""
+        """The first token ids of the text with that name, separated by commas."""
         # Compute each digit for all ids at once. This is 100 times as fast as one id at a time. A client that
         # is busy with writing prompts delays everything else.
         digits = _make_bytes(name, NUM_DIGITS * num_tokens).translate(_DIGITS)
@@ -178,13 +161,13 @@ class TokenIds:
         return text[:-1].decode()
 
     def write_answer(self, answer: Answer, num_tokens: int) -> str | None:
-        """The token ids that the server sent. None if there are too few."""
+        """The first token ids that the server sent. None if there are too few."""
         if answer.token_ids is None or len(answer.token_ids) < num_tokens:
             return None
         return ",".join(map(str, answer.token_ids[:num_tokens]))
 
     def write_prompt(self, parts: Iterable[Part]) -> str:
-        """The prompt as one list of token ids."""
+        """The request's field for a prompt: one list of token ids, as JSON without the braces."""
         return openai_completions.write_prompt(part.text for part in parts)
 
 
@@ -195,7 +178,7 @@ class Words:
     is_exact = False
 
     def write_text(self, name: str, num_tokens: int) -> str:
-        """A text with one word per token."""
+        """The first words of the text with that name, one per token."""
         return " ".join([WORDS[byte] for byte in _make_bytes(name, num_tokens)])
 
     def write_answer(self, answer: Answer, num_tokens: int) -> str | None:
@@ -203,13 +186,15 @@ class Words:
         return answer.text or None
 
     def write_prompt(self, parts: Iterable[Part]) -> str:
-        """Messages with alternating roles, which some chat templates require."""
+        """The same: messages with alternating roles, which some chat templates require."""
         by_role = groupby(parts, lambda part: "assistant" if part.is_answer else "user")
         return openai_chat.write_prompt(
             Message(role, [" ".join(part.text for part in group)]) for role, group in by_role
         )
 
 
+Form = TokenIds | Words
+"""How a prompt is sent to the server."""
 FORMS: dict[str, type[TokenIds] | type[Words]] = {"ids": TokenIds, "words": Words}
 
 

@@ -27,7 +27,7 @@ from tenuto.sim.server.request import (
 )
 from tenuto.sim.server.tokens import ContentTree, TokenIds, Words
 from tenuto.wire.request import RequestError
-from tenuto.wire.response import Call, Delta, Head, Usage
+from tenuto.wire.response import Delta, Head, Usage
 
 LARGE_BODY_BYTES = 2**17
 """A larger body is parsed in a thread, so that the event loop can send tokens meanwhile."""
@@ -82,7 +82,7 @@ class Generator:
             prompt, lambda number: choose_words(tokenizer, plan, f"{seed}/{number}", begins=request.is_chat)
         )
         call = plan.call
-        tool = None if call is None else find_tool_call(write_call(call.name, call.arguments))
+        tool = None if call is None else find_tool_call(write_call(call))
         engine_request = ServedRequest(
             turn_id=turn_id,
             prompt=prompt,
@@ -135,7 +135,7 @@ class Answer:
         delta = Delta(text=self._words.spell(token_ids, begins=request.is_chat and start == 0))
         if end == plan.num_tokens:
             delta.finish_reason = plan.finish_reason
-            delta.calls = [] if plan.call is None else [Call(0, plan.call.name, plan.call.arguments)]
+            delta.calls = [] if plan.call is None else [plan.call]
         if request.sampling.returns_ids:
             delta.token_ids = list(self._answer_ids[start:end])
             delta.prompt_ids = list(request.prompt_ids) if start == 0 else None

@@ -38,6 +38,7 @@ from tenuto.wire.request import (
     read_sampling,
     show,
 )
+from tenuto.wire.response import Call
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Length of a plain completion without `max_tokens`: OpenAI's default."""
@@ -181,9 +182,9 @@ def encode(tokenizer: Tokenizer, text: str, max_tokens: int) -> TokenIds:
     return token_ids
 
 
-def write_call(name: str, arguments: str) -> str:
+def write_call(call: Call) -> str:
     """Return a tool call as the model writes it."""
-    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
+    return f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
 
 
 def _get_parts(messages: Iterable[Message], tools: Sequence[Any]) -> Iterator[str]:
@@ -197,7 +198,7 @@ def _get_parts(messages: Iterable[Message], tools: Sequence[Any]) -> Iterator[st
                 raise RequestError(f"{where} holds no text; only text is simulated", where)
             yield part
         for name, arguments in message.calls:
-            yield write_call(name, arguments)
+            yield write_call(Call(None, name, arguments))
         yield END
     yield "<|assistant|>"
 
@@ -206,19 +207,12 @@ def _get_parts(messages: Iterable[Message], tools: Sequence[Any]) -> Iterator[st
 
 
 @dataclass(frozen=True)
-class Call:
-    """A tool call in an answer, with its arguments as JSON."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
 class AnswerPlan:
     """An answer before its words are chosen."""
 
     num_words: int
     call: Call | None
+    """A tool call, whole."""
     call_ids: TokenIds
     finish_reason: str
     """ "stop", "length" or "tool_calls"."""
@@ -242,7 +236,7 @@ def plan_answer(
         raise RequestError(
             f"max_tokens={limit} is too large: the model's context leaves {room} tokens", "max_tokens"
         )
-    call_ids = tokenizer.encode("" if call is None else write_call(call.name, call.arguments))
+    call_ids = tokenizer.encode("" if call is None else write_call(call))
     if call is not None and len(call_ids) <= limit:
         num_tokens = limit if sampling.ignore_eos else min(limit, max(len(call_ids), sampling.min_tokens))
         return AnswerPlan(num_tokens - len(call_ids), call, call_ids, "tool_calls")
@@ -287,10 +281,10 @@ def read_call(body: Body) -> Call | None:
         raise RequestError(f"there is no tool {name!r} among the request's tools", "tools")
     arguments = xargs.get("sim_arguments")
     if arguments is None:
-        return Call(name, json.dumps(make_value(schemas[name])))
+        return Call(0, name, json.dumps(make_value(schemas[name])))
     if not isinstance(arguments, str) or not _is_object(arguments):
         raise RequestError("vllm_xargs.sim_arguments must be a JSON object, as a string", "vllm_xargs")
-    return Call(name, arguments)
+    return Call(0, name, arguments)
 
 
 MAX_SCHEMA_DEPTH = 8
