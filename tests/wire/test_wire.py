@@ -94,7 +94,7 @@ def get_facts(response: Response) -> list[Any]:
     return [
         response.text,
         "".join(response.reasoning),
-        list(response.calls.values()),
+        [(call.name, call.arguments) for call in response.calls],
         response.token_ids,
         response.prompt_ids,
         response.usage,

@@ -263,7 +263,7 @@ def get_pieces(response: Response, path: str) -> list[str]:
     form = get_format(path)
     if form.PATH == openai_completions.PATH:
         return cut_text(response.text)
-    calls = list(response.calls.values())
+    calls = [(call.name, call.arguments) for call in response.calls]
     if form.PATH != openai_responses.PATH:
         return [write_piece(Message("assistant", [response.text], calls))]
     said = [Message("assistant", response.texts)] if response.texts else []
@@ -272,4 +272,4 @@ def get_pieces(response: Response, path: str) -> list[str]:
 
 def find_tool_call(response: Response) -> ToolCall | None:
     """The tool call at the end of an answer."""
-    return find_tool(response.text, list(response.calls.values()))
+    return find_tool(response.text, [(call.name, call.arguments) for call in response.calls])

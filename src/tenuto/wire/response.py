@@ -73,8 +73,8 @@ class Response:
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: dict[int | str, tuple[str, str]] = field(default_factory=dict)
-    """Name and arguments of each tool call."""
+    call_pieces: dict[int | str, list[str]] = field(default_factory=dict)
+    """For each tool call its name, and its arguments in pieces."""
     token_ids: list[int] | None = field(default_factory=list)
     """None if the server did not send the ids of every piece, or none that are usable."""
     prompt_ids: list[int] | None = None
@@ -92,6 +92,11 @@ class Response:
     def text(self) -> str:
         """The answer's text, without reasoning and tool calls."""
         return "".join(self.texts)
+
+    @property
+    def calls(self) -> list[Call]:
+        """Its tool calls."""
+        return [Call(key, name, "".join(pieces)) for key, (name, *pieces) in self.call_pieces.items()]
 
     def add(self, delta: Delta, at_s: float) -> None:
         """Add a piece that arrived at `at_s`."""
@@ -111,11 +116,16 @@ class Response:
 
     def get_whole(self) -> Delta:
         """All of it as one piece."""
-        calls = [Call(key, name, arguments) for key, (name, arguments) in self.calls.items()]
         return Delta(
-            self.text, "".join(self.reasoning), calls, self.token_ids or None, self.prompt_ids, self.usage,
-            self.finish_reason, self.is_finished,
-        )  # fmt: skip
+            text=self.text,
+            reasoning="".join(self.reasoning),
+            calls=self.calls,
+            token_ids=self.token_ids or None,
+            prompt_ids=self.prompt_ids,
+            usage=self.usage,
+            finish_reason=self.finish_reason,
+            is_last=self.is_finished,
+        )
 
     def _add_tokens(self, delta: Delta, at_s: float) -> None:
         if self.first_token_s is None:
@@ -129,34 +139,18 @@ class Response:
         if delta.reasoning:
             self.reasoning.append(delta.reasoning)
         for key, name, arguments in delta.calls:
-            key = len(self.calls) if key is None else key
-            known_name, known_arguments = self.calls.get(key, ("", ""))
-            self.calls[key] = (name or known_name, known_arguments + (arguments or ""))
+            key = len(self.call_pieces) if key is None else key
+            call = self.call_pieces.setdefault(key, [""])
+            call[0] = name or call[0]
+            if arguments:
+                call.append(arguments)
         if self.token_ids is not None and are_token_ids(delta.token_ids):
             self.token_ids += delta.token_ids
         else:
             self.token_ids = None
 
 
-class Part(NamedTuple):
-    """A part of a delta, for formats that send each kind in blocks of its own."""
-
-    kind: str
-    """`reasoning`, `text` or `call`."""
-    key: int | str | None
-    """Which call it is."""
-    text: str
-    name: str | None = None
-    """The call's name."""
-
-
-class Head(NamedTuple):
-    """What every event of a response repeats."""
-
-    id: str
-    model: str
-    created: int
-    """Seconds since 1970."""
+# Reading.
 
 
 def are_token_ids(value: Any) -> bool:
@@ -173,17 +167,6 @@ def read_usage(usage: Any, prompt: str, output: str) -> Usage | None:
     return Usage(
         get_count(values.get(prompt)), get_count(values.get(output)), get_count(details.get("cached_tokens"))
     )
-
-
-def write_usage(usage: Usage, prompt: str, output: str) -> dict[str, Any]:
-    """The counts as one of OpenAI's formats names them."""
-    num_prompt, num_output = usage.prompt_tokens or 0, usage.output_tokens or 0
-    return {
-        prompt: num_prompt,
-        output: num_output,
-        "total_tokens": num_prompt + num_output,
-        f"{prompt}_details": {"cached_tokens": usage.cached_tokens or 0},
-    }
 
 
 def get_count(value: Any) -> int | None:
@@ -209,19 +192,6 @@ def read_choice(body: Mapping[str, Any]) -> tuple[dict[str, Any], Delta]:
     )
 
 
-def write_choice_body(
-    head: Head, kind: str, choice: Mapping[str, Any], usage: Usage | None
-) -> dict[str, Any]:
-    """A whole chat answer or completion."""
-    counts = write_usage(usage or Usage(), "prompt_tokens", "completion_tokens")
-    return {**write_head(head, kind), "choices": [choice], "usage": counts}
-
-
-def write_head(head: Head, kind: str) -> dict[str, Any]:
-    """What every event of a chat answer or completion repeats."""
-    return {"id": head.id, "created": head.created, "model": head.model, "object": kind}
-
-
 def as_object(value: Any) -> dict[str, Any]:
     """The value if it is an object; otherwise an empty one."""
     return value if isinstance(value, dict) else {}
@@ -235,6 +205,9 @@ def get_each_object(value: Any) -> list[dict[str, Any]]:
 def as_text(value: Any) -> str | None:
     """The value if it is a text."""
     return value if isinstance(value, str) else None
+
+
+# Event streams.
 
 
 class MalformedEvent(ValueError):
@@ -301,6 +274,42 @@ def get_error_message(body: object) -> str | None:
     return message if isinstance(message, str) and message else None
 
 
+# Writing.
+
+
+class Head(NamedTuple):
+    """What every event of a response repeats."""
+
+    id: str
+    model: str
+    created: int
+    """Seconds since 1970."""
+
+
+def write_choice_body(
+    head: Head, kind: str, choice: Mapping[str, Any], usage: Usage | None
+) -> dict[str, Any]:
+    """A whole chat answer or completion."""
+    counts = write_usage(usage or Usage(), "prompt_tokens", "completion_tokens")
+    return {**write_head(head, kind), "choices": [choice], "usage": counts}
+
+
+def write_head(head: Head, kind: str) -> dict[str, Any]:
+    """What every event of a chat answer or completion repeats."""
+    return {"id": head.id, "created": head.created, "model": head.model, "object": kind}
+
+
+def write_usage(usage: Usage, prompt: str, output: str) -> dict[str, Any]:
+    """The counts as one of OpenAI's formats names them."""
+    num_prompt, num_output = usage.prompt_tokens or 0, usage.output_tokens or 0
+    return {
+        prompt: num_prompt,
+        output: num_output,
+        "total_tokens": num_prompt + num_output,
+        f"{prompt}_details": {"cached_tokens": usage.cached_tokens or 0},
+    }
+
+
 def write_event(event: Mapping[str, Any]) -> bytes:
     """An event as OpenAI's older formats frame it: without a name."""
     return b"data: %b\n\n" % json.dumps(event).encode()
@@ -328,6 +337,28 @@ class ChoiceWriter:
 
 
 Events = list[dict[str, Any]]
+
+
+class Part(NamedTuple):
+    """A part of a delta, for formats that send each kind in blocks of its own."""
+
+    kind: str
+    """`reasoning`, `text` or `call`."""
+    key: int | str | None
+    """Which call it is."""
+    text: str
+    name: str | None = None
+    """The call's name."""
+
+
+def get_parts(delta: Delta) -> Iterator[Part]:
+    """The parts of a delta in the order in which models write them."""
+    if delta.reasoning:
+        yield Part("reasoning", None, delta.reasoning)
+    if delta.text:
+        yield Part("text", None, delta.text)
+    for call in delta.calls:
+        yield Part("call", call.key, call.arguments or "", call.name)
 
 
 class BlockWriter:
@@ -391,13 +422,3 @@ class BlockWriter:
 
     def _end(self, whole: Delta) -> Events:
         raise NotImplementedError
-
-
-def get_parts(delta: Delta) -> Iterator[Part]:
-    """The parts of a delta in the order in which models write them."""
-    if delta.reasoning:
-        yield Part("reasoning", None, delta.reasoning)
-    if delta.text:
-        yield Part("text", None, delta.text)
-    for call in delta.calls:
-        yield Part("call", call.key, call.arguments or "", call.name)

@@ -267,7 +267,7 @@ def _write_text(response: Response) -> str:
     """All that the model wrote, as the next prompt quotes it."""
     calls = [
         {"index": key, "function": {"name": name, **({"arguments": arguments} if arguments else {})}}
-        for key, (name, arguments) in response.calls.items()
+        for key, name, arguments in response.calls
     ]
     return "".join(response.reasoning) + response.text + (json.dumps(calls) if calls else "")
 
