@@ -14,7 +14,7 @@ from tenuto.report.html.compare import Group, get_seed_spread, group_runs
 from tenuto.report.html.draw import draw
 from tenuto.report.html.page import make_report, render_page
 from tenuto.report.html.sources import Run, Sources, make_run
-from tenuto.report.html.spec import Look
+from tenuto.report.html.spec import Look, Panel
 from tenuto.report.html.verdict import describe
 from tenuto.report.html.words import format_seconds
 from tests.report.data import make_record
@@ -137,7 +137,7 @@ def test_many_winners_make_no_wall_of_words() -> None:
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([make_record("a")], "a ran alone: mean job time 10 s, P95 14.4 s, 1 job/s."),
+        ([make_record("a")], "a ran alone: mean job time 10 s, P95 14.4 s, 1 job/s (one seed)."),
         ([make_record("a"), make_record("a", 2, mean_s=30)], "14.4 s (H200, 1 job/s, one seed) to 30"),
         ([make_record("a"), make_record("b", 2)], "no two policies ran in the same setting at the same load"),
         ([make_record("a", job_s=None, job_times_s={})], "no record has a job completion time"),
@@ -272,6 +272,38 @@ def test_a_gain_is_split_on_the_first_screen() -> None:
     page = render_page(make_report(Sources(runs=runs)))
     assert page.count("<td>stock @best</td>") > 1
     assert "<td>stock @512</td>" not in page and "1 job/s (overloaded)" in page
+
+
+def test_doubts_stand_wherever_the_numbers_of_a_load_do() -> None:
+    times = {f"job-{n}": 4.0 * (1 + n) for n in range(12)}
+    slow = {"offered_jps": 2.0, "finished_jps": 1.0, "job_times_s": times}
+    records = [make_record(policy, jps, **slow) for policy in ("stock", "tenuto") for jps in (1, 2)]
+    hits = {"reusable_tokens": 900, "reused_tokens": 800}
+    records = [{**each, **hits, **({} if each["jps"] == 2 else {"finished_jps": 2.0})} for each in records]
+    for chosen in (records, records[1::2], records[1:2]):
+        report = make_report(Sources(read(*chosen)))
+        charts = [chart for section in report.sections for chart in section.charts]
+        assert len(charts) >= 3
+        said = [cell for chart in charts for row in chart.table.rows for cell in row]
+        said += [chart.title for chart in charts]
+        said += [each.title for chart in charts for each in chart.panels if isinstance(each, Panel)]
+        said += report.verdict.sentences[:1]
+        of_load = [each for each in said if "2 jobs/s" in each]
+        assert len(of_load) > 3
+        assert all("overloaded" in each and "one seed" in each for each in of_load)
+
+
+def test_whiskers_of_equal_seeds_have_no_length() -> None:
+    # Three equal numbers, added and divided by three, may be another number.
+    runs = [
+        make_record("a", 1, seed, reusable_tokens=10_000 + number, reused_tokens=9_000)
+        for number in range(40)
+        for seed in range(7)
+    ]
+    for number in range(0, len(runs), 7):
+        (section, *_) = make_report(Sources(read(*runs[number : number + 7]))).sections
+        for chart in section.charts:
+            draw(chart)
 
 
 def test_steps_that_all_policies_have_are_a_setting_of_their_own() -> None:

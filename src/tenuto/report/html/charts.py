@@ -114,7 +114,7 @@ def plot_jct(group: Group, looks: Looks) -> Chart | None:
     cells = [cell for policy in group.policies for cell in group.get_cells(policy)]
     if not cells:
         return None
-    at = _describe_loads(cell.load for cell in cells)
+    at = _describe_loads(group, (cell.load for cell in cells))
     has_bands = at.is_one or len({cell.policy for cell in cells}) <= MAX_BANDS
     points = []
     for cell in cells:
@@ -188,7 +188,7 @@ def plot_speed_ups(group: Group, looks: Looks) -> Chart | None:
             )
     if not points:
         return None
-    at, baseline = _describe_loads(point.load for point in points), shorten(group.baseline)
+    at, baseline = _describe_loads(group, (point.load for point in points)), shorten(group.baseline)
     label = f"mean JCT of {shorten(baseline, 16)} / policy"
     ends = stretch([1.0, *(end for point in points for end in point.value)], 0.05) if at.is_one else None
     return Chart(
@@ -226,7 +226,10 @@ def plot_hits(group: Group, looks: Looks) -> Chart | None:
             points.append(_Point(cell.policy, cell.load, Spread.of(shares)))
     if not any(point.value.high for point in points):
         return None
-    at, what = _describe_loads(point.load for point in points), "reusable" if of_reusable else "prompt"
+    at, what = (
+        _describe_loads(group, (point.load for point in points)),
+        "reusable" if of_reusable else "prompt",
+    )
     if at.is_one:
         points = [point._replace(band=(0, point.value.middle)) for point in points]
     return Chart(
@@ -245,7 +248,7 @@ def plot_hits(group: Group, looks: Looks) -> Chart | None:
         table=Table(
             ("Policy", "Load", "Mean", "Lowest", "Highest"),
             tuple(
-                (looks[each.policy].label, format_load(each.load), *map(format_share, each.value))
+                (looks[each.policy].label, group.describe_load(each.load), *map(format_share, each.value))
                 for each in points
             ),
         ),
@@ -271,9 +274,9 @@ class _Loads(NamedTuple):
 _SHARE = Axis(write="{:.0%}".format, ends=(0, 1.04))
 
 
-def _describe_loads(loads: Iterable[Load]) -> _Loads:
+def _describe_loads(group: Group, loads: Iterable[Load]) -> _Loads:
     first, *others = sort_loads(loads)
-    return _Loads(False, " against load") if others else _Loads(True, f", {format_load(first)}")
+    return _Loads(False, " against load") if others else _Loads(True, f", {group.describe_load(first)}")
 
 
 def _against_load(
@@ -346,13 +349,13 @@ def plot_turns(group: Group, looks: Looks) -> Chart | None:
             if means:
                 curves.append(Series(look=looks[policy], at=list(means), values=list(means.values())))
             rows += [
-                (looks[policy].label, format_load(load), str(turn), format_seconds(latency))
+                (looks[policy].label, group.describe_load(load), str(turn), format_seconds(latency))
                 for turn, latency in means.items()
             ]
         turns = [turn for curve in curves for turn in curve.at]
         x = Axis(label="turn", is_whole=True, ends=stretch(turns, 0.5))
         y = replace(TIME, label="mean turn latency")
-        panels.append(Panel(marks=curves, x=x, y=y, title=format_load(load), height=2.6))
+        panels.append(Panel(marks=curves, x=x, y=y, title=group.describe_load(load), height=2.6))
     return Chart(
         name="turns",
         title="Latency turn by turn",
@@ -389,9 +392,9 @@ def plot_cdf(group: Group, looks: Looks) -> Chart | None:
                 )
             )
             quantiles = (format_seconds(get_percentile(times_s, percent)) for percent in (10, 50, 90, 99))
-            rows.append((looks[policy].label, format_load(load), f"{len(times_s):,}", *quantiles))
+            rows.append((looks[policy].label, group.describe_load(load), f"{len(times_s):,}", *quantiles))
         x, y = replace(TIME, label="job completion time"), replace(_SHARE, label="share of jobs done")
-        panels.append(Panel(marks=curves, x=x, y=y, title=format_load(load), height=2.6))
+        panels.append(Panel(marks=curves, x=x, y=y, title=group.describe_load(load), height=2.6))
     return Chart(
         name="cdf",
         title="Distribution of job completion times",
@@ -575,9 +578,9 @@ def _plot_fleet(run: Run, engines: Sequence[Mapping[str, Any]]) -> Chart:
     return Chart(
         name="fleet",
         title=f"{count(len(engines), 'engine')}: the busiest did {max(values) / mean:.2f} times the mean",
-        caption=f"{shorten(run.policy)}, {format_load(run.jps)}. Each bar is an engine's "
-        f"{_ENGINE_MEASURES.get(measure, 'nothing known')}, as a multiple of the mean. "
-        f"{_describe_router(run.record.fleet or {})}",
+        caption=f"{', '.join((shorten(run.policy), format_load(run.jps), *run.doubts))}. "
+        f"Each bar is an engine's {_ENGINE_MEASURES.get(measure, 'nothing known')}, as a multiple of the "
+        f"mean. {_describe_router(run.record.fleet or {})}",
         panels=[
             _make_rows(
                 [_name_engine(engine, 24) for engine in engines[:MAX_ENGINES]],

@@ -261,7 +261,8 @@ def _describe_no_comparison(groups: Sequence[Group]) -> str:
     cells.sort(key=lambda each: statistics.fmean(each[1].mean_s_by_seed.values()))
     alone = f"{shorten(policies[0])} ran alone: mean job time"
     if len(cells) == 1:
-        return f"{alone} {_describe_times(cells[0][1])}, {format_load(cells[0][1].load)}."
+        ((group, cell),) = cells
+        return f"{alone} {_describe_times(cell)}, {group.describe_load(cell.load)}."
     ends = [
         f"{_describe_times(cell)} ({group.describe_place(cell.load)})"
         for group, cell in (cells[0], cells[-1])
