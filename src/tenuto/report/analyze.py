@@ -132,8 +132,24 @@ def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
         "step_s": describe(data.step_s),
         "by_turn": _get_by_turn(turns),
     }
-    growth = _get_growth(_get_latencies(report), {row["turn"]: row["count"] for row in report["by_turn"]})
-    evidence = _make_evidence(report, data, turns, growth)
+    rows, tokens, leases = report["by_turn"], report["tokens"], report["leases"]
+    latency_s = {row["turn"]: row["latency_s"] for row in rows if row["latency_s"] is not None}
+    growth = _get_growth(latency_s, {row["turn"]: row["count"] for row in rows})
+    evidence = Evidence(
+        latency_s=latency_s,
+        last_turn=growth.turn if growth else None,
+        num_turns=len(turns),
+        num_preemptions=report["preemptions"],
+        hit_share=tokens["hit_ratio"],
+        best_share=tokens["best_ratio"],
+        queue_share=_get_queue_share(turns),
+        num_moved_tokens=(data.record and _count_moved(data.record)) or tokens["loaded"],
+        lease_ends=leases["ended"],
+        lease_p50_s=leases["held_s"]["p50"],
+        tool_p50_s=report["tool_s"]["p50"],
+        missed_tokens_by_cause={name: row["tokens"] for name, row in report["causes"].items()},
+        policy=get_policy(data),
+    )
     return {
         **report,
         "growth": growth._asdict() if growth else None,
@@ -178,29 +194,9 @@ def _get_gauges(data: RunData) -> dict[str, Gauge]:
     return gauges
 
 
-def _make_evidence(
-    report: Mapping[str, Any], data: RunData, turns: Sequence[TurnStory], growth: Growth | None
-) -> Evidence:
-    tokens, leases = report["tokens"], report["leases"]
-    moved = None
-    if data.record is not None:
-        counts = (data.record.loaded_tokens, data.record.stored_tokens)
-        moved = sum(count for count in counts if count is not None)
-    return Evidence(
-        latency_s=_get_latencies(report),
-        last_turn=growth.turn if growth else None,
-        num_turns=report["turns"]["total"],
-        num_preemptions=report["preemptions"],
-        hit_share=tokens["hit_ratio"],
-        best_share=tokens["best_ratio"],
-        queue_share=_get_queue_share(turns),
-        num_moved_tokens=moved or tokens["loaded"],
-        lease_ends=leases["ended"],
-        lease_p50_s=leases["held_s"]["p50"],
-        tool_p50_s=report["tool_s"]["p50"],
-        missed_tokens_by_cause={name: row["tokens"] for name, row in report["causes"].items()},
-        policy=get_policy(data),
-    )
+def _count_moved(record: RunRecord) -> int:
+    """Tokens loaded from and stored to tiers below the GPU."""
+    return (record.loaded_tokens or 0) + (record.stored_tokens or 0)
 
 
 def describe(values: Iterable[float | None]) -> dict[str, float | None]:
@@ -357,10 +353,6 @@ def _get_queue_share(turns: Iterable[TurnStory]) -> float | None:
     return sum(queue for queue, _ in both) / total if total else None
 
 
-def _get_latencies(report: Mapping[str, Any]) -> dict[int, float]:
-    return {row["turn"]: row["latency_s"] for row in report["by_turn"] if row["latency_s"] is not None}
-
-
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
@@ -426,7 +418,7 @@ def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | Non
         num_preemptions=preemptions,
         hit_share=hit_ratio,
         best_share=_get_best_share(record),
-        num_moved_tokens=(record.loaded_tokens or 0) + (record.stored_tokens or 0),
+        num_moved_tokens=_count_moved(record),
         light_first_s=light.get_turn_latencies().get(1)
         if light is not None and light is not record
         else None,

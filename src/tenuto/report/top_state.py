@@ -12,6 +12,11 @@ from typing import Any
 from tenuto.client.metrics import Buckets, Page
 
 HIT_SOURCES = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+LATENCIES = {
+    "ttft": "vllm:time_to_first_token_seconds",
+    "turn": "vllm:e2e_request_latency_seconds",
+    "queue": "vllm:request_queue_time_seconds",
+}
 TIER_USAGE = {"cpu": "vllm:kv_offload_cpu_cache_usage_perc"}
 TIER_BLOCKS = {"host": "vllm:simple_kv_offload_used_blocks"}
 OWN_TIERS = ("host", "disk")
@@ -56,10 +61,13 @@ class Window:
         growth = self.growth(name, **labels)
         return None if growth is None or self.length_s <= 0 else growth / self.length_s
 
-    def ratio(self, part: str, whole: str) -> float | None:
+    def rates(self, name: str, label: str) -> dict[str, float | None]:
+        """Growth per second by the values of a label."""
+        return {value: self.rate(name, **{label: value}) for value in self.newest.labels(name, label)}
+
+    def ratio(self, part: str, whole: str, **labels: str) -> float | None:
         """How much one counter grew for each one of another."""
-        numerator, denominator = self.growth(part), self.growth(whole)
-        return numerator / denominator if numerator is not None and denominator else None
+        return _divide(self.growth(part, **labels), self.growth(whole, **labels))
 
     def buckets(self, name: str) -> Buckets:
         """What a histogram counted since the window's first look."""
@@ -86,6 +94,10 @@ def get_percentile(buckets: Buckets, percent: float) -> float | None:
     return low
 
 
+def _divide(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
 def _has_restarted(before: Page, after: Page) -> bool:
     pairs = [(before.total(name), after.total(name)) for name in _RESET_SIGNS]
     return any(old is not None and new is not None and new < old for old, new in pairs)
@@ -94,37 +106,104 @@ def _has_restarted(before: Page, after: Page) -> bool:
 def make_state(window: Window, server: dict[str, str | None]) -> dict[str, Any]:
     """The state at the newest look."""
     page = window.newest
+    total, rate, percentile = page.total, window.rate, window.percentile
     return {
         "at_s": page.at_s,
         "window_s": window.length_s,
-        "server": {**server, **get_server(page)},
-        "requests": get_requests(window),
-        "cache": get_cache(page),
-        "leases": get_leases(window),
-        "tenants": get_tenants(page),
-        "hits": get_hits(window),
-        "latency": get_latencies(window),
-        "tools": get_tools(window),
-        "tiers": get_tiers(page),
-        "policy": get_policy(window),
-        "shadow": get_shadow(window),
-        "canary": get_canary(window),
-        "engines": [get_engine(page, engine) for engine in get_engines(page)],
+        "server": {
+            **server,
+            "models": page.labels("vllm:num_requests_running", "model_name"),
+            "policy": next(iter(page.active("tenuto:info", "policy")), None),
+            "mode": ", ".join(page.active("tenuto:mode", "mode")) or None,
+            "tenuto": next(iter(page.active("tenuto:info", "version")), None),
+            "has_tenuto": any(name.startswith("tenuto:") for name in page.samples),
+        },
+        "requests": {
+            "running": total("vllm:num_requests_running"),
+            "waiting": total("vllm:num_requests_waiting"),
+            "parked": total("tenuto:parked_jobs"),
+            "finished_per_s": rate("vllm:request_success_total"),
+            "prompt_tokens_per_s": rate("vllm:prompt_tokens_total"),
+            "output_tokens_per_s": rate("vllm:generation_tokens_total"),
+            "longest_wait_s": _get_longest_wait_s(page),
+            "overdue_per_s": rate("tenuto:overdue_turns_total"),
+            "preemptions_per_s": rate("vllm:num_preemptions_total"),
+        },
+        "cache": _get_cache(page),
+        "leases": {
+            "jobs": total("tenuto:retained_jobs"),
+            "blocks": total("tenuto:retained_blocks"),
+            "granted_per_s": rate("tenuto:leases_granted_total"),
+            "ended_per_s": window.rates("tenuto:leases_ended_total", "reason"),
+            "refused_per_s": window.rates("tenuto:lease_refusals_total", "reason"),
+            "reclaims_per_s": window.rates("tenuto:lease_reclaims_total", "reason"),
+            "revoked_blocks_per_s": rate("tenuto:revoked_blocks_total"),
+            "next_deadline_in_s": _get_next_deadline_in_s(page),
+        },
+        "tenants": _get_tenants(page),
+        "hits": {
+            "ratio": window.ratio(*HIT_SOURCES),
+            "ratio_since_start": _divide(*map(total, HIT_SOURCES)),
+            "from_tiers_ratio": window.ratio(
+                "vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"
+            ),
+            "recomputed_tokens_per_s": rate("tenuto:recomputed_tokens_total"),
+            "short_tokens_per_s": window.rates("tenuto:short_hit_tokens_total", "group"),
+        },
+        "latency": {
+            f"{key}_p{percent}_s": percentile(name, percent)
+            for key, name in LATENCIES.items()
+            for percent in (50, 95)
+        },
+        "tools": {
+            "p50_s": percentile("tenuto:tool_time_seconds", 50),
+            "p95_s": percentile("tenuto:tool_time_seconds", 95),
+            "buckets": _count_apart(window.buckets("tenuto:tool_time_seconds")),
+        },
+        "tiers": _get_tiers(page),
+        "policy": {
+            "faults": total("tenuto:policy_faults_total"),
+            "faults_per_s": rate("tenuto:policy_faults_total"),
+            "admission_waits_per_s": rate("tenuto:admission_waits_total"),
+            "decision_p95_s": percentile("tenuto:decision_time_seconds", 95),
+        },
+        # What the policy would have changed, had it not been in shadow mode.
+        "shadow": {
+            "jobs": total("tenuto:shadow_retained_jobs"),
+            "blocks": total("tenuto:shadow_retained_blocks"),
+            "hits_per_s": rate("tenuto:shadow_leases_ended_total", reason="hit"),
+            "gained_tokens_per_s": rate("tenuto:shadow_gained_tokens_total"),
+            "delayed_turns_per_s": rate("tenuto:shadow_delayed_turns_total"),
+        },
+        # The two parts of a canary; empty if no turn was counted, so without a canary.
+        "canary": {
+            group: {
+                "turns_per_s": rate("tenuto:group_turns_total", group=group),
+                "hit_ratio": window.ratio(
+                    "tenuto:group_hit_tokens_total", "tenuto:group_prompt_tokens_total", group=group
+                ),
+                "mean_queue_s": window.ratio(
+                    "tenuto:group_queue_delay_seconds_sum",
+                    "tenuto:group_queue_delay_seconds_count",
+                    group=group,
+                ),
+            }
+            for group in page.active("tenuto:group_turns_total", "group")
+        },
+        "engines": [
+            {
+                "engine": engine,
+                "running": total("vllm:num_requests_running", engine=engine),
+                "waiting": total("vllm:num_requests_waiting", engine=engine),
+                "leases": total("tenuto:retained_jobs", engine=engine),
+                "cache": _get_cache(page, engine=engine),
+            }
+            for engine in _get_engines(page)
+        ],
     }
 
 
-def get_server(page: Page) -> dict[str, Any]:
-    """What runs."""
-    return {
-        "models": page.labels("vllm:num_requests_running", "model_name"),
-        "policy": next(iter(page.active("tenuto:info", "policy")), None),
-        "mode": ", ".join(page.active("tenuto:mode", "mode")) or None,
-        "tenuto": next(iter(page.active("tenuto:info", "version")), None),
-        "has_tenuto": any(name.startswith("tenuto:") for name in page.samples),
-    }
-
-
-def get_engines(page: Page) -> list[str]:
+def _get_engines(page: Page) -> list[str]:
     """The engines by their labels, in order."""
     engines = page.labels("vllm:num_requests_running", "engine")
     return sorted(
@@ -132,24 +211,7 @@ def get_engines(page: Page) -> list[str]:
     )
 
 
-def get_requests(window: Window) -> dict[str, Any]:
-    """What runs and waits now, and how much is done."""
-    page = window.newest
-    parked = page.total("tenuto:parked_jobs")
-    return {
-        "running": page.total("vllm:num_requests_running"),
-        "waiting": page.total("vllm:num_requests_waiting"),
-        "parked": parked,
-        "finished_per_s": window.rate("vllm:request_success_total"),
-        "prompt_tokens_per_s": window.rate("vllm:prompt_tokens_total"),
-        "output_tokens_per_s": window.rate("vllm:generation_tokens_total"),
-        "longest_wait_s": get_longest_wait_s(page),
-        "overdue_per_s": window.rate("tenuto:overdue_turns_total"),
-        "preemptions_per_s": window.rate("vllm:num_preemptions_total"),
-    }
-
-
-def get_longest_wait_s(page: Page) -> float | None:
+def _get_longest_wait_s(page: Page) -> float | None:
     """How long the turn has waited that waits longest for its first step; 0 if none waits."""
     arrivals_s = [value for _, value in page.samples.get("tenuto:oldest_waiting_timestamp_seconds", ())]
     if not arrivals_s:
@@ -157,7 +219,17 @@ def get_longest_wait_s(page: Page) -> float | None:
     return max((max(0.0, page.at_s - value) for value in arrivals_s if value > 0), default=0.0)
 
 
-def get_tenants(page: Page) -> dict[str, Any]:
+def _get_next_deadline_in_s(page: Page) -> float | None:
+    """The countdown to the next end of a lease. An engine that is busy ends leases a little late."""
+    deadlines = [
+        value
+        for _, value in page.samples.get("tenuto:next_lease_deadline_timestamp_seconds", ())
+        if value > 0
+    ]
+    return max(0.0, min(deadlines) - page.at_s) if deadlines else None
+
+
+def _get_tenants(page: Page) -> dict[str, Any]:
     """How many tenants are active, and who holds the leased blocks, largest first."""
     names = page.labels("tenuto:tenant_leased_blocks", "tenant")
     blocks = {name: page.total("tenuto:tenant_leased_blocks", tenant=name) or 0.0 for name in names}
@@ -169,7 +241,7 @@ def get_tenants(page: Page) -> dict[str, Any]:
     }
 
 
-def get_cache(page: Page, **labels: str) -> dict[str, Any]:
+def _get_cache(page: Page, **labels: str) -> dict[str, Any]:
     """The KV cache in blocks: running, leased and not in use, free.
 
     The server's usage does not include leased blocks that no request uses.
@@ -198,77 +270,17 @@ def get_cache(page: Page, **labels: str) -> dict[str, Any]:
     }
 
 
-def get_leases(window: Window) -> dict[str, Any]:
-    """Leases now, how they come and go, and the countdown to the next deadline."""
-    page = window.newest
-    deadlines = [
-        value
-        for _, value in page.samples.get("tenuto:next_lease_deadline_timestamp_seconds", ())
-        if value > 0
-    ]
-    reasons = page.labels("tenuto:leases_ended_total", "reason")
-    refusals = page.labels("tenuto:lease_refusals_total", "reason")
-    reclaims = page.labels("tenuto:lease_reclaims_total", "reason")
-    return {
-        "jobs": page.total("tenuto:retained_jobs"),
-        "blocks": page.total("tenuto:retained_blocks"),
-        "granted_per_s": window.rate("tenuto:leases_granted_total"),
-        "ended_per_s": {why: window.rate("tenuto:leases_ended_total", reason=why) for why in reasons},
-        "refused_per_s": {why: window.rate("tenuto:lease_refusals_total", reason=why) for why in refusals},
-        "reclaims_per_s": {why: window.rate("tenuto:lease_reclaims_total", reason=why) for why in reclaims},
-        "revoked_blocks_per_s": window.rate("tenuto:revoked_blocks_total"),
-        # An engine that is busy ends leases between its steps, a little late.
-        "next_deadline_in_s": max(0.0, min(deadlines) - page.at_s) if deadlines else None,
-    }
-
-
-def get_hits(window: Window) -> dict[str, Any]:
-    """Prompt tokens found in cache, as vLLM counts them."""
-    page = window.newest
-    hits, queries = (page.total(name) for name in HIT_SOURCES)
-    return {
-        "ratio": window.ratio(*HIT_SOURCES),
-        "ratio_since_start": hits / queries if hits is not None and queries else None,
-        "from_tiers_ratio": window.ratio(
-            "vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"
-        ),
-        "recomputed_tokens_per_s": window.rate("tenuto:recomputed_tokens_total"),
-        "short_tokens_per_s": {
-            group: window.rate("tenuto:short_hit_tokens_total", group=group)
-            for group in page.labels("tenuto:short_hit_tokens_total", "group")
-        },
-    }
-
-
-def get_latencies(window: Window) -> dict[str, float | None]:
-    """Percentiles over the window."""
-    names = {
-        "ttft": "vllm:time_to_first_token_seconds",
-        "turn": "vllm:e2e_request_latency_seconds",
-        "queue": "vllm:request_queue_time_seconds",
-    }
-    return {
-        f"{key}_p{percent}_s": window.percentile(name, percent)
-        for key, name in names.items()
-        for percent in (50, 95)
-    }
-
-
-def get_tools(window: Window) -> dict[str, Any]:
-    """Tool times over the window; `buckets` are counts of their own, not cumulative."""
-    cumulative = window.buckets("tenuto:tool_time_seconds")
-    counts, below = [], 0.0
+def _count_apart(cumulative: Buckets) -> list[dict[str, float | None]]:
+    """A histogram's buckets, each with its own count."""
+    counts: list[dict[str, float | None]] = []
+    below = 0.0
     for bound, count in cumulative.items():
         counts.append({"up_to_s": None if math.isinf(bound) else bound, "count": round(count - below)})
         below = count
-    return {
-        "p50_s": window.percentile("tenuto:tool_time_seconds", 50),
-        "p95_s": window.percentile("tenuto:tool_time_seconds", 95),
-        "buckets": counts,
-    }
+    return counts
 
 
-def get_tiers(page: Page) -> list[dict[str, Any]]:
+def _get_tiers(page: Page) -> list[dict[str, Any]]:
     """Tiers below the GPU, as far as the server's connector shows them."""
     shares = [(name, page.total(metric), None) for name, metric in TIER_USAGE.items()]
     blocks = [(name, None, page.total(metric)) for name, metric in TIER_BLOCKS.items()]
@@ -289,58 +301,6 @@ def _get_own_tier(page: Page, name: str) -> dict[str, Any] | None:
     if used is None:
         return None
     return {"name": name, "used_share": used / size if size else None, "used_blocks": used}
-
-
-def get_policy(window: Window) -> dict[str, float | None]:
-    """Whether the policy works, and what it costs."""
-    return {
-        "faults": window.newest.total("tenuto:policy_faults_total"),
-        "faults_per_s": window.rate("tenuto:policy_faults_total"),
-        "admission_waits_per_s": window.rate("tenuto:admission_waits_total"),
-        "decision_p95_s": window.percentile("tenuto:decision_time_seconds", 95),
-    }
-
-
-def get_shadow(window: Window) -> dict[str, float | None]:
-    """What the policy would have changed, had it not been in shadow mode."""
-    page = window.newest
-    return {
-        "jobs": page.total("tenuto:shadow_retained_jobs"),
-        "blocks": page.total("tenuto:shadow_retained_blocks"),
-        "hits_per_s": window.rate("tenuto:shadow_leases_ended_total", reason="hit"),
-        "gained_tokens_per_s": window.rate("tenuto:shadow_gained_tokens_total"),
-        "delayed_turns_per_s": window.rate("tenuto:shadow_delayed_turns_total"),
-    }
-
-
-def get_canary(window: Window) -> dict[str, dict[str, float | None]]:
-    """The two parts of a canary; empty if no turn was counted, so without a canary."""
-    groups = {}
-    for group in window.newest.active("tenuto:group_turns_total", "group"):
-        hits, prompts = (
-            window.growth(f"tenuto:group_{name}_tokens_total", group=group) for name in ("hit", "prompt")
-        )
-        queue_s, queued = (
-            window.growth(f"tenuto:group_queue_delay_seconds_{name}", group=group)
-            for name in ("sum", "count")
-        )
-        groups[group] = {
-            "turns_per_s": window.rate("tenuto:group_turns_total", group=group),
-            "hit_ratio": hits / prompts if hits is not None and prompts else None,
-            "mean_queue_s": queue_s / queued if queue_s is not None and queued else None,
-        }
-    return groups
-
-
-def get_engine(page: Page, engine: str) -> dict[str, Any]:
-    """One engine of several."""
-    return {
-        "engine": engine,
-        "running": page.total("vllm:num_requests_running", engine=engine),
-        "waiting": page.total("vllm:num_requests_waiting", engine=engine),
-        "leases": page.total("tenuto:retained_jobs", engine=engine),
-        "cache": get_cache(page, engine=engine),
-    }
 
 
 def _get_number(text: str | None) -> int:
