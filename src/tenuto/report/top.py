@@ -36,7 +36,6 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _MAX_ENGINES = 8
 _MAX_REASONS = 2
 _MAX_TENANTS = 5
-RUNNING, LEASED, FREE = "green", "yellow", "bright_black"
 Show = Callable[[dict[str, Any] | None, str], None]
 """Shows a state, or None and why there is none."""
 
@@ -306,7 +305,7 @@ def _show_head(state: Mapping[str, Any]) -> Text:
 def _show_requests(state: Mapping[str, Any]) -> Text:
     requests = state["requests"]
     text = Text.assemble(
-        (f"{_n(requests['running'])} running", RUNNING), f", {_n(requests['waiting'])} waiting"
+        (f"{_n(requests['running'])} running", "green"), f", {_n(requests['waiting'])} waiting"
     )
     if requests["parked"] is not None:
         text.append(f" ({_n(requests['parked'])} of them held at the door)")
@@ -319,8 +318,7 @@ def _show_requests(state: Mapping[str, Any]) -> Text:
 
 def _show_rates(requests: Mapping[str, Any]) -> str:
     done, preempted = _r(requests["finished_per_s"]), _r(requests["preemptions_per_s"])
-    tokens = [requests[name] for name in ("prompt_tokens_per_s", "output_tokens_per_s")]
-    read, written = ("–" if rate is None else f"{rate:,.0f}" for rate in tokens)
+    read, written = _n(requests["prompt_tokens_per_s"]), _n(requests["output_tokens_per_s"])
     return f"{done} done, {preempted} preempted; {read} prompt and {written} output tok/s"
 
 
@@ -328,37 +326,29 @@ def _show_spark(label: str, values: Sequence[float | None], highest: float | Non
     return Text.assemble((f"{label:<10}", "dim"), (make_spark(values, highest), "cyan"))
 
 
+_PARTS = (("running", "█", "green"), ("leased", "▓", "yellow"), ("free", "░", "bright_black"))
+"""Of the KV cache: sign and colour."""
+
+
 def _show_bar(cache: Mapping[str, Any]) -> Text:
     if not cache["blocks"]:
         return Text("the server does not tell its size", style="dim")
-    text, end = Text(), 0.0
-    shown = 0
-    for count, sign, style in (
-        (cache["running"], "█", RUNNING),
-        (cache["leased"] or 0, "▓", LEASED),
-        (cache["free"], "░", FREE),
-    ):
-        end += count / cache["blocks"] * _BAR_WIDTH
+    text, end, shown = Text(), 0.0, 0
+    for name, sign, style in _PARTS:
+        end += (cache[name] or 0) / cache["blocks"] * _BAR_WIDTH
         width = max(0, round(end) - shown)
         text.append(sign * width, style=style)
         shown += width
-    text.append(f" of {cache['blocks']:,} blocks")
-    return text
+    return text.append(f" of {cache['blocks']:,} blocks")
 
 
 def _show_split(cache: Mapping[str, Any]) -> Text:
-    if not cache["blocks"]:
-        return Text()
-    parts = [
-        ("running", cache["running"], RUNNING),
-        ("leased", cache["leased"], LEASED),
-        ("free", cache["free"], FREE),
+    known = [
+        (name, cache[name], style) for name, _, style in _PARTS if cache["blocks"] and cache[name] is not None
     ]
-    text = Text()
-    for name, count, style in parts:
-        if count is not None:
-            text.append(f"{name} {_p(count / cache['blocks'])}  ", style=style)
-    return text
+    return Text.assemble(
+        *((f"{name} {_p(blocks / cache['blocks'])}  ", style) for name, blocks, style in known)
+    )
 
 
 def _show_hits(hits: Mapping[str, Any]) -> str:
@@ -386,17 +376,12 @@ def _show_latencies(latency: Mapping[str, float | None]) -> str:
 
 
 def _show_leases(leases: Mapping[str, Any]) -> Text:
-    text = Text.assemble(
-        (f"{_n(leases['jobs'])} job{'' if leases['jobs'] == 1 else 's'}", LEASED),
-        f", {_n(leases['blocks'])} blocks; ",
-    )
-    text.append(f"{_r(leases['granted_per_s'])} granted; ")
     deadline_s = leases["next_deadline_in_s"]
-    if deadline_s is None:
-        text.append("no deadline ahead")
-    else:
-        text.append(f"next ends in {_s(deadline_s)}", style="bold")
-    return text
+    return Text.assemble(
+        (f"{_n(leases['jobs'])} job{'' if leases['jobs'] == 1 else 's'}", "yellow"),
+        f", {_n(leases['blocks'])} blocks; {_r(leases['granted_per_s'])} granted; ",
+        "no deadline ahead" if deadline_s is None else (f"next ends in {_s(deadline_s)}", "bold"),
+    )
 
 
 def _show_ends(leases: Mapping[str, Any]) -> str:
@@ -405,11 +390,8 @@ def _show_ends(leases: Mapping[str, Any]) -> str:
         for name in ("ended_per_s", "refused_per_s")
     )
     taken = leases["revoked_blocks_per_s"]
-    return (
-        f"ended: {ends or 'none'}"
-        + (f"; refused: {refusals}" if refusals else "")
-        + (f"; {taken:,.1f} blocks/s reclaimed" if taken else "")
-    )
+    refused = f"; refused: {refusals}" if refusals else ""
+    return f"ended: {ends or 'none'}{refused}" + (f"; {taken:,.1f} blocks/s reclaimed" if taken else "")
 
 
 def _show_reasons(leases: Mapping[str, Any]) -> Iterator[Text]:
@@ -449,21 +431,17 @@ def _show_tools(tools: Mapping[str, Any]) -> Text:
 
 
 def _show_policy(policy: Mapping[str, Any]) -> Text:
-    text = Text(f"{_n(policy['faults'])} faults", style="red" if policy["faults"] else "")
-    text.append(
+    return Text.assemble(
+        (f"{_n(policy['faults'])} faults", "red" if policy["faults"] else ""),
         f", {_r(policy['admission_waits_per_s'])} waits at the door, "
         f"decisions p95 {_s(policy['decision_p95_s'])}",
-        style="default",
     )
-    return text
 
 
 def _show_shadow(shadow: Mapping[str, Any]) -> str:
-    rate = shadow["gained_tokens_per_s"]
-    gained = "–" if rate is None else f"{rate:,.0f}"
     return (
-        f"would hold {_n(shadow['jobs'])} jobs, {_n(shadow['blocks'])} blocks; "
-        f"{_r(shadow['hits_per_s'])} hits, {gained} tok/s gained, {_r(shadow['delayed_turns_per_s'])} delayed"
+        f"would hold {_n(shadow['jobs'])} jobs, {_n(shadow['blocks'])} blocks; {_r(shadow['hits_per_s'])} "
+        f"hits, {_n(shadow['gained_tokens_per_s'])} tok/s gained, {_r(shadow['delayed_turns_per_s'])} delayed"
     )
 
 

@@ -14,7 +14,6 @@ from tenuto.client.ab_verdict import MIN_PAIRS
 from tenuto.client.options import BenchOptions
 from tenuto.core.errors import clean
 from tenuto.core.settings import get_flag
-from tenuto.report.html.compare import sort_loads
 from tenuto.report.html.sources import AbRun, Run
 from tenuto.report.html.spec import Table
 from tenuto.report.html.words import count, format_seconds, shorten
@@ -61,11 +60,8 @@ def make_recipe(runs: Sequence[Run], policies: Mapping[str, str]) -> Recipe:
         )
     if without := sum(try_command(run) is None for run in runs):
         lines.append(f"{without:,} of {count(len(runs), 'record')} do not say how they were made.")
-    seeds = sort_loads(run.seed for run in runs if run.seed is not None)
-    if seeds:
-        lines.append(
-            f"Seeds: {', '.join(f'{seed:g}' for seed in seeds[:20])}{', …' if len(seeds) > 20 else ''}."
-        )
+    if seeds := sorted({run.seed for run in runs if run.seed is not None}):
+        lines.append(f"Seeds: {', '.join(map(str, seeds[:20]))}{', …' if len(seeds) > 20 else ''}.")
     lines += _describe_versions(runs)
     rows = tuple(_make_row(run, policies) for run in runs[:MAX_RUNS])
     if len(runs) > MAX_RUNS:
