@@ -262,7 +262,7 @@ FAULTS = (
     ),
     Fault(
         "jobs: a routing key names one",
-        "core/requests/identity.py",
+        "core/requests.py",
         'request.get("session_id"),  # reached only',
         'request.get("prompt_cache_key"),\n        request.get("session_id"),  # reached only',
         (
@@ -302,8 +302,8 @@ FAULTS = (
     Fault(
         "memory: vLLM's names are not looked up",
         "vllm/compat/check.py",
-        'problems.append(f"{path} is missing")',
-        "pass",
+        'problems.append(f"{path} is missing")\n            continue\n        missing',
+        "continue\n        missing",
         ("vllm/test_scheduler.py::test_a_missing_or_changed_name_stops_the_start",),
     ),
     Fault(
@@ -479,21 +479,21 @@ FAULTS = (
     ),
     Fault(
         "files: one full disk of a recording, and it goes on",
-        "proxy/file.py",
+        "proxy/recorder.py",
         "        except OSError as error:\n            self._give_up(error, start)",
         "        except MemoryError as error:\n            self._give_up(error, start)",
         ("proxy/test_command.py::test_a_full_disk_ends_the_recording_and_no_traffic",),
     ),
     Fault(
         "files: a decision is made again, with other inputs",
-        "core/decision_replay.py",
+        "core/policy_caller.py",
         "    read = from_json(value)\n",
         "    read = 0.0 if value.__class__ is float else from_json(value)\n",
         ("cli/test_replay_decisions.py::test_every_decision_is_made_again",),
     ),
     Fault(
         "files: any hook can be replayed",
-        "core/decision_replay.py",
+        "core/policy_caller.py",
         "            _check_inputs(hook, inputs)\n",
         "",
         ("cli/test_replay_decisions.py::test_what_cannot_be_replayed_is_said",),
