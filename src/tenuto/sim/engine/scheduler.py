@@ -37,7 +37,7 @@ from tenuto.sim.engine.driver_port import SimEngine
 from tenuto.sim.engine.state import EngineState, Load, Step, WaitingQueue
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import BlockHashes, Hit, Request, Status
-from tenuto.sim.tiers.offload import make_offloader
+from tenuto.sim.tiers import make_offloader
 from tenuto.sim.tiers.offloader import Offloader
 from tenuto.sim.tiers.tier import OffloadTiers
 

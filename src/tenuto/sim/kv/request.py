@@ -106,7 +106,7 @@ class Request:
     tier_use: Use | None = field(init=False, default=None)
     """What ranks its chunks there; None until it is asked for."""
     chunks: list[BlockHash] = field(init=False, default_factory=list)
-    """The chained hashes of its first chunks (see `tenuto.sim.tiers.offload`), made when they are needed."""
+    """The chained hashes of its first chunks, made when `tenuto.sim.tiers.chain_offload` needs them."""
     group_chunks: tuple[Any, ...] = field(init=False, default=())
     """The same for each layer group, where layers differ (see `tenuto.sim.tiers.grouped_offload`)."""
 

@@ -1,1 +1,26 @@
 """Tiers: host memory and disk that hold KV below the simulated GPU."""
+
+from __future__ import annotations
+
+from tenuto.sim.kv.kv_cache import KvCache
+from tenuto.sim.tiers.chain_offload import ChainOffloader
+from tenuto.sim.tiers.grouped_offload import GroupedOffloader
+from tenuto.sim.tiers.offloader import Offload, Offloader
+from tenuto.sim.tiers.tier import OffloadTiers
+
+
+def make_offloader(
+    offload: Offload | None, tiers: OffloadTiers | None, kv: KvCache, chunk_tokens: int
+) -> Offloader | None:
+    """The offloader of an engine with tiers, in chunks of so many tokens; None without.
+
+    Single blocks and "async" are vLLM's own connector, whatever the layers. Raises ConfigError where the
+    model's layers differ and vLLM has no such tiers.
+    """
+    if tiers is None or offload is None:
+        return None
+    block_size = kv.config.block_size
+    is_connector = offload == "async" and chunk_tokens == block_size
+    if kv.can_truncate and not is_connector:
+        return ChainOffloader(tiers, kv, offload, chunk_blocks=chunk_tokens // block_size)
+    return GroupedOffloader(tiers, kv, offload, chunk_tokens=chunk_tokens)

@@ -1,19 +1,4 @@
-"""Offloading: what is stored in the tiers and when, what a turn loads, and which blocks wait for a copy.
-
-    computed → store → tier … next turn: GPU hit | loaded from the tier | computed
-
-- *sync*: prompts are stored as they are computed. A step ends when its loads and stores have ended too
-  (LMCache 0.3.7 in vLLM: `start_load_kv` and `wait_for_save`; outputs are not stored). Copies share the link
-  and run beside the computation. If they ran one after the other, the published sweep at 6 jobs/s would take
-  1.7 times as long as it took (see docs/fidelity.md).
-- *serial*: as sync, but nothing overlaps: loads, then the computation, then stores. So LMCache 0.3.7's source
-  reads. `start_load_kv` synchronises its stream before the forward pass. `wait_for_save` copies each
-  request's slot mapping to the GPU without `non_blocking`, which waits for the forward pass, and then
-  synchronises after every chunk. docs/fidelity.md holds both modes against the published sweeps.
-- *async*: copies run beside the steps, and outputs are stored too. A turn waits, with its blocks, until its
-  load has ended. The blocks of a finished turn stay taken until they are stored (vLLM's native offloading).
-- *asked*: as async, but only what the policy answers `Offload` for is stored.
-"""
+"""Offloading in chunks of a whole prefix, with full attention: LMCache's, and what a policy asks for."""
 
 from __future__ import annotations
 
@@ -26,9 +11,8 @@ from tenuto.core.types import LoadOffer, Turn
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.pool import Row, Segment, skip_to
 from tenuto.sim.kv.request import Request, Status
-from tenuto.sim.tiers.grouped_offload import GroupedOffloader
 from tenuto.sim.tiers.offloader import Offload, Offloader
-from tenuto.sim.tiers.tier import OffloadTiers
+from tenuto.sim.tiers.tier import NOBODY, OffloadTiers
 
 Chunk = tuple[Segment, int]
 """A chunk's chained hash: the segment and the number of its last block."""
@@ -79,11 +63,8 @@ class ChainOffloader(Offloader):
         """Begin to copy an offer, or its first tokens, to the GPU; returns when that ends, in seconds."""
         num_chunks = (num_hit_tokens + num_tokens) // self._chunk_tokens
         skip = num_hit_tokens // self._chunk_tokens
-        if self.is_sync:
-            copy = self._tiers.load(self._get_chunks(request, num_chunks), now_s, skip)
-        else:
-            use = self._get_use(request, now_s)
-            copy = self._tiers.load(self._get_chunks(request, num_chunks), now_s, skip, use, skip)
+        chunks = self._get_chunks(request, num_chunks)
+        copy = self._tiers.load(chunks, now_s, skip, *self._get_rank(request, skip, now_s))
         self.num_loaded_tokens += num_tokens
         request.num_stored_chunks = num_chunks
         return copy.done_s
@@ -105,10 +86,7 @@ class ChainOffloader(Offloader):
             return now_s
         request.num_stored_chunks = num_chunks
         chunks = self._get_chunks(request, num_chunks)
-        if self.is_sync:
-            copy = self._tiers.store(chunks, now_s)
-        else:
-            copy = self._tiers.store(chunks, now_s, self._get_use(request, now_s), first)
+        copy = self._tiers.store(chunks, now_s, *self._get_rank(request, first, now_s))
         self.num_stored_tokens += copy.num_chunks * self._chunk_tokens
         request.stored_s = max(request.stored_s, copy.done_s)
         return copy.done_s
@@ -151,6 +129,10 @@ class ChainOffloader(Offloader):
     def _drop(self, job_id: str, now_s: float) -> None:
         self._tiers.drop(job_id, now_s)
 
+    def _get_rank(self, request: Request, first: int, now_s: float) -> tuple[Use, int]:
+        """By what chunks are ranked, and from which number on; LMCache ranks all by recency."""
+        return (NOBODY, 0) if self.is_sync else (self._get_use(request, now_s), first)
+
     def _store(self, chunks: list[Chunk], now_s: float, use: Use, first: int) -> float:
         """Store cached chunks from number `first` on; returns when the copy is complete."""
         copy = self._tiers.store(chunks, now_s, use, first)
@@ -177,20 +159,3 @@ class ChainOffloader(Offloader):
                 extent = skip_to(extent, max(first, last))
                 yield extent.segment, last
                 last += self._chunk_blocks
-
-
-def make_offloader(
-    offload: Offload | None, tiers: OffloadTiers | None, kv: KvCache, chunk_tokens: int
-) -> Offloader | None:
-    """The offloader of an engine with tiers, in chunks of so many tokens; None without.
-
-    Single blocks and "async" are vLLM's own connector, whatever the layers. Raises ConfigError where the
-    model's layers differ and vLLM has no such tiers.
-    """
-    if tiers is None or offload is None:
-        return None
-    block_size = kv.config.block_size
-    is_connector = offload == "async" and chunk_tokens == block_size
-    if kv.can_truncate and not is_connector:
-        return ChainOffloader(tiers, kv, offload, chunk_blocks=chunk_tokens // block_size)
-    return GroupedOffloader(tiers, kv, offload, chunk_tokens=chunk_tokens)
