@@ -86,13 +86,13 @@ def _check_tenants(driver: Any) -> None:
         num_blocks = len({block.block_id for lease in ours for block in lease.blocks})
         counted = len(own.leased) if quota.counts_blocks else num_blocks
         num_turns = sum((turn.job.tenant or "") == name for turn in turns)
-        if (own.num_turns, own.num_leases, counted) != (num_turns, len(ours), num_blocks):
+        if (own.num_live, own.num_leases, counted) != (num_turns, len(ours), num_blocks):
             raise IntegrityError(f"{name!r}: {num_turns} turns, {len(ours)} leases, counted {own}")
     waiting = {turn.turn_id for turn in turns if not turn.started}
     if waiting != driver.shares._waiting.keys():
         raise IntegrityError("the turns that wait are not those that the tenants' service counts")
     live = {turn.turn_id for turn in turns}
-    waits, notes = driver._fairness.waits, {"charged": driver.shares._charges}
+    waits, notes = driver._fairness._waits, {"charged": driver.shares._charges}
     notes |= {"counted as running": quota._running_blocks, "sharing prefixes": driver.pins._shared}
     notes |= {} if waits is None else {"compared with stock": waits._live}
     for name, kept in notes.items():

@@ -333,7 +333,7 @@ def test_without_a_trace_nothing_is_recorded(clock: Clock) -> None:
     engine = start({"policy": KEEP_ALL})
     assert engine.scheduler._trace is None
     assert engine.scheduler._steps is None
-    assert engine.scheduler.driver._history._log is None
+    assert engine.scheduler.driver._history is None
 
 
 def test_stock_installs_no_hook() -> None:

@@ -82,7 +82,8 @@ class Driver:
         self._engine = engine
         self._step_chooser = step_chooser
         self._caller = PolicyCaller(policy, log, strict=strict)
-        self._history = History(log, is_shadow=self.is_shadow)
+        self._history = None if log is None else History(log, is_shadow=self.is_shadow)
+        self._retains = policy.overrides("retain")
         # A policy that treats all jobs alike does not need to know which turns belong to one job.
         infers = self.limits.infer_jobs and any(
             policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
@@ -122,12 +123,15 @@ class Driver:
         self._place(job, arrival)
         tool_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
         turn = TurnState(turn_id, job, now_s, arrival)
+        parted_at: int | None = None
         if job.last_marks is not None:
             turn.num_reusable_tokens = job.last_marks.count_reusable_tokens(
                 arrival.hashes, arrival.num_prompt_tokens, self._hit_alignment
             )
             turn.is_parted = not job.last_marks.is_followed_by(arrival.hashes)
-        self.stats.count_parting((said := arrival.describe(job.last_marks)).get("parted_at"))
+            parted_at = job.last_marks.find_parting(arrival.hashes, arrival.num_prompt_tokens)
+            if parted_at is not None:
+                self.stats.parted_at.observe(parted_at)
         job.num_turns += 1
         if len(job.live_turn_ids) >= self.limits.max_parallel_turns:
             # Otherwise a client that sends all its requests under one job id would always go first.
@@ -143,8 +147,8 @@ class Driver:
             self._tell("on_tool_returned", turn, job.last_tool, tool_s)
         self._tell_chooser(turn)
         self._tell("on_turn_arrived", turn, now_s)
-        said |= {"num_prompt_tokens": arrival.num_prompt_tokens, "tool_s": tool_s}
-        self._history.record("arrived", turn, now_s, **said)
+        if self._history is not None:
+            self._history.record_arrival(turn, now_s, tool_s, parted_at)
 
     def start(
         self, turn_id: str, now_s: float, num_hit_tokens: int, short_hit: ShortHit | None = None
@@ -164,9 +168,10 @@ class Driver:
             num_lost_tokens = count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
             self.stats.num_recomputed_tokens += num_lost_tokens
             self._tell("on_turn_started", turn, now_s)
-            self._history.record(
-                "resumed", turn, now_s, num_hit_tokens=num_hit_tokens, num_lost_tokens=num_lost_tokens
-            )
+            if self._history is not None:
+                self._history.record(
+                    "resumed", turn, now_s, num_hit_tokens=num_hit_tokens, num_lost_tokens=num_lost_tokens
+                )
             return
         self._fairness.start(turn, num_hit_tokens, now_s)
         if self._step_chooser is not None:
@@ -179,27 +184,19 @@ class Driver:
         turn.job.num_reusable_tokens += turn.num_reusable_tokens
         turn.job.num_reused_tokens += min(num_hit_tokens, turn.num_reusable_tokens)
         self.stats.num_recomputed_tokens += count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
-        cut: dict[str, object] = {}
         if short_hit is not None:
             self.stats.num_short_tokens[short_hit.group] += short_hit.num_tokens
-            cut = {"short_group": short_hit.group, "num_short_tokens": short_hit.num_tokens}
         self.stats.queue_s.observe(now_s - turn.arrival_s)
         if self._canary.is_on:
             self.stats.groups["stock" if turn.job.runs_as_stock else "policy"].start(
                 turn, num_hit_tokens, now_s
             )
-        self.pins.start(turn, num_hit_tokens, short_hit)
+        if self.pins.max_blocks:
+            self.pins.start(turn, num_hit_tokens, short_hit)
         self._apply(self._retention.hit(turn, now_s))
         self._tell("on_turn_started", turn, now_s)
-        self._history.record(
-            "started",
-            turn,
-            now_s,
-            num_hit_tokens=num_hit_tokens,
-            num_reusable_tokens=turn.num_reusable_tokens,
-            queue_s=now_s - turn.arrival_s,
-            **cut,
-        )
+        if self._history is not None:
+            self._history.record_start(turn, now_s, short_hit)
 
     def preempt(self, turn_id: str, now_s: float, num_computed_tokens: int) -> None:
         """A running turn lost its blocks and waits again."""
@@ -211,7 +208,8 @@ class Driver:
         turn.num_computed_tokens = num_computed_tokens
         self._fairness.preempt(turn, now_s)
         self._tell("on_turn_preempted", turn, now_s)
-        self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
+        if self._history is not None:
+            self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
 
     def finish(self, turn_id: str, now_s: float, finish: Finish) -> None:
         """A turn ended. Call this just before the engine frees the turn's blocks: a lease may keep them."""
@@ -223,26 +221,45 @@ class Driver:
         del job.live_turn_ids[turn_id]
         if self._step_chooser is not None and not turn.started:
             self._step_chooser.observe_start(turn_id)
-        self.pins.finish(turn)
+        if self.pins.max_blocks:
+            self.pins.finish(turn)
         self._retention.leave(turn)
         self._fairness.leave(turn, finish.num_output_tokens, now_s)
         self._order.leave(turn)
-        self._history.record(
-            "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
-        )
+        if self._history is not None:
+            self._history.record(
+                "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
+            )
+        view = turn.get_finished_view(finish)
         if not finish.aborted:
-            self._complete(turn, now_s, finish)
-        else:
-            view = turn.get_finished_view(finish)
-            self._tell("on_turn_finished", turn, now_s, view=view)
-            if not view.is_last and self._can_retain(job):
-                self._apply(LeaseRefused(view, LeaseRefusal.ABORTED, now_s))
-        if job.job_id not in self._jobs:
-            return
-        if job.is_released and not job.live_turn_ids:
+            job.last_finish_s, job.last_tool = now_s, view.tool
+            num_prompt_tokens = turn.arrival.num_prompt_tokens
+            num_computed_tokens = count_computed_tokens(num_prompt_tokens, finish.num_output_tokens)
+            job.last_marks = PrefixMarks(
+                turn.arrival.hashes, num_prompt_tokens, num_computed_tokens, self._hash_block_size
+            )
+            if self._step_chooser is not None:
+                self._step_chooser.observe_turn(view)
+        self._tell("on_turn_finished", turn, now_s, view=view)
+        retains = self._retains and not job.runs_as_stock
+        goes_on = not (view.is_last or job.is_released)
+        if retains and finish.aborted and not view.is_last:
+            self._apply(LeaseRefused(view, LeaseRefusal.ABORTED, now_s))
+        elif retains and not finish.aborted and not goes_on:
+            self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
+        is_complete = job.is_released or (view.is_last and not finish.aborted)
+        if is_complete and not job.live_turn_ids:
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
-        else:
-            self._leave(job, now_s)
+            return
+        if not finish.aborted and not job.is_released:
+            self._jobs.remember(job, turn.arrival)
+            if retains and goes_on:
+                for event in self._retention.retain(turn, view, now_s):
+                    self._apply(event)
+        # Of too many idle jobs, the one that has been idle longest is forgotten.
+        forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
+        if forgotten is not None:
+            self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
 
     def release(self, job_id: str, now_s: float) -> bool:
         """The client says that a job is complete; return whether the job was known.
@@ -280,7 +297,8 @@ class Driver:
         # The engine asks for the keys of all waiting turns anyway.
         self._to_reorder.clear()
         for job in self._jobs.jobs.values():
-            job.runs_as_stock, job.is_admitted = None, False
+            job.runs_as_stock = None
+        self._order.forget_admissions(self._jobs.jobs.values())
         for turn in self._turns.values():
             self._adopt(turn, now_s)
 
@@ -336,11 +354,13 @@ class Driver:
 
         Return True if the engine must now ask again for the keys of all waiting turns.
         """
-        self._hurry(now_s)
+        for turn_id in self._order.pop_overdue(now_s):
+            self.decided.num_overdue_turns += 1
+            self._engine.reorder(turn_id)
         if now_s < self._get_next_rekey_s():
             return False
         self._ticked_s = now_s
-        if self._caller.hears("on_tick"):
+        if "on_tick" in self._caller.heard:
             self._caller.tell("on_tick", self.get_view(now_s))
         return True
 
@@ -348,7 +368,7 @@ class Driver:
         """The engine computed a step. Call this only if `hears_steps`."""
         if self._step_chooser is not None:
             self._step_chooser.observe_step(step)
-        if self._caller.hears("on_step"):
+        if "on_step" in self._caller.heard:
             self._caller.tell("on_step", step)
 
     def admit(self, first_id: str | None, now_s: float, *, idle: bool) -> list[str]:
@@ -502,13 +522,12 @@ class Driver:
 
     def get_next_tick_s(self) -> float:
         """The next time at which `tick` has work to do; infinity if nothing depends on time."""
-        waits = self._fairness.waits
-        return min(math.inf if waits is None else waits.get_next_s(), self._get_next_rekey_s())
+        return min(self._fairness.get_next_overdue_s(), self._get_next_rekey_s())
 
     @property
     def hears_steps(self) -> bool:
         """Whether `step` must be called for each step."""
-        return self._step_chooser is not None or self._caller.hears("on_step")
+        return self._step_chooser is not None or "on_step" in self._caller.heard
 
     def needs_output(self, turn_id: str) -> bool:
         """Whether the turn's output must be read to learn what follows it.
@@ -576,81 +595,39 @@ class Driver:
     def _apply(self, event: LeaseEvent | None) -> None:
         """Count, log and note what happened to a lease, and which waiting turn must be reordered for it."""
         stats = self.decided
+        news: LeaseEnd | LeaseRefusal | TakenBy | None
         match event:
+            case None:
+                return
             case LeaseGranted():
+                job_id, news = event.lease.job_id, None
                 stats.num_leases_granted += 1
-                self._note(event.lease.job_id, None)
-                self._history.record_lease(event)
             case LeaseRefused():
+                job_id, news = event.turn.job.job_id, event.reason
                 stats.num_lease_refusals[event.reason] += 1
-                self._note(event.turn.job.job_id, event.reason)
-                self._history.record_refusal(event)
             case LeaseTruncated():
+                job_id, news = event.lease.job_id, event.taken_by
                 stats.num_revoked_blocks += event.num_blocks
                 stats.num_takes[event.taken_by] += 1
-                self._note(event.lease.job_id, event.taken_by)
-                self._history.record_lease(event)
             case LeaseEnded():
+                job_id, news = event.lease.job_id, event.taken_by or event.reason
                 stats.num_leases_ended[event.reason] += 1
-                self._note(event.lease.job_id, event.taken_by or event.reason)
                 if event.reason is LeaseEnd.REVOKED:
                     stats.num_revoked_blocks += event.num_blocks
                 if event.taken_by is not None:
                     stats.num_takes[event.taken_by] += 1
-                self._history.record_lease(event)
                 waiting_id = event.lease.next_turn_id
                 if waiting_id is not None and event.reason is not LeaseEnd.HIT:
                     self._to_reorder.append(waiting_id)
-
-    def _note(self, job_id: str, news: LeaseEnd | LeaseRefusal | TakenBy | None) -> None:
-        job = self._jobs.get(job_id)
-        if job is not None:
+        if (job := self._jobs.get(job_id)) is not None:
             job.lease_news = news
-
-    def _hurry(self, now_s: float) -> None:
-        """Move the overdue turns to the front of the queue."""
-        for turn_id in self._order.pop_overdue(now_s):
-            self.decided.num_overdue_turns += 1
-            self._engine.reorder(turn_id)
-
-    def _complete(self, turn: TurnState, now_s: float, finish: Finish) -> None:
-        job, view = turn.job, turn.get_finished_view(finish)
-        job.last_finish_s, job.last_tool = now_s, view.tool
-        num_computed_tokens = count_computed_tokens(turn.arrival.num_prompt_tokens, finish.num_output_tokens)
-        job.last_marks = PrefixMarks(
-            turn.arrival.hashes, turn.arrival.num_prompt_tokens, num_computed_tokens, self._hash_block_size
-        )
-        if self._step_chooser is not None:
-            self._step_chooser.observe_turn(view)
-        self._tell("on_turn_finished", turn, now_s, view=view)
-        if (view.is_last or job.is_released) and self._can_retain(job):
-            self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
-        if job.is_released:
-            return
-        if view.is_last and not job.live_turn_ids:
-            self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
-            return
-        self._jobs.remember(job, turn.arrival)
-        if not view.is_last and self._can_retain(job):
-            for event in self._retention.retain(turn, view, now_s):
-                self._apply(event)
-
-    def _can_retain(self, job: JobState) -> bool:
-        return not job.runs_as_stock and self.policy.overrides("retain")
-
-    def _leave(self, job: JobState, now_s: float) -> None:
-        """A turn left. If its job has no other turns, the job is now idle.
-
-        The job that has been idle longest may then be forgotten.
-        """
-        forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
-        if forgotten is not None:
-            self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
+        if self._history is not None:
+            self._history.record_lease(event)
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd) -> None:
         self._apply(self._retention.end(job.job_id, reason, now_s))
         view = job.get_view()
-        if self._caller.hears("on_job_ended") and not job.runs_as_stock:
+        if "on_job_ended" in self._caller.heard and not job.runs_as_stock:
             self._caller.tell("on_job_ended", view, now_s)
         # As `Turn.ends_job`; and the client may say it itself, of any job.
         if reason is LeaseEnd.JOB_ENDED and (job.is_released or view.came_back):
@@ -662,7 +639,6 @@ class Driver:
         """Take over a turn that another driver knew."""
         job = turn.job
         self._place(job, turn.arrival)
-        turn.is_admitted = False
         if self._fairness.adopt(turn, self._retention.get_num_leased_tokens(), now_s):
             self.leases.begin_counting()
         self._order.enter(turn)
@@ -671,9 +647,10 @@ class Driver:
             self._tell_chooser(turn)
             # In a log, a driver begins anew, and this turn will start. A running turn is left out.
             num_prompt_tokens = turn.arrival.num_prompt_tokens
-            self._history.record(
-                "arrived", turn, turn.arrival_s, num_prompt_tokens=num_prompt_tokens, tool_s=None
-            )
+            if self._history is not None:
+                self._history.record(
+                    "arrived", turn, turn.arrival_s, num_prompt_tokens=num_prompt_tokens, tool_s=None
+                )
         else:
             if not job.is_admitted or self.policy.needs.admit == "turns":
                 self._tell("on_turn_admitted", turn, now_s)
@@ -700,7 +677,7 @@ class Driver:
 
     def _tell(self, hook: str, turn: TurnState, *inputs: object, view: Turn | None = None) -> None:
         """Tell the policy what happened to a turn, unless the turn runs as in stock."""
-        if self._caller.hears(hook) and not turn.job.runs_as_stock:
+        if hook in self._caller.heard and not turn.job.runs_as_stock:
             self._caller.tell(hook, self._view(turn) if view is None else view, *inputs)
 
     def _get_next_rekey_s(self) -> float:
@@ -712,44 +689,62 @@ class Driver:
 
 
 class History:
-    """Writes what happens to turns and leases into the decision log as `job` records, if there is a log."""
+    """Writes what happens to turns and leases into the decision log as `job` records."""
 
-    def __init__(self, log: DecisionLog | None, *, is_shadow: bool = False) -> None:
+    def __init__(self, log: DecisionLog, *, is_shadow: bool = False) -> None:
         """`is_shadow`: leases are not real; their records say so."""
         self._log = log
         self._shadow: LogRecord = {"shadow": True} if is_shadow else {}
 
     def record(self, event: str, turn: TurnState, now_s: float, **facts: object) -> None:
         """Something happened to a turn."""
-        if self._log is not None:
-            record: LogRecord = {"kind": "job", "event": event, "job": turn.job.job_id, "turn": turn.turn_id}
-            self._log({**record, "turn_number": turn.job.num_turns, "now_s": now_s, **facts})
+        record: LogRecord = {"kind": "job", "event": event, "job": turn.job.job_id, "turn": turn.turn_id}
+        self._log({**record, "turn_number": turn.job.num_turns, "now_s": now_s, **facts})
 
-    def record_refusal(self, refused: LeaseRefused) -> None:
-        """A finished turn got no lease."""
-        if self._log is not None:
-            turn = refused.turn
-            place: LogRecord = {"kind": "job", "event": "lease-refused", "job": turn.job.job_id}
-            facts: LogRecord = {"turn": turn.turn_id, "now_s": refused.now_s, "reason": refused.reason.value}
-            self._log({**place, **facts, **self._shadow})
+    def record_arrival(
+        self, turn: TurnState, now_s: float, tool_s: float | None, parted_at: int | None
+    ) -> None:
+        """A turn arrived. `parted_at`: where its prompt parts from the job's last one, in tokens."""
+        hints = turn.arrival.hints
+        said = {
+            "parted_at": parted_at,
+            "parent": hints.parent,
+            "deadline_s": hints.deadline_s,
+            "retain_s": hints.retain_s,
+        }
+        said = {name: value for name, value in said.items() if value is not None}
+        num_prompt_tokens = turn.arrival.num_prompt_tokens
+        self.record("arrived", turn, now_s, **said, num_prompt_tokens=num_prompt_tokens, tool_s=tool_s)
 
-    def record_lease(self, happened: LeaseGranted | LeaseTruncated | LeaseEnded) -> None:
-        """A lease began, lost its last blocks, or ended."""
-        if self._log is None:
-            return
-        lease = happened.lease
+    def record_start(self, turn: TurnState, now_s: float, short_hit: ShortHit | None) -> None:
+        """A turn got its first step."""
+        facts: LogRecord = {
+            "num_hit_tokens": turn.num_hit_tokens,
+            "num_reusable_tokens": turn.num_reusable_tokens,
+            "queue_s": now_s - turn.arrival_s,
+        }
+        if short_hit is not None:
+            facts |= {"short_group": short_hit.group, "num_short_tokens": short_hit.num_tokens}
+        self.record("started", turn, now_s, **facts)
+
+    def record_lease(self, event: LeaseEvent) -> None:
+        """A lease began, was refused, lost its last blocks, or ended."""
+        turn = event.turn if isinstance(event, LeaseRefused) else event.lease.turn
         facts: LogRecord
-        match happened:
+        match event:
+            case LeaseRefused():
+                what, facts = "lease-refused", {"reason": event.reason.value}
             case LeaseGranted():
-                event, num_blocks = "lease-granted", len(lease.blocks)
-                facts = {"until_s": lease.terms.until_s}
+                num_blocks, until_s = len(event.lease.blocks), event.lease.terms.until_s
+                what, facts = "lease-granted", {"num_blocks": num_blocks, "until_s": until_s}
             case LeaseTruncated():
-                event, num_blocks = "lease-truncated", happened.num_blocks
-                facts = {"taken_by": happened.taken_by.value}
+                what = "lease-truncated"
+                facts = {"num_blocks": event.num_blocks, "taken_by": event.taken_by.value}
             case LeaseEnded():
-                event, num_blocks = "lease-ended", happened.num_blocks
-                facts = {"reason": happened.reason.value, "held_s": happened.now_s - lease.granted_s}
-                if happened.taken_by is not None:
-                    facts["taken_by"] = happened.taken_by.value
-        place: LogRecord = {"kind": "job", "event": event, "job": lease.job_id, "turn": lease.turn.turn_id}
-        self._log({**place, "now_s": happened.now_s, "num_blocks": num_blocks, **facts, **self._shadow})
+                held_s = event.now_s - event.lease.granted_s
+                what = "lease-ended"
+                facts = {"num_blocks": event.num_blocks, "reason": event.reason.value, "held_s": held_s}
+                if event.taken_by is not None:
+                    facts["taken_by"] = event.taken_by.value
+        place: LogRecord = {"kind": "job", "event": what, "job": turn.job.job_id, "turn": turn.turn_id}
+        self._log({**place, "now_s": event.now_s, **facts, **self._shadow})

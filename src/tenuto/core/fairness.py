@@ -48,7 +48,7 @@ class Fairness:
         """`num_blocks`: size of the KV cache, in blocks of `block_size` tokens."""
         self.shares = Shares(limits.tenant_weights)
         self.quota = Quota(limits, num_blocks, block_size)
-        self.waits: StockQueue | None = make_stock_queue(policy, limits, num_blocks * block_size)
+        self._waits: StockQueue | None = make_stock_queue(policy, limits, num_blocks * block_size)
         """None if no limit bounds how long turns wait."""
 
     def arrive(self, turn: TurnState, num_leased_tokens: int) -> bool:
@@ -62,33 +62,33 @@ class Fairness:
     def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
         """A turn is about to get its first step."""
         self.shares.start(turn, num_hit_tokens)
-        if self.waits is not None:
-            self.waits.start(turn, num_hit_tokens, now_s)
+        if self._waits is not None:
+            self._waits.start(turn, num_hit_tokens, now_s)
         self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
 
     def preempt(self, turn: TurnState, now_s: float) -> None:
         """A running turn lost its blocks and waits again."""
         self.quota.stop(turn)
-        if self.waits is not None:
-            self.waits.preempt(turn, now_s)
+        if self._waits is not None:
+            self._waits.preempt(turn, now_s)
 
     def resume(self, turn: TurnState, now_s: float) -> None:
         """A preempted turn runs again."""
-        if self.waits is not None:
-            self.waits.resume(turn, now_s)
+        if self._waits is not None:
+            self._waits.resume(turn, now_s)
         self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
 
     def leave(self, turn: TurnState, num_output_tokens: int, now_s: float) -> None:
         """A turn ended, or left before it started."""
         self.quota.leave(turn)
         self.shares.leave(turn, num_output_tokens)
-        if self.waits is not None:
-            self.waits.leave(turn, num_output_tokens, now_s)
+        if self._waits is not None:
+            self._waits.leave(turn, num_output_tokens, now_s)
 
     def forget_job(self, job_id: str) -> None:
         """A job is not remembered any more."""
-        if self.waits is not None:
-            self.waits.forget_job(job_id)
+        if self._waits is not None:
+            self._waits.forget_job(job_id)
 
     def take_over(self, other: Fairness, weights: Mapping[str, float] | None) -> None:
         """Go on with the shares of an engine's earlier driver, by other weights; then `adopt` its turns."""
@@ -101,25 +101,33 @@ class Fairness:
         begins = self._enter(turn, num_leased_tokens)
         if turn.started:
             self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
-            if self.waits is not None:
-                self.waits.start(turn, turn.num_hit_tokens, now_s)
+            if self._waits is not None:
+                self._waits.start(turn, turn.num_hit_tokens, now_s)
         return begins
 
     def is_overdue(self, turn_id: str) -> bool:
         """Whether a waiting turn has waited too long compared with stock vLLM; then it goes first."""
-        return self.waits is not None and self.waits.is_overdue(turn_id)
+        return self._waits is not None and self._waits.is_overdue(turn_id)
+
+    def pop_overdue(self, now_s: float) -> Iterator[TurnState]:
+        """Turns that have become overdue since the last call."""
+        return iter(()) if self._waits is None else self._waits.pop_overdue(now_s)
+
+    def get_next_overdue_s(self) -> float:
+        """When the next turn is overdue if nothing starts until then; infinity if none waits."""
+        return math.inf if self._waits is None else self._waits.get_next_s()
 
     def started_overdue(self, turn_id: str) -> bool:
         """Whether a running turn started because it was overdue; then it is preempted last."""
-        return self.waits is not None and self.waits.started_overdue(turn_id)
+        return self._waits is not None and self._waits.started_overdue(turn_id)
 
     def get_number(self, turn_id: str) -> int:
         """A waiting turn's place in the order of arrival, from 1; 0 if nobody counts."""
-        return 0 if self.waits is None else self.waits.get_number(turn_id)
+        return 0 if self._waits is None else self._waits.get_number(turn_id)
 
     def _enter(self, turn: TurnState, num_leased_tokens: int) -> bool:
-        if self.waits is not None:
-            self.waits.arrive(turn, num_leased_tokens)
+        if self._waits is not None:
+            self._waits.arrive(turn, num_leased_tokens)
         return self.quota.arrive(turn)
 
 
@@ -186,7 +194,7 @@ class Shares:
 
     def arrive(self, turn: TurnState) -> None:
         """A turn arrived."""
-        name = get_tenant(turn)
+        name = turn.job.tenant or NOBODY
         own = self._tenants.get(name)
         if own is None:
             own = self._tenants[name] = _Share(get_weight(self._weights, name), self._now)
@@ -204,7 +212,7 @@ class Shares:
         """A turn was taken off the queue. Its work counts at once, because one step takes many turns."""
         if turn.started:
             return
-        own = self._tenants[get_tenant(turn)]
+        own = self._tenants[turn.job.tenant or NOBODY]
         if own.time > self._now:
             self._now = own.time
             self._forget_idle()
@@ -213,14 +221,14 @@ class Shares:
     def put_back(self, turn: TurnState) -> None:
         """A turn that was taken returns to the queue, or leaves, without having started."""
         if self._charges[turn.turn_id].work and not turn.started:
-            self._charge(turn, self._tenants[get_tenant(turn)], 0.0)
+            self._charge(turn, self._tenants[turn.job.tenant or NOBODY], 0.0)
 
     def start(self, turn: TurnState, num_hit_tokens: int) -> None:
         """A turn got its first step."""
         charge = self._charges[turn.turn_id]
         if not charge.work:
             self.take(turn)
-        own = self._tenants[get_tenant(turn)]
+        own = self._tenants[turn.job.tenant or NOBODY]
         own.num_waiting -= 1
         del self._waiting[turn.turn_id]
         charge.num_expected_tokens = turn.arrival.num_prompt_tokens + self._output.value
@@ -228,7 +236,7 @@ class Shares:
 
     def leave(self, turn: TurnState, num_output_tokens: int) -> None:
         """A turn ended, or left before it started."""
-        name = get_tenant(turn)
+        name = turn.job.tenant or NOBODY
         own = self._tenants[name]
         own.num_live -= 1
         if turn.started:
@@ -318,7 +326,7 @@ class FairOrder:
             turn = self._turns[item]
             self._shares.put_back(turn)
             priority = turn.arrival.priority if self._by_priority else 0
-            tenant = get_tenant(turn)
+            tenant = turn.job.tenant or NOBODY
             name = self._lane_of[item] = f"{priority}\t{tenant}"
             if name not in self._lanes:
                 lane = self._lanes[name] = _Lane(priority, tenant)
@@ -375,11 +383,6 @@ class FairOrder:
         return lane.priority, self._shares.get_time(lane.tenant)
 
 
-def get_tenant(turn: TurnState) -> str:
-    """The tenant whose share a turn uses."""
-    return turn.job.tenant or NOBODY
-
-
 # Memory.
 
 
@@ -425,7 +428,7 @@ class BlockRefCounts:
 class _Tenant:
     leased: BlockRefCounts = field(default_factory=BlockRefCounts)
     num_leases: int = 0
-    num_turns: int = 0
+    num_live: int = 0
     """Turns that wait or run."""
     num_running_blocks: int = 0
     """Blocks that its running turns are expected to need. Blocks that several share count for each."""
@@ -464,16 +467,16 @@ class Quota:
 
     def arrive(self, turn: TurnState) -> bool:
         """A turn arrived. Return True if the blocks of all leases must be counted from now on (`add`)."""
-        self._enter(turn.job.tenant or NOBODY).num_turns += 1
+        self._enter(turn.job.tenant or NOBODY).num_live += 1
         begins = turn.job.tenant is not None and not self.counts_blocks
         self.counts_blocks |= begins
         return begins
 
     def start(self, turn: TurnState, num_expected_tokens: float) -> None:
         """A turn started, or started again; it will have so many tokens in the end."""
-        self.stop(turn)
-        num_blocks = self._running_blocks[turn.turn_id] = math.ceil(num_expected_tokens / self._block_size)
-        self._run(turn, num_blocks)
+        num_blocks = math.ceil(num_expected_tokens / self._block_size)
+        self._run(turn, num_blocks - self._running_blocks.get(turn.turn_id, 0))
+        self._running_blocks[turn.turn_id] = num_blocks
 
     def stop(self, turn: TurnState) -> None:
         """A running turn ended or was preempted. Nothing happens if the turn does not run."""
@@ -481,21 +484,27 @@ class Quota:
 
     def leave(self, turn: TurnState) -> None:
         """A turn left the engine."""
-        self.stop(turn)
         name = turn.job.tenant or NOBODY
-        self._tenants[name].num_turns -= 1
-        self._forget_inactive(name)
+        own = self._tenants[name]
+        own.num_live -= 1
+        own.num_running_blocks -= self._running_blocks.pop(turn.turn_id, 0)
+        if self.counts_blocks:
+            self._sort(name)
+        if not own.num_live:
+            self._forget_inactive(name)
 
     def grant(self, tenant: str | None) -> None:
         """A tenant got one more lease."""
         self._enter(tenant or NOBODY).num_leases += 1
-        self._sort(tenant or NOBODY)
+        if self.counts_blocks:
+            self._sort(tenant or NOBODY)
 
     def end(self, tenant: str | None) -> None:
         """A tenant has one lease less."""
         name = tenant or NOBODY
         self._tenants[name].num_leases -= 1
-        self._sort(name)
+        if self.counts_blocks:
+            self._sort(name)
         self._forget_inactive(name)
 
     def add(self, tenant: str | None, block_ids: Collection[Hashable]) -> None:
@@ -558,18 +567,17 @@ class Quota:
 
     def _forget_inactive(self, name: str) -> None:
         own = self._tenants[name]
-        if not own.num_turns and not own.num_leases:
+        if not own.num_live and not own.num_leases:
             del self._tenants[name]
             self._sum_of_weights -= self._get_weight(name)
 
     def _run(self, turn: TurnState, change: int) -> None:
         name = turn.job.tenant or NOBODY
         self._tenants[name].num_running_blocks += change
-        self._sort(name)
+        if self.counts_blocks:
+            self._sort(name)
 
     def _sort(self, name: str) -> None:
-        if not self.counts_blocks:
-            return
         own = self._tenants[name]
         if own.num_leases:
             self._by_use.push(name, (-self.get_use(name),))

@@ -43,7 +43,8 @@ class IndexedHeap:
             return
         self._keys[item] = key
         heapq.heappush(self._heap, (get_sort_key(key), item, key))
-        self._forget_stale()
+        if len(self._heap) > 2 * len(self._keys) + 16:
+            self._forget_stale()
 
     def get_key(self, item: str) -> Key:
         """The key of an id; raises KeyError if it is not in the queue."""
@@ -87,9 +88,9 @@ class IndexedHeap:
     def discard(self, item: str) -> None:
         """Remove an id if it is there."""
         self._keys.pop(item, None)
-        self._forget_stale()
+        if len(self._heap) > 2 * len(self._keys) + 16:
+            self._forget_stale()
 
     def _forget_stale(self) -> None:
-        if len(self._heap) > 2 * len(self._keys) + 16:
-            self._heap = [(get_sort_key(key), item, key) for item, key in self._keys.items()]
-            heapq.heapify(self._heap)
+        self._heap = [(get_sort_key(key), item, key) for item, key in self._keys.items()]
+        heapq.heapify(self._heap)

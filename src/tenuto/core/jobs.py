@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.requests import Hints
@@ -34,23 +33,6 @@ class Arrival:
     priority: int = 0
     is_supported: bool = True
     """Whether the engine can keep the turn's KV."""
-
-    def describe(self, last_marks: PrefixMarks | None) -> dict[str, Any]:
-        """What a trace says of it beside its length, as far as there is something to say.
-
-        `parted_at`: where the prompt parts from the job's last one, in tokens.
-        """
-        parted_at = (
-            None if last_marks is None else last_marks.find_parting(self.hashes, self.num_prompt_tokens)
-        )
-        hints = self.hints
-        said = {
-            "parted_at": parted_at,
-            "parent": hints.parent,
-            "deadline_s": hints.deadline_s,
-            "retain_s": hints.retain_s,
-        }
-        return {name: value for name, value in said.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +120,12 @@ class TurnState:
     def get_finished_view(self, finish: Finish) -> Turn:
         """What a policy sees of a finished turn; what the client said overrides what the output shows."""
         if self._finished is None or self._finished[0] is not finish:
-            is_last, tool = self._tell_last(finish), self._get_tool(finish)
+            hints, tool, is_last = self.arrival.hints, finish.tool, self.arrival.hints.is_last
+            if hints.tool is not None:
+                tool = ToolCall(hints.tool, None if tool is None else tool.command)
+            if is_last is None:
+                # A client that names a tool thereby says that the job continues.
+                is_last = finish.is_last if hints.tool is None else False
             num_output_tokens, is_aborted = finish.num_output_tokens, finish.aborted
             view = self._make_view(False, num_output_tokens, is_last, tool, is_aborted=is_aborted)
             self._finished = finish, view
@@ -176,19 +163,6 @@ class TurnState:
             is_parted=self.is_parted,
             is_aborted=is_aborted,
         )
-
-    def _get_tool(self, finish: Finish) -> ToolCall | None:
-        name = self.arrival.hints.tool
-        if name is None:
-            return finish.tool
-        return ToolCall(name, finish.tool.command if finish.tool is not None else None)
-
-    def _tell_last(self, finish: Finish) -> bool | None:
-        hints = self.arrival.hints
-        if hints.is_last is not None:
-            return hints.is_last
-        # A client that names a tool thereby says that the job continues.
-        return False if hints.tool is not None else finish.is_last
 
 
 class JobTable:
@@ -306,7 +280,8 @@ class IdleJobs:
 
     def add(self, job_id: str, tenant: str | None) -> None:
         """A job became idle now."""
-        self.discard(job_id)
+        if job_id in self._tenants:
+            self.discard(job_id)
         name = tenant or ""
         self._tenants[job_id] = name
         self._jobs.setdefault(name, OrderedDict())[job_id] = None
@@ -395,8 +370,8 @@ class Lineage:
         num_prompt_blocks = min(len(prompt) // self._block_size, len(hashes))
         span = (max(0, num_prompt_blocks - 1) * self._block_size, len(prompt))
         compared = _get_compared(span, prompt)
-        numbers = [n for n in (num_prompt_blocks, num_prompt_blocks - 1) if n > 0]
-        keys: list[_Key] = [(hashes[n - 1], span, compared, tenant) for n in numbers]
+        ends = (num_prompt_blocks, num_prompt_blocks - 1)
+        keys: list[_Key] = [(hashes[end - 1], span, compared, tenant) for end in ends if end > 0]
         if len(hashes) > num_prompt_blocks:
             keys.append((hashes[-1], _OUTPUT, (), tenant))
         self._num_remembered += 1

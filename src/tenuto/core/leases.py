@@ -169,16 +169,17 @@ class LeaseTable:
         self._leases[lease.job_id] = lease
         self._engine.hold(lease.blocks)
         self.num_blocks += len(lease.blocks)
-        self._quota.grant(lease.tenant)
+        tenant = lease.tenant
+        self._quota.grant(tenant)
         if self._quota.counts_blocks:
-            self._quota.add(lease.tenant, self._engine.get_block_ids(lease.blocks))
+            self._quota.add(tenant, self._engine.get_block_ids(lease.blocks))
         self._enter(lease, evict_key)
 
     def begin_counting(self) -> None:
         """Count the leases of each tenant from now on."""
         for lease in self:
             self._quota.add(lease.tenant, self._engine.get_block_ids(lease.blocks))
-            self._enter_tenant(lease, self._get_order(lease).get_key(lease.job_id))
+            self._enter_tenant(lease, self._evict_order[lease.terms.yields].get_key(lease.job_id))
 
     def renew(self, lease: LeaseState, terms: Keep, evict_key: Key) -> None:
         """Change a lease's deadline, its value, or when it yields."""
@@ -260,7 +261,7 @@ class LeaseTable:
 
     def _enter(self, lease: LeaseState, evict_key: Key) -> None:
         self._deadlines.push(lease.job_id, (lease.terms.until_s,))
-        self._get_order(lease).push(lease.job_id, evict_key)
+        self._evict_order[lease.terms.yields].push(lease.job_id, evict_key)
         if self._quota.counts_blocks:
             self._enter_tenant(lease, evict_key)
 
@@ -273,7 +274,7 @@ class LeaseTable:
 
     def _discard(self, lease: LeaseState) -> None:
         """Take a lease out of the order in which leases yield."""
-        self._get_order(lease).discard(lease.job_id)
+        self._evict_order[lease.terms.yields].discard(lease.job_id)
         own = self._by_tenant.get(lease.tenant)
         if own is not None:
             own.evict_order[lease.terms.yields].discard(lease.job_id)
@@ -285,9 +286,6 @@ class LeaseTable:
             own.bets.pop(lease.job_id, None)
             if not own.jobs:
                 del self._by_tenant[lease.tenant]
-
-    def _get_order(self, lease: LeaseState) -> IndexedHeap:
-        return self._evict_order[lease.terms.yields]
 
 
 class Yielding:
@@ -424,7 +422,7 @@ class PinnedPrefixes:
         That is its hit, or what some layer group has behind it: vLLM caches the others there now.
         """
         num_tokens = num_hit_tokens + (0 if short_hit is None else short_hit.num_tokens)
-        if not self.max_blocks or turn.job.num_turns > 1 or not num_tokens:
+        if turn.job.num_turns > 1 or not num_tokens:
             return
         is_pinned = self._use(self._get_key(turn, num_tokens))
         if short_hit is not None and not is_pinned:
@@ -569,10 +567,10 @@ class Retention:
 
     def get_claimed(self, turn: TurnState | None) -> LeaseState | None:
         """The lease that waits for this turn, if one does."""
-        lease = self.leases.get(turn.job.job_id) if turn is not None else None
-        return (
-            lease if lease is not None and turn is not None and lease.next_turn_id == turn.turn_id else None
-        )
+        if turn is None:
+            return None
+        lease = self.leases.get(turn.job.job_id)
+        return lease if lease is not None and lease.next_turn_id == turn.turn_id else None
 
     def hit(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
         """A turn started and now holds the blocks that its lease kept, so the lease ends."""
@@ -581,8 +579,8 @@ class Retention:
 
     def leave(self, turn: TurnState) -> None:
         """A turn left the system. If a lease still waits for it, the lease stays: the client may retry."""
-        lease = self.get_claimed(turn)
-        if lease is not None:
+        lease = self.leases.get(turn.job.job_id)
+        if lease is not None and lease.next_turn_id == turn.turn_id:
             lease.next_turn_id = None
 
     def retain(self, state: TurnState, turn: Turn, now_s: float) -> Iterator[LeaseEvent]:
@@ -600,14 +598,24 @@ class Retention:
             yield self.leases.end(old, LeaseEnd.REPLACED, now_s)
         if isinstance(answer, Offload) and self._engine.can_store:
             self._engine.store(self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens), turn)
+        reason: LeaseRefusal | None
         if terms is None:
-            yield LeaseRefused(turn, answer.why or LeaseRefusal.POLICY, now_s)
+            reason = answer.why or LeaseRefusal.POLICY
         elif terms.until_s <= now_s:
-            yield LeaseRefused(turn, LeaseRefusal.TOO_LATE, now_s)
+            reason = LeaseRefusal.TOO_LATE
         elif is_claimed:
-            yield LeaseRefused(turn, LeaseRefusal.TURN_WAITING, now_s)
+            reason = LeaseRefusal.TURN_WAITING
+        elif not (blocks := self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)):
+            reason = LeaseRefusal.NOT_CACHED
         else:
-            yield from self._grant(state, turn, terms, view)
+            lease = LeaseState(turn.job.job_id, turn, blocks, now_s, terms, most_s=retain_s)
+            self.leases.grant(lease, self._get_evict_key(lease.get_view(), view))
+            reason = yield from self._make_room(lease, now_s)
+            if reason is None:
+                yield LeaseGranted(lease, now_s)
+                return
+            self.leases.end(lease, LeaseEnd.REVOKED, now_s)
+        yield LeaseRefused(turn, reason, now_s)
 
     def end(self, job_id: str, reason: LeaseEnd, now_s: float) -> LeaseEnded | None:
         """End a job's lease, if it has one."""
@@ -694,22 +702,6 @@ class Retention:
                 num_freed = self._engine.get_num_free_blocks() - num_free_before
 
     # Inside.
-
-    def _grant(self, state: TurnState, turn: Turn, terms: Keep, view: EngineView) -> Iterator[LeaseEvent]:
-        """Grant a lease on the cached blocks of a finishing turn, if the limits allow it."""
-        blocks = self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)
-        if not blocks:
-            yield LeaseRefused(turn, LeaseRefusal.NOT_CACHED, view.now_s)
-            return
-        most_s = state.arrival.hints.retain_s
-        lease = LeaseState(turn.job.job_id, turn, blocks, view.now_s, terms, most_s=most_s)
-        self.leases.grant(lease, self._get_evict_key(lease.get_view(), view))
-        reason = yield from self._make_room(lease, view.now_s)
-        if reason is None:
-            yield LeaseGranted(lease, view.now_s)
-        else:
-            self.leases.end(lease, LeaseEnd.REVOKED, view.now_s)
-            yield LeaseRefused(turn, reason, view.now_s)
 
     def _make_room(
         self, lease: LeaseState, now_s: float

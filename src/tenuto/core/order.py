@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from tenuto.core.engine import Engine
 from tenuto.core.fairness import Fairness
 from tenuto.core.indexed_heap import SortKey, get_sort_key
-from tenuto.core.jobs import TurnState
+from tenuto.core.jobs import JobState, TurnState
 from tenuto.core.leases import Retention
 from tenuto.core.limits import Canary, Limits
 from tenuto.core.policy import Key
@@ -57,9 +57,15 @@ class Order:
     # What happens to turns.
 
     def enter(self, turn: TurnState) -> None:
-        """A turn arrived."""
+        """A turn arrived, or another driver knew it."""
+        turn.is_admitted = False
         if self._asks and self.needs_admission(turn):
             self._held[turn.turn_id] = turn
+
+    def forget_admissions(self, jobs: Iterable[JobState]) -> None:
+        """Another driver admitted these jobs: the policy is asked about their waiting turns again."""
+        for job in jobs:
+            job.is_admitted = False
 
     def start(self, turn: TurnState) -> None:
         """A turn got its first step."""
@@ -88,7 +94,7 @@ class Order:
                 self._stats.num_admission_waits += 1
                 return False
             turn.is_admitted = turn.job.is_admitted = True
-            if self._caller.hears("on_turn_admitted"):
+            if "on_turn_admitted" in self._caller.heard:
                 self._caller.tell("on_turn_admitted", view, now_s)
         self.leave(turn)
         return True
@@ -108,8 +114,7 @@ class Order:
 
     def pop_overdue(self, now_s: float) -> Iterator[str]:
         """Turns that have become overdue since the last call; they are admitted next, and go first."""
-        waits = self._fairness.waits
-        for turn in waits.pop_overdue(now_s) if waits is not None else ():
+        for turn in self._fairness.pop_overdue(now_s):
             if turn.turn_id in self._held:
                 self._overdue[turn.turn_id] = turn
             yield turn.turn_id

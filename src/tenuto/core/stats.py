@@ -114,8 +114,3 @@ class DriverStats:
     """Seconds from a turn's arrival to its first step."""
     decision_s: Histogram = field(default_factory=_histogram(DECISION_BUCKETS_S))
     """Seconds in the driver per turn event. The engine measures them, because the driver has no clock."""
-
-    def count_parting(self, parted_at: int | None) -> None:
-        """Count a turn by where its prompt parts from its job's last prompt; None if it does not."""
-        if parted_at is not None:
-            self.parted_at.observe(parted_at)

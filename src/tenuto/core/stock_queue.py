@@ -149,15 +149,9 @@ class StockQueue:
             return
         num_hit_tokens = self._count_hits(turn)
         wait.work = work = self._get_work(turn, num_hit_tokens)
-        # A turn whose cache is kept gets no extra time: the longer it waits, the longer memory is idle.
-        saved = 0.0 if turn.num_reusable_tokens else min(self._saved, num_leased_tokens)
-        job = turn.job
-        if job.num_turns > 1:
-            self._to_come.follow(job)
-        # In stock, every turn of a job waits. Here they may all wait at once, before the first of them.
-        num_waits = 1 + self._get_trust() * (self._to_come.get(job) - 1)
-        most = (1 + self._over) * num_waits * (self._backlog + saved)
-        self._fix_due(wait, self._backlog, most - self._backlog)
+        if turn.job.num_turns > 1:
+            self._to_come.follow(turn.job)
+        self._wait_until(wait, self._get_due(wait, self._over, num_leased_tokens))
         self._backlog += work
         num_tokens = num_prompt_tokens - num_hit_tokens + self._output.value
         self._num_allocated += num_tokens
@@ -182,7 +176,7 @@ class StockQueue:
         wait = self._waiting[turn.turn_id] = self._live[turn.turn_id]
         wait.work, wait.since_s = 0.0, now_s
         if self._over is not None:
-            self._fix_due(wait, 0.0, 0.0)
+            self._wait_until(wait, self._get_due_again(wait))
 
     def resume(self, turn: TurnState, now_s: float) -> None:
         """A preempted turn runs again."""
@@ -208,7 +202,10 @@ class StockQueue:
         # Stock vLLM would allocate blocks for the turns that wait before it allocates for later arrivals.
         num_allocated = self._num_allocated - self._tokens_per_work * self._backlog
         mark = self._jobs.setdefault(turn.job.job_id, _JobMark())
-        mark.evicted_at = num_allocated + self._num_cache_tokens - self._count_running_tokens()
+        # It would run as many turns now as have run at once.
+        num_running = min(self._num_live, self._max_running)
+        num_held = self._num_live_tokens / self._num_live * num_running if num_running else 0.0
+        mark.evicted_at = num_allocated + self._num_cache_tokens - num_held
 
     def forget_job(self, job_id: str) -> None:
         """A job is not remembered any more."""
@@ -253,13 +250,26 @@ class StockQueue:
             return latest_s
         return min(latest_s, max(wait.since_s, self._last_start_s) + self._service_s.value)
 
-    def _fix_due(self, wait: _Wait, least: float, more: float) -> None:
-        """`least`: its wait in stock; `more`: how much longer a turn that is not short may wait."""
-        # Until a turn has ended, the turn itself is the best guess of what one turn of service is.
-        service = self._service.value if self._service.num_values else wait.work
-        wait.due = self._began + least + self._get_share(wait.turn) * (more + service)
-        self._num_fixed += 1
-        heapq.heappush(self._due, (wait.due, self._num_fixed, wait))
+    # The bound. Who wants another one replaces these two; nothing else knows how it is made.
+
+    def _get_due(self, wait: _Wait, over: float, num_leased_tokens: int) -> float:
+        """What the engine will have begun when a turn that arrives now has waited too long."""
+        turn = wait.turn
+        # A turn whose cache is kept gets no extra time: the longer it waits, the longer memory is idle.
+        saved = 0.0 if turn.num_reusable_tokens else min(self._saved, num_leased_tokens)
+        # In stock, every turn of a job waits. Here they may all wait at once, before the first of them.
+        num_waits = 1 + self._get_trust() * (self._to_come.get(turn.job) - 1)
+        most = (1 + over) * num_waits * (self._backlog + saved)
+        more = most - self._backlog + self._get_service(wait)
+        return self._began + self._backlog + self._get_share(turn) * more
+
+    def _get_due_again(self, wait: _Wait) -> float:
+        """The same for a turn that is preempted now: in stock it would go first."""
+        return self._began + self._get_share(wait.turn) * self._get_service(wait)
+
+    def _get_service(self, wait: _Wait) -> float:
+        """The work of one turn of service. Until a turn has ended, the turn itself is the best guess."""
+        return self._service.value if self._service.num_values else wait.work
 
     def _get_share(self, turn: TurnState) -> float:
         """The share of the extra time that a turn may be made to wait: less if its prompt is short.
@@ -273,6 +283,11 @@ class StockQueue:
         """From 0, if strangers get half of the engine's work of late or more, to 1, if they get nothing."""
         work = self._work.value
         return max(0.0, 2 * self._work_of_jobs.value / work - 1) if work > 0 else 0.0
+
+    def _wait_until(self, wait: _Wait, due: float) -> None:
+        wait.due = due
+        self._num_fixed += 1
+        heapq.heappush(self._due, (due, self._num_fixed, wait))
 
     def _find_due(self) -> _Wait | None:
         """The waiting turn whose `due` has been reached first, if any has."""
@@ -293,11 +308,6 @@ class StockQueue:
         self._last_start_s = now_s
         self._num_running += 1
         self._max_running = max(self._max_running, self._num_running)
-
-    def _count_running_tokens(self) -> float:
-        """Prompt tokens of the turns that stock vLLM would run now: as many turns as have run at once."""
-        num_running = min(self._num_live, self._max_running)
-        return self._num_live_tokens / self._num_live * num_running if num_running else 0.0
 
     def _get_work(self, turn: TurnState, num_hit_tokens: int) -> float:
         return get_work(turn.arrival.num_prompt_tokens, num_hit_tokens, self._output.value)

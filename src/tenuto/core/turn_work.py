@@ -69,10 +69,11 @@ class KindCounts:
         """The counts of a kind; None if it was not seen, or was forgotten."""
         return self._kinds.get((tenant, kind))
 
-    def observe(self, tenant: str | None, kind: str | None, *, is_marked: bool = False) -> None:
-        """One more turn of this kind."""
+    def observe(self, tenant: str | None, kind: str | None, *, is_marked: bool = False) -> bool:
+        """One more turn of this kind; returns whether the kind is new."""
         name = tenant, kind
         counts = self._kinds.get(name)
+        is_new = counts is None
         if counts is None:
             counts = self._kinds[name] = Counts()
             if len(self._kinds) > MAX_KINDS:
@@ -80,3 +81,4 @@ class KindCounts:
         else:
             self._kinds.move_to_end(name)
         counts.observe(is_marked=is_marked)
+        return is_new

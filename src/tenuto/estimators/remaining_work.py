@@ -84,18 +84,6 @@ class _Turns:
     """For each size: how many turns ended their job, how many were followed, after how many nothing came
     soon, and how many were seen. At most 32 sizes."""
 
-    @property
-    def mean(self) -> float:
-        return self.work / self.count
-
-    def observe(self, num_new_tokens: float, work: float, *, stops: bool) -> None:
-        self.num_stopped = TURN_DECAY * self.num_stopped + stops
-        counts = self.by_size.setdefault(_get_size(num_new_tokens), [0.0] * 4)
-        counts[2:] = TURN_DECAY * counts[2] + stops, TURN_DECAY * counts[3] + 1
-        self.count = TURN_DECAY * self.count + 1
-        self.work = TURN_DECAY * self.work + work
-        self.new = TURN_DECAY * self.new + num_new_tokens
-
     def resolve(self, size: int, *, followed: bool) -> None:
         """A turn of this number ended its job, or was followed by another."""
         counts = self.by_size.setdefault(size, [0.0] * 4)
@@ -108,10 +96,6 @@ class _Turns:
         counts = self.by_size.setdefault(size, [0.0] * 4)
         counts[2] = max(0.0, counts[2] - 1)
         self.num_stopped = max(0.0, self.num_stopped - 1)
-
-    def get_share_ended(self, share: float) -> float:
-        """The share that ended their job, drawn towards that of all turns."""
-        return (self.num_ended + share) / (self.num_ended + self.num_followed + 1)
 
 
 class TurnTable:
@@ -156,16 +140,21 @@ class TurnTable:
         index = min(past.num_turns, MAX_TURNS - 1)
         if index == len(self._turns):
             self._turns.append(_Turns())
-        turns = self._turns[index]
-        turns.observe(num_new_tokens, work, stops=stops)
+        turns, size = self._turns[index], _get_size(num_new_tokens)
+        turns.num_stopped = TURN_DECAY * turns.num_stopped + stops
+        counts = turns.by_size.setdefault(size, [0.0] * 4)
+        counts[2:] = TURN_DECAY * counts[2] + stops, TURN_DECAY * counts[3] + 1
+        turns.count = TURN_DECAY * turns.count + 1
+        turns.work = TURN_DECAY * turns.work + work
+        turns.new = TURN_DECAY * turns.new + num_new_tokens
         if index:
             self._turns[index - 1].resolve(past.size, followed=True)
-        log = math.log(max(1.0, work) / max(1.0, turns.mean))
+        log = math.log(max(1.0, work) / max(1.0, turns.work / turns.count))
         past.num_turns += 1
-        past.size = _get_size(num_new_tokens)
+        past.size = size
         past.sum_logs += log
         past.sum_squares += log * log
-        self._count_new()
+        self._sum_up()
 
     def go_on(self, past: Past) -> None:
         """A job sent its next turn soon after one that was taken for a stop."""
@@ -176,7 +165,7 @@ class TurnTable:
         """A job of at least one turn has no more turns."""
         self._turns[min(past.num_turns, MAX_TURNS) - 1].resolve(past.size, followed=False)
         self._spread.observe(past.num_turns, past.sum_logs, past.sum_squares)
-        self._count_new()
+        self._sum_up()
 
     def has(self, past: Past) -> bool:
         """Whether the table has seen the job's latest turn."""
@@ -192,16 +181,19 @@ class TurnTable:
         index = min(num_turns, len(self._work_after) - 1)
         turns = self._turns[index] if index < len(self._turns) else None
         factor = self._spread.get_factor(num_turns, sum_logs)
-        if num_new_tokens is None:
-            ends = self._share if turns is None else turns.get_share_ended(self._share)
-            left = factor * self._work_after[index]
-            return Left(left, left if turns is None else factor * turns.mean, ends)
         if turns is None:
+            if num_new_tokens is None:
+                left = factor * self._work_after[index]
+                return Left(left, left, self._share)
             return Left(num_new_tokens + factor * self._work_after[index], num_new_tokens, self._share)
+        # The share that ended their job, drawn towards that of all turns.
+        share = (turns.num_ended + self._share) / (turns.num_ended + turns.num_followed + 1)
+        mean = turns.work / turns.count
+        if num_new_tokens is None:
+            return Left(factor * self._work_after[index], factor * mean, share)
         this = num_new_tokens + factor * (turns.work - turns.new) / turns.count
-        log = math.log(max(1.0, this) / max(1.0, turns.mean))
+        log = math.log(max(1.0, this) / max(1.0, mean))
         factor = self._spread.get_factor(num_turns + 1, sum_logs + log)
-        share = turns.get_share_ended(self._share)
         ended, followed, stopped, seen = turns.by_size.get(_get_size(num_new_tokens), (0.0,) * 4)
         ends = (ended + SIZE_PRIOR * share) / (ended + followed + SIZE_PRIOR)
         stops = (turns.num_stopped + share) / (turns.count + 1)
@@ -232,21 +224,24 @@ class TurnTable:
             turns.count, turns.work, turns.new, turns.num_ended, turns.num_followed, turns.num_stopped = row
             table._turns.append(turns)
         table._spread.set_sums(get_numbers(state["spread"], 6))
+        table._num_new = MAX_TURNS
         table._sum_up()
         return table
 
-    def _count_new(self) -> None:
-        self._num_new += 1
-        if self._num_new > len(self._turns) // 16:
-            self._sum_up()
-
     def _sum_up(self) -> None:
+        """Something was counted. Make the sums anew, unless few turns were counted since the last time."""
+        self._num_new += 1
+        if self._num_new <= len(self._turns) // 16:
+            return
         # After nearly every turn while the table is small, so it is written for speed: without calls.
-        num_ended = sum([each.num_ended for each in self._turns])
-        num_decided = num_ended + sum([each.num_followed for each in self._turns])
+        num_ended = num_followed = 0.0
+        for turns in self._turns:
+            num_ended += turns.num_ended
+            num_followed += turns.num_followed
         # How often any turn is the last: what a number seen once or never goes by.
-        share = (num_ended + 0.5) / (num_decided + 1)
-        work = (self._turns[-1].mean if self._turns else 1.0) / share
+        share = (num_ended + 0.5) / (num_ended + num_followed + 1)
+        last = self._turns[-1] if self._turns else None
+        work = (1.0 if last is None else last.work / last.count) / share
         work_after = [work]
         for turns in reversed(self._turns):
             num_decided = turns.num_ended + turns.num_followed + 1
@@ -439,11 +434,11 @@ class RemainingWork:
         if table is None or not self._by_kind:
             return left
         past = known.past_of_kind if known is not None and table.has(known.past_of_kind) else None
-        own = table.look(past, num_new_tokens)
-        return left.blend(own, table.num_jobs / (table.num_jobs + KIND_PRIOR))
+        num_jobs = table.num_jobs
+        return left.blend(table.look(past, num_new_tokens), num_jobs / (num_jobs + KIND_PRIOR))
 
     def _trust(self, work: float) -> float:
-        trust = self.get_trust()
+        trust = self._agreement.get_correlation()
         return (1 - trust) * self._all.work + trust * work
 
     def _get_table(self, job: _Job) -> TurnTable:

@@ -61,6 +61,8 @@ class Returns:
     def __init__(self) -> None:
         self._classes: OrderedDict[_Class, _Counts] = OrderedDict()
         self._jobs: dict[str, _Away] = {}
+        self.share_of_new = 1.0
+        """The share of new jobs that come back from a tool call, of all tenants."""
 
     def leave(self, job: Job, tool: str | None, work: float) -> None:
         """A turn ended and its job did not; `work`: the tokens that were computed for it.
@@ -80,6 +82,8 @@ class Returns:
             self._classes.move_to_end(name)
         while len(self._classes) > MAX_CLASSES:
             self._forget_one()
+        if _NEW_TOOL in away.path:
+            self.share_of_new = self._get_share((_NEW_TOOL,))
 
     def come_back(self, job_id: str) -> None:
         """A job that was away sent its next turn."""
@@ -87,6 +91,8 @@ class Returns:
         for name in away.path:
             if name in self._classes:
                 self._classes[name].back += away.work
+        if _NEW_TOOL in away.path:
+            self.share_of_new = self._get_share((_NEW_TOOL,))
         away.path, away.came_back = (), True
 
     def end(self, job_id: str) -> None:
@@ -105,14 +111,10 @@ class Returns:
         away = self._jobs.get(job_id)
         return away is not None and away.came_back
 
-    def get_share_of_new(self) -> float:
-        """The share of new jobs that come back from a tool call, of all tenants."""
-        return self._get_share((_NEW_TOOL,))
-
     def get_figures(self) -> dict[str, float]:
         """The shares over all tenants: of new jobs with and without a tool call, of others without."""
         return {
-            "share_back_tool": self.get_share_of_new(),
+            "share_back_tool": self.share_of_new,
             "share_back_no_tool": self._get_share((_NEW_NO_TOOL,)),
             "share_back_again": self._get_share((_AGAIN_NO_TOOL,)),
         }
@@ -188,9 +190,8 @@ class PlainKinds:
     def observe(self, turn: Turn) -> None:
         """A turn finished. That its client calls it not the last proves no agent: people go on, too."""
         job, has_tool = turn.job, turn.tool is not None
-        if self._kinds.get(job.tenant, job.kind) is None:
+        if self._kinds.observe(job.tenant, job.kind, is_marked=has_tool):
             self._new_kinds.observe(is_marked=has_tool)
-        self._kinds.observe(job.tenant, job.kind, is_marked=has_tool)
 
     def is_plain(self, job: Job) -> bool:
         """Whether such jobs call no tools."""

@@ -42,16 +42,11 @@ class _Moments:
         self.xx = self.xx * DECAY + x * x
         self.xy = self.xy * DECAY + x * y
 
-    @property
-    def is_spread(self) -> bool:
-        """Whether the x differ."""
-        return self.weight * self.xx - self.x * self.x > 1e-6 * self.weight * self.xx
-
-    def get_line(self) -> tuple[float, float]:
-        """Intercept and slope, neither negative; a line through the origin where all x are alike."""
-        if not self.is_spread:
-            return 0.0, self.y / self.x if self.x else 0.0
+    def try_get_line(self) -> tuple[float, float] | None:
+        """Intercept and slope, neither negative; None where all x are alike."""
         spread = self.weight * self.xx - self.x * self.x
+        if not spread > 1e-6 * self.weight * self.xx:
+            return None
         slope = max(0.0, (self.weight * self.xy - self.x * self.y) / spread)
         intercept = (self.y - slope * self.x) / self.weight
         return (intercept, slope) if intercept >= 0 else (0.0, self.xy / self.xx)
@@ -182,15 +177,13 @@ class StepTimes:
     def _get_lines(self) -> tuple[float, tuple[float, float]]:
         """Both fits, made once a step: many turns end with one."""
         if self._lines is None:
-            self._lines = self._prefill.get_line()[1], self._get_decode_line()
+            fit = self._prefill
+            prefill = fit.try_get_line() or (0.0, fit.y / fit.x if fit.x else 0.0)
+            fit = self._decode
+            # As long as equally many decoded in all steps: most of such a step is the pass over the weights.
+            decode = fit.try_get_line() or ((fit.y / fit.weight, 0.0) if fit.weight else (0.0, 0.0))
+            self._lines = prefill[1], decode
         return self._lines
-
-    def _get_decode_line(self) -> tuple[float, float]:
-        fit = self._decode
-        if fit.is_spread:
-            return fit.get_line()
-        # As long as equally many decoded in all steps: most of such a step is the pass over the weights.
-        return (fit.y / fit.weight, 0.0) if fit.weight else (0.0, 0.0)
 
     def __repr__(self) -> str:
         return f"StepTimes({self._decode!r}, {self._prefill!r}, {self._added!r}, {self._small!r})"

@@ -161,7 +161,7 @@ class Tenuto(Policy, Learns, Reports):
     @property
     def _is_crowded(self) -> bool:
         """Whether most new jobs do not come back."""
-        return self._returns.get_share_of_new() < MOST
+        return self._returns.share_of_new < MOST
 
     def _get_lease_place(self, job: Job) -> float:
         """The place of a job in a tool call."""
@@ -325,7 +325,8 @@ class Tenuto(Policy, Learns, Reports):
             return
         self._kinds.observe(turn)
         num_computed = max(0, turn.num_prompt_tokens - turn.num_hit_tokens)
-        work = num_computed + self._steps.get_tokens_per_decode() * turn.num_output_tokens
+        decode_work = self._steps.get_tokens_per_decode() * turn.num_output_tokens
+        work = num_computed + decode_work
         self._share.observe(work, is_plain=self._kinds.is_plain(turn.job))
         job_id = turn.job.job_id
         if turn.is_parted:
@@ -337,7 +338,7 @@ class Tenuto(Policy, Learns, Reports):
         known = self._get_context(turn) or turn.num_hit_tokens
         new_tokens = max(1, turn.num_prompt_tokens - known)
         self._contexts[job_id] = turn.num_prompt_tokens + turn.num_output_tokens
-        work = new_tokens + self._steps.get_tokens_per_decode() * turn.num_output_tokens
+        work = new_tokens + decode_work
         self._work.observe_turn(turn.job, float(new_tokens), work, stops=turn.tool is None)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
