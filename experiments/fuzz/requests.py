@@ -32,7 +32,6 @@ from tenuto.core.requests import (
 )
 from tenuto.core.settings import parse_option, parse_policy_options
 from tenuto.core.tool_calls import MAX_COMMAND_CHARS, find_tool_call, is_cut
-from tenuto.estimators.command_times import load_command_times
 from tenuto.vllm.identity import Middleware
 from tenuto.vllm.ranks import Ranks
 from tenuto.vllm.settings import read_settings
@@ -45,6 +44,7 @@ from tenuto.vllm.tenants import (
     sign,
     stamp,
 )
+from tenuto_predict import load_command_times
 
 SECRET = {SECRET_VARIABLE: "the secret of the fuzzing"}
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")

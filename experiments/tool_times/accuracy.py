@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.types import Job, ToolCall, Turn
-from tenuto.estimators.command_times import MIN_TIME_S, SHIPPED
-from tenuto.estimators.commands import read_command
+from tenuto.estimators.commands import MIN_TIME_S, read_command
 from tenuto.policies.published.contextserve import ContextServe, Speed
 from tenuto.records.metrics import get_geometric_mean
+from tenuto_predict import SHIPPED
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "experiments" / "tool_times" / "data" / "commands.csv.gz"
@@ -246,7 +246,7 @@ def show(title: str, tables: dict[str, list[Score]]) -> str:
 
 def show_training() -> str:
     """What the training says of itself."""
-    model = json.loads((ROOT / "src" / "tenuto" / "estimators" / SHIPPED).read_text(encoding="utf-8"))
+    model = json.loads((ROOT / "src" / "tenuto_predict" / SHIPPED).read_text(encoding="utf-8"))
     errors = "; ".join(f"{name} {error}" for name, error in model["cross_validated_log10_error"].items())
     return (
         f"{len(model['trees'])} trees from {model['num_commands']} commands. Error of log10 seconds within "

@@ -1,9 +1,9 @@
 """Train the command-time model that ships with Tenuto on the measured commands.
 
-    pip install 'tenuto[predict]'
+    pip install scikit-learn
     python experiments/tool_times/train_command_times.py
 
-Reads data/commands.csv.gz beside it and writes src/tenuto/estimators/command_times.json; the same data and
+Reads data/commands.csv.gz beside it and writes src/tenuto_predict/command_times.json; the same data and
 release of scikit-learn make the same model. Only commands of templates marked `train` are used. An operator's
 own model needs the same columns in --data and goes into the policy's option `model`.
 """
@@ -26,8 +26,8 @@ import sklearn
 from sklearn.ensemble import GradientBoostingRegressor
 from sklearn.model_selection import GroupKFold
 
-from tenuto.estimators.command_times import FEATURES, FORMAT, MIN_TIME_S, SHIPPED, CommandTimes, get_features
-from tenuto.estimators.commands import CommandShape, read_command
+from tenuto.estimators.commands import MIN_TIME_S, CommandShape, read_command
+from tenuto_predict import FEATURES, FORMAT, SHIPPED, CommandTimes, get_features
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 0
@@ -109,7 +109,7 @@ def get_log10_error(predicted: np.ndarray, log_s: np.ndarray) -> float:
 
 
 def to_json(tree: Any, node: int, rate: float) -> Any:
-    """A tree nested as tenuto.estimators.command_times reads it."""
+    """A tree nested as tenuto_predict reads it."""
     if tree.children_left[node] == tree.children_right[node]:
         return round(rate * float(tree.value[node][0][0]), 6)
     below = [to_json(tree, child[node], rate) for child in (tree.children_left, tree.children_right)]
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, default=data, help="measured commands (default: the shipped ones)"
     )
-    out = ROOT / "src" / "tenuto" / "estimators" / SHIPPED
+    out = ROOT / "src" / "tenuto_predict" / SHIPPED
     parser.add_argument("--out", type=Path, default=out, help="model to write (default: the shipped one)")
     options = parser.parse_args()
     model = train(options.data)

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.estimators.command_times import FEATURES, FORMAT, CommandTimes, get_features, load_command_times
 from tenuto.estimators.commands import read_command
+from tenuto_predict import FEATURES, FORMAT, CommandTimes, get_features, load_command_times
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "experiments" / "tool_times" / "data" / "commands.csv.gz"
@@ -147,7 +147,7 @@ def test_the_data_set_is_whole_small_and_neutral() -> None:
 def test_training_again_makes_the_shipped_model_and_it_predicts_as_the_library_does() -> None:
     sklearn = pytest.importorskip("sklearn")
     training = load_script("train_command_times")
-    shipped = json.loads((ROOT / "src" / "tenuto" / "estimators" / "command_times.json").read_text())
+    shipped = json.loads((ROOT / "src" / "tenuto_predict" / "command_times.json").read_text())
     if sklearn.__version__ != shipped["trained_with"]:
         pytest.skip(f"the model was trained with scikit-learn {shipped['trained_with']}")
     assert training.train(DATA) == shipped

@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.estimators.command_times import FEATURES, get_features
 from tenuto.estimators.commands import MAX_CHARS, read_command
+from tenuto_predict import FEATURES, get_features
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,8 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.estimators.command_times import FEATURES, FORMAT
 from tenuto.policies.published.contextserve import ContextServe, Speed
+from tenuto_predict import FEATURES, FORMAT
 from tests.support.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
@@ -364,3 +365,32 @@ def test_its_known_weakness_pins_starve_a_new_job() -> None:
         assert engine.start_first(1.0) == "long"
         engine.arrive("new", 1.0, prompt_of(7), OUTPUT, Hints(job_id="new"))
         assert engine.start_first(1.0) == expected
+
+
+# Without the extra `predict`.
+
+
+def test_without_the_extra_it_decides_as_for_programs_that_the_trees_do_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unknown = ToolCall("frobnicate", "frobnicate --all")
+    with_trees = ContextServe(explore=False)
+    monkeypatch.setitem(sys.modules, "tenuto_predict", None)
+    without = ContextServe(explore=False)
+    known = ToolCall("gzip", "gzip -9 log")
+    assert with_trees._predict(known, "t").expected_s is not None
+    assert without._predict(known, "t").expected_s is None
+    for tool in (unknown, ToolCall("ls", "ls -l"), ToolCall("make", "make")):
+        assert without._predict(tool, "t").speed is with_trees._predict(tool, "t").speed
+    for policy in (with_trees, without):
+        for _ in range(5):
+            policy.on_tool_returned(make_turn(), unknown, 0.5)
+    assert without._predict(unknown, "t") == with_trees._predict(unknown, "t")
+
+
+def test_a_model_without_the_extra_is_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "tenuto_predict", None)
+    with pytest.raises(ConfigError, match=r"tenuto\[predict\]"):
+        ContextServe(model=str(tmp_path / "mine.json"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 MAX_CHARS = 2000
 """Characters of a command that are read; the beginning shows what a longer command does."""
@@ -163,6 +164,32 @@ class CommandShape:
     def builds_or_installs(self) -> bool:
         """Whether a compiler, a build tool or a package installation is among the programs."""
         return any(program in _BUILD_PROGRAMS for program in self.programs)
+
+
+MIN_TIME_S = 0.1
+"""Shorter times count as this long, in training and in use. No decision depends on shorter times."""
+MAX_REMEMBERED = 1024
+"""Commands whose text need not be read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandText:
+    """What a command's text says."""
+
+    program: str
+    """Its main program, with its subcommand; empty if it has none."""
+    shape: CommandShape
+    log_s: float | None = None
+    """ln of the expected seconds; None if the program is not known, or without the extra `predict`."""
+    sd: float = 0.0
+    """Standard deviation of ln(seconds) around that."""
+
+
+@lru_cache(MAX_REMEMBERED)
+def read_text(command: str) -> CommandText:
+    """A shell command without a prediction; remembers the last ones."""
+    shape = read_command(command)
+    return CommandText(shape.get_main_program(), shape)
 
 
 def read_command(command: str) -> CommandShape:

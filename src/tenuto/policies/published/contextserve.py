@@ -6,12 +6,14 @@ import math
 import random
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, ClassVar
 
+from tenuto.core.errors import ConfigError
 from tenuto.core.policy import EngineSettings, Needs, setting
 from tenuto.core.types import (
     Decision,
@@ -25,8 +27,7 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.estimators.command_times import MIN_TIME_S, CommandText, CommandTimes, load_command_times
-from tenuto.estimators.commands import CommandShape
+from tenuto.estimators.commands import MIN_TIME_S, CommandShape, CommandText, read_text
 from tenuto.estimators.tool_times import MAX_TOOLS
 from tenuto.policies.published._continuum import RENEW_S, LearnsTtl
 
@@ -85,7 +86,8 @@ class ContextServe(LearnsTtl):
     boosted trees on the command, a fallback). No text or code of its authors was available. The fallback is
     Continuum's TTL (arXiv 2511.02230). Rules classify well-known programs until `trusted_calls` calls of a
     program were seen. For all other programs, a Normal-Inverse-Gamma posterior of ln(seconds) decides. The
-    trees' prediction from the command's text is its prior mean (see docs/tool_times.md).
+    trees' prediction from the command's text is its prior mean (see docs/tool_times.md). The trees are in the
+    extra `predict`; without it, the prior is that of a tool of which nothing is known.
 
     Known weaknesses: a rule that is wrong for a program loses the cache for `trusted_calls` calls. Thompson
     sampling gains nothing, because a tool's time is observed whatever is decided. Pins yield only on a stall,
@@ -113,15 +115,16 @@ class ContextServe(LearnsTtl):
     explore: bool = setting(True, "decide by a draw from the posterior (Thompson sampling)")
     seed: int = setting(0, "seed of the draws")
     model: str | None = setting(
-        None, "file of a trained command model; unset: the one that ships with Tenuto"
+        None,
+        "file of a trained command model, with the extra `predict`; unset: the extra's own, if it is there",
     )
-    _commands: CommandTimes = field(init=False)
+    _read: Callable[[str], CommandText] = field(init=False)
     _log_pin_s: float = field(init=False)
     _log_slow_s: float = field(init=False)
     _beliefs: OrderedDict[str, NormalInverseGamma] = field(init=False, default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        self._commands = load_command_times(self.model)
+        self._read = _load_reader(self.model)
         self._log_pin_s, self._log_slow_s = math.log(self.pin_s), math.log(self.slow_s)
 
     # Asked.
@@ -133,7 +136,7 @@ class ContextServe(LearnsTtl):
         prediction = self._predict(turn.tool, turn.turn_id)
         ttl_s = prediction.pin_s
         if prediction.speed is Speed.UNCERTAIN:
-            ttl_s = self._ttl.get_ttl_s(self._commands.read(_get_text(turn.tool)).program, turn, view)
+            ttl_s = self._ttl.get_ttl_s(self._read(_get_text(turn.tool)).program, turn, view)
         if prediction.speed is Speed.SLOW or ttl_s <= 0:
             return Offload(LeaseRefusal.PRICE)
         return Keep(view.now_s + ttl_s, yields=Yields.ON_DEADLOCK)
@@ -146,7 +149,7 @@ class ContextServe(LearnsTtl):
 
     def _predict(self, tool: ToolCall, turn_id: str) -> Prediction:
         """How long a tool call will take; the turn's id seeds the draw."""
-        text = self._commands.read(_get_text(tool))
+        text = self._read(_get_text(tool))
         belief = self._beliefs.get(text.program)
         prior_log_s, sd = self._expect(text)
         expected_s = None
@@ -164,7 +167,7 @@ class ContextServe(LearnsTtl):
         """Learn how long the tool took, compared with the prediction from its command's text."""
         if tool is None:
             return
-        text = self._commands.read(_get_text(tool))
+        text = self._read(_get_text(tool))
         prior_log_s, sd = self._expect(text)
         belief = self._beliefs.pop(text.program, None) or _get_prior(sd)
         self._beliefs[text.program] = belief.observe(math.log(max(tool_s, MIN_TIME_S)) - prior_log_s)
@@ -208,6 +211,20 @@ class ContextServe(LearnsTtl):
             return Prediction(Speed.FAST, expected_s, min(covering_s, self.pin_s))
         is_slow = prior_log_s + low >= self._log_slow_s
         return Prediction(Speed.SLOW if is_slow else Speed.UNCERTAIN, expected_s, 0.0)
+
+
+def _load_reader(model: str | None) -> Callable[[str], CommandText]:
+    """What reads commands: the trees of a model, or no more than the text if the extra is not installed."""
+    try:
+        import tenuto_predict
+    except ImportError:
+        if model is not None:
+            raise ConfigError(
+                "contextserve's option model needs the extra predict: pip install 'tenuto[predict]'; "
+                "in a clone of Tenuto: pip install ./predict"
+            ) from None
+        return read_text
+    return tenuto_predict.load_command_times(model).read
 
 
 def _get_prior(sd: float) -> NormalInverseGamma:

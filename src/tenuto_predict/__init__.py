@@ -1,8 +1,9 @@
 """Predicts how long a shell command takes from its text: gradient-boosted trees, evaluated in plain Python.
 
-The model is JSON, made by experiments/tool_times/train_command_times.py: a table of programs, and trees
-nested as [feature, threshold, where ≤, where >] down to leaves in ln seconds. Some 80 small trees take
-about 20 µs this way; a call into the library that trained them takes milliseconds.
+The policy `contextserve` asks it where it is installed: `pip install 'tenuto[predict]'`. The model is JSON,
+made by experiments/tool_times/train_command_times.py: a table of programs, and trees nested as [feature,
+threshold, where ≤, where >] down to leaves in ln seconds. Some 80 small trees take about 20 µs this way; a
+call into the library that trained them takes milliseconds.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.estimators.commands import CommandShape, read_command
+from tenuto.estimators.commands import MAX_REMEMBERED, MIN_TIME_S, CommandShape, CommandText, read_command
 
 FEATURES = {
     "main_program": "mean ln seconds of the first program other than `cd`, from the model's table",
@@ -93,26 +93,10 @@ def try_get_program_log_s(name: str, programs_log_s: Mapping[str, float]) -> flo
 
 FORMAT = "tenuto-command-times-1"
 SHIPPED = "command_times.json"
-MIN_TIME_S = 0.1
-"""Shorter times count as this long, in training and in use. No decision depends on shorter times."""
-_MAX_REMEMBERED = 1024
 _MAX_DEPTH = 20
 _MAX_LOG_S = 50.0
 
 Tree = float | tuple[int, float, Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class CommandText:
-    """The prediction from a command's text."""
-
-    program: str
-    """Its main program, with its subcommand; empty if it has none."""
-    shape: CommandShape
-    log_s: float | None
-    """ln of the expected seconds on a machine like the training's; None if the program is not known."""
-    sd: float = 0.0
-    """Standard deviation of ln(seconds) around that."""
 
 
 class CommandTimes:
@@ -134,7 +118,7 @@ class CommandTimes:
             raise ConfigError(f"{where}: not a model of command times: {error!r}") from error
         if self._least_sd <= 0 or self._sd_slope < 0:
             raise ConfigError(f"{where}: not a model of command times: residual_sd must be above 0")
-        self.read = lru_cache(_MAX_REMEMBERED)(self._read)
+        self.read = lru_cache(MAX_REMEMBERED)(self._read)
         """Reads one shell command; remembers the last ones."""
 
     def _read(self, command: str) -> CommandText:
@@ -160,7 +144,7 @@ class CommandTimes:
 
 
 def load_command_times(path: str | None = None) -> CommandTimes:
-    """The model in a file, or the one that ships with Tenuto. Raises ConfigError naming the file."""
+    """The model in a file, or the one that is beside this file. Raises ConfigError naming the file."""
     if path is None:
         return _load_shipped()
     try:
@@ -172,7 +156,7 @@ def load_command_times(path: str | None = None) -> CommandTimes:
 
 @lru_cache(1)
 def _load_shipped() -> CommandTimes:
-    text = resources.files("tenuto.estimators").joinpath(SHIPPED).read_text(encoding="utf-8")
+    text = resources.files("tenuto_predict").joinpath(SHIPPED).read_text(encoding="utf-8")
     return CommandTimes(json.loads(text), SHIPPED)
 
 
