@@ -324,8 +324,8 @@ FAULTS = (
     Fault(
         "policies: NaN is a key",
         "core/policy_caller.py",
-        "isinstance(part, _KEY_PARTS) and part == part for part",
-        "isinstance(part, _KEY_PARTS) for part",
+        "if not isinstance(part, _KEY_PARTS) or part != part:",
+        "if not isinstance(part, _KEY_PARTS):",
         ("core/test_asking.py::test_a_key_that_is_none_is_replaced_by_stock_s",),
     ),
     Fault(
@@ -719,8 +719,8 @@ FAULTS = (
     Fault(
         "pins: what is not shared is pinned",
         "core/leases.py",
-        "if not self.max_blocks or turn.job.num_turns > 1 or not num_tokens:",
-        "num_tokens = num_tokens or turn.arrival.num_prompt_tokens - 1\n        if not self.max_blocks:",
+        "if turn.job.num_turns > 1 or not num_tokens:\n            return\n",
+        "num_tokens = num_tokens or turn.arrival.num_prompt_tokens - 1\n",
         ("vllm/test_pinned_prefixes.py::test_a_pinned_prefix_outlives_a_flood",),
     ),
     Fault(
