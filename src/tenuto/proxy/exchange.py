@@ -169,28 +169,31 @@ def read_request(exchange: Exchange) -> RecordedRequest:
     )
 
 
+_NO_PROMPT = "it has several prompts, or none that is text or token ids"
+
+
 def _read_prompt(
     body: Mapping[str, Any], path: str
 ) -> tuple[list[str], list[int] | None, dict[str, Any] | None]:
+    """The prompt's pieces, its token ids, and the request for them; see `RecordedRequest`."""
     form = get_format(path)
     try:
         prompt = form.read_prompt(body, strict=False)
-        if not isinstance(prompt, str | list):
-            # Templates put the tools before or into the first message, and the pieces do the same.
-            tools = [json.dumps(body["tools"], sort_keys=True)] if body.get("tools") else []
-            ask = {name: body[name] for name in _CHAT_TOKENIZE if name in body}
-            return [*tools, *map(write_piece, prompt)], None, ask if form.PATH == openai_chat.PATH else None
+        messages = [] if isinstance(prompt, str | list) else [write_piece(each) for each in prompt]
     except RequestError as error:
-        if form.PATH != openai_completions.PATH:
-            name = (error.param or "").partition("[")[0]
-            raise Unreadable(f"its {name} are no list of objects") from None
-        prompt = [-1]
+        name = (error.param or "").partition("[")[0]
+        raise Unreadable(_NO_PROMPT if name == "prompt" else f"its {name} are no list of objects") from None
     if isinstance(prompt, str):
         ask = {name: body[name] for name in ("model", "add_special_tokens") if name in body}
         return cut_text(prompt), None, {**ask, "prompt": prompt}
-    if not are_ids(prompt):
-        raise Unreadable("it has several prompts, or none that is text or token ids")
-    return [], prompt, None
+    if isinstance(prompt, list):
+        if not are_ids(prompt):
+            raise Unreadable(_NO_PROMPT)
+        return [], prompt, None
+    # Templates put the tools before or into the first message, and the pieces do the same.
+    tools = [json.dumps(body["tools"], sort_keys=True)] if body.get("tools") else []
+    ask = {name: body[name] for name in _CHAT_TOKENIZE if name in body}
+    return [*tools, *messages], None, ask if form.PATH == openai_chat.PATH else None
 
 
 def are_ids(value: Any) -> bool:

@@ -33,6 +33,8 @@ class Format(Protocol):
 
     PATH: str
     """Requests in this format go to this path, or to one that ends with it."""
+    ID_PREFIX: str
+    """The ids of responses begin with it."""
     LIMITS: tuple[str, ...]
     """Where a request may say how many tokens it wants at most; the first one counts."""
 

@@ -23,6 +23,7 @@ from tenuto.wire.response import (
 )
 
 PATH = "/v1/messages"
+ID_PREFIX = "msg"
 LIMITS = ("max_tokens",)
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _THOUGHTS = ("thinking", "redacted_thinking")

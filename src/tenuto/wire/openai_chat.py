@@ -21,6 +21,7 @@ from tenuto.wire.response import (
 )
 
 PATH = "/v1/chat/completions"
+ID_PREFIX = "chatcmpl"
 LIMITS = ("max_completion_tokens", "max_tokens")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 

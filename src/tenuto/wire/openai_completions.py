@@ -9,6 +9,7 @@ from tenuto.wire.request import Body, RequestError
 from tenuto.wire.response import ChoiceWriter, Delta, Head, as_text, read_choice, write_choice_body
 
 PATH = "/v1/completions"
+ID_PREFIX = "cmpl"
 LIMITS = ("max_completion_tokens", "max_tokens")
 _MAX_ID = 2**32 - 1
 

@@ -25,6 +25,7 @@ from tenuto.wire.response import (
 )
 
 PATH = "/v1/responses"
+ID_PREFIX = "resp"
 LIMITS = ("max_output_tokens",)
 _EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 """What the events of an item's text are called."""
