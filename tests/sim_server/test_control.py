@@ -58,6 +58,17 @@ def test_off_drops_leases_and_on_grants_them_again(tenuto: Live) -> None:
     assert read(tenuto)["tenuto:retained_jobs"] == 0
 
 
+def test_a_job_that_its_answer_ended_is_not_met_with_silence(tenuto: Live) -> None:
+    """An agent without hints whose turn calls no tool gets no lease, and is forgotten."""
+    before = read(tenuto)["tenuto:lease_refusals_total"]
+    asked = {"role": "user", "content": "Think. " * 40}
+    answer = tenuto.post("/v1/chat/completions", {"messages": [asked]}, headers={"X-Session-ID": "thinker"})
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    told = httpx.get(tenuto.url + "/tenuto/jobs/thinker").json()
+    assert told["ranks"] == [] and "called no tool" in told["note"]
+    assert read(tenuto)["tenuto:lease_refusals_total"] == before + 1
+
+
 def test_the_command_talks_to_it(tenuto: Live) -> None:
     def run(action: str, **options: Any) -> tuple[int, str]:
         return control(ControlOptions(action=action, url=tenuto.url, admin_key="operator-secret", **options))

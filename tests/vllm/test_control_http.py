@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 import httpx
 
 from tenuto.client.control import ControlOptions, control
-from tenuto.core.control import ADMIN_VARIABLE
+from tenuto.core.control import ADMIN_VARIABLE, UNKNOWN_JOB
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.vllm import Middleware, control_http, tenants
 from tests.vllm.asgi import App
@@ -283,7 +283,8 @@ def test_a_client_sees_what_is_held_for_its_own_job_and_why_nothing_is() -> None
     client = make_client(*engines, keys=["ann", "eve"])
     url, ann = "/tenuto/jobs/task%2F7%20a", {"Authorization": "Bearer ann"}
     assert client.get(url).status_code == 401
-    assert client.get(url, headers={"Authorization": "Bearer eve"}).json() == {"job": "task/7 a", "ranks": []}
+    eves = client.get(url, headers={"Authorization": "Bearer eve"}).json()
+    assert eves == {"job": "task/7 a", "ranks": [], "note": UNKNOWN_JOB}
     (rank,) = client.get(url, headers=ann).json()["ranks"]
     (lease,) = engines[1].scheduler.driver.leases
     assert (rank["rank"], rank["turns"], rank["leased_blocks"]) == (1, 1, len(lease.blocks))

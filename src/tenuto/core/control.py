@@ -30,6 +30,11 @@ ADMIN_VARIABLE = "TENUTO_ADMIN_KEY"
 """Environment variable with the operator's key. Without it, nothing can be changed over HTTP."""
 OPERATOR_HEADER = "x-tenuto-operator"
 """A header with the operator's name, for the log. It is not checked: the key is."""
+UNKNOWN_JOB = (
+    "no job of this name is known here: it sent nothing yet, or its last answer ended it, because it called "
+    "no tool or the client said so (tenuto:lease_refusals_total counts both)"
+)
+"""Where a client asks why nothing is held for a job: jobs that end are forgotten."""
 MODES = ("on", "off", "shadow")
 CHANGEABLE = ("mode", "policy", "options", "limits", "canary")
 """The settings that an operator may change while the server runs."""

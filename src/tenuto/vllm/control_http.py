@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
-from tenuto.core.control import OPERATOR_HEADER, check_operator
+from tenuto.core.control import OPERATOR_HEADER, UNKNOWN_JOB, check_operator
 from tenuto.core.requests import get_bounded_id
 from tenuto.vllm.compat.process import (
     call_engines,
@@ -155,7 +155,7 @@ class ControlAddresses:
             told = [
                 {"rank": rank["rank"], **rank["job"]} for rank in answer["ranks"] if rank["job"] is not None
             ]
-            return 200, {"job": job_id, "ranks": told}
+            return 200, {"job": job_id, "ranks": told} | ({} if told else {"note": UNKNOWN_JOB})
         return 200, {"job": job_id, "released": any(rank["known"] for rank in answer["ranks"])}
 
 

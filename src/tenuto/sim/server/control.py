@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tenuto.core.control import MODES, OPERATOR_HEADER, Control, check_operator
+from tenuto.core.control import MODES, OPERATOR_HEADER, UNKNOWN_JOB, Control, check_operator
 from tenuto.core.driver import Driver
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Canary, Limits
@@ -118,9 +118,12 @@ class ControlPages:
 
     async def get_job(self, request: web.Request) -> web.Response:
         """What is held for a client's job, or why not."""
-        return self._ask_job(
-            request, "job", lambda answer: {"ranks": [{"rank": 0, **answer["job"]}] if answer["job"] else []}
-        )
+
+        def tell(answer: dict[str, Any]) -> dict[str, Any]:
+            job = answer["job"]
+            return {"ranks": [{"rank": 0, **job}]} if job else {"ranks": [], "note": UNKNOWN_JOB}
+
+        return self._ask_job(request, "job", tell)
 
     async def release(self, request: web.Request) -> web.Response:
         """End a client's job."""
