@@ -25,7 +25,7 @@ from tenuto.sim.cost.tables import NoTablesError
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import PUBLISHED, Scheduler
 from tenuto.sim.hardware.gpus import GIB, PCIE_GEN4_BYTES_PER_S, Gpu, get_gpu
-from tenuto.sim.hardware.kv_budget import ProfileRun, default_profile_run, kv_budget
+from tenuto.sim.hardware.kv_budget import KvBudget, ProfileRun, default_profile_run, kv_budget
 from tenuto.sim.hardware.models import CONFIGS, Model, load_model
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.setup import Setup
@@ -84,7 +84,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     block_size = model.get_block_size(setup.block_size, setup.tp)
     config = EngineConfig(
         kv=KvConfig(
-            num_blocks=_get_num_blocks(setup, gpu, model, wanted, profile),
+            num_blocks=_get_num_blocks(setup, gpu, model, wanted),
             block_size=block_size,
             windows=tuple(group.window for group in model.kv_groups()),
             retention_interval=setup.prefix_cache_retention_interval,
@@ -198,7 +198,7 @@ def _get_offload(
     if any(model.windows) and offload == "asked":
         notes.append(f"every turn is stored below the GPU: {model.name} has layers with windows or states")
         offload = "async"
-    if not _get_host_gb(setup, gpu) and setup.host_gb is None:
+    if not get_host_gb(setup, gpu) and setup.host_gb is None:
         notes.append(
             f"policy {setup.policy} runs without tiers below the GPU: how much host memory a machine with "
             f"{gpu.name} has is not known; say it with --host-gb"
@@ -228,7 +228,7 @@ def get_max_num_batched_tokens(setup: Setup) -> int:
     return _get_profile(setup, get_gpu(setup.gpu)).max_num_batched_tokens
 
 
-def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings, profile: ProfileRun) -> int:
+def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings) -> int:
     block_size = model.get_block_size(setup.block_size, setup.tp)
     if wanted.unbounded_kv:
         return UNBOUNDED_KV_TOKENS // block_size
@@ -241,12 +241,17 @@ def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings
         num_tokens = dict(gpu.measured_kv_tokens).get(model.name)
     if num_tokens is not None:
         return num_tokens // block_size
+    return get_kv_budget(setup, gpu, model).num_blocks(block_size)
+
+
+def get_kv_budget(setup: Setup, gpu: Gpu, model: Model) -> KvBudget:
+    """Where a GPU's memory goes, as vLLM computes it. Raises ConfigError."""
     utilization = setup.gpu_memory_utilization or DEFAULT_UTILIZATION
-    budget = kv_budget(gpu, model, utilization=utilization, tp=setup.tp, profile=profile)
-    return budget.num_blocks(block_size)
+    return kv_budget(gpu, model, utilization=utilization, tp=setup.tp, profile=_get_profile(setup, gpu))
 
 
-def _get_host_gb(setup: Setup, gpu: Gpu) -> float:
+def get_host_gb(setup: Setup, gpu: Gpu) -> float:
+    """Host memory for KV, in GiB: as given, else that of the published machine with this GPU; 0 if none."""
     if setup.host_gb is not None:
         return setup.host_gb
     return 0.0 if gpu.host_memory_bytes is None else gpu.host_memory_bytes / GIB
@@ -266,7 +271,7 @@ def _make_tiers(
     setup: Setup, gpu: Gpu, model: Model, config: EngineConfig, link: Link
 ) -> OffloadTiers | None:
     """Make the tiers: host memory and disk, shared by all GPUs of the machine."""
-    host_gb = _get_host_gb(setup, gpu)
+    host_gb = get_host_gb(setup, gpu)
     if not host_gb:
         return None
     # Each GPU copies its own share over its own link.

@@ -8,11 +8,11 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.windows import STATE, Layers, count_tail_blocks, get_window
-from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.batch import split_prompt
 from tenuto.sim.hardware.gpus import GIB
-from tenuto.sim.hardware.kv_budget import KvBudget, ProfileRun, kv_budget
+from tenuto.sim.hardware.kv_budget import KvBudget
 from tenuto.sim.kv.kv_cache import KvCache
-from tenuto.sim.machine import DEFAULT_UTILIZATION, Machine, build
+from tenuto.sim.machine import Machine, build, get_host_gb, get_kv_budget
 from tenuto.sim.setup import Setup
 
 
@@ -102,18 +102,8 @@ def measure_memory(setup: Setup, contexts: tuple[int, ...]) -> Memory:
     groups = tuple(
         Group(group.num_layers, group.window, group.num_layers * token_bytes) for group in model.kv_groups()
     )
-    budget = None
-    if setup.kv_tokens is None:
-        utilization = setup.gpu_memory_utilization or DEFAULT_UTILIZATION
-        profile = ProfileRun(
-            max_num_batched_tokens=machine.config.max_num_batched_tokens,
-            max_num_seqs=machine.config.max_num_seqs,
-        )
-        budget = kv_budget(machine.gpu, model, utilization=utilization, tp=tp, profile=profile)
+    budget = get_kv_budget(setup, machine.gpu, model) if setup.kv_tokens is None else None
     num_blocks, block_size = machine.config.kv.num_blocks, machine.config.kv.block_size
-    host_gb = setup.host_gb
-    known_bytes = machine.gpu.host_memory_bytes or 0
-    host_bytes = known_bytes if host_gb is None else int(host_gb * GIB)
     memory = Memory(
         gpu=machine.gpu.name,
         model=model.name,
@@ -127,7 +117,7 @@ def measure_memory(setup: Setup, contexts: tuple[int, ...]) -> Memory:
         kv_tokens=num_blocks * block_size,
         max_model_len=machine.config.kv.max_model_len,
         max_num_seqs=machine.config.max_num_seqs,
-        host_bytes=host_bytes,
+        host_bytes=int(get_host_gb(setup, machine.gpu) * GIB),
         step_cost=machine.step_cost_name,
         budget=budget,
         groups=groups,
@@ -150,7 +140,7 @@ def _measure_context(memory: Memory, machine: Machine, kv: KvCache, num_tokens: 
         raise ConfigError(
             f"--context {num_tokens}: {memory.model} takes {memory.max_model_len} tokens at most"
         )
-    running = kv.count_most_blocks(num_tokens)
+    running, most = kv.count_most_blocks(num_tokens), machine.config.max_num_batched_tokens
     # The last token of an answer is never computed, and a lease holds full blocks only.
     full = (num_tokens - 1) // memory.block_size
     windows = [get_window(group.window) for group in memory.groups]
@@ -172,19 +162,10 @@ def _measure_context(memory: Memory, machine: Machine, kv: KvCache, num_tokens: 
         leased_share=leased / usable,
         jobs_leased=usable // leased if leased else 0,
         jobs_running=min(usable // running, memory.max_num_seqs),
-        compute_s=_get_compute_s(machine, num_tokens),
+        compute_s=sum(map(machine.step_cost.seconds, split_prompt(num_tokens, most))),
         load_s=leased_bytes / link if is_uniform else None,
         jobs_in_host=host_bytes // leased_bytes if host_bytes and leased_bytes else None,
     )
-
-
-def _get_compute_s(machine: Machine, num_tokens: int) -> float:
-    """Seconds of the steps that compute a prompt of this length alone."""
-    total_s, budget = 0.0, machine.config.max_num_batched_tokens
-    for start in range(0, num_tokens, budget):
-        chunk = min(budget, num_tokens - start)
-        total_s += machine.step_cost.seconds(StepBatch.of(prefills=[(chunk, start)]))
-    return total_s
 
 
 def format_memory(memory: Memory) -> str:

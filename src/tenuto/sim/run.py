@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tenuto.records.files import RunFiles
 from tenuto.records.metrics import make_record, parse_limits
 from tenuto.records.schema import Sample, TurnCounts, TurnRecord, get_config
 from tenuto.records.trace import TraceWriter
-from tenuto.sim.cost.batch import StepBatch, StepCost
+from tenuto.sim.cost.batch import StepBatch, StepCost, split_prompt
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.fleet import FleetFront, add_fleet, build_servers
@@ -97,11 +97,15 @@ def run(
     record = make_record(
         turns,
         parents={job.job_id: job.parent for job in workload.jobs},
-        isolated_s=_get_isolated_s(workload.jobs, machine),
+        isolated_s={
+            job.job_id: get_isolated_time_s(job, machine.step_cost, machine.config.max_num_batched_tokens)
+            for job in workload.jobs
+            if job.parent is None
+        },
         goodput_limits_ms=parse_limits(load.goodput),
         turns=TurnCounts(planned=len(turns), ok=len(turns), refused=prepared.num_cut),
         simulated=True,
-        policy=(extras.label or setup.policy) + _name_router(setup),
+        policy=(extras.label or setup.policy) + ("" if setup.fleet is None else f"@{setup.fleet.router}"),
         gpu=name_gpus(setup, machine.gpu.name),
         model=machine.model.name,
         workload=load.workload,
@@ -190,25 +194,11 @@ def _truncate(workload: Workload, kv: KvCache, machines: str) -> tuple[Workload,
     return workload, num_cut
 
 
-def _name_router(setup: Setup) -> str:
-    return "" if setup.fleet is None else f"@{setup.fleet.router}"
-
-
 def get_versions() -> dict[str, str]:
     """Return the versions of the software that the result depends on."""
     versions = {"tenuto": __version__, "python": platform.python_version()}
     tables = installed_version()
     return {**versions, "aiconfigurator-core": tables} if tables else versions
-
-
-def _get_isolated_s(jobs: Sequence[Job], machine: Machine) -> dict[str, float]:
-    """Return for each job the seconds that it would take alone on the machine."""
-    max_num_batched_tokens = machine.config.max_num_batched_tokens
-    return {
-        job.job_id: get_isolated_time_s(job, machine.step_cost, max_num_batched_tokens)
-        for job in jobs
-        if job.parent is None
-    }
 
 
 def truncate_to_fit(workload: Workload, kv: KvCache) -> tuple[Workload, int]:
@@ -250,10 +240,8 @@ def get_isolated_time_s(job: Job, step_cost: StepCost, max_num_batched_tokens: i
     context: tuple[Span, ...] = ()
     for turn in job.turns:
         num_cached = min(count_shared_tokens(context, turn.prompt), turn.num_prompt_tokens - 1)
-        while num_cached < turn.num_prompt_tokens:
-            num_tokens = min(max_num_batched_tokens, turn.num_prompt_tokens - num_cached)
-            total_s += step_cost.seconds(StepBatch.of(prefills=[(num_tokens, num_cached)]))
-            num_cached += num_tokens
+        for step in split_prompt(turn.num_prompt_tokens, max_num_batched_tokens, num_cached):
+            total_s += step_cost.seconds(step)
         # The context grows by a token a step, and the cost with it: the middle step is taken for all.
         middle = turn.num_prompt_tokens + turn.num_output_tokens // 2
         total_s += (turn.num_output_tokens - 1) * step_cost.seconds(StepBatch.of(decodes=[middle]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -121,6 +121,12 @@ class ScaledStepCost:
     def seconds(self, batch: StepBatch) -> float:
         """Seconds of one step."""
         return self.step_cost.seconds(batch) * self.factor
+
+
+def split_prompt(num_tokens: int, max_step_tokens: int, num_cached: int = 0) -> Iterator[StepBatch]:
+    """The steps that compute the rest of a prompt of this length alone."""
+    for start in range(num_cached, num_tokens, max_step_tokens):
+        yield StepBatch.of(prefills=[(min(max_step_tokens, num_tokens - start), start)])
 
 
 # Steps that mix prefill with decoding.
