@@ -12,7 +12,7 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
-from tenuto.sim.compare import RESULTS, format_rows, make_rows, read_results
+from tenuto.sim.compare import COLUMNS, RESULTS, Column, format_rows, make_rows, read_results
 
 COMPARE = [
     *("compare", "--gpu", "L40S", "--policies", "stock,continuum-fixed", "--jps", "0.5,1", "--window", "6"),
@@ -42,6 +42,17 @@ def test_a_sweep_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "3 of 4 runs are there already" in output.err
     assert len(read_results(tmp_path)) == 4
     assert output.out.count("*") >= 2
+
+
+def test_a_column_that_is_added_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/design.md says: one line of `COLUMNS`."""
+    seeds = Column(f" {'seeds':>6}", lambda row: f" {row['seeds']:6}")
+    monkeypatch.setattr("tenuto.sim.compare.COLUMNS", (*COLUMNS, seeds))
+    main([*COMPARE, "--policies", "stock", "--jps", "0.5", "--out", str(tmp_path)])
+    head, row, *_ = capsys.readouterr().out.splitlines()
+    assert (head[-6:], row[-6:]) == (" seeds", "     1")
 
 
 @pytest.mark.slow

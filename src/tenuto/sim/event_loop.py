@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from tenuto.core.engine import StepClock
-from tenuto.sim.cost.batch import StepCost
+from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.engine.state import Step, get_decode_batch
+from tenuto.sim.engine.state import Step
 from tenuto.sim.kv.request import Request
 
 ENDS, SENDS, STARTS = 0, 1, 2
@@ -292,7 +292,7 @@ class SteppedEngine:
         running = self.scheduler.state.running
         num_context_tokens = sum(request.num_computed_tokens for request in running)
         while True:
-            yield self._step_cost.seconds(get_decode_batch(len(running), num_context_tokens))
+            yield self._step_cost.seconds(StepBatch(0, 0, 0, 0.0, len(running), num_context_tokens))
             num_context_tokens += len(running)
 
     def _get_limit_s(self) -> float:

@@ -217,8 +217,3 @@ class Step:
         if 0 < self.long_prefill_threshold < num_tokens:
             num_tokens = self.long_prefill_threshold
         return min(num_tokens, self.budget)
-
-
-def get_decode_batch(num_decodes: int, num_context_tokens: int) -> StepBatch:
-    """A step that computes one token for each of so many requests, with so many tokens of context in all."""
-    return StepBatch(0, 0, 0, 0.0, num_decodes, num_context_tokens)
