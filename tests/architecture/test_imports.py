@@ -98,10 +98,10 @@ def test_importing_tenuto_loads_nothing_heavy() -> None:
     assert get_loaded("import tenuto") - sys.stdlib_module_names == {"tenuto"}
 
 
-def test_core_estimators_and_policies_need_the_standard_library_only() -> None:
+def test_core_wire_estimators_and_policies_need_the_standard_library_only() -> None:
     modules = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
-        for room in ("core", "estimators", "policies")
+        for room in ("core", "wire", "estimators", "policies")
         for path in sorted((PACKAGE / room).rglob("*.py"))
         if path.name != "__init__.py"
     ]
