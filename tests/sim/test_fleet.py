@@ -55,6 +55,16 @@ def test_a_fleet_of_one_is_the_engine_itself(policy: str, workload: str, hints: 
     assert "engine" not in alone.turns[0].to_json()
 
 
+@pytest.mark.parametrize("servers", [("H100", "A100-40"), ("A100-40", "H100", "A100-40")])
+def test_rough_step_times_of_one_engine_are_said_of_all(servers: tuple[str, ...]) -> None:
+    pytest.importorskip("aiconfigurator_core")
+    setup = Setup(policy="stock", fleet=Fleet(servers=servers, router="random"))
+    record = run(setup, LoadOptions(workload="requests", jps=3.0, window_s=4.0)).record
+    assert record["step_cost"] == "roofline, tables"
+    (note,) = (each for each in record["notes"] if "roofline" in each)
+    assert note.startswith("step times on A100-40 are a roofline's")
+
+
 @pytest.mark.parametrize("router", ["random", "kv-aware", "least-loaded", "tenuto", "ideal"])
 def test_routers_serve_every_turn_once_and_twice_the_same(router: str) -> None:
     outcome = simulate(router)

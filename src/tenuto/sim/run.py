@@ -180,7 +180,12 @@ def _prepare_fleet(
     fleet = add_fleet(
         simulation, setup, machines, policy=extras.policy, oracle=workload.jobs, strict=extras.strict
     )
-    return Prepared(simulation, workload, num_cut, machines[0], fleet)
+    # What a reader must know of one engine stands beside the numbers of all; a roofline is named first.
+    names = {each.step_cost_name for each in machines}
+    sources = sorted(names, key=lambda name: (not name.startswith("roofline"), name))
+    notes = tuple(dict.fromkeys(note for each in machines for note in each.notes))
+    first = replace(machines[0], step_cost_name=", ".join(sources), notes=notes)
+    return Prepared(simulation, workload, num_cut, first, fleet)
 
 
 def _make_clients(workload: Workload, load: LoadOptions) -> Clients:
