@@ -57,7 +57,7 @@ FAULTS = (
     Fault(
         "tenants: a request does not carry its tenant",
         "vllm/identity.py",
-        "with tenants.carry(self._tenants.get(headers)):",
+        "with tenants.carry(self._tenants.get(get_headers(scope))):",
         "with tenants.carry(None):",
         (
             "vllm/test_tenants.py::test_neither_the_path_nor_the_form_of_a_body_hides_the_tenant",
@@ -171,8 +171,8 @@ FAULTS = (
     ),
     Fault(
         "bodies: any size is held in memory",
-        "vllm/identity.py",
-        'if message["type"] != "http.request" or len(body) + len(part) > MAX_BODY_BYTES:',
+        "vllm/control_http.py",
+        'if message["type"] != "http.request" or len(body) + len(part) > most_bytes:',
         'if message["type"] != "http.request":',
         ("vllm/test_identity_passthrough.py::test_a_large_body_streams_through",),
     ),

@@ -29,13 +29,15 @@ def read_table(name: str) -> dict[str, set[str]]:
     (table,) = [
         node.value
         for node in tree.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id == name
     ]
     assert isinstance(table, ast.Dict)
     found: dict[str, set[str]] = {}
     for key, value in zip(table.keys, table.values, strict=True):
         assert isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
-        found[key.value] = set(ast.literal_eval(value.elts[1]))
+        found[key.value] = set(ast.literal_eval(value.elts[1]).split())
     return found
 
 

@@ -91,7 +91,7 @@ def test_without_what_follows_a_load_the_server_does_not_start(monkeypatch: pyte
 
 
 def test_when_told_to_a_vllm_that_does_not_fit_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(check.NAMES, "vllm.v1.core.sched.scheduler:Scheduler.gone", ())
+    monkeypatch.setitem(check.NAMES, "vllm.v1.core.sched.scheduler:Scheduler.gone", "")
     engine = start({"on_mismatch": "stock"})
     assert type(engine.scheduler) is SyncScheduler
     config = make_config(is_async=True, tenuto={"on_mismatch": "stock"})

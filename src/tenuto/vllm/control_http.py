@@ -40,9 +40,10 @@ LIMIT_S = 30.0
 
 logger = logging.getLogger("vllm.tenuto")
 
+Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 Answer = tuple[int, dict[str, Any]]
 
 
@@ -62,12 +63,8 @@ class ControlAddresses:
 
     async def __call__(self, address: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
-            for name, value in reversed(scope["headers"])
-        }
         try:
-            status, answer = await self._answer(address, scope, headers, receive)
+            status, answer = await self._answer(address, scope, get_headers(scope), receive)
         except Exception as error:  # an error here must not reach a client as a stack of frames
             logger.exception("control: a request failed")
             status, answer = 500, {"error": f"failed, see the server's log: {type(error).__name__}"}
@@ -107,8 +104,8 @@ class ControlAddresses:
         through different API servers: it takes the change that comes first, and refuses the other, which
         then goes to no other rank. So the ranks stay alike.
         """
-        body = await _read(receive)
-        if body is None:
+        body, after = await read_body(receive, MAX_BODY_BYTES)
+        if after is not None:
             return 413, {"error": f"a change has at most {MAX_BODY_BYTES} bytes"}
         try:
             change = json.loads(body)
@@ -196,6 +193,30 @@ async def ask_engines(
     return [_read_answer(name, rank, answer) for rank, answer in answers.items()]
 
 
+def get_headers(scope: Scope) -> dict[str, str]:
+    """Headers by name in lower case. If a header occurs several times, the first is used, as in vLLM."""
+    return {
+        name.decode("latin-1").lower(): value.decode("latin-1")
+        for name, value in reversed(scope.get("headers", ()))
+    }
+
+
+async def read_body(receive: Receive, most_bytes: int) -> tuple[bytes, Message | None]:
+    """The whole body and None; or the part that was read and the next message.
+
+    The next message is an `http.disconnect`, or the part of the body that made it too large.
+    """
+    body = bytearray()
+    while True:
+        message = await receive()
+        part = message.get("body", b"")
+        if message["type"] != "http.request" or len(body) + len(part) > most_bytes:
+            return bytes(body), message
+        body += part
+        if not message.get("more_body", False):
+            return bytes(body), None
+
+
 async def send_json(send: Send, status: int, answer: dict[str, Any]) -> None:
     """Answer a request."""
     body = json.dumps(answer).encode()
@@ -213,18 +234,6 @@ def _read_answer(name: str, rank: int, answer: str | Exception) -> dict[str, Any
         error = STOCK if is_stock else str(answer) or repr(answer)
         return {"rank": rank, "ok": False, "error": error}
     return {**json.loads(answer), "rank": rank}
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """A request's body; None if it is too large, or if the client left."""
-    body = bytearray()
-    while True:
-        message = await receive()
-        body += message.get("body", b"")
-        if message["type"] != "http.request" or len(body) > MAX_BODY_BYTES:
-            return None
-        if not message.get("more_body", False):
-            return bytes(body)
 
 
 def _get_address(scope: Scope) -> str:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tenuto.core.head_lines import read_head_lines
@@ -37,14 +37,21 @@ from tenuto.core.requests import (
 )
 from tenuto.vllm import tenants
 from tenuto.vllm.compat.process import get_engine_client, watch_requests
-from tenuto.vllm.control_http import STOCK, ControlAddresses, ask_engines, send_json
+from tenuto.vllm.control_http import (
+    STOCK,
+    ControlAddresses,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    ask_engines,
+    get_headers,
+    read_body,
+    send_json,
+)
 from tenuto.vllm.ranks import RankedTurn, Ranks, get_rank_by_name
 from tenuto.vllm.tenants import TenantReader
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -90,8 +97,7 @@ class Middleware:
         elif (problem := self._watch(scope)) is not None:
             await _refuse(scope, send, problem)
             return
-        headers = _get_headers(scope) if "headers" in scope else {}
-        with tenants.carry(self._tenants.get(headers)):
+        with tenants.carry(self._tenants.get(get_headers(scope))):
             await self._handle(scope, receive, send)
 
     def _watch(self, scope: Scope) -> str | None:
@@ -144,7 +150,7 @@ class Middleware:
         async def read() -> Message:
             nonlocal pending
             if pending is None:
-                body, after = await _read_body(receive)
+                body, after = await read_body(receive, MAX_BODY_BYTES)
                 if after is None:
                     body = self._rewrite(scope, body, found)
                 pending = [{"type": "http.request", "body": body, "more_body": after is not None}]
@@ -163,7 +169,7 @@ class Middleware:
         if parsed is None:
             return body
         request, text = parsed
-        headers = _get_headers(scope)
+        headers = get_headers(scope)
         added = dict(self._head_lines.edit(request)) if self._head_lines else {}
         request = {**request, **added}
         xargs = request.get("vllm_xargs")
@@ -239,22 +245,6 @@ def _is_generation(scope: Scope) -> bool:
     )
 
 
-async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
-    """The whole body and None; or the part that was read and the next message.
-
-    The next message is an `http.disconnect`, or the part of the body that made it too large.
-    """
-    body = bytearray()
-    while True:
-        message = await receive()
-        part = message.get("body", b"")
-        if message["type"] != "http.request" or len(body) + len(part) > MAX_BODY_BYTES:
-            return bytes(body), message
-        body += part
-        if not message.get("more_body", False):
-            return bytes(body), None
-
-
 def _parse(body: bytes) -> tuple[dict[str, Any], bytes] | None:
     """The request as vLLM's `json.loads` reads it, and its text in UTF-8; None if it is no object."""
     try:
@@ -263,13 +253,6 @@ def _parse(body: bytes) -> tuple[dict[str, Any], bytes] | None:
     except (ValueError, RecursionError):
         return None
     return (request, text.encode(errors="surrogatepass")) if isinstance(request, dict) else None
-
-
-def _get_headers(scope: Scope) -> dict[str, str]:
-    """Headers by name in lower case. If a header occurs several times, the first is used, as in vLLM."""
-    return {
-        name.decode("latin-1").lower(): value.decode("latin-1") for name, value in reversed(scope["headers"])
-    }
 
 
 def _append_members(text: bytes, members: Mapping[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -33,145 +33,91 @@ _HOST = "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager"
 _TIER = "vllm.v1.kv_offload.tiering.base:SecondaryTierManager"
 _WORKER = "vllm.v1.kv_offload.base:OffloadingWorker"
 
-NAMES: dict[str, tuple[str, ...]] = {
+NAMES = {
     # callable: parameters we rely on
-    f"{_SCHEDULER}.schedule": (),
-    f"{_SCHEDULER}.add_request": ("request",),
-    f"{_SCHEDULER}.update_from_output": ("scheduler_output",),
-    f"{_SCHEDULER}.has_requests": (),
-    f"{_SCHEDULER}.reset_prefix_cache": ("reset_running_requests", "reset_connector"),
-    f"{_SCHEDULER}.shutdown": (),
-    f"{_SCHEDULER}._free_request": ("request",),
-    f"{_SCHEDULER}._preempt_request": ("request", "timestamp"),
-    f"{_SCHEDULER}._update_waiting_for_remote_kv": ("request",),
-    f"{_MANAGER}.get_computed_blocks": ("request",),
-    f"{_MANAGER}.get_blocks": ("request_id",),
+    f"{_SCHEDULER}.schedule": "",
+    f"{_SCHEDULER}.add_request": "request",
+    f"{_SCHEDULER}.update_from_output": "scheduler_output",
+    f"{_SCHEDULER}.has_requests": "",
+    f"{_SCHEDULER}.reset_prefix_cache": "reset_running_requests reset_connector",
+    f"{_SCHEDULER}.shutdown": "",
+    f"{_SCHEDULER}._free_request": "request",
+    f"{_SCHEDULER}._preempt_request": "request timestamp",
+    f"{_SCHEDULER}._update_waiting_for_remote_kv": "request",
+    f"{_MANAGER}.get_computed_blocks": "request",
+    f"{_MANAGER}.get_blocks": "request_id",
     f"{_MANAGER}.allocate_slots": (
-        "request",
-        "num_new_tokens",
-        "new_computed_blocks",
-        "num_lookahead_tokens",
-        "full_sequence_must_fit",
-        "reserved_blocks",
-        "has_scheduled_reqs",
+        "request num_new_tokens new_computed_blocks num_lookahead_tokens full_sequence_must_fit"
+        " reserved_blocks has_scheduled_reqs"
     ),
-    f"{_COORDINATOR}.find_longest_cache_hit": ("block_hashes", "max_cache_hit_length"),
+    f"{_COORDINATOR}.find_longest_cache_hit": "block_hashes max_cache_hit_length",
     f"{_COORDINATOR}.get_num_blocks_to_allocate": (
-        "request_id",
-        "num_tokens",
-        "new_computed_blocks",
-        "num_encoder_tokens",
-        "total_computed_tokens",
-        "num_local_computed_tokens",
-        "num_tokens_main_model",
-        "apply_admission_cap",
+        "request_id num_tokens new_computed_blocks num_encoder_tokens total_computed_tokens"
+        " num_local_computed_tokens num_tokens_main_model apply_admission_cap"
     ),
-    f"{_GROUPS}:MambaManager.remove_skipped_blocks": ("request_id",),
-    f"{_GROUPS}:SlidingWindowManager.cache_blocks": ("request", "num_tokens"),
-    f"{_CLIENT}.add_request_async": ("request",),
-    f"{_CORE}.collective_rpc": ("method",),
-    f"{_CORE}.add_lora": ("lora_request",),
-    f"{_CORE}.sleep": ("level",),
-    f"{_BLOCK_MAP}.get_one_block": ("key",),
-    f"{_POOL}.get_cached_block": ("block_hash", "kv_cache_group_ids"),
+    f"{_GROUPS}:MambaManager.remove_skipped_blocks": "request_id",
+    f"{_GROUPS}:SlidingWindowManager.cache_blocks": "request num_tokens",
+    f"{_CLIENT}.add_request_async": "request",
+    f"{_CORE}.collective_rpc": "method",
+    f"{_CORE}.add_lora": "lora_request",
+    f"{_CORE}.sleep": "level",
+    f"{_BLOCK_MAP}.get_one_block": "key",
+    f"{_POOL}.get_cached_block": "block_hash kv_cache_group_ids",
     f"{_POOL}.cache_full_blocks": (
-        "request",
-        "blocks",
-        "num_cached_blocks",
-        "num_full_blocks",
-        "block_size",
-        "kv_cache_group_id",
+        "request blocks num_cached_blocks num_full_blocks block_size kv_cache_group_id"
     ),
-    f"{_POOL}.touch": ("blocks",),
-    f"{_POOL}.free_blocks": ("ordered_blocks",),
-    f"{_POOL}.get_new_blocks": ("num_blocks",),
-    f"{_POOL}.get_num_free_blocks": (),
-    f"{_POOL}.get_usage": (),
-    **{
-        f"{_WAITING}.{name}": ()
-        for name in (
-            "add_request",
-            "pop_request",
-            "peek_request",
-            "prepend_request",
-            "prepend_requests",
-            "remove_request",
-            "remove_requests",
-        )
-    },
+    f"{_POOL}.touch": "blocks",
+    f"{_POOL}.free_blocks": "ordered_blocks",
+    f"{_POOL}.get_new_blocks": "num_blocks",
+    f"{_POOL}.get_num_free_blocks": "",
+    f"{_POOL}.get_usage": "",
+    f"{_WAITING}.add_request": "",
+    f"{_WAITING}.pop_request": "",
+    f"{_WAITING}.peek_request": "",
+    f"{_WAITING}.prepend_request": "",
+    f"{_WAITING}.prepend_requests": "",
+    f"{_WAITING}.remove_request": "",
+    f"{_WAITING}.remove_requests": "",
 }
 
-PUBLIC: dict[str, tuple[str, tuple[str, ...]]] = {
+PUBLIC = {
     # what our code calls an object: its class, and fields of it
     "scheduler": (
         _SCHEDULER,
-        (
-            "connector",
-            "get_request_counts",
-            "hash_block_size",
-            "kv_cache_config",
-            "max_num_scheduled_tokens",
-            "requests",
-            "reset_prefix_cache",
-            "running",
-            "vllm_config",
-            "waiting",
-        ),
+        "connector get_request_counts hash_block_size kv_cache_config max_num_scheduled_tokens requests"
+        " reset_prefix_cache running vllm_config waiting",
     ),
     "request": (
         "vllm.v1.request:Request",
-        (
-            "block_hashes",
-            "has_encoder_inputs",
-            "lora_request",
-            "num_computed_tokens",
-            "num_output_tokens",
-            "num_preemptions",
-            "num_prompt_tokens",
-            "num_tokens",
-            "output_token_ids",
-            "priority",
-            "prompt_token_ids",
-            "request_id",
-            "resumable",
-            "sampling_params",
-        ),
+        "block_hashes has_encoder_inputs lora_request num_computed_tokens num_output_tokens num_preemptions"
+        " num_prompt_tokens num_tokens output_token_ids priority prompt_token_ids request_id resumable"
+        " sampling_params",
     ),
-    "sampling_params": ("vllm.sampling_params:SamplingParams", ("extra_args", "stop")),
-    "adapter": ("vllm.lora.request:LoRARequest", ("lora_name", "lora_path")),
+    "sampling_params": ("vllm.sampling_params:SamplingParams", "extra_args stop"),
+    "adapter": ("vllm.lora.request:LoRARequest", "lora_name lora_path"),
     "output": (
         "vllm.v1.core.sched.output:SchedulerOutput",
-        (
-            "num_scheduled_tokens",
-            "preempted_req_ids",
-            "scheduled_spec_decode_tokens",
-            "total_num_scheduled_tokens",
-        ),
+        "num_scheduled_tokens preempted_req_ids scheduled_spec_decode_tokens total_num_scheduled_tokens",
     ),
-    "block": (_BLOCK, ("block_hash", "block_id", "ref_cnt")),
+    "block": (_BLOCK, "block_hash block_id ref_cnt"),
     "vllm_config": (
         "vllm.config:VllmConfig",
-        ("additional_config", "cache_config", "model_config", "scheduler_config"),
+        "additional_config cache_config model_config scheduler_config",
     ),
-    "cache_config": ("vllm.config:CacheConfig", ("enable_prefix_caching",)),
-    "model_config": ("vllm.config:ModelConfig", ("served_model_name",)),
-    "scheduler_config": ("vllm.config:SchedulerConfig", ("async_scheduling",)),
+    "cache_config": ("vllm.config:CacheConfig", "enable_prefix_caching"),
+    "model_config": ("vllm.config:ModelConfig", "served_model_name"),
+    "scheduler_config": ("vllm.config:SchedulerConfig", "async_scheduling"),
 }
 """All that may be used of vLLM outside this room."""
 
-FIELDS: dict[str, tuple[str, ...]] = {
+FIELDS = {
     # class: fields that are used in this room
-    "vllm.v1.request:Request": ("prefill_stats", "skip_reading_prefix_cache", "status"),
-    _BLOCK: ("_block_hash", "is_null"),
-    _POOL: ("num_gpu_blocks", "enable_caching", "enable_kv_cache_events"),
-    _MANAGER: ("coordinator", "enable_caching", "num_kv_cache_groups", "watermark_blocks"),
+    "vllm.v1.request:Request": "prefill_stats skip_reading_prefix_cache status",
+    _BLOCK: "_block_hash is_null",
+    _POOL: "num_gpu_blocks enable_caching enable_kv_cache_events",
+    _MANAGER: "coordinator enable_caching num_kv_cache_groups watermark_blocks",
     f"{_GROUPS}:SingleTypeKVCacheManager": (
-        "block_pool",
-        "block_size",
-        "kv_cache_group_id",
-        "num_cached_block",
-        "req_to_blocks",
-        "use_eagle",
+        "block_pool block_size kv_cache_group_id num_cached_block req_to_blocks use_eagle"
     ),
 }
 
@@ -192,44 +138,44 @@ ATTRIBUTES = (
 )
 """Of a started scheduler."""
 
-OFFLOADING_NAMES: dict[str, tuple[str, ...]] = {
-    f"{_CONNECTOR}.get_num_new_matched_tokens": ("request", "num_computed_tokens"),
-    f"{_CONNECTOR}.update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
-    f"{_CONNECTOR}.update_connector_output": ("connector_output",),
-    f"{_CONNECTOR}.get_transfer_results": ("finished_req_ids",),
-    f"{_CONNECTOR}.has_pending_push_work": (),
-    f"{_HOST}.prepare_store": ("keys", "req_context"),
-    f"{_HOST}._prepare_load": ("keys", "req_context", "record_access"),
-    f"{_HOST}._free_chunk": (),
-    f"{_HOST}._get_num_free_chunks": (),
-    f"{_HOST}.on_request_finished": ("req_context",),
-    f"{_TIER}.on_new_request": ("req_context",),
-    f"{_TIER}.lookup": ("key", "req_context"),
-    f"{_TIER}.submit_store": ("job_metadata",),
-    f"{_TIER}.submit_load": ("job_metadata",),
-    f"{_TIER}.get_finished_jobs": (),
-    f"{_TIER}.has_pending_work": (),
-    f"{_TIER}.drain_jobs": (),
-    f"{_TIER}.shutdown": (),
-    f"{_WORKER}.submit_store": ("job_id", "src_spec", "dst_spec"),
-    f"{_WORKER}.submit_load": ("job_id", "src_spec", "dst_spec"),
-    f"{_WORKER}.get_finished": (),
-    f"{_WORKER}.wait": ("job_ids",),
-    f"{_WORKER}.shutdown": (),
+OFFLOADING_NAMES = {
+    f"{_CONNECTOR}.get_num_new_matched_tokens": "request num_computed_tokens",
+    f"{_CONNECTOR}.update_state_after_alloc": "request blocks num_external_tokens",
+    f"{_CONNECTOR}.update_connector_output": "connector_output",
+    f"{_CONNECTOR}.get_transfer_results": "finished_req_ids",
+    f"{_CONNECTOR}.has_pending_push_work": "",
+    f"{_HOST}.prepare_store": "keys req_context",
+    f"{_HOST}._prepare_load": "keys req_context record_access",
+    f"{_HOST}._free_chunk": "",
+    f"{_HOST}._get_num_free_chunks": "",
+    f"{_HOST}.on_request_finished": "req_context",
+    f"{_TIER}.on_new_request": "req_context",
+    f"{_TIER}.lookup": "key req_context",
+    f"{_TIER}.submit_store": "job_metadata",
+    f"{_TIER}.submit_load": "job_metadata",
+    f"{_TIER}.get_finished_jobs": "",
+    f"{_TIER}.has_pending_work": "",
+    f"{_TIER}.drain_jobs": "",
+    f"{_TIER}.shutdown": "",
+    f"{_WORKER}.submit_store": "job_id src_spec dst_spec",
+    f"{_WORKER}.submit_load": "job_id src_spec dst_spec",
+    f"{_WORKER}.get_finished": "",
+    f"{_WORKER}.wait": "job_ids",
+    f"{_WORKER}.shutdown": "",
 }
 """As `NAMES`; looked up where a server uses the connector."""
 
-OFFLOADING_PUBLIC: dict[str, tuple[str, tuple[str, ...]]] = {
-    "tier": (_TIER, ("block_size_bytes",)),
+OFFLOADING_PUBLIC = {
+    "tier": (_TIER, "block_size_bytes"),
     "job": (
         "vllm.v1.kv_offload.tiering.base:TransferJob",
-        ("chunk_ids", "is_promotion", "job_id", "keys", "req_context"),
+        "chunk_ids is_promotion job_id keys req_context",
     ),
-    "LookupResult": ("vllm.v1.kv_offload.base:LookupResult", ("HIT", "MISS")),
-    "Medium": ("vllm.v1.kv_offload.base:Medium", ("STORAGE",)),
+    "LookupResult": ("vllm.v1.kv_offload.base:LookupResult", "HIT MISS"),
+    "Medium": ("vllm.v1.kv_offload.base:Medium", "STORAGE"),
     "memory": (
         "vllm.v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion",
-        ("cleanup", "create_next_worker_view"),
+        "cleanup create_next_worker_view",
     ),
 }
 """As `PUBLIC`, of offloading."""
@@ -256,7 +202,8 @@ def find_problems(version: str, *, allow_untested: bool = False) -> list[str]:
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not allow_untested and not OLDEST <= release <= NEWEST:
         problems.append(f"version {version} is not one of 0.{OLDEST[1]} to 0.{NEWEST[1]}")
-    return [*problems, *_find_missing(NAMES), *_find_missing_fields([*PUBLIC.values(), *FIELDS.items()])]
+    problems += _find_missing(NAMES.items(), "parameter ", _get_parameters)
+    return problems + _find_missing([*PUBLIC.values(), *FIELDS.items()], "", _get_fields)
 
 
 def check_attributes(scheduler: Any) -> None:
@@ -267,41 +214,40 @@ def check_attributes(scheduler: Any) -> None:
 def check_connector(side: Any) -> None:
     """Raise IncompatibleError if an OffloadingConnector, by its scheduler's side, lacks something we use."""
     _check("OffloadingConnector", side, CONNECTOR_ATTRIBUTES)
-    problems = [*_find_missing(OFFLOADING_NAMES), *_find_missing_fields(OFFLOADING_PUBLIC.values())]
+    problems = _find_missing(OFFLOADING_NAMES.items(), "parameter ", _get_parameters)
+    problems += _find_missing(OFFLOADING_PUBLIC.values(), "", _get_fields)
     if problems:
         raise IncompatibleError("; ".join(problems))
 
 
-def _find_missing(names: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Callables that are not there, or lack a parameter."""
+def _find_missing(
+    needed: Iterable[tuple[str, str]], what: str, get_names: Callable[[Any], Collection[str]]
+) -> list[str]:
+    """What is not there of these, or lacks one of its names."""
     problems = []
-    for path, parameters in names.items():
+    for path, names in needed:
         found = _try_get(path)
         if found is None:
             problems.append(f"{path} is missing")
             continue
-        missing = [name for name in parameters if name not in inspect.signature(found).parameters]
+        known = get_names(found)
+        missing = [name for name in names.split() if name not in known]
         if missing:
-            problems.append(f"{path} has no parameter {', '.join(missing)}")
+            problems.append(f"{path} has no {what}{', '.join(missing)}")
     return problems
 
 
-def _find_missing_fields(classes: Iterable[tuple[str, tuple[str, ...]]]) -> list[str]:
-    """Classes that are not there, or lack a field: declared in the class, or set when an object is made."""
-    problems = []
-    for path, names in classes:
-        found = _try_get(path)
-        if found is None:
-            problems.append(f"{path} is missing")
-            continue
-        known = {*dir(found), *getattr(found, "__dataclass_fields__", ())}
-        for each in found.__mro__:
-            known.update(getattr(getattr(each.__init__, "__code__", None), "co_names", ()))
-            known.update(getattr(each, "__annotations__", ()))
-        missing = [name for name in names if name not in known]
-        if missing:
-            problems.append(f"{path} has no {', '.join(missing)}")
-    return problems
+def _get_parameters(function: Any) -> Collection[str]:
+    return inspect.signature(function).parameters
+
+
+def _get_fields(of_class: type) -> set[str]:
+    """Fields that a class declares, and those that are set when an object is made."""
+    known = {*dir(of_class), *getattr(of_class, "__dataclass_fields__", ())}
+    for each in of_class.__mro__:
+        known.update(getattr(getattr(each.__init__, "__code__", None), "co_names", ()))
+        known.update(getattr(each, "__annotations__", ()))
+    return known
 
 
 def _try_get(path: str) -> Any | None:
