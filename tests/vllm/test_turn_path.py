@@ -19,8 +19,7 @@ from tenuto.vllm.scheduler import Scheduler
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 
 ROOM = str(Path(tenuto.vllm.__file__).parent)
-MAX_FILES = 15
-"""12 wanted."""
+MAX_FILES = 11
 NUM_TURNS = 5
 
 

@@ -245,7 +245,7 @@ def _get_fields(of_class: type) -> set[str]:
     """Fields that a class declares, and those that are set when an object is made."""
     known = {*dir(of_class), *getattr(of_class, "__dataclass_fields__", ())}
     for each in of_class.__mro__:
-        known.update(getattr(getattr(each.__init__, "__code__", None), "co_names", ()))
+        known.update(getattr(getattr(vars(each).get("__init__"), "__code__", None), "co_names", ()))
         known.update(getattr(each, "__annotations__", ()))
     return known
 
