@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client import generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 
 from tenuto.core.errors import IncompatibleError
 from tenuto.records.load import TRACE, load_file
@@ -254,12 +255,21 @@ def test_a_policy_may_load_a_part_and_compute_the_rest() -> None:
     engine.assert_clean()
 
 
-def test_a_load_waits_for_no_store() -> None:
+def test_a_load_waits_for_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Running turns' stores wait while a load is under way, and nothing is lost by it."""
+    build, beside_loads = OffloadingConnectorScheduler._build_store_jobs, []
+
+    def watch(connector: Any, output: Any) -> Any:
+        if not all(job.is_store for job in connector._jobs.values()):
+            beside_loads.append(dict(output.num_scheduled_tokens))
+        return build(connector, output)
+
+    monkeypatch.setattr(OffloadingConnectorScheduler, "_build_store_jobs", watch)
     copies = SlowCopies(random.Random(0), share_done=0.2)
     engine = TieredEngine(num_blocks=31, num_chunks=200, copies=copies, tenuto={"policy": "stock"})
     hits = run_turns(engine, 6, 3)
     assert all(hits[f"j{job}-2"] == 209 // BLOCK_SIZE * BLOCK_SIZE for job in range(6))
+    assert beside_loads and not any(beside_loads)
     engine.assert_clean()
 
 
