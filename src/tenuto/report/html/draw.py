@@ -115,7 +115,7 @@ def draw(chart: Chart, *, is_narrow: bool = False) -> Figure:
             continue
         if index % columns:  # The vertical axis is named once per row.
             panel = replace(panel, y=replace(panel.y, label=""))
-        _draw_panel(axes, panel, legend, is_narrow, 4 if is_narrow else 8 if columns == 1 else 5)
+        _draw_panel(axes, panel, legend, is_narrow, 4 if is_narrow else 9 if columns == 1 else 5)
         heights.append(panel.height)
     figure.set_figheight(max(heights) * rows + 0.5)
     if legend:
@@ -129,20 +129,25 @@ def draw(chart: Chart, *, is_narrow: bool = False) -> Figure:
 
 
 def _add_legend(figure: Figure, legend: Legend, is_narrow: bool) -> None:
-    """One legend above all panels, with as many columns as there is room for."""
+    """One legend above all panels, in as few rows as there is room for."""
     labels = [shorten(label, 32 if is_narrow else 48) for label in legend]
     # A label that begins with "_" would be left out.
     labels = [f"\u2060{label}" if label.startswith("_") else label for label in labels]
-    has_handles = all(handle.get_alpha() != 0 for handle in legend.values())
-    widths, room = [len(label) + (7 if has_handles else 3) for label in labels], 44 if is_narrow else 115
-    fitting = (n for n in range(len(labels), 1, -1) if sum(map(max, np.array_split(widths, n))) <= room)
-    columns = next(fitting, 1)
+    handles = list(legend.values())
+    # How long the signs are, in letters: none of keys, longer ones where dashes tell curves apart.
+    lines = (handle for handle in handles if isinstance(handle, Line2D))
+    is_curve = any("None" not in (line.get_marker(), line.get_linestyle()) for line in lines)
+    length = 0.0 if handles[0].get_alpha() == 0 else 3.2 if is_curve else 2.0
+    widths, room = [len(label) + 3 + round(1.25 * length) for label in labels], 44 if is_narrow else 115
+    for rows in range(1, len(labels) + 1):
+        columns = -(-len(labels) // rows)
+        if sum(map(max, np.array_split(widths, columns))) <= room:
+            break
     figure.legend(
-        list(legend.values()), labels, loc="outside upper left", ncols=columns,
-        **({"handlelength": 3.2} if has_handles else {"handlelength": 0, "handletextpad": 0}),
+        handles, labels, loc="outside upper left", ncols=columns, handlelength=length,
+        handletextpad=0.8 if length else 0,
     )  # fmt: skip
-    further_rows = -(-len(labels) // columns) - 1
-    figure.set_figheight(figure.get_figheight() + further_rows * ROW_INCHES)
+    figure.set_figheight(figure.get_figheight() + (rows - 1) * ROW_INCHES)
 
 
 def _make_nothing() -> Rectangle:
@@ -197,6 +202,8 @@ def _set_axis(axes: Axes, which: Which, spec: Axis, values: Sequence[float], num
     if spec.ends is None and positive and max(positive) / min(positive) > WIDE_RANGE:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")
         decades = math.log10(max(positive) / min(positive))
+        margin = 10 ** (0.05 * decades)
+        set_ends(min(positive) / margin, max(positive) * margin)
         finest, finer = (2, 3) if which == "y" else (1, 2)  # Labels side by side need more room.
         subs = (1, 2, 5) if decades < finest else (1, 3) if decades < finer else (1,)
         axis.set_major_locator(LogLocator(subs=subs, numticks=9))
