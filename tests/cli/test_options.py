@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tenuto.cli.command import Command, Part, make_parser, parse_options
-from tenuto.cli.options import Given
+from tenuto.cli.command import Command, Given, Part, make_parser, parse_options
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 

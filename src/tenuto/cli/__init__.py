@@ -14,8 +14,7 @@ from tenuto.core import __version__
 from tenuto.core.errors import ConfigError, TenutoError, suggest
 
 if TYPE_CHECKING:
-    from tenuto.cli.command import Command
-    from tenuto.cli.options import Given
+    from tenuto.cli.command import Command, Given
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("MODEL", "run vLLM with Tenuto's scheduler; --engine sim: a simulated GPU"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tenuto.cli.command import Command, Part, needing
-from tenuto.cli.options import Given
+from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.client.options import AbOptions, ArmOptions, BenchOptions
 
 _SUMMARY = """\

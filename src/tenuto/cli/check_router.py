@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tenuto.cli.checks import CheckOptions, run_check
-from tenuto.cli.command import Command, Part
-from tenuto.cli.options import Given
+from tenuto.cli.check_policy import CheckOptions, run_check
+from tenuto.cli.command import Command, Given, Part
 
 _DESCRIPTION = """\
 Check a router: the names, arguments and answers of its hooks on a small fleet whose engines join, drain and

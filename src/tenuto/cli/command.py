@@ -1,17 +1,35 @@
-"""Defines a command: its texts, its options and its function. Makes the parser from it."""
+"""Defines a command: its texts, its options and its function. Makes the parser from it.
+
+Each option is declared once, as a field of a dataclass made with `tenuto.core.settings.option`:
+
+field                                           flag
+jps: float | None = option(None, "…")           --jps X
+keep_up: bool = option(False, "…")              --keep-up
+loop: Literal["closed", "open"] = option(…)     --loop {closed,open}
+seeds: tuple[int, ...] = option((42,), "…")     --seeds N,M,…
+arm: tuple[str, ...] = option((), "…", is_repeatable=True)      --arm TEXT, again and again
+load: LoadOptions                               the flags of LoadOptions
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tenuto.cli.options import Flag, Given, add_flags, get_flags
 from tenuto.core.errors import ConfigError, TenutoError, suggest
+from tenuto.core.settings import get_choices, get_flag
 
+T = TypeVar("T")
+
+_METAVARS: Mapping[type, str] = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 RENAMED: Mapping[str, str] = {"--scale": "--scale-lengths", "--speed": "--scale-rate"}
 """Flags of earlier releases, and what they are called now."""
 
@@ -127,6 +145,204 @@ def _describe_unknown(rest: Sequence[str], known: Sequence[str]) -> str:
     if now in known:
         return f"{flags[0]} is called {now} now"
     return f"there is no option {flags[0]}{suggest(flags[0], known)}"
+
+
+class Flag(NamedTuple):
+    """A field as the command line gives it."""
+
+    field: dataclasses.Field[Any]
+    kind: type
+    """Of the value, or of each value of a tuple."""
+    is_tuple: bool
+    choices: tuple[str, ...]
+    group: str
+    is_required: bool
+    """There is no default."""
+
+    @property
+    def name(self) -> str:
+        """With its dashes."""
+        return get_flag(self.field)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name and, if it has one, its other name."""
+        alias = self.field.metadata.get("alias")
+        return (self.name, alias) if alias else (self.name,)
+
+    @property
+    def metavar(self) -> str:
+        """What the help shows in the place of the value."""
+        if said := self.field.metadata.get("metavar"):
+            return str(said)
+        if self.choices:
+            return f"{{{','.join(self.choices)}}}"
+        one = "S" if self.field.name.endswith("_s") and self.kind is float else _METAVARS[self.kind]
+        is_list = self.is_tuple and not self.field.metadata.get("is_repeatable")
+        return f"{one},…" if is_list else one
+
+
+def get_flags(cls: type) -> Iterator[Flag]:
+    """The flags of a class of options and of those nested in it: its own first, then those of its bases."""
+    kinds = get_type_hints(cls)
+    fields = [
+        (cls.__mro__.index(_find_owner(cls, field)), not field.metadata.get("is_option"), field)
+        for field in dataclasses.fields(cls)
+    ]
+    for *_, field in sorted(fields, key=lambda each: each[:2]):
+        if field.metadata.get("is_option"):
+            yield _make_flag(cls, field, kinds[field.name])
+        elif dataclasses.is_dataclass(kinds[field.name]):
+            yield from get_flags(kinds[field.name])
+
+
+def _find_owner(cls: type, field: dataclasses.Field[Any]) -> type:
+    """The class that declares a field."""
+    return next(each for each in cls.__mro__ if field.name in vars(each).get("__annotations__", ()))
+
+
+def _make_flag(cls: type, field: dataclasses.Field[Any], kind: Any) -> Flag:
+    group = str(field.metadata.get("group") or getattr(_find_owner(cls, field), "GROUP", "options"))
+    is_required = field.default is field.default_factory is dataclasses.MISSING
+    if "read" in field.metadata:
+        return Flag(field, str, False, (), group, is_required)
+    choices = get_choices(field, kind) or ()
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+    is_tuple = get_origin(kind) is tuple
+    if is_tuple:
+        kind = get_args(kind)[0]
+    return Flag(field, str if choices else kind, is_tuple, choices, group, is_required)
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: list[Flag]) -> None:
+    """Add the flags under their headings. Their values stay text until `Given.read`."""
+    groups: dict[str, Any] = {}
+    for flag in flags:
+        form = flag.field.metadata
+        words: dict[str, Any] = {"help": _describe(flag)}
+        if form.get("is_positional"):
+            nargs = "+" if flag.is_tuple else None
+            parser.add_argument(flag.field.name, metavar=flag.name, nargs=nargs, **words)
+            continue
+        words |= {"dest": flag.field.name, "default": argparse.SUPPRESS}
+        if flag.kind is bool:
+            # What is on by default gets a --no-… beside its flag.
+            words["action"] = argparse.BooleanOptionalAction if flag.field.default is True else "store_true"
+        else:
+            words["metavar"] = flag.metavar
+            words["action"] = "append" if form.get("is_repeatable") else "store"
+        if form.get("takes_several"):
+            words |= {"action": "extend", "nargs": "+"}
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        groups[flag.group].add_argument(*flag.names, **words)
+
+
+def _describe(flag: Flag) -> str:
+    """The help of a flag, with its default at the end."""
+    text: str = flag.field.metadata["help"]
+    default = flag.field.metadata.get("shown_default")
+    if default is None:
+        default = _format_default(flag.field.default)
+    if name := flag.field.metadata.get("environment"):
+        default = f"${name}"
+    if flag.is_required and not flag.field.metadata.get("is_positional"):
+        text += " (required)"
+    return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
+
+
+def _format_default(default: Any) -> str | None:
+    """A default as the help shows it; None for those that need no words."""
+    if default is False or default in ("", ()) or not isinstance(default, int | float | str | Path | tuple):
+        return None
+    if default is True:
+        return "on"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+class Given:
+    """What a command line gave, still as text."""
+
+    def __init__(self, values: Mapping[str, Any], passed_on: list[str]) -> None:
+        self._values = values
+        self.passed_on = passed_on
+        """Arguments that the command does not know, for a command that passes them on."""
+
+    def has(self, name: str) -> bool:
+        """Whether a field's flag was given."""
+        return name in self._values
+
+    def read(self, cls: Callable[..., T], **known: Any) -> T:
+        """Make options of a class from what was given. `known` fields are taken as they are.
+
+        Raises ConfigError naming the flag that is missing, not of its type, or out of bounds.
+        """
+        assert isinstance(cls, type)
+        kinds = get_type_hints(cls)
+        values = dict(known)
+        for field in dataclasses.fields(cls):
+            if field.name in known or not field.init:
+                continue
+            if field.metadata.get("is_option"):
+                flag = _make_flag(cls, field, kinds[field.name])
+                if (value := self._read_flag(flag)) is not dataclasses.MISSING:
+                    values[field.name] = value
+            elif dataclasses.is_dataclass(kinds[field.name]):
+                values[field.name] = self.read(kinds[field.name])
+        made: T = cls(**values)
+        return made
+
+    def _read_flag(self, flag: Flag) -> Any:
+        given = self._values.get(flag.field.name)
+        if given is None and (name := flag.field.metadata.get("environment")):
+            given = os.environ.get(name)
+        if given is None:
+            if flag.is_required:
+                raise ConfigError(f"{flag.name} is missing: {flag.field.metadata['help']}")
+            return dataclasses.MISSING
+        if read := flag.field.metadata.get("read"):
+            return read(given)
+        if not flag.is_tuple:
+            value = _convert(flag, given)
+            if flag.field.metadata.get("is_written"):
+                _check_writable(flag.name, value)
+            return value
+        if flag.field.metadata.get("takes_several"):
+            given = ",".join(given)
+        parts = given if isinstance(given, list) else [each.strip() for each in given.split(",")]
+        values = tuple(_convert(flag, each) for each in parts if each)
+        if not values and (flag.is_required or flag.field.default):
+            raise ConfigError(f"{flag.name} is empty: {flag.field.metadata['help']}")
+        return values
+
+
+def _convert(flag: Flag, given: Any) -> Any:
+    """One value of a flag. Raises ConfigError."""
+    if flag.kind is bool:
+        return given
+    try:
+        return flag.kind(given)
+    except ValueError:
+        wanted = "a whole number" if flag.kind is int else "a number"
+        if "," in given:
+            wanted = f"{wanted}, only one here"
+        raise ConfigError(f"{flag.name} must be {wanted}, got {given!r}") from None
+
+
+def _check_writable(name: str, path: Path) -> None:
+    """Find out before a long run whether its result can be written. Raises ConfigError."""
+    if not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif path.is_dir():
+        problem = "it is a folder"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "permission denied"
+    else:
+        return
+    raise ConfigError(f"{name}: cannot write {path}: {problem}")
 
 
 @contextmanager

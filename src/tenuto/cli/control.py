@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tenuto.cli.command import Command, Part
-from tenuto.cli.options import Given
+from tenuto.cli.command import Command, Given, Part
 from tenuto.client.control import ControlOptions
 
 _SUMMARY = """\

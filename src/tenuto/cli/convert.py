@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tenuto.cli.command import Command, Part
-from tenuto.cli.options import Given
+from tenuto.cli.command import Command, Given, Part
 from tenuto.workload.convert import ConvertOptions
 
 _SUMMARY = """\

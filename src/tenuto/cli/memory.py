@@ -7,8 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tenuto.cli.command import Command, Part
-from tenuto.cli.options import Given
+from tenuto.cli.command import Command, Given, Part
 from tenuto.core.settings import Options, option
 from tenuto.sim.setup import Setup
 

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
-from tenuto.cli.command import Command, Part
-from tenuto.cli.options import Given
-from tenuto.cli.progress import Progress
-from tenuto.cli.simulations import GridOptions, say_notes
+from tenuto.cli.command import Command, Given, Part
+from tenuto.cli.simulations import GridOptions, Progress, say_notes
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
 from tenuto.records.text import write_csv

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from tenuto.cli.command import Command, Part
-from tenuto.cli.options import Given
+from tenuto.cli.command import Command, Given, Part
 from tenuto.core.settings import Options, option
 
 _SUMMARY = """\

@@ -6,8 +6,7 @@ import json
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from tenuto.cli.command import Command, Part, needing
-from tenuto.cli.options import Given
+from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.client.options import BenchOptions
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option, parse_policy_options

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
-from tenuto.cli.command import Command, Part, needing
-from tenuto.cli.options import Given
+from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.core.settings import Options, option
 
 _SUMMARY = """\

@@ -8,8 +8,7 @@ import sys
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from tenuto.cli.command import Command, Part
-from tenuto.cli.options import Given, get_flags
+from tenuto.cli.command import Command, Given, Part, get_flags
 from tenuto.core.engine import StepTokens, check_step_tokens, read_step_tokens
 from tenuto.core.errors import ConfigError, TenutoError, redact, suggest
 from tenuto.core.settings import Options, option, parse_policy_options

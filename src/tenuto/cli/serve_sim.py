@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import Literal
 
-from tenuto.cli.command import Command, Part, needing
-from tenuto.cli.options import Given
+from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.cli.simulations import PolicyOptions
 from tenuto.core.settings import Options, option
 from tenuto.sim.server.options import ServerOptions

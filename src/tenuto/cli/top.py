@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass
 
-from tenuto.cli.command import Command, Part, needing
-from tenuto.cli.options import Given
+from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.client.http.address import check_api_key, check_url
 from tenuto.core.settings import Options, option
 

@@ -6,8 +6,7 @@ import json
 import sys
 from dataclasses import MISSING, dataclass
 
-from tenuto.cli.command import Command, Part
-from tenuto.cli.options import Given
+from tenuto.cli.command import Command, Given, Part
 from tenuto.core.errors import TenutoError
 from tenuto.core.settings import Options, option
 

@@ -1,7 +1,7 @@
 """Settings: dataclass fields that carry their own help and bounds, and the checks that read them.
 
 `setting` declares a field of a policy or of the plugin, which is given as JSON. `option` declares a field
-that a command line gives; `tenuto.cli.options` makes the flag from it.
+that a command line gives; `tenuto.cli.command` makes the flag from it.
 """
 
 from __future__ import annotations
