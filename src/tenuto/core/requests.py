@@ -67,20 +67,6 @@ GROUP_HEADER = "x-tenuto-group"
 CONVERSATION_FIELD = "tenuto_conversation"
 """The name of the conversation by its beginning, which a server adds to requests that name no job."""
 
-HINT_FIELDS = (
-    "job_id",
-    "is_last_step",
-    "tool",
-    "expected_tool_seconds",
-    "retain_seconds",
-    "deadline_seconds",
-    "parent_job_id",
-    "tenant",
-    "tenuto_group",
-    CONVERSATION_FIELD,
-)
-"""Request fields that carry hints, in `vllm_xargs` or at the top level of the body."""
-
 
 @dataclass(frozen=True, slots=True)
 class Hints:
@@ -127,40 +113,25 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
         # Both are printable, so neither contains a tab. Each pair of tenant and job gets a unique id.
         job_id = None if job_id is None else f"{tenant}\t{job_id}"
         conversation = None if conversation is None else f"{tenant}\t{conversation}"
-    return Hints(
-        job_id=job_id,
-        is_last=said.get("is_last_step"),
-        tool=said.get("tool"),
-        expected_tool_s=said.get("expected_tool_seconds"),
-        retain_s=said.get("retain_seconds"),
-        deadline_s=said.get("deadline_seconds"),
-        parent=said.get("parent_job_id"),
-        tenant=tenant,
-        group=said.get("tenuto_group"),
-        conversation=conversation,
-    )
+    found = {hint: said.get(name) for name, (hint, _) in _FIELDS.items()}
+    return Hints(**{**found, "job_id": job_id, "conversation": conversation})
 
 
 def make_fields(hints: Hints) -> dict[str, str | int | float]:
     """The request fields for these hints, in the types that `vllm_xargs` allows; `parse_hints` reads them."""
-    fields = {
-        "job_id": hints.job_id,
-        "is_last_step": None if hints.is_last is None else int(hints.is_last),
-        "tool": hints.tool,
-        "expected_tool_seconds": hints.expected_tool_s,
-        "retain_seconds": hints.retain_s,
-        "deadline_seconds": hints.deadline_s,
-        "parent_job_id": hints.parent,
-        "tenant": hints.tenant,
-        "tenuto_group": hints.group,
-        CONVERSATION_FIELD: hints.conversation,
+    said = {name: getattr(hints, hint) for name, (hint, _) in _FIELDS.items()}
+    return {
+        name: int(value) if isinstance(value, bool) else value
+        for name, value in said.items()
+        if value is not None
     }
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def get_usable_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The usable hint fields among these fields, each bounded and converted to its type."""
-    usable = {name: _READERS[name](fields[name]) for name in HINT_FIELDS if name in fields} if fields else {}
+    usable = (
+        {name: read(fields[name]) for name, (_, read) in _FIELDS.items() if name in fields} if fields else {}
+    )
     return {name: value for name, value in usable.items() if value is not None}
 
 
@@ -228,18 +199,21 @@ def _get_seconds(value: Any) -> float | None:
     return min(seconds, MAX_EXPECTED_TOOL_S)
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "job_id": get_bounded_id,
-    "is_last_step": _get_bool,
-    "tool": get_bounded_tool,
-    "expected_tool_seconds": _get_seconds,
-    "retain_seconds": _get_seconds,
-    "deadline_seconds": _get_seconds,
-    "parent_job_id": get_bounded_id,
-    "tenant": get_bounded_id,
-    "tenuto_group": get_bounded_id,
-    CONVERSATION_FIELD: get_bounded_id,
+_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "job_id": ("job_id", get_bounded_id),
+    "is_last_step": ("is_last", _get_bool),
+    "tool": ("tool", get_bounded_tool),
+    "expected_tool_seconds": ("expected_tool_s", _get_seconds),
+    "retain_seconds": ("retain_s", _get_seconds),
+    "deadline_seconds": ("deadline_s", _get_seconds),
+    "parent_job_id": ("parent", get_bounded_id),
+    "tenant": ("tenant", get_bounded_id),
+    "tenuto_group": ("group", get_bounded_id),
+    CONVERSATION_FIELD: ("conversation", get_bounded_id),
 }
+"""By request field: the hint that it carries, and what reads it."""
+HINT_FIELDS = tuple(_FIELDS)
+"""Request fields that carry hints, in `vllm_xargs` or at the top level of the body."""
 
 
 # The job of an HTTP request.

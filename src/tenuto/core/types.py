@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 class Yields(Enum):
@@ -21,87 +21,65 @@ class Yields(Enum):
     """Only when nothing could run otherwise, as the public Continuum prototype does."""
 
 
-class LeaseEnd(Enum):
+class Reason(Enum):
+    """Why something happened to a lease: its name in records and metrics, and its meaning in plain words."""
+
+    words: str
+
+    def __new__(cls, name: str, words: str) -> Self:
+        """A reason that is found by its name."""
+        reason = object.__new__(cls)
+        reason._value_, reason.words = name, words
+        return reason
+
+
+class LeaseEnd(Reason):
     """Why a lease ended."""
 
-    HIT = "hit"
-    """The job's next turn started and now uses the blocks."""
-    EXPIRED = "expired"
-    """Its deadline passed, and the policy did not renew it."""
-    TIME_LIMIT = "time-limit"
-    """It lasted for `max_lease_s`."""
-    IDLE = "idle"
-    """The policy gave it up, because the job was silent for too long."""
-    PRICE = "price"
-    """The policy gave it up, because other turns need the memory more."""
-    NOT_EXPECTED_BACK = "not-expected-back"
-    """The policy gave it up, because it no longer expects the job back."""
-    REVOKED = "revoked"
-    """All its blocks were reclaimed for an allocation."""
-    SUPERSEDED = "superseded"
-    """The job came back with a prompt that does not extend what was kept."""
-    REPLACED = "replaced"
-    """Another turn of the same job finished."""
-    JOB_ENDED = "job-ended"
-    """The job's last turn finished, or its client said that the job is complete."""
-    FORGOTTEN = "forgotten"
-    """The job was forgotten, because `max_remembered_jobs` were exceeded."""
-    RESET = "reset"
-    """The prefix cache was reset, or the engine shuts down."""
-    SWITCHED = "switched"
-    """The operator switched leases off, or changed the policy, its options or the limits."""
+    HIT = "hit", "the job came back and uses the blocks"
+    EXPIRED = "expired", "its deadline passed"
+    TIME_LIMIT = "time-limit", "it lasted for limits.max_lease_s"
+    IDLE = "idle", "given up: the job was silent for too long"
+    PRICE = "price", "given up: other turns need the memory more"
+    NOT_EXPECTED_BACK = "not-expected-back", "given up: such jobs rarely come back"
+    REVOKED = "revoked", "all its blocks were taken back"
+    SUPERSEDED = "superseded", "the job came back with another prompt"
+    REPLACED = "replaced", "another turn of the job finished"
+    JOB_ENDED = "job-ended", "the job ended"
+    FORGOTTEN = "forgotten", "the job was forgotten (limits.max_remembered_jobs)"
+    RESET = "reset", "the cache was reset, or the engine stopped"
+    SWITCHED = "switched", "an operator changed the policy, or switched leases off"
 
 
-class LeaseRefusal(Enum):
+class LeaseRefusal(Reason):
     """Why a finished turn got no lease."""
 
-    LAST_TURN = "last-turn"
-    """The client said that the job ends with it."""
-    NO_TOOL_CALL = "no-tool-call"
-    """Its answer ended by itself without a tool call, and the client did not say that the job goes on."""
-    UNSUPPORTED = "unsupported"
-    """The engine keeps no KV of such requests: with images or audio, or whose prompt is streamed in."""
-    POLICY = "policy-released"
-    """The policy answered `Release` or `Offload` and gave no other reason."""
-    NOT_EXPECTED_BACK = "not-expected-back"
-    """The policy expects that the job does not come back."""
-    IDLE = "idle"
-    """The policy gave the KV up, because the job was silent for too long."""
-    PRICE = "price"
-    """The policy finds that other turns need the memory more."""
-    TOO_LATE = "too-late"
-    """The deadline, set by the policy or by the limits, has already passed."""
-    TURN_WAITING = "turn-waiting"
-    """Another turn of the job is waiting, and the job's older lease is kept for that turn."""
-    NOT_CACHED = "not-cached"
-    """None of its blocks is in the prefix cache."""
-    ABORTED = "aborted"
-    """The client left, or the request failed."""
-    OVER_SHARE = "over-share"
-    """All leases together would exceed `max_leased_share`, and no lease that yields earlier made room."""
-    TENANT_SHARE = "tenant-share"
-    """The same for its tenant's leases and `max_tenant_share`."""
-    TENANT_LEASES = "tenant-leases"
-    """The same for the number of its tenant's leases and `max_tenant_leases`."""
+    LAST_TURN = "last-turn", "its client said that the job ends with it"
+    NO_TOOL_CALL = "no-tool-call", "its answer called no tool, and no hint said that the job goes on"
+    UNSUPPORTED = "unsupported", "nothing is kept of requests with images, audio or a streamed prompt"
+    POLICY = "policy-released", "the policy wanted no lease"
+    NOT_EXPECTED_BACK = "not-expected-back", "such jobs rarely come back"
+    IDLE = "idle", "the job was silent for too long"
+    PRICE = "price", "other turns need the memory more"
+    TOO_LATE = "too-late", "the deadline had already passed"
+    TURN_WAITING = "turn-waiting", "the job's older lease waits for another turn"
+    NOT_CACHED = "not-cached", "none of its blocks is in the cache"
+    ABORTED = "aborted", "the client left, or the request failed"
+    OVER_SHARE = "over-share", "it does not fit into limits.max_leased_share"
+    TENANT_SHARE = "tenant-share", "it does not fit into limits.max_tenant_share"
+    TENANT_LEASES = "tenant-leases", "its tenant has limits.max_tenant_leases already"
 
 
-class TakenBy(Enum):
+class TakenBy(Reason):
     """Who took blocks back from a lease before its end."""
 
-    RUNNING = "running-turn"
-    """A turn that already runs, for its next tokens."""
-    WAITING = "waiting-turn"
-    """A waiting turn that the policy puts before the lease."""
-    OVERDUE = "overdue-turn"
-    """A turn that waited longer than the operator allows."""
-    DEADLOCK = "deadlock"
-    """A turn that could not start otherwise, while nothing ran."""
-    FAIR_SHARE = "fair-share"
-    """A turn or a lease of another tenant, because the lease's tenant used more than its fair share."""
-    PRICE = "price"
-    """Any turn: the policy found the lease not worth its memory."""
-    QUOTA = "quota"
-    """A newer lease that yields later, because a limit of the operator was reached."""
+    RUNNING = "running-turn", "a running turn needed its next blocks"
+    WAITING = "waiting-turn", "the policy put a waiting turn before it"
+    OVERDUE = "overdue-turn", "a turn had waited for too long"
+    DEADLOCK = "deadlock", "nothing could run otherwise"
+    FAIR_SHARE = "fair-share", "its tenant used more than its fair share"
+    PRICE = "price", "the policy found it not worth its memory"
+    QUOTA = "quota", "it made room for a newer lease (limits)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,57 +271,17 @@ class ShortHit(NamedTuple):
     """Prompt tokens that another group has behind the hit, and that are computed again."""
 
 
-# Plain words for the reasons.
-
-REFUSALS: Mapping[LeaseRefusal, str] = {
-    LeaseRefusal.LAST_TURN: "its client said that the job ends with it",
-    LeaseRefusal.NO_TOOL_CALL: "its answer called no tool, and no hint said that the job goes on",
-    LeaseRefusal.UNSUPPORTED: "nothing is kept of requests with images, audio or a streamed prompt",
-    LeaseRefusal.POLICY: "the policy wanted no lease",
-    LeaseRefusal.NOT_EXPECTED_BACK: "such jobs rarely come back",
-    LeaseRefusal.IDLE: "the job was silent for too long",
-    LeaseRefusal.PRICE: "other turns need the memory more",
-    LeaseRefusal.TOO_LATE: "the deadline had already passed",
-    LeaseRefusal.TURN_WAITING: "the job's older lease waits for another turn",
-    LeaseRefusal.NOT_CACHED: "none of its blocks is in the cache",
-    LeaseRefusal.ABORTED: "the client left, or the request failed",
-    LeaseRefusal.OVER_SHARE: "it does not fit into limits.max_leased_share",
-    LeaseRefusal.TENANT_SHARE: "it does not fit into limits.max_tenant_share",
-    LeaseRefusal.TENANT_LEASES: "its tenant has limits.max_tenant_leases already",
-}
-ENDS: Mapping[LeaseEnd, str] = {
-    LeaseEnd.HIT: "the job came back and uses the blocks",
-    LeaseEnd.EXPIRED: "its deadline passed",
-    LeaseEnd.TIME_LIMIT: "it lasted for limits.max_lease_s",
-    LeaseEnd.IDLE: "given up: the job was silent for too long",
-    LeaseEnd.PRICE: "given up: other turns need the memory more",
-    LeaseEnd.NOT_EXPECTED_BACK: "given up: such jobs rarely come back",
-    LeaseEnd.REVOKED: "all its blocks were taken back",
-    LeaseEnd.SUPERSEDED: "the job came back with another prompt",
-    LeaseEnd.REPLACED: "another turn of the job finished",
-    LeaseEnd.JOB_ENDED: "the job ended",
-    LeaseEnd.FORGOTTEN: "the job was forgotten (limits.max_remembered_jobs)",
-    LeaseEnd.RESET: "the cache was reset, or the engine stopped",
-    LeaseEnd.SWITCHED: "an operator changed the policy, or switched leases off",
-}
-TAKERS: Mapping[TakenBy, str] = {
-    TakenBy.RUNNING: "a running turn needed its next blocks",
-    TakenBy.WAITING: "the policy put a waiting turn before it",
-    TakenBy.OVERDUE: "a turn had waited for too long",
-    TakenBy.DEADLOCK: "nothing could run otherwise",
-    TakenBy.FAIR_SHARE: "its tenant used more than its fair share",
-    TakenBy.PRICE: "the policy found it not worth its memory",
-    TakenBy.QUOTA: "it made room for a newer lease (limits)",
+_KINDS: Mapping[type[Reason], str] = {
+    LeaseRefusal: "not granted",
+    LeaseEnd: "ended",
+    TakenBy: "taken back",
 }
 WORDS: Mapping[str, Mapping[str, str]] = {
-    "not granted": {why.value: words for why, words in REFUSALS.items()},
-    "ended": {why.value: words for why, words in ENDS.items()},
-    "taken back": {by.value: words for by, words in TAKERS.items()},
+    what: {reason.value: reason.words for reason in reasons} for reasons, what in _KINDS.items()
 }
 """By what happened to a lease: each reason as records and metrics name it, and what it means."""
-_KINDS: Mapping[type, str] = {LeaseRefusal: "not granted", LeaseEnd: "ended", TakenBy: "taken back"}
 
 
-def name_reason(reason: LeaseEnd | LeaseRefusal | TakenBy | None) -> tuple[str, str] | tuple[None, None]:
+def name_reason(reason: Reason | None) -> tuple[str, str] | tuple[None, None]:
     """What happened to a lease and why, as `WORDS` has them; None for both if nothing did."""
     return (None, None) if reason is None else (_KINDS[type(reason)], reason.value)

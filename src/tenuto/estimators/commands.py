@@ -28,27 +28,18 @@ _NUMBER = re.compile(r"(?<![\w.])\d{1,12}(?![\w.])")
 _VERSION = re.compile(r"(?<=[a-z])\d(?:\.\d+)?$")
 
 
+def read_names(text: str) -> frozenset[str]:
+    """The names of programs that a text lists with commas."""
+    return frozenset(name.strip() for name in text.split(","))
+
+
 _NEXT_COMMAND = frozenset({"|", "||", "&&", "&", ";", ";;", "\n", "(", ")", "$(", "`"})
 _KEYWORDS = frozenset({"do", "then", "else", "elif", "if", "!", "{", "while", "until"})
 _CLOSERS = frozenset({"done", "fi", "esac", "}"})
 _WRAPPERS = frozenset({"sudo", "time", "env", "nohup", "command", "exec", "timeout", "nice", "stdbuf"})
 _REPEATERS = frozenset({"xargs", "-exec", "-execdir", "parallel", "watch", "timeit"})
-_WITH_SUBCOMMANDS = frozenset(
-    {
-        "git",
-        "pip",
-        "npm",
-        "cargo",
-        "go",
-        "docker",
-        "kubectl",
-        "conda",
-        "uv",
-        "yarn",
-        "apt-get",
-        "apt",
-        "poetry",
-    }
+_WITH_SUBCOMMANDS = read_names(
+    """git, pip, npm, cargo, go, docker, kubectl, conda, uv, yarn, apt-get, apt, poetry"""
 )
 _WITH_VALUE = frozenset({"-C", "-c", "--prefix", "-f", "--git-dir", "--work-tree"})
 """Options of those whose value is not the subcommand."""
@@ -59,56 +50,13 @@ _RECURSES_IF_ASKED = frozenset(
 )
 """Programs whose -r or -R means recursion. For `sort` and `sed` it does not, and `ls -r` is rare."""
 _LIMITS = ("-maxdepth", "--max-count", "--maxdepth", "-quit", "-m", "--depth", "--max-depth")
-_TEST_PROGRAMS = frozenset(
-    {
-        "pytest",
-        "unittest",
-        "tox",
-        "nox",
-        "npm test",
-        "cargo test",
-        "go test",
-        "ctest",
-        "jest",
-        "vitest",
-        "coverage",
-    }
+_TEST_PROGRAMS = read_names(
+    """pytest, unittest, tox, nox, npm test, cargo test, go test, ctest, jest, vitest, coverage"""
 )
-_BUILD_PROGRAMS = frozenset(
-    {
-        "make",
-        "cmake",
-        "ninja",
-        "gcc",
-        "g++",
-        "cc",
-        "clang",
-        "mvn",
-        "gradle",
-        "tsc",
-        "webpack",
-        "compileall",
-        "venv",
-    }
-    | {
-        "pip install",
-        "pip wheel",
-        "npm install",
-        "npm ci",
-        "npm run",
-        "cargo build",
-        "cargo check",
-        "go build",
-    }
-    | {
-        "docker build",
-        "apt-get install",
-        "conda install",
-        "uv sync",
-        "poetry install",
-        "yarn install",
-        "mypy",
-    }
+_BUILD_PROGRAMS = read_names(
+    """make, cmake, ninja, gcc, g++, cc, clang, mvn, gradle, tsc, webpack, compileall, venv, pip install,
+    pip wheel, npm install, npm ci, npm run, cargo build, cargo check, go build, docker build, apt-get
+    install, conda install, uv sync, poetry install, yarn install, mypy"""
 )
 _ASKING = frozenset(
     {"--version", "--help", "--dry-run", "--collect-only", "--co", "--just-print", "-V", "-fsyntax-only"}

@@ -192,8 +192,7 @@ class Tenuto(Policy, Learns, Reports):
         why = None if left_s <= worth_s else LeaseRefusal.PRICE
         value = -self._get_lease_place(turn.job) if why is None else FIRST
         # Reconsider later: the worth changes with the load. The expected rest of the tool's time changes as
-        # well,
-        # because it is estimated from calls that took at least as long.
+        # well, because it is estimated from calls that took at least as long.
         has_price = worth_s < self.max_idle_s
         look_s = min(max(left_s, MIN_LOOK_S), MAX_LOOK_S) if has_price else QUIET_LOOK_S
         return Keep(view.now_s + min(look_s, self.max_idle_s), value=value, why=why)
@@ -247,8 +246,8 @@ class Tenuto(Policy, Learns, Reports):
         left_s = get_mean_left_s(times.get_sorted(), idle_s) if times is not None else None
         if left_s is not None:
             return left_s
-        # No earlier call took this long. For times of unknown scale, the elapsed time is a fair guess of the
-        # rest.
+        # No earlier call took this long. For times of unknown scale, the elapsed time is a fair guess of
+        # the rest.
         return max(idle_s, turn.expected_tool_s or 0.0, 1.0)
 
     def _get_worth_s(self, view: EngineView) -> float:

@@ -27,16 +27,11 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.estimators.commands import MIN_TIME_S, CommandShape, CommandText, read_text
+from tenuto.estimators.commands import MIN_TIME_S, CommandShape, CommandText, read_names, read_text
 from tenuto.estimators.tool_times import MAX_TOOLS
 from tenuto.policies.published._continuum import RENEW_S, LearnsTtl
 
-
-def _read_rules(text: str) -> frozenset[str]:
-    return frozenset(rule.strip() for rule in text.split(","))
-
-
-FAST_PROGRAMS = _read_rules(
+FAST_PROGRAMS = read_names(
     """[, awk, basename, cat, cd, chmod, cp, cut, date, diff, dirname, echo, env, export, false, file, grep,
     head, hostname, id, jq, less, ls, mkdir, more, mv, nl, printenv, printf, pwd, readlink, realpath, rm, sed,
     sort, stat, tail, test, touch, tr, true, uname, uniq, wc, which, whoami, git add, git blame,
@@ -44,7 +39,7 @@ FAST_PROGRAMS = _read_rules(
     git status, git tag"""
 )
 """Rule: a command of nothing but these, with no recursion and no loop, is fast."""
-SLOW_PROGRAMS = _read_rules(
+SLOW_PROGRAMS = read_names(
     """apt install, apt-get install, apt-get update, bazel, cargo build, cargo test, cmake, conda create,
     conda install, docker build, docker pull, git clone, git fetch, go build, go test, gradle, make, mvn,
     ninja, nox, npm ci, npm install, npm test, pip download, pip install, pip wheel, poetry install, pytest,
