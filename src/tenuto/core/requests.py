@@ -113,7 +113,7 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
         # Both are printable, so neither contains a tab. Each pair of tenant and job gets a unique id.
         job_id = None if job_id is None else f"{tenant}\t{job_id}"
         conversation = None if conversation is None else f"{tenant}\t{conversation}"
-    found = {hint: said.get(name) for name, (hint, _) in _FIELDS.items()}
+    found: dict[str, Any] = {hint: said.get(name) for name, (hint, _) in _FIELDS.items()}
     return Hints(**{**found, "job_id": job_id, "conversation": conversation})
 
 
