@@ -277,7 +277,7 @@ def test_a_gain_is_split_on_the_first_screen() -> None:
 
 def test_doubts_stand_wherever_the_numbers_of_a_load_do() -> None:
     times = {f"job-{n}": 4.0 * (1 + n) for n in range(12)}
-    slow = {"offered_jps": 2.0, "finished_jps": 1.0, "job_times_s": times}
+    slow: dict[str, Any] = {"offered_jps": 2.0, "finished_jps": 1.0, "job_times_s": times}
     records = [make_record(policy, jps, **slow) for policy in ("stock", "tenuto") for jps in (1, 2)]
     hits = {"reusable_tokens": 900, "reused_tokens": 800}
     records = [{**each, **hits, **({} if each["jps"] == 2 else {"finished_jps": 2.0})} for each in records]
