@@ -164,7 +164,8 @@ def test_the_lines_of_a_page_run_in_their_order(page: str, servers: list[Live], 
         for line in block.get_lines():
             if try_get_reason(line) or line in printed:
                 continue
-            made = change(line, one, two)
+            # The default port may be that of an A/B in another test.
+            made = change(line, one, two).replace("tenuto ab", f"tenuto ab --port {get_free_port()}")
             if STARTED.search(made):
                 start_and_stop(made, tmp_path)
                 continue
