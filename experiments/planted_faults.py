@@ -302,8 +302,8 @@ FAULTS = (
     Fault(
         "memory: vLLM's names are not looked up",
         "vllm/compat/check.py",
-        'problems.append(f"{path} is missing")\n            continue\n        missing',
-        "continue\n        missing",
+        'problems.append(f"{path} is missing")',
+        "pass",
         ("vllm/test_scheduler.py::test_a_missing_or_changed_name_stops_the_start",),
     ),
     Fault(
