@@ -442,9 +442,8 @@ def _find_cached(turn: TurnSpec, engines: Sequence[SteppedEngine]) -> Mapping[st
 def _read_metrics(scheduler: Scheduler, now_s: float) -> EngineMetrics:
     """An engine's own figures, now."""
     state, pool = scheduler.state, scheduler.kv.pool
-    num_used = pool.num_blocks - pool.num_free_blocks - pool.num_leased_blocks
-    num_waiting = len(state.waiting) + state.num_loading
-    return EngineMetrics(now_s, len(state.running), num_waiting, num_used / pool.num_blocks)
+    usage = pool.num_running_blocks / pool.num_blocks
+    return EngineMetrics(now_s, len(state.running), state.num_waiting, usage)
 
 
 class _Lane(SteppedEngine):

@@ -273,23 +273,19 @@ class Occupancy:
         self._next_s = now_s + max(0.05, now_s * SAMPLES_EVERY)
         pool, leases = scheduler.kv.pool, scheduler.driver.leases
         num_blanks, cached = pool.get_queue()
-        tiers = (
-            {}
-            if scheduler.offloader is None
-            else {tier.name: tier.num_used_blocks for tier in scheduler.offloader.get_views(now_s)}
-        )
+        tiers = scheduler.count_tier_blocks()
         self.samples.append(
             Sample(
                 now_s=now_s,
                 num_blocks=pool.num_blocks,
-                running_blocks=pool.num_blocks - pool.num_free_blocks - pool.num_leased_blocks,
+                running_blocks=pool.num_running_blocks,
                 leased_blocks=pool.num_leased_blocks,
                 cached_blocks=sum(extent.end - extent.first for extent in cached),
                 free_blocks=num_blanks,
                 host_blocks=tiers.get("host"),
                 disk_blocks=tiers.get("disk"),
                 running_turns=len(scheduler.state.running),
-                waiting_turns=len(scheduler.state.waiting) + scheduler.state.num_loading,
+                waiting_turns=scheduler.state.num_waiting,
                 leases=len(leases),
             )
         )

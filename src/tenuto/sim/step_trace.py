@@ -33,7 +33,7 @@ class StepTracer:
                     **self._get_load(turn_id, num_hit_tokens),
                 }
             )
-        pool, leases = scheduler.kv.pool, scheduler.driver.leases
+        pool, leases, tiers = scheduler.kv.pool, scheduler.driver.leases, scheduler.count_tier_blocks()
         num_blanks, *_ = pool.get_queue()
         tables = (table for request in scheduler.state.requests.values() for table in request.tables)
         self._trace.write(
@@ -42,12 +42,12 @@ class StepTracer:
                 "now_s": now_s,
                 "num_in_flight": self._count_in_flight() - 1,
                 "num_running": len(scheduler.state.running),
-                "num_waiting": len(scheduler.state.waiting) + scheduler.state.num_loading,
+                "num_waiting": scheduler.state.num_waiting,
                 "num_free_blocks": pool.num_free_blocks,
                 "num_cached_blocks": pool.num_blocks - num_blanks - sum(table.num_blanks for table in tables),
                 "num_retained_blocks": scheduler.driver.get_num_leased_blocks(),
                 "num_retained_jobs": len(leases),
-                **self._count_tier_blocks(),
+                **({"num_tier_blocks": tiers} if tiers else {}),
                 "new": list(step.new),
                 "resumed": list(step.resumed),
                 "running": [turn_id for turn_id in step.num_tokens if turn_id not in started],
@@ -69,10 +69,3 @@ class StepTracer:
             "connector": "tiers",
             "load": offload,
         }
-
-    def _count_tier_blocks(self) -> dict[str, dict[str, int]]:
-        """Blocks that each tier below the GPU holds; nothing in an engine without tiers."""
-        offloader = self._scheduler.offloader
-        if offloader is None:
-            return {}
-        return {"num_tier_blocks": {view.name: view.num_used_blocks for view in offloader.get_views(0.0)}}

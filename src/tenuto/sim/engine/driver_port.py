@@ -57,7 +57,7 @@ class SimEngine:
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
             num_running=len(state.running),
-            num_waiting=len(state.waiting) - num_parked + state.num_loading,
+            num_waiting=state.num_waiting - num_parked,
             max_num_batched_tokens=self._config.max_step_tokens,
             num_parked=num_parked,
             num_leases=num_leases,

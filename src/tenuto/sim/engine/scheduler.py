@@ -217,6 +217,11 @@ class Scheduler:
             times_s += [load.done_s for load in self.state.loading[:1]]
         return min((each for each in times_s if each is not None), default=None)
 
+    def count_tier_blocks(self) -> dict[str, int]:
+        """Blocks that each tier below the GPU holds; nothing in an engine without tiers."""
+        views = () if self.offloader is None else self.offloader.get_views(self.state.now_s)
+        return {view.name: view.num_used_blocks for view in views}
+
     def switch(self, policy: Policy, limits: Limits, now_s: float, *, keeps_leases: bool) -> None:
         """Let another policy decide from now on; requests that wait or run are not touched.
 

@@ -153,6 +153,11 @@ class EngineState:
         """Requests that wait for their load, or have it and did not start yet."""
         return len(self.loading) + len(self.loaded)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that did not start yet, those that load included."""
+        return len(self.waiting) + self.num_loading
+
 
 EMPTY_BATCH = StepBatch.of()
 

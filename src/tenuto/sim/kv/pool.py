@@ -257,6 +257,11 @@ class ExtentPool:
         self._free = _Queue()
         self.root = Segment(num_groups)
 
+    @property
+    def num_running_blocks(self) -> int:
+        """Blocks in use that no lease holds."""
+        return self.num_blocks - self.num_free_blocks - self.num_leased_blocks
+
     # Content.
 
     def find(self, path: Path, group: int, first: int, end: int) -> Row:
