@@ -133,4 +133,4 @@ def test_the_command_line_loads_nothing_heavy(arguments: list[str]) -> None:
 
 
 def test_verify_and_top_need_no_extra_for_what_they_read() -> None:
-    assert "aiohttp" not in get_loaded("import tenuto.client.verify, tenuto.client.metrics")
+    assert "aiohttp" not in get_loaded("import tenuto.client.verify, tenuto.report.top")

@@ -322,11 +322,6 @@ class Gaps:
             self._seconds.append(seconds)
             self._counts.append(count)
 
-    def merge(self, other: Gaps) -> None:
-        """Add all gaps of another count."""
-        self._seconds += other._seconds
-        self._counts += other._counts
-
     def summarise(self) -> Stats | None:
         """Mean, percentiles and extremes of all gaps, as `metrics.summarise`; None if there is no gap."""
         if not self._seconds:
