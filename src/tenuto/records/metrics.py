@@ -10,7 +10,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -30,6 +30,55 @@ class Rates(NamedTuple):
 
     offered_jps: float | None
     finished_jps: float | None
+
+
+Runs = Sequence[Mapping[str, Any]]
+"""Records, as JSON values, of the runs of one policy under one load, one for each seed."""
+
+
+class Figure(NamedTuple):
+    """A figure of runs that tables show. An entry in `FIGURES` is all that a new one needs.
+
+    The table and the CSV of `compare` and the report's table take it from there.
+    """
+
+    name: str
+    """Its name in CSV and JSON."""
+    title: str
+    """The heading of its column in a report."""
+    head: str
+    """The heading in `compare`, at most seven characters."""
+    get: Callable[[Runs], float | None]
+    """None if the runs do not contain the necessary values."""
+    form: str
+    """As in `format`."""
+
+    def write(self, value: float | None) -> str:
+        """The value as text; empty if it is unknown."""
+        return "" if value is None else format(value, self.form)
+
+
+def get_recomputed_share(runs: Runs) -> float | None:
+    """Return the tokens that were computed again, as a share of the prompt tokens."""
+    return _get_share(runs, "recomputed_tokens", "prompt_tokens")
+
+
+def get_best_hits_share(runs: Runs) -> float | None:
+    """Return the hits as a share of the reusable tokens: 1 is the best possible."""
+    return _get_share(runs, "reused_tokens", "reusable_tokens")
+
+
+def _get_share(runs: Runs, part: str, whole: str) -> float | None:
+    known = [each for each in runs if each.get(part) is not None and each.get(whole)]
+    if not known:
+        return None
+    return float(sum(each[part] for each in known) / sum(each[whole] for each in known))
+
+
+FIGURES = (
+    Figure("recomputed_share", "Recomputed", "recomp.", get_recomputed_share, ".1%"),
+    Figure("best_hits_share", "Hits of the reusable", "hits", get_best_hits_share, ".1%"),
+)
 
 
 def make_record(

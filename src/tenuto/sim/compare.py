@@ -33,7 +33,7 @@ from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.records.codec import Fields
 from tenuto.records.files import read_objects
 from tenuto.records.load import read_run
-from tenuto.records.metrics import get_geometric_mean
+from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean
 from tenuto.records.schema import get_config
 from tenuto.records.text import is_overloaded
 from tenuto.sim.fleet import check_fleet
@@ -477,9 +477,7 @@ def _make_row(group: Sequence[dict[str, Any]]) -> Row:
         "finished_jps": _mean_known(each.get("finished_jps") for each in group),
         "goodput_turns_per_s": _mean_known((each.get("goodput") or {}).get("turns_per_s") for each in group),
         "overloaded": any(is_overloaded(each) for each in group),
-        "best_hits_share": _get_best_share(group),
-        "recomputed_share": sum(each["recomputed_tokens"] for each in group)
-        / sum(each["prompt_tokens"] for each in group),
+        **{figure.name: figure.get(group) for figure in FIGURES},
         "marks": ", ".join(_find_marks(group)),
         "policy_faults": sum(each.get("policy_faults") or 0 for each in group),
     }
@@ -503,6 +501,10 @@ class Column(NamedTuple):
     show: Callable[[Row], str]
 
 
+def _make_column(figure: Figure) -> Column:
+    return Column(f" {figure.head:>7}", lambda row: f" {figure.write(row[figure.name]):>7}")
+
+
 COLUMNS = (
     Column(f"  {'policy':18}", lambda row: f"  {row['policy']:18}"),
     Column(f" {'mean':>9}", lambda row: f" {row['mean_job_s']:8.2f}s{'*' if row['wins'] else ' '}"),
@@ -510,8 +512,7 @@ COLUMNS = (
     Column(f" {'spread':>15}", lambda row: f" {_format_spread(row):>15}"),
     Column(f" {'P95':>9}", lambda row: f" {row['p95_job_s']:8.1f}s"),
     Column(f" {'/stock':>7}", lambda row: f" {_format(row['over_stock'], '.2f'):>7}"),
-    Column(f" {'recomp.':>7}", lambda row: f" {row['recomputed_share']:6.1%}"),
-    Column(f" {'hits':>6}", lambda row: f" {_format(row['best_hits_share'], '.1%'):>6}"),
+    *map(_make_column, FIGURES),
     Column(
         f" {'done/s':>7}",
         lambda row: f" {_format(row['finished_jps'], '.3g'):>7}{'+' if row['overloaded'] else ' '}",
@@ -586,15 +587,6 @@ def _has_mark(rows: Sequence[Row], mark: str) -> bool:
 
 def _get_cell(row: Row) -> tuple[Any, ...]:
     return (row["gpu"], row["model"], row["workload"], row["jps"])
-
-
-def _get_best_share(group: Sequence[dict[str, Any]]) -> float | None:
-    """Hits as a share of the reusable tokens: 1 is the best possible."""
-    known = [each for each in group if each.get("reused_tokens") is not None and each["reusable_tokens"]]
-    if not known:
-        return None
-    reusable = sum(each["reusable_tokens"] for each in known)
-    return float(sum(each["reused_tokens"] for each in known) / reusable)
 
 
 def _mean_known(values: Iterable[float | None]) -> float | None:

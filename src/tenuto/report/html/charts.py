@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from tenuto.core.errors import clean
 from tenuto.records.codec import MAX_COUNT
-from tenuto.records.metrics import get_percentile
+from tenuto.records.metrics import FIGURES, get_percentile
 from tenuto.records.schema import Sample
 from tenuto.report.html.compare import Group, Load, PolicyCell, Spread, Winner, sort_loads, sort_policies
 from tenuto.report.html.sources import AbVerdict, Detail, Run, Sources
@@ -131,7 +131,7 @@ def plot_jct(group: Group, looks: Looks) -> Chart | None:
         panels=[_against_load(points, looks, replace(TIME, label="job completion time"), height=3.6)],
         table=Table(
             ("Policy", "Load", "Seeds", "Jobs", "Mean", "Seeds from – to", "P50", "P95", "P99", "Speed-up",
-             "TTFT P95", "Prompt tokens hit", "Recomputed", "Loaded", "Preemptions"),
+             "TTFT P95", "Prompt tokens hit", "Loaded", *(each.title for each in FIGURES), "Preemptions"),
             tuple(_make_jct_row(group, cell, looks) for cell in cells),
         ),
     )  # fmt: skip
@@ -139,6 +139,7 @@ def plot_jct(group: Group, looks: Looks) -> Chart | None:
 
 def _make_jct_row(group: Group, cell: PolicyCell, looks: Looks) -> tuple[str, ...]:
     mean, speed_up = cell.get("job_s", "mean"), group.try_speed_up(cell.policy, cell.load)
+    records = [run.record.to_json() for run in cell.runs]
 
     def write(field: str, stat: str) -> str:
         spread = cell.get(field, stat)
@@ -158,7 +159,8 @@ def _make_jct_row(group: Group, cell: PolicyCell, looks: Looks) -> tuple[str, ..
         *(write("job_s", stat) for stat in ("p50", "p95", "p99")),
         format_ratio(speed_up.middle) if speed_up else "–",
         write("ttft_s", "p95"),
-        *map(write_share, ("hit_tokens", "recomputed_tokens", "loaded_tokens")),
+        *map(write_share, ("hit_tokens", "loaded_tokens")),
+        *(figure.write(figure.get(records)) or "–" for figure in FIGURES),
         f"{preemptions.middle:,.0f}" if (preemptions := cell.get("preemptions")) else "–",
     )
 
