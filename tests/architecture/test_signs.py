@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DESIGN = ROOT / "docs" / "design.md"
 FAST = ("--window", "3", "--jps", "2", "--step-cost", "roofline")
-PAIR = ("compare", "--policies", "stock,tenuto", "--seeds", "1", "--no-split", "--workers", "1")
+PAIR = ("compare", "--gpu", "H100", "--policies", "stock,tenuto", "--seeds", "1", "--no-split")
 SWEEP = (*PAIR, *FAST, "--out", "sweep")
 
 
