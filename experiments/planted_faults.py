@@ -516,8 +516,8 @@ FAULTS = (
     Fault(
         "tiers: a failed store is loaded",
         "vllm/tiers/worker.py",
-        "change = shared.bad_chunks.update if job.has_failed else",
-        "change = shared.bad_chunks.update if False else",
+        "change = self._bad_chunks.update if job.has_failed else",
+        "change = self._bad_chunks.update if False else",
         ("vllm/test_tier_copies.py::test_a_failed_store_is_never_loaded_until_it_is_stored_again",),
     ),
     Fault(

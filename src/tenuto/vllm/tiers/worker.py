@@ -22,7 +22,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -89,22 +89,6 @@ def read_rows(part: Part) -> Array:
     return part.source[part.sources]
 
 
-@dataclass
-class _Shared:
-    """What the thread and its callers share, under one lock."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    loads: OrderedDict[int, Job] = field(default_factory=OrderedDict)
-    stores: OrderedDict[int, Job] = field(default_factory=OrderedDict)
-    reads_since_s: float | None = None
-    """Since when the thread reads a layer; None while it does not."""
-    is_stuck: bool = False
-    urgent: set[int] = field(default_factory=set)
-    done: list[Done] = field(default_factory=list)
-    bad_chunks: set[int] = field(default_factory=set)
-    is_closed: bool = False
-
-
 class Copies:
     """The queue of jobs and the thread that works through it.
 
@@ -116,107 +100,109 @@ class Copies:
         """`read` reads one part; tests pass one that fails or hangs."""
         self._read = read
         self._stuck_s = stuck_s
-        self._shared = _Shared()
+        # Shared with the thread, under one lock.
+        self._changed = threading.Condition()
+        self._loads: OrderedDict[int, Job] = OrderedDict()
+        self._stores: OrderedDict[int, Job] = OrderedDict()
+        self._reads_since_s: float | None = None
+        """Since when the thread reads a layer; None while it does not."""
+        self._is_stuck = self._is_closed = False
+        self._urgent: set[int] = set()
+        self._done: list[Done] = []
+        self._bad_chunks: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="tenuto-copies", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
         """Queue a job; returns at once."""
-        shared = self._shared
-        with shared.changed:
-            (shared.loads if job.is_load else shared.stores)[job.job_id] = job
-            if shared.is_stuck:
+        with self._changed:
+            (self._loads if job.is_load else self._stores)[job.job_id] = job
+            if self._is_stuck:
                 self._fail(job)
-            shared.changed.notify_all()
+            self._changed.notify_all()
 
     def take_done(self) -> list[Done]:
         """The jobs that ended since the last call, failed ones included."""
-        shared = self._shared
-        with shared.changed:
+        with self._changed:
             self._give_up_if_stuck()
-            done, shared.done = shared.done, []
+            done, self._done = self._done, []
         return done
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Return once none of these jobs is queued or running; they go before all others."""
-        shared = self._shared
-        with shared.changed:
-            shared.urgent.update(each for each in job_ids if self._is_pending(each))
-            shared.changed.notify_all()
-            while not shared.is_closed and any(map(self._is_pending, job_ids)):
-                shared.changed.wait(timeout=self._stuck_s / 4)
+        with self._changed:
+            self._urgent.update(each for each in job_ids if self._is_pending(each))
+            self._changed.notify_all()
+            while not self._is_closed and any(map(self._is_pending, job_ids)):
+                self._changed.wait(timeout=self._stuck_s / 4)
                 self._give_up_if_stuck()
-            shared.urgent.difference_update(job_ids)
+            self._urgent.difference_update(job_ids)
 
     def close(self) -> None:
         """Stop after the copy of one layer; what is queued is dropped. A read that hangs is left behind."""
-        shared = self._shared
-        with shared.changed:
-            shared.is_closed = True
-            shared.loads.clear()
-            shared.stores.clear()
-            shared.changed.notify_all()
+        with self._changed:
+            self._is_closed = True
+            self._loads.clear()
+            self._stores.clear()
+            self._changed.notify_all()
         self._thread.join(timeout=10)
 
     # Inside.
 
     def _is_pending(self, job_id: int) -> bool:
-        return job_id in self._shared.loads or job_id in self._shared.stores
+        return job_id in self._loads or job_id in self._stores
 
     def _run(self) -> None:
-        shared = self._shared
         while True:
-            with shared.changed:
-                shared.changed.wait_for(lambda: shared.is_closed or shared.loads or shared.stores)
-                if shared.is_closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._loads or self._stores)
+                if self._is_closed:
                     return
                 job = self._choose()
-                if job.is_load and not job.num_done and not shared.bad_chunks.isdisjoint(job.chunks):
+                if job.is_load and not job.num_done and not self._bad_chunks.isdisjoint(job.chunks):
                     # A store of these chunks failed: what is there is not what it should be.
                     self._fail(job)
             self._advance(job)
-            with shared.changed:
+            with self._changed:
                 if not job.has_failed and job.num_done == len(job.parts):
                     self._finish(job)
-                shared.changed.notify_all()
+                self._changed.notify_all()
 
     def _give_up_if_stuck(self) -> None:
         """If the thread's read hangs, fail its job and all that wait behind it."""
-        shared = self._shared
-        since_s = shared.reads_since_s
-        if shared.is_stuck or since_s is None or time.perf_counter() - since_s < self._stuck_s:
+        since_s = self._reads_since_s
+        if self._is_stuck or since_s is None or time.perf_counter() - since_s < self._stuck_s:
             return
         logger.error("a copy hangs; KV is computed and not loaded until it goes on")
-        shared.is_stuck = True
-        for job in [*shared.loads.values(), *shared.stores.values()]:
+        self._is_stuck = True
+        for job in [*self._loads.values(), *self._stores.values()]:
             self._fail(job)
-        shared.changed.notify_all()
+        self._changed.notify_all()
 
     def _choose(self) -> Job:
         """The job whose next part is copied; call it with a job queued."""
-        shared = self._shared
-        queues = (shared.loads, shared.stores)
-        for queue in queues if shared.urgent else ():
-            first = _get_first(queue, shared.urgent)
+        queues = (self._loads, self._stores)
+        for queue in queues if self._urgent else ():
+            first = _get_first(queue, self._urgent)
             if first is not None:
                 return first
-        queue = shared.loads or shared.stores
+        queue = self._loads or self._stores
         return next(iter(queue.values()))
 
     def _advance(self, job: Job) -> None:
         """Copy one more part of a job, unless the job is given up meanwhile."""
         if job.has_failed or job.num_done == len(job.parts):
             return
-        shared, part = self._shared, job.parts[job.num_done]
-        started_s = shared.reads_since_s = time.perf_counter()
+        part = job.parts[job.num_done]
+        started_s = self._reads_since_s = time.perf_counter()
         try:
             rows = self._read(part)
         except Exception:
             logger.exception("copy %d failed", job.job_id)
             rows = None
-        with shared.changed:
-            shared.reads_since_s = None
-            shared.is_stuck = False
+        with self._changed:
+            self._reads_since_s = None
+            self._is_stuck = False
             if job.has_failed:
                 return
             if rows is None:
@@ -231,13 +217,12 @@ class Copies:
         self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        shared = self._shared
-        (shared.loads if job.is_load else shared.stores).pop(job.job_id, None)
+        (self._loads if job.is_load else self._stores).pop(job.job_id, None)
         if not job.is_load:
-            change = shared.bad_chunks.update if job.has_failed else shared.bad_chunks.difference_update
+            change = self._bad_chunks.update if job.has_failed else self._bad_chunks.difference_update
             change(job.chunks)
         num_bytes = sum(part.num_bytes for part in job.parts[: job.num_done])
-        shared.done.append(Done(job.job_id, job.is_load, num_bytes, job.busy_s, job.has_failed))
+        self._done.append(Done(job.job_id, job.is_load, num_bytes, job.busy_s, job.has_failed))
 
 
 def _get_first(queue: OrderedDict[int, Job], urgent: set[int]) -> Job | None:
