@@ -187,14 +187,8 @@ def test_a_policy_whose_hooks_failed_is_marked_everywhere() -> None:
 
 
 def test_seconds_have_three_digits() -> None:
-    assert [format_seconds(value) for value in (None, 0, 0.01234, 1.5, 12.345, 1234.5)] == [
-        "–",
-        "0 s",
-        "12.3 ms",
-        "1.5 s",
-        "12.3 s",
-        "1,234 s",
-    ]
+    times = {None: "–", 0: "0 s", 0.01234: "12.3 ms", 1.5: "1.5 s", 12.345: "12.3 s", 1234.5: "1,234 s"}
+    assert {value: format_seconds(value) for value in times} == times
 
 
 @pytest.mark.parametrize(("means", "texts"), [((10, 20), ("ab", "X")), ((10, 10), ("tie", "tie XY", "XY"))])

@@ -69,51 +69,24 @@ def test_the_same_records_make_the_same_page(tmp_path: Path, run_page: Path) -> 
 
 
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_lines(
-        tmp_path / "r.jsonl",
-        [
-            make_record(name, 1, seed, mean_s=s)
-            for name, s in (("stock", 20), ("keep", 10))
-            for seed in (1, 2)
-        ],
-    )
+    means = {"stock": 20, "keep": 10}
+    records = [make_record(name, 1, seed, mean_s=s) for name, s in means.items() for seed in (1, 2)]
+    path = write_lines(tmp_path / "r.jsonl", records)
     assert main(["report", str(path), "--out", str(tmp_path / "p.html"), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    (cell,) = printed["cells"]
-    assert (cell["gpu"], cell["jps"], cell["best"]) == ("H200", 1.0, ["keep"])
-    assert cell["mean_s"] == {"stock": 20, "keep": 10}
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    assert (cell["gpu"], cell["jps"], cell["best"], cell["outcome"]) == ("H200", 1.0, ["keep"], "win")
+    assert cell["mean_s"] == means
     assert cell["speed_up"]["keep"] == {"middle": 2, "low": 2, "high": 2}
-    assert (cell["outcome"], cell["against"]["other"], cell["against"]["mean"]["ratio"]) == (
-        "win",
-        "stock",
-        0.5,
-    )
+    assert (cell["against"]["other"], cell["against"]["mean"]["ratio"]) == ("stock", 0.5)
     assert (cell["doubts"], cell["split"]) == ([], {})
 
 
 def test_names_from_outside_are_only_text(tmp_path: Path, look: Look) -> None:
-    records = [
-        make_record(
-            name,
-            jps,
-            model=HOSTILE,
-            gpu=HOSTILE,
-            workload=HOSTILE,
-            mean_s=10 + jps,
-            versions={HOSTILE: HOSTILE},
-        )
-        for name in (
-            "stock",
-            HOSTILE,
-            "$x^2$ _{",
-            "_hidden",
-            "a" * 300,
-            "日本",
-            "b\x00\ud800\u202e",
-            "{{ 7 * 7 }}",
-        )
-        for jps in (1.0,)
-    ]
+    names = (
+        "stock", HOSTILE, "$x^2$ _{", "_hidden", "a" * 300, "日本", "b\x00\ud800\u202e", "{{ 7 * 7 }}"
+    )  # fmt: skip
+    hostile = {**dict.fromkeys(("model", "gpu", "workload"), HOSTILE), "versions": {HOSTILE: HOSTILE}}
+    records = [make_record(name, 1.0, mean_s=11, **hostile) for name in names]
     write_lines(tmp_path / "results.jsonl", records)
     run = write_run(tmp_path / "run", 2)
     write_lines(run / "turns.jsonl", [{**turn, "job": HOSTILE, "tool": HOSTILE} for turn in make_job("j", 0)])
@@ -193,45 +166,25 @@ def test_a_run_beside_a_sweep_does_not_hide_it(tmp_path: Path) -> None:
 
 def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
     points = itertools.product(("H100", "H200"), ("stock", "tenuto"), (1.0, 2.5), (41, 42))
-    configs = [dict(zip(("gpu", "policy", "jps", "seed"), point, strict=True)) for point in points]
     grid = [
-        make_record(
-            each["policy"],
-            each["jps"],
-            each["seed"],
-            gpu=each["gpu"],
-            config={**each, "kv_tokens": 9000, "async_scheduling": True},
-        )
-        for each in configs
-    ]
-    alone = make_record(
-        "tenuto",
-        1.0,
-        7,
-        config={
-            "gpu": "H200",
-            "policy": "tenuto",
-            "options": {"a": 1},
-            "max_num_batched_tokens": 64,
-            "window_s": 9.0,
-            "link_gb_s": 25.0,
-        },
-    )
+        make_record(policy, jps, seed, gpu=gpu, config={
+            "gpu": gpu, "policy": policy, "jps": jps, "seed": seed, "kv_tokens": 9000,
+            "async_scheduling": True,
+        })
+        for gpu, policy, jps, seed in points
+    ]  # fmt: skip
+    alone = make_record("tenuto", 1.0, 7, config={
+        "gpu": "H200", "policy": "tenuto", "options": {"a": 1}, "max_num_batched_tokens": 64, "window_s": 9.0,
+        "link_gb_s": 25.0,
+    })  # fmt: skip
     client = {
-        "url": "http://x",
-        "arrival": "poisson",
-        "loop": "closed",
-        "users": None,
-        "hints": "tool",
-        "scale_lengths": 1.0,
-        "scale_rate": 1.0,
-    }
+        "url": "http://x", "arrival": "poisson", "loop": "closed", "users": None, "hints": "tool",
+        "scale_lengths": 1.0, "scale_rate": 1.0,
+    }  # fmt: skip
     live = make_record("tenuto", 2.0, 7, simulated=False, client=client)
     page = tmp_path / "p.html"
-    assert (
-        main(["report", str(write_lines(tmp_path / "r.jsonl", [*grid, alone, live])), "--out", str(page)])
-        == 0
-    )
+    path = write_lines(tmp_path / "r.jsonl", [*grid, alone, live])
+    assert main(["report", str(path), "--out", str(page)]) == 0
     commands = read_commands(page)
     assert commands == [
         "tenuto compare --gpu H100,H200 --policies stock,tenuto --jps 1,2.5 --seed 41,42 "
