@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import sys
 import textwrap
 import warnings
 import xml.etree.ElementTree as ET
@@ -201,9 +202,9 @@ def _set_axis(axes: Axes, which: Which, spec: Axis, values: Sequence[float], num
     positive = [value for value in values if value > 0]
     if spec.ends is None and positive and max(positive) / min(positive) > WIDE_RANGE:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-        decades = math.log10(max(positive) / min(positive))
+        decades = math.log10(max(positive)) - math.log10(min(positive))
         margin = 10 ** (0.05 * decades)
-        set_ends(min(positive) / margin, max(positive) * margin)
+        set_ends(max(min(positive) / margin, sys.float_info.min), max(positive) * margin)
         finest, finer = (2, 3) if which == "y" else (1, 2)  # Labels side by side need more room.
         subs = (1, 2, 5) if decades < finest else (1, 3) if decades < finer else (1,)
         axis.set_major_locator(LogLocator(subs=subs, numticks=9))
