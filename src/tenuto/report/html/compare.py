@@ -22,6 +22,11 @@ from tenuto.report.html.spec import BASELINE
 from tenuto.report.html.words import format_load, shorten
 from tenuto.sim.compare import Arm, Split, Timed, find_best_stock, split_gains
 
+BEST_STOCK = "stock @best"
+"""Stock with the size of steps that is its best at the load, of those that ran."""
+
+Load = float | None
+"""Jobs per second; None if the runs have no arrival rate."""
 MIN_TIME_S = 1e-9
 """Shorter times are none: no job takes them, and their ratios have no meaning."""
 
@@ -164,13 +169,6 @@ def _average(times: Sequence[JobTimes]) -> JobTimes | None:
 @lru_cache(4096)
 def _estimate(ratios: tuple[float, ...]) -> Estimate:
     return estimate_ratio(ratios)
-
-
-BEST_STOCK = "stock @best"
-"""Stock with the size of steps that is its best at the load, of those that ran."""
-
-Load = float | None
-"""Jobs per second; None if the runs have no arrival rate."""
 
 
 class Spread(NamedTuple):
