@@ -73,6 +73,15 @@ FAULTS = (
         ("vllm/test_server_tenants.py::test_who_has_no_valid_key_keeps_nothing",),
     ),
     Fault(
+        "tenants: what is not verified weighs as much as a tenant",
+        "core/fairness.py",
+        "UNVERIFIED_WEIGHT = 0.1",
+        "UNVERIFIED_WEIGHT = 1.0",
+        (
+            "vllm/test_tenants.py::test_requests_that_cannot_be_verified_share_one_small_weight_and_keep_nothing",
+        ),
+    ),
+    Fault(
         "tenants: a server without a secret starts",
         "vllm/tenants.py",
         "if self._has_tenants and (problem := find_secret_problem()):",
@@ -87,7 +96,10 @@ FAULTS = (
         "vllm/tenants.py",
         'if name == "--config"]',
         "if False]",
-        ("vllm/test_tenants.py::test_a_server_with_tenants_and_without_a_secret_does_not_start",),
+        (
+            "vllm/test_tenants.py::test_a_server_with_tenants_and_without_a_secret_does_not_start",
+            "vllm/test_server_tenants.py::test_a_server_with_keys_and_without_the_plug_in_does_not_start",
+        ),
     ),
     Fault(
         "tenants: a client's own word chooses the rank",

@@ -220,9 +220,13 @@ def test_no_page_names_a_tenant_unless_it_is_set(
     assert not [line for line in log if tenants.get_key_name(K1) in line]
 
 
-def test_a_server_with_keys_and_without_the_plug_in_does_not_start(folder: Path) -> None:
-    port, log = get_free_port(), folder / "alone.log"
+@pytest.mark.parametrize("keys", ["arguments", "file"])
+def test_a_server_with_keys_and_without_the_plug_in_does_not_start(keys: str, folder: Path) -> None:
+    """Nor one without the middleware, whose keys are in a file: its engine looks there itself."""
+    file, log, port = folder / "keys.yaml", folder / f"alone-{keys}.log", get_free_port()
+    file.write_text(f"api-key:\n  - {K1}\n  - {K2}\n")
+    how = (*TENUTO, *KEYS) if keys == "arguments" else (*TENUTO[:2], "--config", str(file))
     env = {**ENV, "VLLM_PLUGINS": "", tenants.SECRET_VARIABLE: ""}
-    with pytest.raises(ServerError), run_server(get_command(port, *TENUTO, *KEYS), port, log, env=env):
+    with pytest.raises(ServerError), run_server(get_command(port, *how), port, log, env=env):
         pytest.fail("it started")
     assert "add `tenuto` to VLLM_PLUGINS" in log.read_text()
