@@ -102,9 +102,8 @@ class PrefixMarks:
         num_blocks = self._num_prompt_tokens // self._block_size
         if num_blocks < 2 or num_prompt_tokens < self._num_prompt_tokens * LEAST_LENGTH:
             return None
-        if self.is_followed_by(hashes):
-            return None
-        return self._count_shared_blocks(hashes) * self._block_size
+        num_shared_blocks = self._count_shared_blocks(hashes)
+        return None if num_shared_blocks >= num_blocks - 1 else num_shared_blocks * self._block_size
 
     def is_followed_by(self, hashes: Sequence[Hashable]) -> bool:
         """Whether a prompt with these block hashes goes on behind this turn's prompt.
