@@ -163,7 +163,7 @@ def test_more_turns_at_once_than_the_limit_have_the_place_of_a_new_job() -> None
     engine = ToyEngine(Policy(), 100, limits=Limits(max_parallel_turns=2))
 
     def get_job_arrival_s(turn_id: str) -> float:
-        return engine.driver._view(engine.driver._turns[turn_id]).job.arrival_s
+        return engine.driver._retention.get_turn_view(engine.driver._turns[turn_id]).job.arrival_s
 
     for number in range(4):
         engine.arrive(f"t{number}", 10 + number, PROMPT, OUTPUT, Hints(job_id="constant"))

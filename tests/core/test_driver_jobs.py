@@ -24,7 +24,7 @@ RESULT = make_tokens(600, 7)
 
 
 def get_job(engine: ToyEngine, turn_id: str) -> Job:
-    return engine.driver._view(engine.driver._turns[turn_id]).job
+    return engine.driver._retention.get_turn_view(engine.driver._turns[turn_id]).job
 
 
 def run(engine: ToyEngine, turn_id: str, now_s: float, prompt, output=OUTPUT, hints=None, **finish) -> None:
@@ -415,7 +415,7 @@ class LongestFirst(Policy):
 def test_a_running_turn_shows_what_its_client_said_of_it() -> None:
     engine = ToyEngine(Policy(), 20)
     engine.arrive("t1", 0, PROMPT, hints=Hints(is_last=True, expected_tool_s=2.5, tenant="a"), priority=3)
-    view = engine.driver._view(engine.driver._turns["t1"])
+    view = engine.driver._retention.get_turn_view(engine.driver._turns["t1"])
     assert (view.is_last, view.expected_tool_s, view.job.tenant, view.priority) == (True, 2.5, "a", 3)
 
 

@@ -497,7 +497,7 @@ class Driver:
         """How many tokens of the offer, from its start, a turn that is about to start loads."""
         if turn_id not in self._turns or not self.policy.overrides("load"):
             return offer.num_tokens
-        turn = self._view(self._turns[turn_id])
+        turn = self._retention.get_turn_view(self._turns[turn_id])
         answer: bool | int = self._caller.ask("load", turn, offer, self.get_view(now_s))
         if isinstance(answer, bool):
             return offer.num_tokens if answer else 0
@@ -513,7 +513,7 @@ class Driver:
     def get_turn(self, turn_id: str) -> Turn | None:
         """What the policy sees of a turn that waits or runs; None if it is unknown, or runs as in stock."""
         turn = self._turns.get(turn_id)
-        return None if turn is None or turn.job.runs_as_stock else self._view(turn)
+        return None if turn is None or turn.job.runs_as_stock else self._retention.get_turn_view(turn)
 
     def get_finished_turn(self, turn_id: str, finish: Finish) -> Turn | None:
         """What the policy will see of a turn that is about to finish; as `get_turn`."""
@@ -673,19 +673,16 @@ class Driver:
         """Tell the chooser of step sizes that a turn waits."""
         if self._step_chooser is not None:
             num_new_tokens = turn.arrival.num_prompt_tokens - turn.num_reusable_tokens
-            self._step_chooser.observe_arrival(self._view(turn), num_new_tokens)
+            self._step_chooser.observe_arrival(self._retention.get_turn_view(turn), num_new_tokens)
 
     def _tell(self, hook: str, turn: TurnState, *inputs: object, view: Turn | None = None) -> None:
         """Tell the policy what happened to a turn, unless the turn runs as in stock."""
         if hook in self._caller.heard and not turn.job.runs_as_stock:
-            self._caller.tell(hook, self._view(turn) if view is None else view, *inputs)
+            self._caller.tell(hook, self._retention.get_turn_view(turn) if view is None else view, *inputs)
 
     def _get_next_rekey_s(self) -> float:
         rekey_s = self.policy.needs.rekey_s
         return math.inf if rekey_s is None else self._ticked_s + rekey_s
-
-    def _view(self, turn: TurnState) -> Turn:
-        return self._retention.get_turn_view(turn)
 
 
 class History:

@@ -545,7 +545,8 @@ class Retention:
 
     def get_turn_view(self, turn: TurnState) -> Turn:
         """The policy's view of a turn that waits or runs."""
-        return turn.get_view(has_lease=self.get_claimed(turn) is not None)
+        lease = self.leases.get(turn.job.job_id)
+        return turn.get_view(has_lease=lease is not None and lease.next_turn_id == turn.turn_id)
 
     # What happens to turns.
 
