@@ -32,16 +32,11 @@ import httpx
 
 from tenuto.client.ab_verdict import (
     VERDICT,
-    Comparison,
     Values,
     compare,
-    describe_caches,
-    describe_complaints,
-    describe_errors,
-    describe_faults,
-    describe_lag,
     find_invalid,
     format_verdict,
+    make_notes,
     read_pair,
 )
 from tenuto.client.bench import measure
@@ -180,17 +175,24 @@ def _conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> bo
             done[slot.arm].append(folder.read_result(slot))
     if not any(done.values()):
         return True
-    invalid = find_invalid(done)
-    comparisons = compare(pairs, options.threshold, is_valid=not invalid)
-    remarks = [*invalid, *_make_notes(done)]
-    verdict = _make_record(options, comparisons, len(pairs), remarks)
+    comparisons = compare(pairs, options.threshold, is_valid=not find_invalid(done))
+    notes = make_notes(done)
+    verdict = {
+        "arms": [str(arm) for arm in options.arms],
+        "baseline": options.arms[0].name,
+        "pairs": len(pairs),
+        "pairs_planned": options.repeats,
+        "threshold": options.threshold,
+        "comparisons": [each.to_json() for each in comparisons],
+        "notes": notes,
+    }
     folder.write_verdict(verdict)
     if options.csv:
-        write_csv(options.csv, verdict["comparisons"])
+        write_csv(options.csv, [each.to_json() for each in comparisons])
     if options.as_json:
         print(json.dumps(verdict))
     else:
-        print(format_verdict(comparisons, len(pairs), options.repeats, remarks))
+        print(format_verdict(comparisons, len(pairs), options.repeats, notes))
     say(f"all of it: {folder.path / VERDICT}; charts: tenuto report {folder.path}")
     return all(run["turns"]["ok"] == run["turns"]["planned"] for runs in done.values() for run in runs)
 
@@ -219,33 +221,6 @@ def _read_pairs(arms: Sequence[Arm], folder: AbFolder, repeats: int) -> list[dic
             else:
                 pairs.append(pair)
     return pairs
-
-
-def _make_notes(done: dict[str, list[dict[str, Any]]]) -> list[str]:
-    not_emptied = [
-        arm for arm, runs in done.items() if not all(run["client"].get("cache_emptied", True) for run in runs)
-    ]
-    return [
-        *describe_errors(done),
-        *describe_faults(done),
-        *describe_complaints(done),
-        *describe_lag(done),
-        *describe_caches(not_emptied),
-    ]
-
-
-def _make_record(
-    options: AbOptions, comparisons: Sequence[Comparison], num_pairs: int, remarks: Sequence[str]
-) -> dict[str, Any]:
-    return {
-        "arms": [str(arm) for arm in options.arms],
-        "baseline": options.arms[0].name,
-        "pairs": num_pairs,
-        "pairs_planned": options.repeats,
-        "threshold": options.threshold,
-        "comparisons": [each.to_json() for each in comparisons],
-        "notes": list(remarks),
-    }
 
 
 @contextmanager

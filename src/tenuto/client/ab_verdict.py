@@ -183,8 +183,20 @@ MAX_CLIENT_LAG_S = 0.05
 _LOST = ("failed", "cancelled", "not_sent")
 
 
+def make_notes(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """What a reader must know beside the ratios. `results`: by arm, its runs' results."""
+    return [
+        *find_invalid(results),
+        *describe_errors(results),
+        *describe_faults(results),
+        *describe_complaints(results),
+        *describe_lag(results),
+        *describe_caches(results),
+    ]
+
+
 def describe_errors(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """One sentence per arm that lost turns, or one if no arm did. `results`: by arm, its runs' results."""
+    """One sentence per arm that lost turns, or one if no arm did."""
     lines = []
     for arm, runs in results.items():
         planned = sum(run["turns"]["planned"] for run in runs)
@@ -253,8 +265,13 @@ def find_invalid(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str
     return lines
 
 
-def describe_caches(not_emptied: Sequence[str]) -> list[str]:
+def describe_caches(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Name the arms whose caches were not emptied before a run."""
+    not_emptied = [
+        arm
+        for arm, runs in results.items()
+        if not all(run["client"].get("cache_emptied", True) for run in runs)
+    ]
     if not not_emptied:
         return []
     return [
