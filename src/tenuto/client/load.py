@@ -21,7 +21,7 @@ from typing import Any, Protocol, TextIO
 from tenuto.client.commands import CommandRunner
 from tenuto.client.http.client import Answer, Client, RequestFailed
 from tenuto.client.http.request import Conversation, RequestWriter
-from tenuto.client.result import Flight, Sending, make_record
+from tenuto.client.result import Flight, Sending, make_turn_record
 from tenuto.core import router as routing
 from tenuto.core.dispatcher import Dispatcher, FleetLimits
 from tenuto.core.loader import load_router
@@ -196,7 +196,7 @@ class Load:
 
     def _record(self, flight: Flight, status: Status) -> None:
         self.num_in_flight -= 1
-        self._on_record(make_record(flight, status, self._sending))
+        self._on_record(make_turn_record(flight, status, self._sending))
 
 
 def get_pause_s(attempt: int, retry_after_s: float | None, seed: str) -> float:

@@ -60,7 +60,7 @@ class Flight:
     answer: Answer | None = None
 
 
-def make_record(flight: Flight, status: Status, sending: Sending) -> TurnRecord:
+def make_turn_record(flight: Flight, status: Status, sending: Sending) -> TurnRecord:
     """Make the record of a turn that ended."""
     job, index, at_s = flight.due
     turn, answer = job.turns[index], flight.answer

@@ -21,7 +21,7 @@ from tenuto.client.ab_verdict import MEASURES
 from tenuto.client.http.client import Answer
 from tenuto.client.local_server import LocalServer, ServerError, run_server
 from tenuto.client.options import AbOptions, Arm, BenchOptions
-from tenuto.client.result import Flight, Outcome, Sending, make_record, make_result
+from tenuto.client.result import Flight, Outcome, Sending, make_result, make_turn_record
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.files import RunFiles
 from tenuto.report.html.sources import read_sources
@@ -65,7 +65,7 @@ def measure_by_heart(slower: dict[str, float]) -> Callable[..., Any]:
                 answer = Answer(first_s, last_s, (1,) * turn.num_output_tokens, "", Usage(1, 6, 0))
                 before = job.turns[index - 1] if index else None
                 flight = Flight(Due(job, index, now_s), before, now_s, [], answer)
-                records.append(make_record(flight, "ok", Sending(is_exact=False)))
+                records.append(make_turn_record(flight, "ok", Sending(is_exact=False)))
                 files.add_turn(records[-1])
                 now_s = last_s + turn.tool_s
         outcome = Outcome(
