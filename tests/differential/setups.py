@@ -45,6 +45,7 @@ class Setup:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 64
     long_prefill_token_threshold: int = 0
+    prefill_schedule_interval: int = 1
     reserve_full_sequence: bool = True
     watermark: float = 0.0
     windows: tuple[int | None, ...] = (None,)
@@ -86,6 +87,7 @@ class Setup:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            prefill_schedule_interval=self.prefill_schedule_interval,
             order=self.order,
             max_steps_in_flight=self.depth,
             num_draft_tokens=self.num_draft_tokens,
@@ -102,6 +104,7 @@ class Setup:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            prefill_schedule_interval=self.prefill_schedule_interval,
             scheduler_reserve_full_isl=self.reserve_full_sequence,
             watermark=self.watermark,
         )

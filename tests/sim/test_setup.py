@@ -191,3 +191,10 @@ def test_the_size_of_steps_is_what_the_policy_wants_unless_the_user_says() -> No
 def test_a_size_of_steps_that_is_none_is_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match="--step-tokens must be adaptive, or a number"):
         make(step_tokens=wrong)
+
+
+def test_a_prefill_interval_acts_on_one_engine_since_vllm_0_33() -> None:
+    config = build(make(vllm="0.33", prefill_schedule_interval=4)).config
+    assert (config.prefill_schedule_interval, config.kv.vllm_release) == (4, "0.33")
+    with pytest.raises(ConfigError, match="add --vllm 0.33"):
+        make(prefill_schedule_interval=4)

@@ -84,6 +84,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     block_size = model.get_block_size(setup.block_size, setup.tp)
     config = EngineConfig(
         kv=KvConfig(
+            vllm_release=setup.vllm,
             num_blocks=_get_num_blocks(setup, gpu, model, wanted),
             block_size=block_size,
             windows=tuple(group.window for group in model.kv_groups()),
@@ -99,6 +100,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         long_prefill_token_threshold=_get(
             setup.long_prefill_token_threshold, wanted.long_prefill_token_threshold, 0
         ),
+        prefill_schedule_interval=setup.prefill_schedule_interval,
         order=wanted.order,
         scheduler=wanted.scheduler,
         # The fork's vLLM schedules a step after the one before.

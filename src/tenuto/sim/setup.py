@@ -135,6 +135,18 @@ class Setup(Options):
     long_prefill_token_threshold: int | None = option(
         None, "most tokens of one prompt in a step, as in vLLM; 0: no limit", minimum=0, shown_default="0"
     )
+    vllm: Literal["0.32", "0.33"] = option(
+        "0.32",
+        "the release whose scheduler is simulated, step by step",
+        flag="--vllm",
+        choices=("0.32", "0.33"),
+    )
+    prefill_schedule_interval: int = option(
+        1,
+        "while requests decode, compute prompts in one of N steps only, as in vLLM 0.33 (with --vllm 0.33)",
+        metavar="N",
+        minimum=1,
+    )
     watermark: float | None = option(
         None,
         "share of the KV blocks that starting a request leaves free, as in vLLM",
@@ -157,6 +169,10 @@ class Setup(Options):
         """Check the bounds, and that the KV cache holds at least two blocks."""
         super().__post_init__()
         check_step_tokens(self.step_tokens, "--step-tokens")
+        if self.prefill_schedule_interval > 1 and self.vllm == "0.32":
+            raise ConfigError(
+                "--prefill-schedule-interval acts on one engine since vLLM 0.33: add --vllm 0.33"
+            )
         if self.kv_tokens is not None and self.kv_tokens < 2 * self.block_size:
             raise ConfigError(
                 f"--kv-tokens must be at least {2 * self.block_size}, two blocks; got {self.kv_tokens}"

@@ -24,6 +24,9 @@ class EngineConfig:
     """Most requests that run at a time."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one request in a step while there are other requests; 0 for no bound."""
+    prefill_schedule_interval: int = 1
+    """While requests decode, prompts are computed in one of so many steps only; 1: in each. vLLM 0.33 has it
+    on one engine."""
     order: Literal["fcfs", "priority"] = "fcfs"
     """Which waiting request goes first, as vLLM's `--scheduling-policy` says."""
     scheduler: Literal["vllm", "continuum-fork"] = "vllm"
@@ -52,5 +55,9 @@ class EngineConfig:
             raise ConfigError(f"offload_chunk_tokens must be whole blocks of {self.kv.block_size}: {self}")
         if self.long_prefill_token_threshold < 0 or self.num_draft_tokens < 0:
             raise ConfigError(f"thresholds and numbers of drafts must not be negative: {self}")
+        if self.prefill_schedule_interval < 1:
+            raise ConfigError(f"prefill_schedule_interval must be 1 or more: {self}")
+        if self.prefill_schedule_interval > 1 and self.kv.vllm_release == "0.32":
+            raise ConfigError("vLLM 0.32 has a prefill_schedule_interval under data parallelism only")
         if self.kv.has_states and self.num_draft_tokens:
             raise ConfigError(f"drafts are not simulated for models with recurrent states: {self}")

@@ -151,7 +151,7 @@ class Scheduler:
             per_prompt = per_prompt or chosen
         # A request that is alone has nobody to starve.
         is_alone = len(state.running) + len(state.waiting) <= 1
-        step = Step(budget, 0 if is_alone else per_prompt)
+        step = Step(budget, 0 if is_alone else per_prompt, defers_prefill=self._defers_prefill())
         copied_s = offloader.get_free_s(now_s) if offloader is not None else now_s
         if self.config.scheduler == "continuum-fork":
             self._schedule_running_as_fork(step)
@@ -159,6 +159,7 @@ class Scheduler:
             self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
+        self._count_step(step)
         self._advance(step)
         if offloader is not None and offloader.is_serial:
             step.copies_s = max(0.0, step.copies_done_s - copied_s)
@@ -249,6 +250,24 @@ class Scheduler:
             for turn_id in admitted:
                 state.waiting.unpark(turn_id)
 
+    def _defers_prefill(self) -> bool:
+        """Whether the next step leaves prompts out, because one of the last steps computed some.
+
+        Not if nothing decodes, or if the last step that started requests could not start all: else the queue
+        would grow without bound. Source: `local_prefill_interval` in vllm/v1/core/sched/scheduler.py@0.33.
+        """
+        state, interval = self.state, self.config.prefill_schedule_interval
+        if interval == 1 or state.is_capacity_bound or state.last_prefill_step is None:
+            return False
+        is_early = state.num_executed_steps + 1 - state.last_prefill_step < interval
+        return is_early and any(not request.is_prefill_chunk for request in state.running)
+
+    def _count_step(self, step: Step) -> None:
+        state = self.state
+        state.num_executed_steps += bool(step.num_tokens)
+        if step.has_prefill or step.starts_prefill:
+            state.last_prefill_step = state.num_executed_steps
+
     # Running requests.
 
     def _schedule_running(self, step: Step) -> None:
@@ -268,7 +287,8 @@ class Scheduler:
                 step.budget -= 1
                 index += 1
                 continue
-            num_new_tokens = self._count_new_tokens(request, step)
+            is_deferred = step.defers_prefill and request.is_prefill_chunk
+            num_new_tokens = 0 if is_deferred else self._count_new_tokens(request, step)
             if num_new_tokens == 0:
                 index += 1
                 continue
@@ -356,13 +376,13 @@ class Scheduler:
                 break
             if request.num_stale_tokens and not request.drops_stale:
                 # Its output in flight would arrive after tokens that it computes anew.
-                waiting.skip_first()
+                self._skip_first(request)
                 continue
             hit = self.kv.get_hit(request)
             if self.offloader is not None:
                 offered = self._add_offer(request, hit, self.offloader)
                 if offered is None:
-                    waiting.skip_first()
+                    self._skip_first(request)
                     continue
                 hit = offered
                 if hit.waits:
@@ -370,6 +390,12 @@ class Scheduler:
                     continue
             goes_on = self._try_start(request, hit, step, has_running=has_running)
         waiting.restore_skipped()
+        if not step.defers_prefill:
+            self.state.is_capacity_bound = len(waiting) > len(self.state.deferred)
+
+    def _skip_first(self, request: Request) -> None:
+        self.state.waiting.skip_first()
+        self.state.deferred.add(request.turn_id)
 
     def _has_seat(self, request: Request, step: Step) -> bool:
         """Whether one more may run, after a preemption if need be."""
@@ -379,6 +405,8 @@ class Scheduler:
     def _try_start(self, request: Request, hit: Hit, step: Step, *, has_running: bool) -> bool:
         """Start a request; False if its first tokens do not fit into the budget or the cache."""
         num_tokens = request.num_tokens - hit.num_computed_tokens
+        if step.defers_prefill and num_tokens > 1:
+            return False
         num_drafts = self._count_padding(hit, step, has_running=has_running) if num_tokens == 1 else 0
         if 1 + num_drafts > step.budget:
             return False
@@ -411,7 +439,9 @@ class Scheduler:
         started = step.resumed if request.num_preemptions else step.new
         started[request.turn_id] = num_computed_tokens
         self.state.waiting.remove(request)
+        self.state.deferred.discard(request.turn_id)
         self.state.running.append(request)
+        step.starts_prefill |= num_computed_tokens < request.num_tokens - 1
         request.status = Status.RUNNING
         request.num_computed_tokens = num_computed_tokens
         request.is_prefill_chunk = num_computed_tokens + num_new_tokens < request.num_tokens
@@ -541,6 +571,8 @@ class Scheduler:
             request = state.loaded[0]
             self._publish_load(request)
             start = request.num_computed_tokens
+            if step.defers_prefill and start < request.num_tokens - 1:
+                return False
             num_new_tokens = step.bound(request.num_tokens - start)
             num_new_tokens = self._cut_chunk(request, start, num_new_tokens, step, request.shared_tokens)
             if num_new_tokens == 0 or not self._try_allocate(request, num_new_tokens, None):
@@ -811,6 +843,7 @@ class Scheduler:
 
     def run_quiet_steps(self, num_steps: int) -> None:
         """Do what so many quiet steps do to the requests and their blocks."""
+        self.state.num_executed_steps += num_steps
         for request in self.state.running:
             # The last token of a sequence has no KV yet, so it completes no block.
             request.num_tokens += num_steps - 1

@@ -147,6 +147,14 @@ class EngineState:
     """Their KV has come from a tier. They start in the next step that has room, in this order."""
     now_s: float = 0.0
     """When the engine was called last."""
+    num_executed_steps: int = 0
+    """Steps that had tokens."""
+    last_prefill_step: int | None = None
+    """The last of them that computed a part of a prompt."""
+    is_capacity_bound: bool = False
+    """Whether requests that may start were left waiting by the last step that started requests."""
+    deferred: set[str] = field(default_factory=set)
+    """Waiting requests that had to be skipped once."""
 
     @property
     def num_loading(self) -> int:
@@ -184,6 +192,10 @@ class Step:
     """Requests that sample no token in this step, because some of their known tokens are left to compute."""
     has_prefill: bool = False
     """Whether a request that was running before this step is in its prefill."""
+    starts_prefill: bool = False
+    """Whether a request starts with more than one token to compute."""
+    defers_prefill: bool = False
+    """Whether this step computes no prompts: see `prefill_schedule_interval`."""
     batch: StepBatch = EMPTY_BATCH
     """What its duration depends on."""
     size: int = field(init=False)
