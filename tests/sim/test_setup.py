@@ -196,5 +196,5 @@ def test_a_size_of_steps_that_is_none_is_refused(wrong: object) -> None:
 def test_a_prefill_interval_acts_on_one_engine_since_vllm_0_33() -> None:
     config = build(make(vllm="0.33", prefill_schedule_interval=4)).config
     assert (config.prefill_schedule_interval, config.kv.vllm_release) == (4, "0.33")
-    with pytest.raises(ConfigError, match="add --vllm 0.33"):
+    with pytest.raises(ConfigError, match="add --vllm"):
         make(prefill_schedule_interval=4)
