@@ -106,10 +106,12 @@ promtool:
 test-fast: $(DEV)
 	$(BIN)/python -m pytest $(WITHOUT_VLLM) -m "not slow and not server" $(PYTEST_ARGS)
 
-# Servers share two cores with nothing else, so that their tests do not wait for other tests.
+# Servers share two cores with nothing else, so that their tests do not wait for other tests. Those of vLLM's
+# scheduler run beside each other, on two workers that load vLLM.
 test: $(VENV)/.tenuto-$(VLLM) check browser promtool $(MODEL)/config.json
 	$(BIN)/python -m pytest $(WITHOUT_VLLM) -m "not server" $(PYTEST_ARGS)
-	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(VLLM_TESTS) tests/client/test_server.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(VLLM_TESTS) -n 2 -m "not server" $(PYTEST_ARGS)
+	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(VLLM_TESTS) tests/client/test_server.py -m server $(PYTEST_ARGS)
 
 # The simulator decides as these releases do.
 SIMULATED := $(if $(filter 0.32.0 0.33.0,$(VLLM)),tests/differential,)

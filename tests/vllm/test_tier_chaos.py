@@ -39,8 +39,8 @@ def test_a_copy_that_is_known_by_its_name_is_noticed(monkeypatch: pytest.MonkeyP
     """Clients choose how a request's id begins; such a request would never be answered."""
     get_results = OffloadingConnector.get_transfer_results
 
-    def drop(self: Any, finished: set[str]) -> Any:
-        results = get_results(self, finished)
+    def drop(self: Any, finished_req_ids: set[str]) -> Any:
+        results = get_results(self, finished_req_ids)
         results.finished_recving = {
             x for x in results.finished_recving if not x.startswith("tenuto-prefetch-")
         }
