@@ -139,10 +139,10 @@ ATTRIBUTES = (
 """Of a started scheduler."""
 
 OFFLOADING_NAMES = {
-    f"{_CONNECTOR}.get_num_new_matched_tokens": "request num_computed_tokens",
-    f"{_CONNECTOR}.update_state_after_alloc": "request blocks num_external_tokens",
-    f"{_CONNECTOR}.update_connector_output": "connector_output",
-    f"{_CONNECTOR}.get_transfer_results": "finished_req_ids",
+    f"{_CONNECTOR}.get_num_new_matched_tokens": "",
+    f"{_CONNECTOR}.update_state_after_alloc": "",
+    f"{_CONNECTOR}.update_connector_output": "",
+    f"{_CONNECTOR}.get_transfer_results": "",
     f"{_CONNECTOR}.has_pending_push_work": "",
     f"{_HOST}.prepare_store": "keys req_context",
     f"{_HOST}._prepare_load": "keys req_context record_access",
