@@ -635,6 +635,14 @@ FAULTS = (
         ("vllm/test_tiers.py::test_nothing_is_fetched_while_a_turn_waits",),
     ),
     Fault(
+        "tiers: a process that may not be looked at keeps the memory of killed servers",
+        "vllm/compat/offload.py",
+        "            if name in maps.read_text():\n                return True",
+        "            if name in maps.read_text():\n                return True\n            continue\n"
+        "        return True",
+        ("vllm/test_tier_copies.py::test_memory_that_killed_servers_left_is_removed",),
+    ),
+    Fault(
         "disk: files are told apart by name and size",
         "vllm/compat/origin.py",
         "found.st_size, found.st_mtime_ns, found.st_ctime_ns)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 import tenuto.vllm.tiers.disk as disk
 from tenuto.core.errors import ConfigError
+from tenuto.vllm.compat import offload
 from tenuto.vllm.compat.offload import Adapter, LookupResult
 from tenuto.vllm.launch import Tiers
 from tenuto.vllm.tiers.disk import DiskTier
@@ -539,3 +541,28 @@ def test_kv_of_an_adapter_is_found_with_its_weights_only(tmp_path: Path, view: m
     assert found == {"one": True, "two": False, None: False}
     assert not has(tier, b"a")
     tier.shutdown()
+
+
+def test_memory_that_killed_servers_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although there are processes that may not be looked at, or that end meanwhile; what is mapped stays."""
+    monkeypatch.setattr(offload, "SHARED_MEMORY", tmp_path)
+    files = {name: tmp_path / f"vllm_offload_{name}.mmap" for name in ("left", "used", "new")}
+    for file in files.values():
+        file.write_bytes(b"x" * mmap.PAGESIZE)
+    for name in ("left", "used"):
+        os.utime(files[name], (1, 1))
+    read_text = Path.read_text
+
+    def read(path: Path, *arguments: Any) -> str:
+        if path == Path(f"/proc/{os.getppid()}/maps"):
+            raise PermissionError(path)
+        if path == Path("/proc/1/maps"):
+            raise ProcessLookupError(path)
+        return read_text(path, *arguments)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    with open(files["used"], "r+b") as file, mmap.mmap(file.fileno(), 0):
+        offload.remove_left_memory()
+    assert [name for name, file in files.items() if file.exists()] == ["used", "new"]
+    offload.remove_left_memory()
+    assert [name for name, file in files.items() if file.exists()] == ["new"]

@@ -66,6 +66,7 @@ logger = logging.getLogger("vllm.tenuto")
 
 MAX_PENDING_S = 30.0
 """A request waits for a chunk that is on its way at most this long; then it computes it."""
+SHARED_MEMORY = Path("/dev/shm")
 MIN_LEFT_S = 120.0
 """Age from which a file of shared memory that no process maps counts as left behind."""
 ORDER = ("OrderedChunks", __name__)
@@ -518,17 +519,23 @@ def remove_left_memory() -> None:
 
     vLLM names the file by the engine's id, which is new at every start, so nobody would find it again.
     """
-    for path in Path("/dev/shm").glob("vllm_offload_*.mmap"):
-        try:
-            is_old = time.time() - path.stat().st_mtime > MIN_LEFT_S
-            if is_old and not any(
-                path.name in maps.read_text() for maps in Path("/proc").glob("[0-9]*/maps")
-            ):
+    for path in SHARED_MEMORY.glob("vllm_offload_*.mmap"):
+        # Another user's, or gone meanwhile.
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > MIN_LEFT_S and not _is_mapped(path.name):
                 path.unlink()
                 logger.info("removed %s, which a killed server left", path)
-        except OSError:
-            # Another user's process, or gone meanwhile: if in doubt, the file stays.
-            continue
+
+
+def _is_mapped(name: str) -> bool:
+    """Whether a process is seen to map a file of this name."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        # Some process has always just ended, or may not be looked at. Whoever maps a file keeps its memory
+        # even without a name.
+        with contextlib.suppress(OSError):
+            if name in maps.read_text():
+                return True
+    return False
 
 
 def report_failures() -> None:
