@@ -79,6 +79,8 @@ if RELEASE == "0.33":
 CASES = [(name, depth) for name in SETUPS for depth in (1, 2)]
 # With a third step in flight, as in a pipeline, a preempted request may have to wait for stale output.
 CASES += [("small cache", 3), ("priority", 3), ("drafts", 3)]
+if RELEASE == "0.33":
+    CASES += [("prefill every 2nd step", 3), ("prefill every 4th step, drafts", 3)]
 
 
 def make_vllm_side(setup: Setup) -> VllmSide:

@@ -97,6 +97,27 @@ CASES: dict[str, tuple[Setup, str]] = {
         STOCK,
     ),
 }
+if RELEASE == "0.33":
+    CASES |= {
+        "full, prefill every 4th step": (
+            Setup(num_blocks=60, num_host_chunks=LARGE, prefill_schedule_interval=4),
+            STOCK,
+        ),
+        "1:1, prefill every 4th step, few seats": (
+            Setup(
+                windows=(None, 64),
+                num_blocks=60,
+                num_host_chunks=LARGE,
+                prefill_schedule_interval=4,
+                max_num_seqs=3,
+            ),
+            STOCK,
+        ),
+        "states, prefill every 8th step": (
+            Setup(layout="states", num_blocks=30, num_host_chunks=LARGE, prefill_schedule_interval=8),
+            STOCK,
+        ),
+    }
 
 
 class HostedSide(VllmSide):

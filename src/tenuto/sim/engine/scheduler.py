@@ -376,13 +376,13 @@ class Scheduler:
                 break
             if request.num_stale_tokens and not request.drops_stale:
                 # Its output in flight would arrive after tokens that it computes anew.
-                self._skip_first(request)
+                waiting.skip_first()
                 continue
             hit = self.kv.get_hit(request)
             if self.offloader is not None:
                 offered = self._add_offer(request, hit, self.offloader)
                 if offered is None:
-                    self._skip_first(request)
+                    waiting.skip_first()
                     continue
                 hit = offered
                 if hit.waits:
@@ -391,11 +391,7 @@ class Scheduler:
             goes_on = self._try_start(request, hit, step, has_running=has_running)
         waiting.restore_skipped()
         if not step.defers_prefill:
-            self.state.is_capacity_bound = len(waiting) > len(self.state.deferred)
-
-    def _skip_first(self, request: Request) -> None:
-        self.state.waiting.skip_first()
-        self.state.deferred.add(request.turn_id)
+            self.state.is_capacity_bound = waiting.num_eligible > 0
 
     def _has_seat(self, request: Request, step: Step) -> bool:
         """Whether one more may run, after a preemption if need be."""
@@ -439,7 +435,6 @@ class Scheduler:
         started = step.resumed if request.num_preemptions else step.new
         started[request.turn_id] = num_computed_tokens
         self.state.waiting.remove(request)
-        self.state.deferred.discard(request.turn_id)
         self.state.running.append(request)
         step.starts_prefill |= num_computed_tokens < request.num_tokens - 1
         request.status = Status.RUNNING

@@ -30,6 +30,7 @@ class WaitingQueue:
         self._ready: IndexedHeap | FairOrder = IndexedHeap()
         self._parked: IndexedHeap | FairOrder = IndexedHeap()
         self._skipped: list[tuple[Request, Key]] = []
+        self._deferred: set[str] = set()
         self._num_pushed = 0
 
     def share_fairly(self, make_order: Callable[[], IndexedHeap | FairOrder]) -> None:
@@ -66,7 +67,14 @@ class WaitingQueue:
         """Take the first request out of the order until `restore_skipped`."""
         key = self._ready.get_first_key()
         assert key is not None
-        self._skipped.append((self.pop_first(), key))
+        request = self.pop_first()
+        self._skipped.append((request, key))
+        self._deferred.add(request.turn_id)
+
+    @property
+    def num_eligible(self) -> int:
+        """Requests that were never skipped. As in vLLM, one that was counts as deferred until it leaves."""
+        return len(self._requests) - len(self._deferred)
 
     def restore_skipped(self) -> None:
         """Put the skipped requests back where they were."""
@@ -77,6 +85,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a request; nothing happens if it is not here."""
+        self._deferred.discard(request.turn_id)
         if self._requests.pop(request.turn_id, None) is not None:
             self._ready.discard(request.turn_id)
             self._parked.discard(request.turn_id)
@@ -153,8 +162,6 @@ class EngineState:
     """The last of them that computed a part of a prompt."""
     is_capacity_bound: bool = False
     """Whether requests that may start were left waiting by the last step that started requests."""
-    deferred: set[str] = field(default_factory=set)
-    """Waiting requests that had to be skipped once."""
 
     @property
     def num_loading(self) -> int:
