@@ -26,7 +26,7 @@ from experiments.random_scenarios.report import (
     format_report,
     get_worst,
 )
-from experiments.random_scenarios.runs import EXPLAINING, RIVALS, STEPS, Book, list_settings, run_all
+from experiments.random_scenarios.runs import EXPLAINING, RIVALS, Book, list_settings, run_all
 from experiments.results.settings import Step
 
 OUT = Path(__file__).parents[1] / "out" / "random_scenarios.jsonl"
@@ -70,7 +70,7 @@ def main() -> int:
             scenario = draw_scenario(*place)
             print(f"{scenario.name}  {scenario.describe()}")
         return 0
-    steps = [read_step(text) for text in args.steps.split(",")] if args.steps else STEPS
+    steps = [read_step(text) for text in args.steps.split(",")]
     settings = list_settings(args.policies.split(","), steps)
     book = Book(args.out)
     how = {"repeats": args.repeats, "workers": args.workers, "ray": args.ray}

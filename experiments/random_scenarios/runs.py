@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +18,7 @@ from experiments.results.settings import Setting, Step
 from experiments.same_decisions import digest_code
 from tenuto.core.limits import Limits
 from tenuto.records.schema import TurnRecord
-from tenuto.sim.compare import open_processes
+from tenuto.sim.compare import run_each
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
@@ -32,7 +30,6 @@ RIVALS = (
     *("sglang-lpm/async", "thunderagent/async", "concur/async", "break-even/asked"),
 )
 """With host memory where the scenario has some, also for those whose authors left it out."""
-STEPS: tuple[Step, ...] = (None, 512, 2048)
 OURS, STOCK, CLAIRVOYANT = Setting("tenuto"), Setting("stock"), Setting("clairvoyant/async", 512)
 UNLIMITED = Setting("tenuto", "unlimited memory")
 EXPLAINING = (
@@ -83,13 +80,13 @@ def get_scenario(seed: int, number: int) -> Scenario:
     return draw_scenario(seed, number)
 
 
-def probe(seed: int, number: int) -> Flow:
+def probe(place: tuple[int, int]) -> Flow:
     """Find what stock can do (see `KNEE`), and take the scenario's share of it.
 
     A flow is steady only with two generations of jobs at least. Where so many would be more than `MAX_TURNS`
     allows, tools and people take half as long, and so on.
     """
-    scenario = get_scenario(seed, number)
+    scenario = get_scenario(*place)
     sample = make_jobs(scenario, Flow(1.0, MIN_JOBS))
     mean_turns = sum(len(job.turns) for job in sample.jobs) / MIN_JOBS
     most = max(MIN_JOBS, min(MAX_JOBS, int(MAX_TURNS / mean_turns)))
@@ -242,7 +239,7 @@ def run_all(
     # A flow is found once, with the code of that day: a scenario stays the same when policies change.
     missing = [each for each in scenarios if each not in flows]
     begun_s = time.monotonic()
-    for done, ((seed, number), flow) in enumerate(_submit(probe_one, missing, workers, ray), start=1):
+    for done, ((seed, number), flow) in enumerate(run_each(probe, missing, workers, ray), start=1):
         flows[seed, number] = flow
         book.write([{"seed": seed, "number": number, **asdict(flow)}])
         _say("rates", done, len(missing), begun_s, f"{seed}/{number}: {flow.rate:.3g} jobs/s")
@@ -256,7 +253,7 @@ def run_all(
         if (seed, number, repeat, setting.policy, setting.step) not in have
     ]
     begun_s = time.monotonic()
-    for done, (place, record) in enumerate(_submit(run_one, places, workers, ray), start=1):
+    for done, (place, record) in enumerate(run_each(run_place, places, workers, ray), start=1):
         book.write([record])
         records.append(record)
         what = f"{place.seed}/{place.number}, {place.setting.label}, {record['job_s']['mean']:.3g} s"
@@ -273,49 +270,3 @@ def _say(what: str, done: int, of: int, begun_s: float, last: str) -> None:
     spent_s = time.monotonic() - begun_s
     left_min = spent_s / done * (of - done) / 60
     print(f"{done} of {of} {what}, about {left_min:.0f} min left; {last}", file=sys.stderr, flush=True)
-
-
-def probe_one(place: tuple[int, int]) -> tuple[tuple[int, int], Flow]:
-    """`probe`, with the scenario that it is of."""
-    return place, probe(*place)
-
-
-def run_one(place: Place) -> tuple[Place, dict[str, Any]]:
-    """`run_place`, with the place."""
-    return place, run_place(place)
-
-
-def _submit(call: Any, places: Sequence[Any], workers: int | None, ray: str | None) -> Iterator[Any]:
-    """What `call` returns for each place, as it comes: from processes here, or from a Ray cluster."""
-    if not places:
-        return
-    if ray is not None:
-        yield from _submit_to_ray(call, places, ray)
-        return
-    workers = min(workers or len(os.sched_getaffinity(0)), len(places))
-    if workers == 1:
-        yield from map(call, places)
-        return
-    rest = iter(places)
-    with open_processes(workers) as pool:
-        flying: set[Future[Any]] = set()
-        while True:
-            while len(flying) < 2 * workers and (place := next(rest, None)) is not None:
-                flying.add(pool.submit(call, place))
-            if not flying:
-                return
-            done, flying = wait(flying, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
-
-
-def _submit_to_ray(call: Any, places: Sequence[Any], address: str) -> Iterator[Any]:
-    import ray
-
-    if not ray.is_initialized():
-        ray.init(address=address)
-    remote = ray.remote(call)
-    waiting = [remote.remote(place) for place in places]
-    while waiting:
-        [ready], waiting = ray.wait(waiting, num_returns=1)
-        yield ray.get(ready)

@@ -135,7 +135,7 @@ def test_what_has_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monke
         ran.append(place)
         return make_record(place.number, place.setting, 1.0) | {"code": runs.digest_code()}
 
-    monkeypatch.setattr(runs, "probe", lambda seed, number: Flow(1.0, 10))
+    monkeypatch.setattr(runs, "probe", lambda place: Flow(1.0, 10))
     monkeypatch.setattr(runs, "run_place", run_place)
     book = Book(tmp_path / "kept.jsonl")
     runs.run_all([(1, 0)], [STOCK, OURS], book, workers=1)

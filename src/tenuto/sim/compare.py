@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.loader import get_engine_settings, load_policy
@@ -45,6 +45,8 @@ from tenuto.workload.load import LoadOptions, make_workload
 RESULTS = "results.jsonl"
 
 Record = dict[str, Any]
+Place = TypeVar("Place")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def run_grid(
     """
     records: dict[str, Record] = {}
     every = [*cells, *arms]
-    for cell, record in run_cells(every, folder, workers, ray) if folder else run_here(every, workers):
+    for cell, record in run_cells(every, folder, workers, ray) if folder else _run(every, workers):
         records[cell.key] = record
         tell(cell, record)
     return [records[cell.key] for cell in cells], [records[cell.key] for cell in arms]
@@ -139,22 +141,41 @@ def run_cells(
     if not missing:
         return
     with open(folder / RESULTS, "a", encoding="utf-8") as file:
-        for cell, record in _run_on_ray(missing, ray) if ray else run_here(missing, workers):
+        for cell, record in _run(missing, workers, ray):
             file.write(json.dumps(record) + "\n")
             file.flush()
             yield cell, record
 
 
-def run_here(cells: list[Cell], workers: int | None) -> Iterator[tuple[Cell, Record]]:
-    """Run cells on this machine, in `workers` processes (None: one per core); in this one if that is 1."""
-    workers = min(workers or len(os.sched_getaffinity(0)), len(cells))
-    if workers == 1:
-        yield from ((cell, run_cell(cell)) for cell in cells)
+def _run(cells: Sequence[Cell], workers: int | None, ray: str | None = None) -> Iterator[tuple[Cell, Record]]:
+    return run_each(run_cell, cells, workers, ray, lambda cell: cell.load.jps or 0)
+
+
+def run_each(
+    call: Callable[[Place], Result],
+    places: Sequence[Place],
+    workers: int | None = None,
+    ray: str | None = None,
+    get_length: Callable[[Place], float] = lambda place: 0.0,
+) -> Iterator[tuple[Place, Result]]:
+    """Each place with what `call` returns for it, as it comes.
+
+    On this machine in `workers` processes (None: one per core), in this one if that is 1; or on the Ray
+    cluster with this address. Among several processes the places with the largest `get_length` begin first.
+    """
+    if not places:
         return
-    # The longest runs first, so that no core waits for one at the end.
-    cells = sorted(cells, key=lambda cell: -(cell.load.jps or 0))
+    if ray is not None:
+        yield from _run_on_ray(call, places, ray)
+        return
+    workers = min(workers or len(os.sched_getaffinity(0)), len(places))
+    if workers == 1:
+        yield from ((place, call(place)) for place in places)
+        return
     with open_processes(workers) as pool:
-        futures = {pool.submit(run_cell, cell): cell for cell in cells}
+        # So no core waits for a long run at the end.
+        in_order = sorted(places, key=get_length, reverse=True)
+        futures = {pool.submit(call, place): place for place in in_order}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
@@ -189,15 +210,17 @@ def run_cell(cell: Cell) -> Record:
     return run(cell.setup, cell.load, extras=cell.extras).record
 
 
-def _run_on_ray(cells: list[Cell], address: str) -> Iterator[tuple[Cell, Record]]:
+def _run_on_ray(
+    call: Callable[[Place], Result], places: Sequence[Place], address: str
+) -> Iterator[tuple[Place, Result]]:
     try:
         import ray
     except ImportError:
         raise ConfigError("--ray needs Ray: pip install ray") from None
     if not ray.is_initialized():
         ray.init(address=address)
-    remote = ray.remote(run_cell)
-    futures = {remote.remote(cell): cell for cell in cells}
+    remote = ray.remote(call)
+    futures = {remote.remote(place): place for place in places}
     waiting = list(futures)
     while waiting:
         [ready], waiting = ray.wait(waiting, num_returns=1)
