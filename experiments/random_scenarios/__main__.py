@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=1, help="draws of the jobs of each (%(default)s)")
     parser.add_argument("--policies", default=",".join(RIVALS), help="the rivals, with commas")
     parser.add_argument("--steps", default="default,512,2048", help="their sizes of steps, with commas")
+    parser.add_argument("--intervals", default="1,2,4,8", help="and their prefill_schedule_interval")
     parser.add_argument("--out", type=Path, default=OUT, help="the file of what has run (%(default)s)")
     parser.add_argument("--against", type=Path, help="another such file: compare `tenuto` of two codes")
     parser.add_argument("--picture", type=Path, help="write the picture to this SVG file")
@@ -71,7 +72,8 @@ def main() -> int:
             print(f"{scenario.name}  {scenario.describe()}")
         return 0
     steps = [read_step(text) for text in args.steps.split(",")]
-    settings = list_settings(args.policies.split(","), steps)
+    intervals = [int(text) for text in args.intervals.split(",")]
+    settings = list_settings(args.policies.split(","), steps, intervals)
     book = Book(args.out)
     how = {"repeats": args.repeats, "workers": args.workers, "ray": args.ray}
     if args.report:

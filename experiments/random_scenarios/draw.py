@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.hardware.gpus import GPUS
@@ -23,8 +24,11 @@ from tenuto.workload.transform import arrival_times, scale_tools
 
 HALF_OF_THEM = "llama-3.1-8b", "qwen3-8b"
 """Half of the scenarios have a model of 8B, the size that most single cards serve."""
+AGENTS = ("agents", "other agents")
 MAX_TURNS = 60
 MAX_TOOL_S = 300.0
+RELEASE: Literal["0.32", "0.33"] = "0.33"
+"""Of vLLM, whose scheduler is simulated."""
 MIN_CONTEXTS = 3
 """A cache that does not hold so many of the longest contexts is not what anybody serves agents on."""
 LONGEST_SHARE = 0.25
@@ -168,7 +172,7 @@ def _draw_machine(rng: random.Random) -> Setup:
     model = rng.choice(HALF_OF_THEM if rng.random() < 0.5 else bundled_models())
     tp = rng.choice((1, 1, 1, 2, 4))
     host_gb = 0.0 if rng.random() < 0.5 else round(_log_uniform(rng, 50, 400))
-    return Setup(gpu=gpu, model=model, tp=tp, host_gb=host_gb)
+    return Setup(gpu=gpu, model=model, tp=tp, host_gb=host_gb, vllm=RELEASE)
 
 
 def _draw_kinds(rng: random.Random) -> tuple[Kind, ...]:
@@ -182,7 +186,7 @@ def _draw_kinds(rng: random.Random) -> tuple[Kind, ...]:
     rest = 1 - sum(each.share for each in kinds)
     num = rng.choice((1, 1, 2))
     first = rng.uniform(0.3, 0.7) if num == 2 else 1.0
-    for name, share in zip(("agents", "other agents"), (first, 1 - first), strict=True):
+    for name, share in zip(AGENTS, (first, 1 - first), strict=True):
         if share > 0:
             kinds.append(_draw_agents(rng, name, rest * share))
     return tuple(kinds)

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from experiments.random_scenarios.draw import AGENTS, Scenario
 from experiments.random_scenarios.runs import (
     CLAIRVOYANT,
     EXPLAINING,
@@ -16,6 +17,7 @@ from experiments.random_scenarios.runs import (
     STOCK,
     UNLIMITED,
     get_scenario,
+    get_setting,
 )
 from experiments.results.settings import YARDSTICKS, Setting
 from tenuto.records.metrics import get_geometric_mean, get_percentile
@@ -58,7 +60,7 @@ class Found:
         """The runs by setting and scenario, in the order of the repeats."""
         found: dict[Setting, dict[Id, list[Record]]] = {}
         for each in sorted(self.records, key=lambda each: each["repeat"]):
-            runs = found.setdefault(Setting(each["policy"], each["step"]), {})
+            runs = found.setdefault(get_setting(each), {})
             runs.setdefault((each["seed"], each["number"]), []).append(each)
         return found
 
@@ -119,7 +121,7 @@ class Found:
         return min(self.get(best, scenario, MEAN), self.get(OURS, scenario, MEAN))
 
     def get_best_for_all(self, policy: str) -> Setting | None:
-        """The one size of steps at which this policy does best over all scenarios. None if it was not run."""
+        """The one setting at which this policy does best over all scenarios. None if it was not run."""
         ran = [
             each
             for each in self.rivals
@@ -138,6 +140,7 @@ def format_report(found: Found) -> str:
         (
             _format_answer(found),
             _format_over_stock(found),
+            _format_traffic(found),
             _format_rivals(found),
             _format_bounds(found),
             _format_worst(found),
@@ -167,7 +170,7 @@ def _format_answer(found: Found) -> str:
         f"best) {where}.",
         f"The P95 time to the first token is more than 1.1 of stock's in {late} of {len(tails)} scenarios "
         f"(at most {max(tails.values()):.1f}){of_plain}.",
-        f"Over the best rival in hindsight, at its best size of steps: "
+        f"Over the best rival in hindsight, at its best setting: "
         f"{get_geometric_mean(best.values()):.3f} ({min(best.values()):.2f} to {max(best.values()):.2f}).",
     ]
     return "\n".join(lines)
@@ -205,9 +208,53 @@ def _format_over_stock(found: Found) -> str:
     return "\n".join(lines)
 
 
+TRAFFIC: Mapping[str, Callable[[Scenario], bool]] = {
+    "load under 0.9 of what stock can do": lambda scenario: scenario.load < 0.9,
+    "load 0.9 to 1.2": lambda scenario: 0.9 <= scenario.load < 1.2,
+    "load over 1.2": lambda scenario: scenario.load >= 1.2,
+    "agents only": lambda scenario: all(each.name in AGENTS for each in scenario.kinds),
+    "with plain requests": lambda scenario: any(each.name == "plain" for each in scenario.kinds),
+    "with people": lambda scenario: any(each.name == "people" for each in scenario.kinds),
+    "with host memory": lambda scenario: scenario.setup.host_gb > 0,
+    "without host memory": lambda scenario: scenario.setup.host_gb == 0,
+    "no hints": lambda scenario: scenario.hints == "none",
+}
+"""Groups of scenarios. One scenario can be in several."""
+TIGHT = 0.95
+"""Memory is tight where unlimited memory would make `tenuto` take less than this much."""
+
+
+def _format_traffic(found: Found) -> str:
+    groups = {
+        name: [each for each in found.scenarios if belongs(get_scenario(*each))]
+        for name, belongs in TRAFFIC.items()
+    }
+    if UNLIMITED in found.by_setting:
+        bounds = found.get_ratios(OURS, MEAN, found.scenarios, of=UNLIMITED)
+        groups["memory is tight"] = [each for each, ratio in bounds.items() if ratio < TIGHT]
+    lines = [
+        "### On which traffic, over stock vLLM as it ships\n",
+        "| scenarios | number | mean job time | range | P95 TTFT | plain P95 TTFT |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, scenarios in groups.items():
+        means = found.get_ratios(STOCK, MEAN, scenarios).values()
+        if not means:
+            continue
+        tails = (
+            found.get_ratios(STOCK, metric, scenarios).values() for metric in ("P95 TTFT", "plain P95 TTFT")
+        )
+        shown = " | ".join(f"{get_geometric_mean(each):.2f}" if each else "–" for each in tails)
+        lines.append(
+            f"| {name} | {len(means)} | {get_geometric_mean(means):.2f} "
+            f"| {min(means):.2f} to {max(means):.2f} | {shown} |"
+        )
+    return "\n".join(lines)
+
+
 def _format_rivals(found: Found) -> str:
     lines = [
-        "### Over each rival, at the one size of steps that is best for it over all scenarios\n",
+        "### Over each rival, at the one setting that is best for it over all scenarios\n",
         "| rival | scenarios " + HEAD + "|---|---|---|---|---|---|---|",
     ]
     policies = list(dict.fromkeys(each.policy for each in found.rivals))

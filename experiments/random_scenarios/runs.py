@@ -43,10 +43,10 @@ EXPLAINING = (
 KNEE = 2.5
 """What stock can do is the highest rate at which a job takes at most this much longer on the engine (tools
 and people aside) than at a rate so low that jobs are alone."""
-MAX_TURNS = 4000
+MAX_TURNS = 2000
 """A scenario has about so many turns at most, so that a run takes seconds."""
 MIN_JOBS, MAX_JOBS = 40, 600
-PROBES = 7
+PROBES = 6
 """Runs of a search for the knee."""
 SHORTEST = 1 / 64
 """Tools and people take at least this share of what was drawn."""
@@ -93,10 +93,10 @@ def probe(place: tuple[int, int]) -> Flow:
     waits_s = fmean(sum(turn.tool_s for turn in job.turns) for job in sample.jobs)
     # So far apart that hardly two jobs meet.
     alone_s = _measure_busy_s(scenario, Flow(1 / (20 * (waits_s + 60)), MIN_JOBS))
-    waits = 1.0
+    waits, knee = 1.0, 4 / alone_s
     while True:
         job_s = waits * waits_s + KNEE * alone_s
-        knee = _find_knee(scenario, alone_s, job_s, waits, most)
+        knee = _find_knee(scenario, alone_s, job_s, waits, most, knee)
         if 2 * knee * job_s <= most or waits <= SHORTEST:
             break
         waits /= 2
@@ -104,8 +104,10 @@ def probe(place: tuple[int, int]) -> Flow:
     return Flow(rate, _count_jobs(rate, job_s, most), waits)
 
 
-def _find_knee(scenario: Scenario, alone_s: float, job_s: float, waits: float, most: int) -> float:
-    rate = 4 / alone_s
+def _find_knee(
+    scenario: Scenario, alone_s: float, job_s: float, waits: float, most: int, rate: float
+) -> float:
+    """Jobs a second, from the first guess `rate`. Less than the knee if that is more than `most` jobs allow."""
     low: float | None = None
     high: float | None = None
     for _ in range(PROBES):
@@ -157,6 +159,7 @@ def run_place(place: Place) -> dict[str, Any]:
         "repeat": place.repeat,
         "policy": place.setting.policy,
         "step": place.setting.step,
+        "interval": place.setting.interval,
         **_shorten(kept),
         "code": digest_code(),
         "cpu_s": round(time.process_time() - started_s, 2),
@@ -168,7 +171,7 @@ def get_setup(scenario: Scenario, setting: Setting) -> tuple[Setup, Limits | Non
     step = setting.step
     is_size = step is None or isinstance(step, int)
     row = Row("", scenario.setup, LoadOptions())
-    setup, _ = row.place(setting.policy, 0, step if is_size else None)
+    setup, _ = row.place(setting.policy, 0, step if is_size else None, setting.interval)
     if step == "unlimited memory":
         setup = replace(setup, kv_tokens=UNLIMITED_TOKENS)
     elif step == "no host memory":
@@ -186,9 +189,21 @@ def _shorten(value: Any) -> Any:
     return value
 
 
-def list_settings(policies: Sequence[str], steps: Sequence[Step]) -> list[Setting]:
-    """All settings of a scenario: ours, the bounds, and each rival at each size of steps."""
-    rivals = [Setting(policy, step) for policy in policies for step in steps]
+def list_settings(
+    policies: Sequence[str], steps: Sequence[Step], intervals: Sequence[int] = (1,)
+) -> list[Setting]:
+    """All settings of a scenario: ours, the bounds, and each rival at each size of steps, and each interval.
+
+    Both spread the prompts over more steps, so each is tried with the other at its default.
+    """
+    rivals = [
+        setting
+        for policy in policies
+        for setting in (
+            *(Setting(policy, step) for step in steps),
+            *(Setting(policy, None, interval) for interval in intervals),
+        )
+    ]
     return [*dict.fromkeys((STOCK, OURS, UNLIMITED, CLAIRVOYANT, *rivals))]
 
 
@@ -250,7 +265,7 @@ def run_all(
         for seed, number in scenarios
         for repeat in range(repeats)
         for setting in settings
-        if (seed, number, repeat, setting.policy, setting.step) not in have
+        if (seed, number, repeat, setting) not in have
     ]
     begun_s = time.monotonic()
     for done, (place, record) in enumerate(run_each(run_place, places, workers, ray), start=1):
@@ -262,8 +277,13 @@ def run_all(
     return [each for each in records if (each["seed"], each["number"]) in wanted and each["code"] == code]
 
 
-def _key(record: Mapping[str, Any]) -> tuple[int, int, int, str, Step]:
-    return (record["seed"], record["number"], record["repeat"], record["policy"], record["step"])
+def get_setting(record: Mapping[str, Any]) -> Setting:
+    """The setting that a record is of."""
+    return Setting(record["policy"], record["step"], record["interval"])
+
+
+def _key(record: Mapping[str, Any]) -> tuple[int, int, int, Setting]:
+    return record["seed"], record["number"], record["repeat"], get_setting(record)
 
 
 def _say(what: str, done: int, of: int, begun_s: float, last: str) -> None:

@@ -26,7 +26,9 @@ class Row:
     """The machine in a map of winners, with `column` across."""
     column: str = ""
 
-    def place(self, policy: str, seed: int, step: Step = None) -> tuple[Setup, LoadOptions]:
+    def place(
+        self, policy: str, seed: int, step: Step = None, interval: int = 1
+    ) -> tuple[Setup, LoadOptions]:
         """The row's run with a policy: POLICY, POLICY/OFFLOAD with that layer, POLICY?OPTION=NUMBER."""
         policy, _, option = policy.partition("?")
         name, _, offload = policy.partition("/")
@@ -38,6 +40,7 @@ class Row:
             offload=offload or None,  # type: ignore[arg-type]  # `Setup` checks it
             options=options,
             step_tokens=step,
+            prefill_schedule_interval=interval,
             # Users get `tenuto` with the plugin's limits, a bound on waits among them; its rivals have none.
             limits="plugin" if name.startswith(OURS) else self.setup.limits,
         )

@@ -18,12 +18,15 @@ class Setting(NamedTuple):
     policy: str
     """As in the tables: POLICY or POLICY/OFFLOAD."""
     step: Step = None
+    interval: int = 1
+    """Of vLLM 0.33: while requests decode, prompts are computed in one of so many steps only."""
 
     @property
     def label(self) -> str:
         """As the tables print it: `continuum @1,024`, or `continuum` at the default."""
         name = self.policy.rpartition(":")[2].partition("/")[0]
-        return name if self.step is None else f"{name} @{format_step(self.step)}"
+        size = "" if self.step is None else f" @{format_step(self.step)}"
+        return f"{name}{size}" + (f", prefill every {self.interval} steps" if self.interval > 1 else "")
 
 
 Runs = dict[tuple[str, Setting], dict[int, Record]]

@@ -27,6 +27,7 @@ def make_record(number: int, setting: Setting, mean_s: float, *, repeat: int = 0
         "repeat": repeat,
         "policy": setting.policy,
         "step": setting.step,
+        "interval": setting.interval,
         "job_s": stats,
         "slowdown": {"mean": mean_s},
         "ttft_s": {"mean": mean_s, "p95": mean_s},
