@@ -107,7 +107,7 @@ def probe(place: tuple[int, int]) -> Flow:
 def _find_knee(
     scenario: Scenario, alone_s: float, job_s: float, waits: float, most: int, rate: float
 ) -> float:
-    """Jobs a second, from the first guess `rate`. Less than the knee if that is more than `most` jobs allow."""
+    """Jobs a second, from a first guess. Less than the knee if that is more than `most` jobs allow."""
     low: float | None = None
     high: float | None = None
     for _ in range(PROBES):
