@@ -58,7 +58,7 @@ class ConvertOptions(Options):
         shown_default="512 for Mooncake, whose files do not say it, else 64",
     )
     keep_text: bool = option(
-        False, "keep the commands found in trajectories and chat logs; without, only the tools' names"
+        False, "keep the commands found in trajectories, logs and spans; without, only the tools' names"
     )
     as_json: bool = option(False, "print what was done as JSON", flag="--json")
 

@@ -17,8 +17,10 @@ from tenuto.workload.formats.agentic_mooncake import read_agentic_mooncake
 from tenuto.workload.formats.chat_logs import read_chat_logs
 from tenuto.workload.formats.mini_swe_agent import FORMAT, SUFFIX, find_trajectories, read_mini_swe_agent
 from tenuto.workload.formats.mooncake import read_mooncake
+from tenuto.workload.formats.otel_spans import is_span, read_otel_spans
 from tenuto.workload.formats.sharegpt import CONVERSATIONS, read_sharegpt
 from tenuto.workload.formats.tenuto_jsonl import is_note, read_tenuto_jsonl
+from tenuto.workload.formats.tracelab import EVENTS, read_tracelab
 from tenuto.workload.formats.weka import read_weka
 from tenuto.workload.generators import bfcl, conversations, single_turn, streams
 from tenuto.workload.generators.ab8 import WINDOW_S, ab8_jobs
@@ -315,6 +317,8 @@ def _find_reader(first: Fields) -> Callable[[Sequence[Fields]], list[Job]]:
         raise make_error(first.file, kind, "a workload")
     if FORMAT in first:
         return read_mini_swe_agent
+    if is_span(first):
+        return read_otel_spans
     if CONVERSATIONS in first:
         return read_sharegpt
     if "messages" in first:
@@ -323,6 +327,8 @@ def _find_reader(first: Fields) -> Callable[[Sequence[Fields]], list[Job]]:
         return read_weka
     if isinstance(first.values.get("schema"), str):
         return read_agentic_mooncake
+    if EVENTS in first and "round_index" in first:
+        return read_tracelab
     if "session" in first or "session_id" in first or is_note(first):
         return read_tenuto_jsonl
     if "hash_ids" in first:
@@ -331,17 +337,20 @@ def _find_reader(first: Fields) -> Callable[[Sequence[Fields]], list[Job]]:
     raise DataError(
         f"{first.place}: unknown format: the keys of the first record are {keys};"
         " expected 'requests' (Weka), 'schema' (dynamo.agentic_mooncake), 'session' (Tenuto)"
-        ", 'hash_ids' (Mooncake), 'messages' (a chat log), 'conversations' (ShareGPT) or"
-        " 'trajectory_format' (mini-swe-agent)"
+        ", 'hash_ids' (Mooncake), 'messages' (a chat log), 'conversations' (ShareGPT),"
+        " 'trajectory_format' (mini-swe-agent), 'timing_events' (TraceLab), 'resourceSpans'"
+        " or a span (OpenTelemetry)"
     )
 
 
 def holds_text(path: Path) -> bool:
-    """Whether a trace contains the text of agents and models, as trajectories, chat logs and ShareGPT do."""
+    """Whether a trace may contain the text of agents and models, as trajectories, logs and spans do."""
     if path.is_dir():
         return any(path.rglob(f"*{SUFFIX}"))
     return _find_reader(read_objects(path, exact=True)[0]) in (
         read_mini_swe_agent,
         read_chat_logs,
         read_sharegpt,
+        read_tracelab,
+        read_otel_spans,
     )
