@@ -68,6 +68,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Tool times: how well they are predicted, and the training of ContextServe's predictor": {
         "tool_times.accuracy": "",
+        "tool_times.recorded": "",
         "tool_times.measure_commands": "",
         "tool_times.command_trees": "",
         "tool_times.train_command_times": "scikit-learn",
