@@ -25,6 +25,7 @@ from experiments.random_scenarios.report import (
     format_codes,
     format_report,
     get_worst,
+    write_page,
 )
 from experiments.random_scenarios.runs import EXPLAINING, RIVALS, Book, list_settings, run_all
 from experiments.results.settings import Step
@@ -58,6 +59,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT, help="the file of what has run (%(default)s)")
     parser.add_argument("--against", type=Path, help="another such file: compare `tenuto` of two codes")
     parser.add_argument("--picture", type=Path, help="write the picture to this SVG file")
+    parser.add_argument("--page", type=Path, help="write the report into this page, between its marks")
     parser.add_argument("--workers", type=int, help="processes; default: one per core")
     parser.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster: auto, or its address")
     parser.add_argument("--report", action="store_true", help="run nothing, report what has run")
@@ -65,6 +67,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.count < 1 or args.first < 0 or args.repeats < 1:
         parser.error("--count and --repeats must be at least 1, --first must not be negative")
+    is_chosen_on = args.seed in read_chosen()
+    if is_chosen_on and (args.page or args.picture):
+        parser.error(f"seed {args.seed} was used to choose something: it is never reported")
     scenarios = [(args.seed, number) for number in range(args.first, args.first + args.count)]
     if args.list:
         for place in scenarios:
@@ -95,11 +100,13 @@ def main() -> int:
             if each not in records
         ]
     found = Found(records)
-    if args.seed in read_chosen():
+    if is_chosen_on:
         print(f"Seed {args.seed} was used to choose something: not to be reported.\n")
     print(format_report(found))
     if args.against is not None:
         print("\n" + format_codes(compare_codes(records, Book(args.against).read()[1])))
+    if args.page is not None:
+        write_page(found, args.page)
     if args.picture is not None:
         draw_picture(found, args.picture)
     return 0

@@ -19,6 +19,7 @@ from experiments.random_scenarios.runs import (
     get_scenario,
     get_setting,
 )
+from experiments.results.row import OURS as OURS_AND_PARTS
 from experiments.results.settings import YARDSTICKS, Setting
 from tenuto.records.metrics import get_geometric_mean, get_percentile
 
@@ -37,6 +38,7 @@ METRICS = {
 }
 """By name, where a record has it. All are times: less is better."""
 MEAN = "mean job time"
+ABLATION = "experiments.ablation:"
 
 Record = Mapping[str, Any]
 Id = tuple[int, int]
@@ -71,9 +73,11 @@ class Found:
 
     @cached_property
     def rivals(self) -> list[Setting]:
-        """What competes: no yardsticks, not ours."""
+        """What competes: no yardsticks, not ours, whole or without a part."""
         return [
-            each for each in self.by_setting if each.policy != OURS.policy and each.policy not in YARDSTICKS
+            each
+            for each in self.by_setting
+            if not each.policy.startswith(OURS_AND_PARTS) and each.policy not in YARDSTICKS
         ]
 
     @cached_property
@@ -137,15 +141,30 @@ def format_report(found: Found) -> str:
     if not found.scenarios:
         return "No scenario has run under both stock and tenuto yet."
     return "\n\n".join(
-        (
+        part
+        for part in (
             _format_answer(found),
             _format_over_stock(found),
             _format_traffic(found),
             _format_rivals(found),
             _format_bounds(found),
+            _format_parts(found),
             _format_worst(found),
         )
+        if part
     )
+
+
+BEGIN, END = "<!-- random scenarios -->", "<!-- end of random scenarios -->"
+
+
+def write_page(found: Found, path: Path) -> None:
+    """Put the report between the marks of a page. Raises ValueError if the page lacks them."""
+    head, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{path} has no {BEGIN} and {END}")
+    path.write_text(f"{head}{BEGIN}\n\n{format_report(found)}\n\n{END}{tail}", encoding="utf-8")
 
 
 def _format_answer(found: Found) -> str:
@@ -283,6 +302,26 @@ def _format_bounds(found: Found) -> str:
                 if setting in found.by_setting:
                     ratios = found.get_ratios(setting, metric, scenarios)
                     lines.append(f"| {name}: {metric} | {title} {_format_ratios(ratios)}")
+    return "\n".join(lines)
+
+
+def _format_parts(found: Found) -> str:
+    """The ablation: `tenuto` without one part over the whole, so above 1 is what the part is worth."""
+    parts = [each for each in found.by_setting if each.policy.startswith(ABLATION)]
+    if not parts:
+        return ""
+    metrics = (MEAN, "P95 job time", "P95 TTFT", "plain P95 TTFT")
+    lines = [
+        "### What each part is worth: `tenuto` without it, over `tenuto`\n",
+        "| without | scenarios | " + " | ".join(metrics) + " | range of the mean |",
+        "|---|---|" + "---|" * len(metrics) + "---|",
+    ]
+    for part in parts:
+        ratios = [found.get_ratios(OURS, metric, found.scenarios, of=part) for metric in metrics]
+        shown = " | ".join(f"{get_geometric_mean(each.values()):.3f}" if each else "–" for each in ratios)
+        means = ratios[0].values()
+        name = part.policy.removeprefix(ABLATION)
+        lines.append(f"| {name} | {len(means)} | {shown} | {min(means):.2f} to {max(means):.2f} |")
     return "\n".join(lines)
 
 

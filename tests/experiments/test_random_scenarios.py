@@ -12,7 +12,16 @@ import pytest
 from experiments.random_scenarios import __main__ as command
 from experiments.random_scenarios import runs
 from experiments.random_scenarios.draw import Flow, draw_scenario, make_jobs
-from experiments.random_scenarios.report import MATTERS, Found, compare_codes, draw_picture, format_report
+from experiments.random_scenarios.report import (
+    BEGIN,
+    END,
+    MATTERS,
+    Found,
+    compare_codes,
+    draw_picture,
+    format_report,
+    write_page,
+)
 from experiments.random_scenarios.runs import CLAIRVOYANT, OURS, STOCK, UNLIMITED, Book, Place, get_setup
 from experiments.results.settings import Setting
 
@@ -164,3 +173,44 @@ def test_a_seed_that_something_was_chosen_on_is_said(
     assert command.main() == 0
     assert f"Seed {seed} was used to choose something" in capsys.readouterr().out
     assert MATTERS > 1
+
+
+def test_an_interval_is_a_setting_of_its_own() -> None:
+    settings = runs.list_settings(["continuum/async"], [None, 512], [1, 4])
+    assert settings.count(Setting("continuum/async")) == 1
+    every_4th = Setting("continuum/async", None, 4)
+    assert every_4th in settings and every_4th.label == "continuum, prefill every 4 steps"
+    assert get_setup(draw_scenario(101, 3), every_4th)[0].prefill_schedule_interval == 4
+
+
+def test_a_part_is_over_the_whole_and_no_rival() -> None:
+    part = Setting("experiments.ablation:NoPrice")
+    found = Found(
+        [*make_found((10, 9, 5), (10, 9, 5)).records, make_record(0, part, 6), make_record(1, part, 5)]
+    )
+    assert part not in found.rivals
+    assert "| NoPrice | 2 | 1.095" in format_report(found)
+
+
+def test_a_page_has_the_report_between_its_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"head\n{BEGIN}\nold\n{END}\ntail\n", encoding="utf-8")
+    write_page(make_found((10, 9, 5)), page)
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("head\n") and text.endswith("\ntail\n") and "old" not in text
+    assert "### On which traffic" in text
+    page.write_text("no marks", encoding="utf-8")
+    with pytest.raises(ValueError, match="has no"):
+        write_page(make_found((10, 9, 5)), page)
+
+
+def test_a_seed_that_something_was_chosen_on_is_not_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seed = min(command.read_chosen())
+    monkeypatch.setattr(
+        "sys.argv", ["", "--seed", str(seed), "--report", "--page", str(tmp_path / "page.md")]
+    )
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "is never reported" in capsys.readouterr().err
