@@ -39,6 +39,9 @@ PARSERS = {
     for parser in (
         Parser("hints", "hint fields and job headers", requests.read_hint_fields),
         Parser("requests", "the job of a request, from its body, headers and path", requests.read_identity),
+        Parser(
+            "wishes", "cache wishes in every dialect, and the field that carries them", requests.read_wishes
+        ),
         Parser("routed", "requests as a router reads them", requests.read_as_router, corpus="requests"),
         Parser("bodies", "bodies that the server's middleware rewrites", requests.pass_middleware),
         Parser("head-lines", "bodies whose lines an operator drops and moves", requests.edit_head),

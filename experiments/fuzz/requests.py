@@ -32,6 +32,17 @@ from tenuto.core.requests import (
 )
 from tenuto.core.settings import parse_option, parse_policy_options
 from tenuto.core.tool_calls import MAX_COMMAND_CHARS, find_tool_call, is_cut
+from tenuto.core.wishes import DIALECTS, read_wish, read_wish_text
+from tenuto.core.wishes.wish import (
+    MAX_KEEP_S,
+    MAX_PROMPT_TOKENS,
+    MAX_SPANS,
+    MarkFinder,
+    Wish,
+    judge,
+    make_wish_header,
+    write_wish,
+)
 from tenuto.vllm.identity import Middleware
 from tenuto.vllm.ranks import Ranks
 from tenuto.vllm.settings import read_settings
@@ -90,10 +101,43 @@ def check_hints(hints: Hints) -> None:
     for seconds in (hints.expected_tool_s, hints.retain_s, hints.deadline_s):
         if seconds is not None and not 0 <= seconds <= MAX_EXPECTED_TOOL_S:
             raise Wrong(f"unbounded: {seconds}")
+    if hints.wish is not None:
+        check_wish(hints.wish)
     if hints.tenant is None and parse_hints(make_fields(hints)) != hints:
         raise Wrong(f"sent on as {make_fields(hints)}, {hints} is read as another")
     if not are_xargs(make_fields(hints)):
         raise Wrong(f"vLLM does not take {make_fields(hints)}")
+
+
+def check_wish(wish: Wish) -> None:
+    """Whatever was wished, it is bounded, and its marks are found, or not, within the prompt."""
+    is_known = {wish.dialect, *wish.malformed} <= set(DIALECTS)
+    if not is_known or len(wish.spans) > MAX_SPANS or not (wish.spans or wish.malformed):
+        raise Wrong(f"not bounded: {wish}")
+    found = wish.resolve(lambda mark: MarkFinder(lambda tokens: "a b " * len(tokens)).find(mark, range(500)))
+    for span in found.spans:
+        is_within = span.num_tokens is None or 0 <= span.num_tokens <= MAX_PROMPT_TOKENS
+        if not (0 < span.keep_s <= MAX_KEEP_S and is_within and span.mark is None):
+            raise Wrong(f"unbounded: {span}")
+    for has_tier in (False, True):
+        _, text = make_wish_header(wish, judge(wish, 600.0, has_tier=has_tier)) or ("", "")
+        if not (text.isascii() and text.isprintable() and len(text) < 400):
+            raise Wrong(f"no header's text: {text!r}")
+
+
+def read_wishes(data: bytes) -> None:
+    """What a body wishes, in any dialect; and the text of a wish, whoever wrote it."""
+    value = load_json(data)
+    body = value if isinstance(value, dict) else {"messages": value, "kv_hints": value, "nvext": value}
+    xargs = body.get("vllm_xargs")
+    wish = read_wish(body, xargs if isinstance(xargs, dict) else {}, 0.0)
+    if wish is not None:
+        check_wish(wish)
+        if read_wish_text(write_wish(wish)) != wish:
+            raise Wrong(f"sent on, {wish} is read as another")
+    written = read_wish_text(data.decode(errors="replace"))
+    if written is not None:
+        check_wish(written)
 
 
 def read_hint_fields(data: bytes) -> None:

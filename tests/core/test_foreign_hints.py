@@ -9,7 +9,6 @@ import pytest
 
 from tenuto.core.policy import Policy
 from tenuto.core.requests import (
-    MAX_ACTIONS,
     MAX_EXPECTED_TOOL_S,
     MAX_ID_CHARS,
     Hints,
@@ -18,6 +17,7 @@ from tenuto.core.requests import (
     write_context_as_text,
 )
 from tenuto.core.types import Decision, EngineView, Keep, LeaseRefusal, Turn
+from tenuto.core.wishes.kv_hints import MAX_ACTIONS
 from tests.support.toy_engine import ToyEngine, make_tokens
 
 CHAT = "/v1/chat/completions"

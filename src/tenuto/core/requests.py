@@ -28,6 +28,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto.core.wishes import agentic_context, kv_hints, normalize_wish, read_wish, read_wish_text
+from tenuto.core.wishes.wish import Wish, write_wish
+
 MAX_ID_CHARS = 128
 """Longer ids are replaced by a digest, so that a 10 KB id costs no more than a short one."""
 MAX_TOOL_CHARS = 64
@@ -64,6 +67,8 @@ LAST_TURN_HEADERS = (
 GROUP_HEADER = "x-tenuto-group"
 """A header that names a group of jobs; an operator may try a policy on some groups (`tenuto.core.limits`)."""
 
+WISH_FIELD = "tenuto_wish"
+"""What the request wishes of the cache, as text, which a server adds to requests that wish something."""
 CONVERSATION_FIELD = "tenuto_conversation"
 """The name of the conversation by its beginning, which a server adds to requests that name no job."""
 
@@ -86,6 +91,8 @@ class Hints:
     group: str | None = None
     conversation: str | None = None
     """A name for the job if neither an id nor its content names it: see `get_conversation_id`."""
+    wish: Wish | None = None
+    """For how long the client would like its cache to be kept (`tenuto.core.wishes`)."""
 
     @property
     def name(self) -> str | None:
@@ -114,12 +121,14 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
         job_id = None if job_id is None else f"{tenant}\t{job_id}"
         conversation = None if conversation is None else f"{tenant}\t{conversation}"
     found: dict[str, Any] = {hint: said.get(name) for name, (hint, _) in _FIELDS.items()}
-    return Hints(**{**found, "job_id": job_id, "conversation": conversation})
+    wish = read_wish_text(said.get(WISH_FIELD))
+    return Hints(**{**found, "job_id": job_id, "conversation": conversation, "wish": wish})
 
 
 def make_fields(hints: Hints) -> dict[str, str | int | float]:
     """The request fields for these hints, in the types that `vllm_xargs` allows; `parse_hints` reads them."""
     said = {name: getattr(hints, hint) for name, (hint, _) in _FIELDS.items()}
+    said[WISH_FIELD] = None if hints.wish is None else write_wish(hints.wish)
     return {
         name: int(value) if isinstance(value, bool) else value
         for name, value in said.items()
@@ -210,6 +219,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "tenant": ("tenant", get_bounded_id),
     "tenuto_group": ("group", get_bounded_id),
     CONVERSATION_FIELD: ("conversation", get_bounded_id),
+    WISH_FIELD: ("wish", normalize_wish),
 }
 """By request field: the hint that it carries, and what reads it."""
 HINT_FIELDS = tuple(_FIELDS)
@@ -221,12 +231,19 @@ HINT_FIELDS = tuple(_FIELDS)
 _CLAUDE_USER_ID = re.compile(r"_session_([0-9A-Za-z-]+)\Z")
 
 
-def read_hints(request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> Hints:
-    """The hints in a request's body, its headers (names in lower case) and its path."""
+def read_hints(
+    request: Mapping[str, Any], headers: Mapping[str, str], path: str, unix_s: float | None = None
+) -> Hints:
+    """The hints in a request's body, its headers (names in lower case) and its path.
+
+    `unix_s`: the time of day, which wishes until a time need.
+    """
     xargs = request.get("vllm_xargs")
     xargs = xargs if isinstance(xargs, dict) else {}
     own_session_id = get_own_session_id(request, headers, path)
-    return parse_hints({**xargs, **get_new_fields(request, headers, xargs, own_session_id)}, own_session_id)
+    return parse_hints(
+        {**xargs, **get_new_fields(request, headers, xargs, own_session_id, unix_s)}, own_session_id
+    )
 
 
 JOB_HEADER = "X-Tenuto-Job"
@@ -267,6 +284,7 @@ def get_new_fields(
     headers: Mapping[str, str],
     xargs: Mapping[str, Any],
     own_session_id: str | None,
+    unix_s: float | None = None,
 ) -> dict[str, Any]:
     """Hint fields to add to `vllm_xargs`. Fields that are already there stay, whether usable or not."""
     said = {**get_usable_fields(read_foreign_fields(request, xargs)), **get_usable_fields(request)}
@@ -278,6 +296,8 @@ def get_new_fields(
     names = (fields.get("job_id"), get_bounded_id(own_session_id), get_bounded_id(xargs.get("job_id")))
     if not any(names):
         fields.setdefault(CONVERSATION_FIELD, get_conversation_id(request))
+    if WISH_FIELD not in fields and (wish := read_wish(request, xargs, unix_s)) is not None:
+        fields[WISH_FIELD] = write_wish(wish)
     # vLLM accepts strings and numbers. It would convert True to 1, so convert it here.
     return {
         name: int(value) if isinstance(value, bool) else value
@@ -396,21 +416,9 @@ def _get_parts(content: Any) -> Iterator[bytes]:
             yield json.dumps(rest, sort_keys=True).encode()
 
 
-# Hints in the forms of others: vllm-router's `agentic_context`, and upstream vLLM's `kv_hints`.
-#
-# `agentic_context` (in `vllm_xargs`, or at the top level) describes the program, Tenuto's job, that a request
-# belongs to: docs/program_scheduling.md of vllm-project/router. `kv_hints` is an envelope of actions on the
-# cache: vLLM's RFCs 51428 and 53421, `vllm/v1/kv_hints`. vLLM defines the envelope and leaves the actions to
-# those who carry them out; here each becomes a hint about the request's own job. An action about another
-# session is ignored: no client decides about others.
-
-CONTEXT = "agentic_context"
-MAX_ACTIONS = 32
-"""Actions beyond this number in one envelope are not read."""
-MAX_CONTEXT_CHARS = 2**16
-
-_TTL_NAMES = ("ttl_seconds", "ttl_s", "ttl", "duration_seconds", "duration", "bound_seconds")
-_TARGET_NAMES = ("session_id", "session", "program_id", "job_id")
+# Hints in the forms of others: vllm-router's `agentic_context`, and upstream vLLM's `kv_hints`. How they are
+# read, and where they come from, is in `tenuto.core.wishes`, for both may wish something too. vLLM leaves it
+# to others to carry an envelope's actions out; here each becomes a hint about the request's own job.
 
 
 def read_foreign_fields(request: Mapping[str, Any], xargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -418,28 +426,24 @@ def read_foreign_fields(request: Mapping[str, Any], xargs: Mapping[str, Any]) ->
 
     The context wins, because it is about the program and not about one moment of its cache.
     """
-    context = _read_context(xargs.get(CONTEXT, request.get(CONTEXT)))
+    context = _read_context(agentic_context.get_context(request, xargs))
     said = {name: value for name, value in context.items() if value is not None}
     return {**_read_actions(request.get("kv_hints"), said.get("job_id")), **said}
 
 
 def write_context_as_text(xargs: Any) -> Any:
     """`vllm_xargs` with its context as text: vLLM 0.33 and older refuse objects there, which routers send."""
-    if not isinstance(xargs, dict) or not isinstance(xargs.get(CONTEXT), dict):
+    name = agentic_context.FIELD
+    if not isinstance(xargs, dict) or not isinstance(xargs.get(name), dict):
         return xargs
     try:
-        return {**xargs, CONTEXT: json.dumps(xargs[CONTEXT])}
+        return {**xargs, name: json.dumps(xargs[name])}
     except (ValueError, RecursionError):
         return xargs
 
 
-def _read_context(context: Any) -> dict[str, Any]:
-    if isinstance(context, str) and len(context) <= MAX_CONTEXT_CHARS:
-        try:
-            context = json.loads(context)
-        except (ValueError, RecursionError):
-            return {}
-    if not isinstance(context, dict):
+def _read_context(context: Mapping[str, Any]) -> dict[str, Any]:
+    if not context:
         return {}
     return {
         "job_id": context.get("program_id") or _join_program(context),
@@ -458,17 +462,9 @@ def _join_program(context: Mapping[str, Any]) -> Any:
 
 def _read_actions(envelope: Any, own_id: Any) -> dict[str, Any]:
     """What an envelope's actions say together. Of two that contradict each other, the later one holds."""
-    actions = envelope.get("actions") if isinstance(envelope, dict) else None
     fields: dict[str, Any] = {}
-    for action in actions[:MAX_ACTIONS] if isinstance(actions, list) else ():
-        if not isinstance(action, dict) or not isinstance(action.get("action_type"), str):
-            continue
-        payload = action.get("payload")
-        payload = payload if isinstance(payload, dict) else {}
-        if any(payload.get(name) not in (None, own_id) for name in _TARGET_NAMES):
-            continue
-        ttl = next((payload[name] for name in _TTL_NAMES if name in payload), None)
-        match action["action_type"].strip().lower():
+    for kind, ttl in kv_hints.list_actions(envelope, own_id):
+        match kind:
             case "retain" | "pin":
                 fields |= {"is_last_step": False, **_keep_for(ttl)}
             case "prefetch":
