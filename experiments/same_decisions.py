@@ -11,14 +11,12 @@ every kind of machine, not the load. `--tables` and `--policies` choose some.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import hashlib
 import json
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,43 +33,9 @@ WINDOW_S = {
     "swe-bench": 20.0,
     "bfcl": 20.0,
 }
-DECIDING = ("core", "estimators", "policies", "sim", "workload")
-"""The rooms whose code can change a simulated decision."""
-DECIDING_NOTHING = ("server", "compare.py", "plan.py", "steady.py")
 LEFT_OUT = ("yields", "strength", "why")
 """Parts of an answer that are not compared: names that changed since 0.1.0, and the reason of a refusal."""
 HOOKS = {"gives_way": "may_reclaim", "displaces": "may_preempt"}
-
-
-@cache
-def digest_code() -> str:
-    """A digest of the code that can change a simulated decision.
-
-    It is the same whatever file a definition is in, and whatever comments and docstrings say.
-    """
-    parts = []
-    for room in DECIDING:
-        folder = ROOT / "src" / "tenuto" / room
-        for path in sorted(folder.rglob("*.py")):
-            if path.relative_to(folder).parts[0] in DECIDING_NOTHING:
-                continue
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                if not (isinstance(node, ast.Import | ast.ImportFrom) or _is_text(node)):
-                    parts.append(ast.dump(_without_docstrings(node)))
-    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:12]
-
-
-def _without_docstrings(node: ast.stmt) -> ast.stmt:
-    for each in ast.walk(node):
-        body = getattr(each, "body", None)
-        if isinstance(body, list):
-            each.body = [part for part in body if not _is_text(part)]  # type: ignore[attr-defined]
-    return node
-
-
-def _is_text(node: ast.AST) -> bool:
-    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return is_constant and isinstance(node.value.value, str)  # type: ignore[attr-defined]
 
 
 def digest_cell(place: tuple[str, str, str]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The fleet table of docs/fleet.md: mean job time of each router, as a ratio to the best other router.
 
     python -m experiments.fleet                        runs what is missing, prints the table
-    python -m experiments.fleet --only 1,2 --seeds 42,43     some rows
-    python -m experiments.fleet --again                all kept runs anew, because the code changed
+    python -m experiments.fleet --only 1,2 --seeds 42,43     more seeds of some rows
     python -m experiments.fleet --print                the table of experiments/records/fleet.jsonl
 
+What is kept is run again if the code that decides in it has changed since (see `experiments.decision_code`).
 "bound / best other" is what is left to win: the yardstick over the best of the other routers. Runs are the
 same on every machine.
 """
@@ -13,73 +13,37 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean
 from typing import Any
 
-from experiments.fleet.rows import IDEAL, OURS, ROWS
+from experiments.decision_code import Code, check_one_code, say_code
+from experiments.fleet.rows import IDEAL, OURS, ROWS, Key, get_code, measure
 from experiments.results.row import ROOT
-from tenuto.records.metrics import get_geometric_mean, get_percentile
-from tenuto.sim.run import Extras, run
+from tenuto.records.metrics import get_geometric_mean
+from tenuto.sim.compare import run_each
 
 KEPT = ROOT / "experiments" / "records" / "fleet.jsonl"
-Key = tuple[int, str, int]
 
 
-def measure(number: int, router: str, seed: int) -> dict[str, Any]:
-    row = ROWS[number]
-    setup, load = row.place(router, seed)
-    workload = row.make(seed) if row.make is not None else None
-    outcome = run(setup, load, extras=Extras(workload=workload))
-    record, arrivals_s = outcome.record, {job.job_id: job.arrival_s for job in outcome.workload.jobs}
-    times_s = [
-        time_s
-        for job, time_s in record["job_times_s"].items()
-        if job.startswith(row.counts) and arrivals_s[job] >= row.from_s
-    ]
-    fleet = record["fleet"]
-    return {
-        "row": number,
-        "title": row.title,
-        "router": router,
-        "seed": seed,
-        "jobs": len(times_s),
-        "mean_s": round(fmean(times_s), 4),
-        "p95_s": round(get_percentile(times_s, 95), 4),
-        "recomputed": round(record["recomputed_tokens"] / record["prompt_tokens"], 4),
-        "moves": fleet["moves"],
-        "held": fleet["held"],
-        "imbalance": round(fleet["imbalance"], 3),
-        "resent": fleet["resent"],
-    }
-
-
-def measure_again(kept: dict[Key, dict[str, Any]]) -> dict[Key, dict[str, Any]]:
-    """The kept runs with the present code, in place of the old ones once all are done."""
-    found = {}
-    # A spawned process would not know the functions of a package's `__main__`.
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
-        runs = zip(kept, pool.map(measure, *zip(*kept, strict=True)), strict=True)
-        for number, (key, record) in enumerate(runs, start=1):
-            found[key] = record
-            said = f"{number} of {len(kept)}: {record['title']}, {record['router']}, seed {record['seed']}"
-            print(
-                f"{said}: {record['mean_s']:.2f} s, was {kept[key]['mean_s']:.2f}",
-                file=sys.stderr,
-                flush=True,
-            )
-    KEPT.write_text("".join(json.dumps(each) + "\n" for each in found.values()), encoding="utf-8")
-    return found
+def run_missing(kept: dict[Key, dict[str, Any]], wanted: Iterable[Key], workers: int | None) -> None:
+    """Run what was wanted or is kept, and the present code has not run; keep each run as it comes."""
+    keys = dict.fromkeys((*kept, *wanted))
+    missing = [key for key in keys if key not in kept or Code.of(kept[key]) != get_code(*key)]
+    for number, (key, record) in enumerate(run_each(measure, missing, workers), start=1):
+        was = f", was {kept[key]['mean_s']:.2f}" if key in kept else ""
+        said = f"{number} of {len(missing)}: {record['title']}, {record['router']}, seed {record['seed']}"
+        print(f"{said}: {record['mean_s']:.2f} s{was}", file=sys.stderr, flush=True)
+        kept[key] = record
+        KEPT.write_text("".join(json.dumps(each) + "\n" for each in kept.values()), encoding="utf-8")
 
 
 def read_kept() -> dict[Key, dict[str, Any]]:
     lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
     records = [json.loads(line) for line in lines]
     return {
-        (each["row"], each["router"], each["seed"]): each
+        Key(each["row"], each["router"], each["seed"]): each
         for each in records
         if each["row"] < len(ROWS) and ROWS[each["row"]].title == each["title"]
     }
@@ -118,10 +82,13 @@ def format_table(kept: dict[Key, dict[str, Any]]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     if not over_best:
         return "Nothing was measured yet."
+    records = [{**each, "policy": each["router"]} for each in kept.values()]
+    check_one_code(records)
     mean = get_geometric_mean(over_best)
     lines.append(
         f"\nAgainst the best other router of each row: geometric mean {mean:.2f}, worst {max(over_best):.2f}."
     )
+    lines.append("\n" + say_code(records, lambda each: get_code(each["row"], each["router"], each["seed"])))
     return "\n".join(lines)
 
 
@@ -166,30 +133,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="numbers of rows, from 0")
     parser.add_argument("--seeds", default="42")
-    parser.add_argument("--again", action="store_true", help="run all kept runs anew, two at a time")
+    parser.add_argument("--workers", type=int, help="processes; all cores unless told")
     parser.add_argument("--print", action="store_true")
     given = parser.parse_args()
     kept = read_kept()
-    if given.again:
-        kept = measure_again(kept)
-    numbers = range(len(ROWS)) if given.only is None else map(int, given.only.split(","))
-    wanted = [
-        (number, router, seed)
-        for seed in map(int, given.seeds.split(","))
-        for number in numbers
-        for router in ROWS[number].routers
-    ]
-    for key in [] if given.print else wanted:
-        if key in kept:
-            continue
-        kept[key] = measure(*key)
-        print(
-            f"{ROWS[key[0]].servers} {ROWS[key[0]].title}: {key[1]} {kept[key]['mean_s']:.2f}",
-            file=sys.stderr,
-            flush=True,
-        )
-        with KEPT.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(kept[key]) + "\n")
+    numbers = range(len(ROWS)) if given.only is None else list(map(int, given.only.split(",")))
+    if not given.print:
+        seeds = list(map(int, given.seeds.split(",")))
+        wanted = [(number, who, seed) for seed in seeds for number in numbers for who in ROWS[number].routers]
+        run_missing(kept, map(Key._make, wanted), given.workers)
     print(format_table(kept))
     print()
     print(format_all(kept))

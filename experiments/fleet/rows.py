@@ -1,12 +1,16 @@
-"""The rows of the fleet table: engines, policy and load of each."""
+"""The rows of the fleet table: engines, policy and load of each, and one run of one."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
+from experiments.decision_code import Code, digest_code
+from tenuto.records.metrics import get_percentile
+from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Fleet, Setup, read_servers
 from tenuto.workload import Job, LoadOptions, Span, TurnSpec, Workload, make_workload
 from tenuto.workload.schema import After
@@ -149,3 +153,48 @@ ROWS = (
 )
 """Of what four engines finish at most: 9 ab8 jobs a second, 5 of swe-bench, 1.9 of bfcl; a job of ab8 takes
 about 7 s, so `from_s` is the time that one job takes after the death."""
+
+
+class Key(NamedTuple):
+    """One run: a row's number, a router, a seed."""
+
+    row: int
+    router: str
+    seed: int
+
+
+def get_code(number: int, router: str, seed: int) -> Code:
+    """The present code of a run."""
+    row = ROWS[number]
+    return digest_code(*row.place(router, seed), None if row.make is None else row.make.__module__)
+
+
+def measure(key: Key) -> dict[str, Any]:
+    """Run it; what is kept."""
+    number, router, seed = key
+    row = ROWS[number]
+    setup, load = row.place(router, seed)
+    workload = row.make(seed) if row.make is not None else None
+    outcome = run(setup, load, extras=Extras(workload=workload))
+    record, arrivals_s = outcome.record, {job.job_id: job.arrival_s for job in outcome.workload.jobs}
+    times_s = [
+        time_s
+        for job, time_s in record["job_times_s"].items()
+        if job.startswith(row.counts) and arrivals_s[job] >= row.from_s
+    ]
+    fleet = record["fleet"]
+    return {
+        "row": number,
+        "title": row.title,
+        "router": router,
+        "seed": seed,
+        "jobs": len(times_s),
+        "mean_s": round(fmean(times_s), 4),
+        "p95_s": round(get_percentile(times_s, 95), 4),
+        "recomputed": round(record["recomputed_tokens"] / record["prompt_tokens"], 4),
+        "moves": fleet["moves"],
+        "held": fleet["held"],
+        "imbalance": round(fleet["imbalance"], 3),
+        "resent": fleet["resent"],
+        "code": str(get_code(*key)),
+    }

@@ -5,10 +5,10 @@
     python -m experiments.random_scenarios --seed 11 --count 3 --list    what they are
     python -m experiments.random_scenarios --seed 11 --count 30 --against OLD.jsonl   two codes of tenuto
 
-What has run is kept in --out and not run again, unless the code that decides has changed since. A scenario
-takes a minute or two of processor time with all rivals; `--policies stock` has ours, stock and the bounds.
-docs/random_scenarios.md has the prior, and which seeds were used for choosing something: these are never
-reported.
+What has run is kept in --out and not run again, unless the code that decides in it has changed since. A
+scenario takes a minute or two of processor time with all rivals; `--policies stock` has ours, stock and the
+bounds. docs/random_scenarios.md has the prior, and which seeds were used for choosing something: these are
+never reported.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from experiments.decision_code import take_last
 from experiments.random_scenarios.draw import draw_scenario
 from experiments.random_scenarios.report import (
     Found,
@@ -87,11 +88,10 @@ def main() -> int:
     if args.report:
         wanted = set(scenarios)
         records = [each for each in book.read()[1] if (each["seed"], each["number"]) in wanted]
-        codes = {each["code"] for each in records}
-        if len(codes) > 1:
-            latest = records[-1]["code"]
-            print(f"Records of {len(codes)} codes; only those of the last, {latest}, count.", file=sys.stderr)
-            records = [each for each in records if each["code"] == latest]
+        last = take_last(records)
+        if len(last) < len(records):
+            print(f"{len(records) - len(last)} records are of older code and do not count.", file=sys.stderr)
+        records = last
     else:
         worst = get_worst(Found(records))
         records += [

@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from experiments.decision_code import Code, digest_code
 from experiments.random_scenarios.draw import Flow, Scenario, draw_scenario, make_jobs
 from experiments.results.row import Row
 from experiments.results.settings import Setting, Step
-from experiments.same_decisions import digest_code
 from tenuto.core.limits import Limits
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.compare import run_each
@@ -161,9 +161,21 @@ def run_place(place: Place) -> dict[str, Any]:
         "step": place.setting.step,
         "interval": place.setting.interval,
         **_shorten(kept),
-        "code": digest_code(),
+        "code": str(get_code(place.seed, place.number, place.setting)),
         "cpu_s": round(time.process_time() - started_s, 2),
     }
+
+
+def get_code(seed: int, number: int, setting: Setting) -> Code:
+    """The present code of a run."""
+    scenario = get_scenario(seed, number)
+    setup, _ = get_setup(scenario, setting)
+    return digest_code(setup, LoadOptions(hints=scenario.hints), make_jobs.__module__)
+
+
+def is_present(record: Mapping[str, Any]) -> bool:
+    """Whether the present code made a record."""
+    return Code.of(record) == get_code(record["seed"], record["number"], get_setting(record))
 
 
 def get_setup(scenario: Scenario, setting: Setting) -> tuple[Setup, Limits | None]:
@@ -258,8 +270,9 @@ def run_all(
         flows[seed, number] = flow
         book.write([{"seed": seed, "number": number, **asdict(flow)}])
         _say("rates", done, len(missing), begun_s, f"{seed}/{number}: {flow.rate:.3g} jobs/s")
-    code = digest_code()
-    have = {_key(each) for each in records if each["code"] == code}
+    wanted = set(scenarios)
+    records = [each for each in records if (each["seed"], each["number"]) in wanted and is_present(each)]
+    have = set(map(_key, records))
     places = [
         Place(seed, number, repeat, setting, flows[seed, number])
         for seed, number in scenarios
@@ -273,8 +286,7 @@ def run_all(
         records.append(record)
         what = f"{place.seed}/{place.number}, {place.setting.label}, {record['job_s']['mean']:.3g} s"
         _say("runs", done, len(places), begun_s, what)
-    wanted = set(scenarios)
-    return [each for each in records if (each["seed"], each["number"]) in wanted and each["code"] == code]
+    return records
 
 
 def get_setting(record: Mapping[str, Any]) -> Setting:

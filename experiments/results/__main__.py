@@ -3,10 +3,14 @@
     python -m experiments.results TABLE [--seeds 42,1,2] [--rows TEXT] [--write]
     python -m experiments.results screen --write        the page's first screen, from the kept records
 
-Runs go to experiments/out/TABLE.jsonl and are not repeated, whatever becomes of the code, unless --again says
-so. Where that file is missing, it begins with the kept records. The table goes to stdout as Markdown. --write
-puts it into docs/results.md, and the runs into experiments/records/TABLE.jsonl, one line per row, policy,
-size of steps and seed. In most tables every policy races at several sizes of steps: see `race`.
+    python -m experiments.results stale                 which tables are older than the code
+
+Runs go to experiments/out/TABLE.jsonl, which begins with the kept records where it is missing. A run is
+repeated if the code that decides in it has changed since (see `experiments.decision_code`), and only then.
+The table goes to stdout as Markdown. It says which code made it, and is refused if that were several.
+--no-runs shows what there is, older or not. --write puts the table into docs/results.md, and the runs into
+experiments/records/TABLE.jsonl, one line per row, policy, size of steps and seed. In most tables every policy
+races at several sizes of steps: see `race`.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from experiments.decision_code import check_one_code
 from experiments.results.figure import draw_options
 from experiments.results.race_tables import format_race
 from experiments.results.rows import OUT, RACES, ROOT, TABLES, Row
-from experiments.results.runs import Race, begin_with_kept, forget_runs, read_runs
-from experiments.results.screen import write_screen
+from experiments.results.runs import Race, begin_with_kept, list_records, read_runs, say_code_of
+from experiments.results.screen import read_records, write_screen
 from experiments.results.settings import Runs, Step
 from experiments.results.step_cost_table import format_step_costs
 from experiments.results.tables import format_section, put_section
@@ -35,16 +40,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", choices=[*TABLES, "screen"])
+    parser.add_argument("table", choices=[*TABLES, "screen", "stale"])
     parser.add_argument(
         "--seeds", default="42,1,2", help="with commas; the first is run for all (%(default)s)"
     )
     parser.add_argument("--policies", help="only these beside tenuto, by name or as POLICY/OFFLOAD")
     parser.add_argument("--steps", help="only these sizes of steps, of default, adaptive and numbers")
     parser.add_argument("--rows", help="only rows whose title contains this, or one of these with | between")
-    parser.add_argument(
-        "--again", help="run these policies again, because their code changed; all, if the simulator did"
-    )
     parser.add_argument("--workers", type=int, help="processes; all cores unless told")
     parser.add_argument("--no-runs", action="store_true", help="only what has run already")
     parser.add_argument("--write", action="store_true", help="into docs/results.md and experiments/records")
@@ -54,6 +56,9 @@ def main() -> int:
     parsed = parser.parse_args()
     if parsed.table == "screen":
         write_screen(PAGE)
+        return 0
+    if parsed.table == "stale":
+        print("\n".join(f"{name}: {say_code_of(name, read_records(name))}" for name in TABLES))
         return 0
     table = TABLES[parsed.table]
     policies = parsed.policies.split(",") if parsed.policies else list(table.policies)
@@ -66,8 +71,6 @@ def main() -> int:
     race = Race(parsed.table, rows, policies, steps, seeds, path)
     if parsed.workers:
         race = Race(parsed.table, rows, policies, steps, seeds, path, parsed.workers)
-    if parsed.again:
-        forget_runs(path, parsed.again.split(","))
     runs = read_runs(path, rows) if parsed.no_runs else race.run()
     if parsed.write and parsed.rows:
         # The page and the records hold all rows that have run.
@@ -90,14 +93,18 @@ def main() -> int:
 
 
 def make_section(race: Race, runs: Runs) -> tuple[Runs, str]:
-    """The runs that a table shows, and its text."""
+    """The runs that a table shows, and its text. Raises ConfigError if several codes made them."""
     table = TABLES[race.table]
+    if table.is_race:
+        runs = drop_unfinished(race, runs)
+    check_one_code(list_records(runs))
     if not table.is_race:
-        return runs, format_section(table, race.rows, to_plain(runs))
-    runs = drop_unfinished(race, runs)
-    if race.table == "step-costs":
-        return runs, format_step_costs(table, RACES, runs)
-    return runs, format_race(table, race.rows, runs)
+        text = format_section(table, race.rows, to_plain(runs))
+    elif race.table == "step-costs":
+        text = format_step_costs(table, RACES, runs)
+    else:
+        text = format_race(table, race.rows, runs)
+    return runs, f"{text}\n\n{say_code_of(race.table, runs)}"
 
 
 def drop_unfinished(race: Race, runs: Runs) -> Runs:

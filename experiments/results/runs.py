@@ -1,4 +1,4 @@
-"""Runs the rows of a table in a race, on all cores; what has run is kept in a file and not run again."""
+"""Runs the rows of a table in a race, on all cores; what the present code has run is not run again."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.decision_code import Code, digest_code, say_code
 from experiments.results.race import find_missing
 from experiments.results.rows import TABLES, Row
-from experiments.results.settings import Runs, Setting, Step, add, get_settings
+from experiments.results.settings import Record, Runs, Setting, Step, add, get_settings, group
 from tenuto.core.errors import ConfigError
 from tenuto.records.schema import get_config
 from tenuto.sim.cost.tables import installed_version
@@ -59,12 +60,25 @@ def run_place(place: Place) -> dict[str, Any]:
     kept["workload"] = Path(str(kept["workload"])).name
     who = {"row": place.row, "policy": place.setting.policy, "step": place.setting.step, "seed": place.seed}
     config = get_key(row, place.setting, place.seed)
-    return {**who, **kept, "config": config, "cpu_s": round(time.process_time() - started_s, 2)}
+    code = str(digest_code(setup, load))
+    return {**who, **kept, "config": config, "code": code, "cpu_s": round(time.process_time() - started_s, 2)}
 
 
 @cache
 def _get_rows(table: str) -> dict[str, Row]:
     return {row.title: row for row in TABLES[table].make_rows()}
+
+
+def get_code(record: Record, rows: Mapping[str, Row]) -> Code:
+    """The present code of a record's run."""
+    return digest_code(*rows[record["row"]].place(record["policy"], record["seed"]))
+
+
+def say_code_of(table: str, runs: Runs) -> str:
+    """Which code made the runs of a table."""
+    rows = _get_rows(table)
+    records = (record for record in list_records(runs) if record["row"] in rows)
+    return say_code(records, lambda record: get_code(record, rows))
 
 
 def get_key(row: Row, setting: Setting, seed: int) -> str:
@@ -107,23 +121,22 @@ def read_runs(path: Path, rows: Sequence[Row]) -> Runs:
     return runs
 
 
+def drop_older(runs: Runs, rows: Sequence[Row]) -> Runs:
+    """The runs that the present code made."""
+    by_title = {row.title: row for row in rows}
+    return group(each for each in list_records(runs) if Code.of(each) == get_code(each, by_title))
+
+
+def list_records(runs: Runs) -> list[Record]:
+    """All records of some runs."""
+    return [record for by_seed in runs.values() for record in by_seed.values()]
+
+
 def begin_with_kept(path: Path, kept: Path) -> None:
     """Where nothing has run here yet, go on from the records in the repository."""
     if not path.exists() and kept.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(kept, path)
-
-
-def forget_runs(path: Path, policies: Sequence[str]) -> None:
-    """Remove the runs of these policies from a file, because their code has changed; `all` for all."""
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [
-            line
-            for line in lines
-            if line.endswith("\n") and "all" not in policies and json.loads(line)["policy"] not in policies
-        ]
-        path.write_text("".join(kept), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -150,8 +163,11 @@ class Race:
         return [Place(self.table, row.title, setting, seed) for setting, seed in missing]
 
     def run(self) -> Runs:
-        """Run all that is missing; says on stderr how far it is. An interruption loses the runs under way."""
-        runs = read_runs(self.path, self.rows)
+        """Run all that the present code has not run, and say on stderr how far it is.
+
+        An interruption loses the runs under way.
+        """
+        runs = drop_older(read_runs(self.path, self.rows), self.rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")
         with (

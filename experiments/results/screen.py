@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from experiments.decision_code import CODE
 from experiments.results.race_tables import describe_harm, describe_losses, judge_rows
 from experiments.results.row import ROOT
 from experiments.results.rows import TABLES
+from experiments.results.runs import say_code_of
 from experiments.results.settings import OURS, Runs, Setting, get_settings, group
 from experiments.results.tables import format_markdown
 from experiments.results.verdicts import Ratio, Seeds, Verdict, get_one_setting
@@ -47,11 +49,22 @@ def format_screen() -> str:
         [
             _say_in_short(verdicts, num_rows),
             format_markdown(HEADS, [*_make_lines(by_table), _make_line("**all**", verdicts)]),
+            _say_codes(all_runs),
             *_list_losses(by_table),
             *_list_harms(by_table, all_runs),
             _format_one_for_all(by_table, all_runs),
         ]
     )
+
+
+def _say_codes(all_runs: dict[str, Runs]) -> str:
+    """Which code made which table, in one line: the sum over all tables may mix several."""
+    by_code: dict[str, list[str]] = {}
+    for name, runs in all_runs.items():
+        code = say_code_of(name, runs).removeprefix(f"{CODE} ")
+        by_code.setdefault(code, []).append(f"`{name}`")
+    said = " ".join(f"{', '.join(names)}: {code}" for code, names in by_code.items())
+    return f"{CODE} {said}" + (" The sums over all tables mix these." if len(by_code) > 1 else "")
 
 
 HEADS = (

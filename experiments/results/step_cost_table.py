@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from experiments.decision_code import Code
 from experiments.results.row import Row, Table
+from experiments.results.runs import list_records
 from experiments.results.screen import read_records
 from experiments.results.settings import OURS, Runs, Setting, get_settings
 from experiments.results.step_costs import COSTS, RIVALS, Races, choose, get_title
@@ -17,6 +19,7 @@ SEED = 42
 DEFAULT = "(default)"
 COLUMNS = (COSTS[0], DEFAULT, COSTS[1])
 """From the cheapest mixed steps to the dearest."""
+OTHER_CODE = "†"
 Settings = Mapping[Setting, Seeds]
 
 
@@ -30,14 +33,20 @@ def format_step_costs(table: Table, races: Races, runs: Runs) -> str:
             settings = {cost: _keep(_find(name, row, cost, runs, defaults)) for cost in COLUMNS}
             if all(settings.values()):
                 by_row[row.title] = settings
-        if by_row:
-            lines += [
-                format_line(name, cost, {row: each[cost] for row, each in by_row.items()}) for cost in COLUMNS
-            ]
+        other = OTHER_CODE if _get_engines(defaults) != _get_engines(runs) else ""
+        for cost in COLUMNS if by_row else ():
+            line = format_line(name, cost, {row: each[cost] for row, each in by_row.items()})
+            lines.append([line[0], line[1] + (other if cost == DEFAULT else ""), *line[2:]])
     heads = ["race", "`--step-cost`", "rows", "won / tied / behind / lost", "best other", "worst row"]
     heads += [rival.partition("/")[0] for rival in RIVALS]
     about = f"{table.about} Seed: {SEED}."
+    if any(line[1].endswith(OTHER_CODE) for line in lines):
+        about += f" {OTHER_CODE}: made by another code than the lines beside it."
     return "\n\n".join([f"### {table.title}", about, format_markdown(heads, lines)])
+
+
+def _get_engines(runs: Runs) -> set[str]:
+    return {Code.of(record).engine for record in list_records(runs)}
 
 
 def _find(race: str, row: Row, cost: str, runs: Runs, defaults: Runs) -> Settings:

@@ -209,7 +209,8 @@ def get_one_setting(
             if seed in seeds and (mean := MEAN(seeds[seed]))
         }
         best = min(means.values())
-        known = {policy: min(m for s, m in means.items() if s.policy == policy) for policy, _ in means}
+        policies = {setting.policy for setting in means}
+        known = {policy: min(m for s, m in means.items() if s.policy == policy) for policy in policies}
         stock = {setting.step: mean for setting, mean in means.items() if setting.policy == STOCK}
         for policy in known:
             for step in (None,) if policy == OURS.policy else STEPS:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.decision_code import CODE, UNKNOWN, Code, find_mixed
 from experiments.fleet.__main__ import format_table, read_kept
 from experiments.results.__main__ import PAGE, RECORDS, make_section
 from experiments.results.rows import TABLES
@@ -79,6 +80,15 @@ def test_a_number_that_is_lowered_without_a_word_is_seen(tmp_path: Path) -> None
     assert loss.endswith("b.jsonl has 0 records, 6 before")
 
 
+def get_section(page: str, name: str) -> str:
+    return page.partition(f"<!-- {name} -->")[2].partition(f"<!-- end of {name} -->")[0]
+
+
+def drop_code(page: str) -> str:
+    """Without the lines that say which code made it: they change with the code."""
+    return "\n".join(line for line in page.splitlines() if not line.startswith(CODE))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TABLES if (RECORDS / f"{name}.jsonl").exists()])
 def test_a_table_is_what_its_records_say(name: str) -> None:
@@ -86,13 +96,28 @@ def test_a_table_is_what_its_records_say(name: str) -> None:
     rows, path = list(TABLES[name].make_rows()), RECORDS / f"{name}.jsonl"
     race = Race(name, rows, list(TABLES[name].policies), TABLES[name].steps, [42, 1, 2], path)
     _, section = make_section(race, read_runs(path, rows))
-    assert section in PAGE.read_text(encoding="utf-8")
+    assert drop_code(section) in drop_code(PAGE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if (RECORDS / f"{name}.jsonl").exists()])
+def test_kept_records_are_of_one_code_and_the_page_says_which(name: str) -> None:
+    lines = (RECORDS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert find_mixed(records) == []
+    [said] = [
+        line
+        for line in get_section(PAGE.read_text(encoding="utf-8"), name).splitlines()
+        if line.startswith(CODE)
+    ]
+    engine = Code.of(records[0]).engine
+    assert f"`{engine}`" in said or (engine == UNKNOWN and "**older**" in said)
 
 
 def test_the_table_of_fleets_is_what_its_records_say() -> None:
     """If it is not: `python -m experiments.fleet --print`."""
     page = (PAGES / "fleet.md").read_text(encoding="utf-8")
-    assert [line for line in format_table(read_kept()).splitlines() if line not in page] == []
+    lines = drop_code(format_table(read_kept())).splitlines()
+    assert [line for line in lines if line not in page] == []
 
 
 def test_no_page_says_that_something_did_not_run_whose_records_are_kept() -> None:

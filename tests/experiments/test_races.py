@@ -20,10 +20,10 @@ from experiments.results.runs import (
     Place,
     Race,
     begin_with_kept,
-    forget_runs,
     get_key,
     read_runs,
     run_place,
+    say_code_of,
     shorten,
 )
 from experiments.results.settings import BOUND, OURS, STEPS, Setting, group
@@ -239,16 +239,6 @@ def test_a_fresh_clone_goes_on_from_the_kept_records(tmp_path: Path) -> None:
     assert path.read_text() == "newer\n"
 
 
-def test_runs_of_code_that_changed_are_forgotten(tmp_path: Path) -> None:
-    path = tmp_path / "try.jsonl"
-    lines = [json.dumps(make(policy, None, 1.0)) for policy in ("stock", "tenuto", "concur/async")]
-    path.write_text("\n".join(lines) + "\n" + lines[0][:20])
-    forget_runs(path, ["tenuto", "autellix+"])
-    assert path.read_text() == lines[0] + "\n" + lines[2] + "\n"
-    forget_runs(path, ["all"])
-    assert path.read_text() == ""
-
-
 class Inline:
     """A pool that runs everything at once, in this process."""
 
@@ -284,6 +274,12 @@ def test_an_interrupted_race_goes_on_and_is_written_down(
         key: set(seeds) for key, seeds in runs.items()
     }
     assert len(path.read_text().splitlines()) == len(lines)
+    # What other code ran is run again, and kept until then.
+    older = [json.dumps({**json.loads(line), "code": "0-0-0"}) for line in lines[:3]]
+    path.write_text("\n".join([*older, *lines[3:]]) + "\n")
+    race.run()
+    assert len(path.read_text().splitlines()) == len(lines) + 3
+    assert say_code_of("try", read_runs(path, race.rows)).count("Older") == 0
     section = format_race(table, [make_row(), Row("S", Setup(), LoadOptions(jps=1))], runs)
     assert "Not run yet: S." in section and "| R | " in section
 

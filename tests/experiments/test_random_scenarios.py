@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from experiments.decision_code import Code
 from experiments.random_scenarios import __main__ as command
 from experiments.random_scenarios import runs
 from experiments.random_scenarios.draw import Flow, draw_scenario, make_jobs
@@ -143,8 +144,11 @@ def test_what_has_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monke
 
     def run_place(place: Place) -> dict[str, Any]:
         ran.append(place)
-        return make_record(place.number, place.setting, 1.0) | {"code": runs.digest_code()}
+        return make_record(place.number, place.setting, 1.0) | {
+            "code": str(runs.get_code(1, place.number, place.setting))
+        }
 
+    monkeypatch.setattr(runs, "get_code", lambda seed, number, setting: Code("e", "p", setting.policy))
     monkeypatch.setattr(runs, "probe", lambda place: Flow(1.0, 10))
     monkeypatch.setattr(runs, "run_place", run_place)
     book = Book(tmp_path / "kept.jsonl")
@@ -154,11 +158,12 @@ def test_what_has_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monke
     records = runs.run_all([(1, 0), (1, 1)], [STOCK, OURS], book, workers=1)
     assert [(place.number, place.setting) for place in ran] == [(0, STOCK), (0, OURS), (1, STOCK), (1, OURS)]
     assert len(records) == 4
-    # With other code the scenario stays as it is, and its runs are made anew.
-    monkeypatch.setattr(runs, "digest_code", lambda: "other")
+    # With other rules the scenario stays as it is, and the runs of these are made anew.
+    rules = {"stock": "stock", "tenuto": "other"}
+    monkeypatch.setattr(runs, "get_code", lambda seed, number, setting: Code("e", "p", rules[setting.policy]))
     monkeypatch.setattr(runs, "probe", pytest.fail)
-    runs.run_all([(1, 0)], [STOCK], book, workers=1)
-    assert len(ran) == 5
+    runs.run_all([(1, 0)], [STOCK, OURS], book, workers=1)
+    assert ran[4:] == [Place(1, 0, 0, OURS, Flow(1.0, 10))]
 
 
 def test_a_seed_that_something_was_chosen_on_is_said(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments import same_decisions
 from experiments.results.rows import TABLES
 from experiments.same_decisions import KEPT, digest_cell
 
@@ -36,25 +34,3 @@ def test_every_cell_has_one_digest() -> None:
 def test_decisions_are_those_of_the_digest(record: dict[str, Any]) -> None:
     """If a change is meant to decide otherwise, renew the digests with `--write` and say so."""
     assert digest_cell(get_place(record)) == record
-
-
-def test_the_digest_of_the_code_follows_what_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = tmp_path / "src" / "tenuto" / "core"
-    (room.parent / "sim" / "server").mkdir(parents=True)
-    room.mkdir()
-    monkeypatch.setattr(same_decisions, "ROOT", tmp_path)
-
-    def digest(**files: str) -> str:
-        for path in room.iterdir():
-            path.unlink()
-        for name, text in files.items():
-            (room / f"{name}.py").write_text(text, encoding="utf-8")
-        same_decisions.digest_code.cache_clear()
-        return same_decisions.digest_code()
-
-    whole = digest(one='"""Words."""\nX = 1\n\ndef f():\n    """More."""\n    return X  # why\n')
-    assert digest(one="X = 1\n", two="from one import X\n\ndef f():\n    return X\n") == whole
-    assert digest(one="X = 2\n", two="from one import X\n\ndef f():\n    return X\n") != whole
-    (room.parent / "sim" / "server" / "app.py").write_text("Y = 3\n", encoding="utf-8")
-    assert digest(one="X = 1\n", two="def f():\n    return X\n") == whole
-    same_decisions.digest_code.cache_clear()

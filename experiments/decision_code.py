@@ -1,0 +1,271 @@
+"""Which code decided in a simulated run: a digest that each kept record has, and what it says of a table.
+
+A digest has three parts, so that a record goes stale only where something changed that its run loads:
+
+    engine   the simulator and the core: all that `tenuto.sim.run` imports of the rooms that decide
+    place    this GPU, this model, and the generator of these jobs, or the readers of traces for a trace
+    rules    the policy's own modules and preset, and the router's
+
+A digest is the same whatever file a definition is in, and whatever comments and docstrings say. Code that
+measures (`tenuto.records`) is not in it. Records without a digest are older than all that have one.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple, Self
+
+from tenuto.core.errors import ConfigError
+from tenuto.core.loader import PRESETS, load_policy, load_router
+from tenuto.sim.hardware.gpus import get_gpu
+from tenuto.sim.hardware.models import load_model
+from tenuto.sim.setup import IDEAL, Setup
+from tenuto.workload import load as loads
+from tenuto.workload.load import GENERATORS, LoadOptions
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("src", "predict/src", "")
+DECIDING = (
+    *("tenuto.core", "tenuto.estimators", "tenuto.policies", "tenuto.routers", "tenuto.sim"),
+    *("tenuto.workload", "tenuto_predict", "experiments"),
+)
+"""The rooms whose code can change a simulated decision."""
+READERS = "tenuto.workload.formats"
+LOADS = ("tenuto.workload.generators", READERS)
+"""Of these, only what makes a run's jobs counts."""
+LISTS = {
+    "tenuto.core.loader": ("PRESETS",),
+    "tenuto.sim.hardware.gpus": ("_GPUS", "GPUS"),
+    "tenuto.workload.load": ("GENERATORS",),
+}
+"""Definitions that list what there is. Of a list, only the entry that a run takes counts."""
+READING = ("read_trace", "_find_reader", "holds_text")
+"""Of `tenuto.workload.load`, what only traces need."""
+UNKNOWN = "unknown"
+
+
+class Code(NamedTuple):
+    """The digest of the code that decides in a run."""
+
+    engine: str
+    place: str
+    rules: str
+
+    def __str__(self) -> str:
+        """As a record has it."""
+        return "-".join(self)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        """The code of a record; `UNKNOWN` in each part that it does not say."""
+        parts = record["code"].split("-")[:3] if record.get("code") else []
+        return cls(*parts, *[UNKNOWN] * (3 - len(parts)))
+
+
+def digest_code(setup: Setup, load: LoadOptions, made_by: str | None = None) -> Code:
+    """The present code of a run. `made_by`: the module that makes the jobs, where no generator does."""
+    servers = setup.fleet.servers if setup.fleet is not None else ()
+    router = setup.fleet.router if setup.fleet is not None else IDEAL
+    gpus = (setup.gpu, *(server.partition(":")[0] or setup.gpu for server in servers))
+    return Code(
+        digest_engine(),
+        _digest_place(tuple(dict.fromkeys(gpus)), setup.model, made_by or load.workload, made_by is not None),
+        _digest_rules(setup.policy, router),
+    )
+
+
+@cache
+def digest_engine() -> str:
+    """The first part of the present code of all runs."""
+    return _digest(_read_modules(_find_engine()))
+
+
+@cache
+def _digest_place(gpus: tuple[str, ...], model: str, jobs: str, is_module: bool) -> str:
+    things = [repr(get_gpu(gpu)) for gpu in gpus] + [repr(load_model(model))]
+    if is_module:
+        made_by = [jobs]
+    elif jobs in GENERATORS:
+        made_by = _find_modules(GENERATORS[jobs])
+    else:
+        parts = _dissect(_read(loads.__name__))
+        made_by = [name for name in parts.imports if _is_in(name, [READERS])]
+        things += [text for name, text in parts.statements if name in READING]
+    return _digest([*things, *_read_modules(_close(made_by, _find_engine()))])
+
+
+@cache
+def _digest_rules(policy: str, router: str) -> str:
+    preset = PRESETS.get(policy)
+    modules = [type(load_policy(policy)).__module__]
+    modules += [type(load_router(router)).__module__] if router != IDEAL else []
+    things = [] if preset is None else [repr((preset.policy, preset.engine, preset.options))]
+    return _digest([*things, *_read_modules(_close(modules, _find_engine()))])
+
+
+def _find_modules(function: Any) -> list[str]:
+    """Where a generator is defined; where what it calls is, if it stands in the list itself."""
+    assert isinstance(function, FunctionType)
+    if function.__module__ != loads.__name__:
+        return [function.__module__]
+    return [vars(loads)[name].__module__ for name in function.__code__.co_names]
+
+
+@cache
+def _find_engine() -> frozenset[str]:
+    return _close(["tenuto.sim.run"], without=LOADS)
+
+
+def _close(
+    modules: Iterable[str], known: Collection[str] = (), without: Collection[str] = ()
+) -> frozenset[str]:
+    """These modules and all that they import in the rooms that decide, as far as known modules and rooms."""
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        is_new = module not in found and module not in known and module != __name__
+        if is_new and _is_in(module, DECIDING) and not _is_in(module, without):
+            found.add(module)
+            waiting += _dissect(_read(module)).imports
+    return frozenset(found)
+
+
+def _is_in(module: str, packages: Iterable[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+@cache
+def _read(module: str) -> str:
+    """The text of a module; empty for a name that is no module of ours."""
+    for folder in SOURCES:
+        path = ROOT.joinpath(folder, *module.split("."))
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.exists():
+                return file.read_text(encoding="utf-8")
+    return ""
+
+
+class _Parts(NamedTuple):
+    imports: tuple[str, ...]
+    """What is imported anywhere, in functions too, and each name that may be a module of its own."""
+    statements: tuple[tuple[str, str], ...]
+    """What each defines and what it says, without imports and docstrings."""
+
+
+@cache
+def _dissect(text: str) -> _Parts:
+    imports: list[str] = []
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imports += [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imports += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+    statements = [
+        (_get_name(node), ast.unparse(_without_docstrings(node)))
+        for node in tree.body
+        if not isinstance(node, ast.Import | ast.ImportFrom) and not _is_text(node)
+    ]
+    return _Parts(tuple(imports), tuple(statements))
+
+
+def _read_modules(modules: Iterable[str]) -> list[str]:
+    """The statements of modules, without lists."""
+    return [
+        text
+        for module in modules
+        for name, text in _dissect(_read(module)).statements
+        if name not in (*LISTS.get(module, ()), *(READING if module == loads.__name__ else ()))
+    ]
+
+
+def _get_name(node: ast.stmt) -> str:
+    """What a statement defines, where it is a function, a class, or one name."""
+    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", node)
+    return getattr(target, "id", getattr(target, "name", ""))
+
+
+def _without_docstrings(node: ast.stmt) -> ast.stmt:
+    for each in ast.walk(node):
+        body = getattr(each, "body", None)
+        if isinstance(body, list):
+            each.body = [part for part in body if not _is_text(part)] or [ast.Pass()]  # type: ignore[attr-defined]
+    return node
+
+
+def _is_text(node: ast.AST) -> bool:
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant and isinstance(node.value.value, str)  # type: ignore[attr-defined]
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:8]
+
+
+# What it says of a table.
+
+Record = Mapping[str, Any]
+
+
+def find_mixed(records: Iterable[Record]) -> list[str]:
+    """What hinders that records are compared with each other, in words: codes that differ.
+
+    Those of a table have one engine, those of a row one place, and those of a policy one set of rules.
+    """
+    found: dict[str, Counter[str]] = {}
+    for record in records:
+        whose = ("engine", *(f"{kind} {record[kind]}" for kind in ("row", "policy")))
+        parts = zip(whose, Code.of(record), strict=True)
+        for what, part in parts:
+            found.setdefault(what, Counter())[part] += 1
+    return [
+        f"{what}: {', '.join(f'{count} records of {part}' for part, count in parts.items())}"
+        for what, parts in found.items()
+        if len(parts) > 1
+    ]
+
+
+def check_one_code(records: Iterable[Record]) -> None:
+    """Raises ConfigError if records of several codes would be compared with each other."""
+    if mixed := find_mixed(records):
+        raise ConfigError(
+            f"a table of several codes would compare what cannot be compared; {'; '.join(mixed[:3])}. "
+            "Run what is older again"
+        )
+
+
+def take_last(records: Sequence[Record]) -> list[Record]:
+    """The records with the last one's engine, and of each policy those with its last rules."""
+    same = [record for record in records if Code.of(record).engine == Code.of(records[-1]).engine]
+    rules = {record["policy"]: Code.of(record).rules for record in same}
+    return [record for record in same if Code.of(record).rules == rules[record["policy"]]]
+
+
+def say_code(records: Iterable[Record], get_present: Callable[[Record], Code]) -> str:
+    """Which code made the records of a table, and which of them are older than the present code."""
+    engines: set[str] = set()
+    older: dict[str, None] = {}
+    for record in records:
+        code, present = Code.of(record), get_present(record)
+        engines.add(code.engine)
+        if code.engine != present.engine:
+            older["all of it (the engine)"] = None
+        elif code.rules != present.rules:
+            older[f"`{record['policy']}` (its rules)"] = None
+        elif code.place != present.place:
+            older[f"{record['row']} (its machine or its jobs)"] = None
+    if engines == {UNKNOWN}:
+        return f"{CODE} **older**: these records do not say which code made them."
+    said = f"{CODE} engine {', '.join(f'`{engine}`' for engine in sorted(engines))}."
+    return said + (f" **Older** than the code on the day of writing: {', '.join(older)}." if older else "")
+
+
+CODE = "Code:"
+"""The line that says so begins with this. It changes with the code, without new records."""

@@ -1,0 +1,138 @@
+"""Which code decided in a run: what changes the digest of a record, and what a table says of older ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import decision_code
+from experiments.decision_code import Code, check_one_code, digest_code, find_mixed, say_code, take_last
+from tenuto.core.errors import ConfigError
+from tenuto.sim.setup import Fleet, Setup
+from tenuto.workload.load import LoadOptions
+
+SRC = decision_code.ROOT / "src" / "tenuto"
+CACHED = ("digest_engine", "_digest_place", "_digest_rules", "_find_engine", "_read")
+
+
+def forget() -> None:
+    for name in CACHED:
+        getattr(decision_code, name).cache_clear()
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(SRC, folder / "src" / "tenuto", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture
+def tree(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the sources that a test may change, if it changes them back."""
+    monkeypatch.setattr(decision_code, "ROOT", copy)
+    forget()
+    yield copy / "src" / "tenuto"
+    forget()
+
+
+RUNS = {
+    "stock": (Setup(policy="stock"), LoadOptions(jps=1)),
+    "tenuto": (Setup(policy="tenuto"), LoadOptions(jps=1)),
+    "autellix+": (Setup(policy="autellix+"), LoadOptions(workload="bfcl", jps=1)),
+    "trace": (Setup(policy="stock"), LoadOptions(workload="sessions.jsonl")),
+    "fleet": (Setup(policy="stock", fleet=Fleet(servers=("", ""), router="cache-aware")), LoadOptions(jps=1)),
+}
+
+
+def find_stale(tree: Path, file: str, old: str, new: str) -> set[str]:
+    """The runs whose records go stale by a change of a file."""
+    before = {name: digest_code(*run) for name, run in RUNS.items()}
+    path = tree / file
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    assert old in text
+    path.write_text(text.replace(old, new, 1) if old else text + new, encoding="utf-8")
+    forget()
+    stale = {name for name, run in RUNS.items() if digest_code(*run) != before[name]}
+    path.write_text(text, encoding="utf-8")
+    return stale
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "stale"),
+    [
+        ("sim/engine/scheduler.py", "", "\nNEW = 1\n", set(RUNS)),
+        ("core/leases.py", "", "\nNEW = 1\n", set(RUNS)),
+        ("workload/transform.py", "", "\nNEW = 1\n", set(RUNS)),
+        ("policies/tenuto.py", "", "\nNEW = 1\n", {"tenuto"}),
+        ("estimators/remaining_work.py", "", "\nNEW = 1\n", {"tenuto"}),
+        ("policies/published/autellix.py", "", "\nNEW = 1\n", {"autellix+"}),
+        ("routers/cache_aware.py", "", "\nNEW = 1\n", {"fleet"}),
+        ("workload/generators/bfcl.py", "", "\nNEW = 1\n", {"autellix+"}),
+        ("workload/formats/mooncake.py", "", "\nNEW = 1\n", {"trace"}),
+        ("workload/load.py", "def _find_reader(", "def _find_reader(more: int, ", {"trace"}),
+        # Another policy, generator, reader, GPU or command; words; what measures.
+        ("policies/published/new.py", "", "NEW = 1\n", set()),
+        ("workload/load.py", '    "ab8": ', '    "new": None,\n    "ab8": ', set()),
+        ("sim/hardware/gpus.py", "_GPUS = (", "_GPUS = (\n    None,", set()),
+        ("sim/plan.py", "", "\nNEW = 1\n", set()),
+        ("sim/server/app.py", "", "\nNEW = 1\n", set()),
+        ("records/metrics.py", "", "\nNEW = 1\n", set()),
+        ("core/leases.py", "", "\n# Words.\n", set()),
+    ],
+)
+def test_a_record_goes_stale_only_where_its_run_may_come_out_otherwise(
+    tree: Path, file: str, old: str, new: str, stale: set[str]
+) -> None:
+    assert find_stale(tree, file, old, new) == stale
+
+
+def test_a_definition_may_move_to_another_file_that_is_loaded(tree: Path) -> None:
+    before = digest_code(*RUNS["stock"])
+    path = tree / "core" / "windows.py"
+    (tree / "core" / "moved.py").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    path.write_text('"""Other words."""\nfrom tenuto.core.moved import *\n', encoding="utf-8")
+    forget()
+    assert digest_code(*RUNS["stock"]) == before
+    path.write_text((tree / "core" / "moved.py").read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def make(policy: str, code: str | None, row: str = "R") -> dict[str, Any]:
+    return {"row": row, "policy": policy, "code": code}
+
+
+def test_codes_are_not_mixed() -> None:
+    whole = [make("stock", "e-p-s"), make("tenuto", "e-p-t"), make("tenuto", "e-q-t", "S")]
+    assert find_mixed(whole) == [] == find_mixed([make("stock", None), make("tenuto", None)])
+    for other in (
+        make("stock", "E-p-s"),  # another engine
+        make("concur", "e-P-c"),  # in the same row other jobs
+        make("tenuto", "e-p-T"),  # older rules
+        {"row": "R", "policy": "stock"},  # from before records said it
+    ):
+        with pytest.raises(ConfigError, match="several codes"):
+            check_one_code([*whole, other])
+
+
+def test_what_is_older_is_said() -> None:
+    present = {"stock": Code("e", "p", "s"), "tenuto": Code("e", "p", "t")}
+
+    def say(*records: dict[str, Any]) -> str:
+        return say_code(records, lambda record: present[record["policy"]])
+
+    assert say(make("stock", "e-p-s"), make("tenuto", "e-p-t")) == "Code: engine `e`."
+    assert say(make("stock", "e-p-s"), make("tenuto", "e-p-x")).endswith("of writing: `tenuto` (its rules).")
+    assert "Older" in say(make("stock", "f-p-s")) and "all of it" in say(make("stock", "f-p-s"))
+    assert say(make("stock", "e-q-s")).endswith("R (its machine or its jobs).")
+    assert "**older**: these records" in say(make("stock", None))
+
+
+def test_of_several_codes_the_last_counts() -> None:
+    old = [make("stock", "e-p-s"), make("tenuto", "e-p-t"), make("concur", "d-p-c")]
+    new = [make("tenuto", "e-p-T")]
+    assert take_last([*old, *new]) == [old[0], *new]
+    assert take_last([]) == []
