@@ -13,7 +13,7 @@ from tenuto.core.errors import DataError
 from tenuto.records import codec, files
 from tenuto.records.codec import Fields
 from tenuto.records.files import RESULTS, Say, read_first, read_objects, stream_objects
-from tenuto.records.prototype import read_prototype
+from tenuto.records.prototype import KIND, read_prototype
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import SCHEMA, RunRecord, Sample, TurnRecord
 from tenuto.records.trace_reader import read_trace
@@ -184,7 +184,7 @@ _NAMES = {
     TRACE: "trace",
     RECORDING: "recording",
     TURNS: "turns",
-    PROTOTYPE: "prototype",
+    PROTOTYPE: KIND,
 }
 LOADABLE = tuple(_NAMES)
 """Kinds of files that hold one run."""

@@ -4,22 +4,27 @@ The format comes from the prototype's class Continuum_Recorder (vllm/v1/core/est
 fork). The file is one JSON object: each job id has a list of events in time order. An event is an object with
 one time in Unix seconds under the event's name. A start event also has `prompt_length` and `hit_length`. The
 file does not give output lengths. So there is only a lower bound for the tokens that a turn could reuse: the
-previous prompt. Forks add `deadline` to a pin, and further events; those are skipped and counted. What is
-written here, the prototype's own scripts read.
+previous prompt. Forks add `deadline` to a pin, and further events; those are skipped and counted.
+
+What is written here, the prototype's own scripts read. Its arrivals and pins also have our record of the
+turn and of the lease, under `tenuto`. So a run that was written tells the same when it is read: nothing is
+inferred from times. Refused leases and the engine's steps are not in the file.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.reuse import count_reusable_tokens
-from tenuto.records.codec import Fields
-from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, RunData
+from tenuto.records import codec
+from tenuto.records.codec import MAX_TOKENS, Fields, LeftOut, Range
+from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, Preemption, RunData
 from tenuto.records.schema import TurnRecord
 
 ARRIVED = "Request_arrival_time"
@@ -30,10 +35,49 @@ FINISHED = "Request_departure_time"
 PINNED = "pinned_time"
 UNPINNED = "unpinned_time"
 EVENTS = (ARRIVED, STARTED, PREEMPTED, RESUMED, FINISHED, PINNED, UNPINNED)
+OURS = "tenuto"
+"""Under this name, an arrival has the turn as we know it, and a pin the lease."""
+KIND = "prototype"
 
 TTL_S = 2.0
 """The prototype's fixed retention time. An earlier unpin gave the blocks to other jobs or to a hit."""
 _MAX_UNIX_S = 1e11
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a run tells of a turn, so that reading it back finds the same causes."""
+
+    turn: TurnRecord
+    block_size: Annotated[int, Range(1, MAX_TOKENS)]
+    offloaded: bool = False
+    declined_load: bool = False
+    parted_at: Annotated[int | None, LeftOut] = None
+    short_group: Annotated[str | None, LeftOut] = None
+
+    @classmethod
+    def of(cls, data: RunData, turn: TurnRecord) -> Told:
+        """Gather it."""
+        key = (turn.job, turn.turn)
+        return cls(
+            turn=turn,
+            block_size=data.block_size,
+            offloaded=key in data.offloaded,
+            declined_load=key in data.declined_loads,
+            parted_at=data.parted_at.get(key),
+            short_group=data.short_hits.get(key),
+        )
+
+    def add_to(self, data: RunData, key: tuple[str, int]) -> None:
+        """Put all but the turn itself where a run has it."""
+        if self.offloaded:
+            data.offloaded.add(key)
+        if self.declined_load:
+            data.declined_loads.add(key)
+        if self.parted_at is not None:
+            data.parted_at[key] = self.parted_at
+        if self.short_group is not None:
+            data.short_hits[key] = self.short_group
 
 
 def read_prototype(data: RunData, fields: Fields) -> None:
@@ -42,7 +86,10 @@ def read_prototype(data: RunData, fields: Fields) -> None:
     for job_id in fields.values:
         job = _JobReader(data, job_id, unknown)
         for event in fields.records(job_id):
-            job.read(event)
+            if OURS in event:
+                job.take(event)
+            else:
+                job.read(event)
         data.turns += job.turns
     if not data.turns:
         raise DataError(f"{data.source}: no request arrives in it")
@@ -62,8 +109,23 @@ class _JobReader:
     def __post_init__(self) -> None:
         self.turns: list[TurnRecord] = []
         self._finished: TurnRecord | None = None
+        self._preempted: Preemption | None = None
         self._lease: LeaseRecord | None = None
         self._deadline_s = 0.0
+        self._is_ours = False
+
+    def take(self, event: Fields) -> None:
+        """Take a turn or a lease as it was known when the file was written."""
+        self._is_ours = True
+        known = event.part(OURS)
+        if ARRIVED in event:
+            told = codec.read(Told, known)
+            turn = replace(told.turn, job=self.job_id)
+            self.turns.append(turn)
+            self.data.known_block_size = told.block_size
+            told.add_to(self.data, (self.job_id, turn.turn))
+        else:
+            self.data.leases.append(replace(codec.read(LeaseRecord, known), job=self.job_id))
 
     def read(self, event: Fields) -> None:
         """Process one event."""
@@ -72,6 +134,8 @@ class _JobReader:
             self.unknown[next(iter(event.values), "without a name")] += 1
             return
         at_s = event.number(name, _MAX_UNIX_S)
+        if self._is_ours:
+            return  # the job's arrivals and pins have said it
         if name == ARRIVED:
             self.turns.append(TurnRecord(job=self.job_id, turn=len(self.turns) + 1, due_s=at_s))
         elif not self.turns and name not in (PINNED, UNPINNED):
@@ -81,6 +145,10 @@ class _JobReader:
         elif name == PREEMPTED:
             last = self.turns[-1]
             self.turns[-1] = replace(last, preemptions=(last.preemptions or 0) + 1)
+            self._preempted = Preemption(self.job_id, last.turn, at_s)
+            self.data.preemptions.append(self._preempted)
+        elif name == RESUMED:
+            self._resume(event, at_s)
         elif name == FINISHED:
             index = self._find("last_token_s")
             self.turns[index] = self._finished = replace(self.turns[index], last_token_s=at_s)
@@ -111,6 +179,11 @@ class _JobReader:
             self._see_hit(turn, before)
         self.turns[index] = turn
 
+    def _resume(self, event: Fields, at_s: float) -> None:
+        if self._preempted is not None:
+            self._preempted.resumed_s, self._preempted.hit_tokens = at_s, event.integer("hit_length")
+            self._preempted = None
+
     def _pin(self, event: Fields, at_s: float) -> None:
         number = self._finished.turn if self._finished else 0
         self._lease = LeaseRecord(self.job_id, number, granted_s=at_s, num_blocks=None)
@@ -137,8 +210,7 @@ class _JobReader:
 def write_prototype(path: Path, data: RunData) -> None:
     """Write a run's file. Raises DataError if no turn arrived, ConfigError if it cannot be written.
 
-    Times are the run's own seconds. A run's turns say how often they were preempted, not when, so preemptions
-    are left out.
+    Times are the run's own seconds.
     """
     jobs = make_events(data)
     if not jobs:
@@ -150,24 +222,50 @@ def write_prototype(path: Path, data: RunData) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def make_events(data: RunData) -> dict[str, list[dict[str, float]]]:
-    """Each job's events in the order of their times."""
-    timed: dict[str, list[tuple[float, int, dict[str, float]]]] = {}
-
-    def add(job: str, name: str, at_s: float | None, **more: Any) -> None:
-        if at_s is not None:
-            events = timed.setdefault(job, [])
-            # Events of one time stay in the order of a turn's life.
-            events.append((at_s, len(events), {name: at_s, **more}))
-
-    for turn in data.turns:
-        lengths = {"prompt_length": turn.prompt_tokens or 0, "hit_length": turn.hit_tokens or 0}
-        add(turn.job, ARRIVED, turn.due_s)
-        add(turn.job, STARTED, turn.start_s, **lengths)
-        add(turn.job, FINISHED, turn.last_token_s)
+def make_events(data: RunData) -> dict[str, list[dict[str, Any]]]:
+    """Each job's events in the order of their times; events of one time in the order of the job's life."""
+    leases: dict[tuple[str, int], list[LeaseRecord]] = {}
     for lease in data.leases:
-        add(lease.job, PINNED, lease.granted_s)
-        add(lease.job, UNPINNED, lease.ended_s)
+        leases.setdefault((lease.job, lease.turn), []).append(lease)
+    preemptions: dict[tuple[str, int], list[Preemption]] = {}
+    for each in data.preemptions:
+        preemptions.setdefault((each.job, each.turn), []).append(each)
+    jobs: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    for job, turns in data.jobs.items():
+        events = jobs[job] = []
+        for turn in turns:
+            key = (job, turn.turn)
+            events += _tell_turn(data, turn, preemptions.get(key, ()))
+            events += _tell_leases(data, leases.pop(key, ()))
+    for (job, _), rest in leases.items():  # of turns that finished before the trace began
+        if job in jobs:
+            jobs[job] += _tell_leases(data, rest)
     return {
-        job: [event for *_, event in sorted(events, key=lambda e: e[:2])] for job, events in timed.items()
+        job: [event for _, event in sorted(events, key=lambda each: each[0])] for job, events in jobs.items()
     }
+
+
+def _tell_turn(
+    data: RunData, turn: TurnRecord, preemptions: Iterable[Preemption]
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    lengths = {"prompt_length": turn.prompt_tokens or 0, "hit_length": turn.hit_tokens or 0}
+    ours = {} if data.kind == KIND else {OURS: codec.write(Told.of(data, turn))}
+    yield turn.due_s, {ARRIVED: turn.due_s, **ours}
+    if turn.start_s is not None:
+        yield turn.start_s, {STARTED: turn.start_s, **lengths}
+    for each in preemptions:
+        yield each.preempted_s, {PREEMPTED: each.preempted_s}
+        if each.resumed_s is not None:
+            lengths["hit_length"] = each.hit_tokens or 0
+            yield each.resumed_s, {RESUMED: each.resumed_s, **lengths}
+    if turn.last_token_s is not None:
+        yield turn.last_token_s, {FINISHED: turn.last_token_s}
+
+
+def _tell_leases(data: RunData, leases: Iterable[LeaseRecord]) -> Iterator[tuple[float, dict[str, Any]]]:
+    for lease in leases:
+        deadline = {} if lease.until_s is None else {"deadline": lease.until_s}
+        ours = {} if data.kind == KIND else {OURS: codec.write(lease)}
+        yield lease.granted_s, {PINNED: lease.granted_s, **deadline, **ours}
+        if lease.ended_s is not None:
+            yield lease.ended_s, {UNPINNED: lease.ended_s}

@@ -40,6 +40,18 @@ class LeaseRecord:
 
 
 @dataclass(slots=True)
+class Preemption:
+    """A running turn was preempted, and resumed or not."""
+
+    job: str
+    turn: int
+    preempted_s: float
+    resumed_s: float | None = None
+    hit_tokens: int | None = None
+    """Tokens that it hit when it resumed."""
+
+
+@dataclass(slots=True)
 class Gauge:
     """A value that is sampled many times: keeps the mean, lowest and highest value."""
 
@@ -74,6 +86,8 @@ class RunData:
     turns: list[TurnRecord] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     leases: list[LeaseRecord] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
+    """In the order of their times; empty where a file only counts them."""
     offloaded: set[tuple[str, int]] = field(default_factory=set)
     """Turns with blocks that were copied to a tier below the GPU, as pairs of job and turn number."""
     declined_loads: set[tuple[str, int]] = field(default_factory=set)

@@ -18,7 +18,7 @@ from typing import Any
 from tenuto.core.errors import DataError
 from tenuto.core.reuse import count_missed_tokens
 from tenuto.records.codec import Fields
-from tenuto.records.run_data import LeaseRecord, RunData
+from tenuto.records.run_data import LeaseRecord, Preemption, RunData
 from tenuto.records.schema import Sample, TurnRecord
 from tenuto.records.trace import COMMANDS, SCHEMA
 
@@ -117,6 +117,8 @@ class _TraceReader:
     """Turns by id."""
     leases: dict[str, LeaseRecord] = field(default_factory=dict)
     """Active leases, by the id of the turn that they belong to."""
+    preempted: dict[str, Preemption] = field(default_factory=dict)
+    """The last preemption of each turn that has not resumed, by the turn's id."""
     finished: dict[str, _TracedTurn] = field(default_factory=dict)
     """Each job's last finished turn."""
     computed: list[tuple[int, _TracedTurn]] = field(default_factory=list)
@@ -155,7 +157,8 @@ class _TraceReader:
         before, self.part = self.part, read_part(record)
         if self.part.follows(before):
             return
-        for each in (self.names, self.live, self.leases, self.finished, self.computed, self.just_ended):
+        kept = (self.names, self.live, self.leases, self.preempted, self.finished, self.computed)
+        for each in (*kept, self.just_ended):
             each.clear()
         self.last_step_s = self.pressed_s = None
         self.num_steps = 0
@@ -210,14 +213,20 @@ class _TraceReader:
                 self.data.short_tokens[group] += record.integer("num_short_tokens")
 
     def _on_resumed(self, record: Fields, turn_id: str) -> None:
-        record.integer("num_hit_tokens")
+        num_hit = record.integer("num_hit_tokens")
+        if (preemption := self.preempted.pop(turn_id, None)) is not None:
+            preemption.resumed_s, preemption.hit_tokens = record.number("now_s"), num_hit
         num_lost = record.optional(record.integer, "num_lost_tokens")
         if turn_id in self.live and num_lost is not None:
             self.live[turn_id].lost_tokens = (self.live[turn_id].lost_tokens or 0) + num_lost
 
     def _on_preempted(self, record: Fields, turn_id: str) -> None:
-        if turn_id in self.live:
-            self.live[turn_id].preemptions += 1
+        turn = self.live.get(turn_id)
+        if turn is not None:
+            turn.preemptions += 1
+            preemption = Preemption(turn.job, turn.turn, record.number("now_s"))
+            self.preempted[turn_id] = preemption
+            self.data.preemptions.append(preemption)
 
     def _on_finished(self, record: Fields, turn_id: str) -> None:
         turn = self.live.get(turn_id)

@@ -239,8 +239,7 @@ def test_the_prototypes_history(tmp_path: Path, unpinned: float, hit: int, end: 
 
 def test_the_prototypes_file_is_written_as_it_is_read(tmp_path: Path) -> None:
     path, out = tmp_path / "scheduler_timestamps", tmp_path / "again"
-    events = [event for event in make_history(unpinned=6.5, hit=496) if "evict" not in next(iter(event))]
-    events = sorted(events, key=lambda event: next(iter(event.values())))
+    events = sorted(make_history(unpinned=6.5, hit=496), key=lambda event: next(iter(event.values())))
     path.write_text(json.dumps({"job-1": events, "job-2": [{"Request_arrival_time": T}]}))
     write_timestamps([path], out)
     assert json.loads(out.read_text()) == json.loads(path.read_text())
@@ -250,16 +249,45 @@ def test_the_prototypes_file_is_written_as_it_is_read(tmp_path: Path) -> None:
         write_timestamps([path, path], tmp_path / "third")
 
 
-def test_a_simulation_as_the_prototypes_file(tmp_path: Path) -> None:
-    trace = TraceWriter(str(tmp_path / "trace.jsonl"))
-    setup = Setup(gpu="H100", policy="continuum-fixed", step_cost="roofline")
-    outcome = run(setup, LoadOptions(jps=1, window_s=3), extras=Extras(trace=trace), log=trace.write)
+@pytest.mark.parametrize("policy", ["continuum-fixed", "tenuto"])
+def test_a_run_written_as_the_prototypes_file_tells_the_same(tmp_path: Path, policy: str) -> None:
+    path, out = tmp_path / "trace.jsonl", tmp_path / "scheduler_timestamps"
+    trace = TraceWriter(str(path))
+    # Turns wait, so that leases end in more than one way.
+    setup = Setup(gpu="A100-40", policy=policy, step_cost="roofline")
+    run(setup, LoadOptions(jps=6, window_s=5), extras=Extras(trace=trace), log=trace.write)
     trace.close()
-    write_timestamps([tmp_path / "trace.jsonl"], tmp_path / "scheduler_timestamps")
-    report = analyze(tmp_path / "scheduler_timestamps")
-    assert report["kind"] == "prototype"
-    assert report["job_s"]["mean"] == pytest.approx(outcome.record["job_s"]["mean"])
-    assert sum(report["leases"]["ended"].values()) == 7 * outcome.record["jobs"]
+    write_timestamps([path], out)
+    was, now = analyze(path), analyze(out)
+    assert (now["kind"], len(was["leases"]["ended"])) == ("prototype", 2)
+    assert was["causes"]
+    for report in (was, now):
+        for left_out in ("source", "kind", "labels", "engine", "step_s"):
+            del report[left_out]
+        del report["leases"]["refused"], report["leases"]["taken_by"]
+    assert now == was
+
+
+def test_the_prototypes_events_of_a_run(two_turns: TraceFile, tmp_path: Path) -> None:
+    """What the prototype's own scripts read: one time under each event's name, in the order of times."""
+    out = tmp_path / "scheduler_timestamps"
+    two_turns.arrive("a", 2, 3.0, 160)
+    two_turns.start("a", 2, 3.5, 16)
+    two_turns.event("preempted", "a", 2, 4.0)
+    two_turns.event("resumed", "a", 2, 5.0, num_hit_tokens=32)
+    two_turns.finish("a", 2, 6.0, 8)
+    write_timestamps([two_turns.write()], out)
+    (events,) = json.loads(out.read_text()).values()
+    times = [next(iter(event.values())) for event in events]
+    assert times == sorted(times)
+    assert [next(iter(event)) for event in events][-5:] == [
+        "Request_arrival_time",
+        "waiting_to_running",
+        "Request_evicted_from_running_queue_time",
+        "evicted_to_running",
+        "Request_departure_time",
+    ]
+    assert events[-2] == {"evicted_to_running": 5.0, "prompt_length": 160, "hit_length": 32}
 
 
 def test_a_forks_deadline_and_unknown_events(tmp_path: Path) -> None:
@@ -276,7 +304,14 @@ def test_a_forks_deadline_and_unknown_events(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("event", "field"),
-    [({"waiting_to_running": T}, "prompt_length"), ({"pinned_time": "x"}, "pinned_time")],
+    [
+        ({"waiting_to_running": T}, "prompt_length"),
+        ({"pinned_time": "x"}, "pinned_time"),
+        ({"Request_arrival_time": T, "tenuto": {"block_size": 16, "turn": 5}}, "tenuto.turn"),
+        ({"Request_arrival_time": T, "tenuto": {"block_size": 0, "turn": {}}}, "tenuto.turn.job"),
+        ({"pinned_time": T, "tenuto": {"job": "j", "turn": 1}}, "tenuto.granted_s"),
+        ({"unpinned_time": T, "tenuto": []}, "tenuto"),
+    ],
 )
 def test_a_malformed_event(tmp_path: Path, event: dict[str, Any], field: str) -> None:
     path = tmp_path / "scheduler_timestamps"
