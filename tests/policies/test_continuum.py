@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,8 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
+from tenuto.estimators.tool_times import MAX_TIMES
+from tenuto.policies.published._continuum import MAX_JOBS
 from tenuto.policies.published.continuum import Continuum
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.workload import load_workload
@@ -402,3 +405,9 @@ def test_its_known_weakness_one_eta_for_all_kinds_of_jobs() -> None:
         alone = make_policy()
         learn_lengths(alone, *[kind] * 20)
         assert alone._ttl._job_lengths.get_eta() == pytest.approx(1.0)
+
+
+def test_the_docs_say_how_much_is_remembered() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    assert f"the tool's last {MAX_TIMES:,} times" in text
+    assert f"the last {MAX_JOBS:,} finished jobs" in text
