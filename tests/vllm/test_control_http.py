@@ -44,7 +44,7 @@ class Core:
         assert name == control_http.CALL
         asked = self._engines[int.from_bytes(engine, "little")]
         if asked == "silent":
-            await asyncio.sleep(60)
+            raise TimeoutError  # as if the limit had passed; no test depends on how busy the machine is
         await asyncio.sleep(random.random() / 100)  # an engine answers between two steps
         if isinstance(asked, Exception):
             raise asked
@@ -55,7 +55,6 @@ class Core:
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADMIN_VARIABLE, "operator-secret")
     monkeypatch.setenv(tenants.SECRET_VARIABLE, "s" * 64)
-    monkeypatch.setattr(control_http, "LIMIT_S", 0.2)
 
 
 def make_key_check(app: Any, keys: list[str]) -> Any:
@@ -165,7 +164,7 @@ def test_a_rank_that_does_not_confirm_is_named() -> None:
     engine = start({"policy": KEEP_ALL})
     answer = make_client(engine, "silent").get("/tenuto/control", headers=ADMIN)
     assert answer.status_code == 504
-    assert answer.json()["error"] == "rank 1: no answer within 0.2 s"
+    assert answer.json()["error"] == "rank 1: no answer within 30 s"
     assert [rank["ok"] for rank in answer.json()["ranks"]] == [True, None]
     # The check before the change finds it, so nothing is changed half-way.
     answer = make_client(engine, "silent").post("/tenuto/control", headers=ADMIN, json={"mode": "off"})
@@ -328,7 +327,7 @@ def test_the_command_shows_and_changes() -> None:
     status, text = run_command(make_client(engine, "silent"), "on")
     assert (status, text) == (
         1,
-        "rank 0: would do it, but nothing was changed\nrank 1: NOT CONFIRMED: no answer within 0.2 s",
+        "rank 0: would do it, but nothing was changed\nrank 1: NOT CONFIRMED: no answer within 30 s",
     )
     hold(engine, "j", None)
     assert run_command(make_client(engine), "release", job="j") == (0, "job j: released")
