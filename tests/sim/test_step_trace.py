@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.records import load
 from tenuto.records.load import load_file
-from tenuto.records.trace import TraceWriter
+from tenuto.records.trace import MAX_IDS, StepState, TraceWriter
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
@@ -71,3 +71,49 @@ def test_steps_and_admissions(tmp_path: Path) -> None:
     loaded = sum(each["num_external_hit_tokens"] for each in admissions)
     assert loaded == outcome.record["loaded_tokens"] > 0
     assert max(each["num_tier_blocks"]["host"] for each in steps) > 0
+
+
+def test_a_step_says_who_is_in_the_engine_and_what_room_it_has(tmp_path: Path) -> None:
+    settings = {"policy": "tenuto", "offload": "async", "host_gb": 40, "max_num_seqs": 3}
+    _, records = trace(tmp_path / "trace.jsonl", **settings)
+    here: list[str] = []
+    leased: set[str] = set()
+    for record in records:
+        if record["kind"] == "job":
+            if record["event"] == "arrived":
+                here.append(record["turn"])
+            elif record["event"] == "finished":
+                here.remove(record["turn"])
+            elif record["event"] == "lease-granted":
+                leased.add(record["job"])
+            elif record["event"] == "lease-ended":
+                leased.discard(record["job"])
+        if record["kind"] != "step":
+            continue
+        assert len(record["all_running"]) == record["num_running"] <= record["max_running"] == 3
+        assert set(record["num_tokens"]) <= set(record["all_running"])
+        assert len(record["all_waiting"]) == record["num_waiting"]
+        assert sorted(record["all_running"] + record["all_waiting"]) == sorted(here)
+        assert set(record["retained_jobs"]) == leased
+        assert sum(record["num_tokens"].values()) <= record["max_tokens"]
+        used, free, total = (record[f"num_tier_{each}blocks"]["host"] for each in ("", "free_", "total_"))
+        assert used + free == total > 0
+        # One block of the cache holds no tokens, as in vLLM.
+        assert record["num_free_blocks"] + record["num_retained_blocks"] <= record["num_blocks"]
+        assert record["num_blocks"] == 30_000 // 16 - 1
+    assert max(len(each["all_waiting"]) for each in records if each["kind"] == "step") > 0
+
+
+def test_a_steps_lists_of_ids_are_bounded() -> None:
+    ids = [f"turn-{number}" for number in range(3 * MAX_IDS)]
+    state = StepState(
+        running=ids[: 2 * MAX_IDS],
+        requests=ids,
+        retained_jobs=ids,
+        num_blocks=1,
+        max_running=1,
+        max_tokens=1,
+        tiers=(),
+    ).describe()
+    assert state["all_running"] == state["retained_jobs"] == ids[:MAX_IDS]
+    assert state["all_waiting"] == ids[2 * MAX_IDS :]

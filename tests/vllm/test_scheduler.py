@@ -298,6 +298,12 @@ def test_trace_tells_each_step_and_every_job(clock: Clock, tmp_path: Path) -> No
     assert steps[0]["num_tokens"] == {"a1": 90}
     assert steps[1]["running"] == ["a1"]
     assert steps[2]["num_retained_blocks"] == 5
+    # Who was in the engine behind each step; the turn that came back took its lease.
+    assert [(r["all_running"], r["all_waiting"], r["retained_jobs"]) for r in steps] == [
+        (["a1"], [], []), (["a1"], [], []), ([], [], ["a"]), (["a2"], [], []),
+    ]  # fmt: skip
+    assert {(r["max_running"], r["max_tokens"]) for r in steps} == {(16, 256)}
+    assert {r["num_blocks"] for r in steps} == {scheduler.leased_blocks.num_blocks}
     admissions = {r["turn"]: r for r in records if r["kind"] == "admission"}
     assert (admissions["a2"]["num_local_hit_tokens"], admissions["a2"]["num_external_hit_tokens"]) == (80, 0)
     # The admission, the lease's end and the step that did it have one number.
@@ -312,6 +318,16 @@ def test_trace_tells_each_step_and_every_job(clock: Clock, tmp_path: Path) -> No
     engine.run()
     scheduler.shutdown()
     assert json.loads(file.read_text().splitlines()[-1])["kind"] == "step"
+
+
+@pytest.mark.parametrize("given", [None, "named.jsonl"])
+def test_the_prototypes_variable_turns_a_trace_on(
+    given: str | None, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCHED_TRACE_PATH", str(tmp_path / "sched_trace"))
+    engine = start({} if given is None else {"trace": str(tmp_path / given)})
+    engine.scheduler.shutdown()
+    assert [path.name for path in tmp_path.iterdir()] == [given or "sched_trace.steps.jsonl"]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -19,7 +19,9 @@ import logging
 import os
 import stat
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -27,6 +29,7 @@ from tenuto.core import __version__
 from tenuto.core.errors import ConfigError
 from tenuto.core.loader import describe_policy
 from tenuto.core.policy import Policy
+from tenuto.core.types import TierView
 
 Commands = Literal["none", "hash", "full"]
 COMMANDS: tuple[Commands, ...] = ("none", "hash", "full")
@@ -34,6 +37,9 @@ COMMANDS: tuple[Commands, ...] = ("none", "hash", "full")
 SCHEMA = 1
 OLDER = ".1"
 """Suffix of the one older file that is kept."""
+
+MAX_IDS = 1000
+"""Most ids in each of a step's lists of all requests or jobs. Its counts say how many there are."""
 
 _DIGEST_BYTES = 8
 
@@ -179,6 +185,42 @@ class TraceWriter:
         with contextlib.suppress(OSError):
             if file is not None:
                 file.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """The part of a step's record that says who is in the engine, and what it has room for."""
+
+    running: Iterable[str]
+    requests: Iterable[str]
+    """All requests in the order in which they came; those that do not run, wait."""
+    retained_jobs: Iterable[str]
+    num_blocks: int
+    max_running: int
+    """The step's seats."""
+    max_tokens: int
+    """The step's token budget."""
+    tiers: Sequence[TierView]
+    """Those below the GPU."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields of the record."""
+        running = list(self.running)
+        runs = set(running)
+        state: dict[str, Any] = {
+            "num_blocks": self.num_blocks,
+            "max_running": self.max_running,
+            "max_tokens": self.max_tokens,
+            "all_running": running[:MAX_IDS],
+            "all_waiting": list(islice((each for each in self.requests if each not in runs), MAX_IDS)),
+            "retained_jobs": list(islice(self.retained_jobs, MAX_IDS)),
+        }
+        if self.tiers:
+            used = {each.name: each.num_used_blocks for each in self.tiers}
+            total = {each.name: each.num_blocks for each in self.tiers}
+            state["num_tier_blocks"], state["num_tier_total_blocks"] = used, total
+            state["num_tier_free_blocks"] = {name: total[name] - used[name] for name in total}
+        return state
 
 
 class CommandHider:

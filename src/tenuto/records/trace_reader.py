@@ -2,9 +2,9 @@
 
 A trace may contain several starts of a server, each with its header. Clocks restart there, so jobs are
 separate too: the second job with the same id is called `ID #2`. A trace does not contain the time to first
-token; the first token is assumed at the next step after the prompt was computed. A trace does not contain the
-size of the KV cache either. The largest number of free blocks is used, which is exact if the engine was ever
-idle.
+token; the first token is assumed at the next step after the prompt was computed. If its steps do not contain
+the size of the KV cache, as before 0.2, the largest number of free blocks is used, which is exact if the
+engine was ever idle.
 """
 
 from __future__ import annotations
@@ -127,6 +127,8 @@ class _TraceReader:
     """Steps with tokens so far."""
     part: Part | None = None
     last_step_s: float | None = None
+    num_blocks: int = 0
+    """Size of the KV cache; 0 if no step says it."""
     most_free: int = 0
     pressed_s: float | None = None
     """The last time when free blocks were scarce; None before the first step."""
@@ -304,6 +306,7 @@ class _TraceReader:
         values = {name: record.integer(name) for name in _GAUGES}
         for name, value in values.items():
             self.data.add_to_gauge(name, value)
+        self.num_blocks = record.optional(record.integer, "num_blocks") or self.num_blocks
         self._see_pressure(values["num_free_blocks"], now_s)
         counts = record.optional_part("num_tokens")
         # Traces before 0.2 do not say it; they have one step in flight.
@@ -362,7 +365,7 @@ def read_trace(data: RunData, records: Iterable[Fields], *, with_samples: bool =
     if not reader.turns:
         raise DataError(f"{data.source}: no turn arrived in this trace")
     data.turns = [turn.to_record() for turn in reader.turns]
-    data.samples = [_set_size(sample, reader.most_free) for sample in reader.samples]
+    data.samples = [_set_size(sample, reader.num_blocks or reader.most_free) for sample in reader.samples]
     data.tells_leases = True
 
 

@@ -273,7 +273,7 @@ class Occupancy:
         self._next_s = now_s + max(0.05, now_s * SAMPLES_EVERY)
         pool, leases = scheduler.kv.pool, scheduler.driver.leases
         num_blanks, cached = pool.get_queue()
-        tiers = scheduler.count_tier_blocks()
+        tiers = {tier.name: tier.num_used_blocks for tier in scheduler.get_tiers()}
         self.samples.append(
             Sample(
                 now_s=now_s,

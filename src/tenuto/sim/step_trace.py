@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tenuto.records.trace import TraceWriter
+from tenuto.records.trace import StepState, TraceWriter
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
 
@@ -33,21 +33,29 @@ class StepTracer:
                     **self._get_load(turn_id, num_hit_tokens),
                 }
             )
-        pool, leases, tiers = scheduler.kv.pool, scheduler.driver.leases, scheduler.count_tier_blocks()
+        state, pool, leases = scheduler.state, scheduler.kv.pool, scheduler.driver.leases
         num_blanks, *_ = pool.get_queue()
-        tables = (table for request in scheduler.state.requests.values() for table in request.tables)
+        tables = (table for request in state.requests.values() for table in request.tables)
         self._trace.write(
             {
                 "kind": "step",
                 "now_s": now_s,
                 "num_in_flight": self._count_in_flight() - 1,
-                "num_running": len(scheduler.state.running),
-                "num_waiting": scheduler.state.num_waiting,
+                "num_running": len(state.running),
+                "num_waiting": state.num_waiting,
                 "num_free_blocks": pool.num_free_blocks,
                 "num_cached_blocks": pool.num_blocks - num_blanks - sum(table.num_blanks for table in tables),
                 "num_retained_blocks": scheduler.driver.get_num_leased_blocks(),
                 "num_retained_jobs": len(leases),
-                **({"num_tier_blocks": tiers} if tiers else {}),
+                **StepState(
+                    running=(request.turn_id for request in state.running),
+                    requests=state.requests,
+                    retained_jobs=(lease.job_id for lease in leases),
+                    num_blocks=pool.num_blocks,
+                    max_running=scheduler.config.max_num_seqs,
+                    max_tokens=step.budget + sum(step.num_tokens.values()),
+                    tiers=scheduler.get_tiers(),
+                ).describe(),
                 "new": list(step.new),
                 "resumed": list(step.resumed),
                 "running": [turn_id for turn_id in step.num_tokens if turn_id not in started],

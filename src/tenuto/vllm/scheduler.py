@@ -161,7 +161,8 @@ class _DrivenScheduler(PrivateHooks):
             set_tokens_per_prompt(self, per_prompt or size.per_prompt)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-            is_full = output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens
+            max_tokens = self.max_num_scheduled_tokens
+            is_full = output.total_num_scheduled_tokens >= max_tokens
             self._was_cut = is_full or get_tokens_per_prompt(self) > 0
             if hooks.steps is not None:
                 hooks.steps.schedule(output, now_s, is_full=is_full)
@@ -171,7 +172,7 @@ class _DrivenScheduler(PrivateHooks):
             self.driver.settle()
         hooks.start(list(get_started(output)), now_s)
         if self._steps is not None:
-            self._steps.record(output, now_s)
+            self._steps.record(output, now_s, max_tokens)
         if self._state is not None:
             self._state.save_if_due(now_s)
         self._metrics.refresh(self.driver, now_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,6 +12,9 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Canary, Limits, read_canary
 from tenuto.core.settings import check_settings, setting
 from tenuto.records.trace import COMMANDS, Commands, TraceOptions
+
+TRACE_VARIABLE = "SCHED_TRACE_PATH"
+"""The environment variable that turns on the Continuum prototype's trace: how its files' names begin."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,10 @@ class Settings:
     tenant_labels: bool = setting(
         False, "show the names of tenants on /metrics, to everybody who can read that page"
     )
-    trace: str | None = setting(None, "file for the JSONL trace of steps and decisions; none when unset")
+    trace: str | None = setting(
+        None,
+        f"file for the JSONL trace of steps and decisions; unset: ${TRACE_VARIABLE}.steps.jsonl, or none",
+    )
     trace_commands: str = setting(
         "hash", "what the trace has of the commands that tools run", choices=COMMANDS
     )
@@ -80,6 +87,8 @@ def read_settings(additional_config: Any) -> Settings:
     given = dict(given)
     limits = check_settings(Limits, given.pop("limits", {}), "tenuto.limits")
     canary = read_canary(given.pop("canary", None))
+    if prefix := os.environ.get(TRACE_VARIABLE):
+        given.setdefault("trace", f"{prefix}.steps.jsonl")
     checked = check_settings(Settings, given, "tenuto")
     settings = Settings(**checked, limits=Limits(**limits), canary=canary)
     check_step_tokens(settings.step_tokens, "tenuto: key 'step_tokens'")

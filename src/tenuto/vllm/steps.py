@@ -7,7 +7,7 @@ from typing import Any
 
 from tenuto.core.driver import Driver
 from tenuto.core.engine import StepClock
-from tenuto.records.trace import TraceWriter
+from tenuto.records.trace import StepState, TraceWriter
 from tenuto.vllm.compat.scheduler import count_cached_blocks, get_connector_name, get_hit_tokens, get_started
 
 
@@ -54,8 +54,11 @@ class StepTracer:
         if output.total_num_scheduled_tokens:
             self._num_in_flight = max(0, self._num_in_flight - 1)
 
-    def record(self, output: Any, now_s: float) -> None:
-        """Record one step, after the driver was told of it; the trace's step number increases by one."""
+    def record(self, output: Any, now_s: float, max_tokens: int) -> None:
+        """Record one step, after the driver was told of it; the trace's step number increases by one.
+
+        `max_tokens`: the token budget that the step had.
+        """
         scheduler = self._scheduler
         connector = get_connector_name(scheduler)
         new: list[str] = []
@@ -90,7 +93,15 @@ class StepTracer:
                 "num_cached_blocks": count_cached_blocks(scheduler),
                 "num_retained_blocks": 0 if driver.is_shadow else driver.get_num_leased_blocks(),
                 "num_retained_jobs": 0 if driver.is_shadow else len(driver.leases),
-                **_count_tier_blocks(scheduler),
+                **StepState(
+                    running=(request.request_id for request in scheduler.running),
+                    requests=scheduler.requests,
+                    retained_jobs=() if driver.is_shadow else (lease.job_id for lease in driver.leases),
+                    num_blocks=scheduler.leased_blocks.num_blocks,
+                    max_running=scheduler.vllm_config.scheduler_config.max_num_seqs,
+                    max_tokens=max_tokens,
+                    tiers=() if scheduler.tier is None else scheduler.tier.get_views(),
+                ).describe(),
                 "new": new,
                 "resumed": resumed,
                 "running": [each for each in output.num_scheduled_tokens if each not in started],
@@ -100,10 +111,3 @@ class StepTracer:
         )
         self._num_in_flight += bool(output.total_num_scheduled_tokens)
         self._trace.end_step()
-
-
-def _count_tier_blocks(scheduler: Any) -> dict[str, dict[str, int]]:
-    """Blocks that each tier below the GPU holds; nothing without tiers of ours."""
-    if scheduler.tier is None:
-        return {}
-    return {"num_tier_blocks": {view.name: view.num_used_blocks for view in scheduler.tier.get_views()}}

@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tenuto.core.driver import Driver
 from tenuto.core.jobs import Arrival, Finish
@@ -28,7 +28,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.stats import DriverStats
-from tenuto.core.types import ShortHit, Yields
+from tenuto.core.types import ShortHit, TierView, Yields
 from tenuto.core.windows import STATE
 from tenuto.estimators.step_size import make_step_chooser
 from tenuto.sim.cost.batch import StepBatch
@@ -218,10 +218,9 @@ class Scheduler:
             times_s += [load.done_s for load in self.state.loading[:1]]
         return min((each for each in times_s if each is not None), default=None)
 
-    def count_tier_blocks(self) -> dict[str, int]:
-        """Blocks that each tier below the GPU holds; nothing in an engine without tiers."""
-        views = () if self.offloader is None else self.offloader.get_views(self.state.now_s)
-        return {view.name: view.num_used_blocks for view in views}
+    def get_tiers(self) -> Sequence[TierView]:
+        """The tiers below the GPU; nothing in an engine without tiers."""
+        return () if self.offloader is None else self.offloader.get_views(self.state.now_s)
 
     def switch(self, policy: Policy, limits: Limits, now_s: float, *, keeps_leases: bool) -> None:
         """Let another policy decide from now on; requests that wait or run are not touched.

@@ -106,7 +106,7 @@ PUBLIC = {
     ),
     "cache_config": ("vllm.config:CacheConfig", "enable_prefix_caching"),
     "model_config": ("vllm.config:ModelConfig", "served_model_name"),
-    "scheduler_config": ("vllm.config:SchedulerConfig", "async_scheduling"),
+    "scheduler_config": ("vllm.config:SchedulerConfig", "async_scheduling max_num_seqs"),
 }
 """All that may be used of vLLM outside this room."""
 
