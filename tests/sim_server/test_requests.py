@@ -20,6 +20,7 @@ from tenuto.wire.request import RequestError
 from tests.sim_server.live import Live, serve
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "x"}
 TOOL = {"type": "function", "function": {"name": "bash"}}
 BAD_ARGUMENTS = {"sim_tool": "bash", "sim_arguments": "[1"}
@@ -50,7 +51,25 @@ SERVED = Served(model_name="m", max_model_len=1000, answer_tokens=50, tokenizer=
         (PLAIN, {"prompt": "x", "temperature": float("nan")}, "temperature must be a number"),
         (PLAIN, {"prompt": "x", "n": 2}, "n=2 is not simulated"),
         (PLAIN, {"prompt": "x", "echo": True}, "echo=True is not simulated"),
-        (PLAIN, {"prompt": "x", "logprobs": 1}, "logprobs=1 is not simulated"),
+        (PLAIN, {"prompt": "x", "logprobs": 21}, "logprobs=21 is more than 20"),
+        (PLAIN, {"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs=1 is not simulated"),
+        (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs needs logprobs=true"),
+        (CHAT, {"messages": [USER], "logprobs": 1}, "logprobs must be true or false"),
+        (RESPONSES, {}, "input must be"),
+        (RESPONSES, {"input": [{"role": "user"}]}, "input[0].content must be"),
+        (RESPONSES, {"input": [{"type": 7}]}, "input[0].type must be"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": "x"}]}, "input[0] must have a name"),
+        (RESPONSES, {"input": "x", "tools": [{"name": "x"}]}, "tools[0].type"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+        (RESPONSES, {"input": "x", "include": "logprobs"}, "include must be a list"),
+        (MESSAGES, {"messages": [USER]}, "max_tokens is missing"),
+        (MESSAGES, {"max_tokens": 9}, "messages must be"),
+        (MESSAGES, {"max_tokens": 9, "messages": [{"role": "user", "content": [7]}]}, "content[0] must be"),
+        (MESSAGES, {"max_tokens": 9, "messages": [{"role": "user", "content": None}]}, "content must be"),
+        (MESSAGES, {"max_tokens": 9, "messages": [USER], "tools": [{}]}, "tools[0].name"),
+        (MESSAGES, {"max_tokens": 9, "messages": [USER], "tool_choice": {"type": "x"}}, "tool_choice.type"),
+        (MESSAGES, {"max_tokens": 9, "messages": [USER], "tool_choice": {"type": "any"}}, "needs tools"),
+        (MESSAGES, {"max_tokens": 9, "messages": [USER], "tool_choice": "any"}, "must be an object"),
         (PLAIN, {"prompt": "x", "stream": "yes"}, "stream must be true or false"),
         (PLAIN, {"prompt": "x", "stream_options": 1}, "stream_options must be an object"),
         (PLAIN, {"prompt": "x", "vllm_xargs": {"a": {}}}, "vllm_xargs must be"),
@@ -116,7 +135,8 @@ FIELDS = [
     *("model", "prompt", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens"),
     *("min_tokens", "ignore_eos", "stream", "stream_options", "return_token_ids", "seed", "priority"),
     *("cache_salt", "temperature", "n", "best_of", "logprobs", "response_format", "vllm_xargs", "metadata"),
-    *("session_id", "prompt_cache_key", "job_id", "stop", "user"),
+    *("session_id", "prompt_cache_key", "job_id", "stop", "user", "input", "instructions", "system"),
+    *("include", "top_logprobs", "previous_response_id", "text", "output_config", "max_output_tokens"),
 ]
 
 
@@ -124,12 +144,12 @@ FIELDS = [
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=6),
-    st.sampled_from([PLAIN, CHAT]),
+    st.sampled_from([PLAIN, CHAT, RESPONSES, MESSAGES]),
     st.booleans(),
 )
 def test_no_body_does_more_than_be_refused(body: dict[str, Any], path: str, is_right: bool) -> None:
     if is_right:
-        body = {"prompt": "x", "messages": [USER], **body}
+        body = {"prompt": "x", "messages": [USER], "input": "x", "max_tokens": 9, **body}
     try:
         ask = read_request(json.dumps(body).encode(), {}, path, SERVED)
     except RequestError as refused:

@@ -400,6 +400,10 @@ def _get_keys(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     return ((name, key) for name, key in named.items() if isinstance(key, str) and key)
 
 
+BILLING_TEXT = "x-anthropic-billing-header"
+"""A part of the system prompt that begins so is another one in each request of Claude Code; vLLM drops it."""
+
+
 def _get_parts(content: Any) -> Iterator[bytes]:
     """The content's texts and other parts, however the client writes them.
 
@@ -407,10 +411,10 @@ def _get_parts(content: Any) -> Iterator[bytes]:
     from message to message.
     """
     for part in content if isinstance(content, list) else [content]:
-        if isinstance(part, str):
-            yield part.encode(errors="replace")
-        elif isinstance(part, dict) and isinstance(part.get("text"), str):
-            yield part["text"].encode(errors="replace")
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(text, str):
+            if not text.startswith(BILLING_TEXT):
+                yield text.encode(errors="replace")
         elif isinstance(part, dict):
             rest = {name: value for name, value in part.items() if name != "cache_control"}
             yield json.dumps(rest, sort_keys=True).encode()

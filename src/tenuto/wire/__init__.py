@@ -38,8 +38,22 @@ class Format(Protocol):
     LIMITS: tuple[str, ...]
     """Where a request may say how many tokens it wants at most; the first one counts."""
 
+    MUST_LIMIT: bool
+    """Every request says a limit. So the limit says nothing about the answer that is expected."""
+    COUNTS_ALWAYS: bool
+    """Streams have the counts of tokens, asked for or not."""
+
     def read_prompt(self, body: Body, *, strict: bool = True) -> str | list[int] | Iterator[Message]:
         """A request's prompt: text, token ids or messages. Raises RequestError."""
+
+    def read_tools(self, body: Body) -> dict[str, Any]:
+        """The schema of each tool's arguments, by the tool's name. Raises RequestError."""
+
+    def read_tool_choice(self, body: Body) -> tuple[str, str | None]:
+        """`none`, `auto`, `required` or `function`, and this function's name. Raises RequestError."""
+
+    def read_logprobs(self, body: Body) -> int | None:
+        """How many alternatives of each token to show; None: no probabilities. Raises RequestError."""
 
     def read_whole(self, body: Body) -> Delta:
         """Read a response that is not streamed."""
@@ -64,3 +78,8 @@ PATHS = tuple(FORMATS)
 def get_format(path: str) -> Format:
     """The format of requests to a path that ends with one of `PATHS`."""
     return next(form for end, form in FORMATS.items() if path.endswith(end))
+
+
+def write_error(path: str, error: RequestError) -> dict[str, Any]:
+    """The body that refuses a request to this path, as the path's clients read it."""
+    return anthropic_messages.write_error(error) if anthropic_messages.PATH in path else error.to_json()

@@ -6,7 +6,17 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tenuto.wire.request import Body, Message, RequestError, get_objects, read_parts
+from tenuto.core.requests import BILLING_TEXT
+from tenuto.wire.request import (
+    Body,
+    Message,
+    RequestError,
+    get_list,
+    get_object,
+    get_objects,
+    get_string,
+    read_parts,
+)
 from tenuto.wire.response import (
     BlockWriter,
     Call,
@@ -25,6 +35,9 @@ from tenuto.wire.response import (
 PATH = "/v1/messages"
 ID_PREFIX = "msg"
 LIMITS = ("max_tokens",)
+MUST_LIMIT = True
+COUNTS_ALWAYS = True
+ROLES = ("user", "assistant", "system")
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _THOUGHTS = ("thinking", "redacted_thinking")
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
@@ -32,24 +45,92 @@ _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_to
 
 def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
     """The system prompt and the messages. Raises RequestError."""
-    if body.get("system"):
-        yield Message("system", read_parts(body["system"]))
-    for message in get_objects(body, "messages"):
-        content = message.get("content")
-        if not isinstance(content, list):
-            yield Message(message.get("role"), read_parts(content))
-            continue
-        blocks = get_each_object(content)
-        calls = [
-            (block.get("name"), block.get("input")) for block in blocks if block.get("type") == "tool_use"
+    parts = _read_parts(body.get("system"))
+    if any(parts):
+        yield Message("system", parts)
+    for index, message in enumerate(get_objects(body, "messages")):
+        if strict:
+            _check_message(message, f"messages[{index}]")
+        yield from _read_message(message)
+
+
+def _read_message(message: Mapping[str, Any]) -> Iterator[Message]:
+    """A message. As in vLLM, the results of tools are messages of their own, before the rest."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(content, list):
+        yield Message(role, _read_parts(content))
+        return
+    blocks = get_each_object(content)
+    results = [block for block in blocks if block.get("type") == "tool_result"]
+    for block in results:
+        yield Message("tool", _read_parts(block.get("content")))
+    calls = [(block.get("name"), block.get("input")) for block in blocks if block.get("type") == "tool_use"]
+    # Templates drop thoughts.
+    others = ("tool_result", "tool_use", *_THOUGHTS)
+    rest = _read_parts([block for block in blocks if block.get("type") not in others])
+    if rest or calls or not results:
+        yield Message(role, rest, calls)
+
+
+def _read_parts(content: Any) -> list[Any]:
+    """The parts of some content, without what tells the provider how to cache, and whom to bill."""
+    if isinstance(content, list):
+        content = [
+            {key: value for key, value in part.items() if key != "cache_control"}
+            if isinstance(part, dict)
+            else part
+            for part in content
         ]
-        # Fields that only tell the provider how to cache are not part of the prompt; templates drop thoughts.
-        rest = [
-            {key: value for key, value in block.items() if key != "cache_control"}
-            for block in blocks
-            if block.get("type") not in ("tool_use", *_THOUGHTS)
-        ]
-        yield Message(message.get("role"), read_parts(rest), calls)
+    return [
+        part for part in read_parts(content) if not (isinstance(part, str) and part.startswith(BILLING_TEXT))
+    ]
+
+
+def _check_message(message: Mapping[str, Any], where: str) -> None:
+    """Raise RequestError if a message would lose something when it is read."""
+    if message.get("role") not in ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+    where, content = f"{where}.content", message.get("content")
+    if not isinstance(content, str | list):
+        raise RequestError(f"{where} must be a string or a list of blocks", where)
+    for index, block in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise RequestError(f"{where}[{index}] must be an object with a type", f"{where}[{index}]")
+        if block["type"] == "tool_use":
+            get_string(block, "name")
+            get_object(block, "input")
+
+
+def read_tools(body: Body) -> dict[str, Any]:
+    """The schema of each tool's arguments, by the tool's name. Raises RequestError."""
+    schemas: dict[str, Any] = {}
+    for index, tool in enumerate(get_list(body, "tools")):
+        name = as_object(tool).get("name")
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"tools[{index}].name must be a text", f"tools[{index}]")
+        schemas[name] = tool.get("input_schema")
+    return schemas
+
+
+_CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
+
+
+def read_tool_choice(body: Body) -> tuple[str, str | None]:
+    """`none`, `auto`, `required` or `function`, and this function's name. Raises RequestError."""
+    choice = get_object(body, "tool_choice") or {"type": "auto"}
+    kind, name = choice.get("type"), choice.get("name")
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise RequestError(f"tool_choice.type must be one of {', '.join(_CHOICES)}", "tool_choice")
+    if kind == "tool" and not isinstance(name, str):
+        raise RequestError("tool_choice.name must be a text", "tool_choice")
+    if kind == "any" and not body.get("tools"):
+        raise RequestError('tool_choice "any" needs tools', "tool_choice")
+    return _CHOICES[kind], name if kind == "tool" else None
+
+
+def read_logprobs(body: Body) -> int | None:
+    """The format has none."""
+    return None
 
 
 def read_whole(body: Body) -> Delta:
@@ -109,6 +190,12 @@ def _read_usage(body: Mapping[str, Any]) -> Usage | None:
     return Usage(prompt, get_count(usage.get("output_tokens")), cached)
 
 
+def write_error(error: RequestError) -> dict[str, Any]:
+    """An error, as a body and as an event."""
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
 _FIELDS = {"text": "text", "reasoning": "thinking", "call": "partial_json"}
 """Where a block's text stands, or what is added to it."""
 _CHANGES = {"text": "text_delta", "reasoning": "thinking_delta", "call": "input_json_delta"}
@@ -126,8 +213,7 @@ class Writer(BlockWriter):
 
     def fail(self, error: RequestError) -> bytes:
         """The end of a stream that an error interrupts."""
-        kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        return self._frame([{"type": "error", "error": {"type": kind, "message": str(error)}}])
+        return self._frame([write_error(error)])
 
     def _begin(self) -> Events:
         usage = {**_write_usage(self._so_far.usage), "output_tokens": 0}

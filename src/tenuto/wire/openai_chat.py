@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from tenuto.wire.request import Body, Message, RequestError, get_list, get_object, get_objects, read_parts
+from tenuto.wire.request import (
+    Body,
+    Message,
+    RequestError,
+    get_bool,
+    get_list,
+    get_num_logprobs,
+    get_object,
+    get_objects,
+    read_parts,
+)
 from tenuto.wire.response import (
     Call,
     ChoiceWriter,
@@ -18,11 +29,14 @@ from tenuto.wire.response import (
     read_choice,
     read_text,
     write_choice_body,
+    write_logprobs,
 )
 
 PATH = "/v1/chat/completions"
 ID_PREFIX = "chatcmpl"
 LIMITS = ("max_completion_tokens", "max_tokens")
+MUST_LIMIT = False
+COUNTS_ALWAYS = False
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -91,6 +105,14 @@ def read_tool_choice(body: Body) -> tuple[str, str | None]:
     return choice or "auto", None
 
 
+def read_logprobs(body: Body) -> int | None:
+    """How many of each token's alternatives are wanted; None: no probabilities at all."""
+    wanted, number = get_bool(body, "logprobs"), get_num_logprobs(body, "top_logprobs") or 0
+    if number and not wanted:
+        raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
+    return number if wanted else None
+
+
 def read_whole(body: Body) -> Delta:
     """Read a response that is not streamed."""
     return _read(body, "message")
@@ -127,7 +149,7 @@ def write_whole(head: Head, delta: Delta) -> dict[str, Any]:
     """Write a response that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": delta.text or (None if delta.calls else "")}
     message |= _write_more(head.id, delta)
-    choice = {"index": 0, "logprobs": None, "finish_reason": delta.finish_reason, "message": message}
+    choice = {"index": 0, **_write_logprobs(delta), "finish_reason": delta.finish_reason, "message": message}
     if delta.token_ids is not None:
         choice["token_ids"] = delta.token_ids
     body = write_choice_body(head, "chat.completion", choice, delta.usage)
@@ -143,22 +165,32 @@ class Writer(ChoiceWriter):
 
     def write(self, delta: Delta) -> bytes:
         """The events of a piece of the answer."""
-        opening = b"" if self._is_open else self._open(delta.prompt_ids)
+        opening = b"" if self._is_open else self._open(delta)
         change: dict[str, Any] = {"content": delta.text} if delta.text else {}
         change |= _write_more(self._head["id"], delta, is_delta=True)
         if not (change or delta.finish_reason) and delta.token_ids is None:
             return opening
-        choice = {"index": 0, "delta": change, "logprobs": None, "finish_reason": delta.finish_reason}
+        choice = {
+            "index": 0,
+            "delta": change,
+            **_write_logprobs(delta),
+            "finish_reason": delta.finish_reason,
+        }
         if delta.token_ids is not None:
             choice["token_ids"] = delta.token_ids
-        return opening + self._write({"choices": [choice]})
+        return opening + self._write({"choices": [choice]}, delta.usage)
 
-    def _open(self, prompt_ids: Any) -> bytes:
+    def _open(self, first: Delta) -> bytes:
         self._is_open = True
+        usage = None if first.usage is None else replace(first.usage, output_tokens=0)
         delta = {"role": "assistant", "content": ""}
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-        ids = {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
-        return self._write({"choices": [choice], **ids})
+        ids = {} if first.prompt_ids is None else {"prompt_token_ids": first.prompt_ids}
+        return self._write({"choices": [choice], **ids}, usage)
+
+
+def _write_logprobs(delta: Delta) -> dict[str, Any]:
+    return {"logprobs": None if delta.logprobs is None else {"content": write_logprobs(delta.logprobs)}}
 
 
 def _write_more(response_id: str, delta: Delta, *, is_delta: bool = False) -> dict[str, Any]:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from math import isfinite
 from typing import Any
 
 from tenuto.wire.openai_chat import read_message
-from tenuto.wire.request import Body, Message, RequestError, get_objects, read_parts
+from tenuto.wire.openai_chat import read_tool_choice as read_chat_choice
+from tenuto.wire.request import (
+    Body,
+    Message,
+    RequestError,
+    get_list,
+    get_num_logprobs,
+    get_objects,
+    get_string,
+    read_parts,
+    show,
+)
 from tenuto.wire.response import (
     BlockWriter,
     Call,
@@ -21,31 +34,110 @@ from tenuto.wire.response import (
     get_parts,
     read_text,
     read_usage,
+    write_logprobs,
     write_usage,
 )
 
 PATH = "/v1/responses"
 ID_PREFIX = "resp"
 LIMITS = ("max_output_tokens",)
+MUST_LIMIT = False
+COUNTS_ALWAYS = True
+ROLES = ("system", "developer", "user", "assistant")
 _EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 """What the events of an item's text are called."""
 
 
 def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
-    """The instructions and the input as messages. Raises RequestError."""
+    """The instructions and the input as messages. Raises RequestError.
+
+    An answer's text and its calls are several items, and one message.
+    """
+    before = get_string(body, "previous_response_id") if strict else None
+    if before is not None:
+        # Nothing is stored here, as in vLLM unless it is told to.
+        raise RequestError(f"Response with id {show(before)} not found.", "previous_response_id", status=404)
     if body.get("instructions"):
         yield Message("system", read_parts(body["instructions"]))
     if isinstance(body.get("input"), str):
         yield Message("user", [body["input"]])
         return
-    for item in get_objects(body, "input"):
-        if item.get("type") == "function_call":
-            yield Message("assistant", [], [(item.get("name"), item.get("arguments"))])
-        elif item.get("type") == "function_call_output":
-            yield Message("tool", read_parts(item.get("output")))
-        elif item.get("type", "message") == "message":
-            yield read_message(item)
-        # Skip reasoning items: they are the model's own thoughts, and templates drop them.
+    last: Message | None = None
+    for index, item in enumerate(get_objects(body, "input")):
+        if strict:
+            _check_item(item, f"input[{index}]")
+        message = _read_item(item)
+        if message is None:
+            continue
+        if last is not None and last.role == "assistant" and message.calls:
+            last = last._replace(calls=[*last.calls, *message.calls])
+            continue
+        if last is not None:
+            yield last
+        last = message
+    if last is not None:
+        yield last
+
+
+def _read_item(item: Body) -> Message | None:
+    """An item. None for those that templates drop, such as the model's own thoughts."""
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        return Message("assistant", [], [(item.get("name"), item.get("arguments"))])
+    if kind == "custom_tool_call":
+        return Message("assistant", [], [(item.get("name"), json.dumps({"input": item.get("input")}))])
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        return Message("tool", read_parts(item.get("output")))
+    return read_message(item) if kind == "message" else None
+
+
+def _check_item(item: Body, where: str) -> None:
+    """Raise RequestError if an item would lose something when it is read."""
+    kind = item.get("type", "message")
+    if not isinstance(kind, str):
+        raise RequestError(f"{where}.type must be a text", f"{where}.type")
+    if kind == "message":
+        if item.get("role") not in ROLES:
+            raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+        if not isinstance(item.get("content"), str | list):
+            raise RequestError(f"{where}.content must be a string or a list of parts", f"{where}.content")
+    elif kind == "function_call" and not all(
+        isinstance(item.get(each), str) for each in ("name", "arguments")
+    ):
+        raise RequestError(f"{where} must have a name and arguments, both strings", where)
+
+
+def read_tools(body: Body) -> dict[str, Any]:
+    """The schema of each function's arguments, by the function's name. Raises RequestError.
+
+    Tools that the provider runs, such as a web search, are left out.
+    """
+    schemas: dict[str, Any] = {}
+    for index, tool in enumerate(get_list(body, "tools")):
+        tool = as_object(tool)
+        if not isinstance(tool.get("type"), str):
+            raise RequestError(f"tools[{index}].type must be a text", f"tools[{index}]")
+        if tool["type"] == "function":
+            name = tool.get("name")
+            if not isinstance(name, str) or not name:
+                raise RequestError(f"tools[{index}].name must be a text", f"tools[{index}]")
+            schemas[name] = tool.get("parameters")
+    return schemas
+
+
+def read_tool_choice(body: Body) -> tuple[str, str | None]:
+    """`none`, `auto`, `required` or `function`, and this function's name. Raises RequestError."""
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict):
+        # Other kinds choose among tools that are not functions.
+        return ("function", choice["name"]) if isinstance(choice.get("name"), str) else ("auto", None)
+    return read_chat_choice(body)
+
+
+def read_logprobs(body: Body) -> int | None:
+    """How many of each token's alternatives are wanted; None: no probabilities at all."""
+    number = get_num_logprobs(body, "top_logprobs") or 0
+    return number if "message.output_text.logprobs" in get_list(body, "include") else None
 
 
 def read_whole(body: Body) -> Delta:
@@ -115,7 +207,7 @@ class Writer(BlockWriter):
 
     def _begin(self) -> Events:
         response = {**_write_head(self._head), "status": "in_progress", "output": [], "usage": None}
-        return [{"type": "response.created", "response": response}]
+        return [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
 
     def _begin_block(self, block: Part) -> Events:
         item = _write_item(self._item_id, block)
@@ -126,12 +218,13 @@ class Writer(BlockWriter):
         return events
 
     def _continue_block(self, part: Part) -> dict[str, Any]:
-        return self._write(f"{_EVENTS[part.kind]}.delta", delta=part.text)
+        return self._write(f"{_EVENTS[part.kind]}.delta", delta=part.text, **_write_logprobs(part))
 
     def _end_block(self, block: Part) -> Events:
         item = _write_item(self._item_id, block)
         name = "arguments" if block.kind == "call" else "text"
-        events = [self._write(f"{_EVENTS[block.kind]}.done", **{name: block.text})]
+        more = {"name": block.name} if block.kind == "call" else _write_logprobs(block)
+        events = [self._write(f"{_EVENTS[block.kind]}.done", **{name: block.text}, **more)]
         if block.kind != "call":
             events.append(self._write("content_part.done", part=item["content"][0]))
         return [
@@ -147,7 +240,7 @@ class Writer(BlockWriter):
     def _item_id(self) -> str:
         return f"{self._head.id}-{self._index}"
 
-    def _write(self, name: str, **fields: Any) -> dict[str, Any]:
+    def _write(self, name: str, /, **fields: Any) -> dict[str, Any]:
         """An event within the item under way."""
         place = {"item_id": self._item_id, "output_index": self._index}
         is_call = name.startswith(_EVENTS["call"])
@@ -165,15 +258,40 @@ def _write_head(head: Head) -> dict[str, Any]:
         "created_at": head.created,
         "model": head.model,
         "error": None,
+        **_REPEATED,
+        **{name: head.asked[name] for name in _REPEATED if _is_plain(head.asked.get(name))},
     }
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int) or (isinstance(value, float) and isfinite(value))
+
+
+_REPEATED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "background": False,
+    "service_tier": "auto",
+    "truncation": "disabled",
+}
+"""Parts of the request that the response repeats if they are plain values; else this stands there."""
+
+
+def _write_logprobs(part: Part) -> dict[str, Any]:
+    return {"logprobs": write_logprobs(part.logprobs)} if part.kind == "text" else {}
 
 
 def _write_item(item_id: str, part: Part) -> dict[str, Any]:
     if part.kind == "call":
         call = {"call_id": f"call-{item_id}", "name": part.name, "arguments": part.text}
-        return {"type": "function_call", "id": item_id, **call}
+        return {"type": "function_call", "id": item_id, "status": "completed", **call}
     content = {"type": _EVENTS[part.kind], "text": part.text}
     if part.kind == "reasoning":
         return {"type": "reasoning", "id": item_id, "summary": [], "content": [content]}
     item = {"type": "message", "id": item_id, "status": "completed", "role": "assistant"}
-    return {**item, "content": [{**content, "annotations": []}]}
+    return {**item, "content": [{**content, "annotations": [], **_write_logprobs(part)}]}

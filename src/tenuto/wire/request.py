@@ -92,6 +92,9 @@ class Sampling:
     ignore_eos: bool
     is_stream: bool
     includes_usage: bool
+    """The stream ends with the counts of tokens."""
+    counts_pieces: bool
+    """Each piece of the stream carries the counts so far."""
     returns_ids: bool
     is_greedy: bool
     """At temperature 0, equal prompts get equal answers."""
@@ -104,6 +107,8 @@ def read_sampling(body: Body, limits: Sequence[str]) -> Sampling:
     """Read what the formats share. `limits`: where the format may say `max_tokens`. Raises RequestError."""
     given = (get_int(body, name, 1) for name in limits)
     max_tokens = next((each for each in given if each is not None), None)
+    stream = get_object(body, "stream_options") or {}
+    includes_usage = get_bool(stream, "include_usage")
     min_tokens = get_int(body, "min_tokens", 0) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(f"min_tokens={min_tokens} is more than max_tokens={max_tokens}", "min_tokens")
@@ -112,13 +117,26 @@ def read_sampling(body: Body, limits: Sequence[str]) -> Sampling:
         min_tokens=min_tokens,
         ignore_eos=get_bool(body, "ignore_eos"),
         is_stream=get_bool(body, "stream"),
-        includes_usage=get_bool(get_object(body, "stream_options") or {}, "include_usage"),
+        includes_usage=includes_usage,
+        counts_pieces=get_bool(stream, "continuous_usage_stats") and includes_usage,
         returns_ids=get_bool(body, "return_token_ids"),
         is_greedy=_get(body, "temperature", _is_number, "a number") == 0,
         seed=get_int(body, "seed"),
         priority=get_int(body, "priority") or 0,
         cache_salt=get_string(body, "cache_salt"),
     )
+
+
+MAX_LOGPROBS = 20
+"""vLLM's default of `--max-logprobs`."""
+
+
+def get_num_logprobs(body: Body, name: str) -> int | None:
+    """Return how many of a token's alternatives a request wants to see. Raises RequestError."""
+    number = get_int(body, name, 0)
+    if number is not None and number > MAX_LOGPROBS:
+        raise RequestError(f"{name}={number} is more than {MAX_LOGPROBS}, the most that are shown", name)
+    return number
 
 
 def write_openai_request(model: str, max_tokens: int) -> dict[str, Any]:

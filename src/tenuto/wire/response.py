@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tenuto.wire.request import Message, RequestError, read_parts
+from tenuto.wire.request import Body, Message, RequestError, read_parts
 
 MAX_COUNT = 2**40
 """Largest valid number of tokens. Sums of such numbers are still exact as floats."""
@@ -44,6 +45,16 @@ class Call(NamedTuple):
     """JSON, or a piece of it."""
 
 
+class Logprob(NamedTuple):
+    """A token of the answer and how likely it was."""
+
+    token: str
+    value: float
+    """The logarithm of its probability."""
+    top: Sequence[tuple[str, float]]
+    """The likeliest tokens in its place, the likeliest first."""
+
+
 @dataclass(slots=True)
 class Delta:
     """What one event adds to a response."""
@@ -55,7 +66,10 @@ class Delta:
     """As sent: `are_token_ids` tells whether they are usable."""
     prompt_ids: Any = None
     """The prompt's token ids, as sent."""
+    logprobs: Sequence[Logprob] | None = None
+    """One for each of its tokens. They are written, and not read."""
     usage: Usage | None = None
+    """The counts so far, or of the whole answer."""
     finish_reason: str | None = None
     """`stop`, `length`, `tool_calls`, or what the server says instead."""
     is_last: bool = False
@@ -78,6 +92,7 @@ class Response:
     token_ids: list[int] | None = field(default_factory=list)
     """None if the server did not send the ids of every piece, or none that are usable."""
     prompt_ids: list[int] | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
     usage: Usage = Usage()
     finish_reason: str | None = None
     first_token_s: float | None = None
@@ -122,6 +137,7 @@ class Response:
             calls=self.calls,
             token_ids=self.token_ids or None,
             prompt_ids=self.prompt_ids,
+            logprobs=self.logprobs or None,
             usage=self.usage,
             finish_reason=self.finish_reason,
             is_last=self.is_finished,
@@ -138,6 +154,8 @@ class Response:
             self.texts.append(delta.text)
         if delta.reasoning:
             self.reasoning.append(delta.reasoning)
+        if delta.logprobs:
+            self.logprobs += delta.logprobs
         for key, name, arguments in delta.calls:
             key = len(self.call_pieces) if key is None else key
             call = self.call_pieces.setdefault(key, [""])
@@ -284,6 +302,8 @@ class Head(NamedTuple):
     model: str
     created: int
     """Seconds since 1970."""
+    asked: Body = MappingProxyType({})
+    """The request; Responses repeats parts of it."""
 
 
 def write_choice_body(
@@ -301,13 +321,26 @@ def write_head(head: Head, kind: str) -> dict[str, Any]:
 
 def write_usage(usage: Usage, prompt: str, output: str) -> dict[str, Any]:
     """The counts as one of OpenAI's formats names them."""
+    details = {f"{prompt}_details": {"cached_tokens": usage.cached_tokens or 0}}
+    return {**write_counts(usage, prompt, output), **details}
+
+
+def write_counts(usage: Usage, prompt: str, output: str) -> dict[str, int]:
+    """The counts without what they consist of, as in the middle of a stream."""
     num_prompt, num_output = usage.prompt_tokens or 0, usage.output_tokens or 0
-    return {
-        prompt: num_prompt,
-        output: num_output,
-        "total_tokens": num_prompt + num_output,
-        f"{prompt}_details": {"cached_tokens": usage.cached_tokens or 0},
-    }
+    return {prompt: num_prompt, output: num_output, "total_tokens": num_prompt + num_output}
+
+
+def write_logprobs(logprobs: Sequence[Logprob]) -> list[dict[str, Any]]:
+    """The tokens' probabilities as chat answers and Responses show them."""
+
+    def write(token: str, value: float) -> dict[str, Any]:
+        return {"token": token, "logprob": value, "bytes": list(token.encode(errors="replace"))}
+
+    return [
+        {**write(each.token, each.value), "top_logprobs": [write(*other) for other in each.top]}
+        for each in logprobs
+    ]
 
 
 def write_event(event: Mapping[str, Any]) -> bytes:
@@ -332,8 +365,9 @@ class ChoiceWriter:
         """The end of a stream that an error interrupts."""
         return write_event(error.to_json()) + DONE
 
-    def _write(self, event: Mapping[str, Any]) -> bytes:
-        return write_event({**self._head, **event})
+    def _write(self, event: Mapping[str, Any], usage: Usage | None = None) -> bytes:
+        counts = {} if usage is None else {"usage": write_counts(usage, "prompt_tokens", "completion_tokens")}
+        return write_event({**self._head, **event, **counts})
 
 
 Events = list[dict[str, Any]]
@@ -349,6 +383,8 @@ class Part(NamedTuple):
     text: str
     name: str | None = None
     """The call's name."""
+    logprobs: Sequence[Logprob] = ()
+    """Those of a text's tokens."""
 
 
 def get_parts(delta: Delta) -> Iterator[Part]:
@@ -356,7 +392,7 @@ def get_parts(delta: Delta) -> Iterator[Part]:
     if delta.reasoning:
         yield Part("reasoning", None, delta.reasoning)
     if delta.text:
-        yield Part("text", None, delta.text)
+        yield Part("text", None, delta.text, logprobs=delta.logprobs or ())
     for call in delta.calls:
         yield Part("call", call.key, call.arguments or "", call.name)
 
@@ -373,6 +409,7 @@ class BlockWriter:
         self._block: Part | None = None
         """The block under way, without its text."""
         self._texts: list[str] = []
+        self._logprobs: list[Logprob] = []
         self._index = -1
         """The number of the last block."""
         self._num_events = 0
@@ -384,8 +421,10 @@ class BlockWriter:
         for part in get_parts(delta):
             if self._block is None or self._block[:2] != part[:2]:
                 events += self._close_block()
-                self._block, self._texts, self._index = part._replace(text=""), [], self._index + 1
+                self._block, self._index = part._replace(text="", logprobs=()), self._index + 1
+                self._texts, self._logprobs = [], []
                 events += self._begin_block(self._block)
+            self._logprobs += part.logprobs
             if part.text:
                 self._texts.append(part.text)
                 events.append(self._continue_block(part))
@@ -402,7 +441,9 @@ class BlockWriter:
 
     def _close_block(self) -> Events:
         block, self._block = self._block, None
-        return [] if block is None else self._end_block(block._replace(text="".join(self._texts)))
+        if block is None:
+            return []
+        return self._end_block(block._replace(text="".join(self._texts), logprobs=self._logprobs))
 
     def _frame(self, events: Events) -> bytes:
         self._num_events += len(events)

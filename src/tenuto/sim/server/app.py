@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -24,10 +25,11 @@ from tenuto.sim.server.engine import Clock, Pacer, ServedEngine
 from tenuto.sim.server.generate import Generator
 from tenuto.sim.server.metrics import EngineMetrics
 from tenuto.sim.server.options import ServerOptions
-from tenuto.sim.server.request import Served
+from tenuto.sim.server.request import Served, check_model
+from tenuto.sim.server.tokenize import TokenPages
 from tenuto.sim.server.tokens import HfTokenizer, PieceTokenizer
 from tenuto.sim.step_trace import StepTracer
-from tenuto.wire import openai_chat, openai_completions
+from tenuto.wire import PATHS, anthropic_messages, write_error
 from tenuto.wire.request import RequestError
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -57,12 +59,16 @@ def make_app(
         with suppress(asyncio.CancelledError):
             await task
 
-    answer, pages = Generator(pacer, served).answer, _Pages(pacer, served, live)
+    answer, pages, tokens = Generator(pacer, served).answer, _Pages(pacer, served, live), TokenPages(served)
     app = web.Application(middlewares=[_make_guard(options.api_key)], client_max_size=MAX_BODY_BYTES)
     app.add_routes(
         [
-            *(web.post(each.PATH, answer) for each in (openai_completions, openai_chat)),
+            *(web.post(path, answer) for path in PATHS),
+            web.post(f"{anthropic_messages.PATH}/count_tokens", tokens.count),
+            web.post("/tokenize", tokens.tokenize),
+            web.post("/detokenize", tokens.detokenize),
             web.get("/v1/models", pages.list_models),
+            web.get("/v1/models/{name:.+}", pages.get_model),
             web.get("/health", pages.get_health),
             web.get("/ping", pages.get_health),
             web.post("/ping", pages.get_health),
@@ -87,7 +93,14 @@ class _Pages:
         self._created = int(time.time())
 
     async def list_models(self, request: web.Request) -> web.Response:
-        model = {
+        return web.json_response({"object": "list", "data": [self._describe_model()]})
+
+    async def get_model(self, request: web.Request) -> web.Response:
+        check_model(request.match_info["name"], self._served)
+        return web.json_response(self._describe_model())
+
+    def _describe_model(self) -> dict[str, Any]:
+        return {
             "id": self._served.model_name,
             "object": "model",
             "created": self._created,
@@ -96,7 +109,6 @@ class _Pages:
             "parent": None,
             "max_model_len": self._served.max_model_len,
         }
-        return web.json_response({"object": "list", "data": [model]})
 
     async def get_health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self._pacer.error is None else 503)
@@ -116,7 +128,7 @@ class _Pages:
 def _make_guard(api_key: str | None) -> Middleware:
     """Make the middleware around every handler.
 
-    It checks the API key and writes errors in OpenAI's format.
+    It checks the API key and writes errors in the format of the request's path.
     """
 
     @web.middleware
@@ -134,7 +146,7 @@ def _make_guard(api_key: str | None) -> Middleware:
         except Exception as error:
             logger.exception("%s %s failed", request.method, request.path)
             refusal = RequestError(f"the server failed: {type(error).__name__}", status=500)
-        return web.json_response(refusal.to_json(), status=refusal.status)
+        return web.json_response(write_error(request.path, refusal), status=refusal.status)
 
     return guard
 

@@ -9,8 +9,10 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from math import log
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -25,12 +27,19 @@ from tenuto.sim.server.request import (
     read_request,
     write_call,
 )
-from tenuto.sim.server.tokens import ContentTree, TokenIds, Words
+from tenuto.sim.server.tokens import ContentTree, TokenIds, Tokenizer
 from tenuto.wire.request import RequestError
-from tenuto.wire.response import Delta, Head, Usage
+from tenuto.wire.response import Delta, Head, Logprob, Usage
 
+T = TypeVar("T")
 LARGE_BODY_BYTES = 2**17
 """A larger body is parsed in a thread, so that the event loop can send tokens meanwhile."""
+
+
+async def read_body(http: web.Request, read: Callable[[bytes], T]) -> T:
+    """What `read` makes of a request's body, in a thread if the body is large."""
+    raw = await http.read()
+    return read(raw) if len(raw) < LARGE_BODY_BYTES else await asyncio.to_thread(read, raw)
 
 
 class Generator:
@@ -49,8 +58,8 @@ class Generator:
         # Ids increase with the arrival time, because ties between turns are broken by id.
         turn_id = f"{request.format.ID_PREFIX}-{self._run_id}{next(self._numbers):09d}"
         engine_request, answer_ids = self._make_engine_request(request, turn_id)
-        head = Head(turn_id, self._served.model_name, int(time.time()))
-        answer = Answer(request, answer_ids, head, self._served.tokenizer.words)
+        head = Head(turn_id, self._served.model_name, int(time.time()), request.body)
+        answer = Answer(request, answer_ids, head, self._served.tokenizer)
         news = asyncio.Event()
         header = make_job_header(request.hints.name)
         headers = {} if header is None else dict([header])
@@ -66,12 +75,9 @@ class Generator:
             self._pacer.abort(turn)
 
     async def _read(self, http: web.Request) -> GenerateRequest:
-        raw = await http.read()
         # If a header occurs several times, the first one counts, as in vLLM.
         headers = {name.lower(): http.headers[name] for name in http.headers}
-        if len(raw) < LARGE_BODY_BYTES:
-            return read_request(raw, headers, http.path, self._served)
-        return await asyncio.to_thread(read_request, raw, headers, http.path, self._served)
+        return await read_body(http, lambda raw: read_request(raw, headers, http.path, self._served))
 
     def _make_engine_request(self, request: GenerateRequest, turn_id: str) -> tuple[ServedRequest, TokenIds]:
         """Make the engine's request and the tokens of its future answer."""
@@ -103,26 +109,32 @@ class Generator:
 class Answer:
     """Writes one answer, up to the tokens that the engine has computed."""
 
-    def __init__(self, request: GenerateRequest, answer_ids: TokenIds, head: Head, words: Words) -> None:
+    def __init__(
+        self, request: GenerateRequest, answer_ids: TokenIds, head: Head, tokenizer: Tokenizer
+    ) -> None:
         self._request = request
         self._answer_ids = answer_ids
         self._head = head
-        self._words = words
+        self._tokenizer = tokenizer
         self._writer = request.format.Writer(head)
 
     def write_whole(self, turn: ServedTurn) -> dict[str, object]:
         """Return the response to a request that does not stream."""
         delta = self._make_delta(0, self._request.plan.num_tokens)
-        delta.usage = self._get_usage(turn)
+        delta.usage = self._get_usage(turn, turn.num_tokens)
         return self._request.format.write_whole(self._head, delta)
 
-    def write_events(self, start: int, end: int) -> bytes:
+    def write_events(self, turn: ServedTurn, start: int, end: int) -> bytes:
         """Return the events for the answer's tokens from `start` up to, but not including, `end`."""
-        return self._writer.write(self._make_delta(start, end))
+        delta = self._make_delta(start, end)
+        if self._request.sampling.counts_pieces:
+            delta.usage = self._get_usage(turn, end)
+        return self._writer.write(delta)
 
     def write_end(self, turn: ServedTurn) -> bytes:
         """Return the events after the last token."""
-        return self._writer.end(self._get_usage(turn) if self._request.sampling.includes_usage else None)
+        wanted = self._request.sampling.includes_usage
+        return self._writer.end(self._get_usage(turn, turn.num_tokens) if wanted else None)
 
     def write_failure(self, error: Exception) -> bytes:
         """Return the end of a stream that an error interrupts."""
@@ -132,17 +144,34 @@ class Answer:
         request, plan = self._request, self._request.plan
         # The tokens of a tool call are not in the text.
         token_ids = self._answer_ids[start : min(end, plan.num_words)]
-        delta = Delta(text=self._words.spell(token_ids, begins=request.is_chat and start == 0))
+        words = self._tokenizer.words
+        delta = Delta(text=words.spell(token_ids, begins=request.is_chat and start == 0))
         if end == plan.num_tokens:
             delta.finish_reason = plan.finish_reason
             delta.calls = [] if plan.call is None else [plan.call]
         if request.sampling.returns_ids:
             delta.token_ids = list(self._answer_ids[start:end])
             delta.prompt_ids = list(request.prompt_ids) if start == 0 else None
+        if request.num_logprobs is not None:
+            delta.logprobs = [
+                self._make_logprob(token_id, request.num_logprobs) for token_id in self._answer_ids[start:end]
+            ]
         return delta
 
-    def _get_usage(self, turn: ServedTurn) -> Usage:
-        return Usage(len(self._request.prompt_ids), turn.num_tokens, turn.num_hit_tokens)
+    def _make_logprob(self, token_id: int, num_shown: int) -> Logprob:
+        """Made up from the token's id: it is the likeliest, and the words after it share half of the rest."""
+        likelihood, words = 0.5 + token_id % 499 / 1000, self._tokenizer.words.other
+        others = (words[(token_id + number) % len(words)] for number in range(num_shown + 1))
+        ids = [token_id, *(each for each in others if each != token_id)][:num_shown]
+        chances = [likelihood] + [(1 - likelihood) / 2**number for number in range(1, num_shown)]
+        top = [(self._spell(each), log(chance)) for each, chance in zip(ids, chances, strict=False)]
+        return Logprob(self._spell(token_id), log(likelihood), top)
+
+    def _spell(self, token_id: int) -> str:
+        return self._tokenizer.words.get_token(token_id) or self._tokenizer.decode([token_id])
+
+    def _get_usage(self, turn: ServedTurn, num_tokens: int) -> Usage:
+        return Usage(len(self._request.prompt_ids), num_tokens, turn.num_hit_tokens)
 
 
 async def _wait(turn: ServedTurn, news: asyncio.Event) -> None:
@@ -173,7 +202,7 @@ async def _write(turn: ServedTurn, news: asyncio.Event, answer: Answer) -> Async
     num_sent = 0
     while True:
         num_tokens, is_finished = turn.num_tokens, turn.is_finished
-        events = answer.write_events(num_sent, num_tokens)
+        events = answer.write_events(turn, num_sent, num_tokens)
         if is_finished:
             yield events + answer.write_end(turn)
             return

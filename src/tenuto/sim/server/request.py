@@ -25,7 +25,7 @@ from typing import Any
 
 from tenuto.core.requests import Hints, are_xargs, read_hints, write_context_as_text
 from tenuto.sim.server.tokens import TokenIds, Tokenizer, make_token_ids
-from tenuto.wire import Format, get_format, openai_chat
+from tenuto.wire import Format, get_format
 from tenuto.wire.request import (
     Body,
     Message,
@@ -38,7 +38,7 @@ from tenuto.wire.request import (
     read_sampling,
     show,
 )
-from tenuto.wire.response import Call
+from tenuto.wire.response import Call, as_object
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Length of a plain completion without `max_tokens`: OpenAI's default."""
@@ -66,6 +66,9 @@ class GenerateRequest:
     hints: Hints
     prompt_ids: TokenIds
     plan: AnswerPlan
+    num_logprobs: int | None
+    """How many alternatives of each token are shown; None: no probabilities."""
+    body: Body
 
 
 def read_request(raw: bytes, headers: Mapping[str, str], path: str, served: Served) -> GenerateRequest:
@@ -76,23 +79,31 @@ def read_request(raw: bytes, headers: Mapping[str, str], path: str, served: Serv
         raise RequestError("the body is nested too deep") from None
 
 
+def check_model(name: str | None, served: Served) -> None:
+    """Raise RequestError if this model is not the served one. None: the request names none."""
+    if name not in (None, served.model_name):
+        raise RequestError(f"the model {name[:80]!r} is not served here", "model", status=404)
+
+
 def _read_request(body: Body, headers: Mapping[str, str], path: str, served: Served) -> GenerateRequest:
-    model = get_string(body, "model")
-    if model not in (None, served.model_name):
-        raise RequestError(f"the model {model[:80]!r} is not served here", "model", status=404)
+    check_model(get_string(body, "model"), served)
     form = get_format(path)
     _refuse_not_simulated(body)
     sampling = read_sampling(body, form.LIMITS)
+    if form.COUNTS_ALWAYS:
+        sampling = replace(sampling, includes_usage=True, counts_pieces=True)
+    if form.MUST_LIMIT and sampling.max_tokens is None:
+        raise RequestError(f"{form.LIMITS[0]} is missing", form.LIMITS[0])
     prompt = form.read_prompt(body)
     is_chat = not isinstance(prompt, str | list)
-    prompt_ids = _tokenize(prompt, body, served)
+    prompt_ids = tokenize(prompt, body, served)
     room = served.max_model_len - len(prompt_ids)
     if room < 1:
         raise RequestError(
             f"the prompt has {len(prompt_ids)} tokens, the model's context is {served.max_model_len}",
             "prompt",
         )
-    call = read_call(body) if is_chat else None
+    call = read_call(body, form) if is_chat else None
     if not is_chat and sampling.max_tokens is None:
         most = max(DEFAULT_COMPLETION_TOKENS, sampling.min_tokens)
         sampling = replace(sampling, max_tokens=min(most, room))
@@ -102,7 +113,11 @@ def _read_request(body: Body, headers: Mapping[str, str], path: str, served: Ser
         sampling=sampling,
         hints=read_hints(body, headers, path),
         prompt_ids=prompt_ids,
-        plan=plan_answer(served.tokenizer, sampling, room, served.answer_tokens, call),
+        plan=plan_answer(
+            served.tokenizer, sampling, room, served.answer_tokens, call, fills_limit=not form.MUST_LIMIT
+        ),
+        num_logprobs=form.read_logprobs(body),
+        body=body,
     )
 
 
@@ -112,9 +127,9 @@ _NOT_SIMULATED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "background": (False,),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -132,9 +147,12 @@ def _refuse_not_simulated(body: Body) -> None:
         # Types are compared too, because 1 == True.
         if value is not None and (type(value), value) not in [(type(each), each) for each in harmless]:
             raise RequestError(f"{name}={show(value)} is not simulated; leave it out", name)
-    kind = (get_object(body, "response_format") or {}).get("type", "text")
-    if kind != "text":
-        raise RequestError(f"response_format {show(kind)} is not simulated", "response_format")
+    get_object(body, "response_format")
+    for name, field in (("response_format", None), ("text", "format"), ("output_config", "format")):
+        asked = as_object(body.get(name))
+        kind = (asked if field is None else as_object(asked.get(field))).get("type", "text")
+        if kind != "text":
+            raise RequestError(f"{name} {show(kind)} is not simulated", name)
     xargs = body.get("vllm_xargs")
     if xargs is not None and not are_xargs(write_context_as_text(xargs)):
         raise RequestError("vllm_xargs must be an object of strings, numbers or lists of them", "vllm_xargs")
@@ -143,7 +161,8 @@ def _refuse_not_simulated(body: Body) -> None:
 # The prompt.
 
 
-def _tokenize(prompt: str | list[int] | Iterable[Message], body: Body, served: Served) -> TokenIds:
+def tokenize(prompt: str | list[int] | Iterable[Message], body: Body, served: Served) -> TokenIds:
+    """Return the tokens of a request's prompt. Raises RequestError, also if it is longer than the context."""
     if not prompt:
         raise RequestError("prompt must be a text or a list of token ids, and not empty", "prompt")
     if isinstance(prompt, str):
@@ -198,7 +217,9 @@ def _get_parts(messages: Iterable[Message], tools: Sequence[Any]) -> Iterator[st
                 raise RequestError(f"{where} holds no text; only text is simulated", where)
             yield part
         for name, arguments in message.calls:
-            yield write_call(Call(None, name, arguments))
+            yield write_call(
+                Call(None, name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+            )
         yield END
     yield "<|assistant|>"
 
@@ -224,12 +245,19 @@ class AnswerPlan:
 
 
 def plan_answer(
-    tokenizer: Tokenizer, sampling: Sampling, room: int, default_tokens: int, call: Call | None = None
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    room: int,
+    default_tokens: int,
+    call: Call | None = None,
+    *,
+    fills_limit: bool = True,
 ) -> AnswerPlan:
     """Decide how long an answer is and how it ends.
 
     `room` is how many tokens fit into the model's context, `default_tokens` the length of an answer without
-    `max_tokens`. Raises RequestError if `max_tokens` is more than the room.
+    `max_tokens`, and of any answer that does not fill its limit. Raises RequestError if `max_tokens` is more
+    than the room.
     """
     limit = room if sampling.max_tokens is None else sampling.max_tokens
     if limit > room:
@@ -241,7 +269,8 @@ def plan_answer(
         num_tokens = limit if sampling.ignore_eos else min(limit, max(len(call_ids), sampling.min_tokens))
         return AnswerPlan(num_tokens - len(call_ids), call, call_ids, "tool_calls")
     # A call that does not fit is truncated. Then it is plain text and no longer a call.
-    runs_on = call is not None or sampling.ignore_eos or sampling.max_tokens is not None
+    has_length = sampling.max_tokens is not None and fills_limit
+    runs_on = call is not None or sampling.ignore_eos or has_length
     num_tokens = limit if runs_on else min(limit, max(default_tokens, sampling.min_tokens))
     return AnswerPlan(num_tokens, None, tokenizer.encode(""), "length" if num_tokens == limit else "stop")
 
@@ -264,17 +293,17 @@ def get_seed(sampling: Sampling, prompt: TokenIds, request_id: str) -> str:
     return f"{blake2b(prompt.tobytes(), digest_size=16).hexdigest()}/{seed}"
 
 
-def read_call(body: Body) -> Call | None:
+def read_call(body: Body, form: Format) -> Call | None:
     """Return the tool call that a chat request asks for, or None. Raises RequestError."""
-    schemas = openai_chat.read_tools(body)
-    choice, name = openai_chat.read_tool_choice(body)
+    schemas = form.read_tools(body)
+    choice, name = form.read_tool_choice(body)
     xargs = body.get("vllm_xargs") or {}
     if choice == "none":
         return None
     if name is None and xargs.get("sim_tool") is not None:
         name = str(xargs["sim_tool"])
     if name is None and choice == "required":
-        name = next(iter(schemas))
+        name = next(iter(schemas), None)
     if name is None:
         return None
     if name not in schemas:

@@ -153,6 +153,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> TokenIds:
         """Return the ids of a text, without added special tokens."""
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids below `vocab_size`."""
+
 
 class Words:
     """Words that are one token each, both after a blank and at the beginning of a text."""
@@ -162,16 +165,22 @@ class Words:
         self.first: list[int] = []
         self.other: list[int] = []
         self._spelled: dict[int, str] = {}
+        self._tokens: dict[int, str] = {}
         for word in candidates:
             token_ids = tokenizer.encode(f"{word} {word}")
             known = [self._spelled.setdefault(token_id, word) for token_id in token_ids]
             if known == [word, word]:
                 self.first.append(token_ids[0])
                 self.other.append(token_ids[1])
+                self._tokens.update(zip(token_ids, (word, f" {word}"), strict=True))
                 if len(self.first) == NUM_WORDS:
                     return
         if len(self.first) < MIN_WORDS:
             raise ConfigError(f"the tokenizer has too few whole words to answer in: {len(self.first)}")
+
+    def get_token(self, token_id: int) -> str | None:
+        """Return the text of one token, with the blank before it; None if it is no word."""
+        return self._tokens.get(token_id)
 
     def spell(self, token_ids: Sequence[int], *, begins: bool) -> str:
         """Return the text of these words. With `begins`, there is no blank before the first one."""
@@ -182,20 +191,27 @@ class Words:
 class PieceTokenizer:
     """Splits text into short words, up to three digits, or up to four punctuation marks.
 
-    An id is a checksum.
+    An id is a checksum. Which text it stands for is remembered from when it was encoded last.
     """
 
     max_chars: int | None = 16
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self._pieces: dict[int, str] = {}
         self.words = Words(self, _make_up_words())
 
     def encode(self, text: str) -> TokenIds:
         """The ids of a text."""
         size = self.vocab_size
         pieces = _PIECES.findall(text)
-        return make_token_ids([crc32(piece.encode(errors="surrogatepass")) % size for piece in pieces])
+        token_ids = [crc32(piece.encode(errors="surrogatepass")) % size for piece in pieces]
+        self._pieces.update(zip(token_ids, pieces, strict=True))
+        return make_token_ids(token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these ids; those that no text has had yet are replacement characters."""
+        return "".join([self._pieces.get(token_id, "\ufffd") for token_id in token_ids])
 
 
 class HfTokenizer:
@@ -227,6 +243,11 @@ class HfTokenizer:
         # The library rejects a lone half of a character (a surrogate).
         clean = text.encode(errors="replace").decode()
         return make_token_ids(self._tokenizer.encode(clean, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these ids."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
 
 
 def _make_up_words() -> Iterable[str]:
