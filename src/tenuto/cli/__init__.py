@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("MODEL", "run vLLM with Tenuto's scheduler; --engine sim: a simulated GPU"),
     "verify": ("--url URL", "check that a server really holds a job's cache"),
     "top": ("--url URL", "watch a server: leases, countdowns, cache, hits"),
+    "ledger": ("--url URL", "what jobs and tenants used: tokens, and blocks held"),
     "control": ("ACTION --url URL", "switch a server on, off or to shadow; change its policy"),
     "bench": ("--url URL", "run agent jobs against any OpenAI-compatible server"),
     "ab": ("--arm A=… --arm B=…", "compare servers or policies under the same load"),

@@ -51,6 +51,9 @@ class SimulateOptions(Options):
     trace: Path | None = option(None, "write every step, job and decision, as a server's trace (JSONL)")
     as_json: bool = option(False, "print the record as JSON instead of text", flag="--json")
     csv: Path | None = option(None, "write the result as a row of CSV too", is_written=True)
+    ledger: Path | None = option(
+        None, "write what each job and tenant used as CSV, as `tenuto ledger` does", is_written=True
+    )
     beside_stock: bool = option(
         True, "also run stock as shipped on the same load, and say what it would do; one more run"
     )
@@ -78,7 +81,12 @@ def run(given: Given) -> int:
     progress = Progress()
     try:
         log = trace.write if trace else None
-        extras = Extras(strict=options.strict, tell=_make_tell(progress, ""), trace=trace)
+        extras = Extras(
+            strict=options.strict,
+            tell=_make_tell(progress, ""),
+            trace=trace,
+            keeps_ledger=options.ledger is not None,
+        )
         outcome = simulate(setup, load, extras=extras, watch=watch, log=log)
     finally:
         progress.clear()
@@ -98,6 +106,10 @@ def run(given: Given) -> int:
         record = {**record, "stock": {name: stock[name] for name in _OF_STOCK}}
         if not options.as_json:
             print(format_beside(record, stock))
+    if options.ledger:
+        from tenuto.client.ledger import join_ranks, write_rows
+
+        write_rows(options.ledger, join_ranks(outcome.ledgers)[0])
     if options.csv:
         write_csv(options.csv, [record])
     if options.as_json:

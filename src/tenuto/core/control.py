@@ -35,6 +35,8 @@ UNKNOWN_JOB = (
     "no tool or the client said so (tenuto:lease_refusals_total counts both)"
 )
 """Where a client asks why nothing is held for a job: jobs that end are forgotten."""
+MAX_LISTED_JOBS = 1000
+"""The ledger's answer has the jobs that came last, so that it delays no step for long."""
 MODES = ("on", "off", "shadow")
 CHANGEABLE = ("mode", "policy", "options", "limits", "canary")
 """The settings that an operator may change while the server runs."""
@@ -85,6 +87,9 @@ class Controlled(Protocol):
 
     def release(self, job_id: str) -> bool:
         """End a job that its client says is complete; return whether it was known."""
+
+    def get_now_s(self) -> float:
+        """The time on the engine's clock."""
 
 
 class Control:
@@ -178,8 +183,13 @@ class Control:
             case "job":
                 return {
                     "ok": True,
-                    "job": self._scheduler.driver.describe_job(self._read_job(request["fields"])),
+                    "job": self._scheduler.driver.describe_job(
+                        self._read_job(request["fields"]), self._scheduler.get_now_s()
+                    ),
                 }
+            case "ledger":
+                driver, now_s = self._scheduler.driver, self._scheduler.get_now_s()
+                return {"ok": True, **driver.describe_ledger(now_s, MAX_LISTED_JOBS)}
         raise ConfigError(f"there is no request {request['do']!r}")
 
     def _check_unchanged(self, after: Mapping[str, int]) -> None:

@@ -12,12 +12,14 @@ Each event is told once to each of the driver's parts, and each fact of a turn h
     `Fairness`    how long it may wait, and its tenant's share of the order and of memory
     `Order`       whether it may start, which turn starts first, and which is preempted
     `Retention`   leases: who gets one, until when, and which yields
+    `Ledger`      what jobs and tenants used
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +27,16 @@ from tenuto.core.engine import Engine, StepChooser, StepSize
 from tenuto.core.fairness import Fairness, FairOrder, Quota, Shares
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import NOBODY, Arrival, Finish, JobState, JobTable, TurnState
-from tenuto.core.leases import LeaseEnded, LeaseEvent, LeaseGranted, LeaseRefused, LeaseTruncated, Retention
+from tenuto.core.leases import (
+    LeaseEnded,
+    LeaseEvent,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseState,
+    LeaseTruncated,
+    Retention,
+)
+from tenuto.core.ledger import Account, Ledger
 from tenuto.core.limits import Canary, Limits
 from tenuto.core.order import Order
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
@@ -142,6 +153,8 @@ class Driver:
             self.leases.begin_counting()
         self._order.enter(turn)
         self._apply(self._retention.claim(turn, now_s))
+        if (lease := self.leases.get(job.job_id)) is not None:
+            self._count_held(lease, now_s)  # it may be shorter now
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
             self._tell("on_tool_returned", turn, job.last_tool, tool_s)
@@ -162,11 +175,12 @@ class Driver:
         if turn is None:
             return
         self.stats.num_events += 1
-        turn.num_held_tokens = num_hit_tokens
+        turn.num_held_tokens = turn.run_from = num_hit_tokens
         if turn.started:
             self._fairness.resume(turn, now_s)
             num_lost_tokens = count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
             self.stats.num_recomputed_tokens += num_lost_tokens
+            turn.job.account.copy(num_lost=num_lost_tokens)
             self._tell("on_turn_started", turn, now_s)
             if self._history is not None:
                 self._history.record(
@@ -183,9 +197,17 @@ class Driver:
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
         turn.job.num_reusable_tokens += turn.num_reusable_tokens
         turn.job.num_reused_tokens += min(num_hit_tokens, turn.num_reusable_tokens)
-        self.stats.num_recomputed_tokens += count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
+        num_missed_tokens = count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
+        self.stats.num_recomputed_tokens += num_missed_tokens
+        turn.job.account.start(
+            turn.arrival.num_prompt_tokens,
+            max(0, num_hit_tokens - turn.num_loaded_tokens),
+            num_missed_tokens,
+        )
         if short_hit is not None:
             self.stats.num_short_tokens[short_hit.group] += short_hit.num_tokens
+            short = turn.job.num_short_tokens = turn.job.num_short_tokens or Counter()
+            short[short_hit.group] += short_hit.num_tokens
         self.stats.queue_s.observe(now_s - turn.arrival_s)
         if self._canary.is_on:
             self.stats.groups["stock" if turn.job.runs_as_stock else "policy"].start(
@@ -206,10 +228,32 @@ class Driver:
         self.stats.num_events += 1
         turn.num_preemptions += 1
         turn.num_computed_tokens = num_computed_tokens
+        if turn.run_from is not None:
+            turn.job.account.stop(max(0, num_computed_tokens - turn.run_from))
+        turn.run_from, turn.num_loaded_tokens = None, 0
         self._fairness.preempt(turn, now_s)
         self._tell("on_turn_preempted", turn, now_s)
         if self._history is not None:
             self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
+
+    def load(self, turn_id: str, num_tokens: int) -> None:
+        """The engine loads so many tokens of a turn from a tier; they will be among those that it hits."""
+        turn = self._turns.get(turn_id)
+        if turn is not None:
+            turn.num_loaded_tokens = num_tokens
+            turn.job.account.copy(num_loaded=num_tokens)
+
+    def store(self, turn_id: str | None, job_id: str | None, num_tokens: int) -> None:
+        """The engine stores so many tokens of a turn in tiers; of a turn that has ended, the job is named."""
+        turn = None if turn_id is None else self._turns.get(turn_id)
+        job = turn.job if turn is not None else self._jobs.get(job_id or "")
+        account = self.ledger.get_closed(job_id or "") if job is None else job.account
+        (account or self.ledger.total).copy(num_stored=num_tokens)
+
+    def hold_below(self, job_id: str, place: str, num_blocks: int, now_s: float) -> None:
+        """A tier took so many blocks that this job used last, or gave them up (then it is negative)."""
+        job = self._jobs.get(job_id)
+        self.ledger.move(job_id, None if job is None else job.account, place, num_blocks, now_s)
 
     def finish(self, turn_id: str, now_s: float, finish: Finish) -> None:
         """A turn ended. Call this just before the engine frees the turn's blocks: a lease may keep them."""
@@ -231,10 +275,14 @@ class Driver:
                 "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
             )
         view = turn.get_finished_view(finish)
+        num_prompt_tokens, num_computed_tokens = turn.arrival.num_prompt_tokens, finish.num_computed_tokens
+        if not finish.aborted:
+            num_computed_tokens = count_computed_tokens(num_prompt_tokens, finish.num_output_tokens)
+        if turn.started:
+            run_from = num_computed_tokens if turn.run_from is None else turn.run_from
+            job.account.stop(max(0, num_computed_tokens - run_from), finish.num_output_tokens)
         if not finish.aborted:
             job.last_finish_s, job.last_tool = now_s, view.tool
-            num_prompt_tokens = turn.arrival.num_prompt_tokens
-            num_computed_tokens = count_computed_tokens(num_prompt_tokens, finish.num_output_tokens)
             job.last_marks = PrefixMarks(
                 turn.arrival.hashes, num_prompt_tokens, num_computed_tokens, self._hash_block_size
             )
@@ -392,6 +440,11 @@ class Driver:
         return self._fairness.shares
 
     @property
+    def ledger(self) -> Ledger:
+        """What jobs and tenants used."""
+        return self._jobs.ledger
+
+    @property
     def quota(self) -> Quota:
         """What each tenant uses of the KV cache."""
         return self._fairness.quota
@@ -418,7 +471,7 @@ class Driver:
         """Number of leased blocks that no turn uses and that always yield: memory that is free in effect."""
         return self._engine.get_num_idle_leased_blocks() if self.limits.always_yield else 0
 
-    def describe_job(self, job_id: str) -> dict[str, Any] | None:
+    def describe_job(self, job_id: str, now_s: float) -> dict[str, Any] | None:
         """What there is to say of a job, in JSON types; None if it is not known.
 
         It says nothing of other jobs: only hits of what the job itself computed are counted.
@@ -434,6 +487,31 @@ class Driver:
             "reason": why,
             "reusable_tokens": job.num_reusable_tokens,
             "reused_tokens": job.num_reused_tokens,
+            "short_tokens": dict(job.num_short_tokens or {}),
+            "ledger": job.account.get_figures(now_s),
+        }
+
+    def get_account(self, job_id: str) -> Account | None:
+        """The account of a job that is remembered."""
+        job = self._jobs.get(job_id)
+        return None if job is None else job.account
+
+    def describe_ledger(self, now_s: float, max_jobs: int) -> dict[str, Any]:
+        """All accounts in JSON types: of all together, of tenants, and of the jobs that came last."""
+        jobs = self._jobs.jobs
+        shown = itertools.islice(reversed(jobs.values()), max_jobs)
+        return {
+            "total": self.ledger.total.get_figures(now_s),
+            "tenants": {name: each.get_figures(now_s) for name, each in self.ledger.tenants.items()},
+            "jobs": [
+                {
+                    "job": job.job_id.rpartition("\t")[2],
+                    "tenant": job.tenant,
+                    **job.account.get_figures(now_s),
+                }
+                for job in shown
+            ],
+            "jobs_left_out": max(0, len(jobs) - max_jobs),
         }
 
     def get_claimed_blocks(self, turn_id: str) -> list[Any]:
@@ -621,8 +699,15 @@ class Driver:
                     self._to_reorder.append(waiting_id)
         if (job := self._jobs.get(job_id)) is not None:
             job.lease_news = news
+        if not isinstance(event, LeaseRefused):
+            self._count_held(event.lease, event.now_s, job)
         if self._history is not None:
             self._history.record_lease(event)
+
+    def _count_held(self, lease: LeaseState, now_s: float, job: JobState | None = None) -> None:
+        if not self.is_shadow:
+            account = None if job is None else job.account
+            self.ledger.hold(lease.job_id, account, "gpu", len(lease.blocks), now_s)
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd) -> None:
         self._apply(self._retention.end(job.job_id, reason, now_s))

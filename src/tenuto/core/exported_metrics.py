@@ -6,13 +6,15 @@ its page needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from tenuto.core import __version__
 from tenuto.core.control import CHANGEABLE, MODES
 from tenuto.core.driver import Driver
+from tenuto.core.jobs import NOBODY, UNVERIFIED
+from tenuto.core.ledger import OTHER_TENANTS, PLACES, TOKENS, Ledger, add_figures
 from tenuto.core.stats import DECISION_BUCKETS_S, PARTED_BUCKETS, QUEUE_BUCKETS_S, TOOL_BUCKETS_S, DriverStats
 from tenuto.core.types import EngineView
 
@@ -20,6 +22,11 @@ ENGINE_LABELS = ("model_name", "engine")
 """Labels of every metric, before its own."""
 NO_TENANT = "(none)"
 """The label of turns without a tenant."""
+
+NUM_TENANTS = 10
+"""Tenants with a series of their own; it bounds the number of series."""
+OWN_NAMES = {NOBODY, UNVERIFIED}
+"""The names of tenants that are no client's."""
 
 Value = float | Mapping[Any, float]
 """A number; of a metric with labels one for each value of its label, or for each tuple of several labels'."""
@@ -121,6 +128,15 @@ class Facts:
     """The time of day of a moment on the engine's clock."""
     groups: tuple[str, ...] = ()
     """The kinds of layer groups that can end hits early."""
+    shows_names: bool = True
+    """Whether names of tenants may be seen."""
+
+    def get_ledger(self, kinds: Iterable[str], unit: str) -> dict[tuple[str, str], float]:
+        """Figures of the ledger by tenant and kind; their names end in `unit`."""
+        tenants = get_shown_accounts(self.driver.ledger, self.view.now_s, shows_names=self.shows_names)
+        return {
+            (name, kind): figures[f"{kind}_{unit}"] for name, figures in tenants.items() for kind in kinds
+        }
 
     def get_moment(self, at_s: float | None) -> float:
         """A moment in Unix time, 0 for None. Unlike a duration it stays correct while the engine sleeps."""
@@ -237,6 +253,20 @@ DRIVER = (
         lambda of: of.shown_tenants,
         ("tenant",),
     ),
+    Metric(
+        "counter",
+        "tenant_tokens",
+        "Tokens of tenants, by kind: prompt, cached, loaded, computed, recomputed, output, stored.",
+        lambda of: of.get_ledger(TOKENS, "tokens"),
+        ("tenant", "kind"),
+    ),
+    Metric(
+        "counter",
+        "tenant_block_seconds",
+        "Blocks that were held for tenants between turns, times seconds, by place: gpu, host, disk.",
+        lambda of: of.get_ledger(PLACES, "block_seconds"),
+        ("tenant", "place"),
+    ),
 )
 """Everything else that a driver knows."""
 
@@ -270,6 +300,16 @@ HISTOGRAMS = (
         DECISION_BUCKETS_S,
     ),
 )
+
+
+def get_shown_accounts(ledger: Ledger, now_s: float, *, shows_names: bool) -> dict[str, dict[str, float]]:
+    """The figures of the tenants that came first, and of all others together; none ever decreases."""
+    named = [name for name in ledger.tenants if shows_names or name in OWN_NAMES][:NUM_TENANTS]
+    shown = {name or NO_TENANT: ledger.tenants[name].get_figures(now_s) for name in named}
+    others = [each for name, each in ledger.tenants.items() if name not in named]
+    if others:
+        shown[OTHER_TENANTS] = add_figures(each.get_figures(now_s) for each in others)
+    return shown
 
 
 def _by_value(totals: Mapping[Any, int]) -> dict[str, int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.core.indexed_heap import IndexedHeap
+from tenuto.core.ledger import Account, Ledger
 from tenuto.core.requests import Hints
 from tenuto.core.reuse import PrefixMarks
 from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Turn
@@ -45,6 +46,8 @@ class Finish:
     """Whether this turn is the job's last, according to the output; None if the output does not tell."""
     aborted: bool = False
     """Whether the client left or the request failed. If so, nothing is retained."""
+    num_computed_tokens: int = 0
+    """Of an aborted turn: how many of its tokens have KV."""
 
 
 @dataclass(slots=True)
@@ -60,6 +63,10 @@ class JobState:
     is_admitted: bool = False
     """Admission has let one of its turns start."""
     live_turn_ids: dict[str, None] = field(default_factory=dict)
+    num_short_tokens: Counter[str] | None = None
+    """Of its turns, as `DriverStats.num_short_tokens`."""
+    account: Account = field(default_factory=Account)
+    """What it used so far."""
     last_finish_s: float | None = None
     last_tool: ToolCall | None = None
     last_marks: PrefixMarks | None = None
@@ -97,6 +104,10 @@ class TurnState:
     num_hit_tokens: int = 0
     num_held_tokens: int = 0
     """Tokens that the turn hit when it last started; after a preemption, this can be fewer than before."""
+    num_loaded_tokens: int = 0
+    """Those of them that were loaded from a tier."""
+    run_from: int | None = None
+    """Tokens with KV when its present run began; None while it does not run."""
     num_preemptions: int = 0
     num_computed_tokens: int = 0
     """Tokens that were computed when it was last preempted."""
@@ -170,6 +181,8 @@ class JobTable:
 
     def __init__(self, max_idle: int, hash_block_size: int, *, infers: bool) -> None:
         """`infers`: whether the job of a turn without a job id is recognised by the prompt's content."""
+        self.ledger = Ledger()
+        """The jobs' accounts."""
         self.jobs: dict[str, JobState] = {}
         self.idle = IdleJobs()
         # Jobs are forgotten there when they are forgotten here. Its own bound is for jobs with live turns.
@@ -195,7 +208,10 @@ class JobTable:
         job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
         job = self.jobs.get(job_id)
         if job is None:
-            job = self.jobs[job_id] = JobState(job_id, now_s, arrival.hints.tenant, _get_kind(arrival.hashes))
+            tenant = arrival.hints.tenant
+            account = self.ledger.open(job_id, tenant or NOBODY)
+            job = JobState(job_id, now_s, tenant, _get_kind(arrival.hashes), account=account)
+            self.jobs[job_id] = job
         self.idle.discard(job_id)
         return job
 
@@ -222,6 +238,7 @@ class JobTable:
     def take_over(self, other: JobTable) -> None:
         """Go on with the jobs that another table knows; forget some if it has more."""
         self.jobs, self.idle, self.lineage = other.jobs, other.idle, other.lineage
+        self.ledger = other.ledger
         self.lineage.set_max_jobs(2 * self._max_idle)
         while (job := self._get_first_to_forget()) is not None:
             self.forget(job)
@@ -239,6 +256,7 @@ class JobTable:
         del self.jobs[job.job_id]
         self.idle.discard(job.job_id)
         self.lineage.forget(job.job_id)
+        self.ledger.close(job.job_id, job.tenant or NOBODY, job.account)
 
     def _get_first_to_forget(self) -> JobState | None:
         """The job to forget now; None if the idle jobs are not too many."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import platform
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tenuto.core import __version__
 from tenuto.core.errors import ConfigError
+from tenuto.core.ledger import Account, Ledger
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Oracle, Policy
 from tenuto.core.policy_caller import DecisionLog
@@ -52,6 +54,8 @@ class Extras:
     """Used instead of those that the setup names."""
     tell: Callable[[float, int, int], None] | None = None
     """Told after every step: the simulated seconds, how many turns have finished, and how many there are."""
+    keeps_ledger: bool = False
+    """Whether the accounts of jobs that ended are kept."""
 
 
 NO_EXTRAS = Extras()
@@ -66,6 +70,8 @@ class Outcome:
     turns: list[TurnRecord]
     workload: Workload
     machine: Machine
+    ledgers: list[dict[str, Any]] = field(default_factory=list)
+    """What jobs and tenants used of each engine (`Driver.describe_ledger`), if the run keeps it."""
 
 
 def run(
@@ -90,6 +96,8 @@ def run(
     num_turns = sum(len(job.turns) for job in prepared.workload.jobs)
     machine, simulation, workload = prepared.machine, prepared.simulation, prepared.workload
     started_s = time.perf_counter()
+    keeping = simulation.schedulers if extras.keeps_ledger else []
+    kept = [(each, _keep_accounts(each.driver.ledger)) for each in keeping]
     turns = simulation.run()
     wall_s = time.perf_counter() - started_s
     schedulers = simulation.schedulers
@@ -124,7 +132,31 @@ def run(
         notes=tuple(machine.notes),
         fleet=prepared.fleet.summarise() if prepared.fleet is not None else None,
     )
-    return Outcome(record.to_json(), turns, workload, machine)
+    ledgers = [_describe_ledger(*each) for each in kept]
+    return Outcome(record.to_json(), turns, workload, machine, ledgers)
+
+
+Closed = dict[Account, tuple[str, str]]
+"""The accounts of jobs that ended: the job's id and its tenant."""
+
+
+def _keep_accounts(ledger: Ledger) -> Closed:
+    """The accounts that will be closed from now on. A server forgets them, to stay small."""
+    closed: Closed = {}
+    ledger.on_closed = lambda job_id, tenant, account: closed.setdefault(account, (job_id, tenant))
+    return closed
+
+
+def _describe_ledger(scheduler: Scheduler, closed: Closed) -> dict[str, Any]:
+    """All accounts of an engine, as `Driver.describe_ledger`; and those of jobs that ended."""
+    now_s = scheduler.state.now_s
+    told = scheduler.driver.describe_ledger(now_s, sys.maxsize)
+    ended = [
+        {"job": job_id.rpartition("\t")[2], "tenant": tenant or None, **account.get_figures(now_s)}
+        for account, (job_id, tenant) in closed.items()
+        if scheduler.driver.get_account(job_id) is not account
+    ]
+    return {**told, "jobs": told["jobs"] + ended}
 
 
 @dataclass(frozen=True)

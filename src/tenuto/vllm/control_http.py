@@ -2,7 +2,8 @@
 
     GET  /tenuto/control              what runs, on every data-parallel rank     (operator)
     POST /tenuto/control              change it: {"mode": "off"}, …               (operator)
-    GET  /tenuto/jobs/ID              what is held for the job, or why not       (client, or operator)
+    GET  /tenuto/ledger               what jobs and tenants used                 (operator)
+    GET  /tenuto/jobs/ID              what it used, what is held for it, or why not (client, or operator)
     POST /tenuto/jobs/ID/release      the job is complete: give its cache back   (client, or operator)
 
 The operator's key is not one of vLLM's API keys, because those belong to clients. Without the environment
@@ -74,9 +75,10 @@ class ControlAddresses:
         method = scope["method"]
         # The address is decoded already, and a job's id may have slashes.
         is_job, is_release = address.startswith("jobs/"), address.endswith("/release")
-        if not is_job and address != "control":
-            return 404, {"error": "there are /tenuto/control, /tenuto/jobs/ID and /tenuto/jobs/ID/release"}
-        if method not in ("GET", "POST") or (is_job and (method == "POST") != is_release):
+        if not is_job and address not in ("control", "ledger"):
+            return 404, {"error": "there are /tenuto/control, …/ledger, …/jobs/ID and …/jobs/ID/release"}
+        can_get, can_post = not is_release, is_release or address == "control"
+        if not ((method == "GET" and can_get) or (method == "POST" and can_post)):
             return 405, {"error": f"{method} is not possible here"}
         if is_job:
             job_id = address.removeprefix("jobs/").removesuffix("/release")
@@ -85,7 +87,7 @@ class ControlAddresses:
         if refusal is not None:
             return refusal
         if method == "GET":
-            return await _ask(scope, {"do": "status"})
+            return await _ask(scope, {"do": "ledger" if address == "ledger" else "status"})
         return await self._change(scope, headers, receive)
 
     def _check_operator(self, headers: dict[str, str], scope: Scope) -> Answer | None:

@@ -20,6 +20,7 @@ from tenuto.vllm.compat.groups import EndSpares, FirstCheckpoints
 from tenuto.vllm.compat.scheduler import (
     AllocationGuard,
     count_missing_blocks,
+    get_hit_tokens,
     get_reason_for_full_steps,
     is_by_priority,
     is_running,
@@ -157,6 +158,8 @@ class Hooks:
         for request_id, num_hit_tokens in started:
             if self.first_tokens is not None:
                 self.first_tokens.start(request_id)
+            if self._scheduler.connector is not None and not self.driver.has_started(request_id):
+                self.driver.load(request_id, get_hit_tokens(self._scheduler.requests[request_id])[1])
             short_hit = self._scheduler.short_hits.get(request_id)
             self.driver.start(request_id, now_s, num_hit_tokens, short_hit)
 

@@ -35,12 +35,14 @@ from tenuto.core.exported_metrics import (
     HISTOGRAMS,
     LEASES,
     NO_TENANT,
+    NUM_TENANTS,
+    OWN_NAMES,
     Facts,
     Leases,
     Metric,
     Value,
 )
-from tenuto.core.jobs import NOBODY, UNVERIFIED
+from tenuto.core.ledger import OTHER_TENANTS
 from tenuto.core.stats import QUEUE_BUCKETS_S, DriverStats, GroupStats, ShadowStats
 from tenuto.vllm.settings import Settings, read_settings
 from tenuto.vllm.tenants import TenantVerifier
@@ -49,12 +51,6 @@ FOLDER_VARIABLE = "TENUTO_METRICS_DIR"
 OWNER_VARIABLE = "TENUTO_METRICS_OWNER"
 REFRESH_S = 1.0
 """Shortest interval between two updates of the metrics. An engine that becomes idle updates them at once."""
-NUM_TENANTS = 10
-"""Tenants with a series of their own; it bounds the number of series."""
-OTHER_TENANTS = "(others)"
-"""The label of all tenants without a series of their own."""
-_OWN_NAMES = {NOBODY, UNVERIFIED}
-"""The names that are no client's."""
 
 logger = logging.getLogger("vllm.tenuto")
 
@@ -299,6 +295,7 @@ class Metrics:
                 shown_tenants=_choose_tenants(blocks, shows_names=settings.tenant_labels),
                 get_unix_time_s=lambda at_s: time.time() + at_s - now_s,
                 groups=self._groups,
+                shows_names=settings.tenant_labels,
             ),
             "tenants": self._tenants,
             "shadow": self.shadow_stats,
@@ -403,7 +400,7 @@ class _Forward(Collector):
 
 def _choose_tenants(blocks: Mapping[str, int], *, shows_names: bool) -> dict[str, int]:
     """The tenants with most blocks, and all others together. `shows_names`: clients' names may be seen."""
-    named = blocks if shows_names else {name: blocks[name] for name in _OWN_NAMES & blocks.keys()}
+    named = blocks if shows_names else {name: blocks[name] for name in OWN_NAMES & blocks.keys()}
     most = heapq.nlargest(NUM_TENANTS, named, named.__getitem__)
     shown = {name or NO_TENANT: named[name] for name in most}
     if len(blocks) > len(shown):

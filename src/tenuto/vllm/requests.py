@@ -71,7 +71,7 @@ class OutputReader:
             tool = self._find_tool_call(request) if reads_output else None
             return Finish(num_output_tokens, tool, is_last=tool is None if reads_output else None)
         if end in ("aborted", "failed"):
-            return Finish(num_output_tokens, aborted=True)
+            return Finish(num_output_tokens, aborted=True, num_computed_tokens=request.num_computed_tokens)
         if not reads_output or self._tokenizer is None:
             return Finish(num_output_tokens)
         tool = self._find_tool_call(request)

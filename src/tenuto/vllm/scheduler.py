@@ -312,6 +312,10 @@ class _DrivenScheduler(PrivateHooks):
         self._metrics.show(hooks.settings)
         self._metrics.refresh(self.driver, now_s, idle=True)
 
+    def get_now_s(self) -> float:
+        """The time on the engine's clock."""
+        return time.monotonic()
+
     def release(self, job_id: str) -> bool:
         """End a job that its client says is complete; return whether it was known."""
         released: bool = self.driver.release(job_id, time.monotonic())

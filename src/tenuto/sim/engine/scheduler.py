@@ -108,7 +108,7 @@ class Scheduler:
         else:
             self.state.waiting = WaitingQueue(_get_priority_key if self._by_priority else None)
         if self.offloader is not None:
-            self.offloader.follow(driver)
+            self.offloader.follow(driver, lambda: self.state.now_s)
 
     def _get_policy_key(self, request: Request) -> Key:
         return self.driver.get_queue_key(request.turn_id, self.state.now_s)
@@ -195,7 +195,8 @@ class Scheduler:
             self._drop_load(request)
         else:
             self.state.waiting.remove(request)
-        self._finish(request, Finish(request.num_output_tokens, aborted=True))
+        computed = request.num_computed_tokens
+        self._finish(request, Finish(request.num_output_tokens, aborted=True, num_computed_tokens=computed))
 
     def reset_prefix_cache(self, now_s: float, *, preempt_running: bool = False) -> bool:
         """Forget all cached content, leases included; False, and content stays, while requests run.
@@ -416,6 +417,7 @@ class Scheduler:
                 return False
         if hit.num_loaded_tokens and self.offloader is not None:
             done_s = self.offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self.state.now_s)
+            self.driver.load(request.turn_id, hit.num_loaded_tokens)
             step.copies_done_s = max(step.copies_done_s, done_s)
         request.num_loaded_tokens = hit.num_loaded_tokens
         self._start(request, start, num_new_tokens, step)
@@ -532,6 +534,7 @@ class Scheduler:
         request.num_computed_tokens = hit.num_computed_tokens
         request.num_loaded_tokens = hit.num_loaded_tokens
         done_s = offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self.state.now_s)
+        self.driver.load(request.turn_id, hit.num_loaded_tokens)
         heapq.heappush(self.state.loading, Load(done_s, next(self._load_numbers), request))
         return True
 

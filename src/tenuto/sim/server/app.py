@@ -77,6 +77,7 @@ def make_app(
             web.post("/reset_prefix_cache", pages.reset_prefix_cache),
             web.get("/tenuto/control", control.get_status),
             web.post("/tenuto/control", control.change),
+            web.get("/tenuto/ledger", control.get_ledger),
             web.post("/tenuto/jobs/{job_id:.+}/release", control.release),
             web.get("/tenuto/jobs/{job_id:.+}", control.get_job),
         ]

@@ -2,7 +2,8 @@
 
     GET  /tenuto/control              what runs                                       (operator)
     POST /tenuto/control              change it: {"mode": "off"}, …                   (operator)
-    GET  /tenuto/jobs/ID              what is held for the job, or why not            (client)
+    GET  /tenuto/ledger               what jobs and tenants used                      (operator)
+    GET  /tenuto/jobs/ID              what it used, what is held for it, or why not   (client)
     POST /tenuto/jobs/ID/release      the job is complete: give its cache back        (client)
 
 There is one engine, so one rank answers. Shadow mode and canaries are refused: the simulated engine has none.
@@ -85,6 +86,10 @@ class LiveEngine:
         """Count them for `/metrics`."""
         self.num_changes.update(changed)
 
+    def get_now_s(self) -> float:
+        """The simulated time."""
+        return self._pacer.clock.get_now_s()
+
     def release(self, job_id: str) -> bool:
         """End a job that its client says is complete; return whether it was known."""
         released = self.driver.release(job_id, self._pacer.engine.now_s)
@@ -103,6 +108,10 @@ class ControlPages:
     async def get_status(self, request: web.Request) -> web.Response:
         """What runs now."""
         return self._refuse(request) or self._ask({"do": "status"})
+
+    async def get_ledger(self, request: web.Request) -> web.Response:
+        """What jobs and tenants used."""
+        return self._refuse(request) or self._ask({"do": "ledger"})
 
     async def change(self, request: web.Request) -> web.Response:
         """Change what runs, if all of it is possible."""

@@ -86,8 +86,9 @@ class ChainOffloader(Offloader):
             return now_s
         request.num_stored_chunks = num_chunks
         chunks = self._get_chunks(request, num_chunks)
-        copy = self._tiers.store(chunks, now_s, *self._get_rank(request, first, now_s))
-        self.num_stored_tokens += copy.num_chunks * self._chunk_tokens
+        use, first = self._get_rank(request, first, now_s)
+        copy = self._tiers.store(chunks, now_s, use, first)
+        self._count_stored(copy.num_chunks * self._chunk_tokens, use, request)
         request.stored_s = max(request.stored_s, copy.done_s)
         return copy.done_s
 
@@ -136,7 +137,7 @@ class ChainOffloader(Offloader):
     def _store(self, chunks: list[Chunk], now_s: float, use: Use, first: int) -> float:
         """Store cached chunks from number `first` on; returns when the copy is complete."""
         copy = self._tiers.store(chunks, now_s, use, first)
-        self.num_stored_tokens += copy.num_chunks * self._chunk_tokens
+        self._count_stored(copy.num_chunks * self._chunk_tokens, use)
         return copy.done_s
 
     def _hold_until(self, row: Row, done_s: float, now_s: float) -> None:

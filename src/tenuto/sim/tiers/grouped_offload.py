@@ -481,7 +481,7 @@ class GroupedOffloader(Offloader):
         # A token counts once, whatever the number of groups.
         counted = self._layout.lookup_order[0]
         num_new = sum(place.group == counted and place.chunk in new for place in places)
-        self.num_stored_tokens += num_new * self._layout.sizes[counted]
+        self._count_stored(num_new * self._layout.sizes[counted], use)
         self._stored_by_s = max(self._stored_by_s, done_s)
         return done_s
 

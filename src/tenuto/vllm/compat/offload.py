@@ -13,6 +13,7 @@ import hashlib
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -245,6 +246,12 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         needed = [None if group in windowed else before for before, _, group in self._chains.get_all(keys)]
         return self.order.make_way(keys, needed, self._use.key, num_free)
 
+    def count_new(self, keys: Iterable[Any]) -> int:
+        """How many parts of the sequence these keys are: those of one layer group, if possible a full one."""
+        groups = Counter(group for _, _, group in self._chains.get_all(list(keys)))
+        full = {group: number for group, number in groups.items() if group not in self.windowed_groups}
+        return max((full or groups).values(), default=0)
+
     def take(self, key: Any) -> Any:
         """The chunk behind a key that left the order."""
         return self._chunks.pop(key)
@@ -258,6 +265,9 @@ class Asker(Protocol):
 
     def end_use(self, request_id: str) -> None:
         """The manager will not ask for this request again."""
+
+    def count_stored(self, request_id: str, num_chunks: int) -> None:
+        """So many chunks of the request are stored; a chunk counts once for all layer groups."""
 
 
 @dataclass
@@ -285,6 +295,16 @@ class HostManagerHooks:
 
     def prepare_store(self, keys: Any, req_context: Any) -> Any:
         """Make room for what may be stored of these chunks, and let vLLM's manager take it."""
+        found = self._make_room(keys, req_context)
+        if self.asker is not None and found is not None:
+            self.asker.count_stored(req_context.req_id, self._policy.count_new(found.keys_to_store))
+        return found
+
+    def watch_owners(self, tell: Callable[[Hashable, int], None]) -> None:
+        """Tell whenever a job has a chunk more or one less: the job with the group, and 1 or -1."""
+        self._policy.order.on_owned = tell
+
+    def _make_room(self, keys: Any, req_context: Any) -> Any:
         self._begin(req_context)
         wanted = self._get_wanted(list(keys))
         return super().prepare_store(wanted, req_context)  # type: ignore[misc]
@@ -395,7 +415,7 @@ class PrimaryManager(HostManagerHooks, CPUPrimaryTierOffloadingManager):  # type
 
     def _prepare_write(self, keys: Any, req_context: Any) -> Any:
         """Room for chunks that come from a tier behind; None, as vLLM wants it, if there is none for them."""
-        found = self.prepare_store(keys, req_context)
+        found = self._make_room(keys, req_context)
         return found if found is not None and found.keys_to_store else None
 
 

@@ -12,7 +12,7 @@ cache reset    what host memory and disk hold is given up for good
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class HostTier:
         self._is_mixed = False  # the GPU may have KV of before a reset
         self._open_disks()
         port.host.asker = self
+        port.host.watch_owners(self._count_held)
         port.on_load_question(self._answer_load)
         port.on_copied(self._observe)
         port.on_idle(self._has_work)
@@ -196,7 +197,17 @@ class HostTier:
         """The manager will not ask for this request again."""
         self._uses.pop(request_id, None)
 
+    def count_stored(self, request_id: str, num_chunks: int) -> None:
+        """So many chunks of a request are stored."""
+        num_tokens = num_chunks * self._port.tokens_per_chunk
+        self._scheduler.driver.store(request_id, self.get_use(request_id).owner, num_tokens)
+
     # Inside.
+
+    def _count_held(self, owner: Hashable, num_chunks: int) -> None:
+        job_id = owner[0] if isinstance(owner, tuple) else owner
+        num_blocks = num_chunks * self._port.blocks_per_chunk
+        self._scheduler.driver.hold_below(str(job_id), "host", num_blocks, self._clock.monotonic())
 
     def _open_disks(self) -> None:
         config = self._scheduler.vllm_config
