@@ -39,6 +39,7 @@ class Server:
     faults: int = 0
     mode: str = "on"
     short: bool = False
+    has_ledger: bool = False
     """Whether a window ends the hits of a hybrid model."""
     group: str | None = None
     num_short: int = 0
@@ -79,15 +80,24 @@ class Server:
             "reusable_tokens": 10**6,
             "reused_tokens": self.reused.get(job, 0),
         }
+        if self.has_ledger:
+            # What counts is the ledger; the server's own totals belong to everybody.
+            cached = rank["reused_tokens"]
+            rank |= {
+                "reused_tokens": 0,
+                "short_tokens": {self.group: self.num_short} if self.group else {},
+                "ledger": {"cached_tokens": cached - cached // 3, "loaded_tokens": cached // 3},
+            }
         return httpx.Response(200, json={"job": job, "ranks": [rank]})
 
     def show(self, rank: str) -> str:
         at = f'engine="{rank}"'
         used = self.noise.random()
+        short = self.noise.randrange(10**6) if self.has_ledger else self.num_short
         groups = (
             ""
             if self.group is None
-            else (f'tenuto:short_hit_tokens_total{{{at},group="{self.group}"}} {self.num_short}\n')
+            else (f'tenuto:short_hit_tokens_total{{{at},group="{self.group}"}} {short}\n')
         )
         return groups + (
             f'vllm:cache_config_info{{{at},block_size="16",num_gpu_blocks="1001"}} 1\n'
@@ -168,6 +178,17 @@ def test_a_server_that_does_not_count_cached_tokens_is_asked_for_the_job_s(
     assert is_ok, said
     is_ok, said = check(Server("tenuto", says_cached=False, short=True), monkeypatch)
     assert not is_ok and "NOT held" in said
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_busy_server_is_asked_for_the_job_s_own_ledger(
+    short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that it shows of everybody is noise: only what it says of this job is right."""
+    server = Server("tenuto", says_cached=False, has_ledger=True, group="state", short=short)
+    is_ok, said = check(server, monkeypatch)
+    assert is_ok is not short, said
+    assert ("state ended the hit" in said) is short
 
 
 def test_a_server_that_keeps_what_was_released_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,8 @@ def test_names_that_clients_make_up_are_bounded() -> None:
     for number in range(3 * MAX_TENANTS):
         ledger.open(f"j{number}", f"t{number}").stop(1)
     assert len(ledger.tenants) == MAX_TENANTS + 1
-    assert ledger.tenants[OTHER_TENANTS].num_computed_tokens == 2 * MAX_TENANTS
-    assert ledger.total.num_computed_tokens == 3 * MAX_TENANTS
+    assert ledger.tenants[OTHER_TENANTS].computed == 2 * MAX_TENANTS
+    assert ledger.total.computed == 3 * MAX_TENANTS
 
 
 def test_a_tier_tells_who_has_how_many_chunks() -> None:

@@ -14,6 +14,7 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -276,8 +277,10 @@ class OwnJob:
     news: str | None = None
     """What happened to its lease (`tenuto.core.types.WORDS`); None if it is whole, or there was none."""
     reason: str | None = None
-    num_reused_tokens: int = 0
-    """What its turns hit of what the turn before had computed."""
+    num_cached_tokens: int = 0
+    """What its turns found in the cache, or loaded; without a ledger, only of what it had computed."""
+    num_short_tokens: Mapping[str, float] | None = None
+    """As `CacheState.num_short_tokens`, of its turns only; None if the server does not tell."""
 
 
 def read_job(client: httpx.Client, job_id: str) -> OwnJob | None:
@@ -291,18 +294,19 @@ def read_job(client: httpx.Client, job_id: str) -> OwnJob | None:
     response.raise_for_status()
     try:
         ranks: list[dict[str, Any]] = response.json()["ranks"]
-        return add_jobs(
-            [
-                OwnJob(
-                    int(rank["leased_blocks"]), rank["lease_news"], rank["reason"], int(rank["reused_tokens"])
-                )
-                for rank in ranks
-            ]
-        )
+        return add_jobs([_read_rank(rank) for rank in ranks])
     except (ValueError, LookupError, TypeError, RecursionError):
         raise DataError(
             f"{client.base_url}: not what Tenuto says of a job: {response.text[:200]!r}"
         ) from None
+
+
+def _read_rank(rank: Mapping[str, Any]) -> OwnJob:
+    ledger, cached, short = rank.get("ledger"), rank["reused_tokens"], rank.get("short_tokens")
+    if ledger is not None:
+        cached = ledger["cached_tokens"] + ledger["loaded_tokens"]
+    own = None if short is None else {str(group): float(number) for group, number in short.items()}
+    return OwnJob(int(rank["leased_blocks"]), rank["lease_news"], rank["reason"], int(cached), own)
 
 
 def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
@@ -312,8 +316,17 @@ def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
         sum(job.num_leased_blocks for job in jobs),
         told[-1].news if told else None,
         told[-1].reason if told else None,
-        sum(job.num_reused_tokens for job in jobs),
+        sum(job.num_cached_tokens for job in jobs),
+        add_short_tokens([job.num_short_tokens for job in jobs if job.num_short_tokens is not None]),
     )
+
+
+def add_short_tokens(counts: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    """The sums by group; None if nobody tells."""
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total) if counts else None
 
 
 def _get_int(labels: Mapping[str, str], name: str) -> int:

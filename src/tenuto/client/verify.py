@@ -2,8 +2,9 @@
 
 One job of five turns runs against the server. After each turn except the last, the job is in a tool call. Its
 blocks must stay leased for the whole gap, and the next turn must hit them. After the last turn, the client
-says that the job is complete, and nothing may stay held for it. The server is asked about this job only, so
-what else it does counts neither for nor against it. Turn lengths follow the published functional check of the
+says that the job is complete, and nothing may stay held for it. The server is asked about this job only: what
+is held for it, and what its ledger says that its turns hit. So what else the server does counts neither for
+nor against it, and it need not be idle. Turn lengths follow the published functional check of the
 Continuum prototype, scaled to the server's block size.
 
 The server reports which policy runs. A policy may choose to ask for no lease, or a short one, when nothing
@@ -15,7 +16,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -249,7 +250,8 @@ class _Check:
         block_size = self._before.block_size
         is_last = number == len(TOOLS) - 1
         self._extend(PROMPT_BLOCKS[number] * block_size - self._count_so_far(turns))
-        before, job_before = self._read_state(), self._read_job()
+        job_before = self._read_job()
+        short_before = self._read_short(job_before)
         started_s = time.monotonic()
         answer = self._send(number)
         latency_s = time.monotonic() - started_s
@@ -257,10 +259,11 @@ class _Check:
         prompt_tokens, output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         expected = 0 if is_last else (prompt_tokens + output_tokens - 1) // block_size
         least = 0 if is_last else self._watch_gap()
-        job, after = self._read_job(), self._read_state()
+        job = self._read_job()
+        short = self._read_short(job)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if cached is None:
-            cached = job.num_reused_tokens - job_before.num_reused_tokens
+            cached = job.num_cached_tokens - job_before.num_cached_tokens
         min_cached = turns[-1].prompt_tokens // block_size * block_size if turns else 0
         held = self._release() if is_last else least
         gap: Gap = "end" if is_last else judge_gap(job, held, expected)
@@ -281,11 +284,16 @@ class _Check:
             gap=gap,
             reason=None if gap in ("held", "end") else WORDS.get(job.news or "", {}).get(job.reason or ""),
             rank=self._rank,
-            short_group=find_short_group(before, after),
+            short_group=find_short_group(short_before, short),
         )
 
     def _read_state(self) -> CacheState:
         return add_states([read_cache_state(engine, self._rank) for engine in self._engines])
+
+    def _read_short(self, job: OwnJob) -> Mapping[str, float]:
+        """Tokens that hits were short of, by layer group: of this job only, if the server tells."""
+        own = job.num_short_tokens
+        return self._read_state().num_short_tokens if own is None else own
 
     def _read_job(self) -> OwnJob:
         jobs = [read_job(engine, self._job_id) for engine in self._engines]
@@ -409,12 +417,9 @@ def is_disturbed(turns: Sequence[TurnCheck]) -> bool:
     )
 
 
-def find_short_group(before: CacheState, after: CacheState) -> str | None:
+def find_short_group(before: Mapping[str, float], after: Mapping[str, float]) -> str | None:
     """The layer group that made the turn between two readings hit less than another group had."""
-    new = {
-        group: number - before.num_short_tokens.get(group, 0.0)
-        for group, number in after.num_short_tokens.items()
-    }
+    new = {group: number - before.get(group, 0.0) for group, number in after.items()}
     group = max(new, key=lambda each: new[each], default=None)
     return group if group is not None and new[group] > 0 else None
 

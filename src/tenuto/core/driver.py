@@ -32,7 +32,6 @@ from tenuto.core.leases import (
     LeaseEvent,
     LeaseGranted,
     LeaseRefused,
-    LeaseState,
     LeaseTruncated,
     Retention,
 )
@@ -153,8 +152,9 @@ class Driver:
             self.leases.begin_counting()
         self._order.enter(turn)
         self._apply(self._retention.claim(turn, now_s))
-        if (lease := self.leases.get(job.job_id)) is not None:
-            self._count_held(lease, now_s)  # it may be shorter now
+        if (lease := self.leases.get(job.job_id)) is not None and not self.is_shadow:
+            # It may be shorter now.
+            self._jobs.ledger.hold(job.job_id, job.account, "gpu", len(lease.blocks), now_s)
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
             self._tell("on_tool_returned", turn, job.last_tool, tool_s)
@@ -699,15 +699,11 @@ class Driver:
                     self._to_reorder.append(waiting_id)
         if (job := self._jobs.get(job_id)) is not None:
             job.lease_news = news
-        if not isinstance(event, LeaseRefused):
-            self._count_held(event.lease, event.now_s, job)
+        if not isinstance(event, LeaseRefused) and stats is self.stats:
+            account = None if job is None else job.account
+            self._jobs.ledger.hold(job_id, account, "gpu", len(event.lease.blocks), event.now_s)
         if self._history is not None:
             self._history.record_lease(event)
-
-    def _count_held(self, lease: LeaseState, now_s: float, job: JobState | None = None) -> None:
-        if not self.is_shadow:
-            account = None if job is None else job.account
-            self.ledger.hold(lease.job_id, account, "gpu", len(lease.blocks), now_s)
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd) -> None:
         self._apply(self._retention.end(job.job_id, reason, now_s))

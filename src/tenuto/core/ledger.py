@@ -38,92 +38,74 @@ class _Held:
         self.num_blocks = 0
         self.block_s = self.since_s = 0.0
 
-    def get_block_s(self, now_s: float) -> float:
-        return self.block_s + self.num_blocks * max(0.0, now_s - self.since_s)
-
 
 class Account:
     """What one job, one tenant or all used so far."""
 
-    __slots__ = ("_above", "_held", *(f"num_{kind}_tokens" for kind in TOKENS), "num_turns")
+    __slots__ = ("above", "held", "num_held_blocks", "turns", *TOKENS)
 
-    num_turns: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_loaded_tokens: int
-    num_computed_tokens: int
-    num_recomputed_tokens: int
-    num_output_tokens: int
-    num_stored_tokens: int
+    turns: int
+    prompt: int
+    cached: int
+    loaded: int
+    computed: int
+    recomputed: int
+    output: int
+    stored: int
 
     def __init__(self, above: Account | None = None) -> None:
         """`above`: the account that it is a part of."""
-        self._above = above
-        self._held: dict[str, _Held] = {}
-        self.num_turns = 0
+        self.above = above
+        self.held: dict[str, _Held] = {}
+        """By place."""
+        self.num_held_blocks = 0
+        """In all places."""
+        self.turns = 0
         for kind in TOKENS:
-            setattr(self, f"num_{kind}_tokens", 0)
-
-    @property
-    def holds_blocks(self) -> bool:
-        """Whether it holds blocks anywhere now."""
-        return any(held.num_blocks for held in self._held.values())
+            setattr(self, kind, 0)
 
     def start(self, num_prompt_tokens: int, num_cached_tokens: int, num_missed_tokens: int) -> None:
         """A turn got its first step: so much of its prompt was cached, and so much is computed again."""
         account: Account | None = self
         while account is not None:
-            account.num_turns += 1
-            account.num_prompt_tokens += num_prompt_tokens
-            account.num_cached_tokens += num_cached_tokens
-            account.num_recomputed_tokens += num_missed_tokens
-            account = account._above
+            account.turns += 1
+            account.prompt += num_prompt_tokens
+            account.cached += num_cached_tokens
+            account.recomputed += num_missed_tokens
+            account = account.above
 
     def stop(self, num_computed_tokens: int, num_output_tokens: int = 0) -> None:
         """A turn ended or was preempted: so many tokens were computed since it last started."""
         account: Account | None = self
         while account is not None:
-            account.num_computed_tokens += num_computed_tokens
-            account.num_output_tokens += num_output_tokens
-            account = account._above
+            account.computed += num_computed_tokens
+            account.output += num_output_tokens
+            account = account.above
 
     def copy(self, *, num_loaded: int = 0, num_stored: int = 0, num_lost: int = 0) -> None:
         """Tokens were loaded, stored, or lost by a preemption and will be computed again."""
         account: Account | None = self
         while account is not None:
-            account.num_loaded_tokens += num_loaded
-            account.num_stored_tokens += num_stored
-            account.num_recomputed_tokens += num_lost
-            account = account._above
-
-    def hold(self, place: str, num_blocks: int, now_s: float) -> None:
-        """It holds so many blocks there from now on."""
-        held = self._held.get(place)
-        change = num_blocks - (0 if held is None else held.num_blocks)
-        account: Account | None = self if change else None
-        while account is not None:
-            held = account._held.get(place)
-            if held is None:
-                held = account._held[place] = _Held()
-            # Clocks of engines only go forward; a part of one may be told a moment late.
-            held.block_s = held.get_block_s(now_s)
-            held.since_s = max(held.since_s, now_s)
-            held.num_blocks += change
-            account = account._above
+            account.loaded += num_loaded
+            account.stored += num_stored
+            account.recomputed += num_lost
+            account = account.above
 
     def count_held(self, place: str) -> int:
         """Blocks that it holds there now."""
-        held = self._held.get(place)
+        held = self.held.get(place)
         return 0 if held is None else held.num_blocks
 
     def get_figures(self, now_s: float) -> dict[str, float]:
         """All its figures, by the names of `FIGURES`; block-seconds up to now."""
-        found: dict[str, float] = {"turns": self.num_turns}
+        found: dict[str, float] = {"turns": self.turns}
         for kind in TOKENS:
-            found[f"{kind}_tokens"] = getattr(self, f"num_{kind}_tokens")
+            found[f"{kind}_tokens"] = getattr(self, kind)
         for place in PLACES:
-            held = self._held.get(place)
-            found[f"{place}_block_seconds"] = 0.0 if held is None else held.get_block_s(now_s)
+            held, block_s = self.held.get(place), 0.0
+            if held is not None:
+                block_s = held.block_s + held.num_blocks * max(0.0, now_s - held.since_s)
+            found[f"{place}_block_seconds"] = block_s
         return found
 
 
@@ -161,12 +143,24 @@ class Ledger:
     def hold(self, job_id: str, account: Account | None, place: str, num_blocks: int, now_s: float) -> None:
         """A job holds so many blocks in a place from now on; None: the account of a job that is forgotten."""
         account = account or self.get_closed(job_id)
-        if account is None:
+        own = None if account is None else account.held.get(place)
+        change = num_blocks - (0 if own is None else own.num_blocks)
+        if account is None or not change:
             return
-        account.hold(place, num_blocks, now_s)
-        if num_blocks:
+        each: Account | None = account
+        while each is not None:
+            held = each.held.get(place)
+            if held is None:
+                held = each.held[place] = _Held()
+            elif now_s > held.since_s:  # a part of an engine may be told a moment late
+                held.block_s += held.num_blocks * (now_s - held.since_s)
+            held.since_s = now_s if now_s > held.since_s else held.since_s
+            held.num_blocks += change
+            each.num_held_blocks += change
+            each = each.above
+        if account.num_held_blocks:
             self._holders[job_id] = account
-        elif not account.holds_blocks:
+        else:
             self._holders.pop(job_id, None)
 
     def move(self, job_id: str, account: Account | None, place: str, change: int, now_s: float) -> None:
