@@ -177,6 +177,9 @@ class _Engine:
     def count_changes(self, changed: Iterable[str]) -> None:
         """Nothing counts here."""
 
+    def get_now_s(self) -> float:
+        return 0.0
+
     def release(self, job_id: str) -> bool:
         self.released.append(job_id)
         return len(job_id) % 2 == 0

@@ -83,23 +83,17 @@ def test_names_that_clients_make_up_are_bounded() -> None:
 
 
 def test_a_tier_tells_who_has_how_many_chunks() -> None:
-    held: dict[object, int] = {}
-
-    def tell(owner: object, change: int) -> None:
-        held[owner] = held.get(owner, 0) + change
-
     order = TierOrder()
-    order.on_owned = tell
     order.use(["a", "b", "c"], (1,), "one")
-    assert held == {"one": 3}
+    assert order.take_changes() == {"one": 3}
     order.use(["a", "b", "x"], (2,), "two")
-    assert held == {"one": 1, "two": 3}
+    assert order.take_changes() == {"one": -2, "two": 3}
     order.use(["y"], (0,), None)
     assert order.pop_first() == "y"
+    assert order.take_changes() == {}
     assert order.drop("two") == ["x"]  # another one continues "b"
-    assert held == {"one": 1, "two": 2}
     order.remove("c")
-    assert held["one"] == 0
+    assert order.take_changes() == {"one": -1, "two": -1}
     order.use(["p", "q"], (1,), "one")
     order.clear()
-    assert held == {"one": 0, "two": 0}
+    assert order.take_changes() == {"one": 0, "two": -2}

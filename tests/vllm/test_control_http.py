@@ -243,6 +243,7 @@ def test_what_does_not_exist_and_what_is_too_large() -> None:
     assert client.get("/tenuto/jobs/x/release").status_code == 405
     assert client.post("/tenuto/jobs/x").status_code == 405
     assert client.put("/tenuto/control", headers=ADMIN).status_code == 405
+    assert client.post("/tenuto/ledger", headers=ADMIN).status_code == 405
     large = b" " * (control_http.MAX_BODY_BYTES + 1)
     assert client.post("/tenuto/control", headers=ADMIN, content=large).status_code == 413
 
@@ -291,6 +292,25 @@ def test_a_client_sees_what_is_held_for_its_own_job_and_why_nothing_is() -> None
     assert engines[1].scheduler.reset_prefix_cache()
     (rank,) = client.get(url, headers=ann).json()["ranks"]
     assert (rank["leased_blocks"], rank["lease_news"], rank["reason"]) == (0, "ended", "reset")
+
+
+def test_the_operator_alone_sees_what_all_used() -> None:
+    engines = [start({"policy": KEEP_ALL}) for _ in range(2)]
+    names = {each: tenants.get_key_name(each) for each in ("ann", "bob")}
+    for engine, who in zip(engines, names, strict=True):
+        hold(engine, "j", names[who])
+    client = make_client(*engines, keys=["ann", "bob"])
+    for headers in ({}, {"Authorization": "Bearer ann"}):
+        assert client.get("/tenuto/ledger", headers=headers).status_code == 401
+    ranks = client.get("/tenuto/ledger", headers=ADMIN).json()["ranks"]
+    assert [list(rank["tenants"]) for rank in ranks] == [[names["ann"]], [names["bob"]]]
+    assert [[job["job"] for job in rank["jobs"]] for rank in ranks] == [["j"], ["j"]]
+    for rank in ranks:
+        assert rank["total"]["turns"] == 1
+        assert rank["total"]["prompt_tokens"] == 60
+        assert rank["total"]["gpu_block_seconds"] > 0
+    (own,) = client.get("/tenuto/jobs/j", headers={"Authorization": "Bearer bob"}).json()["ranks"]
+    assert own["ledger"]["computed_tokens"] == ranks[1]["total"]["computed_tokens"] > 60
 
 
 def test_without_keys_and_tenants_anybody_releases_as_anybody_sends() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,8 +66,8 @@ class TierOrder:
     """
 
     def __init__(self) -> None:
-        self.on_owned: Callable[[Hashable, int], None] | None = None
-        """Told when an owner has a chunk more (1), or one less (-1)."""
+        self._changes: dict[Hashable, int] = {}
+        """By owner, how many chunks more or less it has since somebody asked."""
         self._chunks: dict[Hashable, _Chunk] = {}
         self._num_behind: dict[Hashable, int] = {}
         self._tails: dict[Hashable, Hashable] = {}
@@ -105,7 +105,7 @@ class TierOrder:
         """
         if chunk not in self._chunks:
             self._chunks[chunk] = _Chunk(before, needs_before, rank, owner, num_pins)
-            self._tell(owner, 1)
+            self._count(owner, 1)
             if before is not None and needs_before:
                 self._num_behind[before] = self._num_behind.get(before, 0) + 1
         self.rank(chunk, rank, owner)
@@ -118,8 +118,8 @@ class TierOrder:
             if self._tails.get(known.owner) == chunk:
                 # Who used it before used nothing behind it, and all before it is the new owner's too.
                 del self._tails[known.owner]
-            self._tell(known.owner, -1)
-            self._tell(owner, 1)
+            self._count(known.owner, -1)
+            self._count(owner, 1)
             known.owner = owner
         if owner is not None:
             self._tails[owner] = chunk
@@ -147,7 +147,7 @@ class TierOrder:
     def remove(self, chunk: Hashable) -> None:
         """Forget a chunk, pinned or not; those that continue it stay."""
         found = self._chunks.pop(chunk)
-        self._tell(found.owner, -1)
+        self._count(found.owner, -1)
         if found.owner is not None and self._tails.get(found.owner) == chunk:
             self._move_tail(found.owner, found.before)
         if self._leave(found) and found.before in self._chunks:
@@ -220,7 +220,7 @@ class TierOrder:
                 break
             dropped.append(chunk)
             del self._chunks[chunk]
-            self._tell(owner, -1)
+            self._count(owner, -1)
             before = self._chunks.get(found.before) if found.before is not None else None
             is_tail = self._leave(found)
             if before is not None and before.owner == owner:
@@ -235,6 +235,11 @@ class TierOrder:
         """Whether the last use of some chunk was this owner's."""
         return owner in self._tails
 
+    def take_changes(self) -> dict[Hashable, int]:
+        """By owner, how many chunks more or less it has since this was last asked."""
+        changes, self._changes = self._changes, {}
+        return changes
+
     def forget_keys(self) -> None:
         """From here on, only recency counts for what is there: another policy's keys will follow."""
         self._heap.clear()
@@ -245,7 +250,7 @@ class TierOrder:
     def clear(self) -> None:
         """Forget everything."""
         for found in self._chunks.values():
-            self._tell(found.owner, -1)
+            self._count(found.owner, -1)
         self._chunks.clear()
         self._num_behind.clear()
         self._tails.clear()
@@ -253,9 +258,9 @@ class TierOrder:
 
     # Inside.
 
-    def _tell(self, owner: Hashable | None, change: int) -> None:
-        if owner is not None and self.on_owned is not None:
-            self.on_owned(owner, change)
+    def _count(self, owner: Hashable | None, change: int) -> None:
+        if owner is not None:
+            self._changes[owner] = self._changes.get(owner, 0) + change
 
     def _leave(self, found: _Chunk) -> bool:
         """A chunk is gone; whether nothing continues the chunk before it any more."""

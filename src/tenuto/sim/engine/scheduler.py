@@ -108,7 +108,7 @@ class Scheduler:
         else:
             self.state.waiting = WaitingQueue(_get_priority_key if self._by_priority else None)
         if self.offloader is not None:
-            self.offloader.follow(driver, lambda: self.state.now_s)
+            self.offloader.follow(driver)
 
     def _get_policy_key(self, request: Request) -> Key:
         return self.driver.get_queue_key(request.turn_id, self.state.now_s)

@@ -66,6 +66,7 @@ class ChainOffloader(Offloader):
         chunks = self._get_chunks(request, num_chunks)
         copy = self._tiers.load(chunks, now_s, skip, *self._get_rank(request, skip, now_s))
         self.num_loaded_tokens += num_tokens
+        self._tell_held(now_s)
         request.num_stored_chunks = num_chunks
         return copy.done_s
 
@@ -88,7 +89,7 @@ class ChainOffloader(Offloader):
         chunks = self._get_chunks(request, num_chunks)
         use, first = self._get_rank(request, first, now_s)
         copy = self._tiers.store(chunks, now_s, use, first)
-        self._count_stored(copy.num_chunks * self._chunk_tokens, use, request)
+        self._count_stored(copy.num_chunks * self._chunk_tokens, use, now_s, request)
         request.stored_s = max(request.stored_s, copy.done_s)
         return copy.done_s
 
@@ -102,6 +103,7 @@ class ChainOffloader(Offloader):
             if request.is_stored and self._stores_all:
                 done_s = self._store(chunks, now_s, use, request.num_stored_chunks)
             self._tiers.use(chunks, use)
+            self._tell_held(now_s)
         self._hold_until(row, max(done_s, request.stored_s), now_s)
 
     def release_stored(self, now_s: float) -> None:
@@ -137,7 +139,7 @@ class ChainOffloader(Offloader):
     def _store(self, chunks: list[Chunk], now_s: float, use: Use, first: int) -> float:
         """Store cached chunks from number `first` on; returns when the copy is complete."""
         copy = self._tiers.store(chunks, now_s, use, first)
-        self._count_stored(copy.num_chunks * self._chunk_tokens, use)
+        self._count_stored(copy.num_chunks * self._chunk_tokens, use, now_s)
         return copy.done_s
 
     def _hold_until(self, row: Row, done_s: float, now_s: float) -> None:

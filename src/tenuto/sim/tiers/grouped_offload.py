@@ -353,6 +353,7 @@ class GroupedOffloader(Offloader):
         places = self._layout.get_loaded(request, num_hit_tokens, num_tokens)
         done_s = self._tiers.load(places, now_s, self._get_use(request, now_s))
         self.num_loaded_tokens += num_tokens
+        self._tell_held(now_s)
         for chunks, size in zip(self._layout.get_chunks(request), self._layout.sizes, strict=True):
             chunks.num_stored = -(-(num_hit_tokens + num_tokens) // size)
         loading = frozenset(place.chunk for place in places)
@@ -405,6 +406,7 @@ class GroupedOffloader(Offloader):
                 used += chunks.get_places(0, request.num_tokens // size)
             self._tiers.use(used, use)
         self._ended.clear()
+        self._tell_held(now_s)
 
     def release_stored(self, now_s: float) -> None:
         """Store what ended requests have computed last, if the engine is idle since: it does not wait."""
@@ -481,7 +483,7 @@ class GroupedOffloader(Offloader):
         # A token counts once, whatever the number of groups.
         counted = self._layout.lookup_order[0]
         num_new = sum(place.group == counted and place.chunk in new for place in places)
-        self._count_stored(num_new * self._layout.sizes[counted], use)
+        self._count_stored(num_new * self._layout.sizes[counted], use, now_s)
         self._stored_by_s = max(self._stored_by_s, done_s)
         return done_s
 

@@ -20,8 +20,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from tenuto.core.driver import Driver
@@ -61,11 +60,9 @@ class Offloader(ABC):
 
     # Turns and jobs.
 
-    def follow(self, driver: Driver, get_now_s: Callable[[], float] = lambda: 0.0) -> None:
-        """This driver's policy decides from here on, and it is told what is held. `get_now_s`: the time."""
+    def follow(self, driver: Driver) -> None:
+        """This driver's policy decides from here on, and it is told what is stored and held."""
         self._driver = driver
-        for tier in self._all_tiers:
-            tier.order.on_owned = partial(self._count_held, tier.name, get_now_s)
         self._is_ordered = not self.is_sync and driver.policy.overrides("tier_key")
         for tier in self._all_tiers:
             tier.order.forget_keys()
@@ -87,6 +84,7 @@ class Offloader(ABC):
         """A job is complete: drop what only it used, if the policy orders the tiers."""
         if self._is_ordered:
             self._drop(job_id, now_s)
+            self._tell_held(now_s)
 
     # Loads.
 
@@ -171,17 +169,19 @@ class Offloader(ABC):
     def _drop(self, job_id: str, now_s: float) -> None:
         """Give up what only this job used."""
 
-    def _count_stored(self, num_tokens: int, use: Use, request: Request | None = None) -> None:
+    def _count_stored(self, num_tokens: int, use: Use, now_s: float, request: Request | None = None) -> None:
         self.num_stored_tokens += num_tokens
         if num_tokens and self._driver is not None:
             self._driver.store(None if request is None else request.turn_id, use.owner, num_tokens)
+        self._tell_held(now_s)
 
-    def _count_held(
-        self, place: str, get_now_s: Callable[[], float], owner: Hashable, num_chunks: int
-    ) -> None:
-        job_id = owner[0] if isinstance(owner, tuple) else owner
-        if self._driver is not None:
-            self._driver.hold_below(str(job_id), place, num_chunks * self._chunk_blocks, get_now_s())
+    def _tell_held(self, now_s: float) -> None:
+        """Tell the driver whose chunks the tiers have more or less of since they were last told."""
+        for tier in self._all_tiers:
+            for owner, num_chunks in tier.order.take_changes().items():
+                job_id = owner[0] if isinstance(owner, tuple) else owner
+                if self._driver is not None:
+                    self._driver.hold_below(str(job_id), tier.name, num_chunks * self._chunk_blocks, now_s)
 
     def _get_use(self, request: Request, now_s: float) -> Use:
         if request.tier_use is None:

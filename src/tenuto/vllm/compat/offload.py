@@ -300,9 +300,10 @@ class HostManagerHooks:
             self.asker.count_stored(req_context.req_id, self._policy.count_new(found.keys_to_store))
         return found
 
-    def watch_owners(self, tell: Callable[[Hashable, int], None]) -> None:
-        """Tell whenever a job has a chunk more or one less: the job with the group, and 1 or -1."""
-        self._policy.order.on_owned = tell
+    def take_changes(self) -> dict[Hashable, int]:
+        """By job and group, how many chunks more or less it has since this was last asked."""
+        changes: dict[Hashable, int] = self._policy.order.take_changes()
+        return changes
 
     def _make_room(self, keys: Any, req_context: Any) -> Any:
         self._begin(req_context)

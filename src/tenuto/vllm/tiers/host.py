@@ -12,7 +12,7 @@ cache reset    what host memory and disk hold is given up for good
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,6 @@ class HostTier:
         self._is_mixed = False  # the GPU may have KV of before a reset
         self._open_disks()
         port.host.asker = self
-        port.host.watch_owners(self._count_held)
         port.on_load_question(self._answer_load)
         port.on_copied(self._observe)
         port.on_idle(self._has_work)
@@ -106,6 +105,7 @@ class HostTier:
             self.prefetch.come_back(job_id, self._clock.monotonic())
         if self._is_followed and self._scheduler.driver.policy.overrides("tier_key"):
             self._port.host.drop(job_id)
+            self._tell_held()
 
     def follow_policy(self, settings: Settings, policy: Policy) -> None:
         """This policy decides from here on. Switched off or in shadow mode, all is stored, and by recency."""
@@ -196,18 +196,22 @@ class HostTier:
     def end_use(self, request_id: str) -> None:
         """The manager will not ask for this request again."""
         self._uses.pop(request_id, None)
+        self._tell_held()
 
     def count_stored(self, request_id: str, num_chunks: int) -> None:
         """So many chunks of a request are stored."""
         num_tokens = num_chunks * self._port.tokens_per_chunk
         self._scheduler.driver.store(request_id, self.get_use(request_id).owner, num_tokens)
+        self._tell_held()
 
     # Inside.
 
-    def _count_held(self, owner: Hashable, num_chunks: int) -> None:
-        job_id = owner[0] if isinstance(owner, tuple) else owner
-        num_blocks = num_chunks * self._port.blocks_per_chunk
-        self._scheduler.driver.hold_below(str(job_id), "host", num_blocks, self._clock.monotonic())
+    def _tell_held(self) -> None:
+        """Tell the driver whose chunks host memory has more or less of since it was last told."""
+        for owner, num_chunks in self._port.host.take_changes().items():
+            job_id = owner[0] if isinstance(owner, tuple) else owner
+            num_blocks = num_chunks * self._port.blocks_per_chunk
+            self._scheduler.driver.hold_below(str(job_id), "host", num_blocks, self._clock.monotonic())
 
     def _open_disks(self) -> None:
         config = self._scheduler.vllm_config
@@ -259,6 +263,7 @@ class HostTier:
         (self.loads if is_load else self.stores).observe(num_bytes, seconds)
 
     def _begin_step(self) -> None:
+        self._tell_held()
         self.later.collect()
         if self.prefetch is not None:
             self.prefetch.collect()
