@@ -196,6 +196,15 @@ SIGNS = (
         ],
     ),
     Sign(
+        "add a figure to what jobs and tenants used",
+        "total,,,4321,",
+        [("simulate", "--json", "--ledger", "-", *FAST)],
+        edits=[
+            ("core/ledger.py", 'FIGURES = ("turns",', 'FIGURES = ("planted", "turns",'),
+            ("core/ledger.py", '= {"turns": self.turns}', '= {"planted": 4321, "turns": self.turns}'),
+        ],
+    ),
+    Sign(
         "add a column to the table of `compare`",
         "plant",
         [SWEEP],
