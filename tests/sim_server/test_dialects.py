@@ -133,6 +133,13 @@ def test_errors_of_responses_are_the_package_s_own(client: openai.OpenAI) -> Non
 # Messages.
 
 
+def count_prompt(usage: Any) -> int:
+    """A prompt's tokens: they are computed, written to the cache, or read from it."""
+    written = usage.cache_creation_input_tokens or 0
+    total: int = usage.input_tokens + usage.cache_read_input_tokens + written
+    return total
+
+
 def test_a_streamed_message_is_the_one_that_is_not_streamed(claude: Any) -> None:
     asked: dict[str, Any] = {
         "model": MODEL,
@@ -149,9 +156,9 @@ def test_a_streamed_message_is_the_one_that_is_not_streamed(claude: Any) -> None
         assert block.text == whole.content[0].text
         assert len(block.text.split(" ")) == 30
         assert (read.stop_reason, read.usage.output_tokens) == ("max_tokens", 30)
-    num_prompt_tokens = whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    num_prompt_tokens = count_prompt(whole.usage)
     assert streamed.usage.cache_read_input_tokens == round_down(num_prompt_tokens)
-    assert streamed.usage.input_tokens == num_prompt_tokens - round_down(num_prompt_tokens)
+    assert count_prompt(streamed.usage) == num_prompt_tokens
 
 
 def test_a_message_s_stream_begins_with_the_counts_of_its_prompt(live: Live) -> None:
@@ -161,7 +168,7 @@ def test_a_message_s_stream_begins_with_the_counts_of_its_prompt(live: Live) -> 
     assert [event["type"] for event in events[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
     assert begin["usage"] == {**end["usage"], "output_tokens": 0}
     assert end["usage"]["output_tokens"] == 3
-    assert begin["usage"]["input_tokens"] + begin["usage"]["cache_read_input_tokens"] > 100
+    assert sum(begin["usage"].values()) > 100
 
 
 def test_a_limit_that_every_message_must_have_is_no_length(claude: Any) -> None:
@@ -192,7 +199,7 @@ def test_an_agent_that_speaks_messages_hits_all_it_said_before(claude: Any, live
         )
         usage = read.usage
         assert usage.cache_read_input_tokens == round_down(last_total)
-        last_total = usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens
+        last_total = count_prompt(usage) + usage.output_tokens
         messages.append({"role": "assistant", "content": [block.model_dump() for block in read.content]})
         calls = [block for block in read.content if block.type == "tool_use"]
         assert [(call.name, call.input) for call in calls] == [("bash", ARGUMENTS)] * (turn % 2)
@@ -213,7 +220,7 @@ def test_counted_tokens_are_those_of_the_request(claude: Any) -> None:
     }
     counted = claude.messages.count_tokens(**asked).input_tokens
     usage = claude.messages.create(**asked, max_tokens=1).usage
-    assert counted == usage.input_tokens + usage.cache_read_input_tokens
+    assert counted == count_prompt(usage)
 
 
 def test_errors_of_messages_are_the_package_s_own(claude: Any, live: Live) -> None:
