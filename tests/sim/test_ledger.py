@@ -43,8 +43,8 @@ def test_the_sums_are_the_engine_s_counters(fields: dict[str, Any], monkeypatch:
     assert set(total) == set(FIGURES)
     # What the tiers hold at the end is what the accounts hold.
     if scheduler.offloader is not None and not scheduler.offloader.is_sync:
-        for name, num_blocks in scheduler.count_tier_blocks().items():
-            assert ledger.total.count_held(name) == num_blocks > 0
+        for tier in scheduler.offloader.get_views(now_s):
+            assert ledger.total.count_held(tier.name) == tier.num_used_blocks > 0
 
 
 def count_tokens(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
