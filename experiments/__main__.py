@@ -24,6 +24,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "figures": "",
         "figures.report_picture": "playwright and Chromium",
         "tables.fidelity": "",
+        "tables.first_ab": "",
         "tables.mixed_steps": "",
         "tables.tier_pressure": "",
         "tables.shared_prefixes": "",

@@ -12,8 +12,8 @@ import pytest
 from tenuto.workload.generators.ab8 import ab8_jobs
 from tenuto.workload.generators.agent import PART_CV, SLOW_SHARE
 from tenuto.workload.generators.bfcl import BFCL, bfcl_contexts_jobs, bfcl_jobs
-from tenuto.workload.generators.swe_bench import SWE_BENCH, swe_bench_jobs
-from tenuto.workload.generators.trace8 import trace8_jobs
+from tenuto.workload.generators.swe_bench import SWE_BENCH, swe_bench_contexts_jobs, swe_bench_jobs
+from tenuto.workload.generators.trace8 import MAX_ANSWER_TOKENS, trace8_jobs
 from tenuto.workload.load import load_workload
 from tenuto.workload.schema import Span, count_shared_tokens
 from tests.support.processes import run_under_hash_seeds
@@ -151,10 +151,34 @@ def test_the_contexts_of_bfcl_have_the_published_tokens_scaled() -> None:
     assert max(contexts) <= 128_000 + 20
 
 
-def test_trace8_is_the_first_published_comparison() -> None:
-    jobs = trace8_jobs([0.0, 1.5, 2.0], seed=7)
-    for job in jobs:
+@pytest.mark.parametrize("answers", [(10,) * 8, (MAX_ANSWER_TOKENS,) * 8, (1, 2, 3, 4, 5, 6, 7, 8)])
+def test_trace8_is_the_first_published_comparison(answers: tuple[int, ...]) -> None:
+    for job in trace8_jobs([0.0, 1.5, 2.0], seed=7, answer_tokens=answers):
         assert [turn.num_prompt_tokens for turn in job.turns] == [92, 469, 811, 1343, 1655, 2241, 2665, 2915]
-        times_s = sorted(turn.tool_s for turn in job.turns[:-1])
-        assert times_s[0] >= 0.05 and times_s[5] <= 0.2 and 2 <= times_s[6] <= 5
-    assert len({[turn.tool for turn in job.turns].index("slow") for job in trace8_jobs(range(50), 1)}) == 7
+        assert tuple(turn.num_output_tokens for turn in job.turns) == answers
+        assert [turn.tool for turn in job.turns] == [
+            "find",
+            "cat",
+            "cat",
+            "grep",
+            "pytest",
+            "cat",
+            "patch",
+            None,
+        ]
+        assert 2 <= job.turns[4].tool_s <= 5
+        assert all(0.05 <= turn.tool_s <= 0.3 for turn in job.turns[:-1] if turn.tool != "pytest")
+
+
+def test_the_contexts_of_swe_bench_have_the_published_tokens() -> None:
+    jobs = swe_bench_contexts_jobs(range(NUM_JOBS), seed=1)
+    contexts = [job.turns[-1].num_prompt_tokens + job.turns[-1].num_output_tokens for job in jobs]
+    assert statistics.fmean(contexts) == pytest.approx(70_126, rel=0.05)
+    assert statistics.stdev(contexts) == pytest.approx(19_732, rel=0.15)
+
+
+def test_jobs_of_trace8_share_the_system_prompt_or_all_text() -> None:
+    own, shared = (trace8_jobs([0.0, 1.0], seed=7, shares_text=shares_text) for shares_text in (False, True))
+    assert count_shared_tokens(own[0].turns[-1].prompt, own[1].turns[-1].prompt) == 80
+    assert shared[0].turns[-1].prompt == shared[1].turns[-1].prompt
+    assert [turn.tool_s for turn in own[1].turns] == [turn.tool_s for turn in shared[1].turns]

@@ -25,7 +25,7 @@ from tenuto.workload.formats.weka import read_weka
 from tenuto.workload.generators import bfcl, conversations, single_turn, streams
 from tenuto.workload.generators.ab8 import WINDOW_S, ab8_jobs
 from tenuto.workload.generators.random_lengths import VLLM_LENGTHS, RandomLengths, random_jobs
-from tenuto.workload.generators.swe_bench import swe_bench_jobs
+from tenuto.workload.generators.swe_bench import swe_bench_contexts_jobs, swe_bench_jobs
 from tenuto.workload.generators.trace8 import trace8_jobs
 from tenuto.workload.hints import HINTS
 from tenuto.workload.schema import Job, Loop, Workload
@@ -63,7 +63,9 @@ GENERATORS: dict[str, Callable[[Iterable[float], int], list[Job]]] = {
     "agent-mix": streams.agent_mix_jobs,
     "shift": streams.shift_jobs,
     "trace8": trace8_jobs,
+    "trace8-shared": lambda arrivals, seed: trace8_jobs(arrivals, seed, shares_text=True),
     "bfcl-contexts": bfcl.bfcl_contexts_jobs,
+    "swe-bench-contexts": swe_bench_contexts_jobs,
 }
 DEFAULT_ARRIVAL = "poisson"
 JPS_HELP = (

@@ -8,10 +8,17 @@ prompt and output tokens over all turns: mini-swe-agent truncates a tool's outpu
 Not published, chosen by us: the tools other than `cd`, how often each tool is called (half of the recorded
 shell commands begin with `cd`), and how long the other tools take. They are fitted to the mean and deviation
 of the tool times above.
+
+`swe-bench-contexts` is the other reading, tokens per job as the length of the last context. Its tools'
+outputs have 2,500 tokens in the mean, the 10,000 characters that mini-swe-agent leaves of longer ones; what
+then is missing in 70,126 tokens are answers, some 43,000 tokens per job. The paper's figures load one B200
+with 0.025 to 0.125 of these jobs per second, and jobs take hundreds of seconds and more. Read as sums, these
+rates are a hundredth of what that GPU can do, so contexts are probably meant.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from tenuto.workload.generators.agent import Family, Tool, agent_jobs
@@ -37,6 +44,19 @@ SWE_BENCH = Family(
         Tool("pytest", share=0.05, fast_s=1.43, slow_s=7.20),
     ),
 )
+
+SWE_BENCH_CONTEXTS = dataclasses.replace(
+    SWE_BENCH,
+    name="swe-bench-contexts",
+    tokens_are="context",
+    output_tokens=4_000,
+    tool_output_tokens=2_500,
+)
+
+
+def swe_bench_contexts_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
+    """One job per arrival time in seconds; the published tokens are its last context's."""
+    return agent_jobs(SWE_BENCH_CONTEXTS, arrivals, seed)
 
 
 def swe_bench_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
