@@ -1,82 +1,121 @@
-"""Simulate one of the Continuum paper's comparisons, and draw it.
+"""The Continuum paper's figures, simulated, with what the paper says of each; and comparisons of ours beside.
 
     python -m experiments.figures 8 --quick
-    python -m experiments.figures all --quick --out docs/figures
+    python -m experiments.figures all --quick --write
 
-Writes continuum_N.svg and continuum_N.json to --out. Runs that are there already (experiments/out/figures)
-are not run again. The quick form has few points, one seed, 40 s of arrivals and one workload: it shows
-that the command works, and roughly who wins. docs/paper_figures.md explains the figures.
+Numbers are the paper's figures, names are ours, `all` is every number. Prints each figure's table, and
+whether order and factor agree with the paper's; --write puts them into docs/paper_figures.md, the picture
+beside it, and the records into experiments/records. The quick form has the same policies, and fewer values,
+jobs and seeds. Runs that the present code has made already are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from experiments.decision_code import digest_code
 from experiments.figures.draw import draw
-from experiments.figures.figures import FIGURES, Figure, describe
-from experiments.figures.points import make_points
-from tenuto.core import __version__
-from tenuto.sim.compare import RESULTS, run_cells
+from experiments.figures.figures import FIGURES, PAPER
+from experiments.figures.page import PAGE, PICTURES, format_figure, format_overview, get_picture
+from experiments.figures.points import keep, make_points
+from experiments.results.row import OUT, ROOT
+from experiments.results.tables import put_section
+from tenuto.sim.compare import run_cell, run_each
 
-ROOT = Path(__file__).parents[2]
-KEPT = ROOT / "experiments" / "out" / "figures"
-JOB_TIMEOUT_S = 300.0
+DONE = OUT / "figures.jsonl"
+RECORDS = ROOT / "experiments" / "records" / "figures.jsonl"
 
 
-def make_figure(name: str, out: Path, *, quick: bool, timeout_s: float, workers: int | None) -> Path:
-    """Run a figure's cells and write its picture and its data. Returns the picture's path."""
-    figure: Figure = FIGURES[name]
-    places = list(figure.make_cells(quick=quick))
-    folder = KEPT / f"{name}{'-quick' if quick else ''}"
-    folder.mkdir(parents=True, exist_ok=True)
-    records, title = {}, f"figure {name}"
-    for cell, record in run_cells([cell for *_, cell in places], folder, workers=workers):
-        records[cell.key] = record
-        print(f"{title}: {len(records)} of {len(places)}: {cell.title}", file=sys.stderr, flush=True)
-    points = make_points(
-        (((workload, policy, value), records[cell.key]) for workload, policy, value, cell in places),
-        timeout_s,
-    )
-    data = {
-        "figure": name,
-        "source": "arXiv 2511.02230: what is compared; rates, windows and sizes are ours",
-        "title": figure.title,
-        "about": figure.about,
-        "axis": figure.axis,
-        "is_quick": quick,
-        "simulated": True,
-        "job_timeout_s": timeout_s,
-        "tenuto": __version__,
-        "points": [point.to_json() for point in points],
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"continuum_{name}.svg"
-    path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    draw(figure, points, path)
-    return path
+def run_figure(name: str, *, quick: bool, workers: int | None) -> list[dict[str, Any]]:
+    """The figure's records, of runs that the present code made."""
+    cells = [
+        (place, cell, (cell.key, str(digest_code(cell.setup, cell.load))))
+        for place, cell in FIGURES[name].make_cells(quick=quick)
+    ]
+    done = read_done()
+    missing = [cell for _, cell, key in cells if key not in done]
+    codes = {cell.key: code for _, cell, (_, code) in cells}
+    DONE.parent.mkdir(parents=True, exist_ok=True)
+    with DONE.open("a", encoding="utf-8") as file:
+        for number, (cell, record) in enumerate(run_each(run_cell, missing, workers), start=1):
+            key = cell.key, codes[cell.key]
+            done[key] = keep(record)
+            file.write(json.dumps([*key, done[key]]) + "\n")
+            file.flush()
+            print(f"figure {name}: {number} of {len(missing)}: {cell.title}", file=sys.stderr, flush=True)
+    return [
+        {
+            "figure": name,
+            "form": "quick" if quick else "full",
+            **place._asdict(),
+            **done[key],
+            "config": hashlib.sha256(cell.key.encode()).hexdigest()[:16],
+            "code": codes[cell.key],
+        }
+        for place, cell, key in cells
+    ]
+
+
+def read_done() -> dict[tuple[str, str], dict[str, Any]]:
+    """What is kept of the runs here, by configuration and code; a line that was cut off is none."""
+    lines = DONE.read_text(encoding="utf-8").splitlines(keepends=True) if DONE.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    return {(key, code): kept for key, code, kept in map(json.loads, whole)}
+
+
+def read_records() -> list[dict[str, Any]]:
+    """What is kept."""
+    lines = RECORDS.read_text(encoding="utf-8").splitlines() if RECORDS.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def select(records: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+    """A figure's records: of the full form if there are some, else of the quick one."""
+    own = [record for record in records if record["figure"] == name]
+    return [record for record in own if record["form"] == "full"] or own
+
+
+def write(name: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Put a figure's records in place of its older ones of the same form; its section and its picture."""
+    form = records[0]["form"]
+    kept = [each for each in read_records() if (each["figure"], each["form"]) != (name, form)] + list(records)
+    order = list(FIGURES)
+    kept.sort(key=lambda each: order.index(each["figure"]))
+    RECORDS.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
+    own = select(kept, name)
+    page = put_section(PAGE.read_text(encoding="utf-8"), f"figure {name}", format_figure(name, own))
+    PAGE.write_text(put_section(page, "overview", make_overview(kept)), encoding="utf-8")
+    draw(FIGURES[name], make_points(FIGURES[name], own), PICTURES / get_picture(name))
+
+
+def make_overview(kept: Sequence[Mapping[str, Any]]) -> str:
+    """The table of all figures of the paper."""
+    return format_overview({name: select(kept, name) for name in PAPER})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("figure", choices=(*FIGURES, "all"), help=describe(list(FIGURES)))
-    parser.add_argument("--quick", action="store_true", help="few points, one seed, a short window")
-    parser.add_argument("--out", type=Path, default=KEPT, help="where picture and data go")
     parser.add_argument(
-        "--job-timeout", type=float, default=JOB_TIMEOUT_S, metavar="S",
-        help="jobs that take longer count as timed out (default: %(default)g)",
-    )  # fmt: skip
-    parser.add_argument("--workers", type=int, help=f"processes; records are kept in {RESULTS}")
+        "figure",
+        choices=(*FIGURES, "all"),
+        help="; ".join(f"{name}: {figure.title}" for name, figure in FIGURES.items()),
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer values and jobs, one seed")
+    parser.add_argument("--write", action="store_true", help="into the page and the kept records")
+    parser.add_argument("--workers", type=int, help="processes; all cores unless told")
     parsed = parser.parse_args()
-    for name in FIGURES if parsed.figure == "all" else [parsed.figure]:
-        path = make_figure(
-            name, parsed.out, quick=parsed.quick, timeout_s=parsed.job_timeout, workers=parsed.workers
-        )
-        print(path)
+    for name in PAPER if parsed.figure == "all" else [parsed.figure]:
+        records = run_figure(name, quick=parsed.quick, workers=parsed.workers)
+        print(format_figure(name, records))
+        if parsed.write:
+            write(name, records)
     return 0
 
 

@@ -1,63 +1,73 @@
-"""A figure's points, from the records of its runs."""
+"""What is kept of a figure's runs, and a figure's points: means over seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from experiments.figures.figures import IN_TIME_S, MEAN, Figure
+from experiments.results.runs import shorten
 from tenuto.records.text import is_overloaded
 
-Key = tuple[str, str, float]
-"""Workload, policy, and the value on the axis."""
+MATTERS = 1.1
+"""A policy matters at a point where the worst mean is more than this many times the best."""
 
 
-@dataclass(frozen=True, kw_only=True)
+def keep(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a run's record that the figures need. A job that takes too long goes on to its end."""
+    times_s = list(record["job_times_s"].values())
+    return shorten(
+        {
+            "jobs": record["jobs"],
+            "mean_job_s": record["job_s"]["mean"],
+            "p90_job_s": record["job_s"]["p90"],
+            "p95_job_s": record["job_s"]["p95"],
+            "in_time_share": sum(time_s <= IN_TIME_S for time_s in times_s) / len(times_s),
+            "finished_jps": record["finished_jps"],
+            "recomputed_share": record["recomputed_tokens"] / record["prompt_tokens"],
+            "overloaded": is_overloaded(record),
+            "versions": record["versions"],
+        }
+    )
+
+
+@dataclass(frozen=True)
 class Point:
-    """One policy at one value: means over seeds."""
+    """Every policy at one value of a panel."""
 
-    workload: str
-    policy: str
+    panel: str
     value: float
     seeds: int
-    mean_job_s: float
-    lowest_mean_job_s: float
-    highest_mean_job_s: float
-    p95_job_s: float
-    throughput_jps: float
-    """Jobs that finished, per second of the run."""
-    timed_out_share: float
-    """Jobs that took longer than the time-out. Here they go on to their end; a real agent would give up."""
-    overloaded: bool
+    measures: Mapping[str, Mapping[str, float]]
+    """By policy: by measure, the mean over the seeds that all policies have."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
+    @property
+    def matters(self) -> bool:
+        """Whether the policies differ."""
+        means_s = [each[MEAN] for each in self.measures.values()]
+        return max(means_s) > MATTERS * min(means_s)
 
 
-def make_points(records: Iterable[tuple[Key, Mapping[str, Any]]], timeout_s: float) -> list[Point]:
-    """A point for each workload, policy and value."""
-    groups: dict[Key, list[Mapping[str, Any]]] = {}
-    for key, record in records:
-        groups.setdefault(key, []).append(record)
-    return [_make_point(key, group, timeout_s) for key, group in groups.items()]
-
-
-def _make_point(key: Key, group: list[Mapping[str, Any]], timeout_s: float) -> Point:
-    workload, policy, value = key
-    means_s = [record["job_s"]["mean"] for record in group]
-    times_s = [time_s for record in group for time_s in record["job_times_s"].values()]
-    return Point(
-        workload=workload,
-        policy=policy,
-        value=value,
-        seeds=len(group),
-        mean_job_s=fmean(means_s),
-        lowest_mean_job_s=min(means_s),
-        highest_mean_job_s=max(means_s),
-        p95_job_s=fmean(record["job_s"]["p95"] for record in group),
-        throughput_jps=fmean(record["jobs"] / record["makespan_s"] for record in group),
-        timed_out_share=sum(time_s > timeout_s for time_s in times_s) / len(times_s),
-        overloaded=any(is_overloaded(record) for record in group),
-    )
+def make_points(figure: Figure, records: Iterable[Mapping[str, Any]]) -> list[Point]:
+    """The points at which every policy ran, in the figure's order."""
+    found: dict[tuple[str, float], dict[str, dict[int, Mapping[str, Any]]]] = {}
+    for record in records:
+        by_policy = found.setdefault((record["panel"], record["value"]), {})
+        by_policy.setdefault(record["policy"], {})[record["seed"]] = record
+    points = []
+    for (panel, value), by_policy in found.items():
+        if by_policy.keys() < figure.policies.keys():
+            continue
+        seeds = set.intersection(*(set(by_policy[policy]) for policy in figure.policies))
+        measures = {
+            policy: {
+                name: fmean(by_policy[policy][seed][name] for seed in seeds)
+                for name in dict.fromkeys((MEAN, *figure.measures))
+            }
+            for policy in figure.policies
+        }
+        points.append(Point(panel, value, len(seeds), measures))
+    order = [panel.title for panel in figure.panels]
+    return sorted(points, key=lambda point: (order.index(point.panel), point.value))
