@@ -27,6 +27,11 @@ def get_picture(name: str) -> str:
 def format_figure(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     """A figure's section: what the paper says, what came out, and the table."""
     figure, points = FIGURES[name], make_points(FIGURES[name], records)
+    if not records:
+        what = [f"*The paper:* {figure.says}", *figure.marks]
+        return "\n\n".join(
+            [*what, f"*Here:* not run; `python -m experiments.figures {name} --quick --write`."]
+        )
     form = "--quick " if records[0]["form"] == "quick" else ""
     seeds = min(point.seeds for point in points)
     lines = [f"*The paper:* {figure.says}"] if name in PAPER else []
