@@ -23,7 +23,7 @@ from tenuto.workload.load import LoadOptions
 
 PUBLISHED = {
     json.loads(path.read_text(encoding="utf-8"))["gpu"]: path
-    for path in sorted((Path(__file__).parent / "published").glob("ab8_*.json"), reverse=True)
+    for path in sorted((Path(__file__).parents[1] / "published").glob("ab8_*.json"), reverse=True)
 }
 SYSTEMS: dict[str, dict[str, dict[str, Any]]] = {
     "stock": {"stock": {"policy": "stock"}},
@@ -53,6 +53,7 @@ def main() -> int:
         print(json.dumps({"versions": get_versions(), "rows": rows}, indent=1))
     else:
         print(format_job_times(rows))
+        print(format_errors(rows))
         print(format_turns(rows))
     return 0
 
@@ -99,11 +100,25 @@ def format_job_times(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     for gpu, policy in dict.fromkeys((row["gpu"], row["policy"]) for row in rows):
-        errors = [abs(row["error"]) for row in rows if (row["gpu"], row["policy"]) == (gpu, policy)]
+        errors = [row["error"] for row in rows if (row["gpu"], row["policy"]) == (gpu, policy)]
         lines.append(
-            f"| **{gpu}** | **{policy}** | | | | median {statistics.median(errors):.1%}, "
-            f"worst {max(errors):.1%} | | | |"
+            f"| **{gpu}** | **{policy}** | | | | median {statistics.median(map(abs, errors)):.1%}, "
+            f"{min(errors):+.1%} to {max(errors):+.1%} | | | |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def format_errors(rows: list[dict[str, Any]]) -> str:
+    """What `tenuto.sim.fidelity` has: the errors of stock and of the other systems on each machine."""
+    meant = {next(iter(simulated)) for simulated in SYSTEMS.values()}
+    lines = ["| prediction for | cells | median | range |", "|---|---|---|---|"]
+    for gpu in dict.fromkeys(row["gpu"] for row in rows):
+        for name, policies in (("stock", {"stock"}), ("other policies", meant - {"stock"})):
+            errors = [row["error"] for row in rows if row["gpu"] == gpu and row["policy"] in policies]
+            if errors:
+                median = statistics.median(map(abs, errors))
+                span = f"{min(errors):+.1%} to {max(errors):+.1%}"
+                lines.append(f"| {gpu}, {name} | {len(errors)} | {median:.1%} | {span} |")
     return "\n".join(lines) + "\n"
 
 

@@ -7,7 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from tenuto.sim.plan import Plan, SeedRunner, find_fewest, get_most_jps, make_plans, try_changes
+from tenuto.sim.plan import (
+    PRECISE,
+    QUICK,
+    Plan,
+    SeedRunner,
+    find_fewest,
+    get_most_jps,
+    make_plans,
+    try_changes,
+)
 from tenuto.sim.setup import Setup
 from tenuto.sim.steady import Steady, Target, simulate_until_steady
 from tenuto.workload import LoadOptions
@@ -152,9 +161,9 @@ def test_an_answer_of_one_seed_is_judged_with_all() -> None:
 @pytest.mark.parametrize(
     ("finished_jps", "time_s", "num_jobs"),
     [
-        (2.6, 5.0, {300}),  # 2 of 2.6 jobs a second, and half of the target
-        (2.4, 5.0, {300, 600}),  # more than 0.8 of what one finishes
-        (2.6, 7.0, {300, 600}),  # not clearly kept
+        (2.6, 5.0, {QUICK}),  # 2 of 2.6 jobs a second, and half of the target
+        (2.4, 5.0, {QUICK, PRECISE}),  # more than 0.8 of what one finishes
+        (2.6, 7.0, {QUICK, PRECISE}),  # not clearly kept
     ],
 )
 def test_machines_near_their_capacity_get_more_jobs(
@@ -173,6 +182,34 @@ def test_machines_near_their_capacity_get_more_jobs(
     found = find_fewest(L40S, LoadOptions(jps=4.0), Target(p95_s=10.0), measure, 64)
     assert found.num_machines == 2
     assert asked == num_jobs
+
+
+def test_machines_that_one_less_could_nearly_replace_are_far_from_their_capacity() -> None:
+    """With two machines one seed was steady; three get two thirds of that, and keep the target clearly."""
+    asked = set()
+
+    def measure(setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+        assert load.jps is not None
+        if load.jps > 1.5:
+            return [make_run(9.0), make_run(99.0, "late")] if load.jps <= 2 else [make_run(99.0, "late")]
+        asked.add(min_jobs)
+        return [make_run(5.0)] * 3
+
+    found = find_fewest(L40S, LoadOptions(jps=4.0), Target(p95_s=10.0), measure, 64)
+    assert found.num_machines == 3
+    assert asked == {QUICK}
+
+
+def test_seeds_before_the_one_that_fails_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = {1: "steady", 2: "late", 3: "steady"}
+
+    def simulate(setup: Setup, load: LoadOptions, **others: object) -> Steady:
+        return make_run(1.0, verdicts[load.seed])
+
+    monkeypatch.setattr("tenuto.sim.plan.simulate_until_steady", simulate)
+    with SeedRunner((1, 2, 3), workers=1, max_jobs=900, say=lambda words: None) as measure:
+        runs = measure(L40S, LoadOptions(jps=1.0), 300)
+    assert [run.verdict for run in runs] == ["steady", "late"]
 
 
 def test_the_time_left_is_that_of_the_points_that_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
 from tenuto.records.text import write_csv
 from tenuto.sim.compare import Cell, check_cells
+from tenuto.sim.fidelity import get_margin
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.plan import (
     NUM_CHANGES,
@@ -91,12 +92,13 @@ class PlanOptions(GridOptions):
     )
     p95_s: float | None = option(None, "P95 job time to keep, seconds", above=0)
     p95_ttft_s: float | None = option(None, "P95 time to first token to keep, seconds", above=0)
-    margin: float = option(
-        0.1,
+    margin: float | None = option(
+        None,
         "share of the targets that must be left over: with 0.1, the P95 may be 90 % of the target",
         metavar="SHARE",
         minimum=0,
         below=1,
+        shown_default="what predictions for such a GPU were too fast at worst, 0.05 at least",
     )
     jps: float = option(MISSING, "jobs arriving per second, in all", above=0, alias="--request-rate")
     seeds: tuple[int, ...] = option(
@@ -126,7 +128,7 @@ def run(given: Given) -> int:
     """Search, and print the plans."""
     options = given.read(PlanOptions)
     seeds = tuple(dict.fromkeys(options.seeds))
-    target = Target(p95_s=options.p95_s, p95_ttft_s=options.p95_ttft_s, margin=options.margin)
+    target = Target(p95_s=options.p95_s, p95_ttft_s=options.p95_ttft_s, margin=options.margin or 0.0)
     wanted = _read_setups(options, given)
     _check_prices(options.prices, wanted)
     setups, left_out = drop_too_small(wanted)
@@ -152,6 +154,7 @@ def run(given: Given) -> int:
             expect=measure.expect,
             max_machines=None if given.has("servers") else options.max_machines,
             prices=options.prices,
+            get_margin=get_margin if options.margin is None else None,
             num_at_once=workers,
         )
         for plan in found:
@@ -196,7 +199,7 @@ def _print(options: PlanOptions, plans: list[Plan], effects: list[Effect], targe
     best = get_best(plans)
     if options.as_json:
         whole = {
-            "target": {"p95_s": target.p95_s, "p95_ttft_s": target.p95_ttft_s, "margin": target.margin},
+            "target": {"p95_s": target.p95_s, "p95_ttft_s": target.p95_ttft_s},
             "plans": [plan.to_json() for plan in plans],
             "best": None if best is None else best.to_json(),
             "sensitivity": [effect.to_json() for effect in effects],

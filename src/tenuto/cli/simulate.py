@@ -64,6 +64,7 @@ def run(given: Given) -> int:
     """Simulate one run."""
     from tenuto.records.text import format_beside, format_run, write_csv
     from tenuto.records.trace import TraceOptions, TraceWriter
+    from tenuto.sim.fidelity import get_error
     from tenuto.sim.run import Extras, Occupancy, write_run
     from tenuto.sim.run import run as simulate
 
@@ -94,10 +95,13 @@ def run(given: Given) -> int:
             trace.close()
     record = outcome.record
     say_notes(record["notes"])
+    error = get_error(record["gpu"], record["policy"], record["step_cost"])
     if options.out and occupancy:
         write_run(options.out, outcome, occupancy)
     if not options.as_json:
         print(format_run(record), flush=True)
+        print(f"such means   were off by {error}", flush=True)
+    record = {**record, "known_error": error.to_json()}
     shipped = replace(setup, policy="stock", options={}, step_tokens=None, keep_kv=True)
     if options.beside_stock and setup != shipped:
         with progress.cleared():

@@ -17,6 +17,7 @@ Rooms, each built on those below it:
     compare      a grid of setups and loads, and its table
     memory       where a machine's memory goes; no simulation
     run          one run, and its record
+    fidelity     how far predictions were off, by kind of machine
     step_trace   what a trace says of each step
     fleet        what stands before several engines: a router, faults, links
     simulation   the clients of one engine or of several

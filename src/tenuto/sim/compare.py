@@ -16,6 +16,7 @@ best of them stands beside stock as shipped.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import multiprocessing
@@ -36,6 +37,7 @@ from tenuto.records.load import read_run
 from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean
 from tenuto.records.schema import get_config
 from tenuto.records.text import is_overloaded
+from tenuto.sim.fidelity import KnownError, get_error
 from tenuto.sim.fleet import check_fleet
 from tenuto.sim.machine import build, get_max_num_batched_tokens
 from tenuto.sim.run import NO_EXTRAS, Extras, run
@@ -43,6 +45,8 @@ from tenuto.sim.setup import Setup, name_gpus
 from tenuto.workload.load import LoadOptions, make_workload
 
 RESULTS = "results.jsonl"
+GC_THRESHOLD = (50_000,)
+"""New objects until Python looks for garbage. Simulations make many that live; the default takes 6 %."""
 
 Record = dict[str, Any]
 Place = TypeVar("Place")
@@ -187,7 +191,8 @@ def open_processes(num: int) -> Iterator[ProcessPoolExecutor]:
     Ctrl-C in a terminal reaches every process of the command. Only this one answers it.
     """
     before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num, mp_context=context, initializer=gc.set_threshold, initargs=GC_THRESHOLD)
     # A process inherits the mask. Each of the first tasks starts a process, as none is idle yet.
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -502,6 +507,7 @@ def _make_row(group: Sequence[dict[str, Any]]) -> Row:
         "overloaded": any(is_overloaded(each) for each in group),
         **{figure.name: figure.get(group) for figure in FIGURES},
         "marks": ", ".join(_find_marks(group)),
+        "known_error": get_error(group[0]["gpu"], group[0]["policy"], group[0].get("step_cost")).to_json(),
         "policy_faults": sum(each.get("policy_faults") or 0 for each in group),
     }
 
@@ -567,6 +573,7 @@ def format_rows(rows: Sequence[Row]) -> str:
     if has_goodput:
         lines.append("goodput: turns per second that keep the limits")
     lines += [f"{sign}: {words}" for mark, (sign, words) in MARKS.items() if _has_mark(rows, mark)]
+    lines += _format_errors(rows)
     lines += _format_splits(rows)
     num_faults = sum(row["policy_faults"] for row in rows)
     if num_faults:
@@ -574,6 +581,18 @@ def format_rows(rows: Sequence[Row]) -> str:
             f"\n! hooks of the policy failed ({num_faults} times in all); stock's answer was used there"
         )
     return "\n".join(lines)
+
+
+def _format_errors(rows: Sequence[Row]) -> list[str]:
+    """How far predictions of such rows were off, one line for each kind."""
+    kinds: dict[str, dict[str, None]] = {}
+    for row in rows:
+        error = str(KnownError(**row["known_error"]))
+        kinds.setdefault(error, {})[f"{row['gpu']} {row['policy'].partition(' ')[0]}"] = None
+    return [
+        "such means were off by (below 0: too fast)",
+        *(f"  {error}: {', '.join(names)}" for error, names in kinds.items()),
+    ]
 
 
 def _format_splits(rows: Sequence[Row]) -> list[str]:

@@ -31,6 +31,7 @@ from typing import Any, Self, TypeVar
 from tenuto.core.errors import ConfigError
 from tenuto.sim.compare import open_processes
 from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.fidelity import KnownError, get_error
 from tenuto.sim.hardware.kv_budget import ModelTooLargeError
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup, name_gpus
@@ -61,7 +62,7 @@ CLEAR = 0.6
 """A target is clearly kept if the P95 takes up so much of it at most."""
 
 Measure = Callable[[Setup, LoadOptions, int], Sequence[Steady]]
-"""Simulates one machine with each seed, with so many jobs at least. One that is not steady ends the rest."""
+"""Simulates one machine with each seed, with so many jobs at least. One that is not steady is the last."""
 
 
 @dataclass(frozen=True)
@@ -285,8 +286,9 @@ def _confirm(
 ) -> Point:
     """The answer with every seed; with many jobs if the machines may be near their capacity.
 
-    There a machine looks steady for a while. They are far from it if they keep the target clearly and one
-    machine less, although overloaded, finishes clearly more jobs than each of these gets.
+    There a machine looks steady for a while. They are far from it if they keep the target clearly, and a
+    machine can do clearly more than each of these gets: with one machine less it did with some seed, or
+    finished so many jobs although it was overloaded.
     """
     num = point.num_machines
     whole = measure_point(setup, load, num, target, measure)
@@ -294,12 +296,18 @@ def _confirm(
         return whole
     if (
         fewer is not None
-        and fewer.verdict == "overloaded"
         and all(is_clear(run, target) for run in whole.runs)
-        and point.jps / num <= NEAR_CAPACITY * fewer.finished_jps / fewer.num_machines
+        and point.jps / num <= NEAR_CAPACITY * _get_known_jps(fewer)
     ):
         return whole
     return measure_jobs(setup, load, num, measure)
+
+
+def _get_known_jps(point: Point) -> float:
+    """Jobs a second that one of these machines surely can do: those that it got, if some seed kept up."""
+    if any(run.verdict == "steady" for run in point.runs):
+        return point.jps / point.num_machines
+    return point.finished_jps / point.num_machines if point.verdict == "overloaded" else 0.0
 
 
 def _is_steady(point: Point | None) -> bool:
@@ -341,11 +349,18 @@ class Plan:
     """With one machine less; None for a single machine."""
     usd_per_hour: float | None = None
     """The price of all its GPUs; None if it is not known."""
+    margin: float = 0.0
+    """The share of the target that it leaves over."""
 
     @property
     def num_gpus(self) -> int | None:
         """Tensor parallelism counted."""
         return None if self.num_machines is None else self.num_machines * self.setup.tp
+
+    @property
+    def known_error(self) -> KnownError:
+        """How far predictions like this one were off."""
+        return get_error(name_gpu(self), self.setup.policy, self.point.runs[0].step_cost)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -357,7 +372,9 @@ class Plan:
             "num_machines": self.num_machines,
             "num_gpus": self.num_gpus,
             "usd_per_hour": self.usd_per_hour,
+            "margin": self.margin,
             "step_cost": self.point.runs[0].step_cost,
+            "known_error": self.known_error.to_json(),
             "point": self.point.to_json(),
             "with_one_machine_less": None if self.fewer is None else self.fewer.to_json(),
         }
@@ -374,6 +391,7 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
     expect: Callable[[int, int], None] = lambda who, num_points: None,
     max_machines: int | None = 64,
     prices: Mapping[str, float] | None = None,
+    get_margin: Callable[[Setup], float] | None = None,
     num_at_once: int = 1,
 ) -> Iterator[Plan]:
     """The fewest machines for each setup. `prices`: US dollars per GPU and hour. Raises ConfigError.
@@ -381,6 +399,7 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
     `judge`: measures while searching, and may stop once a target is surely missed; `measure` unless given.
     `probe`: as in `find_fewest`. `expect`: told of each setup, by its place, how many points it still takes.
     `max_machines`: None to judge only the servers of each setup's fleet, and try no other number.
+    `get_margin`: the margin of each setup, in place of the target's.
     `num_at_once`: setups that are searched for at the same time, in threads.
     """
     if load.jps is None or load.jps <= 0:
@@ -390,14 +409,15 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
 
     def make(place: int) -> Plan:
         setup = setups[place]
+        own = target if get_margin is None else replace(target, margin=get_margin(setup))
         if max_machines is None:
-            plan = _judge_servers(setup, load, target, measure)
+            plan = _judge_servers(setup, load, own, measure)
             expect(place, 0)
         else:
             found = find_fewest(
                 setup,
                 load,
-                target,
+                own,
                 judge or measure,
                 max_machines,
                 probe=probe,
@@ -407,7 +427,7 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
             if found.num_machines is None and judge is not None:
                 # It is said how many jobs they finish in the end.
                 plan = replace(plan, point=measure_jobs(setup, load, max_machines, measure, QUICK))
-        return replace(plan, usd_per_hour=_get_price(plan, prices or {}))
+        return replace(plan, usd_per_hour=_get_price(plan, prices or {}), margin=own.margin)
 
     for place in range(len(setups)):
         expect(place, 1 if max_machines is None else FIRST_GUESS)
@@ -618,7 +638,7 @@ class SeedRunner:
         return spent_s * sum(self._num_left.values())
 
     def __call__(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
-        """A run for each seed; only the first that is not steady, if one is not."""
+        """A run for each seed, as far as the first that is not steady."""
         return self._measure(setup, load, min_jobs, None, lambda run: False)
 
     def judge(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
@@ -654,7 +674,7 @@ class SeedRunner:
         self._num_begun += 1
         for load, old in zip(loads, known, strict=True):
             run = next(simulated) if old is None else old
-            runs = [*runs, run] if run.verdict == "steady" else [run]
+            runs.append(run)
             if run.verdict != "steady":
                 break
             self._known[repr(setup), repr(load)] = run
@@ -745,18 +765,31 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
         f"{'Cheapest' if has_prices else 'Fewest'}: {_name_gpus(best)} with policy "
         f"{name_policy(best)}{'' if best.usd_per_hour is None else f', {best.usd_per_hour:.2f} $/hour'}.",
         f"P95 job time {format_s(best.point.p95_s)} ({format_s(low)} to {format_s(high)} over {len(runs)} "
-        f"seeds), P95 TTFT {format_s(best.point.p95_ttft_s)}. Target: {target}.",
+        f"seeds), P95 TTFT {format_s(best.point.p95_ttft_s)}. Target: {replace(target, margin=best.margin)}.",
         f"{_describe_share(best)} until steady: {min(run.simulated_s for run in runs):.0f} to "
         f"{max(run.simulated_s for run in runs):.0f} s, less a warm-up of "
         f"{min(run.warm_up_s for run in runs):.0f} to {max(run.warm_up_s for run in runs):.0f} s."
         f"{_describe_router(best)}",
         f"Step times: {describe_step_cost(runs[0].step_cost)}.",
+        *_describe_errors(plans),
     ]
     if num_cut := max(run.num_cut for run in runs):
         lines.append(
             f"{num_cut} turns are too long for this machine and were left out: their jobs end early."
         )
     return "\n".join(lines)
+
+
+def _describe_errors(plans: Sequence[Plan]) -> list[str]:
+    """How far predictions like these were off, one line for each kind."""
+    kinds: dict[KnownError, list[str]] = {}
+    for plan in plans:
+        kinds.setdefault(plan.known_error, []).append(f"{name_gpu(plan)} {name_policy(plan)}")
+    return [
+        "Such predictions of mean job times were off (below 0: too fast):",
+        *(f"  {', '.join(names)}: {error}" for error, names in kinds.items()),
+        "Margins: " + ", ".join(dict.fromkeys(f"{name_gpu(plan)} {plan.margin:.0%}" for plan in plans)) + ".",
+    ]
 
 
 def format_meaning(plans: Sequence[Plan]) -> str:

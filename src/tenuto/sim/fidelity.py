@@ -1,0 +1,85 @@
+"""How far predictions were off: on each kind of machine, against what was measured there.
+
+docs/fidelity.md has the cells. `python -m experiments.tables.fidelity` makes them and their summary; a test
+holds these figures against the page. An error is the simulated mean job time over the real one, less 1: below
+0 the simulator is too fast.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tenuto.sim.machine import build
+from tenuto.sim.setup import Setup
+
+LEAST_MARGIN = 0.05
+"""Errors are of means; P95s differ more, and were not published."""
+
+
+@dataclass(frozen=True)
+class KnownError:
+    """Errors of some predictions of one kind."""
+
+    source: str
+    """What they were held against."""
+    num_cells: int
+    median: float
+    """Of the errors without their signs."""
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """In words."""
+        span = f"{self.low:+.0%} to {self.high:+.0%}"
+        return f"{self.median:.0%} in the median, {span} ({self.num_cells} {self.source})"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+STOCK = {
+    "H200": KnownError("published means of stock on an H200", 5, 0.017, -0.017, 0.028),
+    "H100": KnownError("published means of stock on an H100", 5, 0.030, -0.030, 0.047),
+}
+OTHERS = {
+    "H200": KnownError("published means of other systems on an H200", 10, 0.118, -0.130, 0.344),
+    "H100": KnownError("published means of other systems on an H100", 10, 0.027, -0.147, 0.069),
+}
+TABLES_ONLY = KnownError("published means of stock on an L40S, tables only", 5, 0.11, -0.22, -0.10)
+"""Of a machine that nothing was chosen on, by a check outside the repository. Of an A100 it was 2 to 11 %."""
+ROOFLINE = KnownError("published means of stock on an A100-40, a roofline", 3, 0.107, -0.107, 1.540)
+FITTED = KnownError("runs on vLLM's CPU build, step times fitted to its own", 7, 0.050, 0.005, 0.202)
+
+
+def get_error(gpu: str, policy: str | None, step_cost: str | None) -> KnownError:
+    """How far predictions like this one were off; of several GPUs the one that is known least.
+
+    Args:
+        gpu: as in a run's record: `H100`, or `2xH100+2xL40S`.
+        policy: the same, or with its size of steps: `stock @512`.
+        step_cost: where step times came from.
+    """
+    if "roofline" in (step_cost or ""):
+        return ROOFLINE
+    if not (step_cost or "").startswith("tables"):
+        return FITTED
+    known = STOCK if (policy or "").partition(" ")[0] == "stock" else OTHERS
+    gpus = re.findall(r"(?:\d+x)?([^+]+)", gpu)
+    return max((known.get(each, TABLES_ONLY) for each in gpus), key=lambda error: -error.low)
+
+
+def get_margin(setup: Setup) -> float:
+    """The share of a target that must be left over: as much as predictions of stock were too fast at worst.
+
+    A roofline is trusted no more than tables that were not held against their GPU: it has three cells.
+    """
+    servers = setup.fleet.servers if setup.fleet is not None else ()
+    margins = [LEAST_MARGIN]
+    for gpu in {server or setup.gpu for server in servers or ("",)}:
+        step_cost = build(replace(setup, gpu=gpu, fleet=None)).step_cost_name
+        error = get_error(gpu, "stock", step_cost)
+        margins += [-error.low, -TABLES_ONLY.low if error is ROOFLINE else 0.0]
+    return max(margins)
