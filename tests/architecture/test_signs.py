@@ -266,6 +266,7 @@ ELSEWHERE = {
     "add a hook": "tests/core/test_told_hooks.py and tests/agreement: both engines provide each hook",
     "read or write another API": "tests/wire: what one side writes the other reads, in each format",
     "change what `plan` prints": "tests/sim/test_plan.py",
+    "tell how far predictions were off": "tests/sim/test_known_errors.py: every command says it",
     "change how long a step takes": "tests/sim/test_step_cost_*.py, a file per source",
     "change what is remembered around every router": "tests/core/test_dispatcher.py",
     "simulate something else of a fleet": "tests/sim/test_fleet.py",
