@@ -255,6 +255,15 @@ def test_the_help_of_each_command(command: list[str], capsys: pytest.CaptureFixt
     assert "(default: None)" not in told
 
 
+@pytest.mark.parametrize("command", [[name] for name in cli.COMMANDS] + [["serve", "--engine", "sim"]])
+def test_help_shows_ten_options_of_a_command_that_has_many(command: list[str]) -> None:
+    found = cli._find_command([*command, "MODEL"] if command == ["serve"] else command)
+    flags = found.get_flags()
+    names = {flag.field.name for flag in flags}
+    assert names >= set(found.main), "a field that the command does not have"
+    assert len(names - found.get_hidden()) <= (10 if found.main else 15)
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_the_help_lists_all_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 0

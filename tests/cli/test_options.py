@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,6 +116,19 @@ def test_the_help_has_groups_defaults_and_what_must_be_given() -> None:
     for words in ("--url TEXT            the server (required)", "seeds (default: 42)", "again (default: 0)",
                   "a key (default: $TENUTO_TEST_KEY)", "--window S ", "--seeds N,…, --seed N,…"):  # fmt: skip
         assert words in text
+
+
+def test_help_shows_the_main_options_and_help_all_the_others_too(capsys: pytest.CaptureFixture[str]) -> None:
+    command = replace(COMMAND, main=("loop",))
+    shown = make_parser("x", command).format_help()
+    assert "--loop" in shown and "--url" in shown and "what is read" in shown  # two of them must be given
+    assert "--retries" not in shown and "base:" not in shown
+    assert shown.endswith("And more.\n--help-all shows 9 more options.\n")
+    with pytest.raises(SystemExit) as ended:
+        parse_options("x", command, ["--help-all"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == make_parser("x", COMMAND).format_help()
+    assert parse_options("x", command, ["in", "--url", "u", "--retries", "1"]).read(Outer).retries == 1
 
 
 def test_a_part_may_leave_fields_out_or_need_them_not() -> None:

@@ -105,7 +105,7 @@ def _find_serve(arguments: Sequence[str]) -> Command:
         from tenuto.cli.serve_sim import COMMAND as SERVE_SIM
 
         return SERVE_SIM
-    if arguments and arguments[0].startswith("-") and arguments[0] not in ("-h", "--help"):
+    if arguments and arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--help-all"):
         # vLLM's options take values that cannot be told from a model that comes later.
         raise ConfigError("name the model first: tenuto serve MODEL [options]")
     from tenuto.cli.serve import COMMAND as SERVE
@@ -118,7 +118,7 @@ def _make_help() -> str:
     lines += ["Hold an LLM agent's KV cache through its tool calls, inside stock vLLM.", ""]
     for name, (usual, does) in COMMANDS.items():
         lines.append(f"  {f'tenuto {name} {usual}'.rstrip():31}  {does}")
-    return "\n".join((*lines, "", "tenuto COMMAND --help explains a command; tenuto --version"))
+    return "\n".join((*lines, "", "tenuto COMMAND --help explains a command, --help-all all its options; tenuto --version"))
 
 
 def _name_help(arguments: Sequence[str]) -> str:

@@ -69,5 +69,10 @@ def read_ab_options(given: Given) -> AbOptions:
 _EACH_RUNS_OWN = ("urls", "engine_urls", "run_id", "policy")
 """Options of the bench that a comparison sets for each of its runs."""
 COMMAND = Command(
-    _SUMMARY, _EXAMPLES, (Part(ArmOptions), Part(AbOptions, without=_EACH_RUNS_OWN)), run, notes=_NOTES
+    _SUMMARY,
+    _EXAMPLES,
+    (Part(ArmOptions), Part(AbOptions, without=_EACH_RUNS_OWN)),
+    run,
+    notes=_NOTES,
+    main=("arms", "model", "serve_args", "workload", "jps", "window_s", "repeats", "out", "gpu", "as_json"),
 )

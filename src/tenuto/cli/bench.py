@@ -59,5 +59,10 @@ def run(given: Given) -> int:
 
 
 COMMAND = Command(
-    _SUMMARY, _EXAMPLES, (Part(SweepOptions), Part(BenchOptions, without=("jps",))), run, notes=_NOTES
+    _SUMMARY,
+    _EXAMPLES,
+    (Part(SweepOptions), Part(BenchOptions, without=("jps",))),
+    run,
+    notes=_NOTES,
+    main=("urls", "workload", "jps", "users", "window_s", "max_jobs", "seed", "model", "out", "as_json"),
 )

@@ -17,9 +17,10 @@ import argparse
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -36,6 +37,9 @@ RENAMED: Mapping[str, str] = {"--scale": "--scale-lengths", "--speed": "--scale-
 
 NOW_WANTS: Mapping[str, str] = {"--hints": "; what --hints alone did in 0.1 is --hints tool now"}
 """Flags that took no value in earlier releases, and what to write instead."""
+
+
+_POINTER = "\n--help-all shows %d more options.\n"
 
 
 class UsageError(ConfigError):
@@ -66,6 +70,9 @@ class Command:
     """What else a user should know; the help ends with it."""
     passes_on: bool = False
     """Arguments that it does not know go on to another program."""
+    main: tuple[str, ...] = ()
+    """Fields that --help shows where a command has many; --help-all shows the others too. Empty: --help shows
+    all. Options that must be given are always shown."""
 
     def get_flags(self) -> list[Flag]:
         """All its flags; a field that two parts have is one flag."""
@@ -77,6 +84,12 @@ class Command:
                     is_required = flag.is_required and name not in part.optional
                     first.setdefault(name, flag._replace(is_required=is_required))
         return list(first.values())
+
+    def get_hidden(self) -> set[str]:
+        """The fields that --help leaves out."""
+        if not self.main:
+            return set()
+        return {flag.field.name for flag in self.get_flags() if not flag.is_required} - set(self.main)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,20 +113,31 @@ class _Parser(argparse.ArgumentParser):
         return f", one of {', '.join(metavar.strip('{}').split(','))}{NOW_WANTS.get(flag, '')}"
 
 
-def make_parser(name: str, command: Command) -> argparse.ArgumentParser:
-    """The parser of a command, which raises UsageError."""
+class _HelpAll(argparse.Action):
+    """Prints the help with every option, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(self.const().format_help(), end="")
+        parser.exit()
+
+
+def make_parser(name: str, command: Command, *, shows_all: bool = False) -> argparse.ArgumentParser:
+    """The parser of a command, which raises UsageError. `shows_all`: its help has every option."""
     flags = command.get_flags()
+    hidden = set() if shows_all else command.get_hidden()
     parser = _Parser(
         prog=f"tenuto {name}",
         usage=_make_usage(name, flags),
         description=f"{command.summary}\n{command.examples}",
-        epilog=command.notes,
+        epilog=f"{command.notes}{_POINTER % len(hidden)}" if hidden else command.notes,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,
     )
-    add_flags(parser, flags)
+    add_flags(parser, flags, hidden)
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    whole = partial(make_parser, name, command, shows_all=True)
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, const=whole, help=argparse.SUPPRESS)
     return parser
 
 
@@ -215,12 +239,17 @@ def _make_flag(cls: type, field: dataclasses.Field[Any], kind: Any) -> Flag:
     return Flag(field, str if choices else kind, is_tuple, choices, group, is_required)
 
 
-def add_flags(parser: argparse.ArgumentParser, flags: list[Flag]) -> None:
-    """Add the flags under their headings. Their values stay text until `Given.read`."""
+def add_flags(parser: argparse.ArgumentParser, flags: list[Flag], hidden: Container[str] = ()) -> None:
+    """Add the flags under their headings. Their values stay text until `Given.read`.
+
+    `hidden`: fields that the help leaves out.
+    """
     groups: dict[str, Any] = {}
     for flag in flags:
         form = flag.field.metadata
         words: dict[str, Any] = {"help": _describe(flag)}
+        if flag.field.name in hidden:
+            words["help"] = argparse.SUPPRESS
         if form.get("is_positional"):
             nargs = "+" if flag.is_tuple else None
             parser.add_argument(flag.field.name, metavar=flag.name, nargs=nargs, **words)

@@ -141,4 +141,5 @@ COMMAND = Command(
         Part(Setup, without=("gpu",)),
     ),
     run,
+    main=("gpus", "policies", "out", "model", "workload", "jps", "seeds", "split", "workers", "as_json"),
 )

@@ -65,4 +65,22 @@ def run(given: Given) -> int:
 
 _UNUSED = tuple(field.name for field in dataclasses.fields(Setup) if field.name not in _USED)
 
-COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(MemoryOptions), Part(Setup, without=_UNUSED)), run, notes=_NOTES)
+COMMAND = Command(
+    _SUMMARY,
+    _EXAMPLES,
+    (Part(MemoryOptions), Part(Setup, without=_UNUSED)),
+    run,
+    notes=_NOTES,
+    main=(
+        "gpu",
+        "model",
+        "context",
+        "tp",
+        "kv_cache_dtype",
+        "gpu_memory_utilization",
+        "kv_tokens",
+        "max_model_len",
+        "host_gb",
+        "as_json",
+    ),
+)

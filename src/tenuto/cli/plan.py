@@ -225,4 +225,5 @@ COMMAND = Command(
     ),
     run,
     notes=_NOTES,
+    main=("gpus", "policies", "jps", "p95_s", "p95_ttft_s", "workload", "model", "tp", "prices", "router"),
 )

@@ -91,4 +91,5 @@ COMMAND = Command(
     (Part(ReplayOptions), Part(BenchOptions, without=("workload",), optional=("urls",))),
     run,
     notes=_NOTES,
+    main=("trace", "urls", "decisions", "policy", "model", "jps", "users", "max_jobs", "out", "as_json"),
 )

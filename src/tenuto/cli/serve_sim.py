@@ -63,4 +63,16 @@ COMMAND = Command(
     (Part(EngineOptions), Part(PolicyOptions), Part(ServerOptions), Part(Setup)),
     run,
     notes=_NOTES,
+    main=(
+        "engine",
+        "policy",
+        "gpu",
+        "model",
+        "host",
+        "port",
+        "speed",
+        "served_model_name",
+        "api_key",
+        "trace",
+    ),
 )

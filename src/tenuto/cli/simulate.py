@@ -134,4 +134,5 @@ COMMAND = Command(
     (Part(PolicyOptions), Part(LoadOptions), Part(FleetOptions), Part(Setup), Part(SimulateOptions)),
     run,
     notes=_NOTES,
+    main=("gpu", "model", "policy", "workload", "jps", "window_s", "seed", "out", "as_json", "beside_stock"),
 )
