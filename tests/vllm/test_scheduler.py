@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 import tenuto.vllm
 from tenuto.core.errors import ConfigError, IncompatibleError, PolicyError
+from tenuto.report.analyze import analyze
 from tenuto.vllm import plugin
 from tenuto.vllm.compat import check
 from tests.support.checks import check_integrity
@@ -328,6 +330,26 @@ def test_the_prototypes_variable_turns_a_trace_on(
     engine = start({} if given is None else {"trace": str(tmp_path / given)})
     engine.scheduler.shutdown()
     assert [path.name for path in tmp_path.iterdir()] == [given or "sched_trace.steps.jsonl"]
+
+
+def test_the_prototypes_timestamps_are_written_by_an_idle_engine(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUN_OUTPUT_DIR", str(tmp_path / "run"))
+    engine = start({"policy": KEEP_ALL, "trace": str(tmp_path / "trace.jsonl")})
+    for name, length in (("a1", 90), ("a2", 120)):
+        engine.scheduler.add_request(
+            make_request(name, [5] * length, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+        )
+        engine.run()
+    assert not engine.scheduler.has_requests()
+    path = tmp_path / "run" / "scheduler_timestamps"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    report = analyze(path, jobs=["a"])
+    assert report["leases"]["granted"] == 2
+    assert [turn["prompt_tokens"] for turn in report["jobs_shown"][0]["turn_by_turn"]] == [90, 120]
+    assert report["jobs_shown"][0]["turn_by_turn"][1]["hit_tokens"] == 80
+    engine.scheduler.shutdown()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -14,8 +14,12 @@ inferred from times. Refused leases and the engine's steps are not in the file.
 from __future__ import annotations
 
 import json
+import logging
+import math
+import os
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +30,7 @@ from tenuto.records import codec
 from tenuto.records.codec import MAX_TOKENS, Fields, LeftOut, Range
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, Preemption, RunData
 from tenuto.records.schema import TurnRecord
+from tenuto.records.trace import open_private
 
 ARRIVED = "Request_arrival_time"
 STARTED = "waiting_to_running"
@@ -42,6 +47,8 @@ KIND = "prototype"
 TTL_S = 2.0
 """The prototype's fixed retention time. An earlier unpin gave the blocks to other jobs or to a hit."""
 _MAX_UNIX_S = 1e11
+
+logger = logging.getLogger("vllm.tenuto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,3 +276,77 @@ def _tell_leases(data: RunData, leases: Iterable[LeaseRecord]) -> Iterator[tuple
         yield lease.granted_s, {PINNED: lease.granted_s, **deadline, **ours}
         if lease.ended_s is not None:
             yield lease.ended_s, {UNPINNED: lease.ended_s}
+
+
+_TRACED = {
+    "arrived": ARRIVED,
+    "started": STARTED,
+    "preempted": PREEMPTED,
+    "resumed": RESUMED,
+    "finished": FINISHED,
+    "lease-granted": PINNED,
+    "lease-ended": UNPINNED,
+}
+"""The events of a trace's jobs, and the prototype's names for them."""
+
+
+class LiveTimestamps:
+    """The file of a running engine, from the records of its trace; written as a whole, as the prototype does.
+
+    At most `MAX_EVENTS` events are kept: the jobs that began first go. If the disk fails, the file stays as
+    it is, with a message, because it must not stop the engine.
+    """
+
+    MAX_EVENTS = 50_000
+    SAVE_EVERY_S = 10.0
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the folder cannot be made."""
+        self._path = path
+        self._jobs: dict[str, list[dict[str, Any]]] = {}
+        self._prompts: dict[str, int] = {}
+        """Tokens of the prompt of each live turn."""
+        self._num_events = 0
+        self._saved_s = -math.inf
+        self._is_changed = False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the folder of {path}: {error.strerror or error}") from error
+
+    def see(self, record: Mapping[str, Any]) -> None:
+        """Take one record of the trace."""
+        name = _TRACED.get(record["event"]) if record["kind"] == "job" else None
+        if name is None or record.get("shadow"):
+            return
+        turn, event = record["turn"], {name: time.time()}
+        if name != ARRIVED and record["job"] not in self._jobs:
+            return  # it went, and a history begins with an arrival
+        if name == ARRIVED:
+            self._prompts[turn] = record["num_prompt_tokens"]
+        elif name in (STARTED, RESUMED):
+            event["prompt_length"] = self._prompts.get(turn, 0)
+            event["hit_length"] = record["num_hit_tokens"]
+        elif name == FINISHED:
+            self._prompts.pop(turn, None)
+        elif name == PINNED:
+            event["deadline"] = event[PINNED] + record["until_s"] - record["now_s"]
+        self._jobs.setdefault(record["job"], []).append(event)
+        self._num_events += 1
+        self._is_changed = True
+        while self._num_events > self.MAX_EVENTS:
+            self._num_events -= len(self._jobs.pop(next(iter(self._jobs))))
+
+    def save(self, now_s: float = math.inf) -> None:
+        """Write the file, if it has changed and was not written just before."""
+        if not self._is_changed or now_s - self._saved_s < self.SAVE_EVERY_S:
+            return
+        self._saved_s, self._is_changed = now_s, False
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+        try:
+            with open(partial, "w", encoding="utf-8", opener=open_private) as file:
+                # Without indents, so that it is encoded in C: the engine waits for it.
+                file.write(json.dumps(self._jobs))
+            partial.replace(self._path)
+        except OSError as error:
+            logger.error("%s cannot be written: %s", self._path, error)

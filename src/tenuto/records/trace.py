@@ -55,7 +55,7 @@ class TraceOptions:
     """Limit for one file; one older file of the same size may exist too. None: no limit."""
 
 
-def _open_private(path: str, flags: int) -> int:
+def open_private(path: str, flags: int) -> int:
     """Open a file. A new file is readable only by its owner."""
     return os.open(path, flags, mode=0o600)
 
@@ -146,7 +146,7 @@ class TraceWriter:
 
     def _open(self) -> None:
         # Line buffering would cost one system call per record. Instead, each step is flushed once.
-        self._file = open(self._path, "a", encoding="utf-8", opener=_open_private)  # noqa: SIM115
+        self._file = open(self._path, "a", encoding="utf-8", opener=open_private)  # noqa: SIM115
         state = os.fstat(self._file.fileno())
         self._num_bytes, self._is_regular = state.st_size, stat.S_ISREG(state.st_mode)
 

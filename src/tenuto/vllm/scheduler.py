@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from tenuto.core.control import ADMIN_VARIABLE, Control
@@ -21,6 +22,7 @@ from tenuto.core.errors import IncompatibleError
 from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.core.policy import Policy
 from tenuto.core.types import LeaseEnd
+from tenuto.records.prototype import LiveTimestamps
 from tenuto.records.trace import TraceWriter
 from tenuto.vllm.compat.check import VERSION, check_attributes, find_problems
 from tenuto.vllm.compat.groups import ShortHits
@@ -43,7 +45,7 @@ from tenuto.vllm.control_http import CALL
 from tenuto.vllm.hooks import Hooks
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.requests import OutputReader, describe
-from tenuto.vllm.settings import Settings, read_settings
+from tenuto.vllm.settings import OUTPUT_VARIABLE, Settings, read_settings
 from tenuto.vllm.state import StateFile
 from tenuto.vllm.steps import StepTracer
 from tenuto.vllm.tenants import INTRODUCE, TenantVerifier, check_names
@@ -88,8 +90,11 @@ class _DrivenScheduler(PrivateHooks):
         self._state = _open_state(policy, settings, engine_index)
         # Open the trace after the state is restored: the trace's header contains the restored state.
         trace_path = _get_file(settings.trace, engine_index) if settings.trace else None
-        self._trace = None
+        self._trace = self._timestamps = None
         if trace_path:
+            if folder := os.environ.get(OUTPUT_VARIABLE):
+                path = _get_file(os.path.join(folder, "scheduler_timestamps"), engine_index)
+                self._timestamps = LiveTimestamps(Path(path))
             name, facts = _get_header(settings)
             asked = Policy() if settings.mode == "off" else policy
             self._trace = TraceWriter(trace_path, asked, name, settings.trace_options, facts)
@@ -218,6 +223,8 @@ class _DrivenScheduler(PrivateHooks):
         self._metrics.refresh(self.driver, now_s, idle=True)
         if self._trace is not None:
             self._trace.flush()
+        if self._timestamps is not None:
+            self._timestamps.save(now_s)
         if self._state is not None:
             self._state.save_if_due(now_s, idle=True)
         return False
@@ -245,6 +252,8 @@ class _DrivenScheduler(PrivateHooks):
             self._state.close()
         if self._trace is not None:
             self._trace.close()
+        if self._timestamps is not None:
+            self._timestamps.save()
         super().shutdown()  # type: ignore[misc]
 
     def _get_next_deadline_s(self) -> float | None:
@@ -324,8 +333,14 @@ class _DrivenScheduler(PrivateHooks):
     # Inside.
 
     def _make_hooks(self, settings: Settings, policy: Policy) -> Hooks:
-        log = self._trace.write if self._trace else None
+        log = self._write_record if self._trace else None
         return Hooks(self, settings, policy, self._metrics, log, time)
+
+    def _write_record(self, record: dict[str, Any]) -> None:
+        assert self._trace is not None
+        self._trace.write(record)
+        if self._timestamps is not None:
+            self._timestamps.see(record)
 
 
 class _SynchronousScheduler(_DrivenScheduler, SyncScheduler):  # type: ignore[misc]

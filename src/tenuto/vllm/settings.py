@@ -16,6 +16,9 @@ from tenuto.records.trace import COMMANDS, Commands, TraceOptions
 TRACE_VARIABLE = "SCHED_TRACE_PATH"
 """The environment variable that turns on the Continuum prototype's trace: how its files' names begin."""
 
+OUTPUT_VARIABLE = "RUN_OUTPUT_DIR"
+"""Its variable for the folder of `scheduler_timestamps`, which is written beside a trace."""
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -10,6 +10,7 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import ConfigError, DataError
+from tenuto.records.prototype import LiveTimestamps
 from tenuto.records.trace import TraceWriter
 from tenuto.report.analyze import analyze, write_timestamps
 from tenuto.sim.run import Extras, run
@@ -288,6 +289,45 @@ def test_the_prototypes_events_of_a_run(two_turns: TraceFile, tmp_path: Path) ->
         "Request_departure_time",
     ]
     assert events[-2] == {"evicted_to_running": 5.0, "prompt_length": 160, "hit_length": 32}
+
+
+def test_a_running_engines_file_is_bounded_and_written_now_and_then(
+    two_turns: TraceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LiveTimestamps, "MAX_EVENTS", 5)
+    live = LiveTimestamps(tmp_path / "new" / "scheduler_timestamps")
+    path = tmp_path / "new" / "scheduler_timestamps"
+    for line in two_turns.lines:
+        live.see(json.loads(line))
+    live.save(100.0)
+    assert [next(iter(event)) for event in json.loads(path.read_text())["a"]] == [
+        "Request_arrival_time", "waiting_to_running", "Request_departure_time",
+    ]  # fmt: skip
+    two_turns.arrive("b", 1, 3.0, 160)
+    two_turns.start("b", 1, 3.5, 16)
+    two_turns.event("lease-refused", "b", 1, 4.0, reason="price")
+    for line in two_turns.lines[-3:]:
+        live.see(json.loads(line))
+    live.save(100.0 + LiveTimestamps.SAVE_EVERY_S / 2)
+    assert [*json.loads(path.read_text())] == ["a"]
+    two_turns.finish("b", 1, 6.0, 8)
+    live.see(json.loads(two_turns.lines[-1]))
+    live.save()
+    (events,) = json.loads(path.read_text()).values()
+    assert (len(events), events[1]["prompt_length"], events[1]["hit_length"]) == (3, 160, 16)
+
+
+def test_a_running_engine_survives_a_disk_that_fails(
+    two_turns: TraceFile, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "scheduler_timestamps").mkdir()
+    live = LiveTimestamps(tmp_path / "scheduler_timestamps")
+    for line in two_turns.lines:
+        live.see(json.loads(line))
+    live.save()
+    assert "cannot be written" in caplog.text
+    with pytest.raises(ConfigError, match="cannot make the folder"):
+        LiveTimestamps(two_turns.write() / "run" / "scheduler_timestamps")
 
 
 def test_a_forks_deadline_and_unknown_events(tmp_path: Path) -> None:
