@@ -320,15 +320,15 @@ class LiveTimestamps:
         if name is None or record.get("shadow"):
             return
         turn, event = record["turn"], {name: time.time()}
-        if name != ARRIVED and record["job"] not in self._jobs:
-            return  # it went, and a history begins with an arrival
         if name == ARRIVED:
             self._prompts[turn] = record["num_prompt_tokens"]
-        elif name in (STARTED, RESUMED):
-            event["prompt_length"] = self._prompts.get(turn, 0)
-            event["hit_length"] = record["num_hit_tokens"]
         elif name == FINISHED:
             self._prompts.pop(turn, None)
+        if name != ARRIVED and record["job"] not in self._jobs:
+            return  # it went, and a history begins with an arrival
+        if name in (STARTED, RESUMED):
+            event["prompt_length"] = self._prompts.get(turn, 0)
+            event["hit_length"] = record["num_hit_tokens"]
         elif name == PINNED:
             event["deadline"] = event[PINNED] + record["until_s"] - record["now_s"]
         self._jobs.setdefault(record["job"], []).append(event)

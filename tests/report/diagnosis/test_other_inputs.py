@@ -317,6 +317,18 @@ def test_a_running_engines_file_is_bounded_and_written_now_and_then(
     assert (len(events), events[1]["prompt_length"], events[1]["hit_length"]) == (3, 160, 16)
 
 
+def test_a_running_engines_file_keeps_nothing_of_turns_whose_job_went(
+    two_turns: TraceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LiveTimestamps, "MAX_EVENTS", 0)
+    live = LiveTimestamps(tmp_path / "scheduler_timestamps")
+    for line in two_turns.lines:
+        live.see(json.loads(line))
+    live.save()
+    assert json.loads((tmp_path / "scheduler_timestamps").read_text()) == {}
+    assert live._prompts == {}
+
+
 def test_a_running_engine_survives_a_disk_that_fails(
     two_turns: TraceFile, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
