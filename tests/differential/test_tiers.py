@@ -46,6 +46,7 @@ CASES: dict[str, tuple[Setup, str]] = {
     "full, small host": (Setup(num_blocks=60, num_host_chunks=SMALL), STOCK),
     "full, parts": (Setup(num_blocks=60, num_host_chunks=LARGE), "tests.vllm.policies:LoadsHalf"),
     "full, in order": (Setup(num_blocks=60, num_host_chunks=SMALL), IN_ORDER),
+    "full, in order, preemptions": (Setup(num_host_chunks=SMALL, reserve_full_sequence=False), IN_ORDER),
     "1:1": (Setup(windows=(None, 64), num_blocks=60, num_host_chunks=LARGE), STOCK),
     "1:1, little room": (Setup(windows=(None, 64), num_host_chunks=LARGE), STOCK),
     "1:1, small host": (Setup(windows=(None, 64), num_blocks=60, num_host_chunks=SMALL), STOCK),
@@ -220,13 +221,8 @@ def run(theirs: HostedSide, ours: SimSide, clock: Clock, seed: int) -> int:
     return ours.scheduler.offloader.num_loaded_tokens
 
 
-UNLIKE = {("0.33", "1:1, in order"): "host memory gives up another chunk; the simulator has 0.32's rules"}
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_same_decisions_as_the_connector(name: str, clock: Clock, request: pytest.FixtureRequest) -> None:
-    if reason := UNLIKE.get((RELEASE, name)):
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_same_decisions_as_the_connector(name: str, clock: Clock) -> None:
     setup, policy = CASES[name]
     num_loaded = sum(run(*make_sides(setup, policy, clock), clock, seed) for seed in (1, 2))
     assert num_loaded > 0

@@ -304,6 +304,8 @@ class GroupedOffloader(Offloader):
         self._tiers = GroupedTiers(tiers.tiers, len(config.windows))
         self._pool = kv.pool
         self._layout = layout = GroupLayout(config)
+        # A turn that starts again after it was preempted offers what it stored before, too.
+        self._offers_again = config.vllm_release != "0.32"
         self._checkpoints = [
             _make_checkpoints(config, window, size)
             for window, size in zip(layout.windows, layout.sizes, strict=True)
@@ -325,6 +327,8 @@ class GroupedOffloader(Offloader):
         for each in self._layout.get_chunks(request):
             each.num_unseen = None
             each.lost.clear()
+            if self._offers_again:
+                each.num_stored = 0
         num_tokens = self._layout.find(request, num_hit_tokens, self._tiers) - num_hit_tokens
         if num_tokens <= 0:
             return None
