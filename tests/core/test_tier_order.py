@@ -50,6 +50,17 @@ def test_only_what_does_not_go_behind_makes_room() -> None:
     assert order.pop_first() == "a"
 
 
+def test_so_many_go_or_none() -> None:
+    order = TierOrder()
+    order.use(["a1", "a2"], (), "a")
+    order.use(["b1", "b2"], (), "b")
+    assert order.try_pop(4, {"b2"}) is None
+    assert set(order) == {"a1", "a2", "b1", "b2"}
+    assert order.try_pop(0, ()) == []
+    assert order.try_pop(3, ()) == ["a2", "a1", "b2"]
+    assert order.drop("b") == ["b1"]
+
+
 def test_pinned_chunks_stay() -> None:
     order = TierOrder()
     order.use(["a", "b"], ())

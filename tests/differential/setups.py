@@ -33,6 +33,14 @@ HOST = {
         "offload_prompt_only": False,
     },
 }
+NATIVE = HOST | {
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 2**33,
+        "blocks_per_chunk": 1,
+        "offload_prompt_only": False,
+    }
+}
+"""The same without Tenuto."""
 RELEASE: Literal["0.32", "0.33"] = "0.33" if vllm.__version__.startswith("0.33") else "0.32"
 """Whose decisions the simulator is to make: those of the vLLM that is installed."""
 
@@ -59,6 +67,8 @@ class Setup:
     has_draft_model: bool = False
     num_host_chunks: int = 0
     """Host memory below the cache, in blocks."""
+    is_native: bool = False
+    """Whether host memory is vLLM's own, without Tenuto."""
 
     @property
     def total_blocks(self) -> int:
@@ -91,7 +101,7 @@ class Setup:
             order=self.order,
             max_steps_in_flight=self.depth,
             num_draft_tokens=self.num_draft_tokens,
-            offload="async" if self.num_host_chunks else None,
+            offload=("native" if self.is_native else "async") if self.num_host_chunks else None,
             offload_chunk_tokens=min(block_sizes) if self.num_host_chunks else 256,
         )
 
@@ -109,7 +119,7 @@ class Setup:
             watermark=self.watermark,
         )
         if self.num_host_chunks:
-            config.kv_transfer_config = KVTransferConfig(**HOST)
+            config.kv_transfer_config = KVTransferConfig(**(NATIVE if self.is_native else HOST))
         if self.num_draft_tokens:
             config.speculative_config = SpeculativeConfig(
                 method="ngram",

@@ -14,7 +14,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.kv_offload.base import get_offload_block_hash, get_offload_group_idx
+from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 from vllm.v1.outputs import KVConnectorOutput
 
 import tenuto.vllm
@@ -24,7 +26,6 @@ from tenuto.core.loader import load_policy
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
-from tenuto.vllm.compat.offload import find_connector
 from tests.differential.setups import RELEASE, Conversations, Setup
 from tests.differential.sides import Names, SimSide, VllmSide
 from tests.support.sim_checks import check_integrity
@@ -98,6 +99,37 @@ CASES: dict[str, tuple[Setup, str]] = {
         STOCK,
     ),
 }
+# vLLM's own host memory, whose order is the release's.
+CASES |= {
+    f"native, {name}": (Setup(is_native=True, **setup), STOCK)
+    for name, setup in {
+        "full": {"num_blocks": 60, "num_host_chunks": LARGE},
+        "full, little room": {"num_host_chunks": LARGE},
+        "full, small host": {"num_blocks": 60, "num_host_chunks": SMALL},
+        "full, small host, preemptions": {"num_host_chunks": SMALL, "reserve_full_sequence": False},
+        "full, tiny host": {"num_blocks": 60, "num_host_chunks": 15},
+        "1:1, small host": {"windows": (None, 64), "num_blocks": 60, "num_host_chunks": SMALL},
+        "1:1, dense, small host, preemptions": {
+            "windows": (None, 64),
+            "num_host_chunks": 120,
+            "retention_interval": None,
+            "reserve_full_sequence": False,
+        },
+        "1:1, dense, small host": {
+            "windows": (None, 64),
+            "num_blocks": 60,
+            "num_host_chunks": 120,
+            "retention_interval": None,
+        },
+        "1:5, small host": {"windows": (None, *(48,) * 5), "num_blocks": 40, "num_host_chunks": 150},
+        "states, small host": {"layout": "states", "num_blocks": 30, "num_host_chunks": SMALL},
+        "unlike blocks, small host": {
+            "layout": "window blocks twice as large",
+            "num_blocks": 60,
+            "num_host_chunks": SMALL,
+        },
+    }.items()
+}
 if RELEASE == "0.33":
     CASES |= {
         "full, prefill every 4th step": (
@@ -127,7 +159,7 @@ class HostedSide(VllmSide):
     def __init__(self, scheduler: Any, clock: Clock, num_chunks: int, **more: Any) -> None:
         super().__init__(scheduler, **more)
         self._clock = clock
-        self._connector = find_connector(scheduler).connector_scheduler
+        self._connector = scheduler.connector.connector_scheduler
         self._connector.manager._num_chunks = num_chunks
         self._last_runs: dict[str, int] = {}
         self._num_runs = 0
@@ -142,7 +174,8 @@ class HostedSide(VllmSide):
 
     def get_host_content(self) -> set[tuple[int, Any]]:
         """What host memory holds: layer groups and hashes."""
-        keys = self._connector.manager._policy._chunks
+        policy = self._connector.manager._policy
+        keys = policy.chunks if isinstance(policy, LRUCachePolicy) else policy._chunks
         return {(int(get_offload_group_idx(key)), get_offload_block_hash(key)) for key in keys}
 
     def _process(self, output: Any, samples: list[str]) -> None:
@@ -172,7 +205,10 @@ class TimedSide(SimSide):
 
 
 def make_sides(setup: Setup, policy: str, clock: Clock) -> tuple[HostedSide, SimSide]:
-    theirs = setup.make_vllm_scheduler(tenuto.vllm.Scheduler, {"policy": policy, "limits": LIMITS})
+    if setup.is_native:
+        theirs = setup.make_vllm_scheduler(StockScheduler)
+    else:
+        theirs = setup.make_vllm_scheduler(tenuto.vllm.Scheduler, {"policy": policy, "limits": LIMITS})
     # Copies end behind the step in which they begin, and before the next.
     host = Tier("host", setup.num_host_chunks, 1, Link(1e9, latency_s=STEP_S / 4))
     ours = Scheduler(
@@ -221,8 +257,15 @@ def run(theirs: HostedSide, ours: SimSide, clock: Clock, seed: int) -> int:
     return ours.scheduler.offloader.num_loaded_tokens
 
 
+UNLIKE = {
+    "native, 1:1, dense, small host, preemptions": "the GPU has a window's block twice, and one copy is hit"
+}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_same_decisions_as_the_connector(name: str, clock: Clock) -> None:
+def test_same_decisions_as_the_connector(name: str, clock: Clock, request: pytest.FixtureRequest) -> None:
+    if name in UNLIKE:
+        request.applymarker(pytest.mark.xfail(reason=UNLIKE[name], strict=True))
     setup, policy = CASES[name]
     num_loaded = sum(run(*make_sides(setup, policy, clock), clock, seed) for seed in (1, 2))
     assert num_loaded > 0

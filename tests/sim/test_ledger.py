@@ -16,6 +16,7 @@ SETUPS: list[dict[str, Any]] = [
     {"policy": "tenuto", "limits": "plugin"},
     {"policy": "stock", "offload": "async", "host_gb": 20, "disk_gb": 40},
     {"policy": "stock", "offload": "async", "host_gb": 20, "offload_chunk_tokens": 16},
+    {"policy": "stock", "offload": "native", "host_gb": 20},
     {"policy": "stock", "offload": "sync", "host_gb": 20},
 ]
 

@@ -10,6 +10,7 @@ from tenuto.core.errors import ConfigError, PolicyError
 from tenuto.sim.hardware.gpus import GIB
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
+from tenuto.sim.tiers.native_offload import NativeOffloader
 
 
 def make(**settings: object) -> Setup:
@@ -103,6 +104,14 @@ def test_lmcache_has_no_tiers_where_layers_differ_and_that_is_said(model: str) -
         build(make(offload="serial", gpu="B200", model=model, host_gb=10))
 
 
+def test_native_is_vllms_own_host_memory_in_single_blocks() -> None:
+    machine = build(make(offload="native", host_gb=10))
+    assert machine.config.offload_chunk_tokens == machine.config.kv.block_size
+    assert isinstance(machine.make_scheduler().offloader, NativeOffloader)
+    with pytest.raises(ConfigError, match="without a disk"):
+        build(make(offload="native", host_gb=10, disk_gb=10)).make_scheduler()
+
+
 def test_a_tier_holds_states_too() -> None:
     machine = build(make(offload="async", gpu="B200", model="qwen3-next-80b-a3b", host_gb=10))
     assert machine.config.offload_chunk_tokens == machine.config.kv.block_size > 256
@@ -145,7 +154,7 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
         (
             {"offload": "later"},
             ConfigError,
-            "--offload must be one of none, async, sync, serial, asked; got 'later'",
+            "--offload must be one of none, async, sync, serial, asked, native; got 'later'",
         ),
         ({"gpu_memory_utilization": 1.5}, ConfigError, "--gpu-memory-utilization must be at most 1"),
         ({"gpu": "L40S", "model": "llama-3.1-70b"}, ConfigError, "leaves no KV cache"),

@@ -126,6 +126,10 @@ class TierOrder:
         if chunk not in self._num_behind:
             self._offer(chunk)
 
+    def get_rank(self, chunk: Hashable) -> Rank:
+        """The rank of a chunk that is there."""
+        return self._chunks[chunk].rank
+
     def use(self, chunks: Sequence[Hashable], key: Key, owner: Hashable | None = None) -> None:
         """A turn used these chunks, which follow each other from its start; those that are new are added."""
         use, before = self.begin_use(), None
@@ -184,27 +188,25 @@ class TierOrder:
 
         `up_to`: only a chunk whose key is not greater. `spared`: chunks that stay.
         """
-        passed: list[tuple[Rank, int, Hashable]] = []
-        chosen: Hashable | None = None
-        while self._heap:
-            entry = self._heap[0]
-            chunk = entry[2]
-            if not self._is_current(entry):
-                heapq.heappop(self._heap)
-                continue
-            if up_to is not None and entry[0][0] > up_to:
-                break
-            heapq.heappop(self._heap)
-            if chunk in spared:
-                passed.append(entry)
-                continue
-            chosen = chunk
-            break
-        for entry in passed:
-            heapq.heappush(self._heap, entry)
+        chosen = self._find_first(up_to, spared)
         if chosen is not None:
             self.remove(chosen)
         return chosen
+
+    def try_pop(self, number: int, spared: Container[Hashable]) -> list[Hashable] | None:
+        """Remove and return so many chunks that go first; None, and all stay, if so many may not go."""
+        gone: list[tuple[Hashable, _Chunk]] = []
+        while len(gone) < number:
+            chunk = self._find_first(None, spared)
+            if chunk is None:
+                for each, found in reversed(gone):
+                    self.put(
+                        each, found.before, found.rank, owner=found.owner, needs_before=found.needs_before
+                    )
+                return None
+            gone.append((chunk, self._chunks[chunk]))
+            self.remove(chunk)
+        return [chunk for chunk, _ in gone]
 
     def drop(self, owner: Hashable) -> list[Hashable]:
         """Remove what nobody but this owner used, from the end of its sequence backwards; returns the chunks.
@@ -261,6 +263,28 @@ class TierOrder:
     def _count(self, owner: Hashable | None, change: int) -> None:
         if owner is not None:
             self._changes[owner] = self._changes.get(owner, 0) + change
+
+    def _find_first(self, up_to: Key | None, spared: Container[Hashable]) -> Hashable | None:
+        """The chunk that goes first, taken out of the heap and not spared; None if none may go."""
+        passed: list[tuple[Rank, int, Hashable]] = []
+        chosen: Hashable | None = None
+        while self._heap:
+            entry = self._heap[0]
+            chunk = entry[2]
+            if not self._is_current(entry):
+                heapq.heappop(self._heap)
+                continue
+            if up_to is not None and entry[0][0] > up_to:
+                break
+            heapq.heappop(self._heap)
+            if chunk in spared:
+                passed.append(entry)
+                continue
+            chosen = chunk
+            break
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return chosen
 
     def _leave(self, found: _Chunk) -> bool:
         """A chunk is gone; whether nothing continues the chunk before it any more."""

@@ -106,8 +106,10 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         # The fork's vLLM schedules a step after the one before.
         max_steps_in_flight=2 if setup.async_scheduling and wanted.scheduler == "vllm" else 1,
         offload=offload,
-        # Where layers differ, tiers hold single blocks.
-        offload_chunk_tokens=block_size if any(model.windows) else setup.offload_chunk_tokens,
+        # Where layers differ, and in vLLM's own host memory, tiers hold single blocks.
+        offload_chunk_tokens=(
+            block_size if any(model.windows) or offload == "native" else setup.offload_chunk_tokens
+        ),
     )
     step_cost, step_cost_name = _load_step_cost(
         setup, gpu, model, notes, is_async=config.max_steps_in_flight > 1

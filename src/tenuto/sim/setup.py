@@ -84,10 +84,11 @@ class Setup(Options):
         shown_default="that of the machine with this GPU in the published sweeps",
     )
     disk_gb: float = option(0.0, "disk behind the host memory", metavar="GIB", minimum=0)
-    offload: Literal["none", "async", "sync", "serial", "asked"] | None = option(
+    offload: Literal["none", "async", "sync", "serial", "asked", "native"] | None = option(
         None,
         "copy KV to host memory beside the steps (async), while each step waits (sync), loads before and "
-        "stores after each step's computation (serial), or when the policy says so (asked)",
+        "stores after each step's computation (serial), or when the policy says so (asked); native: as vLLM "
+        "itself does it beside the steps, in the order of its release (--vllm), whatever the policy",
         shown_default="what the policy wants",
     )
     offload_chunk_tokens: int = option(
@@ -137,7 +138,7 @@ class Setup(Options):
     )
     vllm: Literal["0.32", "0.33"] = option(
         "0.32",
-        "the release whose scheduler is simulated, step by step",
+        "the release whose scheduler and own host memory are simulated, step by step",
         flag="--vllm",
         choices=("0.32", "0.33"),
     )

@@ -15,8 +15,12 @@ class KvConfig:
     """Size and shape of the KV cache. Raises ConfigError for what makes no sense."""
 
     vllm_release: Literal["0.32", "0.33"] = "0.32"
-    """Whose decisions, the scheduler's too: 0.33 caches drafts as soon as they are verified, by priority it
-    goes on scheduling after a request preempted itself, and it registers a prompt's last state only once."""
+    """Whose decisions, the scheduler's and host memory's too.
+
+    0.33 caches drafts as soon as they are verified, by priority it goes on scheduling after a request
+    preempted itself, it registers a prompt's last state only once, it offers host memory all blocks of a
+    resumed request again, and its own host memory gives up tails first.
+    """
     num_blocks: int
     """With the null block, as in vLLM's `num_gpu_blocks` and in `KvBudget.num_blocks`."""
     block_size: int = 16

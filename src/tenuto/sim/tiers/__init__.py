@@ -5,6 +5,7 @@ from __future__ import annotations
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.tiers.chain_offload import ChainOffloader
 from tenuto.sim.tiers.grouped_offload import GroupedOffloader
+from tenuto.sim.tiers.native_offload import NativeOffloader
 from tenuto.sim.tiers.offloader import Offload, Offloader
 from tenuto.sim.tiers.tier import OffloadTiers
 
@@ -14,12 +15,15 @@ def make_offloader(
 ) -> Offloader | None:
     """The offloader of an engine with tiers, in chunks of so many tokens; None without.
 
-    Single blocks and "async" are vLLM's own connector, whatever the layers. Raises ConfigError where the
+    Single blocks and "async" are vLLM's own connector, whatever the layers; "native" is that without Tenuto.
+    Raises ConfigError where the
     model's layers differ and vLLM has no such tiers.
     """
     if tiers is None or offload is None:
         return None
     block_size = kv.config.block_size
+    if offload == "native":
+        return NativeOffloader(tiers, kv, chunk_tokens=chunk_tokens)
     is_connector = offload == "async" and chunk_tokens == block_size
     if kv.can_truncate and not is_connector:
         return ChainOffloader(tiers, kv, offload, chunk_blocks=chunk_tokens // block_size)

@@ -57,9 +57,12 @@ class GroupedTiers:
     def __contains__(self, chunk: Hashable) -> bool:
         return any(chunk in tier.order for tier in self.tiers)
 
-    def hit_length(self, chunks: Sequence[Hashable]) -> int:
-        """How many chunks of a group with full attention, from its start, some tier has. Changes nothing."""
-        return max(tier.hit_length(chunks) for tier in self.tiers)
+    def hit_length(self, chunks: Sequence[Hashable], first: int) -> int:
+        """How many chunks in a row of a group with full attention, from number `first` on, some tier has.
+
+        Changes nothing.
+        """
+        return max(0, max(tier.hit_length(chunks) for tier in self.tiers) - first)
 
     def get_loaded_s(self, chunks: Sequence[Hashable], now_s: float) -> float:
         """When `load` would end. Changes nothing."""
@@ -76,7 +79,7 @@ class GroupedTiers:
             done_s = max(done_s, tier.link.transfer(num_chunks * chunk_bytes, now_s))
         for tier in self.tiers:
             tier.end_copies(now_s)
-            _put(tier, places, use)
+            self._take(tier, places, use)
             tier.hold([chunk for chunk in chunks if chunk in tier.order], done_s)
         return done_s
 
@@ -85,7 +88,7 @@ class GroupedTiers:
         stored, done_s = set[Hashable](), now_s
         for tier in self.tiers:
             tier.end_copies(now_s)
-            new = _put(tier, places, use)
+            new = self._take(tier, places, use)
             stored.update(new)
             stored_s = tier.link.transfer(len(new) * tier.chunk_bytes, now_s)
             tier.hold(new, stored_s)
@@ -95,7 +98,7 @@ class GroupedTiers:
     def use(self, places: Sequence[Place], use: Use) -> None:
         """What tiers have of these chunks was used."""
         for tier in self.tiers:
-            _put(tier, [place for place in places if place.chunk in tier.order], use)
+            self._take(tier, [place for place in places if place.chunk in tier.order], use)
 
     def drop(self, job_id: str, now_s: float) -> None:
         """Give up what only this job used, but for what is being copied."""
@@ -112,28 +115,27 @@ class GroupedTiers:
             left = [chunk for chunk in left if chunk not in tier.order]
         return counts
 
+    def _take(self, tier: Tier, places: Sequence[Place], use: Use) -> list[Hashable]:
+        """Use what a tier has of these chunks, and let it take what it may; returns that."""
+        order = tier.order
+        number = order.begin_use()
 
-def _put(tier: Tier, places: Sequence[Place], use: Use) -> list[Hashable]:
-    """Use what a tier has of these chunks, and let it take what it may; returns that."""
-    order = tier.order
-    number = order.begin_use()
+        def put(place: Place) -> None:
+            owner = None if use.owner is None else (use.owner, place.group)
+            rank = (use.key, number, -place.end, place.group)
+            order.put(place.chunk, place.before, rank, owner=owner, needs_before=place.needs_before)
 
-    def put(place: Place) -> None:
-        owner = None if use.owner is None else (use.owner, place.group)
-        rank = (use.key, number, -place.end, place.group)
-        order.put(place.chunk, place.before, rank, owner=owner, needs_before=place.needs_before)
-
-    for place in places:
-        if place.chunk in order:
-            put(place)
-    befores = [place.before if place.needs_before else None for place in places]
-    chunks = [place.chunk for place in places]
-    new = order.make_way(chunks, befores, use.key, tier.capacity_chunks - len(order)).new
-    taken = set(new)
-    for place in places:
-        if place.chunk in taken:
-            put(place)
-    return new
+        for place in places:
+            if place.chunk in order:
+                put(place)
+        befores = [place.before if place.needs_before else None for place in places]
+        chunks = [place.chunk for place in places]
+        new = order.make_way(chunks, befores, use.key, tier.capacity_chunks - len(order)).new
+        taken = set(new)
+        for place in places:
+            if place.chunk in taken:
+                put(place)
+        return new
 
 
 class GroupChunks:
@@ -229,7 +231,7 @@ class GroupLayout:
         """How many chunks of those from `first` to before `last` a load may end with in one group."""
         chunks = self.get_chunks(request)[group].get(last)
         if self.windows[group] is None:
-            return tiers.hit_length(chunks[:last]) - first
+            return tiers.hit_length(chunks[:last], first)
         # A window's last chunk may be needed in part only; then one more at its start may be needed.
         wanted = self._count_window_chunks(group, min(end, last * self.sizes[group]))
         num_in_a_row = 0
@@ -286,6 +288,8 @@ class GroupedOffloader(Offloader):
     """Copies between one engine's blocks and its tiers, where each chunk is a block of one layer group."""
 
     takes_whole_prompts = False
+    _yields = True
+    """Whether stores wait for loads, and while many are queued."""
 
     def __init__(self, tiers: OffloadTiers, kv: KvCache, offload: Offload, *, chunk_tokens: int) -> None:
         """Raises ConfigError for what vLLM has not on such models: LMCache's modes, and larger chunks."""
@@ -369,7 +373,8 @@ class GroupedOffloader(Offloader):
     def begin_stores(self, requests: Iterable[Request], now_s: float) -> None:
         """Store the states that these requests have cached; decide whether the step's other stores wait."""
         self._end_loads(now_s)
-        self._holds_back = bool(self._loading) or self._stored_by_s - now_s > MAX_STORING_S
+        is_busy = bool(self._loading) or self._stored_by_s - now_s > MAX_STORING_S
+        self._holds_back = self._yields and is_busy
         requests = list(requests)
         self._forget_hits(requests)
         for request in requests:

@@ -13,8 +13,10 @@
 - *async*: copies run beside the steps, and outputs are stored too. A turn waits, with its blocks, until its
   load has ended. The blocks of a finished turn stay taken until they are stored (vLLM's native offloading).
 - *asked*: as async, but only what the policy answers `Offload` for is stored.
+- *native*: as async, in vLLM's own host memory, without Tenuto's: no policy orders it.
 
-`chain_offload` does it for full attention, `grouped_offload` block by block, whatever the layers.
+`chain_offload` does it for full attention, `grouped_offload` block by block, whatever the layers, and
+`native_offload` so in vLLM's own order.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from tenuto.sim.kv.pool import Row
 from tenuto.sim.kv.request import Request
 from tenuto.sim.tiers.tier import NOBODY, Tier
 
-Offload = Literal["sync", "serial", "async", "asked"]
+Offload = Literal["sync", "serial", "async", "asked", "native"]
 """When KV is copied to the tiers below the GPU: see above."""
 
 
