@@ -63,6 +63,9 @@ class Both:
     def end_use(self, request_id: str) -> None:
         """Nothing."""
 
+    def count_stored(self, request_id: str, num_chunks: int) -> None:
+        """Nothing."""
+
     # Events.
 
     def arrive(self, turn: Turn) -> None:
