@@ -31,6 +31,7 @@ help:
 	@echo "make test-vllm       the scheduler tests on one release, for example VLLM=0.33.0"
 	@echo "make test-clients    LiteLLM, LangChain, openai-agents, mini-swe-agent, AIPerf as they are, in an environment of their own"
 	@echo "make test-all-vllm   the vLLM tests on every supported release, each in its own environment"
+	@echo "make package         the wheels and the sdist in dist, checked, and each installed and run in an empty environment"
 	@echo "make docs            the docs site, in build/site; broken links are errors"
 	@echo "make bench           what the scheduler hook costs, as ratios against stock vLLM"
 	@echo "make fuzz            damaged inputs for every parser of what strangers write, INPUTS=1000000"
@@ -123,6 +124,11 @@ test-all-vllm:
 	for release in 0.30.0 0.31.0 0.32.0 0.33.0; do \
 	  $(MAKE) test-vllm VLLM=$$release VENV=.envs/vllm-$$release || exit 1; \
 	done
+
+.PHONY: package
+package: $(BIN)/python
+	$(PIP) install --quiet build twine
+	$(BIN)/python experiments/setup/check_package.py --out dist
 
 docs: $(DEV)
 	$(BIN)/mkdocs build --strict

