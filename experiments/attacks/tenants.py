@@ -1,4 +1,4 @@
-"""One tenant attacks beside another tenant's agents and a plain probe: the table in docs/operating.md.
+"""One tenant attacks beside another tenant's agents and a plain probe: the table in docs/attacks.md.
 
     python -m experiments.attacks.tenants [--attacks NAME,…] [--blocks N] [--agents N] [--waiting N] [--json]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.core.types import WORDS, LeaseEnd, LeaseRefusal, Reason, TakenBy
 
-OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
+MANUAL = Path(__file__).parents[2] / "docs" / "trouble.md"
 
 
 @pytest.mark.parametrize("kind", [LeaseRefusal, LeaseEnd, TakenBy])
@@ -19,6 +19,6 @@ def test_each_reason_is_explained(kind: type[Reason]) -> None:
 
 
 def test_each_reason_is_in_the_manual() -> None:
-    text = OPERATING.read_text(encoding="utf-8")
-    section = text[text.index("### Why is there no lease?") :]
+    text = MANUAL.read_text(encoding="utf-8")
+    section = text[text.index("## Why is there no lease?") :]
     assert [why for reasons in WORDS.values() for why in reasons if f"`{why}`" not in section] == []

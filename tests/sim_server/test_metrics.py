@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tenuto.client.metrics import parse_totals, read_cache_state, try_get_block_size
 from tests.sim_server.live import Live, serve
 
-OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
+METRICS = Path(__file__).parents[2] / "docs" / "watch.md"
 
 
 def read(live: Live) -> dict[str, float]:
@@ -67,7 +67,7 @@ def test_the_bench_and_verify_read_the_page(live: Live) -> None:
 
 def test_tenuto_s_names_are_the_plugin_s(live: Live) -> None:
     """All but those of the simulation itself are in the table of the plugin's metrics."""
-    documented = set(re.findall(r"tenuto:[a-z_]+", OPERATING.read_text(encoding="utf-8")))
+    documented = set(re.findall(r"tenuto:[a-z_]+", METRICS.read_text(encoding="utf-8")))
     families = text_string_to_metric_families(httpx.get(live.url + "/metrics").text)
     names = {
         f"{family.name}_total" if family.type == "counter" else family.name

@@ -478,7 +478,7 @@ def _describe_groups(verdict: Verdict) -> list[str]:
         if turn.short_group is not None and turn.cached_tokens < turn.min_cached_tokens:
             lines.append(
                 f"Turn {turn.turn}: {turn.short_group} ended the hit at {turn.cached_tokens} tokens; its "
-                "blocks before the prompt's end were not held. See docs/operating.md, models with windows."
+                "blocks before the prompt's end were not held. See docs/hybrid_models.md."
             )
     if verdict.ok and verdict.num_answer_tokens:
         lines.append(
