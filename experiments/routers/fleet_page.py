@@ -143,7 +143,7 @@ def ask_panels(url: str, num_seconds: int) -> dict[str, list[dict[str, Any]]]:
     values = {"$__rate_interval": f"{4 * EVERY_S}s", "$__range": f"{num_seconds}s"}
     values |= dict.fromkeys(("$model", "$instance", "$engine"), ".*")
     found: dict[str, list[dict[str, Any]]] = {}
-    for panel in dashboard["panels"]:
+    for panel in [each for row in dashboard["panels"] for each in (row, *row.get("panels", ()))]:
         for target in panel.get("targets", ()):
             query = target["expr"]
             for name, value in values.items():

@@ -24,7 +24,10 @@ from tests.dashboards.promql import find_uses
 FOLDER = Path(__file__).parents[2] / "dashboards"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "tenuto.json").read_text(encoding="utf-8"))
 ALERTS: dict[str, Any] = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))
-PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+ROWS = [panel for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+OPEN = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+"""The panels that one sees at first. The others are in rows that are closed."""
+PANELS = [*OPEN, *(panel for row in ROWS for panel in row["panels"])]
 RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
 PROMETHEUS_OWN = {"up": ADDED_BY_PROMETHEUS}
 
@@ -110,12 +113,11 @@ def test_the_dashboard_can_be_imported() -> None:
     variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource"
     assert variables["datasource"]["query"] == "prometheus"
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    ids = [panel["id"] for panel in (*ROWS, *PANELS)]
     assert len(ids) == len(set(ids))
-    rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == [
-        "Agents' latency", "Leases", "Cache", "Host memory and disk", "Queue", "Policy health",
-        "Trials and changes",
+    assert [row["title"] for row in ROWS] == [
+        "Is it helping?", "Agents' latency", "Leases", "Cache", "Host memory and disk", "Queue",
+        "Policy health", "Trials and changes",
     ]  # fmt: skip
 
 
@@ -130,9 +132,20 @@ def test_every_panel_is_explained_and_has_a_unit(panel: dict[str, Any]) -> None:
     assert len(references) == len(set(references))
 
 
-def test_panels_do_not_overlap() -> None:
+def test_it_opens_on_one_row_that_says_whether_it_helps() -> None:
+    first, *others = ROWS
+    assert DASHBOARD["panels"][0] is first and not first["collapsed"]
+    assert all(row["collapsed"] and row["panels"] for row in others)
+    assert {panel["type"] for panel in OPEN} == {"stat"}
+    assert {panel["gridPos"]["y"] for panel in OPEN} == {first["gridPos"]["y"] + 1}
+    assert sum(panel["gridPos"]["w"] for panel in OPEN) == 24
+    assert all(panel["gridPos"]["y"] > OPEN[0]["gridPos"]["y"] for panel in others)
+
+
+@pytest.mark.parametrize("panels", [DASHBOARD["panels"], *(row["panels"] for row in ROWS[1:])])
+def test_panels_do_not_overlap(panels: list[dict[str, Any]]) -> None:
     taken: dict[tuple[int, int], str] = {}
-    for panel in DASHBOARD["panels"]:
+    for panel in panels:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24, panel["title"]
         for x in range(place["x"], place["x"] + place["w"]):
