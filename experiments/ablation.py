@@ -10,7 +10,8 @@ from tenuto.core.engine import ADAPTIVE
 from tenuto.core.policy import EngineSettings, Key, Needs
 from tenuto.core.types import Decision, EngineView, Job, Keep, Lease, LoadOffer, Release, Turn
 from tenuto.estimators.remaining_work import RemainingWork
-from tenuto.policies.tenuto import Tenuto
+from tenuto.estimators.returns import Standing
+from tenuto.policies.tenuto import FIRST, Tenuto
 
 
 @dataclass
@@ -21,35 +22,48 @@ class FirstJobFirst(Tenuto):
 
 
 @dataclass
-class NoKinds(Tenuto):
-    """All jobs are of one kind."""
-
-    def __post_init__(self) -> None:
-        self._work = RemainingWork(by_kind=False)
-
-
-@dataclass
 class NoPauses(Tenuto):
     """Only the work of all turns to come counts, however short this turn is."""
 
-    def _get_rank(self, job: Job, new_tokens: float, share_back: float) -> float:
-        return self._work.get_work_left(job, new_tokens)
+    def __post_init__(self) -> None:
+        self._work = _WholeJobs()
 
 
-@dataclass
-class WholeJobs(Tenuto):
-    """The work of all turns to come counts, however short the queue is."""
-
-    def _get_rank(self, job: Job, new_tokens: float, share_back: float) -> float:
-        return super()._get_rank(job, new_tokens, 1.0)
+class _WholeJobs(RemainingWork):
+    def get_rank(self, job: Job, num_new_tokens: float) -> float:
+        return self._trust(self._look(job, num_new_tokens).work)
 
 
 @dataclass
 class NoPlainFirst(Tenuto):
     """Plain requests have a place by their work, as all jobs."""
 
-    def _goes_first(self, job: Job, new_tokens: int) -> bool:
+    def __post_init__(self) -> None:
+        self._standing = _NobodyIsPlain()
+
+
+class _NobodyIsPlain(Standing):
+    def is_plain(self, job: Job) -> bool:
         return False
+
+
+@dataclass
+class NoStanding(Tenuto):
+    """Work alone orders jobs: no flood and no crowd of strangers is seen, and everybody's KV is held."""
+
+    def __post_init__(self) -> None:
+        self._standing = _AllAreAlike()
+
+
+class _AllAreAlike(Standing):
+    def get_lead(self, job: Job) -> float:
+        return 0.0
+
+    def is_spared(self, job: Job) -> bool:
+        return False
+
+    def is_expected_back(self, job: Job, tool: str | None) -> bool:
+        return True
 
 
 @dataclass
@@ -81,7 +95,10 @@ class NoPrice(Tenuto):
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         answer = super().retain(turn, view)
         assert isinstance(answer, Keep)
-        return Keep(view.now_s + self.max_idle_s, value=-self._get_lease_place(turn.job))
+        return Keep(
+            view.now_s + self.max_idle_s,
+            value=-self._get_place_of(turn.job, self._work.get_work_left(turn.job)),
+        )
 
 
 @dataclass
@@ -96,16 +113,9 @@ class AnyoneTakes(Tenuto):
 class TakesFreely(Tenuto):
     """A turn takes from jobs behind it, whatever these then have to compute again."""
 
-    def _get_loss_s(self, lease: Lease, turn: Turn, view: EngineView) -> float:
-        return 0.0
-
-
-@dataclass
-class KeepsOrder(Tenuto):
-    """A turn takes from jobs behind it only, however long others are away and wherever their KV is."""
-
-    def _is_away_for_long(self, lease: Lease, view: EngineView) -> bool:
-        return False
+    def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
+        is_spared = lease.value > FIRST and self._standing.is_spared(lease.turn.job)
+        return not is_spared and -lease.value > self._get_place(turn)
 
 
 @dataclass
@@ -113,7 +123,7 @@ class OrderedTier(Tenuto):
     """Host memory gives up the last job in the order first."""
 
     def tier_key(self, turn: Turn, view: EngineView) -> Key:
-        return (-self._get_lease_place(turn.job),)
+        return (-self._get_place_of(turn.job, self._work.get_work_left(turn.job)),)
 
 
 @dataclass

@@ -42,9 +42,8 @@ OPTIONS = (
     *(f"tenuto?{key}={value * factor:g}" for key, value in DEFAULTS.items() for factor in FACTORS),
 )
 PARTS = (
-    *("FirstJobFirst", "NoKinds", "NoPauses", "WholeJobs", "NoPlainFirst", "NoLookUps", "FullSteps"),
-    *("NoRetention", "NoPrice", "AnyoneTakes", "KeepsOrder", "TakesFreely", "OrderedTier", "NoTier"),
-    "AlwaysLoads",
+    *("FirstJobFirst", "NoPauses", "NoPlainFirst", "NoStanding", "NoLookUps", "FullSteps"),
+    *("NoRetention", "NoPrice", "AnyoneTakes", "TakesFreely", "OrderedTier", "NoTier", "AlwaysLoads"),
 )
 
 TABLES = {
@@ -124,16 +123,13 @@ TABLES = {
     ),
     "ablation": Table(
         "What each part of `tenuto` is worth",
-        "`experiments/ablation.py` has the parts: `FirstJobFirst` orders by arrival, `NoKinds` "
-        "takes all jobs for alike, `NoPauses` ignores that a turn is short and its job pauses, "
-        "`WholeJobs` counts all turns to come in a short queue, too, "
-        "`NoPlainFirst` orders plain requests as jobs, `NoLookUps` ignores what first turns hit, "
-        "`FullSteps` leaves the step budget alone, `NoRetention` frees a finished turn, "
-        "`NoPrice` never gives up a lease for its "
-        "tool's time, `AnyoneTakes` lets any turn take any lease, `KeepsOrder` lets it take from jobs behind "
-        "it only, however long others are away, `TakesFreely` lets it take from these whatever they "
-        "lose, `OrderedTier` gives up the last job in host memory first, `NoTier` has no host memory, "
-        "`AlwaysLoads` waits for every load. The "
+        "`experiments/ablation.py` has the parts: `FirstJobFirst` orders by arrival, `NoPauses` ignores that "
+        "a turn is short and its job pauses, `NoPlainFirst` orders plain requests as jobs, `NoStanding` sees "
+        "no floods and no crowds and holds everybody's KV, `NoLookUps` ignores what first turns hit, "
+        "`FullSteps` leaves the step budget alone, `NoRetention` frees a finished turn, `NoPrice` never "
+        "gives up a lease for its tool's time, `AnyoneTakes` lets any turn take any lease, `TakesFreely` "
+        "lets it take from jobs behind it whatever they lose, `OrderedTier` gives up the last job in host "
+        "memory first, `NoTier` has no host memory, `AlwaysLoads` waits for every load. The "
         "figures beside a part say what the job takes without it.",
         ("tenuto", *(f"experiments.ablation:{part}" for part in PARTS)),
         make_ablation,

@@ -89,27 +89,6 @@ def test_less_remaining_work_goes_first_where_it_can_be_foreseen() -> None:
     assert policy.queue_key(new, 50.0)[0] - policy.queue_key(old, 50.0)[0] == pytest.approx(40 - 30, abs=10)
 
 
-def test_in_a_short_queue_the_shorter_turn_goes_first_whatever_its_job_needs() -> None:
-    policy = Tenuto(stretch=100.0)
-    teach_steps(policy)
-    teach_jobs(policy, 5, count=500)
-    # The job at its end waits for a long turn, the new one, with five turns to come, for a short one.
-    for number in range(1, 5):
-        policy.on_turn_finished(make_turn("old", number, num_prompt_tokens=1000 * number), 0.0)
-    long = make_turn("old", 5, num_prompt_tokens=6000)
-    short = make_turn("new", 1, num_prompt_tokens=500)
-    policy.on_turn_arrived(long, 10.0)
-    policy.on_turn_arrived(short, 10.0)
-    assert policy.queue_key(short, 10.1) < policy.queue_key(long, 10.1)
-    # Tools took one second. After a minute, the new job's other turns would wait with the old one's last.
-    assert policy.queue_key(short, 70.0) > policy.queue_key(long, 70.0)
-    # As soon as the queue was empty, turns compete again.
-    policy.on_turn_started(short, 71.0)
-    policy.on_turn_started(long, 71.0)
-    policy.on_turn_arrived(long, 72.0)
-    assert policy.queue_key(short, 72.1) < policy.queue_key(long, 72.1)
-
-
 def test_no_wait_is_without_bound() -> None:
     """A job stands behind those that arrive `stretch` seconds later per second of its work, not longer."""
     policy = Tenuto(stretch=100.0)
@@ -215,31 +194,6 @@ def test_what_a_lease_would_have_to_compute_again_counts_as_the_turns_work() -> 
     assert may_take_from(-7.0, turn, tiered)
 
 
-def test_a_turn_takes_what_can_be_loaded_again_before_the_tool_returns() -> None:
-    policy = Tenuto()
-    before, turn = make_turn("before", arrival_s=5.0), make_turn("a", arrival_s=1000.0)
-    lease = make_lease(before, idle_s=1.0, value=policy.retain(before, IDLE).value)
-    fast, slow = (
-        dataclasses.replace(IDLE, tiers=(TierView("host", 5000, 0, s_per_block, 0.0),))
-        for s_per_block in (1.5e-3, 1.7e-3)
-    )
-    # How long turns take is not known yet.
-    teach_steps(policy)
-    assert not policy.may_reclaim(lease, turn, fast)
-    # A turn of 20 s; tools take 25 s, at first.
-    policy.on_turn_started(turn, 0.0)
-    policy.on_turn_finished(turn, 20.0)
-    for _ in range(100):
-        policy.on_tool_returned(make_turn(), ToolCall("ls"), 25.0)
-    # A block takes 1.6 ms to compute.
-    assert policy.may_reclaim(lease, turn, fast)
-    assert not policy.may_reclaim(lease, turn, slow)
-    assert not policy.may_reclaim(lease, turn, IDLE)
-    assert not policy.may_reclaim(dataclasses.replace(lease, next_turn_waiting=True), turn, fast)
-    # It has run for 6 s already, so 19 s are left.
-    assert not policy.may_reclaim(dataclasses.replace(lease, granted_s=lease.granted_s - 5.0), turn, fast)
-
-
 def test_jobs_that_never_come_back_hold_nothing() -> None:
     policy = Tenuto()
     for n in range(300):
@@ -303,9 +257,9 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones() -> None:
     ended_s = max(turn.last_token_s for turn in turns)
     long_s = max(turn.last_token_s for turn in turns if turn.job == "long")
     assert ended_s > 300
-    # 36,000 tokens are about 4 s of work here: 200 s for each would put it back by no more than 800 s, but
-    # as those that wait grow old too it is done long before the rest.
-    assert long_s < 0.9 * ended_s
+    # 36,000 tokens are about 4 s of work here, which puts it back by 2,000 s. Those that wait grow old too,
+    # and its waits are bounded by stock's, so it is done before the last of them.
+    assert long_s < 0.95 * ended_s
 
 
 def test_clients_that_say_nothing_and_are_not_recognised_fare_as_with_stock() -> None:
@@ -408,10 +362,10 @@ def test_a_flood_of_jobs_that_never_come_back_lets_those_go_first_that_did() -> 
     for n in range(150):
         policy.on_turn_finished(make_turn(f"gone{n}", num_prompt_tokens=2000), 1.0)
     assert policy.queue_key(agent, 100.0) < policy.queue_key(stranger, 100.0)
-    lease = Lease(agent, 1.0, 200.0, -policy._get_lease_place(agent.job), 10, False)
+    lease = Lease(agent, 1.0, 200.0, -get_lease_place(policy, agent.job), 10, False)
     assert not policy.may_reclaim(lease, stranger, IDLE)
     plain = make_plain("plain", 10)
-    policy._kinds.observe(plain)
+    policy._standing._kinds.observe(plain)
     assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
 
 
@@ -423,7 +377,7 @@ def test_while_strangers_crowd_the_engine_jobs_keep_what_they_have() -> None:
     for turn in (front, back):
         policy.on_tool_returned(turn, ToolCall("ls"), 500.0)
         policy.on_turn_finished(dataclasses.replace(turn, num_prompt_tokens=1000), 1.0)
-    lease = make_lease(back, idle_s=1.0, value=-policy._get_lease_place(back.job))
+    lease = make_lease(back, idle_s=1.0, value=-get_lease_place(policy, back.job))
     bet = make_lease(make_turn("new", arrival_s=9.0), idle_s=1.0, value=-9.0)
     short = dataclasses.replace(IDLE, num_free_blocks=0, num_running=20, num_waiting=9)
     assert policy.may_reclaim(lease, front, IDLE)
@@ -431,12 +385,17 @@ def test_while_strangers_crowd_the_engine_jobs_keep_what_they_have() -> None:
     assert get_value(policy.retain(back, short)) == FIRST
     for n in range(100):
         policy.on_turn_finished(make_turn(f"gone{n}", num_prompt_tokens=2000), 1.0)
-    lease = dataclasses.replace(lease, value=-policy._get_lease_place(back.job))
+    lease = dataclasses.replace(lease, value=-get_lease_place(policy, back.job))
     assert not policy.may_reclaim(lease, front, IDLE)
     assert get_value(policy.retain(back, short)) > FIRST
     # What is not worth its memory, and a lease on a job that never came back, yield as before.
     assert policy.may_reclaim(dataclasses.replace(lease, value=FIRST), front, IDLE)
     assert policy.may_reclaim(bet, front, IDLE)
+
+
+def get_lease_place(policy: Tenuto, job: Job) -> float:
+    """The place of a job in a tool call."""
+    return policy._get_place_of(job, policy._work.get_work_left(job))
 
 
 def get_value(decision: object) -> float:
@@ -451,18 +410,6 @@ def test_one_id_for_unrelated_prompts_is_a_flood_of_new_jobs() -> None:
         policy.on_tool_returned(turn, ToolCall("ls"), 1.0)
         policy.on_turn_finished(turn, 1.0)
     assert policy.get_figures()["share_back_tool"] < 0.3
-
-
-def test_hits_are_asked_for_first_turns_whose_place_depends_on_them() -> None:
-    policy = Tenuto()
-    policy.on_tick(IDLE)
-    policy.on_turn_finished(make_turn("old"), 1.0)  # its kind calls tools
-    assert policy.wants_hits(make_turn("new"))
-    assert not policy.wants_hits(make_turn("old", 2))
-    for _ in range(2):
-        policy.on_turn_finished(make_plain("seen", 2000), 1.0)
-    assert not policy.wants_hits(make_plain("short", 2000))
-    assert policy.wants_hits(make_plain("long", 9000))
 
 
 def make_plain(job_id: str, num_tokens: int, *, arrival_s: float = 0.0) -> Turn:

@@ -154,7 +154,7 @@ def test_chats_that_never_come_back_get_no_leases_after_a_while() -> None:
 def test_the_shares_are_shown_as_figures() -> None:
     policy = Tenuto()
     assert set(policy.get_figures().values()) == {1.0}
-    policy._returns.leave(Job("a", 0.0, 1), "bash", 1e6)
+    policy._standing.returns.leave(Job("a", 0.0, 1), "bash", 1e6)
     assert policy.get_figures()["share_back_tool"] < 0.1
     assert policy.get_figures()["share_back_no_tool"] == 1.0
 

@@ -129,7 +129,9 @@ def _make_help() -> str:
     lines += ["Hold an LLM agent's KV cache through its tool calls, inside stock vLLM.", ""]
     for name, (usual, does) in COMMANDS.items():
         lines.append(f"  {f'tenuto {name} {usual}'.rstrip():31}  {does}")
-    return "\n".join((*lines, "", "tenuto COMMAND --help explains a command, --help-all all its options; tenuto --version"))
+    return "\n".join(
+        (*lines, "", "tenuto COMMAND --help explains a command, --help-all all its options; tenuto --version")
+    )
 
 
 def _name_help(arguments: Sequence[str]) -> str:

@@ -109,8 +109,23 @@ class Engine(Protocol):
 
 ADAPTIVE = "adaptive"
 """Before each step, a `StepChooser` chooses the number of tokens."""
+PROMPT_WAIT = 1.5
+"""How many times as long prompts may wait under adaptive steps as with the engine's whole budget."""
 StepTokens = str | int
-"""The most tokens of a step: "adaptive", or always the same number."""
+"""The most tokens of a step: "adaptive", "adaptive:1.5" with another `PROMPT_WAIT`, or always the same."""
+
+
+def get_prompt_wait(step_tokens: StepTokens | None) -> float | None:
+    """The `PROMPT_WAIT` of adaptive steps; None for steps of a fixed size. Raises ValueError."""
+    if not isinstance(step_tokens, str):
+        return None
+    name, colon, wait = step_tokens.partition(":")
+    if name != ADAPTIVE:
+        raise ValueError(step_tokens)
+    prompt_wait = float(wait) if colon else PROMPT_WAIT
+    if not 1 <= prompt_wait < math.inf:
+        raise ValueError(step_tokens)
+    return prompt_wait
 
 
 def get_max_step_tokens(step_tokens: StepTokens | None, max_num_batched_tokens: int) -> int:
@@ -155,9 +170,17 @@ def read_step_tokens(text: str) -> StepTokens:
 
 def check_step_tokens(given: StepTokens | None, where: str) -> None:
     """Raise ConfigError if this is neither "adaptive" nor a number from 1 up. `where` names the option."""
-    is_number = isinstance(given, int) and not isinstance(given, bool) and given >= 1
-    if not (given is None or given == ADAPTIVE or is_number):
-        raise ConfigError(f"{where} must be {ADAPTIVE}, or a number of tokens from 1 up; got {given!r}")
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 1):
+        return
+    try:
+        if get_prompt_wait(given) is not None:
+            return
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"{where} must be {ADAPTIVE}, {ADAPTIVE}:N with N from 1 up, or a number of tokens from 1 up; "
+        f"got {given!r}"
+    )
 
 
 class StepClock:

@@ -1,8 +1,5 @@
 """How much work a job still has, in prefill tokens, and how well that can be predicted.
 
-Jobs that begin alike are alike: a kind of jobs has its own `TurnTable`, next to that of all jobs. What it
-says counts the more, the more of its jobs were seen.
-
 Predictions are compared with what happened. Their correlation is the trust that they deserve: a guess is
 drawn towards the mean of new jobs by what is missing from 1. So if nothing can be predicted, all guesses are
 equal.
@@ -11,11 +8,7 @@ equal.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
 
 from tenuto.core.types import Job
@@ -45,15 +38,6 @@ class Left(NamedTuple):
     """Of the next turn alone."""
     stops: float
     """The probability that the job sends nothing soon after the next turn; above 0."""
-
-    def blend(self, other: Left, share: float) -> Left:
-        """This guess with the weight 1 - share, the other one with the weight share."""
-        rest = 1 - share
-        return Left(
-            rest * self.work + share * other.work,
-            rest * self.this + share * other.this,
-            rest * self.stops + share * other.stops,
-        )
 
 
 @dataclass(slots=True)
@@ -312,59 +296,37 @@ LONG_S = 10.0
 people do."""
 MAX_PREDICTIONS = 64
 """Number of turns per job whose predictions are compared with what happened."""
-KIND_PRIOR = 8.0
-"""All jobs weigh against those of a kind as if they were so many."""
-MAX_KINDS = 256
-"""Tenants and prompts are made up by clients, so kinds are bounded."""
-NUM_LOOKED_AT = 8
-"""Of so many kinds that were seen longest ago, the one with the fewest jobs is forgotten first."""
-
-_Kind = tuple[str | None, str | None]
 
 
 @dataclass(slots=True)
 class _Job:
-    kind: _Kind
     work: float = 0.0
     stops: bool = False
     """Whether its latest turn was taken for a stop."""
     past: Past = field(default_factory=Past)
-    past_of_kind: Past = field(default_factory=Past)
     predictions: list[tuple[float, float]] = field(default_factory=list)
     """For each prediction: the work done by then, and the predicted remaining work."""
 
 
 class RemainingWork:
-    """Work of turns by number, of all jobs and by kind, and of the jobs that are known by themselves."""
+    """Work of turns by number, of all jobs, and of the jobs that are known by themselves."""
 
-    def __init__(self, *, by_kind: bool = True) -> None:
-        """`by_kind`: whether kinds have tables of their own."""
-        self._by_kind = by_kind
+    def __init__(self) -> None:
         self._all = TurnTable()
-        self._kinds: OrderedDict[_Kind, TurnTable] = OrderedDict()
         self._jobs: dict[str, _Job] = {}
         self._agreement = _Agreement()
-
-    @property
-    def num_kinds(self) -> int:
-        """Kinds with a table of their own."""
-        return len(self._kinds)
 
     def observe_turn(self, job: Job, num_new_tokens: float, work: float, *, stops: bool) -> None:
         """Count a finished turn of a job; `work` is in prefill tokens, the prompt's new ones included.
 
         `stops`: whether the turn ended without a tool call, so that nothing is expected soon.
         """
-        known = self._jobs.get(job.job_id)
-        if known is None:
-            known = self._jobs[job.job_id] = _Job((job.tenant, job.kind))
+        known = self._jobs.setdefault(job.job_id, _Job())
         if len(known.predictions) < MAX_PREDICTIONS:
-            known.predictions.append((known.work, self._look(job, num_new_tokens).work))
+            known.predictions.append((known.work, self._all.look(known.past, num_new_tokens).work))
         known.work += work
         known.stops = stops
         self._all.observe(known.past, num_new_tokens, work, stops=stops)
-        if self._by_kind and job.kind is not None:
-            self._get_table(known).observe(known.past_of_kind, num_new_tokens, work, stops=stops)
 
     def come_back(self, job_id: str, away_s: float) -> None:
         """A job sent its next turn, after so many seconds."""
@@ -373,8 +335,6 @@ class RemainingWork:
             return
         job.stops = False
         self._all.go_on(job.past)
-        if (table := self._kinds.get(job.kind)) is not None:
-            table.go_on(job.past_of_kind)
 
     def end_job(self, job_id: str) -> None:
         """A job will have no more turns."""
@@ -384,81 +344,44 @@ class RemainingWork:
         for done, predicted in job.predictions:
             self._agreement.observe(predicted, job.work - done)
         self._all.end(job.past)
-        # A table that was forgotten meanwhile has not seen all turns of the job.
-        table = self._kinds.get(job.kind)
-        if table is not None and table.has(job.past_of_kind):
-            table.end(job.past_of_kind)
 
-    def get_work_left(self, job: Job, num_new_tokens: float | None = None) -> float:
-        """Expected work of a job's remaining turns, at least one, as far as it can be trusted.
+    def get_work_left(self, job: Job) -> float:
+        """Expected work of a job's remaining turns, at least one, as far as it can be trusted."""
+        return self._trust(self._look(job, None).work)
 
-        `num_new_tokens`: the new prompt tokens of the next turn, if they are known.
-        """
-        return self._trust(self._look(job, num_new_tokens).work)
-
-    def get_rank(self, job: Job, num_new_tokens: float, share_back: float = 1.0) -> float:
+    def get_rank(self, job: Job, num_new_tokens: float) -> float:
         """The least work per job that is expected to be complete, either by the next turn or by all to come.
 
         This is Gittins' index with two places to stop. A turn that is known to be small, and likely to be its
         job's last, goes early whatever else is known of its job.
-
-        `share_back`: so much of the job's later work counts, because it comes back that likely while those
-        still wait that it is compared with.
         """
         left = self._look(job, num_new_tokens)
-        work = share_back * self._trust(left.work) + (1 - share_back) * left.this
-        return min(_round_down(left.this / left.stops), work)
+        return min(left.this / left.stops, self._trust(left.work))
 
     def get_trust(self) -> float:
         """Correlation between predicted and actual remaining work, from 0 (none, or unknown) to 1."""
         return self._agreement.get_correlation()
 
     def get_state(self) -> dict[str, Any]:
-        """What was learned of all jobs, as JSON values.
-
-        Kinds are learned anew: prompts change with releases.
-        """
+        """What was learned of all jobs, as JSON values."""
         return {**self._all.get_state(), "agreement": self._agreement.sums}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
         table, agreement = TurnTable.from_state(state), get_numbers(state["agreement"], 6)
         self._all, self._agreement.sums = table, agreement
-        self._kinds.clear()
         self._jobs = {}
 
     def _look(self, job: Job, num_new_tokens: float | None) -> Left:
         known = self._jobs.get(job.job_id)
-        left = self._all.look(known.past if known is not None else None, num_new_tokens)
-        table = self._kinds.get((job.tenant, job.kind))
-        if table is None or not self._by_kind:
-            return left
-        past = known.past_of_kind if known is not None and table.has(known.past_of_kind) else None
-        num_jobs = table.num_jobs
-        return left.blend(table.look(past, num_new_tokens), num_jobs / (num_jobs + KIND_PRIOR))
+        return self._all.look(known.past if known is not None else None, num_new_tokens)
 
     def _trust(self, work: float) -> float:
         trust = self._agreement.get_correlation()
         return (1 - trust) * self._all.work + trust * work
 
-    def _get_table(self, job: _Job) -> TurnTable:
-        table = self._kinds.get(job.kind)
-        if table is None:
-            table = self._kinds[job.kind] = TurnTable()
-            if len(self._kinds) > MAX_KINDS:
-                self._forget_one()
-        if not table.has(job.past_of_kind):
-            # The table is new, or was forgotten and made anew: it has not seen the job's earlier turns.
-            job.past_of_kind = Past()
-        self._kinds.move_to_end(job.kind)
-        return table
-
-    def _forget_one(self) -> None:
-        oldest = list(islice(self._kinds, NUM_LOOKED_AT))
-        del self._kinds[min(oldest, key=lambda kind: self._kinds[kind].num_jobs)]
-
     def __repr__(self) -> str:
-        return f"RemainingWork({self._jobs!r}, {self._all!r}, {dict(self._kinds)!r}, {self._agreement!r})"
+        return f"RemainingWork({self._jobs!r}, {self._all!r}, {self._agreement!r})"
 
 
 class _Agreement:
@@ -480,14 +403,3 @@ class _Agreement:
 
     def __repr__(self) -> str:
         return f"_Agreement({self.sums})"
-
-
-def _round_down(work: float) -> float:
-    """The next power of four below: of requests of about one size, the first goes first."""
-    return 4.0 ** math.floor(math.log(max(1.0, work), 4))
-
-
-def get_mean_left_s(sorted_s: Sequence[float], elapsed_s: float) -> float | None:
-    """Mean time left of those samples that took longer than `elapsed_s`; None if none did."""
-    longer = sorted_s[bisect_right(sorted_s, elapsed_s) :]
-    return sum(longer) / len(longer) - elapsed_s if longer else None

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from tenuto.core.turn_work import Counts, KindCounts, MovingMean
+from tenuto.core.turn_work import Counts, KindCounts
 from tenuto.core.types import Job, Turn
 
 PRIOR_TOKENS = 100_000.0
@@ -223,75 +223,59 @@ class PlainShare:
         return f"PlainShare({self._plain}, {self._all})"
 
 
-# Whether a job that comes back meets today's queue, and how long turns run.
-#
-# If the queue is empty before it comes back, its later turns compete with nobody who waits now. Then turns
-# compete, not jobs, and the shortest turn should go first. If the queue lasts longer than tools do, whole
-# jobs compete.
+# What this earns a job.
 
-MIN_AWAY_S = 0.01
-"""Shorter tool calls count as this long."""
-WEIGHT = 0.02
-"""Weight of the latest tool call in the mean."""
+MIN_SHARE_BACK = 0.3
+"""If a smaller share of similar jobs comes back, their KV is not held. vLLM's cache keeps it as any other."""
+CROWD = 0.5
+"""If a smaller share of new jobs comes back, those that came back go first."""
 
 
-class Backlog:
-    """The turns that wait, how long there have been some without a break, and how long tools take."""
+class Standing:
+    """Which jobs go before all others, and whose KV is held, whatever work they have left.
 
-    def __init__(self) -> None:
-        self._waiting: set[str] = set()
-        self._since_s = 0.0
-        """Since when turns have been waiting, if any are."""
-        self._log_away_s = 0.0
-        """Mean logarithm of tool times: a few people who think for minutes must not hide many fast tools."""
-
-    def wait(self, turn_id: str, now_s: float) -> None:
-        """A turn waits from now on."""
-        if not self._waiting:
-            self._since_s = now_s
-        self._waiting.add(turn_id)
-
-    def leave(self, turn_id: str) -> None:
-        """A turn started, or ended."""
-        self._waiting.discard(turn_id)
-
-    def come_back(self, away_s: float) -> None:
-        """A job sent its next turn, after so many seconds."""
-        self._log_away_s += WEIGHT * (math.log(max(away_s, MIN_AWAY_S)) - self._log_away_s)
-
-    def get_share_back(self, now_s: float) -> float:
-        """The share of jobs that come back before the queue is empty, from 0 (no queue) towards 1.
-
-        A queue that has lasted so long is expected to last as long again.
-        """
-        lasted_s = max(0.0, now_s - self._since_s) if self._waiting else 0.0
-        return lasted_s / (lasted_s + math.exp(self._log_away_s))
-
-    def __repr__(self) -> str:
-        return f"Backlog({len(self._waiting)} since {self._since_s}, {self._log_away_s})"
-
-
-class TurnTimes:
-    """The turns that run, and the mean time that the latest ones took."""
+    Plain requests that fit into one step go first, unless they had more than half of the engine of late: then
+    all jobs go before them, because their KV would fill the memory meanwhile. While most new jobs do not come
+    back, those that did go before new ones, and keep their memory.
+    """
 
     def __init__(self) -> None:
-        self._started: dict[str, float] = {}
-        self._mean = MovingMean()
+        self.returns = Returns()
+        self._kinds = PlainKinds()
+        self._share = PlainShare()
 
-    @property
-    def mean_s(self) -> float:
-        """Mean seconds of a turn; infinity before one has ended."""
-        return self._mean.value if self._mean.num_values else math.inf
+    def is_plain(self, job: Job) -> bool:
+        """Whether such jobs call no tools."""
+        return self._kinds.is_plain(job)
 
-    def start(self, turn_id: str, now_s: float) -> None:
-        """A turn started. If it was preempted and starts again, the first start counts."""
-        self._started.setdefault(turn_id, now_s)
+    def get_lead(self, job: Job) -> float:
+        """By how many classes a job goes ahead; plain requests that fit into one step go ahead by one."""
+        if self._share.is_flood and not self._kinds.is_plain(job):
+            return 2.0
+        return 0.5 if self.is_spared(job) else 0.0
 
-    def end(self, turn_id: str, now_s: float) -> None:
-        """A turn ended, or left before it started."""
-        start_s = self._started.pop(turn_id, None)
-        if start_s is not None:
-            self._mean.observe(now_s - start_s)
+    def is_spared(self, job: Job) -> bool:
+        """Whether this job came back while most do not: then its memory is not for those that come."""
+        return self.returns.share_of_new < CROWD and self.returns.came_back(job.job_id)
+
+    def is_expected_back(self, job: Job, tool: str | None) -> bool:
+        """Whether enough of such jobs come back after such a turn that their KV is worth holding."""
+        return self.returns.get_share(job, tool) >= MIN_SHARE_BACK
+
+    def come_back(self, turn: Turn) -> None:
+        """A job sent its next turn. One that goes on behind nothing is as good as a new job."""
+        if not turn.is_parted:
+            self.returns.come_back(turn.job.job_id)
+
+    def observe(self, turn: Turn, work: float) -> None:
+        """A turn of so much work finished, in prefill tokens."""
+        job = turn.job
+        self._kinds.observe(turn)
+        self._share.observe(work, is_plain=self._kinds.is_plain(job))
+        if turn.is_parted:
+            self.returns.end(job.job_id)
+        if not turn.is_last:
+            self.returns.leave(job, None if turn.tool is None else turn.tool.name, work)
 
     def __repr__(self) -> str:
-        return f"TurnTimes({len(self._started)} running, mean {self.mean_s} s)"
+        return f"Standing({self.returns}, {self._kinds}, {self._share})"

@@ -19,12 +19,12 @@ DIFFERENCE_DECAY = 0.95
 """The same for differences between steps; only one step in some ten has one."""
 MIN_ADDED_TOKENS = 256
 """With fewer, prefill rides along in part: such steps lie above the line of longer ones."""
-SMALL_TOKENS = (128, 256)
-"""Steps with so many prefill tokens are small ones, which have a mean of their own."""
 MIN_DIFFERENCE = 128
 """Steps that differ by fewer tokens say little of the slope."""
 PRIOR_XX = 2.0 * 512**2
 """The guess counts as much as two differences of 512 tokens."""
+LATEST_STEP_WEIGHT = 0.02
+"""Weight of the latest step in the share of steps that were full."""
 MIN_STEPS = 5
 """Number of steps of a kind from which other estimates use its fit."""
 
@@ -97,21 +97,6 @@ class _Added:
         return f"_Added({sums!r}, {self.last!r})"
 
 
-class _Mean:
-    """The time that a prefill token adds to small steps, of the latest hundred or so."""
-
-    def __init__(self) -> None:
-        self.weight = self.tokens = self.added_s = 0.0
-
-    def observe(self, num_tokens: float, added_s: float) -> None:
-        self.weight = ADDED_DECAY * self.weight + 1
-        self.tokens = ADDED_DECAY * self.tokens + num_tokens
-        self.added_s = ADDED_DECAY * self.added_s + added_s
-
-    def __repr__(self) -> str:
-        return f"({self.weight!r}, {self.tokens!r}, {self.added_s!r})"
-
-
 class StepTimes:
     """Fits over the latest steps; O(1) each."""
 
@@ -119,14 +104,20 @@ class StepTimes:
         self._decode = _Moments()
         self._prefill = _Moments()
         self._added = _Added()
-        self._small = _Mean()
         self._lines: tuple[float, tuple[float, float]] | None = None
         """Seconds per prefill token, and the line of decoding; None if a step was observed since."""
         self._added_line: tuple[float, float] | None = None
         """What prefill adds, likewise."""
+        self._full_share = 0.0
 
-    def observe(self, num_tokens: int, num_requests: int, duration_s: float) -> None:
-        """Count one step: its tokens, and its requests (each counts as one that decodes)."""
+    def observe(
+        self, num_tokens: int, num_requests: int, duration_s: float, *, is_full: bool = False
+    ) -> None:
+        """Count one step: its tokens, and its requests (each counts as one that decodes).
+
+        `is_full`: it had no room for more prompt tokens.
+        """
+        self._full_share += LATEST_STEP_WEIGHT * (is_full - self._full_share)
         if duration_s <= 0 or num_requests < 1:
             return
         self._lines = self._added_line = None
@@ -137,8 +128,6 @@ class StepTimes:
             self._prefill.observe(num_tokens, duration_s)
             decode_s = self.get_decode_s(num_requests)
             self._added.observe(num_prefill_tokens, duration_s - decode_s, decode_s, num_requests)
-            if SMALL_TOKENS[0] <= num_prefill_tokens <= SMALL_TOKENS[1]:
-                self._small.observe(num_prefill_tokens, duration_s - decode_s)
 
     def get_token_s(self) -> float:
         """Seconds that one more prefill token takes; 0 before any was seen."""
@@ -153,6 +142,14 @@ class StepTimes:
         """Seconds of a step that do not depend on its requests: one pass over the weights, and host time."""
         return self._get_lines()[1][0]
 
+    def get_gain(self, num_requests: int) -> float:
+        """What one more request that decodes adds to the throughput of so many, as a share of theirs.
+
+        It shares the pass over the weights. In steps full of prompts that gains nothing.
+        """
+        step_s = self.get_decode_s(num_requests)
+        return (1 - self._full_share) * self.get_pass_s() / step_s if step_s > 0 else 0.0
+
     def get_added(self) -> tuple[float, float]:
         """What prefill adds to a step that decodes, as a line: seconds at no token, and seconds a token.
 
@@ -163,11 +160,6 @@ class StepTimes:
             known = self._added.weight > MIN_STEPS
             self._added_line = self._added.get_line(self.get_pass_s()) if known else (0.0, self.get_token_s())
         return self._added_line
-
-    def try_get_small_token_s(self) -> float | None:
-        """Seconds that a prefill token adds to small steps; None before enough were seen."""
-        small = self._small
-        return max(0.0, small.added_s) / small.tokens if small.weight > MIN_STEPS else None
 
     def get_tokens_per_decode(self) -> float:
         """Prefill tokens that take as long as one more decoding request adds to a step; 1 to 50."""
@@ -186,4 +178,4 @@ class StepTimes:
         return self._lines
 
     def __repr__(self) -> str:
-        return f"StepTimes({self._decode!r}, {self._prefill!r}, {self._added!r}, {self._small!r})"
+        return f"StepTimes({self._decode!r}, {self._prefill!r}, {self._added!r}, {self._full_share!r})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -70,6 +70,15 @@ class ToolSamples:
         self._tools.move_to_end(tool)
         if len(self._tools) > self._max_tools:
             self._tools.popitem(last=False)
+
+    def get_left_s(self, tool: str | None, elapsed_s: float, said_s: float | None) -> float:
+        """Mean seconds left of the tool's calls that took longer than this one so far.
+
+        Without such calls: what the client said, or as long again as it has taken.
+        """
+        times = () if tool is None or tool not in self._tools else self._tools[tool].get_sorted()
+        longer = times[bisect_right(times, elapsed_s) :]
+        return sum(longer) / len(longer) - elapsed_s if longer else max(elapsed_s, said_s or 0.0, 1.0)
 
     def try_get(self, tool: str) -> RecentTimes | None:
         """The tool's own times; None for one not seen."""
