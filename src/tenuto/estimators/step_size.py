@@ -34,6 +34,10 @@ from tenuto.estimators.step_times import StepTimes
 
 MIN_STEP_TOKENS = 512
 """Smaller steps gain nothing on GPUs from the A100 to the B200: kernels lose what decoding gains."""
+SMALL_STEP_TOKENS = 256
+"""The smallest step where the pass over the weights hardly counts, as on CPUs."""
+SAME_SPEED = 0.9
+"""It hardly counts where small steps compute prompts at this share of the speed of the whole budget."""
 FIRST_STEP_TOKENS = 2048
 """Before steps were observed: vLLM's default on small GPUs, which no engine suffers from for long."""
 RATE_S = 30.0
@@ -53,7 +57,7 @@ def make_step_chooser(step_tokens: StepTokens | None) -> StepChooser | None:
 def choose_step_tokens(
     times: StepTimes, num_decoding: int, prompt_rate: float, prompt_wait: float, budget: int
 ) -> int:
-    """Tokens of the next step, decode tokens included: a power of two from 512 up, or `budget`.
+    """Tokens of the next step, decode tokens included: a power of two from 512 or 256 up, or `budget`.
 
     `prompt_rate`: prompt tokens that arrive, a second.
     """
@@ -62,16 +66,18 @@ def choose_step_tokens(
         return min(FIRST_STEP_TOKENS, budget)
     decode_s = times.get_decode_s(num_decoding)
 
-    def get_spare(num_tokens: int) -> float:
+    def get_speed(num_tokens: int) -> float:
+        """Prompt tokens a second."""
         num_prompt_tokens = max(1, num_tokens - num_decoding)
         step_s = decode_s + max(0.0, fixed_s + num_prompt_tokens * token_s)
-        return num_prompt_tokens / step_s - prompt_rate if step_s > 0 else math.inf
+        return num_prompt_tokens / step_s if step_s > 0 else math.inf
 
-    needed = get_spare(budget) / prompt_wait
-    # Half of a step is for prompts at least: kernels work in tiles, and what does not fill the last is lost.
-    size = MIN_STEP_TOKENS
+    most = get_speed(budget)
+    needed = (most - prompt_rate) / prompt_wait
+    size = SMALL_STEP_TOKENS if get_speed(SMALL_STEP_TOKENS) >= SAME_SPEED * most else MIN_STEP_TOKENS
     while size < budget:
-        if size >= 2 * num_decoding and get_spare(size) >= needed > 0:
+        # Half of a step is for prompts at least: kernels work in tiles, and what fills none is lost.
+        if size >= 2 * num_decoding and get_speed(size) - prompt_rate >= needed > 0:
             return size
         size *= 2
     return budget
