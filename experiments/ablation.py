@@ -1,4 +1,4 @@
-"""The `tenuto` policy with one part taken out at a time, for the ablation in docs/results.md."""
+"""The `tenuto` policy with one part taken out at a time, for the ablation in docs/lab.md."""
 
 from __future__ import annotations
 

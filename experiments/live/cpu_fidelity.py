@@ -5,7 +5,7 @@
 Times the steps of one server (`tenuto profile`); starts a server per policy, all alike but for the scheduler,
 side by side; runs the same jobs on each in turn (`tenuto ab`); simulates them with the fitted step cost.
 Prints predicted and measured mean job times (docs/fidelity.md) and what `tenuto ab` says of the policies
-(docs/results.md). Needs about 2.5 GB of memory per policy, and a machine that does nothing else.
+(docs/lab.md). Needs about 2.5 GB of memory per policy, and a machine that does nothing else.
 
 A policy may be POLICY@SIZE, with steps of that size: are adaptive steps any better than the best fixed ones?
 

@@ -1,1 +1,1 @@
-"""The tables of docs/results.md: what runs in each (`rows`), and how it is written down (`tables`)."""
+"""The tables of docs/lab.md: what runs in each (`rows`), and how it is written down (`tables`)."""

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md, one command each, resumable.
+"""The tables of docs/lab.md, one command each, resumable.
 
     python -m experiments.results TABLE [--seeds 42,1,2] [--rows TEXT] [--write]
     python -m experiments.results screen --write        the page's first screen, from the kept records
@@ -8,7 +8,7 @@
 Runs go to experiments/out/TABLE.jsonl, which begins with the kept records where it is missing. A run is
 repeated if the code that decides in it has changed since (see `experiments.decision_code`), and only then.
 The table goes to stdout as Markdown. It says which code made it, and is refused if that were several.
---no-runs shows what there is, older or not. --write puts the table into docs/results.md, and the runs into
+--no-runs shows what there is, older or not. --write puts the table into docs/lab.md, and the runs into
 experiments/records/TABLE.jsonl, one line per row, policy, size of steps and seed. In most tables every policy
 races at several sizes of steps: see `race`.
 """
@@ -32,7 +32,7 @@ from experiments.results.settings import Runs, Step
 from experiments.results.step_cost_table import format_step_costs
 from experiments.results.tables import format_section, put_section
 
-PAGE = ROOT / "docs" / "results.md"
+PAGE = ROOT / "docs" / "lab.md"
 RECORDS = ROOT / "experiments" / "records"
 
 
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--rows", help="only rows whose title contains this, or one of these with | between")
     parser.add_argument("--workers", type=int, help="processes; all cores unless told")
     parser.add_argument("--no-runs", action="store_true", help="only what has run already")
-    parser.add_argument("--write", action="store_true", help="into docs/results.md and experiments/records")
+    parser.add_argument("--write", action="store_true", help="into docs/lab.md and experiments/records")
     parser.add_argument(
         "--drop", action="store_true", help="write although kept records would go (say why in the commit)"
     )

@@ -49,7 +49,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of docs/results.md."""
+    """A table of docs/lab.md."""
 
     title: str
     about: str

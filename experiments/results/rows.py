@@ -1,4 +1,4 @@
-"""The tables of docs/results.md: their rows, and who competes."""
+"""The tables of docs/lab.md: their rows, and who competes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first screen of docs/results.md: what is won against whom, what is lost, who is harmed, the bound."""
+"""The first screen of docs/lab.md: what is won against whom, what is lost, who is harmed, the bound."""
 
 from __future__ import annotations
 

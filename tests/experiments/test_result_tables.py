@@ -1,4 +1,4 @@
-"""The tables of docs/results.md: what runs, and how it is written down."""
+"""The tables of docs/lab.md: what runs, and how it is written down."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_the_command_sums_up_what_is_meant_to_be_a_system() -> None:
 
 
 def test_the_error_of_a_fit_is_that_of_the_real_engine() -> None:
-    page = (DOCS / "results.md").read_text(encoding="utf-8")
+    page = (DOCS / "lab.md").read_text(encoding="utf-8")
     section = page.partition("## On the real engine")[2].partition("\n## ")[0]
     check(
         FITTED,
