@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.core.requests import JOB_HEADERS, parse_hints
+from tenuto.core.requests import JOB_HEADERS, WISH_FIELD, parse_hints
 from tenuto.vllm import Middleware, identity
 from tests.vllm.asgi import CHAT, REQUEST, App, make_scope, post, run
 
@@ -193,11 +193,13 @@ def test_any_json_body(fields, headers, path, is_ascii):
     assert repr(before) == repr(after)
     assert repr({name: new[name] for name in old}) == repr(old)
     added = {name: value for name, value in new.items() if name not in old}
-    assert added and set(added) <= {"job_id", "is_last_step", "tool", "expected_tool_seconds", "tenant"}
+    known = {"job_id", "is_last_step", "tool", "expected_tool_seconds", "tenant", WISH_FIELD}
+    assert added and set(added) <= known
     assert all(type(value) in (str, int, float) for value in added.values())
     # The scheduler reads what was written.
     hints = parse_hints(new)
     assert "job_id" not in added or hints.job_id is not None
+    assert WISH_FIELD not in added or hints.wish is not None
     assert app.headers["content-length"] == str(len(app.body))
 
 
