@@ -290,7 +290,6 @@ TestDriverMachine = DriverMachine.TestCase
 TestDriverMachine.settings = settings(
     max_examples=250,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tenuto.core.indexed_heap import IndexedHeap
 
@@ -21,7 +21,6 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(operations)
 def test_it_behaves_as_a_sorted_list(operations: list[tuple]) -> None:
     order, model = IndexedHeap(), {}

@@ -38,7 +38,7 @@ LEFT_OUT = {"engine", "fleet"}
 
 
 @pytest.mark.parametrize("cls", [RunRecord, TurnRecord, Sample])
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_nothing_is_lost_between_writing_and_reading(cls: Any, data: st.DataObject) -> None:
     check(cls, data.draw(objects_of(cls)))

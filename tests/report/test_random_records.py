@@ -121,7 +121,7 @@ FOLDERS = st.fixed_dictionaries(
 )
 
 
-ANY = settings(deadline=None, suppress_health_check=list(HealthCheck))
+ANY = settings(suppress_health_check=list(HealthCheck))
 
 
 @settings(ANY, max_examples=60)

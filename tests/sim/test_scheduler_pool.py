@@ -211,6 +211,5 @@ TestPools = Pools.TestCase
 TestPools.settings = settings(
     max_examples=250,
     stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

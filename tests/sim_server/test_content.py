@@ -26,7 +26,7 @@ def count_common(a: list[Any], b: list[Any]) -> int:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_blocks_are_equal_exactly_where_tokens_are(data: st.DataObject) -> None:
     """Prompts of few different tokens, and prompts that quote earlier prompts and answers in part."""

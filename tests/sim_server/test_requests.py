@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.sim.server.request import Served, make_value, read_request
@@ -141,7 +141,7 @@ FIELDS = [
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(
     st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=6),
     st.sampled_from([PLAIN, CHAT, RESPONSES, MESSAGES]),

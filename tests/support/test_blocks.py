@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tenuto.core.errors import IntegrityError
 from tests.support.blocks import Block, BlockPool, FreeQueue
@@ -157,7 +157,6 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(operations)
 def test_the_free_queue_behaves_as_a_list(operations: list[tuple[str, int]]) -> None:
     blocks = [Block(block_id) for block_id in range(8)]

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.requests import JOB_HEADERS, parse_hints
@@ -87,7 +87,6 @@ XARGS = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=3), VALUES, ma
 USER_IDS = st.builds(lambda session: {"user_id": f"user_1_session_{session}"}, st.text(max_size=5))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(
     st.sampled_from(sorted(PROTOCOLS)),
     FIELDS,

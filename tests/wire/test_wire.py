@@ -123,7 +123,7 @@ def get_said(deltas: list[Delta], usage: Usage) -> list[Any]:
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_a_stream_says_what_was_written_however_it_is_cut(form: Format, data: st.DataObject) -> None:
     deltas, usage = data.draw(make_deltas(form)), data.draw(make_usage())
@@ -137,7 +137,7 @@ def test_a_stream_says_what_was_written_however_it_is_cut(form: Format, data: st
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_a_whole_response_says_what_was_written(form: Format, data: st.DataObject) -> None:
     deltas, usage = data.draw(make_deltas(form)), data.draw(make_usage())
@@ -353,7 +353,7 @@ ODD: list[Any] = [None, 7, "x", [], {}, [None], [{}], {"a": 1}, True, [[1]], [{"
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_what_strangers_answer_never_raises(form: Format, data: st.DataObject) -> None:
     """Whatever stands in a field that a format reads: it is left out, or counted as text."""

@@ -56,7 +56,7 @@ def convert(jobs, name, block_size=None):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(workloads(), st.sampled_from(list(FORMATS)))
 def test_any_workload_survives_any_format(workload, name):
     jobs = workload.jobs
@@ -73,7 +73,7 @@ def test_any_workload_survives_any_format(workload, name):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(workloads(), st.sampled_from([name for name in FORMATS if name != "tenuto"]))
 def test_what_a_format_can_say_it_can_say_again(workload, name):
     """A second conversion into the same format loses nothing more."""

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError, DataError
@@ -100,7 +100,6 @@ def test_the_traces_to_be_spoilt_are_sound(name, write_rows):
     assert load_workload(write_rows(*TRACES[name])).jobs
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(TRACES)), anything, st.data())
 def test_a_spoilt_trace_is_read_whole_or_refused_by_name(name, value, data):
     rows = copy.deepcopy(TRACES[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.records.files import read_objects
@@ -55,7 +55,6 @@ def hashed_prompts(draw):
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(hashed_prompts())
 def test_spans_share_what_the_ids_share(hashed):
     prompts = make_prompts(hashed, BLOCK, scope="s/")

@@ -6,7 +6,7 @@ import math
 from itertools import takewhile
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError, DataError
@@ -31,7 +31,6 @@ def make_job(job_id="j", num_turns=2, **changes):
     return Job(**({"job_id": job_id, "arrival_s": 0.0, "turns": turns} | changes))
 
 
-@settings(deadline=None)
 @given(prompts, prompts)
 def test_shared_tokens_are_the_equal_leading_tokens(a, b):
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(spell(a), spell(b), strict=False))
@@ -39,7 +38,6 @@ def test_shared_tokens_are_the_equal_leading_tokens(a, b):
     assert count_shared_tokens(a, b) == count_shared_tokens(b, a)
 
 
-@settings(deadline=None)
 @given(prompts)
 def test_the_usual_next_prompt_shares_prompt_and_output(prompt):
     turn = make_turn(prompt=prompt, output=Span("out", 3))

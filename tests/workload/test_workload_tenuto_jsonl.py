@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import DataError
@@ -123,7 +123,6 @@ def workloads(draw):
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(workloads())
 def test_writing_and_reading_gives_back_the_same_jobs(workload):
     with TemporaryDirectory() as directory:
