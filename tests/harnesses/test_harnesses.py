@@ -1,0 +1,94 @@
+"""Load harnesses as they are, against the simulated server: what they report is what it counted.
+
+`make test-harnesses` runs this file; the harnesses have environments of their own, because their packages
+exclude each other's and vLLM's. Elsewhere those that are missing are skipped. docs/harnesses.md is the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.benchmarks.harnesses import (
+    HARNESSES,
+    Figures,
+    Harness,
+    Server,
+    agree,
+    find_command,
+    format_row,
+    make_tokenizer,
+    measure,
+    run_simulated,
+)
+
+QUICK = 20.0
+SAID = Figures(12, 800, 240, 0.5, 2.0, 9)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    pytest.importorskip("tokenizers")
+    with run_simulated(tmp_path_factory.mktemp("server"), QUICK) as server:
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", HARNESSES)
+def test_a_harness_reports_what_the_server_counted(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str
+) -> None:
+    harness = HARNESSES[name]
+    command = find_command(harness.command)
+    if command is None:
+        pytest.skip(f"there is no {harness.command} here; make test-harnesses installs it")
+    said, counted = measure(harness, command, request.getfixturevalue("server"), tmp_path)
+    assert (said.requests, said.prompt_tokens, said.output_tokens) == (
+        counted.requests,
+        counted.prompt_tokens,
+        counted.output_tokens,
+    )
+    assert said.requests >= 12
+    # Every turn of a session but its first came back to what was kept for it; nothing else did.
+    if harness.knows_sessions:
+        assert counted.hits == said.hits
+    else:
+        assert counted.hits < said.hits
+
+
+@pytest.mark.parametrize("field", ["requests", "prompt_tokens", "output_tokens", "hits"])
+def test_one_count_that_differs_is_no_agreement(field: str) -> None:
+    harness = Harness("x", lambda *_: SAID)
+    other = replace(SAID, **{field: getattr(SAID, field) + 1})
+    assert agree(harness, SAID, SAID)
+    assert not agree(harness, SAID, other)
+    assert agree(Harness("x", lambda *_: SAID, knows_sessions=False), SAID, other) == (field == "hits")
+
+
+def test_a_row_shows_counts_once_where_they_are_equal_and_times_as_ratios() -> None:
+    counted = Figures(12, 801, 240, 0.4, 1.6, 9)
+    row = format_row("x", HARNESSES["AgentX"], SAID, counted)
+    assert row == "| x | 12 | 800 / 801 | 240 | 9 | 0.400 s (1.250) | 1.600 s (1.250) |"
+
+
+def test_commands_are_found_in_the_folders_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "some-harness"
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    assert find_command("some-harness") is None
+    monkeypatch.setenv("TENUTO_TEST_HARNESSES", f"/nowhere:{tmp_path}")
+    assert find_command("some-harness") == str(command)
+
+
+def test_the_tokenizer_gives_text_back(tmp_path: Path) -> None:
+    """Harnesses make prompts of chosen lengths by decoding tokens and encoding them again."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer.from_file(f"{make_tokenizer(tmp_path / 'made')}/tokenizer.json")
+    text = "A text, with numbers 12 and ünïcode."
+    assert made.decode(made.encode(text).ids) == text
