@@ -48,6 +48,10 @@ HINT = {"vllm_xargs": {"tool": "bash"}}
 TURNS, STREAMS = 4, 3
 
 
+class HarnessError(Exception):
+    """A harness did not run to its end."""
+
+
 @dataclass(frozen=True)
 class Server:
     """What the harnesses talk to."""
@@ -78,7 +82,7 @@ class Harness:
 
     command: str
     run: Callable[[str, Server, Path], Figures]
-    """Run it; what it says. Raises SystemExit with its output if it fails."""
+    """Run it; what it says. Raises HarnessError with its output if it fails."""
     knows_sessions: bool = True
     """Whether the server can tell which of its requests follow each other."""
 
@@ -251,7 +255,7 @@ def _run(command: Sequence[str]) -> None:
         command, capture_output=True, text=True, check=False, env=_make_environment(), timeout=900
     )
     if done.returncode:
-        raise SystemExit(
+        raise HarnessError(
             f"{command[0]} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         )
 
@@ -401,7 +405,12 @@ def main() -> int:
                     continue
                 own = folder / str(number)
                 own.mkdir()
-                said, counted = measure(harness, command, server, own)
+                try:
+                    said, counted = measure(harness, command, server, own)
+                except HarnessError as error:
+                    print(error, file=sys.stderr, flush=True)
+                    are_equal = False
+                    continue
                 print(format_row(chosen, harness, said, counted), flush=True)
                 are_equal = are_equal and agree(harness, said, counted)
                 results[chosen] = {"harness": asdict(said), "server": asdict(counted)}
