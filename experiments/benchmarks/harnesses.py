@@ -407,7 +407,7 @@ def main() -> int:
                 own.mkdir()
                 try:
                     said, counted = measure(harness, command, server, own)
-                except HarnessError as error:
+                except (HarnessError, subprocess.TimeoutExpired) as error:
                     print(error, file=sys.stderr, flush=True)
                     are_equal = False
                     continue
