@@ -2,9 +2,11 @@
 
     python -m experiments.attacks [--policies tenuto,continuum] [--attacks none,busy] [--json]
 
-Each run has agents (the `ab8` jobs), a probe of 4 tokens without an id every 2 s, and one attack. The engine
+Each run has agents (the `ab8` jobs), a probe of 4 tokens without an id every 2 s, a plain request of 3,000
+tokens, which is more than a step, every 10 s, and one attack. The engine
 is small, so that turns wait for memory. The policy runs within the plugin's limits; `--unbounded` is without
-the bound on waits. Printed are the probe's waits for its first step, beside stock's, the agents' hits of what
+the bound on waits. Printed are the waits for the first step of the probe, of the long one and of
+agents' first turns, beside stock's, the agents' hits of what
 they could reuse, beside their hits without an attack, and their mean time. `experiments.attacks.live` does
 the same on two live servers.
 """
@@ -16,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from experiments.attacks.options import add_options, get_attacks, get_scene
-from experiments.attacks.plans import Attack, Scene, is_probe, make_say, make_workload
+from experiments.attacks.plans import Attack, Scene, make_say, make_workload
 from experiments.attacks.table import Outcome, make_outcome, show
 from tenuto.core.limits import Limits
 from tenuto.sim.machine import build
@@ -54,8 +56,7 @@ def measure(
     turns = Simulation.of_one(
         scheduler, machine.step_cost, Clients(workload, say_hints=make_say(attack))
     ).run()
-    waits_s = (turn.queue_s or 0.0 for turn in turns if is_probe(turn.job))
-    return make_outcome(name, policy, turns, waits_s, lambda turn: turn.start_s)
+    return make_outcome(name, policy, turns, lambda turn: turn.queue_s or 0.0, lambda turn: turn.start_s)
 
 
 def run(parsed: argparse.Namespace) -> Iterator[Outcome]:

@@ -28,7 +28,7 @@ from pathlib import Path
 import httpx
 
 from experiments.attacks.options import add_options, get_attacks, get_scene
-from experiments.attacks.plans import Attack, Scene, is_probe, make_say, make_workload
+from experiments.attacks.plans import Attack, Scene, make_say, make_workload
 from experiments.attacks.table import Outcome, make_outcome, show
 from tenuto.client.http.client import Client
 from tenuto.client.http.request import RequestWriter, TokenIds
@@ -116,12 +116,11 @@ async def attack_server(url: str, attack: Attack, scene: Scene, limit_s: float) 
 
 def measure(name: str, policy: str, records: list[TurnRecord], limit_s: float) -> Outcome:
     """What the probe and the agents had."""
-    waits_s = (
-        (limit_s if turn.first_token_s is None else turn.first_token_s) - (turn.sent_s or 0.0)
-        for turn in records
-        if is_probe(turn.job)
-    )
-    return make_outcome(name, policy, records, waits_s, lambda turn: turn.first_token_s)
+
+    def get_wait_s(turn: TurnRecord) -> float:
+        return (limit_s if turn.first_token_s is None else turn.first_token_s) - (turn.sent_s or 0.0)
+
+    return make_outcome(name, policy, records, get_wait_s, lambda turn: turn.first_token_s)
 
 
 def run(args: argparse.Namespace) -> Iterator[Outcome]:

@@ -10,6 +10,7 @@ from experiments.attacks.plans import ATTACKS, Attack, Scene
 HELP = {
     "window_s": "agents and probes arrive for so many seconds",
     "probe_every_s": "seconds between two probes",
+    "long_every_s": "seconds between two plain requests of several steps",
     "agents_per_s": "agents' jobs per second",
     "kv_tokens": "size of the KV cache in tokens",
     "num_seqs": "most turns that run at once",

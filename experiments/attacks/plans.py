@@ -13,6 +13,7 @@ from tenuto.workload.schema import Job, Prompt, Span, TurnSpec, Workload
 from tenuto.workload.transform import scale_lengths
 
 YEAR_S = 365 * 86_400.0
+LONG_TOKENS = 3000
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Scene:
     window_s: float = 60.0
     """Agents and probes arrive for so long."""
     probe_every_s: float = 2.0
+    long_every_s: float = 10.0
+    """Plain requests of `LONG_TOKENS`, which take more than one step, arrive so often."""
     agents_per_s: float = 0.8
     kv_tokens: int = 80_000
     num_seqs: int = 24
@@ -84,16 +87,24 @@ def make_workload(attack: Attack, scene: Scene) -> Workload:
         )
         for number in range(int(scene.window_s / scene.probe_every_s))
     ]
+    long_probes = [
+        Job(
+            f"long-probe-{number}",
+            5.0 + arrive(number, scene.long_every_s),
+            (TurnSpec((Span(f"long-probe-{number}", LONG_TOKENS),), Span(f"long-probe-{number}/out", 20)),),
+        )
+        for number in range(int(scene.window_s / scene.long_every_s))
+    ]
     attack = replace(attack, num_streams=round(attack.num_streams * scene.strength))
-    long = scale_lengths(Workload("attack", (*agents, *_make_streams(attack))), scene.lengths)
+    long = scale_lengths(Workload("attack", (*agents, *long_probes, *_make_streams(attack))), scene.lengths)
     return Workload("attack", (*long.jobs, *probes))
 
 
 def make_say(attack: Attack) -> SayHints:
-    """What each client says: agents their id and their last turn, the probe nothing, the attack its id."""
+    """What each client says: agents their id and their last turn, probes nothing, the attack its id."""
 
     def say(job: Job, index: int) -> Hints:
-        if is_probe(job.job_id):
+        if is_probe(job.job_id) or is_long_probe(job.job_id):
             return Hints()
         if is_agent(job.job_id):
             return Hints(job_id=job.job_id, is_last=index == len(job.turns) - 1)
@@ -108,6 +119,11 @@ def make_say(attack: Attack) -> SayHints:
 def is_probe(job_id: str) -> bool:
     """Whether this job is a probe."""
     return job_id.startswith("probe")
+
+
+def is_long_probe(job_id: str) -> bool:
+    """Whether this job is a plain request of several steps."""
+    return job_id.startswith("long-probe")
 
 
 def is_agent(job_id: str) -> bool:

@@ -58,6 +58,9 @@ def test_nobody_waits_longer_than_in_stock(name: str) -> None:
     attack = replace(ATTACKS[name], num_turns=24)
     stock, bounded = (measure(name, attack, policy, WARM) for policy in ("stock", "tenuto"))
     assert bounded.worst_s <= 1.1 * stock.worst_s + stock.turn_s
+    # Nor do plain requests of several steps, and agents that are new.
+    assert bounded.long_s <= 1.1 * stock.long_s + stock.turn_s
+    assert bounded.new_s <= 1.1 * stock.new_s + stock.turn_s
     # The ids of a hoard come back once, so it takes longer to tell them from agents.
     assert bounded.hits >= (0.85 if name == "hoard" else 0.9)
     assert bounded.job_s <= stock.job_s
@@ -71,13 +74,14 @@ def test_with_host_memory_agents_are_not_crowded_out() -> None:
     attack = replace(ATTACKS["hoard"], num_turns=24)
     stock, tenuto = (measure("hoard", attack, policy, WARM, host_gb=5) for policy in ("stock", "tenuto"))
     assert tenuto.worst_s <= 1.1 * stock.worst_s + stock.turn_s
-    assert tenuto.hits >= 0.75 > stock.hits
+    # Large steps serve the hoard faster, which then fills both memories faster. Agents still finish first.
+    assert tenuto.hits >= 0.7 > stock.hits
     assert tenuto.job_s <= 0.5 * stock.job_s
 
 
 def test_the_table_and_the_json_have_the_same_figures() -> None:
     outcomes = [
-        Outcome(attack, policy, 0.5, 0.9, worst_s, hits, 3.0, 0.2, 40.0)
+        Outcome(attack, policy, 0.5, 0.9, worst_s, 3.0, 4.0, hits, 3.0, 0.2, 40.0)
         for attack, policy, worst_s, hits in (
             ("none", "stock", 0.0, 1.0), ("none", "tenuto", 0.1, 1.0),
             ("busy", "stock", 2.0, 0.1), ("busy", "tenuto", 1.0, 0.9),
@@ -88,7 +92,7 @@ def test_the_table_and_the_json_have_the_same_figures() -> None:
     assert [line["hits_kept"] for line in lines] == [1.0, 1.0, 0.1, 0.9]
     head, *rows = show(outcomes, as_json=False)
     assert head == HEAD
-    assert "| 0.50 | 90% | 90% |" in rows[-1]
+    assert "| 0.50 | 3.00 s, 1.00 | 4.00 s, 1.00 | 90% | 90% |" in rows[-1]
 
 
 def test_options_are_the_numbers_of_the_scene() -> None:
