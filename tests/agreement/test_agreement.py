@@ -70,7 +70,7 @@ def test_vllm_and_the_simulator_agree_under_a_policy(policy: str, clock: Clock) 
 
 
 class Mixed:
-    """Step times of a slow engine, in which the size of steps matters."""
+    """Step times of a slow engine, in which the step size matters."""
 
     def seconds(self, batch: StepBatch) -> float:
         num_decodes, num_tokens = batch.num_decodes, batch.num_prefill_tokens

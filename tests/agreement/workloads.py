@@ -51,6 +51,6 @@ def make_crowd() -> Workload:
 
 
 def make_busy() -> Workload:
-    """Twelve jobs whose long prompts arrive while others decode, so that the size of steps matters."""
+    """Twelve jobs whose long prompts arrive while others decode, so that the step size matters."""
     turns = [(900, 40), (300, 60), (500, 40), (200, 30)]
     return Workload("busy", tuple(make_job(f"job{n}", 0.7 * n, turns) for n in range(12)))

@@ -56,7 +56,7 @@ class CompareOptions(GridOptions):
     split: bool = option(
         True,
         "also run stock with smaller steps, and each policy without the KV that it keeps: the table then has "
-        "stock at its best size of steps, and says where a gain comes from; 6 more runs at most for each run "
+        "stock at its best step size, and says where a gain comes from; 6 more runs at most for each run "
         "of stock with one policy, 2 for each further policy",
     )
     strict: bool = option(False, "stop with an error when a policy raises or gives a wrong answer")

@@ -28,7 +28,7 @@ examples:
 
 _NOTES = """\
 It prints the result, and beside it what stock as shipped does with the same load (--no-beside-stock: not).
-Where stock's steps are too large, a smaller size of steps may gain as much: `tenuto compare` shows it.
+Where stock's steps are too large, a smaller step size may gain as much: `tenuto compare` shows it.
 With --out DIR it also writes every turn (turns.jsonl) and the KV cache over time (occupancy.jsonl), for
 `tenuto report` and `tenuto analyze`.
 """

@@ -1,6 +1,6 @@
 """What the driver needs from an engine: its interface, the size of its steps, and the steps that it computed.
 
-The engine owns the size of steps, not the policy: it works beside any policy. A policy may say what it wants
+The engine owns the step size, not the policy: it works beside any policy. A policy may say what it wants
 (`EngineSettings.step_tokens`); what the user sets comes first.
 """
 
@@ -105,7 +105,7 @@ class Engine(Protocol):
         """Ask for a waiting turn's queue key again; never called from inside an allocation."""
 
 
-# The size of steps.
+# The step size.
 
 ADAPTIVE = "adaptive"
 """Before each step, a `StepChooser` chooses the number of tokens."""

@@ -49,7 +49,7 @@ MAX_PLAIN = 64
 
 
 def make_step_chooser(step_tokens: StepTokens | None) -> StepChooser | None:
-    """The chooser of adaptive steps; None where the size of steps is fixed."""
+    """The chooser of adaptive steps; None where the step size is fixed."""
     prompt_wait = get_prompt_wait(step_tokens)
     return None if prompt_wait is None else AdaptiveSteps(prompt_wait)
 

@@ -5,7 +5,7 @@
 *Where a gain over stock comes from*: smaller steps, another order, or KV that is kept. One thing changes from
 each run to the next, so the three ratios of mean job times multiply to the whole:
 
-stock as shipped ──steps──> stock with the policy's size of steps ──order──> the policy, keeping no KV
+stock as shipped ──steps──> stock with the policy's step size ──order──> the policy, keeping no KV
                                                                    ──cache──> the policy
 
 An operator can set smaller steps without any policy. So stock is also run with each of a few sizes, and the
@@ -290,7 +290,7 @@ class Arm(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The policy, with its size of steps: stock @512."""
+        """The policy, with its step size: stock @512."""
         return self.policy if self.step_tokens is None else f"{self.policy} @{self.step_tokens}"
 
 
@@ -307,13 +307,13 @@ class Split:
     """One policy at one load, against stock: ratios of mean job times, below 1 where something helps."""
 
     steps: float
-    """Stock with the policy's size of steps, over stock as shipped."""
+    """Stock with the policy's step size, over stock as shipped."""
     order: float
-    """The policy without the KV that it keeps, over stock with its size of steps."""
+    """The policy without the KV that it keeps, over stock with its step size."""
     cache: float
     """The policy, over itself without the KV that it keeps."""
     over_best: float
-    """The policy, over stock with the best size of steps."""
+    """The policy, over stock with the best step size."""
     best: Arm
     """Stock with that size."""
 
@@ -326,8 +326,8 @@ class Split:
 def make_arms(cells: Sequence[Cell]) -> list[Cell]:
     """The runs, beside those of a grid, that its splits need: none without stock and another policy.
 
-    For stock one with each smaller size of steps; for each other policy one without the KV that it keeps, and
-    one of stock with its size of steps. None for several engines.
+    For stock one with each smaller step size; for each other policy one without the KV that it keeps, and
+    one of stock with its step size. None for several engines.
     """
     made: dict[str, Cell] = {}
     for stock in (cell for cell in cells if _is_stock(cell) and cell.setup.fleet is None):
@@ -368,7 +368,7 @@ def get_arm(record: Mapping[str, Any]) -> Arm:
 
 
 def find_best_stock(asked: Iterable[Timed], arms: Iterable[Timed]) -> Arm | None:
-    """Stock with its best size of steps, of those that ran with all its seeds; None without stock."""
+    """Stock with its best step size, of those that ran with all its seeds; None without stock."""
     means = _average([*asked, *arms])
     stock = _find_stock(asked)
     if stock is None or stock not in means:
@@ -443,7 +443,7 @@ def make_rows(records: Sequence[dict[str, Any]], arms: Sequence[dict[str, Any]] 
     """One row per GPU, load and policy: geometric means over seeds, and who has the lowest.
 
     `arms`: records of the runs that `make_arms` asks for. With them each cell has a row of stock with its
-    best size of steps, and rows say where a policy's gain comes from.
+    best step size, and rows say where a policy's gain comes from.
     """
     best: list[dict[str, Any]] = []
     splits: dict[tuple[Any, ...], Split] = {}
@@ -603,7 +603,7 @@ def _format_splits(rows: Sequence[Row]) -> list[str]:
     lines = [
         "\nmean job time over stock's, and where the difference comes from",
         f"{'gpu':11} {'jobs/s':>6}  {'policy':18} {'/stock':>7} {'':3} = {'steps':>6} × {'order':>5} × "
-        f"{'cache':>5}    over stock at its best size of steps",
+        f"{'cache':>5}    over stock at its best step size",
     ]
     for row in split:
         lines.append(
@@ -613,7 +613,7 @@ def _format_splits(rows: Sequence[Row]) -> list[str]:
             f"{row['over_best_stock']:.2f} of {row['best_stock']}"
         )
     lines.append(
-        "steps: stock with the policy's size of steps, over stock; order: the policy without the KV that it "
+        "steps: stock with the policy's step size, over stock; order: the policy without the KV that it "
         "keeps, over that;\ncache: the policy, over that"
     )
     return lines

@@ -59,7 +59,7 @@ def get_error(gpu: str, policy: str | None, step_cost: str | None) -> KnownError
 
     Args:
         gpu: as in a run's record: `H100`, or `2xH100+2xL40S`.
-        policy: the same, or with its size of steps: `stock @512`.
+        policy: the same, or with its step size: `stock @512`.
         step_cost: where step times came from.
     """
     if "roofline" in (step_cost or ""):

@@ -186,7 +186,7 @@ class Hooks:
             self.shadow.begin_step(now_s)
 
     def _find_step_tokens(self) -> tuple[StepTokens | None, bool]:
-        """The size of steps that holds on this engine, and whether each step's budget must be asked for."""
+        """The step size that holds on this engine, and whether each step's budget must be asked for."""
         settings = self.settings
         if settings.mode != "on":
             return None, False

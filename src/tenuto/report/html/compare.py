@@ -23,7 +23,7 @@ from tenuto.report.html.words import format_load, shorten
 from tenuto.sim.compare import Arm, Split, Timed, find_best_stock, split_gains
 
 BEST_STOCK = "stock @best"
-"""Stock with the size of steps that is its best at the load, of those that ran."""
+"""Stock with the step size that is its best at the load, of those that ran."""
 
 Load = float | None
 """Jobs per second; None if the runs have no arrival rate."""
@@ -311,7 +311,7 @@ class Group:
         return {arm.policy: split for arm, split in split_gains(*self._get_timed(load)).items()}
 
     def try_best_stock(self, load: Load) -> PolicyCell | None:
-        """Stock with its best size of steps; None if that is stock's own, or if no other ran."""
+        """Stock with its best step size; None if that is stock's own, or if no other ran."""
         asked, arms = self._get_timed(load)
         best = find_best_stock(asked, arms) if arms else None
         runs = tuple(run for run in self.arms if run.jps == load and _get_arm(run) == best)
@@ -365,7 +365,7 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
 
 
 def _make_groups(setting: Setting, runs: Sequence[Run]) -> Iterator[Group]:
-    """The group of a setting's runs, and one for each size of steps that was set for more than stock."""
+    """The group of a setting's runs, and one for each step size that was set for more than stock."""
     has_stock = any(run.policy == BASELINE and run.given_steps is None for run in runs)
     keeping = {run.policy for run in runs if run.keeps_kv}
     by_steps: dict[str | None, list[Run]] = {None: []}

@@ -279,8 +279,8 @@ def _describe_times(cell: PolicyCell) -> str:
 def _describe_splits(groups: Sequence[Group]) -> Iterator[str]:
     """How much of each policy's difference to stock is due to steps, order and cache."""
     words = (
-        " Steps: what the policy's size of steps does to stock; order: what the policy does with these steps "
-        "and no KV kept; cache: what keeping KV adds. stock @N: stock with the best of a few sizes of steps, "
+        " Steps: what the policy's step size does to stock; order: what the policy does with these steps "
+        "and no KV kept; cache: what keeping KV adds. stock @N: stock with the best of a few step sizes, "
         "which anybody can set."
     )
     for group in groups:

@@ -1,0 +1,81 @@
+"""The pages are easy to use: contents where they are long, short paragraphs, few words of our own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "docs").rglob("*.md")}
+LOGS = {
+    "docs/results.md",
+    "docs/lab.md",
+    "docs/fidelity.md",
+    "docs/random_scenarios.md",
+    "docs/paper_figures.md",
+}
+"""Records of measurements, written by programs or kept as they were."""
+TWO_SCREENS = 100
+"""Lines that are not empty."""
+PLAIN = [
+    *("README.md", "docs/glossary.md", "docs/index.md", "docs/style.md", "docs/operating.md", "docs/jobs.md"),
+    *("docs/settings.md", "docs/watch.md", "docs/trouble.md", "docs/attacks.md", "docs/hybrid_models.md"),
+]
+"""Pages whose paragraphs are short."""
+
+
+def get_slug(head: str) -> str:
+    """The anchor of a heading, as GitHub and the site make it."""
+    text = re.sub(r"[`*]|\]\([^)]*\)|\[", "", head).lower()
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", text).strip())
+
+
+def strip_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def find_missing_sections(text: str) -> list[str]:
+    """The sections that the list at a page's head does not name."""
+    body = strip_code(text)
+    listed = re.findall(r"^- \[.+\]\(#(.+?)\)$", body, re.MULTILINE)
+    return [head for head in re.findall(r"^## (.+)$", body, re.MULTILINE) if get_slug(head) not in listed]
+
+
+def find_long_paragraphs(text: str) -> list[str]:
+    """How paragraphs of 80 words and more begin. Tables and blocks are none; each item of a list is one."""
+    lines = [line for line in strip_code(text).split("\n") if not line.startswith("|")]
+    parts = re.split(r"\n\s*\n|\n\s*(?=(?:[-*]|\d+\.) )", "\n".join(lines))
+    return [part.strip()[:60] for part in parts if len(part.split()) >= 80]
+
+
+@pytest.mark.parametrize("name", sorted(set(PAGES) - LOGS))
+def test_a_long_page_lists_its_sections(name: str) -> None:
+    text = PAGES[name].read_text(encoding="utf-8")
+    if sum(1 for line in text.split("\n") if line.strip()) > TWO_SCREENS:
+        assert find_missing_sections(text) == []
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_paragraphs_are_short(name: str) -> None:
+    assert find_long_paragraphs((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+def test_the_glossary_has_at_most_forty_words() -> None:
+    head = PAGES["docs/glossary.md"].read_text(encoding="utf-8").partition("## Reusable")[0]
+    assert 20 < len(re.findall(r"^\| (?!word |---)", head, re.MULTILINE)) <= 40
+
+
+def test_words_that_nobody_knows_are_gone() -> None:
+    """Those that stay, such as a workload's name, are explained where they are used first."""
+    unknown = re.compile(r"\bsizes? of steps\b|\bstrangers?\b|\bspared\b")
+    for name in set(PAGES) - LOGS - {"docs/style.md", "docs/policies.md"}:
+        assert unknown.findall(PAGES[name].read_text(encoding="utf-8")) == [], name
+
+
+def test_planted_faults_are_found() -> None:
+    assert find_missing_sections("# A\n\n- [B c](#b-c)\n\n## B c\n\n## `d` (e)\n") == ["`d` (e)"]
+    assert find_missing_sections("- [`d` (e)](#d-e)\n\n## `d` (e)\n") == []
+    assert len(find_long_paragraphs("word " * 80)) == 1
+    assert find_long_paragraphs("- " + "word " * 60 + "\n- " + "word " * 60) == []
