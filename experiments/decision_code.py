@@ -50,6 +50,8 @@ READING = ("read_trace", "_find_reader", "holds_text")
 RELEASE = "__version__ = '0.1.0'"
 """Stands for the number of every release, which decides nothing. The first digests were made of this one."""
 UNKNOWN = "unknown"
+GONE = "gone"
+"""The rules of a policy that does not exist any more. No record has them."""
 
 
 class Code(NamedTuple):

@@ -17,11 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.decision_code import Code, digest_code, say_code
+from experiments.decision_code import GONE, Code, digest_code, say_code
 from experiments.results.race import find_missing
 from experiments.results.rows import TABLES, Row
 from experiments.results.settings import Record, Runs, Setting, Step, add, get_settings, group
-from tenuto.core.errors import ConfigError
+from tenuto.core.errors import ConfigError, PolicyError
 from tenuto.records.schema import get_config
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.run import run
@@ -70,8 +70,11 @@ def _get_rows(table: str) -> dict[str, Row]:
 
 
 def get_code(record: Record, rows: Mapping[str, Row]) -> Code:
-    """The present code of a record's run."""
-    return digest_code(*rows[record["row"]].place(record["policy"], record["seed"]))
+    """The present code of a record's run; `GONE` in each part if its policy does not exist any more."""
+    try:
+        return digest_code(*rows[record["row"]].place(record["policy"], record["seed"]))
+    except (ConfigError, PolicyError):
+        return Code(GONE, GONE, GONE)
 
 
 def say_code_of(table: str, runs: Runs) -> str:

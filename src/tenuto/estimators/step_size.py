@@ -74,7 +74,9 @@ def choose_step_tokens(
 
     most = get_speed(budget)
     needed = (most - prompt_rate) / prompt_wait
-    size = SMALL_STEP_TOKENS if get_speed(SMALL_STEP_TOKENS) >= SAME_SPEED * most else MIN_STEP_TOKENS
+    # Not before a step that only decodes was seen: until then the pass seems to cost nothing.
+    is_same = decode_s > 0 and get_speed(SMALL_STEP_TOKENS) >= SAME_SPEED * most
+    size = SMALL_STEP_TOKENS if is_same else MIN_STEP_TOKENS
     while size < budget:
         # Half of a step is for prompts at least: kernels work in tiles, and what fills none is lost.
         if size >= 2 * num_decoding and get_speed(size) - prompt_rate >= needed > 0:
