@@ -36,6 +36,7 @@ NOT_RUN: tuple[tuple[str, str], ...] = (
         r"(\S*/)?pip install|git clone|python -m venv",
         "needs a network: test_every_install_line_names_what_there_is",
     ),
+    (r"docker |helm ", "needs a daemon or a cluster: tests/docs/test_deploy.py reads their files"),
     (r"make \w", "builds environments: test_every_make_line_is_a_target"),
     (r"vllm serve", "needs vLLM: tests/vllm/test_documents.py lets vLLM parse it"),
     (r"vllm-router", "needs servers elsewhere; tests/unchanged_clients and experiments/routers run it"),
@@ -79,7 +80,7 @@ STARTED = re.compile(r"tenuto (serve --engine sim|record)\b")
 """Commands that run until they are stopped."""
 
 NOT_COMPARED: Mapping[tuple[str, str], str] = {
-    ("README.md", "Per turn, mean over the jobs:"): "one run of `make demo` on a real vLLM",
+    ("docs/demo.md", "Per turn, mean over the jobs:"): "one run of `make demo` on a real vLLM",
     ("docs/start/planner.md", "gpu         policy"): "takes minutes; --write makes it anew",
     ("docs/design.md", "src/tenuto/"): "a drawing: test_the_rooms_of_the_drawing_exist",
     ("docs/design.md", "cli > report >"): "the layers, which the import rules check",

@@ -101,11 +101,7 @@ def prepare(page: str, folder: Path, servers: list[Live]) -> None:
         body = {"mode": "on", "policy": "tenuto"}
         changed = server.post("/tenuto/control", body, headers={"Authorization": "Bearer secret"})
         assert changed.status_code == 200, changed.text
-    if page == "README.md":
-        made = run_line(
-            "tenuto simulate --gpu H100 --jps 1 --window 4 --out RUNS --trace trace.jsonl", folder
-        )
-    elif page == "docs/traces.md":
+    if page == "docs/traces.md":
         made = run_line("tenuto simulate --gpu H100 --jps 1 --window 4 --trace scheduler.jsonl", folder)
         (folder / "runs" / "trajectories").mkdir(parents=True)
         said = [{"role": "user", "content": "task"}, {"role": "assistant", "content": "```bash\nls\n```"}]
