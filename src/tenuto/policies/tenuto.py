@@ -77,8 +77,8 @@ class Tenuto(Policy, Learns, Reports):
     # The order.
 
     def wants_hits(self, turn: Turn) -> bool:
-        """Of first turns only; of later ones the policy knows what they go on behind."""
-        return turn.job.num_turns == 1
+        """Of first turns only: the policy knows what later ones go on behind. Not if it goes first anyway."""
+        return turn.job.num_turns == 1 and not self._goes_first(turn.job, turn.num_prompt_tokens)
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """By the job's place; turns of one job by arrival."""
@@ -92,9 +92,13 @@ class Tenuto(Policy, Learns, Reports):
         """The place of a turn that waits or runs."""
         known = max(self._get_context(turn), turn.num_cached_tokens or 0)
         new_tokens = max(1, turn.num_prompt_tokens - known)
-        if new_tokens <= self._step_tokens and self._standing.is_plain(turn.job):
+        if self._goes_first(turn.job, new_tokens):
             return turn.arrival_s - AHEAD_S
         return self._get_place_of(turn.job, self._work.get_rank(turn.job, float(new_tokens)))
+
+    def _goes_first(self, job: Job, new_tokens: int) -> bool:
+        """Whether this is a plain request that stock vLLM would compute in one step."""
+        return new_tokens <= self._step_tokens and self._standing.is_plain(job)
 
     def _get_place_of(self, job: Job, work: float) -> float:
         """The place of a job with so much work left, in prefill tokens: the smallest goes first."""
