@@ -196,6 +196,20 @@ FAULTS = (
         ("core/test_hints.py::test_how_long_the_tool_will_take", "core/test_hints.py", "fuzzing: hints"),
     ),
     Fault(
+        "wishes: a year",
+        "core/wishes/wish.py",
+        "(min(keep_s, MAX_KEEP_S), end)",
+        "(keep_s, end)",
+        ("sim_server/test_wishes.py",),
+    ),
+    Fault(
+        "wishes: what makes no sense is not counted",
+        "core/wishes/wish.py",
+        '"""It says something that makes no sense."""\n        self.num_malformed += 1',
+        '"""It says something that makes no sense."""',
+        ("core/test_wishes.py",),
+    ),
+    Fault(
         "clients: an idle engine keeps a lease that is over",
         "vllm/scheduler.py",
         "if deadline_s is not None and deadline_s <= now_s:\n            return True",

@@ -14,6 +14,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, ToolCall, Turn, Yields
+from tenuto.core.wishes.wish import Span, Wish
 from tests.support.checks import check_integrity
 from tests.support.toy_engine import ToyEngine, ToyTurn
 
@@ -64,6 +65,7 @@ limits = st.builds(
     always_yield=st.booleans(),
 )
 tokens = st.integers(10, 12)
+WISHES = [Wish("openai", (Span(3.0),)), Wish("anthropic", (Span(3600.0, 2 * BLOCK_SIZE + 1), Span(2.0)))]
 
 
 @st.composite
@@ -78,6 +80,7 @@ def arrivals(draw: st.DrawFn) -> tuple:
         job_id=draw(st.sampled_from([None, None, "a", "b", "c"])),
         tool=draw(st.sampled_from([None, "ls"])),
         tenant=draw(st.sampled_from([None, "x", "y"])),
+        wish=draw(st.sampled_from([None, None, *WISHES])),
     )
     return conversation, num_said, start, added, output, hints
 
@@ -270,7 +273,9 @@ class DriverMachine(RuleBasedStateMachine):
         idle = self.driver._jobs.jobs.keys() - {turn.job.job_id for turn in self.driver._turns.values()}
         assert idle == set(self.driver._jobs.idle)
         assert len(idle) <= self.limits.max_remembered_jobs
-        assert {lease.job_id for lease in self.driver.leases} <= self.driver._jobs.jobs.keys()
+        # Only what a client wished outlives its job.
+        of_jobs = {lease.job_id for lease in self.driver.leases if lease.wish is None}
+        assert of_jobs <= self.driver._jobs.jobs.keys()
         assert self.driver.num_policy_faults == 0
 
     def teardown(self) -> None:

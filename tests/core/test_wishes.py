@@ -6,10 +6,12 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tenuto.core import wishes
 from tenuto.core.requests import (
     HINT_FIELDS,
     WISH_FIELD,
@@ -71,6 +73,12 @@ def test_each_dialect(dialect: str, body: dict[str, Any], keep_s: float) -> None
         return
     assert wish is not None
     assert (wish.dialect, wish.keep_s, wish.malformed) == (dialect, keep_s, ())
+
+
+def test_every_reader_is_listed() -> None:
+    folder = Path(wishes.__file__).parent
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "wish"}
+    assert {module.__name__.rpartition(".")[2] for module in MODULES} == files
 
 
 def test_every_dialect_has_a_wish_and_what_is_none() -> None:

@@ -66,6 +66,8 @@ class ToyEngine:
         self.running: dict[str, ToyTurn] = {}
         self.turns: dict[str, ToyTurn] = {}
         self.stored: list[list[int]] = []
+        self.ended: list[str] = []
+        """Jobs whose copies below the blocks are not needed any more."""
         self.coverage = BlockRefCounts()
         self.driver = Driver(
             policy, self, limits, by_priority=by_priority, log=log, step_chooser=step_chooser
@@ -229,9 +231,9 @@ class ToyEngine:
         self.pool.free(reversed(blocks))
 
     def end_job(self, job_id: str) -> None:
-        pass
+        self.ended.append(job_id)
 
-    def store(self, blocks, turn=None) -> None:
+    def store(self, blocks, turn=None, wish=None) -> None:
         self.stored.append([block.block_id for block in blocks])
 
     def get_num_cached_tokens(self, turn_id: str) -> int:

@@ -148,3 +148,11 @@ class StoresAtTheEnd(Policy):
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         return Offload() if turn.tool is not None and turn.tool.name == "slow" else Release()
+
+
+@dataclass
+class KeepNone(Policy):
+    """Keeps nothing, though it is asked."""
+
+    def retain(self, turn: Turn, view: EngineView) -> Decision:
+        return Release()

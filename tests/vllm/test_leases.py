@@ -13,7 +13,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 import tenuto.vllm
+from tenuto.core.requests import WISH_FIELD
 from tenuto.core.types import LeaseEnd
+from tenuto.core.wishes.wish import Span, Wish, write_wish
 from tenuto.vllm import engine as vllm_engine
 from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
@@ -276,6 +278,8 @@ def test_order_and_leases_together(
                     {"job_id": "everyone", "tool": "cat"},
                     {"job_id": f"job{index}", "is_last_step": 1},
                     {"tool": "grep"},
+                    {"job_id": f"job{index}", WISH_FIELD: WISH},
+                    {WISH_FIELD: WISH},
                 )
             )
             name = f"r{rng.randrange(10**6)}-{step}"
@@ -338,6 +342,7 @@ def test_shared_prefixes_do_not_make_leases_look_larger(clock: Clock) -> None:
     check(engine, idle=True)
 
 
+WISH = write_wish(Wish("anthropic", (Span(3600.0, 40), Span(3.0))))
 ABSURD: list[dict[str, Any]] = [
     {"job_id": "x" * 10_000, "tool": "t" * 10_000},
     {"job_id": ["a"], "tool": {"a": 1}, "is_last_step": "perhaps", "expected_tool_seconds": "soon"},
@@ -373,6 +378,7 @@ def test_chaos_ends_clean(clock: Clock, depth: int, seed: int) -> None:
                     {"job_id": "everyone", "tool": "cat"},
                     {"job_id": f"job{index}", "is_last_step": 1},
                     {"tool": "grep"},
+                    {"job_id": f"job{index}", WISH_FIELD: WISH},
                     rng.choice(ABSURD),
                 )
             )

@@ -214,16 +214,16 @@ def test_multimodal_and_streamed_in_requests_run_as_stock(clock: Clock) -> None:
     request.resumable = False
     request.mm_features = [object()]
     # Only what decides is under test: a real multimodal request needs an encoder.
-    from tenuto.vllm.requests import OUTSIDE, describe
+    from tenuto.vllm.requests import OUTSIDE, OutputReader, describe
     from tenuto.vllm.tenants import TenantVerifier
 
-    assert describe(request, TenantVerifier()).hints == OUTSIDE
+    assert describe(request, TenantVerifier(), OutputReader(None)).hints == OUTSIDE
     request.mm_features = []
-    assert describe(request, TenantVerifier()).hints != OUTSIDE
-    assert describe(request, TenantVerifier()).is_supported
+    assert describe(request, TenantVerifier(), OutputReader(None)).hints != OUTSIDE
+    assert describe(request, TenantVerifier(), OutputReader(None)).is_supported
     request.resumable = True
-    assert describe(request, TenantVerifier()).hints == OUTSIDE
-    assert not describe(request, TenantVerifier()).is_supported
+    assert describe(request, TenantVerifier(), OutputReader(None)).hints == OUTSIDE
+    assert not describe(request, TenantVerifier(), OutputReader(None)).is_supported
 
 
 # Metrics and trace.

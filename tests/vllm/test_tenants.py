@@ -354,7 +354,7 @@ def test_requests_that_cannot_be_verified_share_one_small_weight_and_keep_nothin
     image.mm_features = [object()]
     from tenuto.vllm.requests import describe
 
-    assert describe(image, engine.scheduler.tenants).hints.tenant == "ann"
+    assert describe(image, engine.scheduler.tenants, engine.scheduler._reader).hints.tenant == "ann"
     engine.run()
     assert {lease.turn.job.tenant for lease in driver.leases} == {"ann"}
 

@@ -44,7 +44,8 @@ WITH_CALLS = [openai_chat, openai_responses, anthropic_messages]
 @st.composite
 def make_usage(draw: st.DrawFn) -> Usage:
     cached = draw(st.integers(0, 2**30))
-    return Usage(draw(st.integers(cached, 2**40)), draw(COUNTS), cached)
+    created = draw(st.integers(0, 2**40 - cached))
+    return Usage(draw(st.integers(cached + created, 2**40)), draw(COUNTS), cached, created)
 
 
 @st.composite
@@ -162,9 +163,9 @@ def test_a_failure_ends_a_stream_as_an_error(form: Format, begins: bool) -> None
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_a_stream_without_tokens_is_one_too(form: Format) -> None:
     writer = form.Writer(HEAD)
-    stream = writer.write(Delta(finish_reason="stop")) + writer.end(Usage(3, 0, 0))
+    stream = writer.write(Delta(finish_reason="stop")) + writer.end(Usage(3, 0, 0, 1))
     read = read_stream(form, stream, [])
-    assert (read.text, read.usage, read.is_finished) == ("", Usage(3, 0, 0), True)
+    assert (read.text, read.usage, read.is_finished) == ("", Usage(3, 0, 0, 1), True)
 
 
 CALLS = [Call(0, "bash", '{"command": "ls"}'), Call(1, "done", "{}")]
@@ -173,7 +174,7 @@ SPOKEN = [Delta(reasoning="hm"), Delta(text="I "), Delta(text="look"), Delta(cal
 
 def answer(form: Format, *, streams: bool, http: Any = httpx) -> Any:
     """A server that answers everything with a thought, a text and two calls. `http`: the client's library."""
-    usage = Usage(9, 4, 3)
+    usage = Usage(9, 4, 3, 5)
 
     def handle(request: Any) -> Any:
         assert request.url.path == form.PATH
@@ -223,7 +224,8 @@ def test_the_openai_package_reads_a_response(streams: bool) -> None:
     calls = [(each.name, each.arguments) for each in read.output if each.type == "function_call"]
     assert calls == [(call.name, call.arguments) for call in CALLS]
     assert (read.usage.input_tokens, read.usage.output_tokens) == (9, 4)
-    assert read.usage.input_tokens_details.cached_tokens == 3
+    details = read.usage.input_tokens_details
+    assert (details.cached_tokens, details.cache_write_tokens) == (3, 5)
 
 
 @pytest.mark.slow
@@ -248,7 +250,8 @@ def test_the_anthropic_package_reads_a_message(streams: bool) -> None:
     ]
     assert read.stop_reason == "tool_use"
     usage = read.usage
-    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (6, 3, 4)
+    counts = usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+    assert (*counts, usage.output_tokens) == (1, 3, 5, 4)
 
 
 SAID = [
@@ -357,7 +360,7 @@ ODD: list[Any] = [None, 7, "x", [], {}, [None], [{}], {"a": 1}, True, [[1]], [{"
 @given(st.data())
 def test_what_strangers_answer_never_raises(form: Format, data: st.DataObject) -> None:
     """Whatever stands in a field that a format reads: it is left out, or counted as text."""
-    whole = add_up(data.draw(make_deltas(form)), Usage(1, 1, 0)).get_whole()
+    whole = add_up(data.draw(make_deltas(form)), Usage(1, 1, 0, 0)).get_whole()
     writer = form.Writer(HEAD)
     bodies = [form.write_whole(HEAD, whole)]
     bodies += [

@@ -9,6 +9,7 @@ import pytest
 
 from tenuto.client.http.request import RequestWriter, TokenIds
 from tenuto.core.requests import Hints, read_hints
+from tenuto.core.wishes import wish
 from tenuto.workload import Job, Span, TurnSpec
 from tenuto.workload.hints import HINTS
 
@@ -18,6 +19,7 @@ TURNS = (
     TurnSpec((Span("task", 9), Span("rest", 4)), Span("out2", 3)),
 )
 JOB = Job("j", 0.0, TURNS)
+HOUR = wish.Wish("anthropic", (wish.Span(3600.0),))
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,12 @@ JOB = Job("j", 0.0, TURNS)
             Hints("j", False, "ls", 2.0),
             Hints("j", False, "cat", 5.0),
             Hints("j", True, None, 0.0),
+        ),
+        (
+            "wish",
+            Hints("j", False, "ls", wish=HOUR),
+            Hints("j", False, "cat", wish=HOUR),
+            Hints("j", True, wish=HOUR),
         ),
         ("wrong", Hints("j", False, "ls", 20.0), Hints("j", False, "cat", 0.5), Hints("j", True, None, 0.0)),
     ],

@@ -40,6 +40,7 @@ from tenuto.core.limits import Canary, Limits
 from tenuto.core.order import Order
 from tenuto.core.policy import TOLD_HOOKS, Key, Policy
 from tenuto.core.policy_caller import DecisionLog, LogRecord, PolicyCaller
+from tenuto.core.requests import Hints
 from tenuto.core.reuse import PrefixMarks, count_computed_tokens, count_lost_tokens, count_missed_tokens
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import (
@@ -53,6 +54,7 @@ from tenuto.core.types import (
     Turn,
     name_reason,
 )
+from tenuto.core.wishes.wish import Verdict, Wish, judge
 
 
 class Driver:
@@ -291,19 +293,21 @@ class Driver:
         self._tell("on_turn_finished", turn, now_s, view=view)
         retains = self._retains and not job.runs_as_stock
         goes_on = not (view.is_last or job.is_released)
+        wish = None if turn.arrival.hints.wish is None else self._grant_wish(turn, finish, now_s)
         if retains and finish.aborted and not view.is_last:
             self._apply(LeaseRefused(view, LeaseRefusal.ABORTED, now_s))
-        elif retains and not finish.aborted and not goes_on:
+        elif retains and not finish.aborted and not goes_on and wish is None:
             self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
         is_complete = job.is_released or (view.is_last and not finish.aborted)
         if is_complete and not job.live_turn_ids:
-            self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
+            self._end_job(job, now_s, LeaseEnd.JOB_ENDED, keeps_copies=wish is not None)
+            if wish is not None:
+                self._retain(turn, view, now_s, wish, turn.get_last_reason())
             return
         if not finish.aborted and not job.is_released:
             self._jobs.remember(job, turn.arrival)
-            if retains and goes_on:
-                for event in self._retention.retain(turn, view, now_s):
-                    self._apply(event)
+            if retains and (goes_on or wish is not None):
+                self._retain(turn, view, now_s, wish, None if goes_on else turn.get_last_reason())
         # Of too many idle jobs, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
         if forgotten is not None:
@@ -317,7 +321,12 @@ class Driver:
         """
         job = self._jobs.get(job_id)
         if job is None:
-            return False
+            # It has ended, but for what its client wished.
+            ended = self._retention.end(job_id, LeaseEnd.JOB_ENDED, now_s)
+            self._apply(ended)
+            if ended is not None:
+                self._engine.end_job(job_id)
+            return ended is not None
         job.is_released = True
         if not job.live_turn_ids:
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
@@ -598,6 +607,28 @@ class Driver:
         turn = self._turns.get(turn_id)
         return None if turn is None or turn.job.runs_as_stock else turn.get_finished_view(finish)
 
+    def get_wish(self, turn_id: str) -> Wish | None:
+        """What a live turn's client would like to be kept; None if nothing is kept for it."""
+        turn = self._turns.get(turn_id)
+        if turn is None or turn.arrival.hints.wish is None or self._get_wish_refusal(turn) is not None:
+            return None
+        return turn.arrival.hints.wish
+
+    def judge_wish(self, hints: Hints, refusal: LeaseRefusal | None = None) -> Verdict | None:
+        """What becomes of a request's wish, as far as its hints tell; None if it asks for nothing.
+
+        `refusal`: why nothing is kept, if that is known.
+        """
+        if hints.wish is None:
+            return None
+        if refusal is None and not self._retains:
+            refusal = LeaseRefusal.POLICY
+        elif refusal is None and hints.is_last:
+            refusal = LeaseRefusal.LAST_TURN
+        longest_s = self.limits.max_lease_s
+        most_s = longest_s if hints.retain_s is None else min(longest_s, hints.retain_s)
+        return judge(hints.wish, most_s, has_tier=self._engine.can_store, refusal=refusal)
+
     def get_next_tick_s(self) -> float:
         """The next time at which `tick` has work to do; infinity if nothing depends on time."""
         return min(self._fairness.get_next_overdue_s(), self._get_next_rekey_s())
@@ -705,13 +736,52 @@ class Driver:
         if self._history is not None:
             self._history.record_lease(event)
 
-    def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd) -> None:
+    def _get_wish_refusal(self, turn: TurnState) -> LeaseRefusal | None:
+        """Why nothing is kept for a turn, whatever its client wishes."""
+        if not self._retains or turn.job.runs_as_stock:
+            return LeaseRefusal.POLICY
+        is_over = turn.arrival.hints.is_last or turn.job.is_released or not turn.arrival.is_supported
+        return turn.get_last_reason() if is_over else None
+
+    def _grant_wish(self, turn: TurnState, finish: Finish, now_s: float) -> Wish | None:
+        """A finished turn's wish if it counts; if not, what becomes of it is told at once."""
+        refusal = LeaseRefusal.ABORTED if finish.aborted else self._get_wish_refusal(turn)
+        wish = turn.arrival.hints.wish
+        if refusal is None and wish is not None and wish.spans:
+            return wish
+        self._tell_wish(turn, refusal, now_s)
+        return None
+
+    def _tell_wish(self, turn: TurnState, refusal: LeaseRefusal | None, now_s: float) -> None:
+        """Count and log what became of a finished turn's wish."""
+        wish, verdict = turn.arrival.hints.wish, self.judge_wish(turn.arrival.hints, refusal)
+        assert wish is not None
+        self.decided.num_malformed_wishes.update(wish.malformed)
+        if verdict is not None:
+            self.decided.num_wishes[verdict.dialect, verdict.result] += 1
+        if self._history is not None:
+            self._history.record_wish(turn, now_s, wish, verdict)
+
+    def _retain(
+        self, turn: TurnState, view: Turn, now_s: float, wish: Wish | None, given_up: LeaseRefusal | None
+    ) -> None:
+        """Grant a lease or not, and tell what becomes of a wish. Tiers hold what no lease does."""
+        refusal: LeaseRefusal | None = None
+        for event in self._retention.retain(turn, view, now_s, wish=wish, given_up=given_up):
+            self._apply(event)
+            if isinstance(event, LeaseRefused):
+                refusal = event.reason
+        if wish is not None:
+            self._tell_wish(turn, None if self._engine.can_store else refusal, now_s)
+
+    def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd, *, keeps_copies: bool = False) -> None:
+        """`keeps_copies`: tiers below the GPU go on with what only this job used."""
         self._apply(self._retention.end(job.job_id, reason, now_s))
         view = job.get_view()
         if "on_job_ended" in self._caller.heard and not job.runs_as_stock:
             self._caller.tell("on_job_ended", view, now_s)
         # As `Turn.ends_job`; and the client may say it itself, of any job.
-        if reason is LeaseEnd.JOB_ENDED and (job.is_released or view.came_back):
+        if reason is LeaseEnd.JOB_ENDED and (job.is_released or view.came_back) and not keeps_copies:
             self._engine.end_job(job.job_id)
         self._jobs.forget(job)
         self._fairness.forget_job(job.job_id)
@@ -804,6 +874,23 @@ class History:
         if short_hit is not None:
             facts |= {"short_group": short_hit.group, "num_short_tokens": short_hit.num_tokens}
         self.record("started", turn, now_s, **facts)
+
+    def record_wish(self, turn: TurnState, now_s: float, wish: Wish, verdict: Verdict | None) -> None:
+        """What becomes of a finished turn's wish."""
+        facts: LogRecord = {"malformed": list(wish.malformed)} if wish.malformed else {}
+        if verdict is not None:
+            facts |= {
+                "dialect": verdict.dialect,
+                "result": verdict.result,
+                "asked_s": verdict.asked_s,
+                "gpu_s": verdict.gpu_s,
+                "below_s": verdict.below_s,
+                "num_tokens": wish.num_tokens,
+                "reason": None if verdict.reason is None else verdict.reason.value,
+            }
+        self.record(
+            "wished", turn, now_s, **{name: value for name, value in facts.items() if value is not None}
+        )
 
     def record_lease(self, event: LeaseEvent) -> None:
         """A lease began, was refused, lost its last blocks, or ended."""

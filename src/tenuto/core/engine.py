@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.types import EngineView, StepView, Turn
+from tenuto.core.wishes.wish import Wish
 
 
 class Engine(Protocol):
@@ -92,8 +93,11 @@ class Engine(Protocol):
     def release(self, blocks: list[Any]) -> None:
         """Release one reference to each block; the last block is evicted first."""
 
-    def store(self, blocks: list[Any], turn: Turn) -> None:
-        """Copy a turn's blocks to the tiers below the GPU, if there are any; called before they are freed."""
+    def store(self, blocks: list[Any], turn: Turn, wish: Wish | None = None) -> None:
+        """Copy a turn's blocks to the tiers below the GPU, if there are any; called before they are freed.
+
+        `wish`: what the turn's client would like to be kept there.
+        """
 
     def end_job(self, job_id: str) -> None:
         """A job is complete: tiers below the GPU need nothing that only it used."""

@@ -6,6 +6,7 @@ its page needs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -17,6 +18,8 @@ from tenuto.core.jobs import NOBODY, UNVERIFIED
 from tenuto.core.ledger import OTHER_TENANTS, PLACES, TOKENS, Ledger, add_figures
 from tenuto.core.stats import DECISION_BUCKETS_S, PARTED_BUCKETS, QUEUE_BUCKETS_S, TOOL_BUCKETS_S, DriverStats
 from tenuto.core.types import EngineView
+from tenuto.core.wishes import DIALECTS
+from tenuto.core.wishes.wish import RESULTS
 
 ENGINE_LABELS = ("model_name", "engine")
 """Labels of every metric, before its own."""
@@ -51,6 +54,7 @@ class Leases(NamedTuple):
     num_parked: int
 
 
+_NO_WISHES = dict.fromkeys(itertools.product(DIALECTS, RESULTS), 0)
 LEASES = (
     Metric("gauge", "retained_jobs", "Jobs whose KV cache is leased now{}.", lambda of: of.num_jobs),
     Metric(
@@ -80,6 +84,20 @@ LEASES = (
         "Times a lease lost blocks before its end{}, by reason.",
         lambda of: _by_value(of.stats.num_takes),
         ("reason",),
+    ),
+    Metric(
+        "counter",
+        "wishes",
+        "Cache wishes of finished turns{}, by dialect and result (clipped: for less time than was asked).",
+        lambda of: {**_NO_WISHES, **of.stats.num_wishes},
+        ("dialect", "result"),
+    ),
+    Metric(
+        "counter",
+        "malformed_wishes",
+        "Cache wishes that make no sense and were ignored{}, by dialect.",
+        lambda of: {**dict.fromkeys(DIALECTS, 0), **of.stats.num_malformed_wishes},
+        ("dialect",),
     ),
     Metric(
         "counter",

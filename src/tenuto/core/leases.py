@@ -35,11 +35,13 @@ from tenuto.core.types import (
     LeaseEnd,
     LeaseRefusal,
     Offload,
+    Release,
     ShortHit,
     TakenBy,
     Turn,
     Yields,
 )
+from tenuto.core.wishes.wish import Wish
 
 
 @dataclass(slots=True)
@@ -55,6 +57,8 @@ class LeaseState:
     next_turn_id: str | None = None
     most_s: float | None = None
     """The client wants it to last no longer."""
+    wish: Wish | None = None
+    """What the client would like to be kept when the policy gives the lease up."""
 
     @property
     def tenant(self) -> str:
@@ -317,7 +321,7 @@ class Yielding:
 
     def get_kinds(self, *, stalled: bool = False) -> list[Yields]:
         """The kinds of leases that yield now, in order; `stalled` means that nothing can run otherwise."""
-        return list(Yields) if stalled or self._limits.always_yield else [Yields.ALWAYS]
+        return list(Yields) if stalled or self._limits.always_yield else [Yields.FIRST, Yields.ALWAYS]
 
     def choose(
         self, yields: Yields, spare: str | None, turn: TurnState | None, now_s: float, *, stalled: bool
@@ -374,7 +378,7 @@ class Yielding:
             return TakenBy.RUNNING
         if is_late or self._fairness.is_overdue(turn.turn_id):
             return TakenBy.OVERDUE
-        if not self._is_before(turn, lease, now_s):
+        if lease.terms.yields is not Yields.FIRST and not self._is_before(turn, lease, now_s):
             return None
         return TakenBy.WAITING if lease.terms.why is None else TakenBy.PRICE
 
@@ -584,12 +588,28 @@ class Retention:
         if lease is not None and lease.next_turn_id == turn.turn_id:
             lease.next_turn_id = None
 
-    def retain(self, state: TurnState, turn: Turn, now_s: float) -> Iterator[LeaseEvent]:
-        """Ask the policy what to do with a finishing turn's blocks, and do it."""
+    def retain(
+        self,
+        state: TurnState,
+        turn: Turn,
+        now_s: float,
+        *,
+        wish: Wish | None = None,
+        given_up: LeaseRefusal | None = None,
+    ) -> Iterator[LeaseEvent]:
+        """Ask the policy what to do with a finishing turn's blocks, and do it.
+
+        `wish`: what the client would like to be kept if the policy keeps nothing.
+        `given_up`: why the policy is not asked, and only the wish counts.
+        """
         view = self.get_view(now_s)
-        answer = self._caller.ask("retain", turn, view)
+        answer: Decision
+        answer = self._caller.ask("retain", turn, view) if given_up is None else Release(given_up)
         retain_s = state.arrival.hints.retain_s
         terms = self._bound(answer, now_s, retain_s) if isinstance(answer, Keep) else None
+        num_wished: int | None = None
+        if terms is None and wish is not None:
+            terms, num_wished = self._get_wished_terms(wish, answer, now_s, now_s, retain_s)
         old = self.leases.get(turn.job.job_id)
         # Another turn of the job may wait for the old lease. That turn has already arrived, while the turn
         # that will follow this one has not, so the old lease has precedence.
@@ -598,7 +618,12 @@ class Retention:
             # The finished turn still references the blocks that both share, and the others are not needed.
             yield self.leases.end(old, LeaseEnd.REPLACED, now_s)
         if isinstance(answer, Offload) and self._engine.can_store:
-            self._engine.store(self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens), turn)
+            cached = self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)
+            self._engine.store(cached, turn, wish)
+        elif wish is not None and self._engine.can_store:
+            cached = self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)
+            if wished := self._cut(cached, wish.num_tokens):
+                self._engine.store(wished, turn, wish)
         reason: LeaseRefusal | None
         if terms is None:
             reason = answer.why or LeaseRefusal.POLICY
@@ -606,10 +631,14 @@ class Retention:
             reason = LeaseRefusal.TOO_LATE
         elif is_claimed:
             reason = LeaseRefusal.TURN_WAITING
-        elif not (blocks := self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)):
+        elif not (
+            blocks := self._cut(
+                self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens), num_wished
+            )
+        ):
             reason = LeaseRefusal.NOT_CACHED
         else:
-            lease = LeaseState(turn.job.job_id, turn, blocks, now_s, terms, most_s=retain_s)
+            lease = LeaseState(turn.job.job_id, turn, blocks, now_s, terms, most_s=retain_s, wish=wish)
             self.leases.grant(lease, self._get_evict_key(lease.get_view(), view))
             reason = yield from self._make_room(lease, now_s)
             if reason is None:
@@ -659,16 +688,27 @@ class Retention:
         while num_renewed < max_renewals and (lease := self.leases.get_due(now_s)) is not None:
             # A renewal changes nothing in the engine's view, so one view serves many renewals.
             view = view or self.get_view(now_s)
-            answer = self._caller.ask("reconsider", lease.get_view(), view)
+            # A lease that only a wish keeps was given up by the policy already.
+            is_wished = lease.terms.yields is Yields.FIRST
+            answer: Decision
+            answer = Release() if is_wished else self._caller.ask("reconsider", lease.get_view(), view)
             terms = None
             if isinstance(answer, Keep):
                 terms = self._bound(answer, lease.granted_s, lease.most_s)
+            if (terms is None or terms.until_s <= now_s) and lease.wish is not None:
+                if isinstance(answer, Offload):
+                    self._engine.store(lease.blocks, lease.turn, lease.wish)
+                terms, num_wished = self._get_wished_terms(
+                    lease.wish, answer, lease.granted_s, now_s, lease.most_s
+                )
+                if num_wished is not None and not self._keep_tokens(lease, num_wished):
+                    terms = None
             if terms is not None and terms.until_s > now_s:
                 self.leases.renew(lease, terms, self._get_evict_key(lease.get_view(terms), view))
                 num_renewed += 1
             else:
                 if isinstance(answer, Offload):
-                    self._engine.store(lease.blocks, lease.turn)
+                    self._engine.store(lease.blocks, lease.turn, lease.wish)
                 yield self.leases.end(lease, self._get_end(lease, answer), now_s)
                 view = None
 
@@ -723,6 +763,8 @@ class Retention:
             # Blocks that other leases share do not make room.
             if first is lease or not num_left or excess == before:
                 break
+            if lease.terms.yields is Yields.FIRST and first.terms.yields is not Yields.FIRST:
+                break
             before = excess
             yield self._shrink(first, num_blocks, TakenBy.QUOTA, now_s)
         return excess[0] if excess is not None else None
@@ -734,7 +776,13 @@ class Retention:
     def _choose_over(self, tenant: str, reason: LeaseRefusal, number: int) -> tuple[LeaseState, int]:
         """The lease that makes room where a limit is exceeded, and how many of its blocks."""
         of_all = reason is LeaseRefusal.OVER_SHARE
-        first = self.leases.get_oldest(self._quota.get_most_over() if of_all else tenant)
+        whose = self._quota.get_most_over() if of_all else tenant
+        wished = (
+            self.leases.get_first_to_yield(Yields.FIRST)
+            if whose is None
+            else self.leases.get_tenants_first_to_yield(whose, Yields.FIRST)
+        )
+        first = wished or self.leases.get_oldest(whose)
         return first, len(first.blocks) if reason is LeaseRefusal.TENANT_LEASES else number
 
     def _demote_pins(self, num_blocks: int) -> bool:
@@ -749,6 +797,26 @@ class Retention:
         longest_s = self._limits.max_lease_s
         latest_s = granted_s + (longest_s if most_s is None else min(longest_s, most_s))
         return terms if terms.until_s <= latest_s else dataclasses.replace(terms, until_s=latest_s)
+
+    def _get_wished_terms(
+        self, wish: Wish, answer: Decision, granted_s: float, now_s: float, most_s: float | None
+    ) -> tuple[Keep | None, int | None]:
+        """The terms of a lease that only a wish keeps, and how many tokens of it; None if it keeps none."""
+        span = wish.get_span(now_s - granted_s)
+        if span is None:
+            return None, None
+        why = answer.why or LeaseRefusal.POLICY
+        terms = self._bound(Keep(granted_s + span.keep_s, yields=Yields.FIRST, why=why), granted_s, most_s)
+        return (terms, span.num_tokens) if terms.until_s > now_s else (None, None)
+
+    def _cut(self, blocks: list[Any], num_tokens: int | None) -> list[Any]:
+        """The blocks of a turn's first tokens, or all of them."""
+        if num_tokens is None:
+            return blocks
+        if self._engine.can_truncate:
+            del blocks[num_tokens // self._block_size :]
+            return blocks
+        return self._engine.get_prefix(blocks, num_tokens) if num_tokens > 0 and blocks else []
 
     def _get_evict_key(self, lease: Lease, view: EngineView) -> Key:
         key: Key = self._caller.ask("evict_key", lease, view)

@@ -35,6 +35,13 @@ class Limits:
         minimum=0,
         maximum=1,
     )
+    max_wished_share: float = setting(
+        0.5,
+        "share of host memory, and of the disk, that goes last because clients wished it (cache wishes); of "
+        "tenants the one with the most gives way",
+        minimum=0,
+        maximum=1,
+    )
     max_tenant_leases: int = setting(
         1000, "leases that one tenant may hold while another tenant is active", minimum=0
     )

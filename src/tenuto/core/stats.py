@@ -93,6 +93,10 @@ class DriverStats:
     """Reusable tokens of started turns, as `tenuto.core.reuse` defines them."""
     num_recomputed_tokens: int = 0
     """Tokens computed a second time: reusable tokens that were not hit, and tokens lost by preemptions."""
+    num_wishes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Cache wishes of finished turns (`tenuto.core.wishes`), by dialect and by what became of them."""
+    num_malformed_wishes: Counter[str] = field(default_factory=Counter)
+    """Finished turns whose request wished something that makes no sense, by dialect."""
     num_short_tokens: Counter[str] = field(default_factory=Counter)
     """Prompt tokens behind a hit that one layer group still had, by the group that had them not."""
     num_prefixes_pinned: int = 0

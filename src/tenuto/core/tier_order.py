@@ -7,7 +7,9 @@ from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tenuto.core.kept_chunks import KeptChunks
 from tenuto.core.policy import Key
+from tenuto.core.wishes.wish import Wish
 
 MIN_HEAP = 64
 """The heap is rebuilt only when it is larger than this, and most of its entries are out of date."""
@@ -23,6 +25,19 @@ class Use:
     """The policy's (`Policy.tier_key`)."""
     owner: str | None = None
     """The request's job; None for a request that belongs to none."""
+    tenant: str = ""
+    """Whose job it is; nobody's if empty."""
+    wished: tuple[tuple[float, float], ...] = ()
+    """What its client would like to be kept: until when, and how many tokens."""
+
+    def get_kept_until_s(self, end: int) -> float:
+        """Until when a chunk that ends behind so many tokens goes last; 0 if its client does not wish it."""
+        return max((until_s for until_s, num_tokens in self.wished if end <= num_tokens), default=0.0)
+
+
+def list_wished(wish: Wish | None, now_s: float) -> tuple[tuple[float, float], ...]:
+    """What a wish asks for, for `Use`."""
+    return () if wish is None else tuple((now_s + span.keep_s, span.extent) for span in wish.spans)
 
 
 class Way(NamedTuple):
@@ -61,6 +76,9 @@ class TierOrder:
         A ── B ── C        C goes before B, and D before B; A goes last
               └── D
 
+    A chunk that a client wished to be kept (`keep`) goes after all that nobody wished, until its time; then
+    it goes as any other.
+
     Every operation takes O(log n) time per chunk. Layer groups whose chunks do not build on each other
     (sliding windows) put them with `needs_before=False`: then only rank counts, and rank goes from the tail.
     """
@@ -71,7 +89,9 @@ class TierOrder:
         self._chunks: dict[Hashable, _Chunk] = {}
         self._num_behind: dict[Hashable, int] = {}
         self._tails: dict[Hashable, Hashable] = {}
-        self._heap: list[tuple[Rank, int, Hashable]] = []
+        self._heap: list[tuple[bool, Rank, int, Hashable]] = []
+        """By whether the chunk is kept, then by rank."""
+        self.kept = KeptChunks()
         self._num_uses = 0
         self._num_pushed = 0
 
@@ -137,6 +157,17 @@ class TierOrder:
             self.put(chunk, before, (key, use, -number), owner=owner)
             before = chunk
 
+    def keep(self, chunk: Hashable, until_s: float, tenant: str, end: int) -> None:
+        """Let a chunk that is there go last until a time. `end`: where it ends in its sequence, in tokens."""
+        owner = self._chunks[chunk].owner
+        for changed in (chunk, *self.kept.keep(chunk, until_s, tenant, end, owner)):
+            self._offer_again(changed)
+
+    def expire(self, now_s: float) -> None:
+        """What was kept until now goes as any other."""
+        for chunk in self.kept.expire(now_s):
+            self._offer_again(chunk)
+
     def pin(self, chunk: Hashable) -> None:
         """Do not give this chunk up: it is being copied."""
         self._chunks[chunk].num_pins += 1
@@ -152,6 +183,7 @@ class TierOrder:
         """Forget a chunk, pinned or not; those that continue it stay."""
         found = self._chunks.pop(chunk)
         self._count(found.owner, -1)
+        self.kept.discard(chunk)
         if found.owner is not None and self._tails.get(found.owner) == chunk:
             self._move_tail(found.owner, found.before)
         if self._leave(found) and found.before in self._chunks:
@@ -194,7 +226,10 @@ class TierOrder:
         return chosen
 
     def try_pop(self, number: int, spared: Container[Hashable]) -> list[Hashable] | None:
-        """Remove and return so many chunks that go first; None, and all stay, if so many may not go."""
+        """Remove and return so many chunks that go first; None, and all stay, if so many may not go.
+
+        Chunks that are kept (`keep`) are no more afterwards: only where no client's wish counts.
+        """
         gone: list[tuple[Hashable, _Chunk]] = []
         while len(gone) < number:
             chunk = self._find_first(None, spared)
@@ -211,18 +246,21 @@ class TierOrder:
     def drop(self, owner: Hashable) -> list[Hashable]:
         """Remove what nobody but this owner used, from the end of its sequence backwards; returns the chunks.
 
-        It ends at a chunk that another one continues, that another owner used later, or that is pinned.
+        It ends at a chunk that another one continues, that another owner used later or wished to be kept, or
+        that is pinned. What was kept for the owner goes too.
         """
         dropped: list[Hashable] = []
         chunk = self._tails.pop(owner, None)
         while chunk is not None:
             found = self._chunks[chunk]
-            if found.num_pins or chunk in self._num_behind:
+            is_anothers = self.kept.get_owner(chunk) not in (None, owner)
+            if found.num_pins or chunk in self._num_behind or is_anothers:
                 self._tails[owner] = chunk
                 break
             dropped.append(chunk)
             del self._chunks[chunk]
             self._count(owner, -1)
+            self.kept.discard(chunk)
             before = self._chunks.get(found.before) if found.before is not None else None
             is_tail = self._leave(found)
             if before is not None and before.owner == owner:
@@ -257,6 +295,7 @@ class TierOrder:
         self._num_behind.clear()
         self._tails.clear()
         self._heap.clear()
+        self.kept.clear()
 
     # Inside.
 
@@ -266,15 +305,15 @@ class TierOrder:
 
     def _find_first(self, up_to: Key | None, spared: Container[Hashable]) -> Hashable | None:
         """The chunk that goes first, taken out of the heap and not spared; None if none may go."""
-        passed: list[tuple[Rank, int, Hashable]] = []
+        passed: list[tuple[bool, Rank, int, Hashable]] = []
         chosen: Hashable | None = None
         while self._heap:
             entry = self._heap[0]
-            chunk = entry[2]
+            chunk = entry[3]
             if not self._is_current(entry):
                 heapq.heappop(self._heap)
                 continue
-            if up_to is not None and entry[0][0] > up_to:
+            if up_to is not None and entry[1][0] > up_to:
                 break
             heapq.heappop(self._heap)
             if chunk in spared:
@@ -311,16 +350,23 @@ class TierOrder:
         if found.num_pins or chunk in self._num_behind:
             return
         if len(self._heap) > max(MIN_HEAP, 2 * len(self._chunks)):
-            self._heap = list({entry[2]: entry for entry in self._heap if self._is_current(entry)}.values())
+            self._heap = list({entry[3]: entry for entry in self._heap if self._is_current(entry)}.values())
             heapq.heapify(self._heap)
         self._num_pushed += 1
-        heapq.heappush(self._heap, (found.rank, self._num_pushed, chunk))
+        heapq.heappush(self._heap, (chunk in self.kept, found.rank, self._num_pushed, chunk))
 
-    def _is_current(self, entry: tuple[Rank, int, Hashable]) -> bool:
-        found = self._chunks.get(entry[2])
+    def _offer_again(self, chunk: Hashable) -> None:
+        """Whether a chunk is kept may have changed."""
+        if chunk in self._chunks:
+            self._offer(chunk)
+
+    def _is_current(self, entry: tuple[bool, Rank, int, Hashable]) -> bool:
+        is_kept, rank, _, chunk = entry
+        found = self._chunks.get(chunk)
         return (
             found is not None
-            and found.rank == entry[0]
+            and found.rank == rank
+            and is_kept == (chunk in self.kept)
             and not found.num_pins
-            and entry[2] not in self._num_behind
+            and chunk not in self._num_behind
         )

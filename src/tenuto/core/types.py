@@ -15,6 +15,8 @@ from typing import NamedTuple, Self
 class Yields(Enum):
     """When a lease yields to an allocation that does not fit otherwise."""
 
+    FIRST = "first"
+    """Before all other leases, to any turn: only its client's wish keeps it (`tenuto.core.wishes`)."""
     ALWAYS = "always"
     """Before any allocation fails."""
     ON_DEADLOCK = "on-deadlock"

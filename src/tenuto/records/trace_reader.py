@@ -182,6 +182,8 @@ class _TraceReader:
             self._on_arrived(record, job_id, turn_id)
         elif event == "lease-refused":
             self.data.refusals[record.text("reason")] += 1
+        elif event == "wished":
+            record.optional(record.text, "result")  # only checked; what became of leases is told anyway
         elif event not in events:
             raise record.error("event", f"{event!r} is not an event of a trace")
         elif job_id in self.names:  # otherwise the trace began in the middle of the job

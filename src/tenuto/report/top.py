@@ -238,6 +238,7 @@ def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float |
             ("", _show_ends(state["leases"])),
             *(("", words) for words in _show_reasons(state["leases"])),
             ("", _show_spark("leased", history["leased"])),
+            *_show_wishes(state["wishes"]),
             *_show_tenants(state["tenants"]),
             ("tools", _show_tools(state["tools"])),
             ("policy", _show_policy(state["policy"])),
@@ -252,6 +253,12 @@ def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float |
     if len(state["engines"]) > 1:
         parts += [Text(), _show_engines(state["engines"])]
     return Group(*parts)
+
+
+def _show_wishes(wishes: Mapping[str, float | None]) -> list[tuple[str, RenderableType]]:
+    """What became of cache wishes so far; no line if there were none."""
+    told = ", ".join(f"{_n(number)} {result}" for result, number in wishes.items() if number)
+    return [("wishes", told)] if told else []
 
 
 def make_line(state: Mapping[str, Any]) -> str:

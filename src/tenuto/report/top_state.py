@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any
 
 from tenuto.client.metrics import Buckets, Page
+from tenuto.core.wishes.wish import RESULTS
 
 HIT_SOURCES = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
 LATENCIES = {
@@ -139,6 +140,11 @@ def make_state(window: Window, server: dict[str, str | None]) -> dict[str, Any]:
             "reclaims_per_s": window.rates("tenuto:lease_reclaims_total", "reason"),
             "revoked_blocks_per_s": rate("tenuto:revoked_blocks_total"),
             "next_deadline_in_s": _get_next_deadline_in_s(page),
+        },
+        # What clients wished to be kept, by what became of it; all zero if they wish nothing.
+        "wishes": {
+            **{result: total("tenuto:wishes_total", result=result) for result in RESULTS},
+            "malformed": total("tenuto:malformed_wishes_total"),
         },
         "tenants": _get_tenants(page),
         "hits": {

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -51,9 +51,12 @@ Answer = tuple[int, dict[str, Any]]
 class ControlAddresses:
     """Answers requests under /tenuto/; `find` says which those are."""
 
-    def __init__(self, tenants: TenantReader) -> None:
-        """`tenants`: whose a request is."""
+    def __init__(
+        self, tenants: TenantReader, changed: Callable[[Mapping[str, Any]], None] = lambda status: None
+    ) -> None:
+        """`tenants`: whose a request is. `changed` is called with what runs after an operator's change."""
         self._tenants = tenants
+        self._changed = changed
 
     def find(self, scope: Scope) -> str | None:
         """The address under /tenuto/ that a request asks for, or None."""
@@ -125,6 +128,8 @@ class ControlAddresses:
             others = changes.keys() - {first}
             status, rest = await _ask(scope, request, others)
             answer = {**rest, "ranks": [*answer["ranks"], *rest["ranks"]]}
+        if status == 200:
+            self._changed(answer["ranks"][0])
         if status == 504:
             answer["error"] += ", and may still apply the change: ask for the status before another try"
         logger.info("control: %s asked for %s: status %d", by, json.dumps(change), status)

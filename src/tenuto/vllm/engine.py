@@ -7,6 +7,7 @@ from typing import Any
 
 from tenuto.core.types import EngineView, Turn
 from tenuto.core.windows import get_max_tokens
+from tenuto.core.wishes.wish import Wish
 from tenuto.vllm.compat.groups import cache_ends, find_hit, get_hit_alignment, get_tokens_per_block
 from tenuto.vllm.compat.scheduler import (
     LeasedBlocks,
@@ -157,10 +158,10 @@ class VllmEngine:
         """Whether host memory is there that stores what it is told to."""
         return self._scheduler.tier is not None
 
-    def store(self, blocks: list[Any], turn: Turn) -> None:
+    def store(self, blocks: list[Any], turn: Turn, wish: Wish | None = None) -> None:
         """Copy blocks to host memory; nothing where another's connector copies everything."""
         if self._scheduler.tier is not None:
-            self._scheduler.tier.store(blocks, turn)
+            self._scheduler.tier.store(blocks, turn, wish)
 
     def end_job(self, job_id: str) -> None:
         """Drop what host memory holds for this job alone."""

@@ -10,7 +10,8 @@ The middleware also tells the engine the tenant of every request (`tenuto.vllm.t
 requests under /tenuto/ (`tenuto.vllm.control_http`). A server that has tenants and cannot tell them to its
 engines does not start.
 
-Answers get a header with the name that the job has here (`JOB_HEADER`), for routers that pin by a header.
+Answers get a header with the name that the job has here (`JOB_HEADER`), for routers that pin by a header, and
+one that says what becomes of the request's cache wish, if it has one (`tenuto.vllm.wishes`).
 
 Everything else passes through unchanged: other paths, bodies that are not a JSON object, and requests that
 name nothing new. A body is read as vLLM reads it: in UTF-8, 16 or 32, whatever its `Content-Encoding` says.
@@ -23,7 +24,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tenuto.core.head_lines import read_head_lines
@@ -51,6 +53,7 @@ from tenuto.vllm.control_http import (
 )
 from tenuto.vllm.ranks import RankedTurn, Ranks, get_rank_by_name
 from tenuto.vllm.tenants import TenantReader
+from tenuto.vllm.wishes import WishAnswers
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -78,12 +81,13 @@ class Middleware:
         self._ranks = Ranks(self._dp_size) if chooses_by_load else None
         self._head_lines = read_head_lines(os.environ)
         self._tenants = TenantReader(app)
-        self._control = ControlAddresses(self._tenants)
+        self._wishes = WishAnswers()
+        self._control = ControlAddresses(self._tenants, self._wishes.follow)
         self._watched: Any = None
         """The client of the engines whose requests are signed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection. Responses of the application get one header, and are not changed beside."""
+        """Handle one connection. Responses of the application get headers, and are not changed beside."""
         if not self._tenants.has_tenants:
             await self._handle(scope, receive, send)
             return
@@ -178,7 +182,7 @@ class Middleware:
         # vLLM will refuse other `vllm_xargs` with its own error message.
         is_usable = are_xargs(xargs)
         own_session_id = get_own_session_id(request, headers, scope["path"])
-        fields = get_new_fields(request, headers, xargs, own_session_id) if is_usable else {}
+        fields = get_new_fields(request, headers, xargs, own_session_id, time.time()) if is_usable else {}
         if is_usable and (fields or xargs is not given):
             added["vllm_xargs"] = xargs = {**xargs, **fields}
         new_headers = {}
@@ -192,7 +196,8 @@ class Middleware:
         # A client's own word does not count for the ranks either.
         known = {**xargs, "tenant": tenants.get_carried()} if self._tenants.has_tenants else xargs
         hints = parse_hints(known, own_session_id)
-        found.job_name = hints.name
+        headers_found = make_job_header(hints.name), self._wishes.make_header(get_engine_client(scope), hints)
+        found.headers = [header for header in headers_found if header is not None]
         job_id = hints.job_id or hints.conversation
         if self._ranks is not None and _RANK_HEADER not in headers:
             found.turn = self._ranks.open_turn({**request, "vllm_xargs": known}, headers, scope["path"])
@@ -206,7 +211,8 @@ class Middleware:
 class _Found:
     """What the middleware found in one request."""
 
-    job_name: str | None = None
+    headers: Sequence[tuple[str, str]] = ()
+    """For its answer."""
     turn: RankedTurn | None = None
 
     def close(self) -> None:
@@ -215,12 +221,11 @@ class _Found:
             self.turn.close()
 
     def wrap(self, send: Send) -> Send:
-        """A `send` that adds the header with the job's name, once the request was read."""
+        """A `send` that adds the headers, once the request was read."""
 
         async def send_with_name(message: Message) -> None:
             if message["type"] == "http.response.start":
-                header = make_job_header(self.job_name)
-                added = [] if header is None else [(header[0].lower().encode(), header[1].encode())]
+                added = [(name.lower().encode(), text.encode()) for name, text in self.headers]
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             if self.turn is not None:
                 self.turn.hear(message)

@@ -11,6 +11,7 @@ from tenuto.core.jobs import UNVERIFIED, Arrival, Finish
 from tenuto.core.requests import Hints, parse_hints
 from tenuto.core.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
+from tenuto.core.wishes.wish import MarkFinder, Wish
 from tenuto.vllm.compat.scheduler import get_end, get_session_id, has_release_hint
 from tenuto.vllm.tenants import TenantVerifier
 
@@ -24,18 +25,23 @@ MAX_TAIL_TOKENS = 6144
 """Decoded at most, when the tail shows the end of a call without its beginning (a file being written)."""
 
 
-def describe(request: Any, tenants: TenantVerifier) -> Arrival:
-    """What the driver needs to know about a request that arrived."""
+def describe(request: Any, tenants: TenantVerifier, reader: OutputReader) -> Arrival:
+    """What the driver needs to know about a request that arrived.
+
+    `reader`: knows where in the prompt the breakpoints of a wish are.
+    """
     params, num_prompt_tokens = request.sampling_params, request.num_prompt_tokens
     fields = tenants.read(None if params is None else params.extra_args)
     # What cannot be verified runs as in stock: it shares no job with anybody, and keeps nothing.
     hints = Hints(tenant=UNVERIFIED) if fields is None else parse_hints(fields, get_session_id(request))
     plain = params is not None and request.prompt_token_ids is not None
     if fields is None or not plain or request.has_encoder_inputs or request.resumable:
-        outside = dataclasses.replace(OUTSIDE, tenant=hints.tenant)
+        outside = dataclasses.replace(OUTSIDE, tenant=hints.tenant, wish=hints.wish)
         return Arrival(outside, num_prompt_tokens, priority=request.priority, is_supported=False)
     if hints.is_last is None and has_release_hint(request):
         hints = dataclasses.replace(hints, is_last=True)
+    if hints.wish is not None:
+        hints = dataclasses.replace(hints, wish=reader.place(hints.wish, request.prompt_token_ids))
     return Arrival(
         hints=hints,
         num_prompt_tokens=num_prompt_tokens,
@@ -46,22 +52,37 @@ def describe(request: Any, tenants: TenantVerifier) -> Arrival:
 
 
 class OutputReader:
-    """Reads tool calls off the tail of outputs; without a tokenizer it knows nothing."""
+    """Reads tool calls off the tail of outputs, and looks for the breakpoints of wishes in prompts.
+
+    Without a tokenizer it knows nothing.
+    """
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
+        self._marks = MarkFinder(self._decode)
         self.num_faults = 0
+
+    def place(self, wish: Wish, prompt: Sequence[int]) -> Wish:
+        """A wish with its ends in tokens; a part whose end is not found is not wanted."""
+        try:
+            return wish.resolve(lambda mark: self._marks.find(mark, prompt))
+        except Exception as error:
+            self._count_fault(error)
+            return wish.resolve(lambda mark: 0)
 
     def get_finish(self, request: Any, *, reads_output: bool) -> Finish:
         """How a request ended, from its final status and, if it matters, from its output."""
         try:
             return self._get_finish(request, reads_output)
         except Exception as error:
-            # Tokenizers can be code of the model's repository; what they raise must not end the engine.
-            self.num_faults += 1
-            if self.num_faults == 1:
-                logger.error("an output could not be read (%r); further failures are only counted", error)
+            self._count_fault(error)
             return Finish(request.num_output_tokens)
+
+    def _count_fault(self, error: Exception) -> None:
+        """Tokenizers can be code of the model's repository; what they raise must not end the engine."""
+        self.num_faults += 1
+        if self.num_faults == 1:
+            logger.error("tokens could not be read (%r); further failures are only counted", error)
 
     def _get_finish(self, request: Any, reads_output: bool) -> Finish:
         num_output_tokens, end = request.num_output_tokens, get_end(request)

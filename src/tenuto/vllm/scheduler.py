@@ -142,7 +142,7 @@ class _DrivenScheduler(PrivateHooks):
         """A request arrived. For a further piece of a streamed-in request, only vLLM's own code runs."""
         if request.request_id not in self.requests:
             started_s = time.perf_counter()
-            arrival = describe(request, self.tenants)
+            arrival = describe(request, self.tenants, self._reader)
             self.driver.arrive(request.request_id, time.monotonic(), arrival)
             self._hooks.arrive(request)
             self.driver.stats.decision_s.observe(time.perf_counter() - started_s)

@@ -185,9 +185,10 @@ def _read_usage(body: Mapping[str, Any]) -> Usage | None:
     if not isinstance(usage, dict):
         return None
     prompt, cached = get_count(usage.get("input_tokens")), get_count(usage.get("cache_read_input_tokens"))
+    created = get_count(usage.get("cache_creation_input_tokens"))
     if prompt is not None:
-        prompt += (cached or 0) + (get_count(usage.get("cache_creation_input_tokens")) or 0)
-    return Usage(prompt, get_count(usage.get("output_tokens")), cached)
+        prompt += (cached or 0) + (created or 0)
+    return Usage(prompt, get_count(usage.get("output_tokens")), cached, created)
 
 
 def write_error(error: RequestError) -> dict[str, Any]:
@@ -246,11 +247,11 @@ def _write_reason(reason: str | None) -> dict[str, Any]:
 
 def _write_usage(usage: Usage | None) -> dict[str, int]:
     usage = usage or Usage()
-    cached = usage.cached_tokens or 0
+    cached, created = usage.cached_tokens or 0, usage.created_tokens or 0
     return {
-        "input_tokens": (usage.prompt_tokens or 0) - cached,
+        "input_tokens": max(0, (usage.prompt_tokens or 0) - cached - created),
         "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
+        "cache_creation_input_tokens": created,
         "output_tokens": usage.output_tokens or 0,
     }
 

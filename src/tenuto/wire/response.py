@@ -33,6 +33,9 @@ class Usage:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
+    """Prompt tokens that were read from the cache."""
+    created_tokens: int | None = None
+    """Prompt tokens that were computed and written to the cache."""
 
 
 class Call(NamedTuple):
@@ -125,6 +128,7 @@ class Response:
                 old.prompt_tokens if new.prompt_tokens is None else new.prompt_tokens,
                 old.output_tokens if new.output_tokens is None else new.output_tokens,
                 old.cached_tokens if new.cached_tokens is None else new.cached_tokens,
+                old.created_tokens if new.created_tokens is None else new.created_tokens,
             )
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.is_finished = self.is_finished or delta.is_last
@@ -182,8 +186,12 @@ def read_usage(usage: Any, prompt: str, output: str) -> Usage | None:
         return None
     values = as_object(usage)
     details = as_object(values.get(f"{prompt}_details"))
+    created = (details.get(name) for name in ("cache_write_tokens", "created_cache_tokens"))
     return Usage(
-        get_count(values.get(prompt)), get_count(values.get(output)), get_count(details.get("cached_tokens"))
+        get_count(values.get(prompt)),
+        get_count(values.get(output)),
+        get_count(details.get("cached_tokens")),
+        next((count for count in map(get_count, created) if count is not None), None),
     )
 
 
@@ -320,9 +328,13 @@ def write_head(head: Head, kind: str) -> dict[str, Any]:
 
 
 def write_usage(usage: Usage, prompt: str, output: str) -> dict[str, Any]:
-    """The counts as one of OpenAI's formats names them."""
-    details = {f"{prompt}_details": {"cached_tokens": usage.cached_tokens or 0}}
-    return {**write_counts(usage, prompt, output), **details}
+    """The counts as one of OpenAI's formats names them; what was written to the cache as vLLM does."""
+    details = {"cached_tokens": usage.cached_tokens or 0}
+    if prompt == "input_tokens":
+        details["cache_write_tokens"] = usage.created_tokens or 0
+    elif usage.created_tokens is not None:
+        details["created_cache_tokens"] = usage.created_tokens
+    return {**write_counts(usage, prompt, output), f"{prompt}_details": details}
 
 
 def write_counts(usage: Usage, prompt: str, output: str) -> dict[str, int]:

@@ -4,9 +4,9 @@ Of the hints, each choice says all that the one before it says, and one thing mo
 
     none → job (its id, its tenant) → last (is this turn its last?) → tool (the tool's name) → tool-time
 
-`wrong` is `tool-time` with wrong times. In the simulator `tool` decides what `last` decides, for its engine
-always reads the tool from the output. Behind the bench a server knows the tool from the hint alone: answers
-of a fixed length hold no tool call.
+`wrong` is `tool-time` with wrong times; `wish` is `tool`, and a wish that the KV be kept for an hour.
+In the simulator `tool` decides what `last` decides, for its engine always reads the tool from the output.
+Behind the bench a server knows the tool from the hint alone: answers of a fixed length hold no tool call.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from types import MappingProxyType
 
 from tenuto.core.requests import Hints
 from tenuto.core.router import NO_TOKENS, Arrival, Part
+from tenuto.core.wishes.wish import Span, Wish
 from tenuto.workload.schema import Job
 from tenuto.workload.turn_driver import Due
 
 WRONG_BY = 10.0
 """The times that `wrong` says are this factor too long on even turns, and too short on odd ones."""
+
+_WISH = Wish("anthropic", (Span(3600.0),))
 
 SayHints = Callable[[Job, int], Hints]
 """What a client says about the turn of a job with that index, counted from 0."""
@@ -58,6 +61,11 @@ def say_wrong_tool_time(job: Job, index: int) -> Hints:
     return replace(say_tool(job, index), expected_tool_s=factor * job.turns[index].tool_s)
 
 
+def say_wish(job: Job, index: int) -> Hints:
+    """The job, its last turn, the tool, and a wish that all of it be kept for an hour."""
+    return replace(say_tool(job, index), wish=_WISH)
+
+
 HINTS: Mapping[str, SayHints] = MappingProxyType(
     {
         "none": say_nothing,
@@ -66,6 +74,7 @@ HINTS: Mapping[str, SayHints] = MappingProxyType(
         "tool": say_tool,
         "tool-time": say_tool_time,
         "wrong": say_wrong_tool_time,
+        "wish": say_wish,
     }
 )
 

@@ -136,7 +136,7 @@ class LoadOptions(Options):
         "last",
         "what clients say about a job. none: nothing; job: its id; last: also whether a turn is its last; "
         "tool: also the tool's name; tool-time: also how long the tool will take; wrong: that time ten "
-        "times too long or too short",
+        "times too long or too short; wish: as tool, and that the KV be kept for an hour",
         choices=tuple(HINTS),
     )
     goodput: tuple[str, ...] = option(

@@ -113,6 +113,17 @@ def test_the_picture_shows_the_mode_and_a_canary() -> None:
     assert make_line(state).endswith("mode shadow")
 
 
+def test_the_picture_shows_what_became_of_wishes_if_there_were_any() -> None:
+    metrics = FakeMetrics()
+    assert "wishes" not in render(make_busy_state(metrics))
+    for result, number in (("accepted", 3), ("clipped", 4), ("refused", 0)):
+        metrics.wishes.labels("tiny", "0", "openai", result).inc(number)
+        metrics.wishes.labels("tiny", "0", "nvext", result).inc(number)
+    metrics.malformed.labels("tiny", "0", "openai").inc(2)
+    text = " ".join(render(make_busy_state(metrics)).split())
+    assert "wishes 6 accepted, 8 clipped, 2 malformed" in text
+
+
 def test_sparks() -> None:
     assert make_spark([0, 1, 2, None, 4]) == "▁▂▄ █"
     assert make_spark([0.5, 2.0], highest=1.0) == "▄█"

@@ -79,6 +79,12 @@ class Wish:
         """The longest time that is asked for; 0 without spans."""
         return max((span.keep_s for span in self.spans), default=0.0)
 
+    @property
+    def num_tokens(self) -> int | None:
+        """How much is wanted at all; None: all of it."""
+        span = self.get_span(0.0)
+        return None if span is None else span.num_tokens
+
     def get_span(self, age_s: float) -> Span | None:
         """The longest part that is still wanted after so many seconds; None if there is none."""
         wanted = [span for span in self.spans if span.keep_s > age_s]

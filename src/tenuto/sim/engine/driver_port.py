@@ -7,6 +7,7 @@ from typing import Any
 
 from tenuto.core.types import EngineView, Turn
 from tenuto.core.windows import get_max_tokens
+from tenuto.core.wishes.wish import Wish
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.state import EngineState
 from tenuto.sim.kv.kv_cache import KvCache
@@ -133,10 +134,10 @@ class SimEngine:
         self._kv.pool.mark_leased(blocks, -1)
         self._kv.pool.release(blocks)
 
-    def store(self, blocks: Any, turn: Turn) -> None:
+    def store(self, blocks: Any, turn: Turn, wish: Wish | None = None) -> None:
         """Copy blocks to the tiers."""
         if self._offloader is not None and blocks:
-            self._offloader.store_asked(blocks, turn, self._state.now_s)
+            self._offloader.store_asked(blocks, turn, self._state.now_s, wish)
 
     def end_job(self, job_id: str) -> None:
         """A job is complete."""

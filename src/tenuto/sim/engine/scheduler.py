@@ -888,7 +888,9 @@ class Scheduler:
             num_tokens = min(budget, num_tokens)
         num_missing = self.kv.count_missing(request, num_tokens, hit, is_busy=True)
         driver, num_reclaimable = self.driver, 0
-        if driver.limits.always_yield or driver.leases.get_first_to_yield(Yields.ALWAYS):
+        if driver.limits.always_yield or any(
+            driver.leases.get_first_to_yield(kind) for kind in (Yields.FIRST, Yields.ALWAYS)
+        ):
             # A lease could be shortened while something runs.
             num_reclaimable = driver.get_num_reclaimable_blocks(request.turn_id)
         return num_missing <= num_reclaimable

@@ -16,8 +16,9 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from tenuto.core.requests import make_job_header
+from tenuto.core.requests import Hints, make_job_header
 from tenuto.core.tool_calls import find_tool_call
+from tenuto.core.wishes.wish import make_wish_header
 from tenuto.sim.server.engine import Pacer, ServedRequest, ServedTurn
 from tenuto.sim.server.request import (
     GenerateRequest,
@@ -59,10 +60,10 @@ class Generator:
         turn_id = f"{request.format.ID_PREFIX}-{self._run_id}{next(self._numbers):09d}"
         engine_request, answer_ids = self._make_engine_request(request, turn_id)
         head = Head(turn_id, self._served.model_name, int(time.time()), request.body)
-        answer = Answer(request, answer_ids, head, self._served.tokenizer)
+        block_size = self._pacer.engine.scheduler.config.kv.block_size
+        answer = Answer(request, answer_ids, head, self._served.tokenizer, block_size)
         news = asyncio.Event()
-        header = make_job_header(request.hints.name)
-        headers = {} if header is None else dict([header])
+        headers = self._make_headers(request.hints)
         turn = self._pacer.submit(engine_request, news.set)
         try:
             await _wait(turn, news)
@@ -73,6 +74,12 @@ class Generator:
             return web.json_response(answer.write_whole(turn), headers=headers)
         finally:
             self._pacer.abort(turn)
+
+    def _make_headers(self, hints: Hints) -> dict[str, str]:
+        """Whose job it is, and what becomes of the request's cache wish."""
+        verdict = self._pacer.engine.scheduler.driver.judge_wish(hints)
+        found = make_job_header(hints.name), make_wish_header(hints.wish, verdict)
+        return dict(header for header in found if header is not None)
 
     async def _read(self, http: web.Request) -> GenerateRequest:
         # If a header occurs several times, the first one counts, as in vLLM.
@@ -110,12 +117,18 @@ class Answer:
     """Writes one answer, up to the tokens that the engine has computed."""
 
     def __init__(
-        self, request: GenerateRequest, answer_ids: TokenIds, head: Head, tokenizer: Tokenizer
+        self,
+        request: GenerateRequest,
+        answer_ids: TokenIds,
+        head: Head,
+        tokenizer: Tokenizer,
+        block_size: int,
     ) -> None:
         self._request = request
         self._answer_ids = answer_ids
         self._head = head
         self._tokenizer = tokenizer
+        self._block_size = block_size
         self._writer = request.format.Writer(head)
 
     def write_whole(self, turn: ServedTurn) -> dict[str, object]:
@@ -171,7 +184,10 @@ class Answer:
         return self._tokenizer.words.get_token(token_id) or self._tokenizer.decode([token_id])
 
     def _get_usage(self, turn: ServedTurn, num_tokens: int) -> Usage:
-        return Usage(len(self._request.prompt_ids), num_tokens, turn.num_hit_tokens)
+        num_prompt = len(self._request.prompt_ids)
+        # Only full blocks are cached.
+        num_written = num_prompt // self._block_size * self._block_size - turn.num_hit_tokens
+        return Usage(num_prompt, num_tokens, turn.num_hit_tokens, max(0, num_written))
 
 
 async def _wait(turn: ServedTurn, news: asyncio.Event) -> None:

@@ -17,6 +17,8 @@ next prompt begins with the tokens of its previous prompt and of the answer.
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -24,6 +26,7 @@ from random import Random
 from typing import Any
 
 from tenuto.core.requests import Hints, are_xargs, read_hints, write_context_as_text
+from tenuto.core.wishes.wish import Mark
 from tenuto.sim.server.tokens import TokenIds, Tokenizer, make_token_ids
 from tenuto.wire import Format, get_format
 from tenuto.wire.request import (
@@ -111,7 +114,7 @@ def _read_request(body: Body, headers: Mapping[str, str], path: str, served: Ser
         format=form,
         is_chat=is_chat,
         sampling=sampling,
-        hints=read_hints(body, headers, path),
+        hints=_read_hints(body, headers, path, form, served),
         prompt_ids=prompt_ids,
         plan=plan_answer(
             served.tokenizer, sampling, room, served.answer_tokens, call, fills_limit=not form.MUST_LIMIT
@@ -119,6 +122,38 @@ def _read_request(body: Body, headers: Mapping[str, str], path: str, served: Ser
         num_logprobs=form.read_logprobs(body),
         body=body,
     )
+
+
+def _read_hints(body: Body, headers: Mapping[str, str], path: str, form: Format, served: Served) -> Hints:
+    """The hints, with the ends of what the client would like to be kept in tokens."""
+    hints = read_hints(body, headers, path, time.time())
+    if hints.wish is None or all(span.mark is None for span in hints.wish.spans):
+        return hints
+    prompt = form.read_prompt(body)
+    parts: tuple[str, ...] = (str(prompt),)
+    if not isinstance(prompt, str | list):
+        parts = tuple(_get_parts(prompt, get_list(body, "tools")))
+    wish = hints.wish.resolve(lambda mark: count_before(mark, parts, served.tokenizer))
+    return replace(hints, wish=wish)
+
+
+def count_before(mark: Mark, parts: Sequence[str], tokenizer: Tokenizer) -> int:
+    """How many tokens of a prompt of these parts are before a mark; 0 if it is not found."""
+    num_chars = sum(map(len, parts))
+    if mark.share >= 1.0:
+        return sum(len(tokenizer.encode(part)) for part in parts)
+    found: tuple[float, int, int] | None = None
+    start = 0
+    for number, part in enumerate(parts):
+        for match in re.finditer(re.escape(mark.tail), part) if mark.tail else ():
+            far = abs(start + match.end() - mark.share * num_chars)
+            found = min(found or (far, number, match.end()), (far, number, match.end()))
+        start += len(part)
+    if found is None:
+        return 0
+    _, last, end = found
+    before = [*parts[:last], parts[last][:end]]
+    return sum(len(tokenizer.encode(part)) for part in before)
 
 
 _NOT_SIMULATED: dict[str, tuple[Any, ...]] = {

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from tenuto.core.tier_order import Use
 from tenuto.core.types import LoadOffer, Turn
+from tenuto.core.wishes.wish import Wish
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.pool import Row, Segment, skip_to
 from tenuto.sim.kv.request import Request, Status
@@ -33,6 +34,8 @@ class ChainOffloader(Offloader):
         self._pool = kv.pool
         self._block_size = kv.config.block_size
         self._chunk_tokens = chunk_blocks * self._block_size
+        for tier in tiers.tiers:
+            tier.chunk_tokens = self._chunk_tokens
         self._numbers = itertools.count()
         self._stores: list[tuple[float, int, Row]] = []
 
@@ -111,11 +114,11 @@ class ChainOffloader(Offloader):
         while self._stores and self._stores[0][0] <= now_s:
             self._pool.release(heapq.heappop(self._stores)[2])
 
-    def store_asked(self, row: Row, turn: Turn, now_s: float) -> None:
-        """Store blocks of a turn that the policy wants stored; does nothing where all are stored anyway."""
+    def store_asked(self, row: Row, turn: Turn, now_s: float, wish: Wish | None = None) -> None:
+        """Store blocks of a turn that are wanted; does nothing where all are stored anyway."""
         if not self._stores_all:
-            chunks = list(self._get_row_chunks(row))
-            self._hold_until(row, self._store(chunks, now_s, self._make_use(turn, now_s), 0), now_s)
+            chunks, use = list(self._get_row_chunks(row)), self._make_use(turn, now_s, wish)
+            self._hold_until(row, self._store(chunks, now_s, use, 0), now_s)
 
     # Questions.
 

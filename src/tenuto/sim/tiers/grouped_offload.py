@@ -124,6 +124,8 @@ class GroupedTiers:
             owner = None if use.owner is None else (use.owner, place.group)
             rank = (use.key, number, -place.end, place.group)
             order.put(place.chunk, place.before, rank, owner=owner, needs_before=place.needs_before)
+            if use.wished:
+                tier.keep(place.chunk, place.end, use)
 
         for place in places:
             if place.chunk in order:

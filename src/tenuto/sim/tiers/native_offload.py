@@ -23,6 +23,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Key
 from tenuto.core.tier_order import Rank, Use
 from tenuto.core.types import Turn
+from tenuto.core.wishes.wish import Wish
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import Request
 from tenuto.sim.tiers.grouped_offload import GroupedOffloader, GroupedTiers, Place
@@ -147,5 +148,6 @@ class NativeOffloader(GroupedOffloader):
         use = super()._get_use(request, now_s)
         return Use((request.turn_id,)) if use is NOBODY else use
 
-    def _make_use(self, turn: Turn, now_s: float) -> Use:
+    def _make_use(self, turn: Turn, now_s: float, wish: Wish | None) -> Use:
+        del now_s, wish  # vLLM's own host memory knows neither policies nor wishes
         return Use((turn.turn_id,), turn.job.job_id)

@@ -26,8 +26,9 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from tenuto.core.driver import Driver
-from tenuto.core.tier_order import Use
+from tenuto.core.tier_order import Use, list_wished
 from tenuto.core.types import LoadOffer, TierView, Turn
+from tenuto.core.wishes.wish import Wish
 from tenuto.sim.kv.pool import Row
 from tenuto.sim.kv.request import Request
 from tenuto.sim.tiers.tier import NOBODY, Tier
@@ -66,8 +67,11 @@ class Offloader(ABC):
         """This driver's policy decides from here on, and it is told what is stored and held."""
         self._driver = driver
         self._is_ordered = not self.is_sync and driver.policy.overrides("tier_key")
+        limits = driver.limits
         for tier in self._all_tiers:
             tier.order.forget_keys()
+            tier.order.kept.max_chunks = int(limits.max_wished_share * tier.capacity_chunks)
+            tier.order.kept.weights = limits.tenant_weights or {}
 
     def arrive(self, request: Request) -> None:
         """A request came in; if it is known to be its job's last, nothing of it is stored."""
@@ -78,9 +82,11 @@ class Offloader(ABC):
     def leave(self, request: Request, turn: Turn | None, now_s: float) -> None:
         """A request ends, with this last view of its turn: from here on, its chunks are ranked by that."""
         if turn is not None and not self.is_sync:
-            request.is_stored &= not (turn.is_aborted or (self._is_ordered and turn.ends_job))
+            wish = None if self._driver is None else self._driver.get_wish(request.turn_id)
+            is_over = self._is_ordered and turn.ends_job and wish is None
+            request.is_stored &= not (turn.is_aborted or is_over)
             if request.tier_use is not None or (request.is_stored and self._stores_all):
-                request.tier_use = self._make_use(turn, now_s)
+                request.tier_use = self._make_use(turn, now_s, None if turn.is_aborted else wish)
 
     def end_job(self, job_id: str, now_s: float) -> None:
         """A job is complete: drop what only it used, if the policy orders the tiers."""
@@ -130,9 +136,9 @@ class Offloader(ABC):
     def store_finished(self, request: Request, now_s: float) -> None:
         """A request ends, and has its blocks still."""
 
-    def store_asked(self, row: Row, turn: Turn, now_s: float) -> None:
-        """Store blocks of a turn that the policy wants stored; nothing where all are stored anyway."""
-        del row, turn, now_s
+    def store_asked(self, row: Row, turn: Turn, now_s: float, wish: Wish | None = None) -> None:
+        """Store blocks of a turn that are wanted; nothing where all are stored anyway."""
+        del row, turn, now_s, wish
 
     def release_stored(self, now_s: float) -> None:
         """Free the blocks whose stores are complete by now."""
@@ -188,9 +194,12 @@ class Offloader(ABC):
     def _get_use(self, request: Request, now_s: float) -> Use:
         if request.tier_use is None:
             turn = self._driver.get_turn(request.turn_id) if self._driver is not None else None
-            request.tier_use = NOBODY if turn is None else self._make_use(turn, now_s)
+            request.tier_use = NOBODY
+            if self._driver is not None and turn is not None:
+                request.tier_use = self._make_use(turn, now_s, self._driver.get_wish(request.turn_id))
         return request.tier_use
 
-    def _make_use(self, turn: Turn, now_s: float) -> Use:
+    def _make_use(self, turn: Turn, now_s: float, wish: Wish | None) -> Use:
         assert self._driver is not None, "whose turn is it?"
-        return Use(self._driver.get_tier_key(turn, now_s), turn.job.job_id)
+        key, job = self._driver.get_tier_key(turn, now_s), turn.job
+        return Use(key, job.job_id, job.tenant or "", list_wished(wish, now_s))

@@ -79,6 +79,8 @@ class Tier:
         self.capacity_chunks = capacity_bytes // chunk_bytes
         self.link = link
         self.order = TierOrder()
+        self.chunk_tokens = 1
+        """Tokens of a chunk of one sequence."""
         self._numbers = itertools.count()
         self._copies: list[tuple[float, int, Sequence[Hashable]]] = []
 
@@ -108,7 +110,16 @@ class Tier:
         for place in range(first, num_hit + len(way.new)):
             before = chunks[place - 1] if place else None
             order.put(chunks[place], before, (use.key, number, -place), owner=use.owner)
+        if use.wished:
+            for place in range(num_hit + len(way.new)):
+                self.keep(chunks[place], (place + 1) * self.chunk_tokens, use)
         return tuple(way.new)
+
+    def keep(self, chunk: Hashable, end: int, use: Use) -> None:
+        """Let a chunk go last for as long as its user wishes; `end`: where it ends, in tokens."""
+        until_s = use.get_kept_until_s(end)
+        if until_s:
+            self.order.keep(chunk, until_s, use.tenant, end)
 
     def hold(self, chunks: Sequence[Hashable], until_s: float) -> None:
         """Do not give these chunks up before a copy of them ends."""
@@ -117,7 +128,8 @@ class Tier:
         heapq.heappush(self._copies, (until_s, next(self._numbers), chunks))
 
     def end_copies(self, now_s: float) -> None:
-        """What was copied until now may go."""
+        """What was copied, or kept, until now may go."""
+        self.order.expire(now_s)
         while self._copies and self._copies[0][0] <= now_s:
             for chunk in heapq.heappop(self._copies)[2]:
                 self.order.unpin(chunk)

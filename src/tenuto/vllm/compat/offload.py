@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -92,6 +92,10 @@ class Chains:
     def __iter__(self) -> Iterator[bytes]:
         """All chunks so far."""
         return iter(self._places)
+
+    def list_ends(self) -> list[tuple[bytes, int]]:
+        """All chunks so far, and where each ends, in tokens."""
+        return [(key, end) for key, (_, end, _) in self._places.items()]
 
     def get_all(self, keys: Sequence[bytes]) -> list[Place]:
         """The places of chunks; one that vLLM has not numbered stands alone."""
@@ -196,6 +200,8 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
             needs_before=group not in self.windowed_groups,
             num_pins=0 if chunk.ref_cnt == 0 else 1,
         )
+        if self._use.wished:
+            self._keep(key, end)
 
     def remove(self, key: Any) -> None:
         """A chunk could not be written, or is dropped."""
@@ -208,6 +214,8 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         present = [each for each in keys if each in chunks]
         for each, (_, end, group) in zip(present, self._chains.get_all(present), strict=True):
             self.order.rank(each, (key, number, -end, group), owners[group])
+            if self._use.wished:
+                self._keep(each, end)
 
     def on_store_miss(self, keys: Iterable[Any], req_context: Any) -> None:
         """Nothing: a chunk gets its rank when it is inserted."""
@@ -256,6 +264,11 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         """The chunk behind a key that left the order."""
         return self._chunks.pop(key)
 
+    def _keep(self, key: Any, end: int) -> None:
+        until_s = self._use.get_kept_until_s(end)
+        if until_s:
+            self.order.keep(key, until_s, self._use.tenant, end)
+
 
 class Asker(Protocol):
     """Who knows which request is whose."""
@@ -268,6 +281,9 @@ class Asker(Protocol):
 
     def count_stored(self, request_id: str, num_chunks: int) -> None:
         """So many chunks of the request are stored; a chunk counts once for all layer groups."""
+
+    def keep(self, ends: Iterable[tuple[bytes, int]], req_context: Any, use: Use) -> None:
+        """A request ended whose client wished chunks to be kept, each of which ends at so many tokens."""
 
 
 @dataclass
@@ -326,6 +342,9 @@ class HostManagerHooks:
         if has_used:
             self._policy.touch(chains, req_context)
         if self.asker is not None:
+            use = self.asker.get_use(req_context.req_id)
+            if use.wished:
+                self.asker.keep(chains.list_ends(), req_context, use)
             self.asker.end_use(req_context.req_id)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
@@ -367,6 +386,15 @@ class HostManagerHooks:
     def forget_keys(self) -> None:
         """The policy changed: from here on its keys count, for what is there only recency."""
         self._policy.order.forget_keys()
+
+    def limit_kept(self, share: float, weights: Mapping[str, Any]) -> None:
+        """So large a part of host memory may go last because clients wished it."""
+        kept = self._policy.order.kept
+        kept.max_chunks, kept.weights = int(share * self._num_chunks), weights
+
+    def expire_kept(self, now_s: float) -> None:
+        """What was kept until now goes as any other."""
+        self._policy.order.expire(now_s)
 
     def count_chunks(self) -> tuple[int, int]:
         """Chunks that host memory has room for, and chunks that it holds."""

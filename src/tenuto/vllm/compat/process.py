@@ -176,6 +176,19 @@ def get_engine_client(scope: Mapping[str, Any]) -> Any | None:
     return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
 
 
+def get_own_config(client: Any) -> tuple[Any, bool] | None:
+    """The additional config of the engines behind an AsyncLLM, and whether host memory of ours is below them.
+
+    None if vLLM's own scheduler runs there, or if the client does not show it.
+    """
+    config = getattr(client, "vllm_config", None)
+    if config is None or "tenuto" not in str(config.scheduler_config.scheduler_cls):
+        return None
+    transfer = config.kv_transfer_config
+    extra = {} if transfer is None else transfer.kv_connector_extra_config
+    return config.additional_config, str(extra.get("spec_module_path")).startswith("tenuto.")
+
+
 def find_key_check(app: Any) -> Callable[[str], bool] | None:
     """VLLM's check of API keys, by the header `authorization`; None if nothing that `app` wraps has it."""
     while app is not None and type(app).__name__ != "AuthenticationMiddleware":

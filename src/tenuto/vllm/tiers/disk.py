@@ -22,12 +22,14 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tenuto.core.kept_chunks import KeptChunks
+from tenuto.core.tier_order import Use
 from tenuto.core.types import TierView
 from tenuto.vllm.compat.offload import (
     JobResult,
@@ -142,6 +144,7 @@ class DiskTier(SecondaryTier):
         self._max_bytes = max_bytes
         self._file_bytes = HEADER.size + int(self.block_size_bytes)
         self._files: OrderedDict[bytes, None] = OrderedDict()  # by name; the least recently used first
+        self._kept = KeptChunks()
         self._older: list[tuple[float, Path, int]] = []  # of other weights: since when, where, bytes
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tenuto-disk")
         self._lock = threading.Condition()
@@ -186,6 +189,7 @@ class DiskTier(SecondaryTier):
         self.drain_jobs()
         space, self._space = self._space, None
         self._files.clear()
+        self._kept.clear()
         if space is None or self._engine is None:
             return
         gone = self._engine / f"once-{uuid.uuid4().hex}"
@@ -197,6 +201,20 @@ class DiskTier(SecondaryTier):
             os.close(descriptor)
         self._space = self._make_space(self._engine, space.origin.hex() if self._is_known else None)
         self._pool.submit(remove_chunks, gone)
+
+    def limit_kept(self, share: float, weights: Mapping[str, Any]) -> None:
+        """So large a part of the limit of bytes may go last because clients wished it."""
+        most = 0 if self._max_bytes is None else self._max_bytes // self._file_bytes
+        self._kept.max_chunks, self._kept.weights = int(share * most), weights
+
+    def keep(self, ends: Iterable[tuple[bytes, int]], req_context: Any, use: Use) -> None:
+        """Let these chunks go last for as long as their user wishes. A restart forgets it."""
+        if not self._kept.max_chunks:
+            return
+        for key, end in ends:
+            name, until_s = try_get_name(key, req_context), use.get_kept_until_s(end)
+            if until_s and name is not None:
+                self._kept.keep(name, until_s, use.tenant, end)
 
     # vLLM's tiering manager calls these.
 
@@ -361,8 +379,16 @@ class DiskTier(SecondaryTier):
             return
         while self._older and self.num_bytes + sum(size for _, _, size in self._older) > self._max_bytes:
             self._pool.submit(remove_chunks, self._older.pop(0)[1])
+        for _ in self._kept.expire(time.monotonic()):
+            pass
+        num_passed = 0
         while self._files and self.num_bytes > self._max_bytes:
             key, _ = self._files.popitem(last=False)
+            if key in self._kept and num_passed < len(self._files):
+                self._files[key] = None
+                num_passed += 1
+                continue
+            self._kept.discard(key)
             # The engine calls this between two steps: a disk that became read-only must not end it.
             with contextlib.suppress(OSError):
                 self.get_path(key).unlink(missing_ok=True)

@@ -12,14 +12,15 @@ cache reset    what host memory and disk hold is given up for good
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tenuto.core.loader import get_engine_settings
 from tenuto.core.policy import Policy
-from tenuto.core.tier_order import MAX_STORING_S, Use
+from tenuto.core.tier_order import MAX_STORING_S, Use, list_wished
 from tenuto.core.types import LoadOffer, TierView, Turn
+from tenuto.core.wishes.wish import Wish
 from tenuto.vllm.compat.offload import ConnectorPort, HostManagerHooks, find_connector
 from tenuto.vllm.compat.origin import UnknownOriginError, get_files_digest, get_name, get_origin, get_rank
 from tenuto.vllm.settings import Settings
@@ -92,9 +93,10 @@ class HostTier:
         """A request ended, with this last view of its turn; its blocks are still there."""
         if turn is None or not self._is_followed:
             return
-        if turn.ends_job or turn.is_aborted:
+        wish = None if turn.is_aborted else self._scheduler.driver.get_wish(request.request_id)
+        if (turn.ends_job and wish is None) or turn.is_aborted:
             self._port.set_stores(request.request_id, stored=False)
-        use = self._uses[request.request_id] = self._make_use(turn)
+        use = self._uses[request.request_id] = self._make_use(turn, wish)
         if self.prefetch is not None and not (turn.is_last or turn.is_aborted):
             num_blocks = (request.num_tokens - 1) // self._block_size
             self.prefetch.leave(turn, request.block_hashes, num_blocks, use, self._clock.monotonic())
@@ -114,6 +116,9 @@ class HostTier:
         # Where layer groups differ, a lease's blocks are not the turn's tokens alone, and all is stored.
         self._stores_all = mode != "asked" or not self._is_followed or not self._port.is_plain
         self._port.host.forget_keys()
+        limits = settings.limits
+        for tier in (self._port.host, *self._port.disks):
+            tier.limit_kept(limits.max_wished_share, limits.tenant_weights or {})
         self._uses.clear()
 
     def reset(self) -> None:
@@ -166,10 +171,10 @@ class HostTier:
         """When the engine must run a step though it is idle: for a prefetch; None if it need not."""
         return None if self.prefetch is None else self.prefetch.get_next_s()
 
-    def store(self, blocks: Sequence[Any], turn: Turn) -> None:
+    def store(self, blocks: Sequence[Any], turn: Turn, wish: Wish | None = None) -> None:
         """Store the blocks of a turn or a lease, which the policy gives up; they stay taken until then."""
         if not self._stores_all and not self._is_mixed:
-            self.later.add(blocks, self._make_use(turn))
+            self.later.add(blocks, self._make_use(turn, wish))
 
     def get_views(self) -> tuple[TierView, ...]:
         """The tier as a policy sees it."""
@@ -188,8 +193,9 @@ class HostTier:
         use = self._uses.get(request_id)
         if use is None:
             turn = self._get_turn(request_id)
-            use = Use() if turn is None else self._make_use(turn)
+            use = Use()
             if turn is not None:
+                use = self._make_use(turn, self._scheduler.driver.get_wish(request_id))
                 self._uses[request_id] = use
         return use
 
@@ -203,6 +209,11 @@ class HostTier:
         num_tokens = num_chunks * self._port.tokens_per_chunk
         self._scheduler.driver.store(request_id, self.get_use(request_id).owner, num_tokens)
         self._tell_held()
+
+    def keep(self, ends: Iterable[tuple[bytes, int]], req_context: Any, use: Use) -> None:
+        """A request ended whose client wished chunks to be kept: behind host memory too."""
+        for disk in self._port.disks:
+            disk.keep(ends, req_context, use)
 
     # Inside.
 
@@ -237,9 +248,10 @@ class HostTier:
     def _get_turn(self, request_id: str) -> Turn | None:
         return self._scheduler.driver.get_turn(request_id) if self._is_followed else None
 
-    def _make_use(self, turn: Turn) -> Use:
-        driver = self._scheduler.driver
-        return Use(driver.get_tier_key(turn, self._clock.monotonic()), turn.job.job_id)
+    def _make_use(self, turn: Turn, wish: Wish | None) -> Use:
+        now_s, job = self._clock.monotonic(), turn.job
+        key = self._scheduler.driver.get_tier_key(turn, now_s)
+        return Use(key, job.job_id, job.tenant or "", list_wished(wish, now_s))
 
     def _answer_load(self, request: Any, num_hit_tokens: int, num_tokens: int) -> int:
         port = self._port
@@ -264,6 +276,7 @@ class HostTier:
 
     def _begin_step(self) -> None:
         self._tell_held()
+        self._port.host.expire_kept(self._clock.monotonic())
         self.later.collect()
         if self.prefetch is not None:
             self.prefetch.collect()

@@ -1,0 +1,136 @@
+"""What clients wish goes last in a tier: until its time, within the quota, and shared by tenants."""
+
+from __future__ import annotations
+
+from random import Random
+
+from tenuto.core.kept_chunks import KeptChunks
+from tenuto.core.tier_order import TierOrder, Use, list_wished
+from tenuto.core.wishes.wish import Span, Wish
+
+
+def fill(order: TierOrder, name: str, number: int = 3) -> list[str]:
+    """A sequence of chunks that one job used."""
+    chunks = [f"{name}{n}" for n in range(number)]
+    order.use(chunks, (), name)
+    return chunks
+
+
+def keep(order: TierOrder, chunks: list[str], until_s: float, tenant: str = "") -> None:
+    for number, chunk in enumerate(chunks, start=1):
+        order.keep(chunk, until_s, tenant, number)
+
+
+def pop_all(order: TierOrder) -> list[object]:
+    popped = []
+    while (chunk := order.pop_first()) is not None:
+        popped.append(chunk)
+    return popped
+
+
+def make(max_chunks: int) -> TierOrder:
+    order = TierOrder()
+    order.kept.max_chunks = max_chunks
+    return order
+
+
+def test_what_is_kept_goes_last_and_is_no_pin() -> None:
+    order = make(10)
+    keep(order, fill(order, "a"), 100.0)
+    fill(order, "b")
+    assert pop_all(order) == ["b2", "b1", "b0", "a2", "a1", "a0"]
+    assert len(order.kept) == 0
+
+
+def test_only_the_wished_part_goes_last() -> None:
+    order = make(10)
+    keep(order, fill(order, "a")[:1], 100.0)
+    fill(order, "b")
+    assert pop_all(order) == ["a2", "a1", "b2", "b1", "b0", "a0"]
+
+
+def test_after_its_time_it_goes_as_any_other() -> None:
+    order = make(10)
+    keep(order, fill(order, "a"), 100.0)
+    fill(order, "b")
+    order.expire(99.9)
+    assert len(order.kept) == 3
+    order.expire(100.0)
+    assert pop_all(order) == ["a2", "a1", "a0", "b2", "b1", "b0"]
+
+
+def test_a_later_use_without_a_wish_does_not_end_it_and_a_shorter_wish_neither() -> None:
+    order = make(10)
+    chunks = fill(order, "a")
+    keep(order, chunks, 100.0)
+    keep(order, chunks, 50.0)
+    order.use(chunks, (), "other")
+    order.expire(99.0)
+    assert len(order.kept) == 3
+    keep(order, chunks, 200.0)
+    order.expire(150.0)
+    assert len(order.kept) == 3
+
+
+def test_the_quota_holds_and_the_tenant_with_the_most_gives_way() -> None:
+    order = make(4)
+    keep(order, fill(order, "a", 6), 500.0, "ann")
+    assert [chunk for chunk in ("a0", "a1", "a2", "a3", "a4", "a5") if chunk in order.kept] == [
+        "a0",
+        "a1",
+        "a2",
+        "a3",
+    ]
+    keep(order, fill(order, "b", 6), 100.0, "bob")
+    assert sum(f"a{n}" in order.kept for n in range(6)) == sum(f"b{n}" in order.kept for n in range(6)) == 2
+    order.kept.weights = {"bob": 3.0}
+    keep(order, fill(order, "c", 6), 100.0, "bob")
+    assert sum(f"a{n}" in order.kept for n in range(6)) == 1
+
+
+def test_without_a_quota_nothing_is_kept() -> None:
+    order = make(0)
+    keep(order, fill(order, "a"), 100.0)
+    fill(order, "b")
+    assert pop_all(order)[0] == "a2"
+
+
+def test_the_end_of_a_job_gives_back_its_own_and_nothing_of_others() -> None:
+    order = make(10)
+    keep(order, fill(order, "a"), 100.0)
+    assert order.drop("a") == ["a2", "a1", "a0"]
+    assert len(order.kept) == 0
+    chunks = fill(order, "a")
+    keep(order, chunks[:2], 100.0)
+    order.use(chunks, (), "b")
+    assert order.drop("b") == ["a2"]
+    assert len(order.kept) == 2
+
+
+def test_a_use_says_until_when_each_chunk_is_wanted() -> None:
+    wish = Wish("anthropic", (Span(3600.0, 64), Span(300.0)))
+    use = Use((), "j", "", list_wished(wish, 1000.0))
+    assert [use.get_kept_until_s(end) for end in (64, 65)] == [4600.0, 1300.0]
+    assert Use().get_kept_until_s(1) == 0.0
+
+
+def test_random_changes_keep_the_books() -> None:
+    random, kept, known = Random(5), KeptChunks(), dict[int, tuple[float, str]]()
+    kept.max_chunks = 20
+    for now in range(3000):
+        chunk, tenant = random.randrange(60), random.choice("abc")
+        until_s = now + random.randrange(1, 400)
+        if random.random() < 0.2:
+            kept.discard(chunk)
+            known.pop(chunk, None)
+        elif chunk not in known or known[chunk][0] < until_s:
+            known[chunk] = until_s, tenant
+            for lost in kept.keep(chunk, until_s, tenant, chunk):
+                counts = {name: sum(own == name for _, own in known.values()) for name in "abc"}
+                assert counts[known.pop(lost)[1]] == max(counts.values())
+        for gone in kept.expire(now):
+            assert known.pop(gone)[0] <= now
+        assert len(kept) == len(known) <= 20
+        assert all(each in kept for each in known)
+        assert all(until > now for until, _ in known.values())
+        assert len(kept._by_end) <= 64 + 40

@@ -1,0 +1,149 @@
+"""A real vLLM server and unchanged clients that say how long they would like their cache to be kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+from openai import OpenAI
+
+from tenuto.client.local_server import LocalServer, run_server
+from tenuto.client.metrics import Page, parse_page, read_cache_state
+from tenuto.vllm.launch import Tiers
+from tests.vllm.test_server import BLOCK_SIZE, ENV, MODEL, get_command, get_free_port, make_text
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not MODEL, reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it"),
+]
+
+HEADER = "x-tenuto-wish"
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    """Tenuto with host memory, and a policy that keeps nothing of answers without a tool call."""
+    folder = tmp_path_factory.mktemp("wishes")
+    port = get_free_port()
+    config = {"tenuto": {"policy": "continuum-fixed", "trace": str(folder / "trace.jsonl")}}
+    command = get_command(
+        port,
+        *("--scheduler-cls", "tenuto.vllm.Scheduler", "--middleware", "tenuto.vllm.Middleware"),
+        *("--additional-config", json.dumps(config)),
+        *("--kv-transfer-config", json.dumps(Tiers(0.25).get_transfer_config())),
+    )
+    with run_server(command, port, folder / "server.log", env=ENV) as running:
+        yield running
+
+
+def get_page(server: LocalServer) -> Page:
+    return parse_page(httpx.get(f"{server.url}/metrics").text, time.time())
+
+
+def wait_for(server: LocalServer, is_true: Any, limit_s: float = 30.0) -> None:
+    """Wait until something holds of the server's page of metrics; engines write it once a second."""
+    end_s = time.monotonic() + limit_s
+    while not is_true(get_page(server)):
+        assert time.monotonic() < end_s, "it never came true"
+        time.sleep(0.2)
+
+
+def release(server: LocalServer, job: str) -> None:
+    assert httpx.post(f"{server.url}/tenuto/jobs/{job}/release").json()["released"]
+
+
+def test_the_openai_package_asks_for_a_day(server: LocalServer) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    messages: Any = [{"role": "user", "content": make_text("openai", 60)}]
+    asked: Any = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0}
+    plain = client.chat.completions.create(**asked)
+    answer = client.chat.completions.with_raw_response.create(
+        **asked, prompt_cache_retention="24h", prompt_cache_key="app", extra_headers={"X-Session-ID": "day"}
+    )
+    assert answer.headers[HEADER] == "accepted; dialect=openai; asked=86400; gpu=600; below=86400"
+    read = answer.parse()
+    assert read.choices[0].message == plain.choices[0].message
+    usage = read.usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    # The first answer's prompt is in the cache, but for the block that its end is in.
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert cached is not None and usage.prompt_tokens - BLOCK_SIZE <= cached < usage.prompt_tokens
+    wait_for(server, lambda page: page.total("tenuto:wishes_total", dialect="openai", result="accepted") == 1)
+    assert (get_page(server).total("tenuto:retained_jobs") or 0) == 1
+    release(server, "day")
+    wait_for(server, lambda page: not page.total("tenuto:retained_blocks"))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_anthropic_package_marks_its_system_prompt(server: LocalServer, streams: bool) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
+    job = f"hour{streams}"
+    system = make_text(f"system{streams}", 80)
+    user = make_text(f"user{streams}", 60)
+
+    def ask(text: str, **fields: Any) -> tuple[Any, dict[str, str]]:
+        asked: Any = {
+            "model": "tiny",
+            "max_tokens": 4,
+            "system": [{"type": "text", "text": system, "cache_control": HOUR}],
+            "messages": [{"role": "user", "content": [{"type": "text", "text": text}]}],
+            "extra_headers": {"X-Session-ID": job},
+            **fields,
+        }
+        if streams:
+            with client.messages.stream(**asked) as events:
+                return events.get_final_message(), dict(events.response.headers)
+        answer = client.messages.with_raw_response.create(**asked)
+        return answer.parse(), dict(answer.headers)
+
+    first, headers = ask(user)
+    assert headers[HEADER] == "accepted; dialect=anthropic; asked=3600; gpu=600; below=3600"
+    wait_for(server, lambda page: page.total("tenuto:retained_jobs") == 1)
+    with httpx.Client(base_url=server.url) as http:
+        held = read_cache_state(http).num_retained_blocks
+    alone = OpenAI(base_url=f"{server.url}/v1", api_key="none").chat.completions.create(
+        model="tiny", messages=[{"role": "system", "content": system}], max_tokens=1
+    )
+    assert alone.usage is not None
+    most = alone.usage.prompt_tokens // BLOCK_SIZE
+    assert held is not None and most - 1 <= held <= most, "what is before the mark, and nothing behind it"
+    second, _ = ask(make_text(f"other{streams}", 60))
+    for message, is_first in ((first, True), (second, False)):
+        usage = message.usage
+        read, written = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+        assert read is not None and written is not None
+        total = usage.input_tokens + read + written
+        assert (read + written) == total // BLOCK_SIZE * BLOCK_SIZE
+        assert (read < 2 * BLOCK_SIZE) == is_first
+        assert is_first or read >= (most - 1) * BLOCK_SIZE
+    release(server, job)
+    wait_for(server, lambda page: not page.total("tenuto:retained_blocks"))
+
+
+def test_a_bare_mark_is_no_wish_and_a_broken_one_is_counted(server: LocalServer) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
+
+    def ask(control: Any) -> Any:
+        return client.messages.with_raw_response.create(
+            model="tiny",
+            max_tokens=2,
+            system=[{"type": "text", "text": "Be brief.", "cache_control": control}],
+            messages=[{"role": "user", "content": "Hello"}],
+        )
+
+    assert HEADER not in ask({"type": "ephemeral"}).headers
+    broken = ask({"type": "ephemeral", "ttl": "2 weeks"})
+    assert broken.status_code == 200
+    assert broken.headers[HEADER] == "refused; reason=malformed; malformed=anthropic"
+    wait_for(server, lambda page: page.total("tenuto:malformed_wishes_total", dialect="anthropic") == 1)
+    assert not get_page(server).total("tenuto:retained_blocks")

@@ -1,0 +1,210 @@
+"""Cache wishes inside vLLM: the header, the field, what is held, and host memory and disk below it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tenuto.core.requests import WISH_FIELD
+from tenuto.core.tier_order import Use, list_wished
+from tenuto.core.types import Yields
+from tenuto.core.wishes.wish import Mark, Span, Wish, write_wish
+from tenuto.vllm.identity import Middleware
+from tenuto.vllm.requests import OutputReader
+from tenuto.vllm.scheduler import Scheduler
+from tests.vllm.asgi import CHAT, make_scope
+from tests.vllm.conftest import Clock
+from tests.vllm.test_tier_copies import HEADER, SIZE, finish, has, make_tier, make_transfer
+from tests.vllm.tiered import BLOCK_SIZE, TieredEngine
+from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
+
+GIVING = {"policy": "tests.vllm.policies:KeepNone", "strict": True}
+BODY = {"model": "m", "prompt_cache_retention": "24h", "messages": [{"role": "user", "content": "Hello."}]}
+WORKER = {"spec_module_path": "tenuto.vllm.tiers.worker"}
+
+
+def make_client(scheduler: Any = "tenuto.vllm.Scheduler", extra: Any = None, **tenuto: Any) -> Any:
+    """An engine's client, as far as the header needs it."""
+    transfer = None if extra is None else SimpleNamespace(kv_connector_extra_config=extra)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
+        kv_transfer_config=transfer,
+        additional_config={"tenuto": tenuto} if tenuto else None,
+    )
+    return SimpleNamespace(vllm_config=config)
+
+
+def ask(middleware_of: Any, body: Any, client: Any) -> tuple[str | None, bytes]:
+    """The answer's header, and the body that vLLM gets."""
+    sent: list[Any] = []
+    seen: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = make_scope(path=CHAT)
+    scope["app"] = SimpleNamespace(state=SimpleNamespace(engine_client=client))
+    asyncio.run(middleware_of(app)(scope, receive, send))
+    headers = dict(sent[0]["headers"])
+    said = headers.get(b"x-tenuto-wish")
+    return (None if said is None else said.decode()), seen[0]
+
+
+@pytest.mark.parametrize(
+    ("client", "expected"),
+    [
+        (make_client(), "clipped; dialect=openai; asked=86400; gpu=600; below=0; reason=time-limit"),
+        (make_client(extra=WORKER), "accepted; dialect=openai; asked=86400; gpu=600; below=86400"),
+        (make_client(extra={"spec_module_path": "others"}), "clipped; dialect=openai; asked=86400; gpu=600"),
+        (make_client(limits={"max_lease_s": 60}), "clipped; dialect=openai; asked=86400; gpu=60"),
+        (make_client(mode="off"), "refused; dialect=openai; asked=86400; gpu=0; below=0; reason=policy-rel"),
+        (make_client(policy="stock"), "refused; dialect=openai; asked=86400; gpu=0; below=0"),
+        (make_client(canary={"tenants": ["ann"]}), "refused; dialect=openai; asked=86400"),
+        (make_client(scheduler="another.Scheduler"), "refused; dialect=openai; asked=86400"),
+        (None, "refused; dialect=openai; asked=86400"),
+    ],
+)
+def test_the_answer_says_what_the_settings_allow(client: Any, expected: str) -> None:
+    said, body = ask(Middleware, BODY, client)
+    assert said is not None and said.startswith(expected)
+    assert json.loads(body)["vllm_xargs"][WISH_FIELD]
+    assert {**json.loads(body), "vllm_xargs": None} == {**BODY, "vllm_xargs": None}
+
+
+def test_without_a_wish_nothing_is_said() -> None:
+    body = {**BODY, "prompt_cache_retention": None, "cache_control": {"type": "ephemeral"}}
+    said, passed = ask(Middleware, body, make_client())
+    assert said is None
+    assert WISH_FIELD not in json.loads(passed)["vllm_xargs"]
+
+
+def test_the_answer_follows_an_operators_changes() -> None:
+    made: list[Middleware] = []
+
+    def keep(app: Any) -> Middleware:
+        if not made:
+            made.append(Middleware(app))
+        made[0]._app = app
+        return made[0]
+
+    client = make_client()
+    assert (ask(keep, BODY, client)[0] or "").startswith("clipped")
+    limits = {"max_lease_s": 5.0}
+    status = {"mode": "on", "policy": "tenuto", "options": {}, "limits": limits, "canary": None}
+    made[0]._wishes.follow(status)
+    assert "gpu=5;" in (ask(keep, BODY, client)[0] or "")
+    made[0]._wishes.follow({**status, "mode": "off"})
+    assert (ask(keep, BODY, client)[0] or "").startswith("refused")
+
+
+class Letters:
+    """A tokenizer: each token is two letters."""
+
+    def decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(97 + token % 26) + chr(97 + token // 26 % 26) for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("span", "num_blocks"),
+    [
+        (Span(300.0), 6),
+        (Span(300.0, 40), 2),
+        (Span(300.0, None, Mark(0.6, "TAIL")), 3),
+        (Span(300.0, None, Mark(0.5, "absent")), 0),
+    ],
+)
+def test_the_scheduler_holds_the_wished_part(clock: Clock, span: Span, num_blocks: int) -> None:
+    scheduler = make_scheduler(Scheduler, make_config(tenuto=GIVING))
+    scheduler._reader = OutputReader(Letters())
+    prompt = list(range(100, 200))
+    if span.mark is not None and span.mark.tail == "TAIL":
+        span = Span(300.0, None, Mark(0.6, Letters().decode(prompt[30:50])))
+    wish = write_wish(Wish("anthropic", (span,)))
+    scheduler.add_request(make_request("r", prompt, xargs={"job_id": "j", "tool": "x", WISH_FIELD: wish}))
+    Engine(scheduler).run()
+    leases = list(scheduler.driver.leases)
+    assert sum(len(lease.blocks) for lease in leases) == num_blocks
+    assert all(lease.terms.yields is Yields.FIRST for lease in leases)
+    clock.now_s += 300.0
+    scheduler.driver.expire(clock.now_s)
+    assert scheduler.driver.get_num_leased_blocks() == 0
+
+
+def test_a_tokenizer_that_fails_ends_nothing(clock: Clock) -> None:
+    class Broken:
+        def decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
+            raise RuntimeError("broken")
+
+    scheduler = make_scheduler(Scheduler, make_config(tenuto=GIVING))
+    scheduler._reader = OutputReader(Broken())
+    wish = write_wish(Wish("anthropic", (Span(300.0, None, Mark(0.5, "tail")),)))
+    scheduler.add_request(make_request("r", [5] * 64, xargs={"job_id": "j", WISH_FIELD: wish}))
+    Engine(scheduler).run()
+    assert scheduler._reader.num_faults >= 1
+    assert not len(scheduler.driver.leases)
+
+
+def test_host_memory_gives_up_last_what_was_wished() -> None:
+    engine = TieredEngine(num_blocks=60, num_chunks=20, tenuto=GIVING)
+    order = engine.host._policy.order
+    assert order.kept.max_chunks == 10
+    wish = write_wish(Wish("anthropic", (Span(3600.0, 4 * BLOCK_SIZE),)))
+    engine.add(make_request("w", [3] * 160, max_tokens=4, xargs={"job_id": "w", WISH_FIELD: wish}))
+    engine.drain()
+    assert len(order.kept) == 4
+    for number in range(6):
+        engine.add(
+            make_request(f"o{number}", [10 + number] * 160, max_tokens=4, xargs={"job_id": f"o{number}"})
+        )
+        engine.drain()
+    assert len(order) <= 20
+    assert [order._chunks[chunk].owner[0] for chunk in order if chunk in order.kept] == ["w"] * 4
+    assert sum(order._chunks[chunk].owner[0] == "w" for chunk in order) == 4, "the rest of it went"
+    engine.host.expire_kept(1e12)
+    engine.add(make_request("p", [40] * 160, max_tokens=4, xargs={"job_id": "p"}))
+    engine.add(make_request("q", [41] * 160, max_tokens=4, xargs={"job_id": "q"}))
+    engine.drain()
+    assert not any(order._chunks[chunk].owner[0] == "w" for chunk in order)
+    engine.assert_clean()
+
+
+def test_the_disk_gives_up_last_what_was_wished(tmp_path: Path) -> None:
+    import numpy as np
+
+    view = memoryview(np.arange(4 * SIZE, dtype=np.int8).reshape(4, SIZE))
+    tier = make_tier(tmp_path, view, max_bytes=4 * (HEADER.size + SIZE))
+    tier.limit_kept(0.5, {})
+    wish = Wish("anthropic", (Span(3600.0, 32),))
+    use = Use((), "j", "", list_wished(wish, 1e9))
+    transfer = make_transfer([b"a", b"b", b"c"], [1, 1, 1], is_promotion=False)
+    tier.submit_store(transfer)
+    finish(tier)
+    tier.keep([(b"a", 16), (b"b", 32), (b"c", 48)], transfer.req_context, use)
+    for key in (b"d", b"e", b"f", b"g"):
+        tier.submit_store(make_transfer([key], [1], is_promotion=False))
+        finish(tier)
+    assert [has(tier, key) for key in (b"a", b"b", b"c", b"d", b"e", b"f", b"g")] == [
+        True, True, False, False, False, True, True,
+    ]  # fmt: skip
+    assert len(list(tmp_path.rglob("*.kv"))) == 4
+    # Nor is it a pin: once all that is there was wished, it goes too.
+    tier.limit_kept(1.0, {})
+    tier.keep([(b"f", 16), (b"g", 16)], transfer.req_context, use)
+    tier.submit_store(make_transfer([b"h"], [1], is_promotion=False))
+    finish(tier)
+    assert len(list(tmp_path.rglob("*.kv"))) == 4
+    tier.shutdown()
