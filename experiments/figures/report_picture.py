@@ -1,4 +1,4 @@
-"""The README's picture: the first screen of `tenuto report` on the kept records of swe-bench.
+"""The picture in docs/report.md: the first screen of `tenuto report` on the kept records of swe-bench.
 
     python -m experiments.figures.report_picture
 
