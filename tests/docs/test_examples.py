@@ -258,7 +258,7 @@ def test_the_simulated_server_has_what_its_page_says(servers: list[Live]) -> Non
     missing = re.search(r"It does not have (.*?)\.\s", text, re.DOTALL)
     assert missing is not None
     paths = re.findall(r"`(/[\w/]+)`", missing[1])
-    assert len(paths) > 5
+    assert paths
     assert {servers[0].post(path, {}).status_code for path in paths} == {404}
     for path in ("/v1/models", "/health", "/ping", "/version", "/metrics"):
         assert f"`{path}`" in text
