@@ -51,6 +51,7 @@ NOT_RUN: tuple[tuple[str, str], ...] = (
         r"tenuto profile|tenuto simulate --step-cost",
         "times a server's steps for minutes: tests/client/test_profile.py",
     ),
+    (r"tenuto estimate", "takes minutes: tests/sim/test_estimate.py"),
     (r"tenuto (compare|plan) .*(--router|\$P|--p95)", "takes minutes; its flags are parsed by tests/cli"),
     (
         r"tenuto control set .*--canary",

@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "record": ("--url URL", "write down what agents ask of a server, without their text"),
     "replay": ("TRACE --url URL", "run a recording again, or a scheduler's decisions"),
     "convert": ("IN OUT", "change a trace's format, or import agents' logs"),
+    "estimate": ("--gpu GPU", "what Tenuto would gain for this traffic on this GPU"),
     "simulate": ("", "one workload on a simulated GPU"),
     "compare": ("", "GPUs x policies x loads x seeds, simulated"),
     "plan": ("", "the fewest GPUs for a load"),

@@ -195,7 +195,7 @@ class _Check:
         self._rank = rank
         self._job_id = f"verify-{uuid.uuid4().hex[:12]}"
         self._messages: list[dict[str, str]] = []
-        self._model, self._longest = _read_model(client)
+        self._model, self._longest = read_model(client)
 
     def warm_up(self, *engines: httpx.Client) -> None:
         """Send one request, and one to each engine behind a router."""
@@ -361,7 +361,7 @@ class _Check:
         return self._read_job().num_leased_blocks
 
 
-def _read_model(client: httpx.Client) -> tuple[str, int | None]:
+def read_model(client: httpx.Client) -> tuple[str, int | None]:
     """Read the model's name and its longest context. Raises DataError."""
     models = client.get("/v1/models")
     models.raise_for_status()

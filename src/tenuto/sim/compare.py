@@ -336,16 +336,21 @@ def make_arms(cells: Sequence[Cell]) -> list[Cell]:
             continue
         arms = [replace(cell, setup=replace(cell.setup, keep_kv=False)) for cell in others]
         if stock.setup.step_tokens is None:
-            own = get_max_num_batched_tokens(stock.setup)
-            sizes = [*(size for size in STEP_SIZES if size < own), *map(_get_wanted_steps, others)]
-            arms += [
-                replace(stock, setup=replace(stock.setup, step_tokens=size))
-                for size in sizes
-                if size is not None
+            wanted = [size for size in map(_get_wanted_steps, others) if size is not None]
+            setups = [
+                *get_stock_sizes(stock.setup),
+                *(replace(stock.setup, step_tokens=size) for size in wanted),
             ]
+            arms += [replace(stock, setup=setup) for setup in setups]
         made |= {cell.key: cell for cell in arms}
     asked = {cell.key for cell in cells}
     return [cell for key, cell in made.items() if key not in asked]
+
+
+def get_stock_sizes(stock: Setup) -> list[Setup]:
+    """Stock with each smaller size of steps, which anyone can set."""
+    own = get_max_num_batched_tokens(stock)
+    return [replace(stock, step_tokens=size) for size in STEP_SIZES if size < own]
 
 
 def _is_stock(cell: Cell) -> bool:

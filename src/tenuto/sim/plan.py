@@ -601,7 +601,7 @@ class SeedRunner:
         self._seeds = seeds
         self._max_jobs = max_jobs
         self._say = say
-        self._target = target
+        self.target = target
         self._names: dict[Future[Steady], str] = {}
         """Of the runs that have not ended, in other processes."""
         self._num_done = 0
@@ -641,13 +641,17 @@ class SeedRunner:
         """A run for each seed, as far as the first that is not steady."""
         return self._measure(setup, load, min_jobs, None, lambda run: False)
 
+    def first(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+        """Only the first seed's run."""
+        return self._measure(setup, load, min_jobs, None, lambda run: True)
+
     def judge(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
         """The same, but a run ends once the target is surely missed: it is "late"."""
-        return self._measure(setup, load, min_jobs, self._target, lambda run: False)
+        return self._measure(setup, load, min_jobs, self.target, lambda run: False)
 
     def probe(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
         """The same, but only the first seed's run if that keeps the target clearly."""
-        target = self._target
+        target = self.target
         assert target is not None
         return self._measure(setup, load, min_jobs, target, lambda run: is_clear(run, target))
 
@@ -668,7 +672,9 @@ class SeedRunner:
         # A run that went on for long enough would come out the same again.
         known = [run if run is not None and run.num_jobs >= min_jobs else None for run in known]
         new = [load for load, run in zip(loads, known, strict=True) if run is None]
-        names = [f"{setup.gpu} {setup.policy} at {load.jps:.3g} jobs/s, seed {load.seed}" for load in new]
+        steps = "" if setup.step_tokens is None else f" @{setup.step_tokens}"
+        what = f"{setup.gpu} {setup.policy}{steps}"
+        names = [f"{what} at {load.jps:.3g} jobs/s, seed {load.seed}" for load in new]
         simulated = (self._run_here if self._pool is None else self._run_apart)(simulate, new, names)
         runs: list[Steady] = []
         self._num_begun += 1

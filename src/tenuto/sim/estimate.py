@@ -1,0 +1,452 @@
+"""What `tenuto estimate` does: one traffic on one kind of GPU, with stock vLLM and with Tenuto.
+
+Three questions, each answered by simulating machines until they are steady (`tenuto.sim.steady`):
+
+1. Job times and first tokens under this traffic: with stock as it is, with stock at each smaller step
+   steps, of which the best is "stock well set", and with Tenuto.
+2. At which load Tenuto begins to gain over stock well set. The load goes down in steps while there is a gain,
+   or up until there is one. A step takes one seed; where the answer turns, all seeds.
+3. How many machines Tenuto needs where stock needs ten: the search of `tenuto.sim.plan`, for ten times the
+   load and the P95 job time that stock as it is has now.
+
+Machines do not depend on each other, as behind a perfect router that keeps each job on one machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.records.metrics import get_geometric_mean, get_percentile
+from tenuto.sim.compare import STOCK, TIE, get_stock_sizes
+from tenuto.sim.fidelity import KnownError, get_error
+from tenuto.sim.plan import Point, SeedRunner, each_at_once, find_fewest, format_s, get_most_jps, measure_jobs
+from tenuto.sim.setup import Setup
+from tenuto.sim.steady import VERDICTS, Steady, Target
+from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
+
+MIN_JOBS, MAX_JOBS = 150, 600
+"""Jobs of a run: fewest; and when it is given up because it is not steady."""
+DOWN, UP, NUM_LOADS = 0.7, 1.4, 4
+"""Each further load is so many times the one before; so many loads are tried beside the traffic's own."""
+NUM_MACHINES = 10
+"""Machines whose traffic is shared out again."""
+
+OF_LOADS, OF_MACHINES = "from which load on Tenuto gains", "how many machines are enough"
+"""What is left out where time is up."""
+
+
+class TimeUpError(TenutoError):
+    """The time for an estimate is over."""
+
+
+class Ratio(NamedTuple):
+    """One mean job time over another with the same seeds: the geometric mean, and the seeds' range."""
+
+    mean: float
+    low: float
+    high: float
+    num_seeds: int
+
+    @property
+    def is_gain(self) -> bool:
+        """Whether it is below 1 by more than a tie."""
+        return self.mean < 1 / TIE
+
+    def __str__(self) -> str:
+        """In words."""
+        seeds = f"{self.low:.2f} to {self.high:.2f} over {self.num_seeds} seeds"
+        return f"{self.mean:.2f} ({seeds if self.num_seeds > 1 else 'one seed'})"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run a machine, under one load."""
+
+    setup: Setup
+    point: Point
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return name_setup(self.setup)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether its times mean anything."""
+        return self.point.verdict == "steady"
+
+    @cached_property
+    def means_s(self) -> tuple[float, ...]:
+        """Mean job time with each seed."""
+        return tuple(fmean(run.job_times_s) for run in self.point.runs if run.job_times_s)
+
+    @property
+    def mean_s(self) -> float:
+        """Mean job time over the seeds; infinite if it is not steady."""
+        return get_geometric_mean(self.means_s) if self.is_steady and self.means_s else math.inf
+
+    @cached_property
+    def median_ttft_s(self) -> float:
+        """Median time to first token, over all seeds."""
+        times_s = [time_s for run in self.point.runs for time_s in run.ttfts_s]
+        return get_percentile(times_s, 50) if times_s else math.inf
+
+    @property
+    def known_error(self) -> KnownError:
+        """How far predictions like this one were off."""
+        return get_error(self.setup.gpu, self.setup.policy, self.point.runs[0].step_cost)
+
+    def get_ratio(self, other: Case) -> Ratio | None:
+        """Its mean job time over another's; None unless both are steady."""
+        if not (self.is_steady and other.is_steady):
+            return None
+        ratios = [own_s / other_s for own_s, other_s in zip(self.means_s, other.means_s, strict=False)]
+        return Ratio(get_geometric_mean(ratios), min(ratios), max(ratios), len(ratios)) if ratios else None
+
+    def gains_over(self, other: Case) -> bool:
+        """Whether it is faster by more than a tie, or steady where the other is not."""
+        ratio = self.get_ratio(other)
+        return self.is_steady > other.is_steady if ratio is None else ratio.is_gain
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        ttft_s = self.median_ttft_s
+        return {
+            "policy": self.setup.policy,
+            "step_tokens": self.setup.step_tokens,
+            "mean_s": self.mean_s if self.is_steady else None,
+            "seeds_mean_s": list(self.means_s) if self.is_steady else None,
+            "median_ttft_s": ttft_s if self.is_steady and math.isfinite(ttft_s) else None,
+            "known_error": self.known_error.to_json(),
+            **self.point.to_json(),
+        }
+
+
+def name_setup(setup: Setup) -> str:
+    """Stock says its step size."""
+    if setup.policy != STOCK:
+        return "Tenuto"
+    return "stock as it is" if setup.step_tokens is None else f"stock with steps of {setup.step_tokens}"
+
+
+@dataclass(frozen=True)
+class Need:
+    """How many machines one way needs."""
+
+    setup: Setup
+    num_machines: int | None
+    """None if even twice as many as stock has now do not suffice."""
+
+
+@dataclass
+class Estimate:
+    """What is known so far. `load.jps` is one machine's share of the jobs."""
+
+    setup: Setup
+    """Stock as it is, on the GPU."""
+    load: LoadOptions
+    cases: list[Case] = field(default_factory=list)
+    """Under the traffic as it is: stock as it is, its smaller step sizes, Tenuto."""
+    others: list[tuple[Case, Case]] = field(default_factory=list)
+    """At other loads: the best of stock, and Tenuto."""
+    target_s: float | None = None
+    """The P95 job time that all machines of `needs` keep."""
+    needs: list[Need] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """What there was no time for."""
+
+    @property
+    def stock(self) -> Case:
+        """Stock as it is."""
+        return self.cases[0]
+
+    @property
+    def tuned(self) -> Case:
+        """Stock with the best step size, its own among them."""
+        return _get_best(self.cases[:-1])
+
+    @property
+    def tenuto(self) -> Case:
+        """Tenuto."""
+        return self.cases[-1]
+
+    @property
+    def tried(self) -> list[tuple[Case, Case]]:
+        """The best of stock, and Tenuto, at the traffic's own load and then at others."""
+        return [(self.tuned, self.tenuto), *self.others]
+
+    @property
+    def least_jps(self) -> float | None:
+        """The lowest load tried at which Tenuto gains over stock well set; None if there is none."""
+        gaining = [tenuto.point.jps for best, tenuto in self.tried if tenuto.gains_over(best)]
+        return min(gaining, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        over = {"stock": self.tenuto.get_ratio(self.stock), "tuned": self.tenuto.get_ratio(self.tuned)}
+        return {
+            "gpu": self.setup.gpu,
+            "model": self.setup.model,
+            "workload": self.load.workload,
+            "jps_per_machine": self.load.jps,
+            "cases": [case.to_json() for case in self.cases],
+            "stock_well_set": self.tuned.setup.step_tokens,
+            **{f"tenuto_over_{name}": ratio and ratio._asdict() for name, ratio in over.items()},
+            "gains_from_jps_per_machine": None if OF_LOADS in self.left_out else self.least_jps,
+            "other_loads": [
+                {"jps": tenuto.point.jps, "stock": best.to_json(), "tenuto": tenuto.to_json()}
+                for best, tenuto in self.others
+            ],
+            "target_p95_s": self.target_s,
+            "machines": [
+                {"policy": need.setup.policy, "step_tokens": need.setup.step_tokens, "num": need.num_machines}
+                for need in self.needs
+            ],
+            "left_out": self.left_out,
+        }
+
+
+def make_load(setup: Setup, load: LoadOptions, num_machines: int) -> LoadOptions:
+    """The share of one of so many machines. Without a rate: that of the recording, or a busy machine's.
+
+    Raises ConfigError if a recording's jobs do not say how often they come.
+    """
+    if load.jps is not None:
+        return replace(load, jps=load.jps / num_machines)
+    if load.workload in GENERATORS:
+        return replace(load, jps=_round(get_most_jps(setup, replace(load, jps=1.0))))
+    arrivals_s = [job.arrival_s for job in make_workload(load).jobs if job.parent is None]
+    span_s = max(arrivals_s) - min(arrivals_s)
+    if span_s <= 0:
+        raise ConfigError(f"{load.workload} does not say how often jobs come; say it with --jps")
+    return replace(load, jps=(len(arrivals_s) - 1) / span_s / num_machines)
+
+
+def fill(
+    estimate: Estimate, measure: SeedRunner, *, tell: Callable[[str], None], num_at_once: int = 1
+) -> None:
+    """Answer the three questions, as far as there is time: `measure` may raise TimeUpError.
+
+    Raises TimeUpError itself if not even one seed of each case was done. `tell`: told what is known.
+    """
+    try:
+        _compare(estimate, measure, tell, num_at_once)
+    except TimeUpError:
+        if not estimate.cases:
+            raise
+        estimate.left_out += [OF_LOADS, OF_MACHINES]
+        return
+    for what, ask in ((OF_LOADS, _try_loads), (OF_MACHINES, _count_machines)):
+        try:
+            ask(estimate, measure, tell, num_at_once)
+        except TimeUpError:
+            estimate.left_out.append(what)
+
+
+def _compare(estimate: Estimate, measure: SeedRunner, tell: Callable[[str], None], num_at_once: int) -> None:
+    stock = estimate.setup
+    setups = [stock, *get_stock_sizes(stock), replace(stock, policy="tenuto")]
+    measure.expect(0, 2 * len(setups))
+    # One seed of each first: an answer, if time is up.
+    first = list(_measure_cases(setups, estimate.load, measure.first, num_at_once))
+    estimate.cases = first
+    for place, case in enumerate(_measure_cases(setups, estimate.load, measure, num_at_once)):
+        estimate.cases[place] = case
+        tell(f"{case.name}: {_describe(case)}")
+        measure.expect(0, len(setups) - place - 1)
+
+
+def _measure_cases(
+    setups: Sequence[Setup],
+    load: LoadOptions,
+    measure: Callable[[Setup, LoadOptions, int], Sequence[Steady]],
+    num_at_once: int,
+) -> Iterator[Case]:
+    points = each_at_once(lambda setup: measure_jobs(setup, load, 1, measure, MIN_JOBS), setups, num_at_once)
+    return (Case(setup, point) for setup, point in zip(setups, points, strict=True))
+
+
+def _try_loads(
+    estimate: Estimate, measure: SeedRunner, tell: Callable[[str], None], num_at_once: int
+) -> None:
+    assert estimate.load.jps is not None
+    gains = estimate.tenuto.gains_over(estimate.tuned)
+    stock = [estimate.stock.setup]
+    if estimate.tuned.setup != estimate.setup:
+        stock.append(estimate.tuned.setup)
+    setups = [*stock, estimate.tenuto.setup]
+    for number in range(1, NUM_LOADS + 1):
+        measure.expect(0, len(setups) * (NUM_LOADS + 1 - number))
+        load = replace(estimate.load, jps=_round(estimate.load.jps * (DOWN if gains else UP) ** number))
+        for each in (measure.first, measure):
+            cases = list(_measure_cases(setups, load, each, num_at_once))
+            best, tenuto = _get_best(cases[:-1]), cases[-1]
+            if tenuto.gains_over(best) == gains:
+                break
+        estimate.others.append((best, tenuto))
+        tell(f"{load.jps:g} jobs/s: {best.name}: {_describe(best)}; Tenuto: {_describe(tenuto)}")
+        if tenuto.gains_over(best) != gains or not (best.is_steady or tenuto.is_steady):
+            return
+
+
+def _count_machines(
+    estimate: Estimate, measure: SeedRunner, tell: Callable[[str], None], num_at_once: int
+) -> None:
+    assert estimate.load.jps is not None
+    cases = [estimate.stock, estimate.tuned, estimate.tenuto]
+    known = next((case for case in cases if case.is_steady), None)
+    if known is None:
+        return
+    target = Target(p95_s=known.point.p95_s)
+    measure.target = target
+    load = replace(estimate.load, jps=NUM_MACHINES * estimate.load.jps)
+    setups = [case.setup for case in cases]
+    setups = [setup for place, setup in enumerate(setups) if setup not in setups[:place]]
+
+    def count(setup: Setup) -> Need:
+        if setup == known.setup:
+            return Need(setup, NUM_MACHINES)
+        found = find_fewest(
+            setup,
+            load,
+            target,
+            measure.judge,
+            2 * NUM_MACHINES,
+            probe=measure.probe,
+            expect=partial(measure.expect, setups.index(setup)),
+        )
+        return Need(setup, found.num_machines)
+
+    estimate.target_s = target.p95_s
+    needs = list(each_at_once(count, setups, num_at_once))
+    estimate.needs = needs
+
+
+def _get_best(cases: Sequence[Case]) -> Case:
+    """The steady one with the lowest mean; if none is, the one that finishes most jobs."""
+    return min(
+        cases,
+        key=lambda case: (-VERDICTS.index(case.point.verdict), case.mean_s, -case.point.finished_jps),
+    )
+
+
+def _round(value: float) -> float:
+    """Two digits, so that a load can be typed again."""
+    return float(f"{value:.2g}")
+
+
+# The text.
+
+
+def format_estimate(estimate: Estimate) -> str:
+    """The table, the three answers and how far such predictions were off."""
+    cases = [estimate.stock, estimate.tuned, estimate.tenuto]
+    names = [estimate.stock.name, f"well set ({estimate.tuned.name})", estimate.tenuto.name]
+    wide = max(map(len, names))
+    lines = [
+        f"{estimate.setup.model} on {estimate.setup.gpu}, {estimate.load.workload}, "
+        f"{estimate.load.jps:.3g} jobs/s on each server",
+        "",
+        f"{'':{wide}}  {'job time: mean':>14} {'seeds':>14} {'P95':>8}   "
+        f"{'first token: median':>19} {'P95':>8}",
+    ]
+    for name, case in zip(names, cases, strict=True):
+        lines.append(f"{name:{wide}}  {_format_times(case)}")
+    lines += ["", *_format_gain(estimate), *_format_loads(estimate), *_format_needs(estimate)]
+    if estimate.left_out:
+        lines.append(f"There was no time for: {'; '.join(estimate.left_out)}. Allow more with --limit.")
+    errors: dict[str, list[str]] = {}
+    for case in (estimate.stock, estimate.tenuto):
+        errors.setdefault(str(case.known_error), []).append(case.setup.policy)
+    lines.append("Such means were off by (below 0: too fast)")
+    lines += [f"  {error}: {', '.join(policies)}" for error, policies in errors.items()]
+    ratio = estimate.tenuto.get_ratio(estimate.tuned)
+    if ratio is not None and abs(1 - ratio.mean) < estimate.tenuto.known_error.median:
+        lines.append(
+            "Tenuto's difference from stock well set is smaller: only a run on the GPU can prove it."
+        )
+    return "\n".join(lines)
+
+
+def _format_times(case: Case) -> str:
+    if not case.is_steady:
+        return str(case.point)
+    seeds = f"{format_s(min(case.means_s))[:-2]}-{format_s(max(case.means_s))[:-2]}"
+    return (
+        f"{format_s(case.mean_s):>14} {seeds if len(case.means_s) > 1 else 'one seed':>14} "
+        f"{format_s(case.point.p95_s):>8}   {format_s(case.median_ttft_s):>19} "
+        f"{format_s(case.point.p95_ttft_s):>8}"
+    )
+
+
+def _describe(case: Case) -> str:
+    return f"mean job time {format_s(case.mean_s)}" if case.is_steady else str(case.point)
+
+
+def _format_gain(estimate: Estimate) -> Iterator[str]:
+    for words, other in (("stock as it is", estimate.stock), ("stock well set", estimate.tuned)):
+        ratio = estimate.tenuto.get_ratio(other)
+        if ratio is not None:
+            yield f"Tenuto's mean job time over that of {words}: {ratio}."
+    tenuto, tuned = estimate.tenuto.point.p95_ttft_s, estimate.tuned.point.p95_ttft_s
+    if estimate.tenuto.is_steady and estimate.tuned.is_steady and tenuto > TIE * tuned:
+        later = f"{format_s(tenuto)}, not {format_s(tuned)}"
+        yield f"Its P95 first token comes later than with stock well set: {later}."
+
+
+def _format_loads(estimate: Estimate) -> Iterator[str]:
+    if OF_LOADS in estimate.left_out:
+        return
+    least, tried = estimate.least_jps, estimate.tried
+    if least is None:
+        end = "" if any(case.is_steady for case in tried[-1]) else ", where a server is overloaded"
+        most = max(tenuto.point.jps for _, tenuto in tried)
+        yield (
+            f"Nothing is gained over stock well set (2 % at least) up to {most:.3g} jobs/s on a server{end}."
+        )
+        return
+    without = [tenuto.point.jps for _, tenuto in tried if tenuto.point.jps < least]
+    end = f"nothing is gained at {max(without):.3g}" if without else "less was not tried"
+    yield f"Tenuto gains over stock well set (2 % at least) from {least:.3g} jobs/s on a server on; {end}."
+
+
+def _format_needs(estimate: Estimate) -> Iterator[str]:
+    if not estimate.needs or estimate.target_s is None:
+        return
+    counts = []
+    for need in estimate.needs:
+        num = need.num_machines or 2 * NUM_MACHINES
+        more = "more than " if need.num_machines is None else ""
+        counts.append(f"{more}{num * estimate.setup.tp} with {name_setup(need.setup)}")
+    yield (
+        f"GPUs for {NUM_MACHINES} times this server's traffic at a P95 job time of "
+        f"{format_s(estimate.target_s)}: {', '.join(counts)}."
+    )
+
+
+def suggest_next(estimate: Estimate, *, has_recording: bool) -> list[str]:
+    """Commands to type next, each with what for."""
+    gpu, model = estimate.setup.gpu, estimate.setup.model
+    steps = estimate.tuned.setup.step_tokens
+    lines = []
+    if not has_recording:
+        lines += [
+            "tenuto record --url http://localhost:8000 --out jobs.jsonl   # your traffic, without its text",
+            f"tenuto estimate --gpu {gpu} --model {model} --recording jobs.jsonl",
+        ]
+    if steps is not None and estimate.tuned.gains_over(estimate.stock):
+        lines.append(f"vllm serve MODEL --max-num-batched-tokens {steps}   # stock well set, without Tenuto")
+    if estimate.tenuto.gains_over(estimate.stock):
+        lines += [
+            "tenuto serve MODEL   # then, to see that leases hold: tenuto verify --url http://localhost:8000",
+            "tenuto ab --help   # the same comparison on your GPU",
+        ]
+    elif estimate.least_jps is None or estimate.least_jps > (estimate.load.jps or 0.0):
+        lines.append("vllm serve MODEL   # stock: under this traffic Tenuto gains nothing")
+    return lines
