@@ -106,8 +106,12 @@ def run(given: Given) -> int:
         progress.tell(make_text)
 
     runner = SeedRunner(seeds, workers=workers, max_jobs=MAX_JOBS, say=say)
-    with progress.cleared(), runner as measure:
-        fill(estimate, measure, tell=progress.say, num_at_once=workers)
+    try:
+        with progress.cleared(), runner as measure:
+            fill(estimate, measure, tell=progress.say, num_at_once=workers)
+    except TimeUpError:  # after the processes were ended, which the runs that are left out would keep busy
+        if not estimate.cases:
+            raise
     next_lines = suggest_next(estimate, has_recording=options.workload not in GENERATORS)
     if options.as_json:
         print(json.dumps({**estimate.to_json(), "next": next_lines}))

@@ -158,8 +158,8 @@ class Estimate:
     target_s: float | None = None
     """The P95 job time that all machines of `needs` keep."""
     needs: list[Need] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    """What there was no time for."""
+    left_out: list[str] = field(default_factory=lambda: [OF_LOADS, OF_MACHINES])
+    """What is not answered."""
 
     @property
     def stock(self) -> Case:
@@ -231,22 +231,15 @@ def make_load(setup: Setup, load: LoadOptions, num_machines: int) -> LoadOptions
 def fill(
     estimate: Estimate, measure: SeedRunner, *, tell: Callable[[str], None], num_at_once: int = 1
 ) -> None:
-    """Answer the three questions, as far as there is time: `measure` may raise TimeUpError.
+    """Answer the three questions. `tell`: told what is known.
 
-    Raises TimeUpError itself if not even one seed of each case was done. `tell`: told what is known.
+    `measure` may raise TimeUpError. Then `left_out` names what is not answered; there is no answer at all if
+    `cases` is empty.
     """
-    try:
-        _compare(estimate, measure, tell, num_at_once)
-    except TimeUpError:
-        if not estimate.cases:
-            raise
-        estimate.left_out += [OF_LOADS, OF_MACHINES]
-        return
+    _compare(estimate, measure, tell, num_at_once)
     for what, ask in ((OF_LOADS, _try_loads), (OF_MACHINES, _count_machines)):
-        try:
-            ask(estimate, measure, tell, num_at_once)
-        except TimeUpError:
-            estimate.left_out.append(what)
+        ask(estimate, measure, tell, num_at_once)
+        estimate.left_out.remove(what)
 
 
 def _compare(estimate: Estimate, measure: SeedRunner, tell: Callable[[str], None], num_at_once: int) -> None:
