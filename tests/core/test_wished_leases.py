@@ -73,6 +73,9 @@ def test_what_the_policy_gives_up_is_held_for_the_wish_and_no_longer_than_the_li
         lease = get_lease(engine)
         assert (lease.terms.until_s, lease.terms.yields) == (until_s, Yields.FIRST)
         assert engine.driver.stats.num_wishes == {("anthropic", result): 1}
+        told = engine.driver.describe_job("j", NOW_S)
+        assert told is not None
+        assert (told["wish"]["result"], told["wish"]["asked_s"]) == (result, asked_s)
         assert engine.driver.expire(until_s - 0.1) == 0
         assert engine.driver.expire(until_s) == 1
         assert engine.driver.get_num_leased_blocks() == 0

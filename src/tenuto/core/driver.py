@@ -494,6 +494,7 @@ class Driver:
             "leased_blocks": 0 if lease is None or self.is_shadow else len(lease.blocks),
             "lease_news": what,
             "reason": why,
+            "wish": None if job.wish_news is None else job.wish_news.describe(),
             "reusable_tokens": job.num_reusable_tokens,
             "reused_tokens": job.num_reused_tokens,
             "short_tokens": dict(job.num_short_tokens or {}),
@@ -759,6 +760,7 @@ class Driver:
         self.decided.num_malformed_wishes.update(wish.malformed)
         if verdict is not None:
             self.decided.num_wishes[verdict.dialect, verdict.result] += 1
+            turn.job.wish_news = verdict
         if self._history is not None:
             self._history.record_wish(turn, now_s, wish, verdict)
 
@@ -879,15 +881,7 @@ class History:
         """What becomes of a finished turn's wish."""
         facts: LogRecord = {"malformed": list(wish.malformed)} if wish.malformed else {}
         if verdict is not None:
-            facts |= {
-                "dialect": verdict.dialect,
-                "result": verdict.result,
-                "asked_s": verdict.asked_s,
-                "gpu_s": verdict.gpu_s,
-                "below_s": verdict.below_s,
-                "num_tokens": wish.num_tokens,
-                "reason": None if verdict.reason is None else verdict.reason.value,
-            }
+            facts |= {**verdict.describe(), "num_tokens": wish.num_tokens}
         self.record(
             "wished", turn, now_s, **{name: value for name, value in facts.items() if value is not None}
         )

@@ -11,6 +11,7 @@ from tenuto.core.ledger import Account, Ledger
 from tenuto.core.requests import Hints
 from tenuto.core.reuse import PrefixMarks
 from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Turn
+from tenuto.core.wishes.wish import Verdict
 
 NOBODY = ""
 """The tenant of turns without a tenant: they count as one tenant."""
@@ -83,6 +84,8 @@ class JobState:
     num_reused_tokens: int = 0
     lease_news: LeaseEnd | LeaseRefusal | TakenBy | None = None
     """Why its last finished turn has no lease, or has lost blocks of it; None if the lease is whole."""
+    wish_news: Verdict | None = None
+    """What became of the cache wish of its last turn that had one."""
 
     def get_view(self, arrival_s: float | None = None) -> Job:
         """What a policy sees of the job; `arrival_s` replaces the job's own arrival."""

@@ -345,6 +345,10 @@ class Verdict(NamedTuple):
     """At most so long in host memory and on disk."""
     reason: LeaseRefusal | LeaseEnd | None = None
 
+    def describe(self) -> dict[str, Any]:
+        """All of it in JSON types."""
+        return {**self._asdict(), "reason": None if self.reason is None else self.reason.value}
+
 
 def judge(
     wish: Wish, max_lease_s: float, *, has_tier: bool, refusal: LeaseRefusal | None = None
