@@ -229,6 +229,9 @@ def test_looking_for_a_mark_is_bounded() -> None:
     for n in range(2 * finder.NUM_KNOWN):
         assert finder.find(Mark(0.5, f"absent{n}"), range(100_000)) == 0
     assert words.num_decoded <= 2 * finder.NUM_KNOWN * finder.WINDOW * finder.MAX_WINDOWS
+    assert not finder._known, "what one prompt lacks may be in another's"
+    for n in range(2 * finder.NUM_KNOWN):
+        assert finder.find(Mark(0.5, f"word{50_000 + n} "), range(100_000)) == 50_001 + n
     assert len(finder._known) == finder.NUM_KNOWN
 
 

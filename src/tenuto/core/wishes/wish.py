@@ -221,11 +221,12 @@ class MarkFinder:
     """Finds marks among a prompt's tokens; it remembers where the last ones were.
 
     The share of the text tells about where a mark is, and its last characters exactly. What is looked through
-    is bounded; a mark that is not found ends nothing.
+    is bounded, because the engine waits meanwhile; a mark that is not found ends nothing. Misses are not
+    remembered: a mark that one prompt lacks may be in another's.
     """
 
     WINDOW = 1024
-    MAX_WINDOWS = 8
+    MAX_WINDOWS = 2
     NUM_KNOWN = 256
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -239,7 +240,7 @@ class MarkFinder:
         if not mark.tail:
             return 0
         known = self._known.get(mark.tail)
-        if known is not None and (not known or self._ends_at(known, mark.tail, prompt)):
+        if known is not None and self._ends_at(known, mark.tail, prompt):
             self._known.move_to_end(mark.tail)
             return known
         found = 0
@@ -247,6 +248,8 @@ class MarkFinder:
             found = self._look(mark, prompt, first)
             if found:
                 break
+        if not found:
+            return 0
         self._known[mark.tail] = found
         if len(self._known) > self.NUM_KNOWN:
             self._known.popitem(last=False)
