@@ -22,6 +22,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "fleet": "",
         "fleet.scale": "",
         "figures": "",
+        "figures.jobs_picture": "",
         "figures.report_picture": "playwright and Chromium",
         "tables.fidelity": "",
         "tables.first_ab": "",
