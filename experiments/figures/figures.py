@@ -81,7 +81,8 @@ class Panel:
         if self.varies == "repeats":
             load = replace(load, scale_turns=value, scale_lengths=1 / value)
         elif hasattr(load, self.varies):
-            load = replace(load, **{self.varies: value})
+            loads: dict[str, Any] = {self.varies: value}
+            load = replace(load, **loads)
         else:
             sizes: dict[str, Any] = {self.varies: int(value) if self.varies.startswith("max_") else value}
             setup = replace(setup, **sizes)

@@ -18,7 +18,7 @@ MATTERS = 1.1
 def keep(record: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a run's record that the figures need. A job that takes too long goes on to its end."""
     times_s = list(record["job_times_s"].values())
-    return shorten(
+    kept: dict[str, Any] = shorten(
         {
             "jobs": record["jobs"],
             "mean_job_s": record["job_s"]["mean"],
@@ -31,6 +31,7 @@ def keep(record: Mapping[str, Any]) -> dict[str, Any]:
             "versions": record["versions"],
         }
     )
+    return kept
 
 
 @dataclass(frozen=True)

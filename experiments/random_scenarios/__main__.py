@@ -88,7 +88,7 @@ def main() -> int:
     if args.report:
         wanted = set(scenarios)
         records = [each for each in book.read()[1] if (each["seed"], each["number"]) in wanted]
-        last = take_last(records)
+        last = list(map(dict, take_last(records)))
         if len(last) < len(records):
             print(f"{len(records) - len(last)} records are of older code and do not count.", file=sys.stderr)
         records = last

@@ -234,8 +234,8 @@ TRAFFIC: Mapping[str, Callable[[Scenario], bool]] = {
     "agents only": lambda scenario: all(each.name in AGENTS for each in scenario.kinds),
     "with plain requests": lambda scenario: any(each.name == "plain" for each in scenario.kinds),
     "with people": lambda scenario: any(each.name == "people" for each in scenario.kinds),
-    "with host memory": lambda scenario: scenario.setup.host_gb > 0,
-    "without host memory": lambda scenario: scenario.setup.host_gb == 0,
+    "with host memory": lambda scenario: bool(scenario.setup.host_gb),
+    "without host memory": lambda scenario: not scenario.setup.host_gb,
     "no hints": lambda scenario: scenario.hints == "none",
 }
 """Groups of scenarios. One scenario can be in several."""
