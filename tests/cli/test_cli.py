@@ -318,7 +318,7 @@ URL = ["--url", "http://h"]
         (["bench", *URL, "--speed", "2"], "--speed is called --scale-rate now; see tenuto bench --help"),
         (
             ["bench", *URL, "--hints"],
-            "--hints wants a value, one of none, job, last, tool, tool-time, wrong; what ",
+            "--hints wants a value, one of none, job, last, tool, tool-time, wrong, wish; what ",
         ),
         (["bench", *URL, "--hints", "--json"], "--hints wants a value, one of none"),
         (["bench", *URL, "--jps", "fast"], "--jps must be a number, got 'fast'; see tenuto bench --help"),
