@@ -282,7 +282,7 @@ def test_a_model_by_position_is_vllm_s_way(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", "--engine", "sim", "--help"])
+        cli.main(["serve", "--engine", "sim", "--help-all"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for part in ("--gpu", "--speed", "--policy", "--kv-tokens", "sim_tool", "examples:"):

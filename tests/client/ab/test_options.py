@@ -86,7 +86,7 @@ def test_options_out_of_range(
 
 def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse("--help")
+        parse("--help-all")
     text = capsys.readouterr().out
     for name in ("--arm", "--repeats", "--keep-up", "--serve-args", "--workload", "--hints", "--out"):
         assert name in text
