@@ -355,6 +355,8 @@ def plot_turns(group: Group, looks: Looks) -> Chart | None:
                 for turn, latency in means.items()
             ]
         turns = [turn for curve in curves for turn in curve.at]
+        if not turns:
+            continue
         x = Axis(label="turn", is_whole=True, ends=stretch(turns, 0.5))
         y = replace(TIME, label="mean turn latency")
         panels.append(Panel(marks=curves, x=x, y=y, title=group.describe_load(load), height=2.6))
