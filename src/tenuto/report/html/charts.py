@@ -360,6 +360,8 @@ def plot_turns(group: Group, looks: Looks) -> Chart | None:
         x = Axis(label="turn", is_whole=True, ends=stretch(turns, 0.5))
         y = replace(TIME, label="mean turn latency")
         panels.append(Panel(marks=curves, x=x, y=y, title=group.describe_load(load), height=2.6))
+    if not panels:
+        return None
     return Chart(
         name="turns",
         title="Latency turn by turn",
